@@ -1,0 +1,47 @@
+"""What the public functions return: always one of these NamedTuples, whatever the flags.
+
+Shapes: B batch, T tokens, H value heads, K and V the key and value widths, D channels, W the convolution's width,
+N documents (B where nothing is packed).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LinearAttentionOutput(NamedTuple):
+    """The result of a linear recurrence."""
+
+    o: Tensor
+    """Outputs ``[B, T, H, V]``."""
+    final_state: Tensor | None
+    """State after each document's last token, ``[N, H, K, V]``; None unless ``output_final_state``."""
+
+
+class AttentionOutput(NamedTuple):
+    """The result of softmax attention."""
+
+    o: Tensor
+    """Outputs ``[B, T, H, V]``."""
+    lse: Tensor
+    """Natural logarithm of each row's softmax denominator, ``[B, H, T]``; −inf where a row sees no key."""
+
+
+class ShortConvOutput(NamedTuple):
+    """The result of a short convolution."""
+
+    o: Tensor
+    """Outputs, in the shape of the input."""
+    final_state: Tensor | None
+    """Each document's last ``W − 1`` inputs, oldest first, ``[N, D, W − 1]``; None unless ``output_final_state``."""
+
+
+class TokenShiftOutput(NamedTuple):
+    """The result of a token shift."""
+
+    o: Tensor
+    """Each token's predecessor, in the shape of the input."""
+    final_state: Tensor | None
+    """Each document's last token ``[N, D]``; None unless ``output_final_state``."""
