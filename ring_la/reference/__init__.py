@@ -1,0 +1,43 @@
+"""The truth: every public function as an fp64 token loop, dense softmax, or plain sum.
+
+The functions have the names and signatures of the public interface. They follow the defining equation of each paper
+one token at a time, share nothing with the chunked kernels, and are differentiable by plain autograd, so the true
+gradients come from them too. Everything is computed in, and returned as, float64, on the device of the inputs. They
+run on one device: `layout` must be None.
+"""
+
+from ring_la.reference.local import grouped_gemm, short_conv, token_shift
+from ring_la.reference.recurrences import (
+    delta_rule,
+    dplr_delta_rule,
+    gated_delta_rule,
+    gla,
+    hgrn2,
+    kda,
+    lightning_attention,
+    linear_attention,
+    mamba2,
+    retention,
+    rwkv7,
+    simple_gla,
+)
+from ring_la.reference.softmax import attention
+
+__all__ = [
+    "attention",
+    "delta_rule",
+    "dplr_delta_rule",
+    "gated_delta_rule",
+    "gla",
+    "grouped_gemm",
+    "hgrn2",
+    "kda",
+    "lightning_attention",
+    "linear_attention",
+    "mamba2",
+    "retention",
+    "rwkv7",
+    "short_conv",
+    "simple_gla",
+    "token_shift",
+]

@@ -1,0 +1,150 @@
+"""One token at a time: the loop every linear recurrence of the reference runs through.
+
+A recurrence is a `Rule` (how a token changes the state) and the tensors its tokens bring; `recurrence` turns a function
+that describes these into the public function, adding the keywords all recurrences have in common.
+
+Shapes: q, k [B, T, Hk, K]; v [B, T, H, V] with H a multiple of Hk (value head h reads q/k head h // (H // Hk));
+g [B, T, H] or [B, T, H, K] by the rule's decay; beta [B, T, H]; a, b [B, T, H, K]. g, beta, a and b may also come with
+Hk heads. States are [N, H, K, V], N documents.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_la.algebra import Rule
+from ring_la.errors import ArgumentError
+from ring_la.outputs import LinearAttentionOutput
+from ring_la.reference.arguments import documents, expect_local, expect_shape
+
+
+class Recurrence(NamedTuple):
+    """What makes one recurrence: its rule, and what its tokens bring."""
+
+    rule: Rule
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    beta: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    default_scale: float | None = None
+    """Scale where the caller gives none; None means K**-0.5."""
+    causal: bool = True
+    """False: every token reads the state after its document's last token."""
+    readout: Callable[[Tensor], Tensor] = lambda o: o
+    """What becomes of scale · Sᵀ q."""
+    names: Mapping[str, str] = {}
+    """The caller's names of q, k, v, g where they differ, for error messages."""
+
+
+def step(rule: Rule, S: Tensor, k: Tensor, v: Tensor, g=None, beta=None, a=None, b=None) -> Tensor:
+    """The state [N, H, K, V] after one token, whose tensors are [N, H, ...]: `Rule`'s equations, as they stand."""
+    decayed = S
+    if rule.decay == "scalar":
+        decayed = g.exp()[..., None, None] * S
+    elif rule.decay == "diagonal":
+        decayed = g.exp()[..., None] * S
+    if rule.write == "additive":
+        return decayed + k[..., None] * v[..., None, :]
+    if rule.write == "delta":
+        recalled = (k[..., None] * decayed).sum(-2)
+        return decayed + (beta[..., None] * k)[..., None] * (v - recalled)[..., None, :]
+    recalled = (a[..., None] * S).sum(-2)
+    return decayed + b[..., None] * recalled[..., None, :] + k[..., None] * v[..., None, :]
+
+
+def read(q: Tensor, S: Tensor) -> Tensor:
+    """Sᵀ q."""
+    return (q[..., None] * S).sum(-2)
+
+
+def check(r: Recurrence) -> None:
+    """Check the shapes of what the tokens bring."""
+    name = {field: r.names.get(field, field) for field in ("q", "k", "v", "g")}
+    expect_shape(name["q"], r.q, B=None, T=None, H=None, K=None)
+    B, T, Hk, K = r.q.shape
+    expect_shape(name["k"], r.k, B=B, T=T, H=Hk, K=K)
+    expect_shape(name["v"], r.v, B=B, T=T, H=None, V=None)
+    H = r.v.shape[2]
+    if H % Hk:
+        raise ArgumentError(name["v"], f"a number of heads that is a multiple of the {Hk} of {name['q']}", H)
+    heads = (Hk, H)
+    if r.rule.decay == "scalar":
+        expect_shape(name["g"], r.g, B=B, T=T, H=heads)
+    if r.rule.decay == "diagonal":
+        expect_shape(name["g"], r.g, B=B, T=T, H=heads, K=K)
+    if r.rule.write == "delta":
+        expect_shape("beta", r.beta, B=B, T=T, H=heads)
+    if r.rule.write == "dplr":
+        expect_shape("a", r.a, B=B, T=T, H=heads, K=K)
+        expect_shape("b", r.b, B=B, T=T, H=heads, K=K)
+
+
+def token_loop(
+    r: Recurrence,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: object = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    mode: str = "auto",
+    backend: str | None = None,
+) -> LinearAttentionOutput:
+    """Run a recurrence over each document, a token at a time."""
+    expect_local(layout, backend, mode)
+    check(r)
+    B, T, H, V = r.v.shape
+    K = r.q.shape[-1]
+    q, k, v, g, beta, a, b = (
+        None if x is None else x.double().repeat_interleave(H // x.shape[2], dim=2)
+        for x in (r.q, r.k, r.v, r.g, r.beta, r.a, r.b)
+    )
+    if use_qk_l2norm:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    if scale is None:
+        scale = K**-0.5 if r.default_scale is None else r.default_scale
+    spans = documents(B, T, cu_seqlens)
+    N = spans[-1].states.stop
+    if initial_state is None:
+        initial_state = v.new_zeros(N, H, K, V)
+    expect_shape("initial_state", initial_state, N=N, H=H, K=K, V=V)
+
+    outputs, states = [v.new_zeros(B, 0, H, V)], []
+    for document, rows, tokens in spans:
+        S = initial_state[document].double()
+        for t in range(tokens.start, tokens.stop):
+            token = (None if x is None else x[rows, t] for x in (k, v, g, beta, a, b))
+            S = step(r.rule, S, *token)
+            if r.causal:
+                outputs.append(read(q[rows, t], S)[:, None])
+        if not r.causal:
+            outputs.append(read(q[rows, tokens], S[:, None]))
+        states.append(S)
+    o = r.readout(scale * torch.cat(outputs, dim=1))
+    return LinearAttentionOutput(o, torch.cat(states) if output_final_state else None)
+
+
+def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAttentionOutput]:
+    """The public function of a recurrence: `describe`'s own arguments, then the keywords common to all."""
+    own = inspect.signature(describe)
+    loop = inspect.signature(token_loop)
+    common = [p for p in loop.parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    @functools.wraps(describe)
+    def function(*args, **keywords) -> LinearAttentionOutput:
+        options = {p.name: keywords.pop(p.name) for p in common if p.name in keywords}
+        return token_loop(describe(*args, **keywords), **options)
+
+    signature = own.replace(parameters=[*own.parameters.values(), *common], return_annotation=loop.return_annotation)
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
