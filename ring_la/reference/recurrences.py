@@ -133,7 +133,7 @@ def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Recurrence:
 
 @recurrence
 def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
-    """HGRN-2 (Qin et al. 2024, arXiv 2404.07904): gated linear attention whose key is what the gate lets go, k = 1 − exp(g).
+    """HGRN-2 (Qin et al. 2024, arXiv 2404.07904): `gla` whose key is what the gate lets go, k = 1 − exp(g).
 
     `g` [B, T, Hk, K] has the heads of q.
     """
@@ -142,7 +142,10 @@ def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
 
 @recurrence
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Recurrence:
-    """The delta rule (Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484): S ← (I − β k kᵀ) S + β k vᵀ. `beta` [B, T, H]."""
+    """The delta rule (Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484): S ← (I − β k kᵀ) S + β k vᵀ.
+
+    `beta` [B, T, H].
+    """
     return Recurrence(Rule("delta", "none"), q, k, v, beta=beta)
 
 
