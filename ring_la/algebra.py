@@ -1,0 +1,127 @@
+"""The affine algebra every layer along the sequence lives in.
+
+A linear recurrence over any run of tokens is an affine map of its state,
+
+    S_out = A · S_in + b,        S, b : [..., H, K, V],
+
+and runs compose: ``(A2, b2) ∘ (A1, b1) = (A2·A1, A2·b1 + b2)``. The transition ``A`` closes under four
+shapes, and the backward pass is the same scan, right to left, with ``Aᵀ``:
+
+    identity   no tensor          linear attention
+    scalar     [..., H]           retention, lightning attention, simple GLA, Mamba-2
+    diagonal   [..., H, K]        GLA, HGRN-2
+    dense      [..., H, K, K]     delta rule, gated delta rule, KDA, RWKV-7 / DPLR
+
+`Rule` is how one token changes the state; the shape of its transition follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Transition = Literal["identity", "scalar", "diagonal", "dense"]
+Write = Literal["additive", "delta", "dplr"]
+Decay = Literal["none", "scalar", "diagonal"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one token changes the state ``S [K, V]``, given ``D = diag(exp g)`` (g per head or per key channel).
+
+    additive   S ← D S + k vᵀ
+    delta      S ← (I − β k kᵀ) D S + β k vᵀ
+    dplr       S ← (D + b aᵀ) S + k vᵀ                 (a reads the state before the decay)
+
+    and then reads ``o = scale · Sᵀ q``.
+    """
+
+    write: Write
+    decay: Decay
+
+    @property
+    def transition(self) -> Transition:
+        """The shape of the transition ``A`` of any run of tokens under this rule."""
+        if self.write != "additive":
+            return "dense"
+        return "identity" if self.decay == "none" else self.decay
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the tensors a token brings, in the order the operators take them."""
+        gate = () if self.decay == "none" else ("g",)
+        return ("q", "k", "v", *gate, *{"additive": (), "delta": ("beta",), "dplr": ("a", "b")}[self.write])
+
+    def __str__(self) -> str:
+        return f"{self.write}_{self.decay}"
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """The inverse of ``str``: operators carry their rule as a string."""
+        write, decay = text.split("_")
+        return cls(write, decay)  # type: ignore[arg-type]
+
+
+def transition_shape(kind: Transition, state: torch.Size) -> torch.Size | None:
+    """Shape of ``A`` for a state of shape ``[..., H, K, V]``; None for the identity."""
+    *lead, k, _ = state
+    return {
+        "identity": None,
+        "scalar": torch.Size(lead),
+        "diagonal": torch.Size([*lead, k]),
+        "dense": torch.Size([*lead, k, k]),
+    }[kind]
+
+
+def act(kind: Transition, A: Tensor | None, S: Tensor) -> Tensor:
+    """``A · S`` for a transition of any shape; ``S`` is ``[..., H, K, V]`` (or ``[..., H, K, K]`` to compose)."""
+    if A is None or kind == "identity":
+        return S
+    if kind == "scalar":
+        return A[..., None, None] * S
+    return A[..., None] * S if kind == "diagonal" else A @ S
+
+
+def transpose(kind: Transition, A: Tensor | None) -> Tensor | None:
+    """``Aᵀ``: only a dense transition differs from its transpose."""
+    return A.transpose(-1, -2) if A is not None and kind == "dense" else A
+
+
+def outer(kind: Transition, G: Tensor, S: Tensor) -> Tensor | None:
+    """The gradient of ``A`` in ``<G, A·S>``, in the shape of ``A``: ``G Sᵀ`` restricted to that shape."""
+    if kind == "identity":
+        return None
+    if kind == "dense":
+        return G @ S.transpose(-1, -2)
+    per_key = (G * S).sum(-1)
+    return per_key if kind == "diagonal" else per_key.sum(-1)
+
+
+def product(kind: Transition, later: Tensor | None, earlier: Tensor | None) -> Tensor | None:
+    """``later · earlier`` for two transitions of one shape."""
+    if later is None or earlier is None:
+        return None
+    return later @ earlier if kind == "dense" else later * earlier
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The map ``S ↦ A·S + b`` of a run of tokens. ``A is None`` with kind "identity" is the identity."""
+
+    kind: Transition
+    A: Tensor | None
+    b: Tensor
+
+    def __call__(self, S: Tensor) -> Tensor:
+        return act(self.kind, self.A, S) + self.b
+
+    def after(self, earlier: Affine) -> Affine:
+        """``self ∘ earlier``: the map of the two runs, `earlier` first."""
+        return Affine(self.kind, product(self.kind, self.A, earlier.A), self(earlier.b))
+
+    def adjoint(self, b: Tensor) -> Affine:
+        """The map the gradient of the state takes through this run, right to left; `b` is what the run adds to it."""
+        return Affine(self.kind, transpose(self.kind, self.A), b)

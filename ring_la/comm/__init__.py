@@ -1,0 +1,6 @@
+"""Communication over torch.distributed: one group wrapper, one wait handle, token routing."""
+
+from .group import Group, Pending
+from .route import Route
+
+__all__ = ["Group", "Pending", "Route"]

@@ -1,0 +1,185 @@
+"""One process group as ring_la uses it: few calls, group ranks, and errors that name the peer.
+
+Every call returns a `Pending` whose ``wait()`` gives the result; on CUDA waiting orders the current stream
+after the message and never blocks the host. A group of one rank sends nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ArgumentError, DisagreementError, PeerError
+
+
+class Pending:
+    """An exchange under way. ``wait()`` finishes it once and returns its result."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result
+
+
+class Group:
+    """A process group, addressed by group rank.
+
+    Args:
+        group: a ProcessGroup; None for the default group.
+        timeout: how long a peer may take before a wait becomes a `PeerError`.
+
+    Attributes:
+        bytes_sent: payload bytes this rank has sent, for tests and benchmarks.
+        wait_seconds: host time spent waiting for messages (on CPU, where waiting blocks).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ArgumentError("group", "an initialised torch.distributed (dist.init_process_group)", "none")
+        self.group = dist.group.WORLD if group is None else group
+        self.size = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ArgumentError("group", "a group this rank belongs to", f"one without global rank {dist.get_rank()}")
+        self.global_ranks = dist.get_process_group_ranks(self.group)
+        self.on_cuda = "nccl" in str(dist.get_backend(self.group))
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
+        self.timeout = timeout
+        self.bytes_sent = 0
+        self.wait_seconds = 0.0
+        self.side_stream = torch.cuda.Stream(self.device) if self.on_cuda and self.size > 1 else None
+        self._control = self._control_group()
+
+    def _control_group(self) -> dist.ProcessGroup:
+        """A CPU group for agreement among hosts; the group itself where it already is one."""
+        if not self.on_cuda or self.size == 1:
+            return self.group
+        return dist.new_group(self.global_ranks, backend="gloo", use_local_synchronization=True, timeout=self.timeout)
+
+    # -- messages ------------------------------------------------------------------------------------------
+
+    def send(self, x: Tensor, to: int) -> Pending:
+        """Send `x` to group rank `to`."""
+        x = x.contiguous()
+        self.bytes_sent += x.nbytes
+        work = dist.isend(x, self.global_ranks[to], group=self.group)
+        return self._pending(f"sending to rank {to}", [work], lambda: x)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Pending:
+        """Receive a tensor from group rank `source`; the result is the tensor."""
+        out = torch.empty(tuple(shape), dtype=dtype, device=device)
+        work = dist.irecv(out, self.global_ranks[source], group=self.group)
+        return self._pending(f"receiving from rank {source}", [work], lambda: out)
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
+        """Send one tensor to each rank of `sends` and fill the tensors of `receives`, at once."""
+        ops = [dist.P2POp(dist.irecv, t, self.global_ranks[r], self.group) for r, t in sorted(receives.items())]
+        for r, t in sorted(sends.items()):
+            ops.append(dist.P2POp(dist.isend, t.contiguous(), self.global_ranks[r], self.group))
+            self.bytes_sent += t.nbytes
+        works = dist.batch_isend_irecv(ops) if ops else []
+        peers = sorted({*sends, *receives})
+        return self._pending(f"exchanging with ranks {peers}", works, lambda: (receives, ops)[0])
+
+    def all_gather(self, x: Tensor) -> Pending:
+        """Every rank's `x`, stacked: ``[P, *x.shape]``."""
+        if self.size == 1:
+            return Pending(lambda: x[None])
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        work = dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        self.bytes_sent += x.nbytes * (self.size - 1)
+        return self._pending("gathering", [work], lambda: (out, x)[0])
+
+    def all_to_all(self, x: Tensor) -> Pending:
+        """Row r of ``x [P, …]`` goes to rank r; row r of the result came from rank r."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        work = dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        self.bytes_sent += x.nbytes // self.size * (self.size - 1)
+        return self._pending("exchanging all to all", [work], lambda: (out, x)[0])
+
+    def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        """Rows of `x` in blocks of `send[r]` rows to rank r; blocks of `receive[r]` rows come back."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        x = x.contiguous()
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        work = dist.all_to_all_single(out, x, list(receive), list(send), group=self.group, async_op=True)
+        row = x.nbytes // max(1, x.shape[0])
+        self.bytes_sent += row * (sum(send) - send[self.rank])
+        return self._pending("exchanging all to all", [work], lambda: (out, x)[0])
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """The reduction of every rank's `x` (by default its sum), in a new tensor."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        if self.size == 1:
+            return Pending(lambda: out)
+        work = dist.all_reduce(out, op=op, group=self.group, async_op=True)
+        self.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
+        return self._pending("reducing over all ranks", [work], lambda: out)
+
+    def agree(self, what: str, value: object) -> None:
+        """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`."""
+        if self.size == 1:
+            return
+        values: list[object] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._control)
+        except RuntimeError as error:
+            raise self._peer_error(f"agreeing on {what}", error) from error
+        if any(v != values[0] for v in values):
+            lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(values))
+            raise DisagreementError(f"the ranks of this group disagree on {what}:\n{lines}")
+
+    # -- waiting and failing -------------------------------------------------------------------------------
+
+    def _pending(self, what: str, works: Sequence[dist.Work], result: Callable[[], Any]) -> Pending:
+        def finish() -> Any:
+            start = time.perf_counter()
+            try:
+                for work in works:
+                    work.wait() if self.on_cuda else work.wait(self.timeout)
+            except RuntimeError as error:
+                raise self._peer_error(what, error) from error
+            self.wait_seconds += time.perf_counter() - start
+            return result()
+
+        return Pending(finish)
+
+    def _peer_error(self, what: str, error: Exception) -> PeerError:
+        """Name the ranks that did not report this failure too: they died or stalled."""
+        missing = self._silent_ranks()
+        names = ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in missing)
+        culprit = f"no sign of life from {names}" if missing else "every rank reports the same failure"
+        first = str(error).splitlines()[0]
+        return PeerError(f"rank {self.rank} of {self.size} failed while {what}: {culprit}. Cause: {first}")
+
+    def _silent_ranks(self) -> list[int]:
+        """Ranks that do not write to the job's store within a few seconds of this failure."""
+        try:
+            store = dist.PrefixStore(
+                f"ring_la/failed/{self.group.group_name}", dist.distributed_c10d._get_default_store()
+            )
+            store.set(str(self.rank), "failed")
+            grace = min(5.0, self.timeout.total_seconds())
+            deadline, missing = time.monotonic() + grace, [r for r in range(self.size) if r != self.rank]
+            while missing and time.monotonic() < deadline:
+                missing = [r for r in missing if not store.check([str(r)])]
+                time.sleep(0.02)
+            return missing
+        except Exception:  # the store itself is gone: its host, global rank 0, is
+            return [self.global_ranks.index(0)] if 0 in self.global_ranks else []

@@ -1,0 +1,296 @@
+"""`ContextParallel`: the group a sequence is split over, how its ranks exchange states, and its layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .comm import Group, Route
+from .errors import ArgumentError
+from .layout import Layout
+from .scan import STRATEGIES, CostModel, Scan
+
+ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
+TRANSPORTS = ("auto", "torch")
+VALIDATE = ("first", "always", "never")
+CANONICAL_CHUNK = 64
+
+
+class ContextParallel:
+    """One sequence over the ranks of a group.
+
+    Args:
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group. Creating a
+            ContextParallel is collective over the group.
+        scan: how states travel between ranks: "auto", "ring", "pipelined", "all_gather", "doubling" or
+            "all_to_all". "auto" measures latency and bandwidth of the group once, here, and picks for each
+            shape by a cost model.
+        attention: how softmax attention exchanges keys and values: "auto" or one of ATTENTION.
+        transport: what carries the messages: "auto" or "torch" (torch.distributed's backend of the group).
+        deterministic: forward results of the recurrences do not depend on the number of ranks, bit for bit:
+            segment borders fall on multiples of 64 tokens and states are folded in one canonical order.
+        timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the
+            process group's own timeout governs.
+        validate: "first" compares shapes, dtypes and layouts among ranks the first time a layout sees them;
+            "always" does so in every call and also checks values (gates ≤ 0, no NaN), which synchronises;
+            "never" trusts the caller.
+
+    Raises:
+        ArgumentError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        scan: str = "auto",
+        attention: str = "auto",
+        transport: str = "auto",
+        deterministic: bool = False,
+        timeout: timedelta | float = 300.0,
+        validate: Literal["first", "always", "never"] = "first",
+    ) -> None:
+        _one_of("scan", scan, ("auto", *STRATEGIES))
+        _one_of("attention", attention, ATTENTION)
+        _one_of("transport", transport, TRANSPORTS)
+        _one_of("validate", validate, VALIDATE)
+        timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if timeout <= timedelta(0):
+            raise ArgumentError("timeout", "a positive duration", timeout)
+        self.comm = Group(_process_group(group), timeout)
+        self.scan, self.attention, self.transport = scan, attention, transport
+        self.deterministic, self.timeout, self.validate = bool(deterministic), timeout, validate
+        if validate != "never":
+            settings = dict(scan=scan, attention=attention, transport=transport, deterministic=self.deterministic)
+            self.comm.agree("the settings of ContextParallel", settings | {"validate": validate})
+        self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here
+        self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks the sequence is split over."""
+        return self.comm.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live: its CUDA device under NCCL, else the CPU."""
+        return self.comm.device
+
+    def __repr__(self) -> str:
+        return f"ContextParallel(rank {self.rank} of {self.size}, scan={self.scan!r}, attention={self.attention!r})"
+
+    def layout(
+        self,
+        seq_len: int,
+        kind: str = "zigzag",
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        multiple_of: int | None = None,
+    ) -> ShardedLayout:
+        """The split of a sequence of `seq_len` tokens over this group; collective unless validate="never".
+
+        Args:
+            seq_len: tokens of the whole sequence; any number ≥ 1.
+            kind: "contiguous", "zigzag" or "striped".
+            cu_seqlens: offsets ``[N+1]`` of packed documents in the whole sequence, on any device.
+            multiple_of: segment borders fall on multiples of this; None: 64 if deterministic, else 1.
+
+        Raises:
+            ArgumentError: a bad argument. DisagreementError: the ranks ask for different layouts.
+        """
+        return ShardedLayout(self, seq_len, kind, cu_seqlens, multiple_of)
+
+    def strategy(self, state: int, transition: int, links: int) -> Scan:
+        """The scan strategy for states and transitions of these bytes over a chain of `links` segments."""
+        if self.deterministic:
+            return STRATEGIES["ring"]
+        if self.scan != "auto":
+            return STRATEGIES[self.scan]
+        return STRATEGIES[self.cost.best(state, transition, links) if self.cost else "ring"]
+
+
+class ShardedLayout(Layout):
+    """A `Layout` bound to its `ContextParallel`: the layout of an operator's arguments, and the ways to change it.
+
+    Attributes:
+        cp: the ContextParallel it belongs to.
+        positions: int64 ``[T_local]``, position of each local token in its document.
+    """
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        seq_len: int,
+        kind: str = "zigzag",
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        multiple_of: int | None = None,
+    ) -> None:
+        self.cp = cp
+        self._seen: set[object] = set()
+        if multiple_of is None:
+            multiple_of = CANONICAL_CHUNK if cp.deterministic else 1
+        error: ArgumentError | None = None
+        try:
+            super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of)
+        except ArgumentError as e:
+            error = e
+        if cp.validate != "never":
+            cp.comm.agree("the layout", f"refused: {error}" if error else _describe(self))
+        if error is not None:
+            raise error
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return self.positions_of(self.tokens()).to(self.cp.device)
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """Document of each local token, int64 ``[T_local]``."""
+        return self.documents_of(self.tokens()).to(self.cp.device)
+
+    @cached_property
+    def cu_pieces(self) -> Tensor:
+        """Local offsets ``[pieces+1]`` of this rank's pieces, int32 on its device."""
+        return torch.tensor(self.piece_offsets, dtype=torch.int32, device=self.cp.device)
+
+    @cached_property
+    def _local(self) -> Tensor:
+        return self.tokens().to(self.cp.device)
+
+    # -- agreement -----------------------------------------------------------------------------------------
+
+    def agree(self, call: str, signature: object, error: Exception | None) -> None:
+        """All ranks compare a call; an error on one is raised on every rank that compares.
+
+        With validate="first" a signature already seen on this layout is not compared again.
+        """
+        known = error is None and (call, signature) in self._seen
+        if self.cp.validate == "always" or (self.cp.validate == "first" and not known):
+            report = f"refused: {error}" if error else str(signature)
+            self.cp.comm.agree(f"the arguments of {call}", report)
+            self._seen.add((call, signature))
+        if error is not None:
+            raise error
+
+    # -- moving tokens -------------------------------------------------------------------------------------
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of the whole ``x [..., seq_len, ...]`` along `dim`. No communication.
+
+        Differentiable: the gradient of `x` is this rank's part, zero for other ranks' tokens.
+        """
+        self._check_length(x, dim, self.seq_len, "the whole sequence")
+        return x.index_select(dim, self._local.to(x.device))
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence, on every rank, from its parts ``x [..., T_local, ...]`` along `dim`.
+
+        Differentiable: gradients flowing into the result are summed over the ranks.
+        """
+        self._check_length(x, dim, self.local_length, "this rank's tokens")
+        return _Gather.apply(x.movedim(dim, 0), self).movedim(0, dim)
+
+    def convert(self, x: Tensor, other: ShardedLayout, dim: int = 1) -> Tensor:
+        """This rank's tokens under `other`, a layout of the same sequence, by one all-to-all. Differentiable."""
+        if not isinstance(other, ShardedLayout) or other.cp is not self.cp:
+            raise ArgumentError("other_layout", "a layout made by the same ContextParallel", other)
+        if other.seq_len != self.seq_len:
+            raise ArgumentError("other_layout", f"a layout of {self.seq_len} tokens", f"one of {other.seq_len}")
+        self._check_length(x, dim, self.local_length, "this rank's tokens")
+        if other.split == self.split:
+            return x
+        wants = [other.tokens(r) for r in range(self.world_size)]
+        return self.route(("convert", other.split), wants)(x, dim)
+
+    def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
+        """Next-token labels of this rank's tokens: each token's successor in its document.
+
+        Args:
+            ids: token ids of this rank, ``[B, T_local]`` (or ``[T_local]`` with dim=0), integers.
+            ignore_index: the label of a document's last token.
+        """
+        dim = dim if ids.dim() > 1 else 0
+        self._check_length(ids, dim, self.local_length, "this rank's tokens", name="ids")
+        following = self.route("targets", [self._successors(r) for r in range(self.world_size)])(ids, dim)
+        last = (self._successors(self.rank) < 0).to(ids.device)
+        shape = [1] * ids.dim()
+        shape[dim] = -1
+        return following.masked_fill(last.view(shape), ignore_index)
+
+    def _successors(self, rank: int) -> Tensor:
+        tokens = self.tokens(rank)
+        last = torch.isin(tokens + 1, torch.tensor(self.cu_seqlens))
+        return torch.where(last, -1, tokens + 1)
+
+    def route(self, name: object, wants: Sequence[Tensor], neighbours: bool = False) -> Route:
+        """A route for rows of this layout, made once and kept under `name`."""
+        routes = self.__dict__.setdefault("_routes", {})
+        if name not in routes:
+            routes[name] = Route(self, wants, self.cp.comm, neighbours)
+        return routes[name]
+
+    def _check_length(self, x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:
+        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+            raise ArgumentError(name, f"a tensor with dimension {dim}", getattr(x, "shape", type(x).__name__))
+        if x.shape[dim] != length:
+            raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' rows, in sequence order; the gradient is summed over ranks and cut again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: ShardedLayout) -> Tensor:
+        ctx.layout = layout
+        longest = max(layout.lengths)
+        padded = x.new_zeros(longest, *x.shape[1:])
+        padded[: x.shape[0]] = x
+        parts = layout.cp.comm.all_gather(padded).wait()
+        rows = torch.cat([part[:n] for part, n in zip(parts, layout.lengths)])
+        out = torch.empty_like(rows)
+        out[layout.order.to(x.device)] = rows
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        layout = ctx.layout
+        rows = grad[layout.order.to(grad.device)].split(list(layout.lengths))
+        padded = grad.new_zeros(layout.world_size, max(layout.lengths), *grad.shape[1:])
+        for part, row in zip(padded, rows):
+            part[: len(row)] = row
+        return layout.cp.comm.all_to_all(padded).wait().sum(0)[: layout.local_length], None
+
+
+def _describe(layout: Layout) -> str:
+    """A layout in few words, equal on two ranks only if the layouts are."""
+    cu = layout.cu_seqlens
+    shown = str(list(cu)) if len(cu) <= 9 else f"{len(cu) - 1} documents, hash {hash(cu):x}"
+    return f"seq_len={layout.seq_len}, kind={layout.kind}, cu_seqlens={shown}, multiple_of={layout.multiple_of}"
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            got = f"one of shape {tuple(group.shape)}"
+            raise ArgumentError("group", "a one-dimensional DeviceMesh", got, 'Pick an axis: mesh["context"]')
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError("group", "a ProcessGroup, a DeviceMesh or None", type(group).__name__)
+    return group
+
+
+def _one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ArgumentError(name, f"one of {', '.join(choices)}", repr(value))

@@ -1,0 +1,40 @@
+"""The exceptions ring_la raises, one tree.
+
+RingLAError
+├── ArgumentError (ValueError)         a bad argument: names it, what was expected, what came
+│   └── UnsupportedError               a combination this function cannot do; says what would work
+├── DisagreementError (RuntimeError)   ranks called with different shapes, dtypes, layouts or documents
+├── PeerError (RuntimeError)           another rank died or stalled during an exchange; names it
+└── SecondDerivativeError              a gradient of a gradient was asked for (RuntimeError)
+"""
+
+from __future__ import annotations
+
+
+class RingLAError(Exception):
+    """Base of every error ring_la raises on purpose."""
+
+
+class ArgumentError(RingLAError, ValueError):
+    """A bad argument. The message reads ``name: expected …, got …``."""
+
+    def __init__(self, name: str, expected: str, got: object, hint: str = "") -> None:
+        self.name, self.expected, self.got = name, expected, got
+        message = f"{name}: expected {expected}, got {got}"
+        super().__init__(f"{message}. {hint}" if hint else message)
+
+
+class UnsupportedError(ArgumentError):
+    """The arguments are well formed, but this combination is not supported; the hint says what is."""
+
+
+class DisagreementError(RingLAError, RuntimeError):
+    """The ranks of a context-parallel group called with arguments that do not fit together."""
+
+
+class PeerError(RingLAError, RuntimeError):
+    """A peer rank died, or did not take part in an exchange within the timeout."""
+
+
+class SecondDerivativeError(RingLAError, RuntimeError):
+    """ring_la's operators have exact first derivatives and refuse second ones."""

@@ -1,0 +1,8 @@
+"""Device code of the linear recurrences. Nothing here communicates."""
+
+from .backends import check_choice, make_local
+from .chunking import Chunks
+from .local import Inputs, Local
+from .ops import linear_recurrence, state_dtype
+
+__all__ = ["Chunks", "Inputs", "Local", "check_choice", "linear_recurrence", "make_local", "state_dtype"]

@@ -1,0 +1,58 @@
+"""Which backend runs a recurrence: the PyTorch one anywhere, the Triton one where it can."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ..algebra import Rule
+from ..errors import ArgumentError, UnsupportedError
+from .chunked import ChunkedRecurrence
+from .local import Inputs, Local
+from .recurrent import TokenRecurrence
+
+MODES = ("auto", "chunk", "recurrent")
+BACKENDS = (None, "triton", "torch", "reference")
+SHORT = 4
+"""mode="auto" goes token by token up to this many tokens."""
+
+
+def check_choice(mode: str, backend: str | None) -> None:
+    """Refuse an unknown mode or backend by name."""
+    if mode not in MODES:
+        raise ArgumentError("mode", f"one of {', '.join(MODES)}", repr(mode))
+    if backend not in BACKENDS:
+        raise ArgumentError("backend", f"one of {', '.join(map(repr, BACKENDS))}", repr(backend))
+
+
+def triton_refuses(rule: Rule, inputs: Inputs) -> str:
+    """Why the Triton backend cannot run this, or an empty string."""
+    if not inputs.q.is_cuda:
+        return "tensors are not on a CUDA device"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from .triton import supports
+
+    return supports(rule, inputs)
+
+
+def make_local(
+    rule: Rule, inputs: Inputs, cu, scale: float, mode: str = "auto", backend: str | None = None, **canonical
+) -> Local:
+    """The backend object for one rank's tokens.
+
+    `canonical` (chunk length and alignment, for results that do not depend on the split) is the PyTorch backend's.
+
+    Raises:
+        UnsupportedError: backend="triton" was asked for and cannot run this.
+    """
+    recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
+    if backend != "torch":
+        why = "deterministic=True fixes the PyTorch backend's chunks" if canonical else triton_refuses(rule, inputs)
+        if not why:
+            from .triton import TritonRecurrence
+
+            return TritonRecurrence(rule, inputs, cu, scale, recurrent=recurrent)
+        if backend == "triton":
+            raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
+    kind = TokenRecurrence if recurrent else ChunkedRecurrence
+    return kind(rule, inputs, cu, scale, **canonical)

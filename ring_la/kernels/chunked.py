@@ -1,0 +1,181 @@
+"""The PyTorch backend: chunks as affine systems (`terms`), scanned in order. Runs anywhere, in fp32 or fp64.
+
+Forward over chunks c:  ``S_{c+1} = A_c S_c + b_c``,  ``o_c = Q_c S_c + p_c``.
+Backward, right to left: ``G_c = A_cᵀ G_{c+1} + Q_cᵀ do_c``; then the chunk's own terms get the gradients
+``dA = G_{c+1} S_cᵀ``, ``db = G_{c+1}``, ``dQ = do S_cᵀ``, ``dp = do``, and the tokens theirs through `terms`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..algebra import Rule, act, outer, product, transpose
+from .chunking import Chunks
+from .local import Inputs
+from .terms import Terms, terms
+
+CHUNK = {"none": 64, "scalar": 64, "diagonal": 32}
+"""Tokens a chunk by decay; measured on two x86 cores at T 2048, K = V = 64 (fp32)."""
+
+
+class ChunkedRecurrence:
+    """One rank's tokens under one rule; see `kernels.local.Local`.
+
+    `size` and `lead` override the chunk length and align chunks (see `Chunks`).
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        inputs: Inputs,
+        cu: Tensor | None,
+        scale: float,
+        *,
+        size: int | None = None,
+        lead: Tensor | None = None,
+    ) -> None:
+        self.rule, self.inputs, self.scale = rule, inputs, scale
+        q, v = inputs.q, inputs.v
+        self.chunks = Chunks(q.shape[1], size or CHUNK[rule.decay], cu, lead, q.device)
+        wide = any(x is not None and x.dtype == torch.float64 for x in inputs)
+        self.dtype = torch.float64 if wide else torch.float32
+        self.state_shape = (q.shape[0], self.chunks.pieces, v.shape[2], q.shape[3], v.shape[3])
+        self._terms: Terms | None = None
+
+    # -- the protocol --------------------------------------------------------------------------------------
+
+    def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
+        with full_precision(self.inputs.q):
+            _, S_end = self._scan(S0)
+            return (self._through() if through else None), S_end
+
+    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+        with full_precision(self.inputs.q):
+            entering, S_end = self._scan(S0)
+            t = self.terms
+            return self.chunks.merge(t.Q @ entering + t.p).to(self.inputs.v.dtype), S_end
+
+    def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
+        with full_precision(self.inputs.q):
+            return self._scan_back(self._cotangent(do), dS_end)[1]
+
+    def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
+        with full_precision(self.inputs.q):
+            back = self._differentiable_terms()
+            do = self._cotangent(do)
+            entering, _ = self._scan(S0)
+            leaving, dS0 = self._scan_back(do, dS_end)
+            dA = outer(self.rule.transition, leaving, entering)
+            return back(Terms(dA, leaving, do @ entering.mT, do)), dS0
+
+    # -- the chunks' terms ---------------------------------------------------------------------------------
+
+    @property
+    def terms(self) -> Terms:
+        if self._terms is None:
+            self._terms = self._make_terms(self.inputs)
+        return self._terms
+
+    def _make_terms(self, inputs: Inputs) -> Terms:
+        heads = inputs.v.shape[2]
+        return terms(self.rule, Inputs(*(self._chunked(x, heads) for x in inputs)), self.scale)
+
+    def _chunked(self, x: Tensor | None, heads: int) -> Tensor | None:
+        if x is None:
+            return None
+        x = self.chunks.split(x.to(self.dtype))
+        return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+    def _differentiable_terms(self):
+        """Compute the terms so that their gradient can be taken; returns the map from it to the inputs' gradient."""
+        names = [i for i, x in enumerate(self.inputs) if x is not None]
+
+        def of_present(*present: Tensor) -> tuple[Tensor, ...]:
+            full: list[Tensor | None] = [None] * len(self.inputs)
+            for i, x in zip(names, present):
+                full[i] = x
+            return tuple(t for t in self._make_terms(Inputs(*full)) if t is not None)
+
+        values, vjp = torch.func.vjp(of_present, *(self.inputs[i] for i in names))
+        self._terms = Terms(*values) if len(values) == 4 else Terms(None, *values)
+
+        def back(cotangent: Terms) -> Inputs:
+            full: list[Tensor | None] = [None] * len(self.inputs)
+            for i, grad in zip(names, vjp(tuple(t for t in cotangent if t is not None))):
+                full[i] = grad
+            return Inputs(*full)
+
+        return back
+
+    def _cotangent(self, do: Tensor) -> Tensor:
+        return self.chunks.split(do.to(self.dtype))
+
+    # -- scans over chunks ---------------------------------------------------------------------------------
+
+    def _scan(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The state entering each chunk ``[B, chunks, H, K, V]``, and leaving each piece."""
+        t, c, kind = self.terms, self.chunks, self.rule.transition
+        start = self._states(S0, t.b)
+        entering, leaves, S = [], [], start[:, 0]
+        for i in range(c.count):
+            if c.packed:
+                S = torch.where(c.first[i], start[:, c.known[i]], S)
+            entering.append(S)
+            S = act(kind, None if t.A is None else t.A[:, i], S) + t.b[:, i]
+            leaves.append(S)
+        if not c.packed:
+            return torch.stack(entering, 1), S[:, None]
+        leaving = torch.stack(leaves, 1).index_select(1, c.final.clamp(min=0))
+        return torch.stack(entering, 1), torch.where(_per_piece(c.empty), start, leaving)
+
+    def _scan_back(self, do: Tensor, dS_end: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The gradient of the state leaving each chunk, and of the state entering each piece."""
+        t, c, kind = self.terms, self.chunks, self.rule.transition
+        A = transpose(kind, t.A)
+        own = t.Q.mT @ do
+        end = self._states(dS_end, own)
+        leaving: list[Tensor] = []
+        G = end[:, -1]
+        into: list[Tensor] = []
+        for i in reversed(range(c.count)):
+            if c.packed:
+                G = torch.where(c.last[i], end[:, c.known[i]], G)
+            leaving.append(G)
+            G = act(kind, None if A is None else A[:, i], G) + own[:, i]
+            into.append(G)
+        leaving.reverse()
+        into.reverse()
+        if not c.packed:
+            return torch.stack(leaving, 1), into[0][:, None]
+        dS0 = torch.stack(into, 1).index_select(1, c.begin.clamp(max=c.count - 1))
+        return torch.stack(leaving, 1), torch.where(_per_piece(c.empty), end, dS0)
+
+    def _through(self) -> Tensor | None:
+        """The product of each piece's transitions."""
+        t, c, kind = self.terms, self.chunks, self.rule.transition
+        if t.A is None:
+            return None
+        unit = torch.ones(()).to(t.A) if kind != "dense" else torch.eye(t.A.shape[-1]).to(t.A)
+        products, P = [], unit.expand_as(t.A[:, 0])
+        for i in range(c.count):
+            if c.packed:
+                P = torch.where(c.first[i], unit, P)
+            P = product(kind, t.A[:, i], P)
+            products.append(P)
+        if not c.packed:
+            return P[:, None]
+        A = torch.stack(products, 1).index_select(1, c.final.clamp(min=0))
+        return torch.where(c.empty.view(1, -1, *[1] * (A.dim() - 2)), unit, A)
+
+    def _states(self, S: Tensor | None, like: Tensor) -> Tensor:
+        return like.new_zeros(self.state_shape) if S is None else S.to(self.dtype)
+
+
+def _per_piece(mask: Tensor) -> Tensor:
+    return mask.view(1, -1, 1, 1, 1)
+
+
+def full_precision(x: Tensor):
+    """Autocast off: states and everything that feeds them stay in the backend's own precision."""
+    return torch.autocast(x.device.type, enabled=False)

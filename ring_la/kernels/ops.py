@@ -1,0 +1,124 @@
+"""The linear recurrence as a registered operator, so that torch.compile and export see one opaque node.
+
+    ring_la::linear_recurrence            (tokens, entering states) -> (o, leaving states)
+    ring_la::linear_recurrence_backward   their gradients
+
+Registered at import with fakes, on every device, without Triton; kernels are imported when first run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..algebra import Rule
+from ..errors import SecondDerivativeError
+from .backends import make_local
+from .local import Inputs
+
+N_INPUTS = len(Inputs._fields)
+
+
+def state_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """States are fp32; fp64 where any tensor is."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _clone_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).contiguous()
+
+
+@torch.library.custom_op("ring_la::linear_recurrence", mutates_args=())
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    S0: Tensor | None,
+    cu: Tensor | None,
+    rule: str,
+    scale: float,
+    mode: str,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """One device's tokens: o ``[B,T,H,V]`` and the states leaving the pieces ``[B,N,H,K,V]``; see `kernels.local`."""
+    local = make_local(Rule.parse(rule), Inputs(q, k, v, g, beta, a, b), cu, scale, mode, backend)
+    o, S_end = local.output(S0)
+    return o.contiguous(), S_end.contiguous()
+
+
+@linear_recurrence.register_fake
+def _(q, k, v, g, beta, a, b, S0, cu, rule, scale, mode, backend):
+    pieces = 1 if cu is None else cu.shape[0] - 1
+    B, _, _, K = q.shape
+    H, V = v.shape[2:]
+    dtype = state_dtype(q, k, v, g, beta, a, b)
+    return v.new_empty(v.shape), q.new_empty((B, pieces, H, K, V), dtype=dtype)
+
+
+@torch.library.custom_op("ring_la::linear_recurrence_backward", mutates_args=())
+def linear_recurrence_backward(
+    do: Tensor,
+    dS_end: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    S0: Tensor | None,
+    cu: Tensor | None,
+    rule: str,
+    scale: float,
+    backend: str | None,
+) -> list[Tensor]:
+    """Gradients of the tensors that are present, in order, and of the entering states last."""
+    inputs = Inputs(q, k, v, g, beta, a, b)
+    local = make_local(Rule.parse(rule), inputs, cu, scale, "chunk", backend)
+    grads, dS0 = local.gradients(S0, do, dS_end)
+    present = [(x, d) for x, d in zip(inputs, grads) if x is not None]
+    return [_clone_contiguous(d, x.dtype) for x, d in present] + [dS0.contiguous()]
+
+
+@linear_recurrence_backward.register_fake
+def _(do, dS_end, q, k, v, g, beta, a, b, S0, cu, rule, scale, backend):
+    pieces = 1 if cu is None else cu.shape[0] - 1
+    present = [x for x in (q, k, v, g, beta, a, b) if x is not None]
+    dtype = state_dtype(*present)
+    dS0 = q.new_empty((q.shape[0], pieces, v.shape[2], q.shape[3], v.shape[3]), dtype=dtype)
+    return [x.new_empty(x.shape) for x in present] + [dS0]
+
+
+def _setup(ctx, inputs, output) -> None:
+    *tensors, rule, scale, _mode, backend = inputs
+    ctx.rule, ctx.scale, ctx.backend = rule, scale, backend
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, do: Tensor | None, dS_end: Tensor | None):
+    *tensors, S0, cu = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(tensors[2])
+    *grads, dS0 = linear_recurrence_backward(do, dS_end, *tensors, S0, cu, ctx.rule, ctx.scale, ctx.backend)
+    present = iter(grads)
+    full = [None if x is None else next(present) for x in tensors]
+    dS0 = None if S0 is None else dS0.to(S0.dtype)
+    return (*full, dS0, None, None, None, None, None)
+
+
+linear_recurrence.register_autograd(_backward, setup_context=_setup)
+
+
+def _refuse(ctx, *grads):
+    raise SecondDerivativeError(
+        "ring_la's linear recurrences have exact first derivatives only; a second derivative was asked for "
+        "(create_graph=True and a backward through it)"
+    )
+
+
+linear_recurrence_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)

@@ -1,0 +1,248 @@
+"""Who owns which tokens of a sequence that is split over ranks. Pure: no communication, no process group.
+
+A sequence of ``seq_len`` tokens is cut into ordered *segments*, each a run of tokens owned by one rank:
+
+    contiguous   P segments,  rank r owns segment r
+    zigzag       2P segments, rank r owns segments r and 2P−1−r (balances causal attention)
+    striped      no segments: rank r owns tokens r, r+P, r+2P, …
+
+Segments differ in length by at most one unit of `multiple_of` tokens, so any length works, also one shorter
+than the number of ranks (some ranks then own no token). Packed documents are given by ``cu_seqlens`` over the
+whole sequence and may start and end anywhere; a *piece* is the part of one document inside one segment.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError, UnsupportedError
+
+KINDS = ("contiguous", "zigzag", "striped")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens ``start … stop−1`` of the sequence, owned by rank `owner`."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one document inside one segment: global tokens ``start … stop−1``.
+
+    `segment` is the index of the segment in the sequence; `first` and `last` say whether the document
+    starts and ends here.
+    """
+
+    start: int
+    stop: int
+    document: int
+    segment: int
+    first: bool
+    last: bool
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Layout:
+    """The split of one sequence over `world_size` ranks, seen from `rank`.
+
+    Args:
+        seq_len: number of tokens of the whole sequence, ≥ 1.
+        kind: "contiguous", "zigzag" or "striped".
+        world_size, rank: the number of ranks, and this one.
+        cu_seqlens: offsets ``[N+1]`` of N packed documents in the whole sequence (a tensor or a sequence of
+            ints, from 0 to seq_len, never decreasing; empty documents are allowed). None: one document.
+        multiple_of: segment borders fall on multiples of this many tokens.
+
+    Raises:
+        ArgumentError: naming the argument that is wrong.
+    """
+
+    def __init__(
+        self,
+        seq_len: int,
+        kind: str = "contiguous",
+        world_size: int = 1,
+        rank: int = 0,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        multiple_of: int = 1,
+    ) -> None:
+        if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
+            raise ArgumentError("seq_len", "an int ≥ 1 (tokens of the whole sequence)", repr(seq_len))
+        if kind not in KINDS:
+            raise ArgumentError("kind", f"one of {', '.join(KINDS)}", repr(kind))
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ArgumentError("rank", f"0 ≤ rank < world_size = {world_size}", rank)
+        if not isinstance(multiple_of, int) or multiple_of < 1:
+            raise ArgumentError("multiple_of", "an int ≥ 1", repr(multiple_of))
+        self.seq_len, self.kind, self.world_size, self.rank = seq_len, kind, world_size, rank
+        self.multiple_of = multiple_of
+        self.packed = cu_seqlens is not None
+        self.cu_seqlens = (0, seq_len) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, seq_len)
+
+    def __repr__(self) -> str:
+        documents = f", {self.num_documents} documents" if self.packed else ""
+        return f"Layout({self.seq_len} tokens, {self.kind}, rank {self.rank} of {self.world_size}{documents})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @property
+    def split(self) -> tuple:
+        """What decides who owns which token."""
+        return (self.seq_len, self.kind, self.world_size, self.multiple_of)
+
+    @property
+    def key(self) -> tuple:
+        """Everything that must be the same on all ranks."""
+        return (self.split, self.packed, self.cu_seqlens)
+
+    # -- segments and pieces -------------------------------------------------------------------------------
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether ranks own runs of consecutive tokens (a striped layout has none)."""
+        return self.kind != "striped"
+
+    def require_runs(self, who: str) -> None:
+        """Refuse a striped layout for an operator that passes a state along the sequence."""
+        if not self.has_runs:
+            raise UnsupportedError(
+                "layout",
+                f'runs of tokens for {who} ("contiguous" or "zigzag")',
+                '"striped"',
+                "Convert first: layout.convert(x, other_layout) with other_layout = cp.layout(seq_len, kind='zigzag')",
+            )
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments of the sequence in order; empty ones (a sequence shorter than their number) are left out."""
+        self.require_runs("segments")
+        p = self.world_size
+        owners = list(range(p)) if self.kind == "contiguous" else [*range(p), *reversed(range(p))]
+        units, n = -(-self.seq_len // self.multiple_of), len(owners)
+        borders = [min(self.seq_len, self.multiple_of * (i * units // n)) for i in range(n + 1)]
+        return tuple(Segment(a, b, r) for a, b, r in zip(borders, borders[1:], owners) if b > a)
+
+    def local_segments(self, rank: int | None = None) -> tuple[int, ...]:
+        """Indices of the segments `rank` (default: this one) owns, in order."""
+        rank = self.rank if rank is None else rank
+        return tuple(i for i, s in enumerate(self.segments) if s.owner == rank)
+
+    def starts_document(self, token: int) -> bool:
+        """Whether a document starts at this token of the sequence."""
+        i = bisect_left(self.cu_seqlens, token)
+        return i < len(self.cu_seqlens) and self.cu_seqlens[i] == token
+
+    def pieces_of(self, segment: int) -> tuple[Piece, ...]:
+        """The parts of documents inside one segment, in order."""
+        s, cu = self.segments[segment], self.cu_seqlens
+        out, start = [], s.start
+        while start < s.stop:
+            doc = bisect_right(cu, start) - 1
+            stop = min(s.stop, cu[doc + 1])
+            out.append(Piece(start, stop, doc, segment, start == cu[doc], stop == cu[doc + 1]))
+            start = stop
+        return tuple(out)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of this rank, in the order of its local tokens."""
+        return tuple(p for s in self.local_segments() for p in self.pieces_of(s))
+
+    @cached_property
+    def piece_offsets(self) -> tuple[int, ...]:
+        """Local offsets ``[pieces+1]`` of this rank's pieces: what cu_seqlens is to a whole sequence."""
+        out = [0]
+        for p in self.pieces:
+            out.append(out[-1] + len(p))
+        return tuple(out)
+
+    # -- tokens --------------------------------------------------------------------------------------------
+
+    def tokens(self, rank: int | None = None) -> Tensor:
+        """Global index of each local token of `rank` (default: this one), int64 ``[T_local]``."""
+        rank = self.rank if rank is None else rank
+        if self.kind == "striped":
+            return torch.arange(rank, self.seq_len, self.world_size)
+        runs = [torch.arange(s.start, s.stop) for s in self.segments if s.owner == rank]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each rank."""
+        if self.kind == "striped":
+            return tuple(len(range(r, self.seq_len, self.world_size)) for r in range(self.world_size))
+        out = [0] * self.world_size
+        for s in self.segments:
+            out[s.owner] += s.stop - s.start
+        return tuple(out)
+
+    @property
+    def local_length(self) -> int:
+        """Number of tokens this rank owns."""
+        return self.lengths[self.rank]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Global token indices of rank 0's tokens, then rank 1's, …: int64 ``[seq_len]``."""
+        return torch.cat([self.tokens(r) for r in range(self.world_size)])
+
+    def documents_of(self, tokens: Tensor) -> Tensor:
+        """Document of each global token index, int64."""
+        return torch.searchsorted(torch.tensor(self.cu_seqlens[1:]), tokens, right=True)
+
+    def positions_of(self, tokens: Tensor) -> Tensor:
+        """Position of each global token index inside its document, int64."""
+        return tokens - torch.tensor(self.cu_seqlens)[self.documents_of(tokens)]
+
+    def owners_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Owning rank and local index there of each global token index, int64."""
+        if self.kind == "striped":
+            return tokens % self.world_size, tokens // self.world_size
+        offset, base = [0] * self.world_size, []
+        for s in self.segments:
+            base.append(offset[s.owner] - s.start)
+            offset[s.owner] += s.stop - s.start
+        segment = torch.searchsorted(torch.tensor([s.stop for s in self.segments]), tokens, right=True)
+        owners = torch.tensor([s.owner for s in self.segments])
+        return owners[segment], tokens + torch.tensor(base)[segment]
+
+
+def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], seq_len: int, name: str = "cu_seqlens") -> tuple[int, ...]:
+    """The offsets as a tuple of ints, after checking that they run from 0 to `seq_len` without decreasing."""
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+            got = f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
+            raise ArgumentError(name, "a one-dimensional integer tensor [N+1]", got)
+        values = cu_seqlens.tolist()
+    else:
+        values = [int(x) for x in cu_seqlens]
+    if len(values) < 2:
+        raise ArgumentError(name, "at least two offsets [0, …, seq_len]", values)
+    if values[0] != 0:
+        raise ArgumentError(name, "to start at 0", f"{values[0]} first")
+    for i, (a, b) in enumerate(zip(values, values[1:])):
+        if b < a:
+            raise ArgumentError(name, "offsets that never decrease", f"{a} then {b} at index {i + 1}")
+    if values[-1] != seq_len:
+        raise ArgumentError(name, f"to end at the number of tokens, {seq_len}", f"{values[-1]} last")
+    return tuple(values)

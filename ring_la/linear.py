@@ -1,0 +1,243 @@
+"""The one path of all linear recurrences, on one device and on a split sequence, with exact gradients.
+
+On one device: the registered operator. On a split sequence, forward and backward are the same three moves:
+
+    summarise   each segment's map (A, b) of the state, from this rank's tokens alone
+    exchange    an exclusive scan over the segments of all ranks gives the state entering each of mine
+    finish      outputs (forward) or gradients (backward) given the entering states
+
+The gradient of the state obeys ``G_in = Aᵀ G_out + c`` from right to left, with the A of the forward pass kept and c
+the gradient this rank's outputs send to its entering state, so backward only states travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .algebra import Affine, Rule, transition_shape, transpose
+from .comm import Pending
+from .context import CANONICAL_CHUNK, ShardedLayout
+from .kernels import Inputs, Local, linear_recurrence, make_local, state_dtype
+from .outputs import LinearAttentionOutput
+from .scan import Chain, Link
+
+
+def run(
+    rule: Rule,
+    inputs: Inputs,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    layout: ShardedLayout | None,
+    cu_seqlens: Tensor | None,
+    mode: str,
+    backend: str | None,
+) -> LinearAttentionOutput:
+    """Run a rule over checked inputs; see `recurrences.recurrence` for the arguments. States are ``[N, H, K, V]``."""
+    if layout is None:
+        packed = cu_seqlens is not None
+        S0 = None if initial_state is None else _with_rows(initial_state, packed)
+        o, S_end = linear_recurrence(*inputs, S0, cu_seqlens, str(rule), scale, mode, backend)
+        return LinearAttentionOutput(o, _without_rows(S_end, packed) if output_final_state else None)
+    call = ShardedCall(rule, layout, scale, mode, backend, output_final_state)
+    o, final = _Sharded.apply(call, initial_state, *inputs)
+    return LinearAttentionOutput(o, final if output_final_state else None)
+
+
+def _with_rows(state: Tensor, packed: bool) -> Tensor:
+    """``[N, …]`` as ``[B, pieces, …]``: documents are pieces of one row, or the rows themselves."""
+    return state[None] if packed else state[:, None]
+
+
+def _without_rows(state: Tensor, packed: bool) -> Tensor:
+    return state[0] if packed else state[:, 0]
+
+
+class Seams:
+    """Where a rank's pieces meet: documents' ends, and the segments whose state comes from another rank.
+
+    `starts` and `ends` pair local pieces with the documents that start or end in them; `segments` gives the first
+    and last local piece of each owned segment.
+    """
+
+    def __init__(self, layout: ShardedLayout) -> None:
+        self.chain = Chain.of(layout)
+        pieces = layout.pieces
+        self.starts = [(i, p.document) for i, p in enumerate(pieces) if p.first]
+        self.ends = [(i, p.document) for i, p in enumerate(pieces) if p.last]
+        self.links = layout.local_segments()
+        where = [[i for i, p in enumerate(pieces) if p.segment == s] for s in self.links]
+        self.segments = [(w[0], w[-1]) for w in where]
+        cu = layout.cu_seqlens
+        self.empty = [n for n in range(layout.num_documents) if cu[n] == cu[n + 1]]
+        self.pieces = max(1, len(pieces))
+
+    @classmethod
+    def of(cls, layout: ShardedLayout) -> Seams:
+        """The seams of a layout, made once."""
+        if "_seams" not in layout.__dict__:
+            layout.__dict__["_seams"] = cls(layout)
+        return layout.__dict__["_seams"]
+
+
+@dataclass(frozen=True)
+class ShardedCall:
+    """Everything about one sharded call but its tensors."""
+
+    rule: Rule
+    layout: ShardedLayout
+    scale: float
+    mode: str
+    backend: str | None
+    output_final_state: bool
+
+    @cached_property
+    def seams(self) -> Seams:
+        return Seams.of(self.layout)
+
+    @property
+    def canonical(self) -> dict[str, object]:
+        """Chunks at fixed places of the sequence, where results must not depend on the split."""
+        if not self.layout.cp.deterministic:
+            return {}
+        starts = [p.start % CANONICAL_CHUNK for p in self.layout.pieces] or [0]
+        return {"size": CANONICAL_CHUNK, "lead": torch.tensor(starts)}
+
+    def local(self, inputs: Inputs, mode: str) -> Local:
+        layout = self.layout
+        single = len(layout.pieces) <= 1 and (not self.canonical or not layout.pieces)
+        cu = None if single else layout.cu_pieces.to(inputs.q.device)
+        canonical = {} if single else self.canonical
+        return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, **canonical)
+
+    def exchange(self, chain: Chain, links: list[Link], like: Tensor) -> Pending:
+        """Post the scan of `links`; its result is the state entering each owned link, in chain order."""
+        kind, cp = self.rule.transition, self.layout.cp
+        shape = transition_shape(kind, like.shape)
+        transition = 0 if shape is None else shape.numel() * like.element_size()
+        strategy = cp.strategy(like.nbytes, transition, len(chain))
+        return strategy.start(chain, links, Affine(kind, None, like), cp.comm)
+
+
+class _Sharded(torch.autograd.Function):
+    """Forward and backward of a recurrence on this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, call: ShardedCall, initial_state: Tensor | None, *tensors: Tensor | None):
+        inputs, seams, packed = Inputs(*tensors), call.seams, call.layout.packed
+        local = call.local(inputs, call.mode)
+        S0 = entering_states(call, inputs, initial_state)
+        through = any(seams.chain.passes[s] for s in seams.links)
+        A, S_end = local.summary(S0, through)
+        links = _links(call, A, S_end, lambda piece: _push(local, S0, piece))
+        arrived = call.exchange(seams.chain, links, S_end[:, 0]).wait()
+        for (first, _), state in zip(seams.segments, arrived):
+            if state is not None:
+                S0[:, first] = state
+        o, S_end = local.output(S0)
+        final = None
+        if call.output_final_state:
+            final = _without_rows(final_states(call, S_end, initial_state), packed)
+            ctx.final_shape = final.shape
+        ctx.call, ctx.has_initial = call, initial_state is not None
+        ctx.initial_dtype = None if initial_state is None else initial_state.dtype
+        ctx.save_for_backward(S0, *(link.map.A for link in links), *inputs)
+        ctx.set_materialize_grads(False)
+        return o, final
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
+        call: ShardedCall = ctx.call
+        seams, packed, comm = call.seams, call.layout.packed, call.layout.cp.comm
+        n = len(seams.links)
+        S0, *rest = ctx.saved_tensors
+        transitions, inputs = rest[:n], Inputs(*rest[n:])
+        do = torch.zeros_like(inputs.v) if do is None else do
+        local = call.local(inputs, "chunk")
+        dS_end = torch.zeros_like(S0)
+        if call.output_final_state:  # on every rank, used or not: the sum is collective
+            used = S0.new_zeros(ctx.final_shape) if dfinal is None else dfinal.to(S0.dtype)
+            dfinal = _with_rows(comm.all_reduce(used).wait(), packed)
+            if seams.ends:
+                pieces, documents = map(list, zip(*seams.ends))
+                dS_end[:, pieces] = dfinal[:, documents]
+        dS0 = local.adjoint(do, dS_end)
+        kind = call.rule.transition
+        links = [
+            Link(Affine(kind, transpose(kind, A), dS0[:, first])) for (first, _), A in zip(seams.segments, transitions)
+        ][::-1]
+        arrived = call.exchange(seams.chain.reversed, links, dS0[:, 0]).wait()[::-1]
+        for (_, last), state in zip(seams.segments, arrived):
+            if state is not None:
+                dS_end[:, last] = state
+        grads, dS0 = local.gradients(S0, do, dS_end)
+        grads = [None if x is None else d.to(x.dtype) for x, d in zip(inputs, grads)]
+        dinitial = None
+        if ctx.has_initial and ctx.needs_input_grad[1]:
+            dinitial = initial_gradient(call, dS0, dfinal).to(ctx.initial_dtype)
+        return None, dinitial, *grads
+
+
+def entering_states(call: ShardedCall, inputs: Inputs, initial_state: Tensor | None) -> Tensor:
+    """States entering this rank's pieces ``[B, pieces, H, K, V]`` as far as they are known without a message."""
+    q, v, seams = inputs.q, inputs.v, call.seams
+    shape = (q.shape[0], seams.pieces, v.shape[2], q.shape[3], v.shape[3])
+    S0 = q.new_zeros(shape, dtype=state_dtype(*inputs))
+    if initial_state is not None and seams.starts:
+        pieces, documents = map(list, zip(*seams.starts))
+        S0[:, pieces] = _with_rows(initial_state, call.layout.packed)[:, documents].to(S0.dtype)
+    return S0
+
+
+def final_states(call: ShardedCall, S_end: Tensor, initial_state: Tensor | None) -> Tensor:
+    """Every document's final state on every rank, ``[B, documents, H, K, V]``: each comes from the rank it ends on."""
+    seams, layout = call.seams, call.layout
+    final = S_end.new_zeros(S_end.shape[0], layout.num_documents, *S_end.shape[2:])
+    if seams.ends:
+        pieces, documents = map(list, zip(*seams.ends))
+        final[:, documents] = S_end[:, pieces]
+    if seams.empty and initial_state is not None and layout.rank == 0:
+        final[:, seams.empty] = _with_rows(initial_state, layout.packed)[:, seams.empty].to(final.dtype)
+    return layout.cp.comm.all_reduce(final).wait()
+
+
+def initial_gradient(call: ShardedCall, dS0: Tensor, dfinal: Tensor | None) -> Tensor:
+    """The whole gradient of the documents' initial states, on every rank."""
+    seams, layout = call.seams, call.layout
+    grad = dS0.new_zeros(dS0.shape[0], layout.num_documents, *dS0.shape[2:])
+    if seams.starts:
+        pieces, documents = map(list, zip(*seams.starts))
+        grad[:, documents] = dS0[:, pieces]
+    if seams.empty and dfinal is not None and layout.rank == 0:
+        grad[:, seams.empty] = dfinal[:, seams.empty]
+    return _without_rows(layout.cp.comm.all_reduce(grad).wait(), layout.packed)
+
+
+def _links(call: ShardedCall, A: Tensor | None, S_end: Tensor, push: Callable) -> list[Link]:
+    """The map of each owned segment: its only piece's transition where a state passes, its last piece's state."""
+    seams, kind = call.seams, call.rule.transition
+    deterministic = call.layout.cp.deterministic
+    out = []
+    for s, (first, last) in zip(seams.links, seams.segments):
+        passes = seams.chain.passes[s]
+        transition = A[:, first] if passes and A is not None else None
+        out.append(Link(Affine(kind, transition, S_end[:, last]), push(first) if passes and deterministic else None))
+    return out
+
+
+def _push(local: Local, S0: Tensor, piece: int) -> Callable[[Tensor], Tensor]:
+    """A state through one piece, chunk by chunk: the canonical fold."""
+
+    def push(state: Tensor) -> Tensor:
+        S = S0.clone()
+        S[:, piece] = state
+        return local.summary(S, False)[1][:, piece]
+
+    return push

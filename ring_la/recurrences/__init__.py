@@ -1,0 +1,26 @@
+"""The linear recurrences. A new one is a function in one file here, listed below; tests parametrise over the list."""
+
+from .delta import delta_rule, gated_delta_rule, kda
+from .dplr import dplr_delta_rule, rwkv7
+from .gla import gla, hgrn2
+from .linear_attention import linear_attention
+from .mamba2 import mamba2
+from .retention import lightning_attention, lightning_decay, retention, retention_decay, simple_gla
+
+RECURRENCES = (
+    linear_attention,
+    retention,
+    lightning_attention,
+    simple_gla,
+    mamba2,
+    gla,
+    hgrn2,
+    delta_rule,
+    gated_delta_rule,
+    kda,
+    rwkv7,
+    dplr_delta_rule,
+)
+"""Every recurrence: what conformance tests and benchmarks go through."""
+
+__all__ = [f.__name__ for f in RECURRENCES] + ["RECURRENCES", "lightning_decay", "retention_decay"]

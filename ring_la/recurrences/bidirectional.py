@@ -1,0 +1,65 @@
+"""Linear attention without a direction: every token reads its document's whole state, as diffusion models do.
+
+    S_doc = Σ_t k_t v_tᵀ,        o_t = scale · S_docᵀ q_t
+
+Chunks add up to documents on each rank, documents over ranks by one all-reduce; no order, so no scan.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..context import ShardedLayout
+from ..kernels import Chunks, Inputs, state_dtype
+from ..outputs import LinearAttentionOutput
+
+CHUNK = 64
+
+
+def bidirectional(
+    inputs: Inputs, scale: float, output_final_state: bool, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+) -> LinearAttentionOutput:
+    """o ``[B, T, H, V]`` and each document's state ``[N, H, K, V]``, of q, k ``[B,T,Hk,K]`` and v ``[B,T,H,V]``."""
+    q, k, v = inputs[:3]
+    dtype, heads = state_dtype(q, k, v), v.shape[2]
+    packed, documents = cu_seqlens is not None, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if layout is not None:
+        packed, documents = layout.packed, layout.num_documents
+        cu_seqlens = layout.cu_pieces.to(q.device) if len(layout.pieces) > 1 else None
+    chunks = Chunks(q.shape[1], CHUNK, cu_seqlens, device=q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (chunks.split(x.to(dtype)) for x in (q, k, v))
+        q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+        document = _document_of_chunk(chunks, layout, q.device)
+        parts = k.mT @ v  # [B, chunks, H, K, V]
+        S = parts.new_zeros(parts.shape[0], documents + 1, *parts.shape[2:]).index_add(1, document, parts)
+        S = S[:, :documents]  # the last row took the unused chunks
+        if layout is not None:
+            S = _SumOverRanks.apply(S, layout)
+        known = document.clamp(max=documents - 1)
+        o = chunks.merge(scale * (q @ S.index_select(1, known)))
+    final = (S[0] if packed else S[:, 0]) if output_final_state else None
+    return LinearAttentionOutput(o.to(inputs.v.dtype), final)
+
+
+def _document_of_chunk(chunks: Chunks, layout: ShardedLayout | None, device: torch.device) -> Tensor:
+    """The document each chunk belongs to, int64; one past the last for chunks without tokens."""
+    if layout is None or not layout.pieces:
+        return chunks.piece if chunks.packed else torch.zeros(chunks.count, dtype=torch.int64, device=device)
+    of_piece = torch.tensor([*(p.document for p in layout.pieces), layout.num_documents], device=device)
+    return of_piece[chunks.piece] if chunks.packed else of_piece[:1].expand(chunks.count)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks every rank gets; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: ShardedLayout) -> Tensor:
+        ctx.layout = layout
+        return layout.cp.comm.all_reduce(x).wait()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.layout.cp.comm.all_reduce(grad).wait(), None

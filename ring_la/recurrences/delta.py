@@ -1,0 +1,43 @@
+"""The delta rules: what the key already recalls is taken out before the new value is written."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..algebra import Rule
+from ..kernels import Inputs
+from .recurrence import Recurrence, recurrence
+
+
+@recurrence
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Recurrence:
+    """The delta rule (Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484): S ← (I − β k kᵀ) S + β k vᵀ.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm).
+        v: ``[B, T, H, V]`` with H a multiple of Hk. beta: ``[B, T, H]``, in (0, 1), or (0, 2) for negative eigenvalues.
+    """
+    return Recurrence(Rule("delta", "none"), Inputs(q, k, v, beta=beta))
+
+
+@recurrence
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Recurrence:
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464, eq. 10): S ← exp(g) (I − β k kᵀ) S + β k vᵀ.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm).
+        v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``.
+    """
+    return Recurrence(Rule("delta", "scalar"), Inputs(q, k, v, g, beta))
+
+
+@recurrence
+def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Recurrence:
+    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692, eq. 1): S ← (I − β k kᵀ) diag(exp g) S + β k vᵀ.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm).
+        v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay of each key channel ``[B, T, H, K]``, ≤ 0.
+        beta: ``[B, T, H]``.
+    """
+    return Recurrence(Rule("delta", "diagonal"), Inputs(q, k, v, g, beta))

@@ -1,0 +1,34 @@
+"""Gates per key channel: gated linear attention and HGRN-2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..algebra import Rule
+from ..kernels import Inputs
+from .recurrence import Recurrence, recurrence
+
+
+@recurrence
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Recurrence:
+    """Gated linear attention (Yang et al. 2023, arXiv 2312.06635, eq. 3): S ← diag(exp g) S + k vᵀ.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
+        g: log-decay of each key channel, ``[B, T, H, K]`` (or Hk heads), ≤ 0.
+    """
+    return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g))
+
+
+@recurrence
+def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
+    """HGRN-2 (Qin et al. 2024, arXiv 2404.07904): gated linear attention whose key is what the gate lets go.
+
+    ``S ← diag(exp g) S + (1 − exp g) vᵀ``.
+
+    Args:
+        q: ``[B, T, Hk, K]``. g: log forget gate ``[B, T, Hk, K]``, ≤ 0. v: ``[B, T, H, V]``, the input.
+    """
+    k = -torch.expm1(g.to(torch.promote_types(g.dtype, torch.float32))).to(q.dtype) if isinstance(g, Tensor) else g
+    return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g), names={"k": "g"})

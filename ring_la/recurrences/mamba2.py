@@ -1,0 +1,65 @@
+"""Mamba-2, the state space dual (SSD) form."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..algebra import Rule
+from ..errors import ArgumentError
+from ..kernels import Inputs
+from .recurrence import Recurrence, describe_tensor, recurrence
+
+
+@recurrence
+def mamba2(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> Recurrence:
+    """Mamba-2 (Dao & Gu 2024, arXiv 2405.21060, §6): S ← exp(Δ A) S + B (Δ x)ᵀ, y = scale · Sᵀ C + D x.
+
+    Args:
+        x: ``[B, T, H, V]``. dt: ``[B, T, H]``; Δ = dt + dt_bias, through a softplus if `dt_softplus`.
+        A: ``[H]``, negative. B, C: ``[B, T, G, K]``, H a multiple of the G groups.
+        D: ``[H]`` or ``[H, V]``, the skip. dt_bias: ``[H]``.
+
+    `scale` is 1 by default, the paper's form, and does not touch D x. States are ``[N, H, K, V]``, the transpose of
+    mamba_ssm's.
+    """
+    if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
+        raise ArgumentError("x", "a float tensor [B, T, H, V]", describe_tensor(x))
+    batch, T, H, V = x.shape
+    _shape("dt", dt, [batch, T, H])
+    _shape("A", A, [H])
+    if dt_bias is not None:
+        _shape("dt_bias", dt_bias, [H])
+    if D is not None:
+        _shape("D", D, [H, V] if isinstance(D, Tensor) and D.dim() == 2 else [H])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    delta = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
+    delta = F.softplus(delta) if dt_softplus else delta
+
+    def readout(y: Tensor) -> Tensor:
+        if D is None:
+            return y
+        return (y + (D if D.dim() == 2 else D[:, None]).to(y.dtype) * x).to(x.dtype)
+
+    return Recurrence(
+        Rule("additive", "scalar"),
+        Inputs(C, B, (delta[..., None] * x).to(x.dtype), delta * A.to(wide)),
+        default_scale=1.0,
+        readout=readout,
+        names={"q": "C", "k": "B", "v": "x", "g": "dt · A"},
+    )
+
+
+def _shape(name: str, x: object, shape: list[int]) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or list(x.shape) != shape:
+        raise ArgumentError(name, f"a float tensor {shape}", describe_tensor(x))

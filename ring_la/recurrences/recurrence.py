@@ -1,0 +1,286 @@
+"""What makes a file in this folder a public function.
+
+A recurrence is described by a function from its own arguments to a `Recurrence`: the rule, and what its tokens
+bring under it. `recurrence` adds the keywords all recurrences have in common, checks, lets the ranks agree, and runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .. import linear, reference
+from ..algebra import Rule
+from ..context import ShardedLayout
+from ..errors import ArgumentError, RingLAError, UnsupportedError
+from ..kernels import Inputs, check_choice, state_dtype
+from ..layout import check_cu_seqlens
+from ..outputs import LinearAttentionOutput
+from .bidirectional import bidirectional
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """One recurrence, with the tensors of a call.
+
+    Attributes:
+        rule: how a token changes the state.
+        inputs: what tokens bring.
+        default_scale: the scale where the caller gives none; None means K**-0.5.
+        causal: False: every token reads the state after its document's last token.
+        readout: what becomes of ``scale · Sᵀ q``.
+        names: the caller's names of the inputs where they differ, for messages.
+    """
+
+    rule: Rule
+    inputs: Inputs
+    default_scale: float | None = None
+    causal: bool = True
+    readout: Callable[[Tensor], Tensor] = lambda o: o
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords all recurrences have in common."""
+
+    scale: float | None = None
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm: bool = False
+    layout: ShardedLayout | None = None
+    cu_seqlens: Tensor | None = None
+    mode: str = "auto"
+    backend: str | None = None
+
+
+COMMON = """
+Common keywords:
+    scale: multiplies the output; None: {scale}.
+    initial_state: the state before each document, ``[N, H, K, V]``; N is B, or the number of packed documents.
+        Replicated under a layout; its gradient is the whole one on every rank.
+    output_final_state: also return the state after each document, ``[N, H, K, V]`` fp32 (fp64 for fp64 inputs), on
+        every rank; gradients flowing into it are summed over the ranks.
+    use_qk_l2norm: replace q and k by ``x · rsqrt(Σ x² + 1e-6)``.
+    layout: how the sequence is split over ranks (`ContextParallel.layout`); T is then this rank's length. None: one
+        device. Collective: every rank calls, forward and backward.
+    cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device; empty ones are allowed.
+    mode: "chunk", "recurrent" (token by token, for decoding) or "auto".
+    backend: None (the fastest that can), "triton", "torch" or "reference" (fp64 token loop, one device).
+
+Returns:
+    LinearAttentionOutput(o ``[B, T, H, V]`` in the values' dtype, final_state or None).
+
+Raises:
+    ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
+    UnsupportedError: a combination that is not supported, and what would work.
+    DisagreementError: the ranks' arguments do not fit together.
+"""
+
+
+def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAttentionOutput]:
+    """The public function of a recurrence: `describe`'s own arguments, then the common keywords."""
+    own = inspect.signature(describe)
+    fields = inspect.signature(Options).parameters.values()
+    common = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
+    names = {p.name for p in common}
+    unknown_scale = "1" if describe.__name__ == "mamba2" else "K**-0.5"
+
+    @functools.wraps(describe)
+    def function(*args, **keywords) -> LinearAttentionOutput:
+        options = Options(**{k: keywords.pop(k) for k in names & keywords.keys()})
+        own.bind(*args, **keywords)  # a TypeError for missing and unknown arguments, before anything is sent
+        if options.backend == "reference":
+            return _reference(describe.__name__, args, keywords, options)
+        return _run(describe.__name__, functools.partial(describe, *args, **keywords), options)
+
+    function.__signature__ = own.replace(  # type: ignore[attr-defined]
+        parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput
+    )
+    function.__doc__ = textwrap.dedent(f"    {describe.__doc__}") + COMMON.format(scale=unknown_scale)
+    return function
+
+
+def _run(name: str, describe: Callable[[], Recurrence], options: Options) -> LinearAttentionOutput:
+    r, error = None, None
+    try:
+        r = describe()
+        check(r, options)
+    except RingLAError as e:
+        error = e
+    if isinstance(options.layout, ShardedLayout):
+        options.layout.agree(name, None if error else signature(r, options), error)
+    elif error is not None:
+        raise error
+    q = r.inputs.q
+    scale = options.scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if r.default_scale is None else r.default_scale
+    inputs = r.inputs
+    if options.use_qk_l2norm:
+        inputs = inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k))
+    if not r.causal:
+        out = bidirectional(inputs, float(scale), options.output_final_state, options.layout, options.cu_seqlens)
+    else:
+        keywords = {
+            k: getattr(options, k)
+            for k in ("initial_state", "output_final_state", "layout", "cu_seqlens", "mode", "backend")
+        }
+        out = linear.run(r.rule, inputs, scale=float(scale), **keywords)
+    return out._replace(o=r.readout(out.o))
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x · rsqrt(Σ x² + eps)`` over the last dimension, in fp32 or wider."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _reference(name: str, args: tuple, keywords: dict, options: Options) -> LinearAttentionOutput:
+    """The fp64 token loop, returned in the dtypes of the other backends."""
+    if options.layout is not None:
+        raise UnsupportedError(
+            "backend", "None, 'triton' or 'torch' with a layout", "'reference'", "It runs on one device"
+        )
+    out = getattr(reference, name)(*args, **keywords, **vars(options))
+    tensors = [t for t in (*args, *keywords.values()) if isinstance(t, Tensor)]
+    values = keywords.get("v", keywords.get("x")) if {"v", "x"} & keywords.keys() else None
+    dtype = (values if values is not None else tensors[0]).dtype
+    final = None if out.final_state is None else out.final_state.to(state_dtype(*tensors))
+    return LinearAttentionOutput(out.o.to(dtype), final)
+
+
+# -- checks ------------------------------------------------------------------------------------------------
+
+
+def check(r: Recurrence, options: Options) -> None:
+    """Refuse wrong shapes, dtypes, devices and choices. No synchronisation unless the layout validates always."""
+    check_tensors(r)
+    B, T, _, K = r.inputs.q.shape
+    H, V = r.inputs.v.shape[2:]
+    check_choice(options.mode, options.backend)
+    if options.scale is not None and not isinstance(options.scale, (int, float)):
+        raise ArgumentError("scale", "a number or None", type(options.scale).__name__)
+    documents = check_split(T, B, options.layout, options.cu_seqlens, r.inputs.q.device)
+    state = options.initial_state
+    if state is not None:
+        if not r.causal:
+            raise UnsupportedError(
+                "initial_state", "None with causal=False", "a tensor", "Every token reads the final state"
+            )
+        expected = [documents, H, K, V]
+        if not isinstance(state, Tensor) or list(state.shape) != expected or state.dtype not in FLOATS:
+            raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {expected}", describe_tensor(state))
+        if state.device != r.inputs.q.device:
+            raise ArgumentError("initial_state", f"a tensor on {r.inputs.q.device}", state.device)
+    if options.layout is not None and options.layout.cp.validate == "always":
+        check_values(r)
+
+
+def check_tensors(r: Recurrence) -> None:
+    """Refuse inputs that are not float tensors of the right shapes on one device, q, k and v of one dtype."""
+    name = {field: r.names.get(field, field) for field in Inputs._fields}
+    present = {f: x for f, x in r.inputs._asdict().items() if x is not None}
+    for f, x in present.items():
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+            raise ArgumentError(name[f], "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
+    q, k, v = r.inputs[:3]
+    for f in ("q", "v"):
+        if present[f].dim() != 4:
+            raise ArgumentError(name[f], "four dimensions [B, T, H, D]", list(present[f].shape))
+    B, T, Hk, K = q.shape
+    H = v.shape[2]
+    if list(k.shape) != [B, T, Hk, K]:
+        raise ArgumentError(name["k"], f"the shape of {name['q']}, {[B, T, Hk, K]}", list(k.shape))
+    if list(v.shape[:2]) != [B, T]:
+        raise ArgumentError(name["v"], f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
+    if H % Hk:
+        raise ArgumentError(name["v"], f"a number of heads that is a multiple of the {Hk} of {name['q']}", H)
+    tails = {"g": [K] if r.rule.decay == "diagonal" else [], "beta": [], "a": [K], "b": [K]}
+    for f, tail in tails.items():
+        x = present.get(f)
+        if x is not None and list(x.shape) not in ([B, T, H, *tail], [B, T, Hk, *tail]):
+            raise ArgumentError(name[f], f"{[B, T, H, *tail]}", list(x.shape))
+    for f, x in present.items():
+        if x.device != q.device:
+            raise ArgumentError(name[f], f"a tensor on {q.device}, where {name['q']} is", x.device)
+        if f in ("k", "v") and x.dtype != q.dtype:
+            raise ArgumentError(name[f], f"{q.dtype}, the dtype of {name['q']}", x.dtype)
+
+
+def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torch.device) -> int:
+    """Refuse a layout or offsets that do not fit T tokens in B rows; returns the number of documents."""
+    if layout is not None:
+        if not isinstance(layout, ShardedLayout):
+            raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
+        if cu_seqlens is not None:
+            raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
+        layout.require_runs("a recurrence")
+        if T != layout.local_length:
+            raise ArgumentError("layout", f"one with {T} tokens on this rank, the T of the inputs", layout.local_length)
+        if layout.packed and B != 1:
+            raise ArgumentError(
+                "layout", f"one without packed documents for a batch of {B}", repr(layout), "Pack into B = 1"
+            )
+        return layout.num_documents if layout.packed else B
+    if cu_seqlens is None:
+        return B
+    if (
+        not isinstance(cu_seqlens, Tensor)
+        or cu_seqlens.dim() != 1
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ArgumentError("cu_seqlens", "an int32 or int64 tensor [N+1]", describe_tensor(cu_seqlens))
+    if B != 1:
+        raise ArgumentError(
+            "cu_seqlens", "None for a batch of several rows", f"B = {B}", "Pack the documents into B = 1"
+        )
+    if cu_seqlens.device != device:
+        raise ArgumentError("cu_seqlens", f"a tensor on {device}", cu_seqlens.device)
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_cu_seqlens(cu_seqlens, T)
+    return cu_seqlens.shape[0] - 1
+
+
+def check_values(r: Recurrence) -> None:
+    """Refuse gates above zero and NaN anywhere; synchronises."""
+    for f, x in r.inputs._asdict().items():
+        if x is None:
+            continue
+        name = r.names.get(f, f)
+        if bool(torch.isnan(x).any()):
+            raise ArgumentError(name, "no NaN", f"{int(torch.isnan(x).sum())} of them")
+        if f == "g" and x.numel() and float(x.max()) > 0:
+            raise ArgumentError(name, "log-decays ≤ 0", f"a largest value of {float(x.max()):g}")
+
+
+def signature(r: Recurrence, options: Options) -> tuple:
+    """What must be the same on all ranks: shapes but T, dtypes, flags and who needs a gradient."""
+
+    def of(x: Tensor | None) -> object:
+        return None if x is None else (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
+
+    state = options.initial_state
+    tensors = tuple((r.names.get(f, f), of(x)) for f, x in r.inputs._asdict().items() if x is not None)
+    initial = None if state is None else (tuple(state.shape), str(state.dtype), state.requires_grad)
+    rest = (options.scale, options.output_final_state, options.mode, options.backend, torch.is_grad_enabled())
+    return (str(r.rule), r.causal, tensors, ("initial_state", initial), rest)
+
+
+def describe_tensor(x: object) -> str:
+    """A value in an error message."""
+    return (
+        f"{x.dtype} {list(x.shape)}"
+        if isinstance(x, Tensor)
+        else repr(x)
+        if not isinstance(x, Sequence)
+        else f"{type(x).__name__}"
+    )

@@ -1,0 +1,78 @@
+"""Retention and lightning attention: one static decay a head. Simple GLA is the same with a gate a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..algebra import Rule
+from ..errors import ArgumentError
+from ..kernels import Inputs, state_dtype
+from .recurrence import Recurrence, describe_tensor, recurrence
+
+
+def retention_decay(heads: int, device: torch.device | None = None) -> Tensor:
+    """RetNet's log-decays ``log(1 − 2^(−5−h))``, h = 0 … H−1 (Sun et al. 2023, eq. 8), fp64 ``[H]``."""
+    head = torch.arange(heads, dtype=torch.float64, device=device)
+    return torch.log1p(-(2.0 ** (-5 - head)))
+
+
+def lightning_decay(heads: int, layer_idx: int = 0, num_layers: int = 1, device: torch.device | None = None) -> Tensor:
+    """TransNormerLLM's log-decays ``−(8h/H)(1 − layer_idx/num_layers)``, h = 0 … H−1, fp64 ``[H]``."""
+    if not 0 <= layer_idx < num_layers:
+        raise ArgumentError("layer_idx", f"0 ≤ layer_idx < num_layers = {num_layers}", layer_idx)
+    return -(8 / heads) * (1 - layer_idx / num_layers) * torch.arange(heads, dtype=torch.float64, device=device)
+
+
+def _static(g: Tensor, v: Tensor) -> Tensor:
+    """One log-decay a head as a gate of every token."""
+    if not isinstance(g, Tensor) or g.dim() != 1:
+        raise ArgumentError("g", "one static log-decay a head, [H]", describe_tensor(g))
+    return g.expand(*v.shape[:2], -1)
+
+
+def _default(decay: Tensor, v: Tensor) -> Tensor:
+    """A default decay in the precision of the states."""
+    return decay.to(state_dtype(v))
+
+
+@recurrence
+def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
+    """Retention (RetNet, Sun et al. 2023, arXiv 2307.08621, eq. 6 and 8): S ← γ_h S + k vᵀ.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
+        g: static log-decay ``log γ_h``, ``[H]``, ≤ 0; None: the paper's γ_h = 1 − 2^(−5−h), h = 0 … H−1.
+    """
+    heads = v.shape[2] if isinstance(v, Tensor) and v.dim() == 4 else 1
+    g = _default(retention_decay(heads, v.device), v) if g is None else g
+    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)))
+
+
+@recurrence
+def lightning_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, layer_idx: int = 0, num_layers: int = 1
+) -> Recurrence:
+    """Lightning attention (Qin et al. 2024, arXiv 2401.04658): S ← λ_h S + k vᵀ.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
+        g: static log-decay ``log λ_h``, ``[H]``, ≤ 0; None: the paper's −(8h/H)(1 − layer_idx/num_layers),
+            h = 0 … H−1 (TransNormerLLM, arXiv 2307.14995). Released MiniMax and Ling models use ALiBi slopes
+            instead: pass them.
+        layer_idx, num_layers: the layer the default decay is for.
+    """
+    heads = v.shape[2] if isinstance(v, Tensor) and v.dim() == 4 else 1
+    g = _default(lightning_decay(heads, layer_idx, num_layers, v.device), v) if g is None else g
+    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)))
+
+
+@recurrence
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
+    """Gated linear attention with one gate a head: S ← exp(g) S + k vᵀ.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
+        g: log-decay ``[B, T, H]``, ≤ 0; None: no decay (and no gradient).
+    """
+    return Recurrence(Rule("additive", "none" if g is None else "scalar"), Inputs(q, k, v, g))

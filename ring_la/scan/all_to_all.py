@@ -1,0 +1,101 @@
+"""All-to-all: each rank folds the whole chain for its own 1/P of the state, split over heads and value columns.
+
+Two all-to-alls: every rank gets its part of all links' summaries, folds them, and sends each rank the part of the
+state that enters its links. A rank receives (P−1)/P·(2S+M) bytes whatever P is. Heads are independent, and so
+are value columns under any transition, so the parts never meet; heads are cut into column blocks only as far as
+needed to give every rank an equal share (M is then repeated per block).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..algebra import Affine, transition_shape
+from ..comm import Group, Pending
+from .all_gather import pack, unpack
+from .chain import Chain
+from .strategy import Link, as_maps, fold
+
+
+class AllToAll:
+    name = "all_to_all"
+
+    def bytes_received(self, state: int, transition: int, ranks: int) -> float:
+        return (ranks - 1) / ranks * (2 * state + transition)
+
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
+        parts, slots = Parts(like, group.size), chain.slots()
+        maps = as_maps(chain, links, group.rank)
+        part = parts.like()
+        payload = like.b.new_zeros(group.size, slots, part.b.numel() + _numel(part))
+        cut = [parts.split(m) for m in maps]
+        for rank in range(group.size):
+            payload[rank] = pack([c[rank] for c in cut], slots, part)
+        pending = group.all_to_all(payload)
+
+        def finish() -> list[Tensor | None]:
+            rows = pending.wait()
+            maps = {i: unpack(rows[r, s], part) for r in range(group.size) for s, i in enumerate(chain.local(r))}
+            back = like.b.new_zeros(group.size, slots, *part.b.shape)
+            for rank in range(group.size):
+                for slot, i in enumerate(chain.local(rank)):
+                    state = fold(chain, maps, i)
+                    if state is not None:
+                        back[rank, slot] = state
+            states = group.all_to_all(back).wait()
+            mine = chain.local(group.rank)
+            return [parts.join(states[:, s]) if chain.needs[i] else None for s, i in enumerate(mine)]
+
+        return Pending(finish)
+
+
+def _numel(m: Affine) -> int:
+    shape = transition_shape(m.kind, m.b.shape)
+    return 0 if shape is None else shape.numel()
+
+
+class Parts:
+    """The cut of a map's heads and value columns into `ranks` equal parts: units of (head, column block)."""
+
+    def __init__(self, like: Affine, ranks: int) -> None:
+        self.full, self.ranks = like, ranks
+        *_, self.heads, _, columns = like.b.shape
+        fits = [n for n in range(1, columns + 1) if columns % n == 0]
+        even = [n for n in fits if self.heads * n % ranks == 0]
+        self.blocks = (
+            even[0] if even and even[0] <= ranks else next((n for n in fits if self.heads * n >= ranks), fits[-1])
+        )
+        self.per_rank = -(-self.heads * self.blocks // ranks)
+
+    def like(self) -> Affine:
+        """A map with the shapes of one rank's part: ``[…, units, K, V/blocks]``."""
+        *lead, _, k, v = self.full.b.shape
+        return Affine(self.full.kind, None, self.full.b.new_empty(*lead, self.per_rank, k, v // self.blocks))
+
+    def split(self, m: Affine) -> list[Affine]:
+        """The part of `m` each rank folds."""
+        b = rearrange(m.b, "... h k (n v) -> ... (h n) k v", n=self.blocks)
+        b = self._pad(b, -3).chunk(self.ranks, -3)
+        if m.A is None:
+            return [Affine(m.kind, None, part) for part in b]
+        dim = {"scalar": -1, "diagonal": -2, "dense": -3}[m.kind]
+        A = self._pad(m.A.repeat_interleave(self.blocks, dim), dim).chunk(self.ranks, dim)
+        return [Affine(m.kind, a, part) for a, part in zip(A, b)]
+
+    def join(self, states: Tensor) -> Tensor:
+        """The whole state ``[…, H, K, V]`` from the parts ``[P, …, units, K, V/blocks]``."""
+        units = rearrange(states, "p ... u k v -> ... (p u) k v")
+        units = units.narrow(-3, 0, self.heads * self.blocks)
+        return rearrange(units, "... (h n) k v -> ... h k (n v)", n=self.blocks).contiguous()
+
+    def _pad(self, x: Tensor, dim: int) -> Tensor:
+        missing = self.ranks * self.per_rank - x.shape[dim]
+        if not missing:
+            return x
+        shape = list(x.shape)
+        shape[dim] = missing
+        return torch.cat([x, x.new_zeros(shape)], dim)

@@ -1,0 +1,66 @@
+"""The order states travel in: the segments of a layout as links of a chain.
+
+State ``s+1`` entering segment s+1 is ``A_s · S_s + b_s``. Where a document starts inside segment s its
+transition is zero, structurally: nothing that entered can leave. All ranks know this from the layout, so
+messages that would carry nothing are never sent. The backward pass is the same chain reversed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..layout import Layout
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Links in the order the state travels.
+
+    Attributes:
+        owners: the rank that owns each link.
+        needs: whether the link needs the state of its predecessor.
+        passes: whether the state that enters a link can leave it.
+    """
+
+    owners: tuple[int, ...]
+    needs: tuple[bool, ...]
+    passes: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Chain:
+        """The chain of a layout's segments, left to right."""
+        needs, passes = [], []
+        for i, segment in enumerate(layout.segments):
+            continues = not layout.starts_document(segment.start)
+            needs.append(continues)
+            passes.append(continues and len(layout.pieces_of(i)) == 1)
+        return cls(tuple(s.owner for s in layout.segments), tuple(needs), tuple(passes))
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def local(self, rank: int) -> tuple[int, ...]:
+        """Links owned by `rank`, in order."""
+        return tuple(i for i, owner in enumerate(self.owners) if owner == rank)
+
+    @cached_property
+    def reversed(self) -> Chain:
+        """The chain of the gradient, right to left: a link needs its right neighbour's where that one needed its state."""
+        followed = (*self.needs[1:], False)
+        return Chain(self.owners[::-1], followed[::-1], self.passes[::-1])
+
+    def feeds(self, link: int) -> bool:
+        """Whether the successor of `link` needs its outgoing state."""
+        return link + 1 < len(self) and self.needs[link + 1]
+
+    def slots(self) -> int:
+        """The most links one rank owns."""
+        return max(self.owners.count(r) for r in set(self.owners))
+
+    def first_source(self, link: int) -> int:
+        """The earliest link whose own contribution reaches the state that enters `link`."""
+        source = link - 1
+        while self.passes[source]:
+            source -= 1
+        return source

@@ -1,0 +1,113 @@
+"""What every scan strategy is: an exclusive scan of affine maps over the links of a chain.
+
+A strategy gets, for each link its rank owns (in chain order), the link's `Affine` map, and returns the state that
+enters each of them: ``S_in[0] = 0``-like links get None, others ``S_in[i+1] = map_i(S_in[i])``. It knows an
+affine monoid, a chain and a group; nothing of attention, nothing of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..algebra import Affine, transition_shape
+from ..comm import Group, Pending
+from .chain import Chain
+
+
+@dataclass(frozen=True)
+class Link:
+    """One owned link: its map, and optionally how to push a state through it token by token.
+
+    Attributes:
+        map: the affine map of the link (its A is None where the chain says nothing passes).
+        push: ``S_in -> S_out`` folding the link's canonical parts one by one; used instead of ``map`` by
+            strategies that apply a link to a state, so that results do not depend on where links begin.
+    """
+
+    map: Affine
+    push: Callable[[Tensor], Tensor] | None = None
+
+    def out(self, incoming: Tensor | None, passes: bool) -> Tensor:
+        """The state that leaves this link."""
+        if incoming is None or not passes:
+            return self.map.b
+        return self.push(incoming) if self.push else self.map(incoming)
+
+
+class Scan(Protocol):
+    """An exchange of states across ranks."""
+
+    name: str
+
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
+        """Post the exchange; the result of ``wait()`` is a list with the state entering each owned link.
+
+        An entry is None where the link needs no state. `links` holds the links owned by this rank, in chain
+        order; `like` is a map of their shapes, dtype and device (its values are not used), for ranks that own
+        none. Collective over the group.
+        """
+        ...
+
+    def bytes_received(self, state: int, transition: int, ranks: int) -> float:
+        """Bytes one rank receives for states and transitions of these sizes, one link a rank."""
+        ...
+
+
+class Steps(Pending):
+    """An exchange written as a generator that yields before each wait.
+
+    On the CPU it runs to its first wait when posted and to its end in ``wait()``; on CUDA it is queued whole on
+    a side stream when posted, so that it runs beside the caller's kernels without the host.
+    """
+
+    def __init__(self, steps: Iterator[None], result: list[Tensor | None], keep: object, group: Group) -> None:
+        self._stream = group.side_stream
+        self._keep = keep  # tensors the side stream reads, until the caller's stream has waited for it
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(group.device))
+            with torch.cuda.stream(self._stream):
+                for _ in steps:
+                    pass
+        else:
+            next(steps, None)
+
+        def finish() -> list[Tensor | None]:
+            for _ in steps:
+                pass
+            if self._stream is not None:
+                current = torch.cuda.current_stream(group.device)
+                current.wait_stream(self._stream)
+                for t in result:
+                    if t is not None:
+                        t.record_stream(current)
+            self._keep = None
+            return result
+
+        super().__init__(finish)
+
+
+def as_maps(chain: Chain, links: Sequence[Link], rank: int) -> list[Affine]:
+    """The maps of owned links with a zero transition where nothing passes, so that they compose as they are."""
+    out = []
+    for i, link in zip(chain.local(rank), links):
+        m = link.map
+        if m.A is None and m.kind != "identity":
+            m = replace(m, A=m.b.new_zeros(transition_shape(m.kind, m.b.shape)))
+        out.append(m)
+    return out
+
+
+def fold(chain: Chain, maps: dict[int, Affine], link: int) -> Tensor | None:
+    """The state entering `link`, folded from the maps of its predecessors as far back as any reaches it."""
+    if not chain.needs[link]:
+        return None
+    first = chain.first_source(link)
+    state = maps[first].b
+    for i in range(first + 1, link):
+        state = maps[i](state)
+    return state
