@@ -1,4 +1,4 @@
-"""Checks the reference functions share: a bad argument raises `ArgumentError`, naming what was expected and what came."""
+"""Checks the reference functions share: a bad argument raises `ArgumentError`, naming what was expected and came."""
 
 from __future__ import annotations
 
