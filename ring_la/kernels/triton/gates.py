@@ -1,0 +1,57 @@
+"""Log-decays: their running sum inside a chunk, and the gradient that comes back through it.
+
+With G the running sum of g over a chunk, every decay of the chunk is exp of a difference of two G, and the gradient of
+g_t is the sum of G's gradient over the tokens from t to the chunk's end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ring_la.kernels.triton.tiles import SIZES, span
+
+
+@triton.jit(do_not_specialize=SIZES)
+def cumulate_kernel(g, out, table, T, WIDTH, C: tl.constexpr, BW: tl.constexpr, VARLEN: tl.constexpr):
+    """out[t] = Σ g over the tokens of t's chunk up to t. g and out are [B, T, WIDTH]: heads, or heads × key channels."""
+    s = tl.program_id(0)
+    w = tl.program_id(1) * BW + tl.arange(0, BW)
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    t = start + tl.arange(0, C)
+    at = (tl.program_id(2).to(tl.int64) * T + t)[:, None] * WIDTH + w[None, :]
+    live = (t < end)[:, None] & (w < WIDTH)[None, :]
+    x = tl.load(g + at, live, other=0.0).to(tl.float32)
+    tl.store(out + at, tl.cumsum(x, 0), live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def gate_gradient_kernel(
+    reads, writes, edge, out, table, T, H, NS, LENGTH, NR: tl.constexpr, NW: tl.constexpr,
+    C: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """dg_t = Σ_{s≥t} (reads_s − writes_s) + edge over a segment; reads = q·dq and writes = k·dk = v·dv, by token.
+
+    edge = <S, dS> at the segment's end. reads [NR, B, T, H], writes [NW, B, T, H], edge [NR, B, NS, H] hold partial sums.
+    """
+    s = tl.program_id(0)
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    b = tl.program_id(2).to(tl.int64)
+    B = tl.num_programs(2)
+    start, end, _, _, _, _ = span(table, s, T, LENGTH, C, VARLEN)
+    carry = tl.zeros([BH], tl.float32)
+    for i in tl.static_range(NR):
+        carry += tl.load(edge + ((i * B + b) * NS + s) * H + h, h < H, other=0.0)
+    n = (end - start + C - 1) // C
+    for j in range(n):
+        t = start + (n - 1 - j) * C + tl.arange(0, C)
+        live = (t < end)[:, None] & (h < H)[None, :]
+        x = tl.zeros([C, BH], tl.float32)
+        for i in tl.static_range(NR):
+            x += tl.load(reads + ((i * B + b) * T + t)[:, None] * H + h[None, :], live, other=0.0)
+        for i in tl.static_range(NW):
+            x -= tl.load(writes + ((i * B + b) * T + t)[:, None] * H + h[None, :], live, other=0.0)
+        total = tl.sum(x, 0)
+        y = total[None, :] - tl.cumsum(x, 0) + x + carry[None, :]
+        tl.store(out + (b * T + t)[:, None] * H + h[None, :], y.to(out.dtype.element_ty), live)
+        carry += total

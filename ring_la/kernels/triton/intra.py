@@ -1,0 +1,135 @@
+"""What a chunk computes before its state arrives: decayed products and the triangular inverse of the delta rule.
+
+WY form (Yang et al. 2024, arXiv:2406.06484; with decay, arXiv:2412.06464): over a chunk, S_t = e^{G_t} S + Σ_{s≤t}
+e^{G_t−G_s} k_s u_sᵀ with (I + L) U = β(V − e^G K S), L_ts = β_t e^{G_t−G_s} k_t·k_s for s < t. M = (I + L)⁻¹.
+
+A decay per key channel cannot leave the product Σ_d x_td y_sd e^{G_td−G_sd}, and e^{−G_s} overflows. Here each pair
+(t, s) is computed at the level of the smallest aligned block of 2h tokens that holds both, t in its later half and s in
+its earlier one: with the border's G as reference both factors are at most 1. A level is one product of whole tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+
+
+@triton.jit
+def level_mask(t, HALF: tl.constexpr):
+    """[t, s]: t in the later and s in the earlier half of one aligned block of 2·HALF tokens."""
+    same = (t[:, None] // (2 * HALF)) == (t[None, :] // (2 * HALF))
+    return same & ((t[:, None] // HALF) % 2 == 1) & ((t[None, :] // HALF) % 2 == 0)
+
+
+@triton.jit
+def level_decay(G, g_, t, n, d, HALF: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr):
+    """e^{−|G − G at the border of t's block|}: the factor of either role at this level."""
+    border = tl.minimum((t // (2 * HALF)) * (2 * HALF) + HALF - 1, n - 1)
+    ref = tl.load(g_ + border[:, None] * STRIDE + d[None, :], (d < D)[None, :], other=0.0)
+    return tl.exp(-tl.abs(G - ref))
+
+
+@triton.jit
+def gates(g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr):
+    """G of each token, of the last token for those beyond the end."""
+    return tl.load(g_ + tl.minimum(t, n - 1)[:, None] * STRIDE + d[None, :], (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def invert(L, C: tl.constexpr, PREC: tl.constexpr):
+    """(I + L)⁻¹ for a strictly lower triangular L [C, C]: blocks of 16 by substitution, then pairs of blocks by products.
+
+    For [[P, 0], [X, Q]] the inverse's corner is −Q⁻¹ X P⁻¹; no power of L is ever formed.
+    """
+    NB: tl.constexpr = C // 16
+    t = tl.arange(0, C)
+    i = tl.arange(0, 16)
+    block = tl.arange(0, NB)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    L3 = tl.sum(tl.where(same, tl.reshape(L, [NB, 16, NB, 16]), 0.0), 2)
+    P3 = tl.zeros([NB, 16, 16], tl.float32) + (i[:, None] == i[None, :]).to(tl.float32)[None, :, :]
+    for s in range(15):
+        column = tl.sum(tl.where((i == s)[None, None, :], L3, 0.0), 2)
+        row = tl.sum(tl.where((i == s)[None, :, None], P3, 0.0), 1)
+        P3 -= column[:, :, None] * row[:, None, :]
+    P = tl.reshape(tl.where(same, P3[:, :, None, :], 0.0), [C, C])
+    if C >= 32:
+        X = tl.where(level_mask(t, 16), L, 0.0)
+        P -= tl.dot(tl.dot(P, X, input_precision=PREC), P, input_precision=PREC)
+    if C >= 64:
+        X = tl.where(level_mask(t, 32), L, 0.0)
+        P -= tl.dot(tl.dot(P, X, input_precision=PREC), P, input_precision=PREC)
+    return P
+
+
+@triton.jit(do_not_specialize=SIZES)
+def inverse_kernel(
+    k, G, beta, M, table, T, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    GATED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """M [B, T, H, C] of every chunk, for a scalar decay or none."""
+    s = tl.program_id(0)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    n = end - start
+    if n <= 0:
+        return
+    t = tl.arange(0, C)
+    k_ = head(k, b, start, h, T, HK, H, K)
+    L = tl.zeros([C, C], tl.float32)
+    for m in range(0, K, BK):
+        x = tile(k_, t, n, m + tl.arange(0, BK), HK * K, K)
+        L = tl.dot(x, tl.trans(x), L, input_precision=PREC)
+    lower = t[:, None] > t[None, :]
+    if GATED:
+        g = tl.load(head(G, b, start, h, T, H, H, 1) + tl.minimum(t, n - 1) * H)
+        L *= tl.exp(tl.where(lower, g[:, None] - g[None, :], 0.0))
+    be = tl.load(head(beta, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0).to(tl.float32)
+    P = invert(tl.where(lower, L * be[:, None], 0.0), C, PREC)
+    put(head(M, b, start, h, T, H, H, C), P, t, n, t, H * C, C)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def products_kernel(
+    q, k, G, beta, A, M, table, T, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    C: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """A_ts = Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel."""
+    s = tl.program_id(0)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    n = end - start
+    if n <= 0:
+        return
+    t = tl.arange(0, C)
+    q_ = head(q, b, start, h, T, HK, H, K)
+    k_ = head(k, b, start, h, T, HK, H, K)
+    g_ = head(G, b, start, h, T, H, H, K)
+    a = tl.zeros([C, C], tl.float32)
+    L = tl.zeros([C, C], tl.float32)
+    for m in range(0, K, BK):
+        d = m + tl.arange(0, BK)
+        x = tile(q_, t, n, d, HK * K, K)
+        y = tile(k_, t, n, d, HK * K, K)
+        g = gates(g_, t, n, d, H * K, K)
+        own = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+        a += tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
+        for i in tl.static_range(6):
+            HALF: tl.constexpr = 1 << i
+            if HALF < C:
+                w = level_decay(g, g_, t, n, d, HALF, H * K, K)
+                yw = (y * w).to(k.dtype.element_ty)
+                mask = level_mask(t, HALF)
+                xw = (x * w).to(k.dtype.element_ty)
+                a += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
+                if DELTA:
+                    L += tl.where(mask, tl.dot(yw, tl.trans(yw), input_precision=PREC), 0.0)
+    put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
+    if DELTA:
+        be = tl.load(head(beta, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0).to(tl.float32)
+        P = invert(L * be[:, None], C, PREC)
+        put(head(M, b, start, h, T, H, H, C), P, t, n, t, H * C, C)

@@ -1,0 +1,99 @@
+"""The scan over the segments of each piece: from every segment's own map to the state that enters it.
+
+Forward  S ← A_s S + b_s over s = first … last; the adjoint runs last … first with A_sᵀ. `entering[s]` is the state
+before segment s (in the direction of the scan), `leaving[n]` the state after the last one of piece n. Without S0 the
+first transition is not read: the passes leave it out.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ring_la.kernels.triton.tiles import SIZES
+
+
+@triton.jit
+def _runs(first, n, NS, VARLEN: tl.constexpr):
+    if VARLEN:
+        return tl.load(first + n * 2), tl.load(first + n * 2 + 1)
+    return 0, NS
+
+
+@triton.jit(do_not_specialize=SIZES)
+def prefix_kernel(
+    b_, log_a, S0, entering, leaving, first, NS, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    DECAY: tl.constexpr, HAS_S0: tl.constexpr, REVERSE: tl.constexpr, BLK: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Transitions none (DECAY 0), scalar (1: log_a [B, NS, H]) or diagonal (2: [B, NS, H, K]), state by state."""
+    e = tl.program_id(0) * BLK + tl.arange(0, BLK)
+    n = tl.program_id(1)
+    bh = tl.program_id(2)
+    b = (bh // H).to(tl.int64)
+    h = bh % H
+    live = e < K * V
+    lo, count = _runs(first, n, NS, VARLEN)
+    own = ((b * N + n) * H + h) * K * V + e
+    S = tl.zeros([BLK], tl.float32)
+    if HAS_S0:
+        S = tl.load(S0 + own, live, other=0.0)
+    for i in range(count):
+        s = lo + (count - 1 - i if REVERSE else i)
+        row = (b * NS + s) * H + h
+        x = tl.load(b_ + row * K * V + e, live, other=0.0)
+        tl.store(entering + row * K * V + e, S, live)
+        if DECAY != 0 and (HAS_S0 or i > 0):
+            if DECAY == 1:
+                S = S * tl.exp(tl.load(log_a + row))
+            else:
+                S = S * tl.exp(tl.load(log_a + row * K + e // V, live, other=0.0))
+        S += x
+    tl.store(leaving + own, S, live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def prefix_dense_kernel(
+    b_, A_, S0, entering, leaving, first, NS, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, HAS_B: tl.constexpr,
+    EYE: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Dense transitions A [B, NS, H, K, K]; the state lives in `entering`, from where A's columns meet it BJ at a time.
+
+    EYE starts from the identity (V = K): `leaving` is then the product of the piece's transitions.
+    """
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    n = tl.program_id(1)
+    bh = tl.program_id(2)
+    b = (bh // H).to(tl.int64)
+    h = bh % H
+    k = tl.arange(0, BK)
+    j = tl.arange(0, BJ)
+    lo, count = _runs(first, n, NS, VARLEN)
+    live = (k < K)[:, None] & (v < V)[None, :]
+    own = ((b * N + n) * H + h) * K * V + k[:, None] * V + v[None, :]
+    S = tl.zeros([BK, BV], tl.float32)
+    if HAS_S0:
+        S = tl.load(S0 + own, live, other=0.0)
+    if EYE:
+        S = (k[:, None] == v[None, :]).to(tl.float32)
+    for i in range(count):
+        s = lo + (count - 1 - i if REVERSE else i)
+        row = (b * NS + s) * H + h
+        tl.store(entering + row * K * V + k[:, None] * V + v[None, :], S, live)
+        tl.debug_barrier()
+        acc = tl.zeros([BK, BV], tl.float32)
+        if HAS_B:
+            acc = tl.load(b_ + row * K * V + k[:, None] * V + v[None, :], live, other=0.0)
+        for m in range(0, K if (HAS_S0 or EYE) or i > 0 else 0, BJ):
+            c = m + j
+            inside = (k < K)[:, None] & (c < K)[None, :]
+            if REVERSE:
+                a = tl.load(A_ + row * K * K + c[None, :] * K + k[:, None], inside, other=0.0)
+            else:
+                a = tl.load(A_ + row * K * K + k[:, None] * K + c[None, :], inside, other=0.0)
+            part = tl.load(
+                entering + row * K * V + c[:, None] * V + v[None, :], (c < K)[:, None] & (v < V)[None, :], other=0.0
+            )
+            acc += tl.dot(a, part, input_precision="tf32x3")
+        S = acc
+    tl.store(leaving + own, S, live)

@@ -1,0 +1,56 @@
+"""Device helpers: what one program owns, and its loads.
+
+A *segment* is a run of whole chunks of one piece, a *chunk* at most C tokens of one segment. Tensors are contiguous
+[B, T, H, D]; offsets of a tile's base are 64-bit, offsets inside a tile 32-bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SIZES = ("T", "NS", "NC", "N", "LENGTH", "WIDTH")
+"""Kernel arguments that change from call to call: no kernel is compiled anew for them."""
+
+
+@triton.jit
+def span(table, s, T, LENGTH, C: tl.constexpr, VARLEN: tl.constexpr):
+    """(start, end, piece, number of the first chunk, is first, is last) of segment `s`; end == start if unused."""
+    if VARLEN:
+        row = table + s * 6
+        start = tl.load(row)
+        end = tl.load(row + 1)
+        piece = tl.load(row + 2)
+        chunk = tl.load(row + 3)
+        first = tl.load(row + 4)
+        last = tl.load(row + 5)
+    else:
+        start = s * LENGTH
+        end = tl.minimum(start + LENGTH, T)
+        piece = 0
+        chunk = start // C
+        first = (start == 0).to(tl.int32)
+        last = (end == T).to(tl.int32)
+    return start, end, piece, chunk, first, last
+
+
+@triton.jit
+def head(p, b, t, h, T, H: tl.constexpr, HV: tl.constexpr, D: tl.constexpr):
+    """Pointer to token t of the head (of H) that value head h (of HV) reads, rows D wide."""
+    return p + ((b.to(tl.int64) * T + t) * H + h // (HV // H)) * D
+
+
+@triton.jit
+def tile(p, rows, n, cols, STRIDE: tl.constexpr, D: tl.constexpr):
+    """[rows, cols] of a row-major matrix; zero beyond n rows and D columns."""
+    return tl.load(p + rows[:, None] * STRIDE + cols[None, :], (rows[:, None] < n) & (cols[None, :] < D), other=0.0)
+
+
+@triton.jit
+def put(p, x, rows, n, cols, STRIDE: tl.constexpr, D: tl.constexpr):
+    """Store what `tile` loads."""
+    tl.store(
+        p + rows[:, None] * STRIDE + cols[None, :],
+        x.to(p.dtype.element_ty),
+        (rows[:, None] < n) & (cols[None, :] < D),
+    )
