@@ -1,0 +1,24 @@
+"""Which back end is the fastest, as data.
+
+A line holds for groups of up to so many rows on average; the first that fits decides, and of its back ends the
+first that can do the call. `python -m ring_la.cli.bench_grouped` prints the times to fill these lines from.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .call import Call
+
+#: product → (rows per group up to, back ends from fastest to slowest).
+ON_CUDA = {
+    "rows": ((math.inf, ("triton", "torch", "cutlass", "loop")),),
+    "outer": ((math.inf, ("triton", "torch", "cutlass", "loop")),),
+}
+
+
+def preferred(call: Call) -> tuple[str, ...]:
+    """The back ends to try, fastest first."""
+    if call.x.device.type != "cuda":
+        return ("loop",)
+    return next(order for upto, order in ON_CUDA[call.product] if call.rows_per_group <= upto)
