@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .algebra import Affine, Rule, transition_shape, transpose
+from .algebra import Affine, Rule, Transition, transition_shape, transpose
 from .comm import Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, make_local, state_dtype
@@ -109,6 +109,10 @@ class ShardedCall:
         starts = [p.start % CANONICAL_CHUNK for p in self.layout.pieces] or [0]
         return {"size": CANONICAL_CHUNK, "lead": torch.tensor(starts)}
 
+    @property
+    def kind(self) -> Transition:
+        return self.rule.transition
+
     def local(self, inputs: Inputs, mode: str) -> Local:
         layout = self.layout
         single = len(layout.pieces) <= 1 and (not self.canonical or not layout.pieces)
@@ -118,7 +122,7 @@ class ShardedCall:
 
     def exchange(self, chain: Chain, links: list[Link], like: Tensor) -> Pending:
         """Post the scan of `links`; its result is the state entering each owned link, in chain order."""
-        kind, cp = self.rule.transition, self.layout.cp
+        kind, cp = self.kind, self.layout.cp
         shape = transition_shape(kind, like.shape)
         transition = 0 if shape is None else shape.numel() * like.element_size()
         strategy = cp.strategy(like.nbytes, transition, len(chain))
@@ -169,7 +173,7 @@ class _Sharded(torch.autograd.Function):
                 pieces, documents = map(list, zip(*seams.ends))
                 dS_end[:, pieces] = dfinal[:, documents]
         dS0 = local.adjoint(do, dS_end)
-        kind = call.rule.transition
+        kind = call.kind
         links = [
             Link(Affine(kind, transpose(kind, A), dS0[:, first])) for (first, _), A in zip(seams.segments, transitions)
         ][::-1]
@@ -222,7 +226,7 @@ def initial_gradient(call: ShardedCall, dS0: Tensor, dfinal: Tensor | None) -> T
 
 def _links(call: ShardedCall, A: Tensor | None, S_end: Tensor, push: Callable) -> list[Link]:
     """The map of each owned segment: its only piece's transition where a state passes, its last piece's state."""
-    seams, kind = call.seams, call.rule.transition
+    seams, kind = call.seams, call.kind
     deterministic = call.layout.cp.deterministic
     out = []
     for s, (first, last) in zip(seams.links, seams.segments):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..comm import Replicated, SumOverRanks
 from ..context import ShardedLayout
 from ..kernels import Chunks, Inputs, state_dtype
 from ..outputs import LinearAttentionOutput
@@ -18,9 +19,17 @@ CHUNK = 64
 
 
 def bidirectional(
-    inputs: Inputs, scale: float, output_final_state: bool, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+    inputs: Inputs,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    layout: ShardedLayout | None,
+    cu_seqlens: Tensor | None,
 ) -> LinearAttentionOutput:
-    """o ``[B, T, H, V]`` and each document's state ``[N, H, K, V]``, of q, k ``[B,T,Hk,K]`` and v ``[B,T,H,V]``."""
+    """o ``[B, T, H, V]`` and each document's state ``[N, H, K, V]``, of q, k ``[B,T,Hk,K]`` and v ``[B,T,H,V]``.
+
+    An initial state ``[N, H, K, V]`` is added to every document's sum.
+    """
     q, k, v = inputs[:3]
     dtype, heads = state_dtype(q, k, v), v.shape[2]
     packed, documents = cu_seqlens is not None, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -36,7 +45,10 @@ def bidirectional(
         S = parts.new_zeros(parts.shape[0], documents + 1, *parts.shape[2:]).index_add(1, document, parts)
         S = S[:, :documents]  # the last row took the unused chunks
         if layout is not None:
-            S = _SumOverRanks.apply(S, layout)
+            S = SumOverRanks.apply(S, layout.cp.comm)
+        if initial_state is not None:
+            own = initial_state if layout is None else Replicated.apply(initial_state, layout.cp.comm)
+            S = S + (own[None] if packed else own[:, None]).to(dtype)
         known = document.clamp(max=documents - 1)
         o = chunks.merge(scale * (q @ S.index_select(1, known)))
     final = (S[0] if packed else S[:, 0]) if output_final_state else None
@@ -49,17 +61,3 @@ def _document_of_chunk(chunks: Chunks, layout: ShardedLayout | None, device: tor
         return chunks.piece if chunks.packed else torch.zeros(chunks.count, dtype=torch.int64, device=device)
     of_piece = torch.tensor([*(p.document for p in layout.pieces), layout.num_documents], device=device)
     return of_piece[chunks.piece] if chunks.packed else of_piece[:1].expand(chunks.count)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """A sum over ranks every rank gets; so is its gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, layout: ShardedLayout) -> Tensor:
-        ctx.layout = layout
-        return layout.cp.comm.all_reduce(x).wait()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
-        return ctx.layout.cp.comm.all_reduce(grad).wait(), None

@@ -11,7 +11,7 @@ from .recurrence import Recurrence, recurrence
 
 @recurrence
 def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor) -> Recurrence:
-    """The generalised delta rule (RWKV-7, Peng et al. 2025, arXiv 2503.14456, eq. 1): S ← (diag(exp g) + b aᵀ) S + k vᵀ.
+    """The generalised delta rule: S ← (diag(exp g) + b aᵀ) S + k vᵀ (Peng et al. 2025, arXiv 2503.14456, eq. 1).
 
     `a` reads the state before the token's decay.
 

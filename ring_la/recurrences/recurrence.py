@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -277,10 +277,6 @@ def signature(r: Recurrence, options: Options) -> tuple:
 
 def describe_tensor(x: object) -> str:
     """A value in an error message."""
-    return (
-        f"{x.dtype} {list(x.shape)}"
-        if isinstance(x, Tensor)
-        else repr(x)
-        if not isinstance(x, Sequence)
-        else f"{type(x).__name__}"
-    )
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {list(x.shape)}"
+    return repr(x) if x is None or isinstance(x, (int, float, str)) else type(x).__name__

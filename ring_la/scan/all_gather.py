@@ -10,7 +10,7 @@ from torch import Tensor
 from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
 from .chain import Chain
-from .strategy import Link, as_maps, fold
+from .strategy import Link, fold
 
 
 class AllGather:
@@ -20,7 +20,7 @@ class AllGather:
         return (ranks - 1) * (state + transition)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
-        payload = pack(as_maps(chain, links, group.rank), chain.slots(), like)
+        payload = pack([link.map for link in links], chain.slots(), like)
         pending = group.all_gather(payload)
 
         def finish() -> list[Tensor | None]:

@@ -18,7 +18,7 @@ from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
 from .all_gather import pack, unpack
 from .chain import Chain
-from .strategy import Link, as_maps, fold
+from .strategy import Link, fold
 
 
 class AllToAll:
@@ -29,7 +29,7 @@ class AllToAll:
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         parts, slots = Parts(like, group.size), chain.slots()
-        maps = as_maps(chain, links, group.rank)
+        maps = [link.map for link in links]
         part = parts.like()
         payload = like.b.new_zeros(group.size, slots, part.b.numel() + _numel(part))
         cut = [parts.split(m) for m in maps]

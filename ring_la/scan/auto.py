@@ -91,7 +91,7 @@ def _fit(run: Callable[[int], None], group: Group) -> Wire:
 def _seconds(run: Callable[[int], None], size: int, group: Group) -> float:
     """Median seconds of one call."""
     times = []
-    for i in range(REPEATS + 1):
+    for _ in range(REPEATS + 1):
         if group.on_cuda:
             torch.cuda.synchronize(group.device)
         start = time.perf_counter()

@@ -46,9 +46,10 @@ class Chain:
 
     @cached_property
     def reversed(self) -> Chain:
-        """The chain of the gradient, right to left: a link needs its right neighbour's where that one needed its state."""
-        followed = (*self.needs[1:], False)
-        return Chain(self.owners[::-1], followed[::-1], self.passes[::-1])
+        """The chain of the gradient, right to left: a link needs what its right neighbour, if fed by it, sends back."""
+        followed = (*self.needs[1:], False)[::-1]
+        passes = tuple(p and n for p, n in zip(self.passes[::-1], followed))
+        return Chain(self.owners[::-1], followed, passes)
 
     def feeds(self, link: int) -> bool:
         """Whether the successor of `link` needs its outgoing state."""

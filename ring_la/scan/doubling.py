@@ -16,7 +16,7 @@ from ..algebra import Affine
 from ..comm import Group, Pending
 from .all_gather import pack, unpack
 from .chain import Chain
-from .strategy import Link, Steps, as_maps
+from .strategy import Link, Steps
 
 
 class Doubling:
@@ -33,7 +33,7 @@ class Doubling:
         self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
     ) -> Iterator[None]:
         mine = chain.local(group.rank)
-        upto = dict(zip(mine, as_maps(chain, links, group.rank)))
+        upto = dict(zip(mine, (link.map for link in links)))
         before: dict[int, Affine | None] = dict.fromkeys(mine)
         distance = 1
         while distance < len(chain):
@@ -43,7 +43,8 @@ class Doubling:
             for i, earlier in received().items():
                 here = before[i]
                 before[i] = earlier if here is None else here.after(earlier)
-                upto[i] = upto[i].after(earlier)
+                if chain.passes[i]:
+                    upto[i] = upto[i].after(earlier)
             distance *= 2
         for slot, i in enumerate(mine):
             here = before[i]

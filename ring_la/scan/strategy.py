@@ -8,13 +8,13 @@ affine monoid, a chain and a group; nothing of attention, nothing of kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..algebra import Affine, transition_shape
+from ..algebra import Affine
 from ..comm import Group, Pending
 from .chain import Chain
 
@@ -89,17 +89,6 @@ class Steps(Pending):
             return result
 
         super().__init__(finish)
-
-
-def as_maps(chain: Chain, links: Sequence[Link], rank: int) -> list[Affine]:
-    """The maps of owned links with a zero transition where nothing passes, so that they compose as they are."""
-    out = []
-    for i, link in zip(chain.local(rank), links):
-        m = link.map
-        if m.A is None and m.kind != "identity":
-            m = replace(m, A=m.b.new_zeros(transition_shape(m.kind, m.b.shape)))
-        out.append(m)
-    return out
 
 
 def fold(chain: Chain, maps: dict[int, Affine], link: int) -> Tensor | None:

@@ -1,0 +1,36 @@
+"""Values every rank has, with gradients: one side of each pair sends in the forward pass, the other in the backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .group import Group
+
+
+class SumOverRanks(torch.autograd.Function):
+    """A sum over the ranks that every rank gets; gradients flowing into the copies are summed the same way."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.all_reduce(x).wait()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.all_reduce(grad).wait(), None
+
+
+class Replicated(torch.autograd.Function):
+    """A value that is the same on all ranks; its gradient is the whole one on every rank."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.all_reduce(grad).wait(), None

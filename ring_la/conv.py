@@ -1,0 +1,261 @@
+"""Short causal convolutions and token shift on a split sequence: a state that is just a tail.
+
+Every piece (run of tokens of one document) is put behind the W−1 tokens before it, its *lead*: from the previous
+segment by one neighbour message, from the document's initial state, or zeros. After that both operators are local.
+Where a shard is shorter than the kernel the lead comes from several ranks at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .comm import Replicated, SumOverRanks
+from .context import ShardedLayout
+from .errors import ArgumentError, RingLAError
+from .outputs import ShortConvOutput, TokenShiftOutput
+from .recurrences.recurrence import FLOATS, check_split, describe_tensor
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> ShortConvOutput:
+    """Depthwise causal convolution ``y_t = Σ_j weight[:, j] · x_{t−W+1+j} + bias`` along each document.
+
+    Give the channels of q, k and v together: one call is one message.
+
+    Args:
+        x: ``[B, T, D]``, or ``[B, T, H, D']`` with ``D = H·D'``.
+        weight: ``[D, W]`` (or ``[D, 1, W]``, as nn.Conv1d keeps it), W ≥ 1. bias: ``[D]``.
+        activation: None or "silu".
+        initial_state: the W−1 inputs before each document, oldest first, ``[N, D, W−1]``; None: zeros. Replicated
+            under a layout, and so is its gradient.
+        output_final_state: also return each document's last W−1 inputs, on every rank.
+        layout: how the sequence is split; T is then this rank's length. cu_seqlens: packing on one device ``[N+1]``.
+
+    Returns:
+        ShortConvOutput(o like x, final_state ``[N, D, W−1]`` in x's dtype, or None).
+
+    Raises:
+        ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
+    """
+    width, error, documents = 1, None, 1
+    try:
+        flat, weight = _flat(x), _weight(weight, x)
+        width = weight.shape[1]
+        documents = _check(flat, layout, cu_seqlens)
+        _check_channels("bias", bias, [flat.shape[2]], x)
+        _check_channels("initial_state", initial_state, [documents, flat.shape[2], width - 1], x)
+        if activation not in (None, "silu"):
+            raise ArgumentError("activation", "None or 'silu'", repr(activation))
+    except RingLAError as e:
+        error = e
+    _agree("short_conv", layout, error, x, (width, activation, initial_state is not None, output_final_state))
+    initial = None if initial_state is None else initial_state.mT
+    tail = Tail.of(flat, width - 1, initial, layout, cu_seqlens)
+    o = _convolve(tail, weight, bias, flat)
+    o = F.silu(o) if activation == "silu" else o
+    final = tail.final(initial).mT.to(x.dtype) if output_final_state else None
+    return ShortConvOutput(o.to(x.dtype).view(x.shape), final)
+
+
+def token_shift(
+    x: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> TokenShiftOutput:
+    """Each token's predecessor in its document, ``o_t = x_{t−1}`` (RWKV, Peng et al. 2023, arXiv 2305.13048, §3.1).
+
+    Args:
+        x: ``[B, T, D]`` or ``[B, T, H, D']``.
+        initial_state: the token before each document ``[N, D]``; None: zeros. Replicated under a layout.
+        output_final_state: also return each document's last token, on every rank.
+        layout, cu_seqlens: as in `short_conv`.
+
+    Returns:
+        TokenShiftOutput(o like x, final_state ``[N, D]`` in x's dtype, or None).
+
+    Raises:
+        ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
+    """
+    error = None
+    try:
+        flat = _flat(x)
+        documents = _check(flat, layout, cu_seqlens)
+        _check_channels("initial_state", initial_state, [documents, flat.shape[2]], x)
+    except RingLAError as e:
+        error = e
+    _agree("token_shift", layout, error, x, (initial_state is not None, output_final_state))
+    initial = None if initial_state is None else initial_state[:, None]
+    tail = Tail.of(flat, 1, initial, layout, cu_seqlens)
+    o = tail.rows.index_select(1, tail.token)
+    final = tail.final(initial)[:, 0].to(x.dtype) if output_final_state else None
+    return TokenShiftOutput(o.view(x.shape), final)
+
+
+@dataclass
+class Tail:
+    """Tokens with a lead of `width` rows before each piece.
+
+    Attributes:
+        rows: ``[B, T + pieces·width, D]``, lead and tokens of the first piece, then of the second, …
+        token: for each token, where the row `width` places before it is, int64 ``[T]``.
+        last: for each piece, where its last `width` rows begin, int64 ``[pieces]``.
+    """
+
+    rows: Tensor
+    token: Tensor
+    last: Tensor
+    width: int
+    layout: ShardedLayout | None
+    packed: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        width: int,
+        initial: Tensor | None,
+        layout: ShardedLayout | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tail:
+        """The tail of ``x [B, T, D]``; `initial` is ``[N, width, D]``."""
+        packed = cu_seqlens is not None if layout is None else layout.packed
+        if layout is None:
+            cu = torch.tensor([0, x.shape[1]], device=x.device) if cu_seqlens is None else cu_seqlens.long()
+            leads = _own_leads(x, width, initial, cu.shape[0] - 1, packed)
+        else:
+            cu = layout.cu_pieces.to(x.device).long()
+            leads = _leads(x, width, initial, layout)
+        pieces = cu.shape[0] - 1
+        t = torch.arange(x.shape[1], device=x.device)
+        token = t + width * torch.searchsorted(cu[1:], t, right=True)
+        if pieces == 1:
+            rows = torch.cat([leads[:, 0].to(x.dtype), x], 1)
+        else:
+            piece = torch.arange(pieces, device=x.device)
+            lead = (cu[:-1] + width * piece)[:, None] + torch.arange(width, device=x.device)
+            rows = x.new_zeros(x.shape[0], x.shape[1] + pieces * width, x.shape[2])
+            rows = rows.index_copy(1, token + width, x).index_copy(1, lead.flatten(), leads.to(x.dtype).flatten(1, 2))
+        last = cu[1:] + width * torch.arange(pieces, device=x.device)
+        return cls(rows, token, last, width, layout, packed)
+
+    def final(self, initial: Tensor | None) -> Tensor:
+        """Each document's last `width` rows ``[N, width, D]``, on every rank."""
+        places = self.last[:, None] + torch.arange(self.width, device=self.rows.device)
+        ends = self.rows.index_select(1, places.flatten()).unflatten(1, places.shape)  # [B, pieces, width, D]
+        layout = self.layout
+        if layout is None:
+            return ends[0] if self.packed else ends[:, 0]
+        pieces = [(i, p.document) for i, p in enumerate(layout.pieces) if p.last]
+        out = ends.new_zeros(ends.shape[0], layout.num_documents, *ends.shape[2:])
+        index = [torch.tensor([p[n] for p in pieces], dtype=torch.int64, device=ends.device) for n in (0, 1)]
+        out = out.index_copy(1, index[1], ends.index_select(1, index[0]))
+        out = SumOverRanks.apply(out, layout.cp.comm)
+        empty = [n for n, (a, b) in enumerate(zip(layout.cu_seqlens, layout.cu_seqlens[1:])) if a == b]
+        if initial is not None and empty:
+            index = torch.tensor(empty, device=out.device)
+            own = Replicated.apply(initial, layout.cp.comm).to(out.dtype).index_select(0, index)
+            out = out.index_copy(1, index, own[None])
+        return out[0] if self.packed else out[:, 0]
+
+
+def _convolve(tail: Tail, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """The convolution at every token, accumulated in fp32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows, w = tail.rows.to(wide), weight.to(wide)
+    n = rows.shape[1] - tail.width
+    if n <= 0:
+        return rows.new_zeros(x.shape)
+    o = w[:, 0] * rows[:, :n]
+    for j in range(1, w.shape[1]):
+        o = o + w[:, j] * rows[:, j : j + n]
+    if bias is not None:
+        o = o + bias.to(wide)
+    return o if o.shape[1] == x.shape[1] else o.index_select(1, tail.token)
+
+
+def _own_leads(x: Tensor, width: int, initial: Tensor | None, pieces: int, packed: bool) -> Tensor:
+    """Leads ``[B, pieces, width, D]`` of whole documents: their initial states."""
+    if initial is None:
+        return x.new_zeros(x.shape[0], pieces, width, x.shape[2])
+    return initial[None] if packed else initial[:, None]
+
+
+def _leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout) -> Tensor:
+    """Leads of this rank's pieces: the tokens before them, and initial states before documents."""
+    wants = [_before(layout, r, width)[0] for r in range(layout.world_size)]
+    halo = layout.route(("lead", width), wants, neighbours=True)(x, 1)
+    pieces = len(layout.pieces)
+    if initial is not None:
+        rows = (initial[None] if layout.packed else initial[:, None]).flatten(1, 2)
+        place = _before(layout, layout.rank, width)[1].to(x.device)
+        mine = Replicated.apply(rows, layout.cp.comm).index_select(1, place.clamp(min=0))
+        halo = halo + mine.to(x.dtype).masked_fill((place < 0)[:, None], 0)
+    return halo.unflatten(1, (pieces, width))
+
+
+def _before(layout: ShardedLayout, rank: int, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` rows before each of a rank's pieces: token of the sequence, and row of the initial states (else −1)."""
+    tokens, rows = [], []
+    for s in layout.local_segments(rank):
+        for p in layout.pieces_of(s):
+            first = layout.cu_seqlens[p.document]
+            for t in range(p.start - width, p.start):
+                tokens.append(t if t >= first else -1)
+                rows.append(-1 if t >= first else p.document * width + t - first + width)
+    return torch.tensor(tokens, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
+
+
+# -- checks ------------------------------------------------------------------------------------------------
+
+
+def _flat(x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor) or x.dim() not in (3, 4) or x.dtype not in FLOATS:
+        raise ArgumentError("x", "a float tensor [B, T, D] or [B, T, H, D]", describe_tensor(x))
+    return x.flatten(2)
+
+
+def _weight(weight: Tensor, x: Tensor) -> Tensor:
+    channels = x.flatten(2).shape[2]
+    if isinstance(weight, Tensor) and weight.dim() == 3 and weight.shape[1] == 1:
+        weight = weight[:, 0]
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
+        raise ArgumentError("weight", f"[D, W] with D = {channels} channels of x", describe_tensor(weight))
+    _check_channels("weight", weight, list(weight.shape), x)
+    return weight
+
+
+def _check_channels(name: str, t: Tensor | None, shape: list[int], x: Tensor) -> None:
+    if t is None:
+        return
+    if not isinstance(t, Tensor) or list(t.shape) != shape or t.dtype not in FLOATS:
+        raise ArgumentError(name, f"a float tensor {shape}", describe_tensor(t))
+    if t.device != x.device:
+        raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)
+
+
+def _check(flat: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:
+    return check_split(flat.shape[1], flat.shape[0], layout, cu_seqlens, flat.device)
+
+
+def _agree(call: str, layout: object, error: RingLAError | None, x: Tensor, rest: tuple) -> None:
+    if isinstance(layout, ShardedLayout):
+        shape = None if error else (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
+        layout.agree(call, (shape, *rest, torch.is_grad_enabled()), error)
+    elif error is not None:
+        raise error

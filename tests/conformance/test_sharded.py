@@ -1,0 +1,93 @@
+"""Sharded ≡ whole: every recurrence × scan × layout × P, outputs, final states and every gradient on every rank.
+
+The truth is the fp64 token loop of `ring_la.reference` on the whole sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import ring_la
+from ring_la import reference
+from ring_la.scan import STRATEGIES
+from tests.conformance.cases import DOCUMENTS, RECURRENCES, STATIC, error, make_inputs
+from tests.distributed.pool import group
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+H, K, V = 4, 6, 5
+
+
+@functools.lru_cache(maxsize=64)
+def truth(name: str, documents: str, dtype: torch.dtype):
+    """Whole-sequence inputs in `dtype`, cotangents, and the reference's outputs and gradients in fp64."""
+    T, cu = DOCUMENTS[documents]
+    B = 2 if cu is None else 1
+    inputs = make_inputs(name, B, T, H=H, K=K, V=V, dtype=dtype)
+    rng = torch.Generator().manual_seed(1)
+    N = B if cu is None else len(cu) - 1
+    draw = functools.partial(torch.randn, generator=rng, dtype=torch.float64)
+    state = draw(N, H, K, V).to(dtype).requires_grad_()
+    do, dfinal = draw(B, T, H, V).to(dtype), draw(N, H, K, V)
+    out = getattr(reference, name)(**inputs, initial_state=state, output_final_state=True, cu_seqlens=cu)
+    leaves = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor)} | {"initial_state": state}
+    loss = (out.o * do).sum() + (out.final_state * dfinal).sum()
+    grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+    return inputs, state, do, dfinal, out, grads
+
+
+def check_sharded(rank: int, P: int, name: str, documents: str, kind: str, scans: tuple[str, ...], dtype=torch.float64):
+    """Run on this rank's tokens with every strategy of `scans`; returns the worst error of each tensor, by scan."""
+    inputs, state, do, dfinal, want, grads = truth(name, documents, dtype)
+    T, cu = DOCUMENTS[documents]
+    worst = {}
+    for scan in scans:
+        cp = ring_la.ContextParallel(group(P), scan=scan)
+        layout = cp.layout(T, kind, cu_seqlens=cu)
+        static = STATIC.get(name, ())
+        local = {
+            n: (layout.shard(x.detach()) if n not in static else x.detach().clone()).requires_grad_()
+            if isinstance(x, torch.Tensor)
+            else x
+            for n, x in inputs.items()
+        }
+        S0 = state.detach().clone().requires_grad_()
+        out = getattr(ring_la, name)(**local, initial_state=S0, output_final_state=True, layout=layout)
+        # the loss is the sum over ranks: each takes a P-th of what flows into the replicated final state
+        loss = (out.o * layout.shard(do)).sum() + (out.final_state * dfinal.to(out.final_state.dtype)).sum() / P
+        leaves = {n: x for n, x in local.items() if isinstance(x, torch.Tensor)} | {"initial_state": S0}
+        got = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+        errors = {
+            "o": error(out.o, layout.shard(want.o)) if layout.local_length else 0.0,
+            "final_state": error(out.final_state, want.final_state),
+        }
+        for n, d in got.items():
+            if n in static:
+                d = cp.comm.all_reduce(d).wait()
+            expected = grads[n] if n in static or n == "initial_state" else layout.shard(grads[n])
+            errors[f"d{n}"] = error(d, expected) if expected.numel() else 0.0
+            assert d.dtype == leaves[n].dtype
+        worst[scan] = errors
+    return worst
+
+
+def assert_close(results: list, tolerance: float) -> None:
+    bad = [
+        f"rank {rank} {scan} {tensor}: {e:.1e}"
+        for rank, by_scan in enumerate(results)
+        for scan, errors in by_scan.items()
+        for tensor, e in errors.items()
+        if not e <= tolerance
+    ]
+    assert not bad, f"errors above {tolerance:g}: " + ", ".join(bad[:12])
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_every_scan_and_layout(ranks, name, P):
+    for documents in DOCUMENTS:
+        for kind in ("contiguous", "zigzag"):
+            results = ranks.run(P, check_sharded, P, name, documents, kind, tuple(STRATEGIES))
+            assert_close(results, TOLERANCE[torch.float64])

@@ -1,0 +1,21 @@
+"""Fixtures: the pool of ranks, and one thread a process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.pool import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """The pool of ranks (see tests/distributed/pool.py)."""
+    pool = Ranks()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads():
+    torch.set_num_threads(1)

@@ -1,0 +1,128 @@
+"""A pool of ranks that lives as long as the test run: real processes, gloo, one start-up for all tests.
+
+    ranks.run(4, check, *args)      calls check(rank, *args) on ranks 0..3 and returns their results
+
+`check` is an importable function of a test module. Each size P has its own process group over ranks 0..P−1, which
+`check` gets from `group()`. A rank's exception is raised in the test with that rank's traceback; a rank that does not answer within
+the timeout is killed with all others, and the next call starts a fresh pool.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+HANG = 90.0
+"""Seconds one call may take."""
+
+_groups: dict[int, Any] = {}
+_size = 0
+
+
+def group(size: int | None = None) -> Any:
+    """In a rank: the process group over ranks 0 … size−1 (default: the ranks of the current call)."""
+    return _groups[_size if size is None else size]
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds the traceback of each rank that did."""
+
+
+class Ranks:
+    """Processes 0 … SIZE−1 joined in one gloo job, fed over pipes."""
+
+    def __init__(self) -> None:
+        self._processes: list = []
+        self._pipes: list = []
+
+    def start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._store = tempfile.mkdtemp(prefix="ring_la_ranks_")
+        for rank in range(SIZE):
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(rank, SIZE, self._store, there), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+        self._collect(range(SIZE), HANG)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def run(self, size: int, check: Callable, *args: Any, timeout: float = HANG) -> list[Any]:
+        """The results of ``check(rank, *args)`` on ranks 0 … size−1."""
+        if not self._processes:
+            self.start()
+        message = pickle.dumps((check.__module__, check.__qualname__, size, args))
+        for rank in range(size):
+            self._pipes[rank].send_bytes(message)
+        return self._collect(range(size), timeout)
+
+    def _collect(self, ranks: range, timeout: float) -> list[Any]:
+        results, errors, deadline = {}, {}, time.monotonic() + timeout
+        for rank in ranks:
+            while rank not in results and rank not in errors:
+                left = deadline - time.monotonic()
+                if errors:  # the others may now wait for a rank that has failed: do not wait out the timeout
+                    left = min(left, 15.0)
+                if left <= 0 or not self._pipes[rank].poll(max(0.0, left)):
+                    missing = sorted(set(ranks) - set(results) - set(errors))
+                    self.stop()
+                    raise RankError(_report(errors) + f"no answer from ranks {missing} within {timeout:.0f} s")
+                try:
+                    ok, value = self._pipes[rank].recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                (results if ok else errors)[rank] = value
+        if errors:
+            self.stop()  # half-finished exchanges may be left in the groups
+            raise RankError(_report(errors))
+        return [results[rank] for rank in ranks]
+
+
+def _report(errors: dict[int, str]) -> str:
+    return "".join(f"\n--- rank {rank} ---\n{text}\n" for rank, text in sorted(errors.items()))
+
+
+def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+    """One rank: join, then answer calls until the pipe closes."""
+    global _size
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{Path(store) / 'store'}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    for p in range(1, size + 1):
+        _groups[p] = dist.new_group(list(range(p)))
+    pipe.send((True, None))
+    while True:
+        try:
+            module, name, _size, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            function: Any = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            pipe.send((True, function(rank, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
