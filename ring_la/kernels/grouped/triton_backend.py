@@ -14,7 +14,7 @@ from torch import Tensor
 from .call import Call, aligned, by_matrices, by_rows, capability, installed, multiprocessors
 from .tuning import FP32, POINTERS, Tiles, tiles_for
 
-PLAN_TILES, PLAN_GROUPS = 128, 128  # entries a program of `plan` writes, groups it looks at together
+PLAN_TILES, PLAN_GROUPS = 32, 128  # entries a program of `plan` writes, groups it looks at together
 
 
 @functools.cache

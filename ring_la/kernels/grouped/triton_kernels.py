@@ -6,7 +6,8 @@
 `plan` turns the sizes into a table of row tiles, so the host never reads a size. Tiles may read past the end of
 their group: the rows product never stores such rows, and the outer product, which sums over rows, takes the last,
 partial block of a group through a mask. Sizes that overrun M are cut there, so that no size, however wrong,
-addresses memory outside the tensors.
+addresses memory outside the tensors. Arguments that change from call to call are not specialised on, so a new
+number of rows or groups compiles nothing.
 
 With ``TMA`` the operands arrive as descriptors, which fill what lies outside the tensor with zeros; B and C are
 three-dimensional there, so that a box never enters the next group. Otherwise they are pointers with strides.
@@ -21,7 +22,7 @@ HEADER = tl.constexpr(4)  # int32 words before the first entry of the plan: tile
 ENTRY = tl.constexpr(4)  # int32 words an entry: group, first row, end of the group's rows, one unused
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "G"])
 def plan(sizes, table, M, G, BLOCK_M: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr):
     """The table of row tiles: for each its group, its first row, and where the group's rows end."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
@@ -67,7 +68,7 @@ def zero_rows(c, stride_cm, first, M, N, program, PROGRAMS, BLOCK: tl.constexpr)
             tl.store(c + row * stride_cm + cols, zeros, mask=cols < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "G"])
 def zero_tail(c, ends, stride_cm, M, N, G, BLOCK: tl.constexpr):
     """Zero the rows of C past the last group; `ends` [G] are the cumulative sizes."""
     first = tl.minimum(tl.maximum(tl.load(ends + G - 1), 0), M).to(tl.int32)
@@ -91,7 +92,7 @@ def store_rows(c, acc, row, end, col, N, stride_cm, ROWS: tl.constexpr, COLS: tl
     tl.store(where, acc.to(c.dtype.element_ty), mask=(rows < end)[:, None] & (cols < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "PROGRAMS"])
 def rows_product(
     a, b, c, table, M, N, K,
     stride_am, stride_bg, stride_bk, stride_bn, stride_cm, PROGRAMS,
@@ -157,7 +158,7 @@ def load_rows(x, row, end, col, width, stride, ROWS: tl.constexpr, COLS: tl.cons
     return tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "G", "PROGRAMS"])
 def outer_product(
     a_rows, d_rows, a, d, c, ends, M, N, K, G, stride_am, stride_dm, PROGRAMS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
