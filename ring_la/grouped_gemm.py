@@ -123,7 +123,7 @@ def _check_sizes(a: Tensor, b: Tensor, group_sizes: object) -> None:
 
 def _autocast(x: Tensor) -> Tensor:
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
 
@@ -161,7 +161,8 @@ def _compute(call: Call, backend: str, strict: bool) -> Tensor:
     backend = choose(backend, call)
     if backend != "loop":
         call = call._replace(sizes=call.sizes.to(call.x.device, non_blocking=True))
-    return load(backend).compute(call)
+    with torch.cuda.device_of(call.x):
+        return load(backend).compute(call)
 
 
 def _check_values(sizes: Tensor, rows: int) -> None:
