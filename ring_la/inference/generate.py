@@ -1,0 +1,127 @@
+"""Prefill under a layout, then decode token by token from the states it handed over.
+
+A prompt may be long: its tokens are split over the ranks, and each layer's state after the last token (recurrent
+state, tail of the convolution, keys and values) comes out on every rank. Decoding needs nothing but those states, so
+any rank can do it alone. Packed prompts come out as a batch of N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..context import ShardedLayout
+from ..errors import ArgumentError
+from ..models import HybridLM
+
+
+class Prefilled(NamedTuple):
+    """A prompt, read: all that decoding needs."""
+
+    logits: Tensor
+    """Of the token after each document's last, ``[N, vocab_size]``."""
+    states: list[Any]
+    """What each layer remembers of each document."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is chosen from logits.
+
+    Attributes:
+        temperature: 0: the most likely token; else sample from softmax(logits / temperature).
+        top_k: among this many of the likeliest; None: all.
+        generator: randomness to draw from. Ranks that decode side by side need equal ones to draw alike.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ArgumentError("temperature", "a number ≥ 0", self.temperature)
+        if self.top_k is not None and self.top_k < 1:
+            raise ArgumentError("top_k", "an int ≥ 1 or None", self.top_k)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Tokens ``[N]`` from logits ``[N, vocab_size]``."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, -1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        return torch.multinomial(logits.softmax(-1), 1, generator=self.generator)[:, 0]
+
+
+@torch.no_grad()
+def prefill(
+    model: HybridLM,
+    ids: Tensor,
+    *,
+    states: list[Any] | None = None,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Prefilled:
+    """Read a prompt; every rank gets the result.
+
+    Args:
+        ids: int ``[B, T]``; under a layout this rank's tokens.
+        states: what the layers remember of earlier tokens.
+        layout: how the prompt is split. cu_seqlens: packed prompts on one device ``[N+1]``, none of them empty.
+    """
+    cu = cu_seqlens if layout is None else torch.tensor(layout.cu_seqlens)
+    if cu is not None and bool((cu.diff() == 0).any()):
+        raise ArgumentError("cu_seqlens", "prompts of at least one token", cu.tolist())
+    x, states = model.hidden(ids, states=states, output_states=True, layout=layout, cu_seqlens=cu_seqlens)
+    return Prefilled(model.logits(_last(x, layout, cu_seqlens)), states)
+
+
+def _last(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
+    """``x`` at each document's last token, ``[N, D]``, on every rank."""
+    if layout is None:
+        return x[:, -1] if cu_seqlens is None else x[0, cu_seqlens.long()[1:] - 1]
+    owners, index = layout.owners_of(torch.tensor(layout.cu_seqlens[1:]) - 1)
+    rows = x.new_zeros(x.shape[0], layout.num_documents, x.shape[2])
+    mine = (owners == layout.rank).nonzero().flatten()
+    rows[:, mine.to(x.device)] = x[:, index[mine].to(x.device)]
+    rows = layout.cp.comm.all_reduce(rows).wait()
+    return rows[0] if layout.packed else rows[:, 0]
+
+
+@torch.no_grad()
+def step(model: HybridLM, tokens: Tensor, states: list[Any]) -> Prefilled:
+    """Read one more token of each document, ``tokens [N]``."""
+    logits, states = model(tokens[:, None], states=states, output_states=True)
+    return Prefilled(logits[:, -1], states)
+
+
+@torch.no_grad()
+def decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[Tensor]:
+    """The tokens ``[N]`` that follow a prompt, one after the other. No communication: any rank may do it."""
+    sampler = sampler or Sampler()
+    for i in range(max_new_tokens):
+        tokens = sampler(prompt.logits)
+        yield tokens
+        if i + 1 < max_new_tokens:
+            prompt = step(model, tokens, prompt.states)
+
+
+def generate(
+    model: HybridLM,
+    ids: Tensor,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    *,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`prefill`, then `decode`: the new tokens ``[N, max_new_tokens]``."""
+    prompt = prefill(model, ids, layout=layout, cu_seqlens=cu_seqlens)
+    tokens = list(decode(model, prompt, max_new_tokens, sampler))
+    return torch.stack(tokens, 1) if tokens else prompt.logits.new_zeros(len(prompt.logits), 0, dtype=torch.int64)

@@ -1,0 +1,224 @@
+"""A hybrid language model from a list of layer names, over a split sequence.
+
+    model = HybridLM(HybridConfig(vocab_size=256, dim=128, layers=["gdn", "gdn", "gdn", "attention"], num_heads=4))
+    layout = cp.layout(seq_len)
+    model.loss(layout.shard(ids), layout=layout).backward()     # then sum the gradients over the ranks
+
+Blocks are pre-norm residual: ``x + layer(norm(x))``, then ``x + mlp(norm(x))``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..context import ShardedLayout
+from ..errors import ArgumentError
+from ..nn import LAYERS, Layer, RMSNorm
+from .mlp import MLPS
+
+IGNORE = -100
+"""The target of a token that has none."""
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """What a `HybridLM` is made of.
+
+    Attributes:
+        vocab_size, dim: number of tokens, and channels D.
+        layers: names from `ring_la.nn.LAYERS`, first to last.
+        num_heads: heads of every layer.
+        mlp: a name from `MLPS`. mlp_dim: its inner width (default 8/3 · D, rounded up to 32).
+        tie_embeddings: the output projection is the embedding, transposed.
+        norm_eps: of the norms between the layers.
+        options: further keywords of layers, by name: ``{"attention": {"num_kv_heads": 2}}``.
+    """
+
+    vocab_size: int
+    dim: int
+    layers: Sequence[str]
+    num_heads: int
+    mlp: str = "swiglu"
+    mlp_dim: int | None = None
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (*self.layers, *self.options):
+            if name not in LAYERS:
+                raise ArgumentError("layers", f"names out of {', '.join(LAYERS)}", repr(name))
+        if not self.layers:
+            raise ArgumentError("layers", "at least one name", list(self.layers))
+        if self.mlp not in MLPS:
+            raise ArgumentError("mlp", f"one of {', '.join(MLPS)}", repr(self.mlp))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint; ``HybridConfig(**d)`` is the way back."""
+        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return out | {"layers": list(self.layers), "options": {k: dict(v) for k, v in self.options.items()}}
+
+
+class LMOutput(NamedTuple):
+    """The result of a language model."""
+
+    logits: Tensor
+    """``[B, T, vocab_size]``, in the split of the ids."""
+    states: list[Any] | None
+    """What each layer remembers of each document, on every rank; None unless ``output_states``."""
+
+
+class HiddenOutput(NamedTuple):
+    """The last layer's result, before the output projection."""
+
+    x: Tensor
+    """``[B, T, D]``, normalised."""
+    states: list[Any] | None
+    """As in `LMOutput`."""
+
+
+class Block(nn.Module):
+    """One layer along the sequence and one MLP, each on a normalised residual stream."""
+
+    def __init__(self, layer: Layer, mlp: nn.Module, dim: int, eps: float) -> None:
+        super().__init__()
+        self.layer, self.mlp = layer, mlp
+        self.layer_norm, self.mlp_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+
+    def forward(self, x: Tensor, **keywords: Any) -> tuple[Tensor, Any]:
+        o, state = self.layer(self.layer_norm(x), **keywords)
+        x = x + o
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class HybridLM(nn.Module):
+    """A causal language model whose layers may be of any kind (see the module's text)."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.mlp_dim or 32 * -(-8 * config.dim // (3 * 32))
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(
+            Block(_make_layer(config, i), MLPS[config.mlp](config.dim, hidden), config.dim, config.norm_eps)
+            for i in range(len(config.layers))
+        )
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        with torch.no_grad():  # keep the residual stream's variance as depth grows (GPT-2)
+            for name, weight in self.named_parameters():
+                if name.endswith("out_proj.weight"):
+                    weight.mul_((2 * len(config.layers)) ** -0.5)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        states: Sequence[Any] | None = None,
+        output_states: bool = False,
+        layout: ShardedLayout | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> LMOutput:
+        """Logits of the next token after each token of `ids`.
+
+        Args:
+            ids: int ``[B, T]``; under a layout this rank's tokens.
+            states: what the layers remember of earlier tokens. output_states: return what they remember now.
+            layout, cu_seqlens: as in the layers.
+        """
+        x, states = self.hidden(ids, states=states, output_states=output_states, layout=layout, cu_seqlens=cu_seqlens)
+        return LMOutput(self.logits(x), states)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        *,
+        states: Sequence[Any] | None = None,
+        output_states: bool = False,
+        layout: ShardedLayout | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> HiddenOutput:
+        """`forward` without the output projection."""
+        self._check(ids, states, layout)
+        x, after = self.embedding(ids), []
+        for i, block in enumerate(self.blocks):
+            before = None if states is None else states[i]
+            x, state = block(x, state=before, output_state=output_states, layout=layout, cu_seqlens=cu_seqlens)
+            after.append(state)
+        return HiddenOutput(self.norm(x), after if output_states else None)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The output projection of `hidden`'s x."""
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+    def loss(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        *,
+        layout: ShardedLayout | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's part of the mean cross-entropy: its tokens' sum over the number of targets of the whole batch.
+
+        Summed over the ranks, losses and gradients are those of one process.
+
+        Args:
+            ids: int ``[B, T]``; under a layout this rank's tokens.
+            targets: the token that follows each, ``[B, T]``, IGNORE where none does; None: the next in its document.
+            layout, cu_seqlens: as in `forward`.
+        """
+        if targets is None:
+            targets, count = _next_tokens(ids, layout, cu_seqlens)
+        else:
+            if targets.shape != ids.shape:
+                raise ArgumentError("targets", f"the shape of ids, {list(ids.shape)}", list(targets.shape))
+            count = (targets != IGNORE).sum()
+            if layout is not None:
+                count = layout.cp.comm.all_reduce(count).wait()
+            count = count.clamp(min=1)
+        logits = self(ids, layout=layout, cu_seqlens=cu_seqlens).logits.flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum") / count
+
+    def _check(self, ids: Tensor, states: Sequence[Any] | None, layout: ShardedLayout | None) -> None:
+        error = None
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+            got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            error = ArgumentError("ids", "an int tensor [B, T]", got)
+        elif states is not None and len(states) != len(self.blocks):
+            error = ArgumentError("states", f"one for each of {len(self.blocks)} layers", len(states))
+        if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
+            layout.agree("HybridLM", None if error else (ids.shape[0], states is not None), error)
+        elif error is not None:
+            raise error
+
+
+def _make_layer(config: HybridConfig, i: int) -> Layer:
+    name = config.layers[i]
+    kind, keywords = LAYERS[name], dict(config.options.get(name, {}))
+    if kind.knows_depth:
+        keywords = {"layer_idx": i, "num_layers": len(config.layers)} | keywords
+    return kind(config.dim, config.num_heads, **keywords)
+
+
+def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | int]:
+    """Each token's successor in its document, and how many of them the whole batch has."""
+    if layout is not None:
+        cu = layout.cu_seqlens
+        documents = sum(a < b for a, b in zip(cu, cu[1:]))
+        return layout.targets(ids, IGNORE), max(1, ids.shape[0] * (layout.seq_len - documents))
+    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE).long()
+    if cu_seqlens is None:
+        return targets, max(1, targets.numel() - targets.shape[0])
+    last = torch.isin(torch.arange(1, ids.shape[1] + 1, device=ids.device), cu_seqlens)
+    targets = targets.masked_fill(last, IGNORE)
+    return targets, (targets != IGNORE).sum().clamp(min=1)

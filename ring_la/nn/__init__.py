@@ -1,0 +1,38 @@
+"""Layers named after their papers, each over a split sequence, packed documents, or token by token.
+
+A new layer is a subclass of `Layer` in one file here, listed in `LAYERS`; models and tests go through the list.
+"""
+
+from .attention import Attention, KVCache
+from .delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from .gla import HGRN2, GatedLinearAttention
+from .layer import Layer, LayerOutput, LayerState
+from .linear_attention import LinearAttention
+from .mamba2 import Mamba2
+from .parts import RMSNorm
+from .retention import LightningAttention, MultiScaleRetention
+from .rwkv7 import RWKV7
+
+LAYERS: dict[str, type[Layer]] = {
+    "attention": Attention,
+    "linear_attention": LinearAttention,
+    "retention": MultiScaleRetention,
+    "lightning": LightningAttention,
+    "gla": GatedLinearAttention,
+    "hgrn2": HGRN2,
+    "mamba2": Mamba2,
+    "deltanet": DeltaNet,
+    "gdn": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+    "rwkv7": RWKV7,
+}
+"""Names of the layers in a model's list."""
+
+__all__ = [layer.__name__ for layer in LAYERS.values()] + [
+    "KVCache",
+    "LAYERS",
+    "Layer",
+    "LayerOutput",
+    "LayerState",
+    "RMSNorm",
+]

@@ -1,0 +1,147 @@
+"""Softmax attention with rotary positions and fewer key heads than query heads.
+
+Without earlier tokens this is `ring_la.attention` under any layout. With a cache and no layout it is decoding: one
+dense attention to the cache, each document with its own length.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..softmax import attention
+from .layer import Call, Layer, LayerOutput, divide, merge_heads, positions, split_heads
+from .parts import RMSNorm, rotate
+
+
+class KVCache(NamedTuple):
+    """Keys and values of each document's earlier tokens, ending in the last column."""
+
+    k: Tensor
+    """``[N, S, Hk, K]``, after rotation."""
+    v: Tensor
+    """``[N, S, Hk, V]``."""
+    empty: Tensor | None
+    """Columns before each document's first token, int64 ``[N]``; None: no document is shorter than S."""
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens of each document, int64 ``[N]``."""
+        N, S = self.k.shape[:2]
+        full = torch.full((N,), S, dtype=torch.int64, device=self.k.device)
+        return full if self.empty is None else full - self.empty
+
+    def extend(self, k: Tensor, v: Tensor) -> KVCache:
+        """The cache with the documents' next tokens ``[N, T, Hk, ·]``."""
+        return KVCache(
+            torch.cat([self.k, k.to(self.k.dtype)], 1), torch.cat([self.v, v.to(self.v.dtype)], 1), self.empty
+        )
+
+
+class Attention(Layer):
+    """Multi-head attention (Vaswani et al. 2017, §3.2) with grouped key heads (Ainslie et al. 2023, arXiv 2305.13245).
+
+    Args:
+        dim: D. num_heads: H. num_kv_heads: Hk, a divisor of H (default H). head_dim: K = V (default D / H).
+        rope_base: base of the rotary positions; None: none.
+        qk_norm: RMSNorm on each head of q and k before the rotation (Qwen3).
+        gated: multiply the heads by sigmoid(x W_g) (Qwen3-Next; Qiu et al. 2025, arXiv 2505.06708).
+        window: earlier tokens a token sees; −1: all.
+    """
+
+    needs_runs = False
+    state_type = KVCache
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_base: float | None = 10000.0,
+        qk_norm: bool = False,
+        gated: bool = False,
+        window: int = -1,
+    ) -> None:
+        super().__init__(dim)
+        K = head_dim or divide("num_heads", dim, num_heads)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        divide("num_kv_heads", num_heads, self.num_kv_heads)
+        self.rope_base, self.window = rope_base, window
+        self.widths = [num_heads * K, self.num_kv_heads * K, self.num_kv_heads * K]
+        self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False)
+        self.gate_proj = nn.Linear(dim, num_heads * K, bias=False) if gated else None
+        self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
+        self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
+
+    def mix(self, x: Tensor, state: KVCache | None, call: Call) -> LayerOutput:
+        q, k, v = self.qkv_proj(x).split(self.widths, -1)
+        q = self.q_norm(split_heads(q, self.num_heads))
+        k, v = self.k_norm(split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
+        if self.rope_base is not None:
+            at = positions(x, None if state is None else state.length, call)
+            q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
+        if state is None:
+            window = (self.window, 0 if self.window >= 0 else -1)
+            o = attention(q, k, v, window=window, layout=call.layout, cu_seqlens=call.cu_seqlens).o
+            state = _cache(k, v, call) if call.output_state else None
+        elif call.layout is None and not call.packed:
+            state = state.extend(k, v)
+            o = _decode(q, state, self.window)
+        else:
+            o, state = self._continue(q, k, v, state, call)
+        o = merge_heads(o)
+        if self.gate_proj is not None:
+            o = torch.sigmoid(self.gate_proj(x)) * o
+        return LayerOutput(self.out_proj(o), state if call.output_state else None)
+
+    def _continue(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: Call) -> tuple[Tensor, KVCache | None]:
+        """More tokens under a layout: the cache is put before them."""
+        if call.packed or cache.empty is not None:
+            raise UnsupportedError(
+                "state",
+                "documents of one length, not packed, where the next tokens are split or packed too",
+                "packed documents or a cache of documents of several lengths",
+                "Continue each document as a batch row with layout=None and cu_seqlens=None",
+            )
+        window = (self.window, 0 if self.window >= 0 else -1)
+        o = attention(q, k, v, window=window, joint_k=cache.k, joint_v=cache.v, joint="front", layout=call.layout).o
+        if not call.output_state:
+            return o, None
+        new = _cache(k, v, call)
+        return o, cache.extend(new.k, new.v)
+
+
+def _cache(k: Tensor, v: Tensor, call: Call) -> KVCache:
+    """The cache of whole documents, on every rank, from this rank's keys and values."""
+    if call.layout is not None:
+        k, v = call.layout.gather(k), call.layout.gather(v)
+    if not call.packed:
+        return KVCache(k, v, None)
+    cu = call.cu_seqlens if call.layout is None else torch.tensor(call.layout.cu_seqlens, device=k.device)
+    length = cu.long().diff()
+    longest = int(length.max())
+    empty = longest - length
+    column = torch.arange(longest, device=k.device)
+    token = (cu[:-1, None] + column - empty[:, None]).clamp(min=0)
+    seen = (column >= empty[:, None])[..., None, None]
+    return KVCache(k[0, token] * seen, v[0, token] * seen, empty)
+
+
+def _decode(q: Tensor, cache: KVCache, window: int) -> Tensor:
+    """The last T tokens of each document ``q [N, T, H, K]`` over the whole of it: ``[N, T, H, V]``."""
+    (T, S), mask = (q.shape[1], cache.k.shape[1]), None
+    if T > 1 or window >= 0 or cache.empty is not None:
+        column = torch.arange(S, device=q.device)
+        distance = column[S - T :, None] - column
+        mask = (distance >= 0) & (distance <= (window if window >= 0 else S))
+        if cache.empty is not None:
+            mask = mask & (column >= cache.empty[:, None])[:, None, None]
+    heads = (y.transpose(1, 2) for y in (q, cache.k.to(q.dtype), cache.v.to(q.dtype)))
+    o = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=q.shape[2] != cache.k.shape[2])
+    return o.transpose(1, 2)

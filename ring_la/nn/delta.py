@@ -1,0 +1,152 @@
+"""The delta rules: DeltaNet, gated DeltaNet and Kimi delta attention.
+
+All three put q, k and v through one short convolution and SiLU, bring q and k to unit length, and normalise each head
+of the output. They differ in the decay g and in the output gate.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..recurrences import delta_rule, gated_delta_rule, kda
+from .layer import Call, Layer, LayerOutput, LayerState, divide, inverse_softplus, merge_heads, split_heads, wide
+from .parts import GatedRMSNorm, RMSNorm, ShortConv
+
+
+class _DeltaLayer(Layer):
+    """q, k, v and β, as the three layers have them in common; arguments as in `DeltaNet`."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        num_value_heads: int | None = None,
+        value_dim: int | None = None,
+        conv_width: int = 4,
+        negative_eigenvalues: bool = False,
+        mode: str = "auto",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(dim)
+        self.K = head_dim or divide("num_heads", dim, num_heads)
+        self.V = value_dim or self.K
+        self.num_heads, self.num_value_heads = num_heads, num_value_heads or num_heads
+        divide("num_value_heads", self.num_value_heads, num_heads)
+        self.beta_max = 2.0 if negative_eigenvalues else 1.0
+        self.mode, self.backend = mode, backend
+        self.widths = [num_heads * self.K, num_heads * self.K, self.num_value_heads * self.V]
+        self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False)
+        self.conv = ShortConv(sum(self.widths), conv_width)
+        self.beta_proj = nn.Linear(dim, self.num_value_heads, bias=False)
+        self.out_proj = nn.Linear(self.widths[2], dim, bias=False)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+        state = state or LayerState()
+        qkv, tail = self.conv(self.qkv_proj(x), state.tail, call)
+        q, k, v = qkv.split(self.widths, -1)
+        o, S = self.recur(
+            x,
+            split_heads(q, self.num_heads),
+            split_heads(k, self.num_heads),
+            split_heads(v, self.num_value_heads),
+            self.beta_max * torch.sigmoid(wide(self.beta_proj(x))),
+            use_qk_l2norm=True,
+            initial_state=state.recurrent,
+            mode=self.mode,
+            backend=self.backend,
+            **call.keywords,
+        )
+        o = self.out_proj(merge_heads(self.readout(x, o)))
+        return LayerOutput(o, LayerState(S, tail) if call.output_state else None)
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+        """The recurrence, with the layer's decay of `x`."""
+        raise NotImplementedError
+
+    def readout(self, x: Tensor, o: Tensor) -> Tensor:
+        """Heads ``o [B, T, H, V]`` normalised, and gated by `x`."""
+        raise NotImplementedError
+
+
+class DeltaNet(_DeltaLayer):
+    """DeltaNet (Yang et al. 2024, arXiv 2406.06484, §3.3): S ← (I − β k kᵀ) S + β k vᵀ, out = RMSNorm(heads) W_O.
+
+    Args:
+        dim: D. num_heads: heads of q and k. head_dim: K (default D / num_heads).
+        num_value_heads: H, a multiple of num_heads (default the same). value_dim: V a head (default K).
+        conv_width: W of the short convolution.
+        negative_eigenvalues: β in (0, 2) instead of (0, 1) (Grazzi et al. 2024, arXiv 2411.12537).
+        mode, backend: as in the recurrences.
+    """
+
+    def __init__(self, dim: int, num_heads: int, **options) -> None:
+        super().__init__(dim, num_heads, **options)
+        self.norm = RMSNorm(self.V)
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+        return delta_rule(q, k, v, beta, **keywords)
+
+    def readout(self, x: Tensor, o: Tensor) -> Tensor:
+        return self.norm(o)
+
+
+class GatedDeltaNet(_DeltaLayer):
+    """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, eq. 10 and Fig. 1), as in Qwen3-Next and Qwen3.5.
+
+        g = −e^{A_log} softplus(x W_a + dt_bias),   S ← e^g (I − β k kᵀ) S + β k vᵀ
+        out = (RMSNorm(heads) ⊙ SiLU(x W_z)) W_O
+
+    Arguments as in `DeltaNet`.
+    """
+
+    def __init__(self, dim: int, num_heads: int, **options) -> None:
+        super().__init__(dim, num_heads, **options)
+        H = self.num_value_heads
+        self.decay_proj = nn.Linear(dim, H, bias=False)
+        self.A_log, self.dt_bias = decay_parameters(H, H)
+        self.gate_proj = nn.Linear(dim, H * self.V, bias=False)
+        self.norm = GatedRMSNorm(self.V)
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+        g = -wide(self.A_log).exp() * F.softplus(wide(self.decay_proj(x)) + self.dt_bias)
+        return gated_delta_rule(q, k, v, g, beta, **keywords)
+
+    def readout(self, x: Tensor, o: Tensor) -> Tensor:
+        return self.norm(o, split_heads(self.gate_proj(x), self.num_value_heads))
+
+
+class KimiDeltaAttention(_DeltaLayer):
+    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692, eq. 1 and §4): a decay for each key channel.
+
+        g = −e^{A_log} softplus(x W_f↓ W_f↑ + dt_bias),   S ← (I − β k kᵀ) diag(e^g) S + β k vᵀ
+        out = (RMSNorm(heads) ⊙ sigmoid(x W_g↓ W_g↑)) W_O
+
+    Arguments as in `DeltaNet`. The low ranks W↓ have V columns.
+    """
+
+    def __init__(self, dim: int, num_heads: int, **options) -> None:
+        super().__init__(dim, num_heads, **options)
+        H, K, V = self.num_value_heads, self.K, self.V
+        self.decay_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * K, bias=False))
+        self.A_log, self.dt_bias = decay_parameters(H, H * K)
+        self.gate_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * V, bias=False))
+        self.norm = GatedRMSNorm(V, "sigmoid")
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+        step = split_heads(F.softplus(wide(self.decay_proj(x)) + self.dt_bias), self.num_value_heads)
+        return kda(q, k, v, -wide(self.A_log).exp()[:, None] * step, beta, **keywords)
+
+    def readout(self, x: Tensor, o: Tensor) -> Tensor:
+        return self.norm(o, split_heads(self.gate_proj(x), self.num_value_heads))
+
+
+def decay_parameters(heads: int, channels: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """A_log ``[H]`` with e^{A_log} in [1, 16], and dt_bias with softplus(dt_bias) log-uniform in [1e-3, 1e-1]."""
+    step = torch.empty(channels).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    return nn.Parameter(torch.empty(heads).uniform_(1, 16).log()), nn.Parameter(inverse_softplus(step))

@@ -1,0 +1,198 @@
+"""What the layers have in common: one way to call them, what they remember of their documents, and the checks.
+
+    out = layer(x, layout=layout)                                    o [B, T, D], in x's split
+    out = layer(x, layout=layout, output_state=True)                 and what the layer remembers, on every rank
+    out = layer(next, state=out.state, output_state=True)            go on from there, e.g. token by token
+
+A state has one row a document, N of them: the rows of a batch, or the packed documents. Documents prefilled packed
+are therefore decoded as a batch of N rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..context import ShardedLayout
+from ..errors import ArgumentError, RingLAError
+from ..recurrences.recurrence import FLOATS, check_split, describe_tensor
+
+
+class LayerState(NamedTuple):
+    """What a recurrent layer remembers of each document; fields a layer has no use for are None."""
+
+    recurrent: Tensor | None = None
+    """State of the recurrence, ``[N, H, K, V]``."""
+    tail: Tensor | None = None
+    """Last inputs of the short convolution ``[N, D, W−1]``, or last token of a token shift ``[N, D]``."""
+    length: Tensor | None = None
+    """Tokens seen, int64 ``[N]``, where positions matter."""
+
+
+class LayerOutput(NamedTuple):
+    """The result of a layer."""
+
+    o: Tensor
+    """Outputs, in the shape of the input ``[B, T, D]``."""
+    state: Any
+    """What the layer remembers, on every rank: a `LayerState` or a `KVCache`; None unless ``output_state``."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the tokens of one call are split, and whether its state is wanted."""
+
+    layout: ShardedLayout | None
+    cu_seqlens: Tensor | None
+    output_state: bool
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The same for an operator."""
+        return {
+            "layout": self.layout,
+            "cu_seqlens": self.cu_seqlens,
+            "output_final_state": self.output_state,
+        }
+
+    @property
+    def packed(self) -> bool:
+        """Whether documents are packed into one batch row."""
+        return self.cu_seqlens is not None if self.layout is None else self.layout.packed
+
+
+class Layer(nn.Module):
+    """A layer along the sequence. Subclasses give `mix`.
+
+    Args:
+        dim: channels D of the input and the output.
+    """
+
+    knows_depth: ClassVar[bool] = False
+    """Whether the constructor takes ``layer_idx`` and ``num_layers``."""
+    needs_runs: ClassVar[bool] = True
+    """Whether each rank must own runs of consecutive tokens."""
+    state_type: ClassVar[type] = LayerState
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: Any = None,
+        output_state: bool = False,
+        layout: ShardedLayout | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> LayerOutput:
+        """The layer over each document of `x`.
+
+        Args:
+            x: ``[B, T, D]``; under a layout T is this rank's length.
+            state: what the layer remembers of each document's earlier tokens; None: nothing.
+            output_state: also return what it remembers now, on every rank.
+            layout: how the sequence is split over ranks. Collective: every rank calls, forward and backward.
+            cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
+
+        Raises:
+            ArgumentError: a wrong shape, dtype, layout or state, by name; under a layout on every rank.
+        """
+        self.check(x, state, output_state, layout, cu_seqlens)
+        return self.mix(x, state, Call(layout, cu_seqlens, output_state))
+
+    def mix(self, x: Tensor, state: Any, call: Call) -> LayerOutput:
+        """The layer itself, over checked arguments."""
+        raise NotImplementedError
+
+    # -- checks --------------------------------------------------------------------------------------------
+
+    def check(
+        self, x: Tensor, state: Any, output_state: bool, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+    ) -> None:
+        """Refuse what does not fit this layer, on every rank alike."""
+        error, name = None, type(self).__name__
+        try:
+            self._check(x, state, layout, cu_seqlens)
+        except RingLAError as e:
+            error = e
+        if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
+            shape = None if error else (x.shape[0], x.shape[2], str(x.dtype), x.requires_grad)
+            signature = (shape, state is not None, output_state, torch.is_grad_enabled())
+            layout.agree(f"nn.{name}", signature, error)
+        elif error is not None:
+            raise error
+
+    def _check(self, x: Tensor, state: Any, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> None:
+        name = type(self).__name__
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in FLOATS:
+            raise ArgumentError("x", f"a float tensor [B, T, {self.dim}] for {name}", describe_tensor(x))
+        if x.shape[2] != self.dim:
+            raise ArgumentError("x", f"{self.dim} channels last, the dim of this {name}", list(x.shape))
+        if self.needs_runs or not isinstance(layout, ShardedLayout) or layout.has_runs:
+            check_split(x.shape[1], x.shape[0], layout, cu_seqlens, x.device)
+        elif x.shape[1] != layout.local_length:
+            got = layout.local_length
+            raise ArgumentError("layout", f"one with {x.shape[1]} tokens on this rank, the T of x", got)
+        if state is not None and not isinstance(state, self.state_type):
+            raise ArgumentError("state", f"a {self.state_type.__name__} or None for {name}", type(state).__name__)
+
+
+def divide(name: str, value: int, heads: int) -> int:
+    """``value // heads``, where it divides."""
+    if heads < 1 or value % heads:
+        raise ArgumentError(name, f"a divisor of {value}", heads)
+    return value // heads
+
+
+def merge_heads(o: Tensor) -> Tensor:
+    """Heads side by side, ``[…, H, V]`` as ``[…, H·V]``."""
+    return rearrange(o, "... h d -> ... (h d)")
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """``[…, H·V]`` as ``[…, H, V]``."""
+    return rearrange(x, "... (h d) -> ... h d", h=heads)
+
+
+def wide(x: Tensor) -> Tensor:
+    """The tensor in fp32, or in fp64 if it is: what gates are computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """The x with ``softplus(x) = y``."""
+    return y + torch.log(-torch.expm1(-y))
+
+
+def positions(x: Tensor, seen: Tensor | None, call: Call) -> Tensor:
+    """Position of each token in its document, int64 ``[T]``, or ``[B, T]`` after `seen` ``[N]`` tokens."""
+    T = x.shape[1]
+    if call.layout is not None:
+        here, document = call.layout.positions, call.layout.documents if call.packed else None
+    else:
+        here, document = torch.arange(T, device=x.device), None
+        if call.cu_seqlens is not None:
+            cu = call.cu_seqlens.long()
+            document = torch.searchsorted(cu[1:], here, right=True)
+            here = here - cu[document]
+    if seen is None:
+        return here
+    return here + seen[document] if document is not None else here + seen[:, None]
+
+
+def lengths(x: Tensor, seen: Tensor | None, call: Call) -> Tensor:
+    """Tokens of each document so far, int64 ``[N]``."""
+    if call.layout is not None:
+        cu = torch.tensor(call.layout.cu_seqlens, device=x.device)
+        new = cu.diff() if call.packed else cu[-1:].expand(x.shape[0])
+    elif call.cu_seqlens is not None:
+        new = call.cu_seqlens.long().diff()
+    else:
+        new = torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
+    return new if seen is None else seen + new

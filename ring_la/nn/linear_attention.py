@@ -1,0 +1,52 @@
+"""Linear attention (Katharopoulos et al. 2020, arXiv 2006.16236)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..recurrences import linear_attention
+from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads
+
+
+class LinearAttention(Layer):
+    """Attention with the softmax replaced by a feature map φ(x) = elu(x) + 1 (eq. 7–8).
+
+        o_t = φ(q_t)ᵀ Σ_{s≤t} φ(k_s) v_sᵀ / φ(q_t)ᵀ Σ_{s≤t} φ(k_s)
+
+    Args:
+        dim: D. num_heads: H. head_dim: K = V (default D / H).
+        causal: False: every token reads its whole document (then there is no state to go on from).
+        mode, backend: as in the recurrences.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        causal: bool = True,
+        mode: str = "auto",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(dim)
+        self.num_heads, self.causal, self.mode, self.backend = num_heads, causal, mode, backend
+        inner = num_heads * (head_dim or divide("num_heads", dim, num_heads))
+        self.qkv_proj = nn.Linear(dim, 3 * inner, bias=False)
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+        q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, -1))
+        o, S = linear_attention(
+            F.elu(q) + 1,
+            F.elu(k) + 1,
+            v,
+            causal=self.causal,
+            normalize=True,
+            initial_state=None if state is None else state.recurrent,
+            mode=self.mode,
+            backend=self.backend,
+            **call.keywords,
+        )
+        return LayerOutput(self.out_proj(merge_heads(o)), LayerState(S) if call.output_state else None)

@@ -1,0 +1,81 @@
+"""Mamba-2 (Dao & Gu 2024, arXiv 2405.21060)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..recurrences import mamba2
+from .layer import Call, Layer, LayerOutput, LayerState, divide, inverse_softplus, merge_heads, split_heads
+from .parts import RMSNorm, ShortConv
+
+
+class Mamba2(Layer):
+    """The Mamba-2 block (arXiv 2405.21060, §7.1 and Fig. 6): gate, inputs, B, C and Δ from one projection.
+
+        z, xBC, dt = in_proj(u);   x, B, C = SiLU(conv(xBC));   Δ = softplus(dt + dt_bias)
+        S ← exp(−Δ e^{A_log}) S + B (Δ x)ᵀ,   y = Sᵀ C + D x,   out = norm(y ⊙ SiLU(z)) W_O
+
+    Args:
+        dim: D. num_heads: H (default expand · D / head_dim). head_dim: V (default expand · D / H, or 64).
+        state_dim: K, shared by the heads of a group. groups: G, groups of B and C.
+        conv_width: W. expand: inner width over D.
+        dt_range: Δ at the start, log-uniform between these.
+        mode, backend: as in the recurrences.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        state_dim: int = 128,
+        groups: int = 1,
+        conv_width: int = 4,
+        expand: int = 2,
+        dt_range: tuple[float, float] = (1e-3, 1e-1),
+        mode: str = "auto",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(dim)
+        if num_heads is None:
+            num_heads = divide("head_dim", expand * dim, head_dim or 64)
+        inner = num_heads * (head_dim or divide("num_heads", expand * dim, num_heads))
+        divide("groups", num_heads, groups)
+        self.num_heads, self.groups, self.mode, self.backend = num_heads, groups, mode, backend
+        self.parts = [inner, groups * state_dim, groups * state_dim]
+        self.widths = [inner, sum(self.parts), num_heads]
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
+        self.conv = ShortConv(sum(self.parts), conv_width, bias=True)
+        low, high = (math.log(t) for t in dt_range)
+        self.dt_bias = nn.Parameter(inverse_softplus(torch.empty(num_heads).uniform_(low, high).exp()))
+        self.A_log = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
+        self.D = nn.Parameter(torch.ones(num_heads))
+        self.norm = RMSNorm(inner)
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+        state = state or LayerState()
+        z, xBC, dt = self.in_proj(x).split(self.widths, -1)
+        xBC, tail = self.conv(xBC, state.tail, call)
+        u, B, C = xBC.split(self.parts, -1)
+        y, S = mamba2(
+            split_heads(u, self.num_heads),
+            dt,
+            -self.A_log.exp(),
+            split_heads(B, self.groups),
+            split_heads(C, self.groups),
+            self.D,
+            self.dt_bias,
+            dt_softplus=True,
+            initial_state=state.recurrent,
+            mode=self.mode,
+            backend=self.backend,
+            **call.keywords,
+        )
+        o = self.out_proj(self.norm(merge_heads(y) * F.silu(z)))
+        return LayerOutput(o, LayerState(S, tail) if call.output_state else None)

@@ -1,0 +1,84 @@
+"""The small parts layers are made of: norms, rotary positions, the short convolution of q, k and v."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..conv import short_conv
+from .layer import Call, wide
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) ⊙ weight`` over the last dimension, computed in fp32 or wider."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """``rmsnorm(x) ⊙ act(gate)``; act is "silu" or "sigmoid"."""
+
+    def __init__(self, dim: int, activation: str = "silu", eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.activation = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation]
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        y = wide(x)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight * self.activation(wide(gate))).to(x.dtype)
+
+
+class HeadNorm(nn.Module):
+    """Group norm with one group a head: ``x [..., H, V]`` to mean 0 and variance 1 in each head, then an affine map."""
+
+    def __init__(self, heads: int, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(heads, dim)), nn.Parameter(torch.zeros(heads, dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(wide(x), x.shape[-1:], eps=self.eps)
+        return (y * self.weight + self.bias).to(x.dtype)
+
+
+class ShortConv(nn.Module):
+    """Depthwise causal convolution and SiLU of all channels given at once, so that one message carries them.
+
+    ``weight [D, W]``, initialised as nn.Conv1d does.
+    """
+
+    def __init__(self, channels: int, width: int = 4, bias: bool = False) -> None:
+        super().__init__()
+        bound = width**-0.5
+        self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
+
+    def forward(self, x: Tensor, tail: Tensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
+        """``(o [B, T, D], last inputs of each document [N, D, W−1] or None)``."""
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return short_conv(x, weight, bias, activation="silu", initial_state=tail, **call.keywords)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864, eq. 34), halves paired as GPT-NeoX does.
+
+    x ``[B, T, H, D]``, positions int ``[T]`` or ``[B, T]``. Angles are formed in fp64: at position 10⁶ fp32 has
+    lost two digits of them.
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
+    angle = positions.to(torch.float64)[..., None, None] * frequency  # [(B,) T, 1, D/2]
+    y = wide(x)
+    cos, sin = angle.cos().to(y.dtype), angle.sin().to(y.dtype)
+    a, b = y.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

@@ -1,0 +1,114 @@
+"""Retention (RetNet) and lightning attention: a static decay a head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..recurrences import lightning_attention, retention
+from .layer import Call, Layer, LayerOutput, LayerState, divide, lengths, merge_heads, positions, split_heads
+from .parts import HeadNorm, RMSNorm, rotate
+
+
+class MultiScaleRetention(Layer):
+    """Multi-scale retention (RetNet, Sun et al. 2023, arXiv 2307.08621, eq. 5–8).
+
+        Q = (X W_Q) ⊙ Θ,  K = (X W_K) ⊙ Θ̄,  V = X W_V,   head_h = Retention(Q, K, V; γ_h = 1 − 2^(−5−h))
+        out = (swish(X W_G) ⊙ GroupNorm_h(heads)) W_O
+
+    Θ_n = e^{inθ} is the rotation of `rotate`. The paper's value width is 2 K.
+
+    Args:
+        dim: D. num_heads: H. head_dim: K (default D / H). value_dim: V a head (default 2 K).
+        rope_base: base of θ; None: no rotation.
+        mode, backend: as in the recurrences.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        rope_base: float | None = 10000.0,
+        mode: str = "auto",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(dim)
+        self.num_heads, self.rope_base, self.mode, self.backend = num_heads, rope_base, mode, backend
+        K = head_dim or divide("num_heads", dim, num_heads)
+        V = value_dim or 2 * K
+        self.widths = [num_heads * K, num_heads * K, num_heads * V, num_heads * V]
+        self.qkvg_proj = nn.Linear(dim, sum(self.widths), bias=False)
+        self.norm = HeadNorm(num_heads, V)
+        self.out_proj = nn.Linear(num_heads * V, dim, bias=False)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+        state = state or LayerState()
+        q, k, v, gate = (split_heads(y, self.num_heads) for y in self.qkvg_proj(x).split(self.widths, -1))
+        if self.rope_base is not None:
+            at = positions(x, state.length, call)
+            q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
+        o, S = retention(q, k, v, initial_state=state.recurrent, mode=self.mode, backend=self.backend, **call.keywords)
+        o = self.out_proj(merge_heads(F.silu(gate) * self.norm(o)))
+        if not call.output_state:
+            return LayerOutput(o, None)
+        return LayerOutput(o, LayerState(S, length=lengths(x, state.length, call)))
+
+
+class LightningAttention(Layer):
+    """Lightning attention as in MiniMax-01 (2025, arXiv 2501.08313, §2.2; kernel: Qin et al. 2024, arXiv 2401.04658).
+
+        [Q K V] = SiLU(X W_QKV),  S ← λ_h S + k vᵀ,  out = (sigmoid(X W_G) ⊙ RMSNorm(heads)) W_O
+
+    Args:
+        dim: D. num_heads: H. head_dim: K = V (default D / H).
+        layer_idx, num_layers: the default decays are MiniMax's ALiBi slopes, weaker in later layers:
+            ``log λ_h = −2^(−8(h+1)/H) · (1 − layer_idx/(num_layers−1) + 1e-5)``.
+        log_decay: ``[H]`` instead of them.
+        mode, backend: as in the recurrences.
+    """
+
+    knows_depth = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        log_decay: Tensor | None = None,
+        mode: str = "auto",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(dim)
+        self.num_heads, self.mode, self.backend = num_heads, mode, backend
+        inner = num_heads * (head_dim or divide("num_heads", dim, num_heads))
+        if log_decay is None:
+            depth = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
+            log_decay = -depth * 2.0 ** (-8 / num_heads * torch.arange(1, num_heads + 1))
+        self.register_buffer("log_decay", log_decay.clone())
+        self.qkv_proj = nn.Linear(dim, 3 * inner, bias=False)
+        self.gate_proj = nn.Linear(dim, inner, bias=False)
+        self.norm = RMSNorm(inner)
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+        q, k, v = (split_heads(y, self.num_heads) for y in F.silu(self.qkv_proj(x)).chunk(3, -1))
+        o, S = lightning_attention(
+            q,
+            k,
+            v,
+            self.log_decay,
+            scale=1.0,
+            initial_state=None if state is None else state.recurrent,
+            mode=self.mode,
+            backend=self.backend,
+            **call.keywords,
+        )
+        o = torch.sigmoid(self.gate_proj(x)) * self.norm(merge_heads(o))
+        return LayerOutput(self.out_proj(o), LayerState(S) if call.output_state else None)

@@ -1,0 +1,110 @@
+"""RWKV-7 (Peng et al. 2025, arXiv 2503.14456)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..conv import token_shift
+from ..recurrences import rwkv7
+from ..recurrences.recurrence import l2norm
+from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
+from .parts import HeadNorm
+
+
+class LowRank(nn.Module):
+    """``λ + f(x A) B``, with A zero at the start: the data-dependent part of a gate is learned."""
+
+    def __init__(self, dim: int, rank: int, offset: Tensor | None, inner=None) -> None:
+        super().__init__()
+        self.down, self.inner = nn.Parameter(torch.zeros(dim, rank)), inner
+        self.up = nn.Parameter(nn.init.orthogonal_(torch.empty(rank, dim), 0.1))
+        self.offset = None if offset is None else nn.Parameter(offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.down.to(x.dtype)
+        y = (y if self.inner is None else self.inner(y)) @ self.up.to(x.dtype)
+        return wide(y) if self.offset is None else wide(y) + self.offset
+
+
+class RWKV7(Layer):
+    """The time mixing of RWKV-7 (arXiv 2503.14456, eq. 3–22).
+
+        x^□ = x_t + (x_{t−1} − x_t) ⊙ μ_□                            for □ = r, w, k, v, a, g
+        w = −e^{−1/2} sigmoid(λ_w + tanh(x^w A_w) B_w),              log-decay
+        a = sigmoid(λ_a + x^a A_a B_a),   κ̂ = k ⊙ ξ / ‖·‖ per head,   k̃ = k ⊙ (1 + (a − 1) ⊙ α)
+        S ← (diag(e^w) − (κ̂ ⊙ a) κ̂ᵀ) S + k̃ vᵀ,   o = Sᵀ r
+        out = ((GroupNorm_h(o) + (r · (ρ ⊙ k̃)) v) ⊙ sigmoid(x^g A_g) B_g) W_O
+
+    The mixing of values with those of the first layer (eq. 10) couples layers and is not part of this one.
+
+    Args:
+        dim: D. num_heads: H (default D / 64), K = V = D / H.
+        layer_idx, num_layers: depth the initial values depend on.
+        mode, backend: as in the recurrences.
+    """
+
+    knows_depth = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        *,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        mode: str = "auto",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(dim)
+        H = self.num_heads = num_heads or max(1, dim // 64)
+        V = divide("num_heads", dim, H)
+        self.mode, self.backend = mode, backend
+        up, down = layer_idx / max(1, num_layers - 1), 1 - layer_idx / num_layers
+        channel = torch.arange(dim) / dim
+        powers = [0.2, 0.9, 0.7, 0.7, 0.9, 0.2]  # of r, w, k, v, a, g in the released initialisation
+        self.mu = nn.Parameter(torch.stack([1 - channel ** (p * down) for p in powers]))
+        self.r_proj, self.k_proj, self.v_proj = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        speed = -6.5 + 5 * (torch.arange(dim) / max(1, dim - 1)) ** (0.85 + up**0.5)
+        rank = max(32, 32 * round(1.8 * math.sqrt(dim) / 32))
+        self.decay = LowRank(dim, rank, speed, torch.tanh)
+        self.rate = LowRank(dim, rank, torch.zeros(dim))
+        self.gate = LowRank(dim, max(32, 32 * round(0.6 * dim**0.8 / 32)), None, torch.sigmoid)
+        self.xi, self.alpha = nn.Parameter(torch.full((dim,), 0.85)), nn.Parameter(torch.ones(dim))
+        self.rho = nn.Parameter(torch.zeros(H, V))
+        self.norm = HeadNorm(H, V, eps=1e-5 * V)
+        self.out_proj = nn.Linear(dim, dim, bias=False)
+        for layer, size in ((self.r_proj, 0.5), (self.k_proj, 0.05), (self.v_proj, 0.5)):
+            nn.init.uniform_(layer.weight, -size * dim**-0.5, size * dim**-0.5)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+        state = state or LayerState()
+        before, tail = token_shift(x, initial_state=state.tail, **call.keywords)
+        xr, xw, xk, xv, xa, xg = (x + (before - x) * mu.to(x.dtype) for mu in self.mu)
+        r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
+        w = -math.exp(-0.5) * torch.sigmoid(self.decay(xw))
+        a = torch.sigmoid(self.rate(xa))
+        kappa = l2norm(self._heads(wide(k) * self.xi))
+        k = (wide(k) * (1 + (a - 1) * self.alpha)).to(v.dtype)
+        r, k, v = map(self._heads, (r, k, v))
+        o, S = rwkv7(
+            r,
+            self._heads(w),
+            k,
+            v,
+            -kappa,
+            kappa * self._heads(a),
+            scale=1.0,
+            initial_state=state.recurrent,
+            mode=self.mode,
+            backend=self.backend,
+            **call.keywords,
+        )
+        bonus = (wide(r) * self.rho * wide(k)).sum(-1, keepdim=True) * wide(v)
+        o = merge_heads(wide(self.norm(o)) + bonus) * self.gate(xg)
+        return LayerOutput(self.out_proj(o.to(x.dtype)), LayerState(S, tail) if call.output_state else None)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return split_heads(x, self.num_heads)
