@@ -1,0 +1,274 @@
+"""`attention`: checks, agreement of the ranks, and the choice between one device and a split sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..context import ATTENTION, ShardedLayout
+from ..errors import ArgumentError, RingLAError, UnsupportedError
+from ..layout import check_cu_seqlens
+from ..outputs import AttentionOutput
+from . import local, sharded
+from .backends import BACKENDS
+from .core import Tensors
+from .merge import wide
+from .scores import Scores
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    joint_k: Tensor | None = None,
+    joint_v: Tensor | None = None,
+    joint: str = "none",
+    layout: ShardedLayout | None = None,
+    kv_layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    strategy: str | None = None,
+    backend: str | None = None,
+) -> AttentionOutput:
+    """Softmax attention, whole or on a split sequence, with exact gradients.
+
+        s_ij = cap(scale · q_iᵀ k_j) − slope · |p_j − p_i|,     o_i = Σ_j exp(s_ij − lse_i) v_j
+
+    over the keys j of i's document that its mask lets it see; p counts from the start of the document. Queries fewer
+    or more than the keys are aligned with them at the end of each document.
+
+    Args:
+        q: ``[B, Tq, H, K]``. k: ``[B, Tk, Hk, K]``. v: ``[B, Tk, Hk, V]``, H a multiple of Hk; query head h reads key
+            head ``h // (H // Hk)``.
+        causal: a query sees no key after its own position.
+        scale: multiplies ``qᵀk``; None: K**-0.5.
+        softcap: c > 0 caps scores at ±c; 0: none.
+        window: keys a query sees to the left and to the right of its position; −1: all.
+        alibi_slopes: ``[H]`` or ``[B, H]``, without a gradient.
+        sinks: ``[H]``, one more logit in each head's denominator, with no value (gpt-oss). Its gradient under a layout
+            is this rank's part.
+        dropout_p: probability of dropping a weight. The mask is a hash of the seed and global positions: the same
+            however the sequence is split, forward and backward.
+        dropout_seed: an int below 2**63; None: drawn from PyTorch's CPU generator, which ranks must have seeded alike
+            for the mask not to depend on the split.
+        joint_k, joint_v: ``[B, Tj, Hk, ·]``, keys that every query sees besides (text of a diffusion model), the same
+            on all ranks; their gradients under a layout are this rank's part.
+        joint: "front": joint keys stand before each document's first key; "rear": after its last one; "none".
+        layout: how the queries' sequence is split over ranks; T is then this rank's length. Collective: every rank
+            calls, forward and backward.
+        kv_layout: how the keys' sequence is split, where it is another one (cross-attention).
+        cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
+        strategy: how keys and values travel; None: what the ContextParallel says.
+        backend: the kernel; None: the fastest that can do this. "reference": dense fp64, on one device.
+
+    Returns:
+        AttentionOutput(o ``[B, Tq, H, V]`` in q's dtype, lse fp32 (fp64 for fp64) ``[B, H, Tq]``). A query that sees
+        no key has o = 0 and lse = −∞. Both are differentiable, once.
+
+    Raises:
+        ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
+        DisagreementError: the ranks' arguments do not fit together.
+    """
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)
+    x = Tensors(q, k, v, sinks, joint_k, joint_v)
+    error = None
+    try:
+        _check_tensors(x, joint, alibi_slopes)
+        _check_numbers(causal, scale, softcap, window, dropout_p, dropout_seed, joint, strategy, backend)
+        _check_split(x, layout, kv_layout, cu_seqlens, strategy)
+    except RingLAError as e:
+        error = e
+    if isinstance(layout, ShardedLayout):
+        masks = (causal, scale, softcap, tuple(window) if isinstance(window, (tuple, list)) else window)
+        flags = (*masks, dropout_p, joint, strategy, backend, _describe_layout(kv_layout))
+        layout.agree("attention", None if error else _signature(x, alibi_slopes, flags), error)
+    elif error is not None:
+        raise error
+    if backend == "reference":
+        return _reference(x, causal, scale, softcap, window, alibi_slopes, dropout_p, joint, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    left, right = int(window[0]), 0 if causal else int(window[1])
+    seed = _seed(dropout_p, dropout_seed)
+    if layout is None:
+        rest = (alibi_slopes, cu_seqlens, seed, scale, float(softcap), left, right, float(dropout_p), joint, backend)
+        return AttentionOutput(*local.attention(*x, *rest))
+    slopes = None if alibi_slopes is None else alibi_slopes.to(wide(q.dtype)).reshape(-1, q.shape[2])
+    bounds = (None if w < 0 else w for w in (left, right))
+    scores = Scores(scale, float(softcap), *bounds, slopes, float(dropout_p), 0 if seed is None else int(seed))
+    how = sharded.ShardedCall(layout, kv_layout or layout, scores, joint, strategy or layout.cp.attention, backend)
+    return AttentionOutput(*sharded.attention(how, x))
+
+
+def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in autocast's dtype, as PyTorch's own attention takes them; fp64 stays."""
+
+    def cast(t: object) -> object:
+        floats = isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        return t.to(torch.get_autocast_dtype(t.device.type)) if floats else t
+
+    return [cast(t) for t in tensors]
+
+
+def _seed(dropout_p: float, dropout_seed: int | None) -> Tensor | None:
+    if not dropout_p:
+        return None
+    return torch.randint(2**62, ()) if dropout_seed is None else torch.tensor(dropout_seed)
+
+
+def _reference(x: Tensors, causal, scale, softcap, window, alibi_slopes, dropout_p, joint, cu_seqlens):
+    """The dense fp64 truth, returned in the dtypes of the other backends."""
+    keywords = dict(causal=causal, scale=scale, softcap=softcap, window=window, alibi_slopes=alibi_slopes)
+    keywords |= dict(sinks=x.sinks, dropout_p=dropout_p, joint_k=x.joint_k, joint_v=x.joint_v, joint=joint)
+    out = reference.attention(x.q, x.k, x.v, **keywords, cu_seqlens=cu_seqlens)
+    return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(torch.promote_types(x.q.dtype, torch.float32)))
+
+
+# -- checks ------------------------------------------------------------------------------------------------
+
+
+def _check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
+    """Refuse what is not a float tensor of the right shape, dtype and device."""
+    for name, t in zip(Tensors._fields, x):
+        if t is None and name not in ("q", "k", "v"):
+            continue
+        if not isinstance(t, Tensor) or t.dtype not in FLOATS:
+            raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", _describe(t))
+    for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
+        if t.dim() != 4:
+            raise ArgumentError(name, "four dimensions [B, T, H, D]", list(t.shape))
+        if t.dtype != x.q.dtype:
+            raise ArgumentError(name, f"{x.q.dtype}, the dtype of q", t.dtype)
+    B, _, H, K = x.q.shape
+    Tk, Hk = x.k.shape[1:3]
+    if list(x.k.shape) != [B, Tk, Hk, K]:
+        raise ArgumentError("k", f"[B, Tk, Hk, K] with B={B}, K={K}", list(x.k.shape))
+    if list(x.v.shape[:3]) != [B, Tk, Hk]:
+        raise ArgumentError("v", f"[B, Tk, Hk, V] with B={B}, Tk={Tk}, Hk={Hk}", list(x.v.shape))
+    if Hk == 0 or H % Hk:
+        raise ArgumentError("q", f"a number of heads that is a multiple of the {Hk} of k", H)
+    if x.sinks is not None and list(x.sinks.shape) != [H]:
+        raise ArgumentError("sinks", f"[H] = [{H}]", list(x.sinks.shape))
+    _check_joint(x, joint)
+    if alibi_slopes is not None:
+        if not isinstance(alibi_slopes, Tensor) or list(alibi_slopes.shape) not in ([H], [B, H]):
+            raise ArgumentError("alibi_slopes", f"[H] = [{H}] or [B, H] = [{B}, {H}]", _describe(alibi_slopes))
+        if alibi_slopes.requires_grad:
+            raise UnsupportedError("alibi_slopes", "constants", "a tensor that requires a gradient", "Detach it")
+    for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", alibi_slopes)):
+        if t is not None and t.device != x.q.device:
+            raise ArgumentError(name, f"a tensor on {x.q.device}, where q is", t.device)
+
+
+def _check_joint(x: Tensors, joint: str) -> None:
+    given = x.joint_k is not None, x.joint_v is not None
+    if joint not in ("none", "front", "rear"):
+        raise ArgumentError("joint", "'front', 'rear' or 'none'", repr(joint))
+    if given != ((joint != "none"),) * 2:
+        expected = "'front' or 'rear' with joint_k and joint_v, 'none' without"
+        raise ArgumentError("joint", expected, f"{joint!r}, joint_k given: {given[0]}, joint_v given: {given[1]}")
+    if joint == "none":
+        return
+    (B, _, Hk, K), V = x.k.shape, x.v.shape[3]
+    Tj = x.joint_k.shape[1] if x.joint_k.dim() > 1 else 0
+    for name, t, D in (("joint_k", x.joint_k, K), ("joint_v", x.joint_v, V)):
+        if list(t.shape) != [B, Tj, Hk, D]:
+            raise ArgumentError(name, f"[B, Tj, Hk, D] with B={B}, Tj={Tj}, Hk={Hk}, D={D}", list(t.shape))
+        if t.dtype != x.q.dtype:
+            raise ArgumentError(name, f"{x.q.dtype}, the dtype of q", t.dtype)
+
+
+def _check_numbers(causal, scale, softcap, window, dropout_p, dropout_seed, joint, strategy, backend) -> None:
+    if not isinstance(causal, bool):
+        raise ArgumentError("causal", "True or False", repr(causal))
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise ArgumentError("scale", "a number or None", type(scale).__name__)
+    if not isinstance(softcap, (int, float)) or softcap < 0:
+        raise ArgumentError("softcap", "a number ≥ 0", repr(softcap))
+    pair = isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(w, int) for w in window)
+    if not pair or min(window) < -1:
+        raise ArgumentError("window", "(left, right), two ints, each −1 or more", repr(window))
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", repr(dropout_p))
+    if dropout_seed is not None and (not isinstance(dropout_seed, int) or not 0 <= dropout_seed < 2**63):
+        raise ArgumentError("dropout_seed", "None or an int from 0 to 2**63 − 1", repr(dropout_seed))
+    if joint == "rear" and causal:
+        raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
+    if strategy is not None and strategy not in ATTENTION:
+        raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(strategy))
+    if backend not in (None, "reference", *BACKENDS):
+        raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(backend))
+
+
+def _check_split(x: Tensors, layout: object, kv_layout: object, cu_seqlens: object, strategy: str | None) -> None:
+    """Refuse layouts and offsets that do not fit the tensors."""
+    B, Tq, Tk = x.q.shape[0], x.q.shape[1], x.k.shape[1]
+    if layout is None:
+        for name, given in (("kv_layout", kv_layout), ("strategy", strategy)):
+            if given is not None:
+                raise ArgumentError(name, "None without a layout", repr(given))
+        if cu_seqlens is not None:
+            _check_offsets(cu_seqlens, B, Tq, Tk, x.q.device)
+        return
+    for name, given in (("layout", layout), ("kv_layout", kv_layout)):
+        if given is not None and not isinstance(given, ShardedLayout):
+            raise ArgumentError(name, "a layout made by ContextParallel.layout, or None", type(given).__name__)
+    if cu_seqlens is not None:
+        raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
+    if Tq != layout.local_length:
+        raise ArgumentError("layout", f"one with {Tq} tokens on this rank, the T of q", layout.local_length)
+    keys = layout if kv_layout is None else kv_layout
+    if Tk != keys.local_length:
+        hint = "" if kv_layout else "Give the keys' own layout as kv_layout"
+        raise ArgumentError("kv_layout", f"one with {Tk} tokens on this rank, the T of k", keys.local_length, hint)
+    if keys.cp is not layout.cp:
+        raise ArgumentError("kv_layout", "a layout made by the ContextParallel of `layout`", repr(kv_layout))
+    if keys.num_documents != layout.num_documents:
+        raise ArgumentError("kv_layout", f"{layout.num_documents} documents, as in layout", keys.num_documents)
+    if (layout.packed or keys.packed) and B != 1:
+        raise ArgumentError("layout", f"no packed documents for a batch of {B}", repr(layout), "Pack into B = 1")
+
+
+def _check_offsets(cu: object, B: int, Tq: int, Tk: int, device: torch.device) -> None:
+    if not isinstance(cu, Tensor) or cu.dim() != 1 or cu.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError("cu_seqlens", "an int32 or int64 tensor [N+1]", _describe(cu))
+    if B != 1:
+        raise ArgumentError("cu_seqlens", "None for a batch of several rows", f"B = {B}", "Pack into B = 1")
+    if Tq != Tk:
+        raise ArgumentError("cu_seqlens", "None where q and k differ in length", f"lengths {Tq} and {Tk}")
+    if cu.device != device:
+        raise ArgumentError("cu_seqlens", f"a tensor on {device}", cu.device)
+    if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_cu_seqlens(cu, Tk)
+
+
+def _signature(x: Tensors, alibi_slopes: Tensor | None, flags: tuple) -> tuple:
+    """What must be the same on all ranks: shapes but T, dtypes, flags and who needs a gradient."""
+
+    def of(name: str, t: Tensor | None) -> object:
+        if t is None:
+            return None
+        shape = (t.shape[0], *t.shape[2:]) if name in ("q", "k", "v") else tuple(t.shape)
+        return (name, shape, str(t.dtype), t.requires_grad)
+
+    tensors = tuple(of(name, t) for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", alibi_slopes)))
+    return (tensors, flags, torch.is_grad_enabled())
+
+
+def _describe_layout(layout: object) -> object:
+    return layout.key if isinstance(layout, ShardedLayout) else None
+
+
+def _describe(x: object) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,36 @@
+"""Kernels of softmax attention, one file each, and which of them a call takes."""
+
+from __future__ import annotations
+
+from ...errors import ArgumentError, UnsupportedError
+from .backend import Ask, Backend, TileBackend
+from .cpu_flash import CPUFlash
+from .torch_backend import TorchBackend
+
+BACKENDS: dict[str, Backend] = {b.name: b for b in (CPUFlash(), TorchBackend())}
+"""Every kernel by name, the fastest first: a call that names none takes the first that does not refuse it."""
+
+
+def choose(ask: Ask, name: str | None) -> Backend:
+    """The backend called `name`, or the fastest that can do `ask`.
+
+    Raises:
+        ArgumentError: there is no such backend. UnsupportedError: it cannot do this; the message says which can.
+    """
+    if name is None:
+        return next(b for b in BACKENDS.values() if not b.refuses(ask))
+    if name not in BACKENDS:
+        raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(name))
+    why = BACKENDS[name].refuses(ask)
+    if why:
+        able = ", ".join(b.name for b in BACKENDS.values() if not b.refuses(ask))
+        raise UnsupportedError("backend", "a kernel that can do this", f"{name!r}: {why}", f"These can: {able}")
+    return BACKENDS[name]
+
+
+def exact(backend: Backend) -> Backend:
+    """The kernel that does what `backend` does where Δ is not ``do·o``: a gradient flows into lse."""
+    return backend if backend.takes_delta else BACKENDS["torch"]
+
+
+__all__ = ["BACKENDS", "Ask", "Backend", "TileBackend", "choose", "exact"]

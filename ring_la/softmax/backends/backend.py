@@ -1,0 +1,146 @@
+"""What a softmax kernel must be able to do to serve every strategy, layout and mask.
+
+A *block* is queries of some rows against keys of some rows. Forward, a kernel adds its part of (o, lse) to a
+`Partial`; backward, it gets the *global* o and lse of its rows, so that each block's gradient stands alone. Adding a
+kernel is one file with one class of this shape and a line in `backends/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..merge import Gradients, Partial
+from ..scores import Scores
+from ..tiles import Tile, squares, tiles
+from ..tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a call needs of its kernel, on every rank alike.
+
+    Attributes:
+        device, dtype: of q, k and v.
+        heads, groups: H and Hk.
+        width, value_width: K and V.
+        scores: scale, mask, biases and dropout.
+        host_runs: whether the host knows every row's document and position (not with packed offsets on a GPU).
+        strided_pairs: whether rows at different strides meet (a mask that follows no band).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    groups: int
+    width: int
+    value_width: int
+    scores: Scores
+    host_runs: bool = True
+    strided_pairs: bool = False
+
+
+class Backend(ABC):
+    """One kernel.
+
+    Attributes:
+        takes_delta: whether its backward uses the given Δ, rather than forming ``do·o`` itself; only then can a
+            gradient flow into lse.
+    """
+
+    name: str
+    takes_delta = True
+
+    @abstractmethod
+    def refuses(self, ask: Ask) -> str:
+        """Why this kernel cannot do `ask` here, or an empty string."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
+        """Add attention of ``q [B, Tq, H, K]`` over ``k [B, Tk, Hk, K]``, ``v [B, Tk, Hk, V]`` to `out`."""
+
+    @abstractmethod
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scores: Scores,
+        tq: Tokens,
+        tk: Tokens,
+        out: Gradients,
+    ) -> None:
+        """Add the block's gradients to `out`; o, lse and ``delta = do·o − dlse`` are those over all keys."""
+
+
+class TileBackend(Backend):
+    """A kernel that does one rectangle a call, under a full or a band mask.
+
+    Attributes:
+        square_only: its causal mask starts at row 0, key 0 and it has no window.
+    """
+
+    takes_delta = False
+    square_only = True
+
+    def refuses(self, ask: Ask) -> str:
+        s = ask.scores
+        if s.softcap:
+            return "it has no softcap"
+        if s.alibi_slopes is not None:
+            return "it has no ALiBi"
+        if s.dropout_p:
+            return "its dropout mask would change with the split"
+        if s.windowed and self.square_only:
+            return "it has no sliding window"
+        if not ask.host_runs:
+            return "packed offsets are known to the GPU only"
+        if ask.strided_pairs:
+            return "a striped layout against keys in order has a mask it does not know"
+        if ask.width != ask.value_width:
+            return f"it needs K = V, not {ask.width} and {ask.value_width}"
+        return ""
+
+    @abstractmethod
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+        """o ``[B, n, H, V]`` and lse ``[B, H, n]`` of tensors cut to the tile."""
+
+    @abstractmethod
+    def tile_backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of tensors cut to the tile."""
+
+    def _tiles(self, scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
+        whole = tiles(scores, tq, tk)
+        return [s for t in whole for s in squares(t)] if self.square_only else whole
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
+        for t in self._tiles(scores, tq, tk):
+            out.add(*self.tile_forward(q[:, t.rows], k[:, t.keys], v[:, t.keys], scores.scale, t), t.rows)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scores: Scores,
+        tq: Tokens,
+        tk: Tokens,
+        out: Gradients,
+    ) -> None:
+        for t in self._tiles(scores, tq, tk):
+            r, c = t.rows, t.keys
+            parts = self.tile_backward(do[:, r], q[:, r], k[:, c], v[:, c], o[:, r], lse[:, :, r], scores.scale, t)
+            out.add(*parts, r, c)

@@ -1,0 +1,94 @@
+"""Partial results of softmax attention, put together.
+
+Two results over disjoint keys merge as  ``lse = log(exp a + exp b)``,  ``o = exp(a − lse) oₐ + exp(b − lse) o_b``;
+the order does not matter. A row that has seen no key has lse = −∞ and o = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What lse and accumulators are kept in: fp32, fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Partial:
+    """What the rows of one rank have gathered so far: o ``[B, T, H, V]`` and lse ``[B, H, T]``."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._o: Tensor | None = None
+        self._lse: Tensor | None = None
+        self._own = False  # whether _o is an accumulator of ours, rather than a kernel's output
+
+    def add(self, o: Tensor, lse: Tensor, rows: slice = slice(None)) -> None:
+        """Add a result for some rows, over keys not yet seen."""
+        if self._lse is None and o.shape[1] == self.shape[1]:
+            self._o, self._lse = o, lse.to(wide(self.dtype))
+            return
+        self._open()
+        into, old, new = self._o[:, rows], self._lse[:, :, rows], lse
+        total = torch.logaddexp(old, new)
+        safe = torch.where(torch.isneginf(total), 0.0, total)
+        keep, take = (torch.exp(x - safe).transpose(1, 2).unsqueeze(-1) for x in (old, new))
+        into.mul_(keep).addcmul_(o.to(into.dtype), take.to(into.dtype))
+        old.copy_(total)
+
+    def add_sink(self, sinks: Tensor) -> None:
+        """Add a key of logit `sinks` ``[H]`` and value zero to every row."""
+        self._open()
+        total = torch.logaddexp(self._lse, sinks.to(self._lse.dtype)[None, :, None])
+        self._o.mul_(torch.exp(self._lse - total).transpose(1, 2).unsqueeze(-1))
+        self._lse = total
+
+    def _open(self) -> None:
+        """Make `_o` and `_lse` accumulators that can be written to."""
+        B, T, H, _ = self.shape
+        dtype = wide(self.dtype)
+        if self._lse is None:
+            self._o = torch.zeros(self.shape, dtype=dtype, device=self.device)
+            self._lse = torch.full((B, H, T), -torch.inf, dtype=dtype, device=self.device)
+        elif not self._own:
+            self._o, self._lse = self._o.to(dtype, copy=True), self._lse.clone()
+        self._own = True
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(o in the inputs' dtype, lse)."""
+        if self._lse is None:
+            self._open()
+        return self._o.to(self.dtype).contiguous(), self._lse.contiguous()
+
+
+def row_sums(do: Tensor | None, o: Tensor, dlse: Tensor | None) -> Tensor:
+    """``Δ_i = do_i · o_i − dlse_i``, wide ``[B, H, T]``: what the backward pass subtracts from every ``do_i · v_j``."""
+    dtype = wide(o.dtype)
+    if do is None:
+        delta = torch.zeros(o.shape[0], o.shape[2], o.shape[1], dtype=dtype, device=o.device)
+    else:
+        delta = (do.to(dtype) * o.to(dtype)).sum(-1).transpose(1, 2).contiguous()
+    return delta if dlse is None else delta - dlse.to(dtype)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Wide accumulators of the gradients of one block; a kernel adds to rows of dq and to keys of dk and dv."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def add(self, dq: Tensor, dk: Tensor, dv: Tensor, rows: slice, keys: slice) -> None:
+        """Add a tile's gradients."""
+        self.dq[:, rows] += dq
+        self.dk[:, keys] += dk
+        self.dv[:, keys] += dv
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """A wide accumulator for the gradient of `x`."""
+    return torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device)

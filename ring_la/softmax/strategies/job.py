@@ -1,0 +1,115 @@
+"""What a strategy is given: a group, whose rows stand where, and a kernel. It knows nothing of masks or layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...comm import Group
+from ..backends import Backend
+from ..merge import Gradients, Partial, wide
+from ..scores import Scores
+from ..tiles import sees
+from ..tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call, seen from one rank.
+
+    Attributes:
+        backend, scores: what computes a block, and how.
+        rows: for each rank of the group, its queries.
+        keys: for each rank of the group, its keys.
+        group: None on one device.
+    """
+
+    backend: Backend
+    scores: Scores
+    rows: tuple[Tokens, ...]
+    keys: tuple[Tokens, ...]
+    group: Group | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size
+
+    @cached_property
+    def sees(self) -> tuple[tuple[bool, ...], ...]:
+        """Whether any query of rank r sees any key of rank s, at [r][s]."""
+        return tuple(tuple(sees(self.scores, rows, keys) for keys in self.keys) for rows in self.rows)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, owner: int, out: Partial) -> None:
+        """Add attention over the keys of `owner`."""
+        if self.sees[self.rank][owner]:
+            self.backend.forward(q, k, v, self.scores, self.rows[self.rank], self.keys[owner], out)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        owner: int,
+        out: Gradients,
+    ) -> None:
+        """Add the gradients of attention over the keys of `owner`."""
+        if self.sees[self.rank][owner]:
+            rows, keys = self.rows[self.rank], self.keys[owner]
+            self.backend.backward(do, q, k, v, o, lse, delta, self.scores, rows, keys, out)
+
+
+class Strategy(Protocol):
+    """An exchange of keys and values. Collective over the job's group, forward and backward."""
+
+    name: str
+
+    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+        """Add attention of this rank's queries over all ranks' keys to `out`."""
+        ...
+
+    def backward(
+        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+    ) -> Gradients:
+        """The gradients of this rank's q, k and v, wide."""
+        ...
+
+
+class KeyValues:
+    """Keys and values of one rank as one flat message; `k` and `v` are views of it."""
+
+    def __init__(self, flat: Tensor, tokens: int, k: Tensor, v: Tensor) -> None:
+        shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
+        self.flat = flat
+        parts = flat.split([prod(s) for s in shapes])
+        self.k, self.v = (part.view(shape) for part, shape in zip(parts, shapes))
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> KeyValues:
+        """A message with these values."""
+        return cls(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape[1], k, v)
+
+    @classmethod
+    def zeros(cls, tokens: int, k: Tensor, v: Tensor) -> KeyValues:
+        """Wide accumulators for the gradients of `tokens` keys shaped as `k` and `v` else."""
+        out = cls.empty(tokens, k, v, wide(k.dtype))
+        out.flat.zero_()
+        return out
+
+    @classmethod
+    def empty(cls, tokens: int, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> KeyValues:
+        """Room for a message of `tokens` keys shaped as `k` and `v` else."""
+        size = k.shape[0] * tokens * (prod(k.shape[2:]) + prod(v.shape[2:]))
+        return cls(k.new_empty(size, dtype=dtype or k.dtype), tokens, k, v)
