@@ -178,9 +178,7 @@ def _convolve(tail: Tail, weight: Tensor, bias: Tensor | None, x: Tensor) -> Ten
     """The convolution at every token, accumulated in fp32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     rows, w = tail.rows.to(wide), weight.to(wide)
-    n = rows.shape[1] - tail.width
-    if n <= 0:
-        return rows.new_zeros(x.shape)
+    n = max(0, rows.shape[1] - tail.width)  # 0 on a rank without tokens
     o = w[:, 0] * rows[:, :n]
     for j in range(1, w.shape[1]):
         o = o + w[:, j] * rows[:, j : j + n]
@@ -210,7 +208,7 @@ def _leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout)
 
 
 def _before(layout: ShardedLayout, rank: int, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` rows before each of a rank's pieces: token of the sequence, and row of the initial states (else −1)."""
+    """The `width` rows before each of a rank's pieces: tokens of the sequence, or rows of the initial states; else −1."""
     tokens, rows = [], []
     for s in layout.local_segments(rank):
         for p in layout.pieces_of(s):

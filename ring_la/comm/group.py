@@ -18,6 +18,9 @@ from torch import Tensor
 from ..errors import ArgumentError, DisagreementError, PeerError
 
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+
+
 class Pending:
     """An exchange under way. ``wait()`` finishes it once and returns its result."""
 
@@ -98,7 +101,7 @@ class Group:
             return Pending(lambda: x[None])
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        work = dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        work = _all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True)
         self.bytes_sent += x.nbytes * (self.size - 1)
         return self._pending("gathering", [work], lambda: (out, x)[0])
 

@@ -7,6 +7,9 @@ Backward, right to left: ``G_c = A_cᵀ G_{c+1} + Q_cᵀ do_c``; then the chunk'
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -87,24 +90,19 @@ class ChunkedRecurrence:
         x = self.chunks.split(x.to(self.dtype))
         return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
-    def _differentiable_terms(self):
+    def _differentiable_terms(self) -> Callable[[Terms], Inputs]:
         """Compute the terms so that their gradient can be taken; returns the map from it to the inputs' gradient."""
-        names = [i for i, x in enumerate(self.inputs) if x is not None]
-
-        def of_present(*present: Tensor) -> tuple[Tensor, ...]:
-            full: list[Tensor | None] = [None] * len(self.inputs)
-            for i, x in zip(names, present):
-                full[i] = x
-            return tuple(t for t in self._make_terms(Inputs(*full)) if t is not None)
-
-        values, vjp = torch.func.vjp(of_present, *(self.inputs[i] for i in names))
-        self._terms = Terms(*values) if len(values) == 4 else Terms(None, *values)
+        with recording():
+            leaves = Inputs(*(None if x is None else x.detach().requires_grad_() for x in self.inputs))
+            values = self._make_terms(leaves)
+        self._terms = Terms(*(None if t is None else t.detach() for t in values))
 
         def back(cotangent: Terms) -> Inputs:
-            full: list[Tensor | None] = [None] * len(self.inputs)
-            for i, grad in zip(names, vjp(tuple(t for t in cotangent if t is not None))):
-                full[i] = grad
-            return Inputs(*full)
+            pairs = [(t, d) for t, d in zip(values, cotangent) if t is not None]
+            present = [x for x in leaves if x is not None]
+            with recording():
+                grads = iter(torch.autograd.grad([t for t, _ in pairs], present, [d for _, d in pairs]))
+            return Inputs(*(None if x is None else next(grads) for x in leaves))
 
         return back
 
@@ -174,6 +172,18 @@ class ChunkedRecurrence:
 
 def _per_piece(mask: Tensor) -> Tensor:
     return mask.view(1, -1, 1, 1, 1)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd on, also inside a registered operator, where the dispatcher has switched it off."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradOther, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    with guard, torch.enable_grad():
+        yield
 
 
 def full_precision(x: Tensor):

@@ -49,7 +49,7 @@ def mamba2(
     def readout(y: Tensor) -> Tensor:
         if D is None:
             return y
-        return (y + (D if D.dim() == 2 else D[:, None]).to(y.dtype) * x).to(x.dtype)
+        return (y + (D if D.dim() == 2 else D[:, None]).to(wide) * x.to(wide)).to(x.dtype)
 
     return Recurrence(
         Rule("additive", "scalar"),

@@ -128,12 +128,10 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options) -> Lin
     if options.use_qk_l2norm:
         inputs = inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k))
     if not r.causal:
-        out = bidirectional(inputs, float(scale), options.output_final_state, options.layout, options.cu_seqlens)
+        sides = (options.initial_state, options.output_final_state, options.layout, options.cu_seqlens)
+        out = bidirectional(inputs, float(scale), *sides)
     else:
-        keywords = {
-            k: getattr(options, k)
-            for k in ("initial_state", "output_final_state", "layout", "cu_seqlens", "mode", "backend")
-        }
+        keywords = {k: v for k, v in vars(options).items() if k not in ("scale", "use_qk_l2norm")}
         out = linear.run(r.rule, inputs, scale=float(scale), **keywords)
     return out._replace(o=r.readout(out.o))
 
@@ -172,10 +170,6 @@ def check(r: Recurrence, options: Options) -> None:
     documents = check_split(T, B, options.layout, options.cu_seqlens, r.inputs.q.device)
     state = options.initial_state
     if state is not None:
-        if not r.causal:
-            raise UnsupportedError(
-                "initial_state", "None with causal=False", "a tensor", "Every token reads the final state"
-            )
         expected = [documents, H, K, V]
         if not isinstance(state, Tensor) or list(state.shape) != expected or state.dtype not in FLOATS:
             raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {expected}", describe_tensor(state))

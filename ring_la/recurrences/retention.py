@@ -25,15 +25,10 @@ def lightning_decay(heads: int, layer_idx: int = 0, num_layers: int = 1, device:
 
 
 def _static(g: Tensor, v: Tensor) -> Tensor:
-    """One log-decay a head as a gate of every token."""
+    """One log-decay a head as a gate of every token, in the precision of the states."""
     if not isinstance(g, Tensor) or g.dim() != 1:
         raise ArgumentError("g", "one static log-decay a head, [H]", describe_tensor(g))
-    return g.expand(*v.shape[:2], -1)
-
-
-def _default(decay: Tensor, v: Tensor) -> Tensor:
-    """A default decay in the precision of the states."""
-    return decay.to(state_dtype(v))
+    return g.to(state_dtype(v)).expand(*v.shape[:2], -1)
 
 
 @recurrence
@@ -45,7 +40,7 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
         g: static log-decay ``log γ_h``, ``[H]``, ≤ 0; None: the paper's γ_h = 1 − 2^(−5−h), h = 0 … H−1.
     """
     heads = v.shape[2] if isinstance(v, Tensor) and v.dim() == 4 else 1
-    g = _default(retention_decay(heads, v.device), v) if g is None else g
+    g = retention_decay(heads, v.device) if g is None else g
     return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)))
 
 
@@ -63,7 +58,7 @@ def lightning_attention(
         layer_idx, num_layers: the layer the default decay is for.
     """
     heads = v.shape[2] if isinstance(v, Tensor) and v.dim() == 4 else 1
-    g = _default(lightning_decay(heads, layer_idx, num_layers, v.device), v) if g is None else g
+    g = lightning_decay(heads, layer_idx, num_layers, v.device) if g is None else g
     return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)))
 
 

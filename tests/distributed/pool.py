@@ -3,8 +3,8 @@
     ranks.run(4, check, *args)      calls check(rank, *args) on ranks 0..3 and returns their results
 
 `check` is an importable function of a test module. Each size P has its own process group over ranks 0..P−1, which
-`check` gets from `group()`. A rank's exception is raised in the test with that rank's traceback; a rank that does not answer within
-the timeout is killed with all others, and the next call starts a fresh pool.
+`check` gets from `group()`. A rank's exception is raised in the test with that rank's traceback; a rank that does not
+answer within the timeout is killed with all others, and the next call starts a fresh pool.
 """
 
 from __future__ import annotations

@@ -1,0 +1,216 @@
+"""One device: modes, packing, splitting anywhere, registration, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ring_la
+from ring_la import reference
+from ring_la.kernels import Inputs
+from ring_la.kernels.chunked import ChunkedRecurrence
+from ring_la.kernels.ops import linear_recurrence, linear_recurrence_backward
+from ring_la.recurrences import RECURRENCES as FUNCTIONS
+from tests.conformance.cases import RECURRENCES, error, make_inputs
+
+H, K, V = 4, 6, 5
+
+
+def test_the_cases_cover_the_registry():
+    assert {f.__name__ for f in FUNCTIONS} == set(RECURRENCES)
+
+
+def run(function, x: dict, state: Tensor, cotangents, **keywords):
+    """Output, final state and gradients of the tensors of `x` and of the state."""
+    leaves = [t for t in x.values() if isinstance(t, Tensor)]
+    out = function(**x, initial_state=state, output_final_state=True, **keywords)
+    do, dfinal = cotangents
+    grads = torch.autograd.grad((out.o * do).sum() + (out.final_state * dfinal).sum(), [*leaves, state])
+    return [out.o, out.final_state, *grads]
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "auto"])
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_modes_and_packing(name, mode):
+    for T, cu in ((70, None), (1, None), (70, (0, 0, 1, 40, 70, 70))):
+        B = 2 if cu is None else 1
+        N = B if cu is None else len(cu) - 1
+        x = make_inputs(name, B, T, H=H, K=K, V=V)
+        draws = [torch.randn(*s, dtype=torch.float64) for s in ((N, H, K, V), (B, T, H, V), (N, H, K, V))]
+        state = draws[0].requires_grad_()
+        keywords = {} if cu is None else {"cu_seqlens": torch.tensor(cu)}
+        got = run(getattr(ring_la, name), x, state, draws[1:], mode=mode, **keywords)
+        want = run(getattr(reference, name), x, state, draws[1:], **keywords)
+        assert max(map(error, got, want)) < 1e-10
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_options(name):
+    """Scale, L2-normalised q and k, the reference backend, and no state at all."""
+    x = make_inputs(name, 2, 33, H=H, K=K, V=V)
+    for keywords in (dict(scale=0.3), dict(use_qk_l2norm=True), dict(backend="torch"), dict(backend="reference")):
+        got = getattr(ring_la, name)(**x, **keywords)
+        want = getattr(reference, name)(**x, **{k: v for k, v in keywords.items() if k != "backend"})
+        assert error(got.o, want.o) < 1e-10
+        assert got.final_state is None
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_linear_attention_forms(causal, normalize):
+    for cu in (None, torch.tensor([0, 9, 9, 40])):
+        x = make_inputs("linear_attention", 1, 40, H=H, K=K, V=V)
+        x = {n: t.detach().abs().requires_grad_() for n, t in x.items()}
+        N = 1 if cu is None else 3
+        state = torch.rand(N, H, K, V + normalize, dtype=torch.float64, requires_grad=True)
+        cotangents = torch.randn(1, 40, H, V, dtype=torch.float64), torch.randn(*state.shape, dtype=torch.float64)
+        flags = dict(causal=causal, normalize=normalize, cu_seqlens=cu)
+        got = run(ring_la.linear_attention, x, state, cotangents, **flags)
+        want = run(reference.linear_attention, x, state, cotangents, **flags)
+        assert max(map(error, got, want)) < 1e-10
+
+
+def test_no_gate_no_gradient():
+    x = make_inputs("simple_gla", 1, 9)
+    g = x.pop("g")
+    out = ring_la.simple_gla(**x, g=None)
+    assert torch.autograd.grad(out.o.sum(), [*x.values(), g], allow_unused=True)[-1] is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(RECURRENCES),
+    st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(sum),
+    st.integers(1, 40),
+    st.integers(0, 10**6),
+)
+def test_any_packing_any_chunk_length(name, lengths, size, seed):
+    """Documents of any lengths, empty ones too, in chunks of any length, equal the token loop."""
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    x = make_inputs(name, 1, sum(lengths), H=H, K=K, V=V, seed=seed)
+    want = getattr(reference, name)(**x, cu_seqlens=cu, output_final_state=True)
+    seen = {}
+
+    def spy(q, k, v, g, beta, a, b, S0, offsets, rule, scale, mode, backend):
+        local = ChunkedRecurrence(ring_la.algebra.Rule.parse(rule), Inputs(q, k, v, g, beta, a, b), offsets, scale, size=size)
+        seen["count"] = local.chunks.count
+        return local.output(S0)
+
+    original, ring_la.linear.linear_recurrence = ring_la.linear.linear_recurrence, spy
+    try:
+        got = getattr(ring_la, name)(**x, cu_seqlens=cu, output_final_state=True)
+    finally:
+        ring_la.linear.linear_recurrence = original
+    assert seen["count"] >= sum(-(-n // size) for n in lengths)
+    assert error(got.o, want.o) < 1e-10
+    assert error(got.final_state, want.final_state) < 1e-10
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(RECURRENCES), st.integers(2, 80), st.data())
+def test_handing_the_state_over_anywhere(name, T, data):
+    """Cutting a sequence at any token and passing the final state on equals the whole."""
+    cut = data.draw(st.integers(1, T - 1))
+    x = make_inputs(name, 2, T, H=H, K=K, V=V)
+    f = getattr(ring_la, name)
+    static = {n for n, t in x.items() if not isinstance(t, Tensor) or t.dim() == 1}
+    parts = [
+        {n: t if n in static else t[:, s] for n, t in x.items()} for s in (slice(0, cut), slice(cut, None))
+    ]
+    first = f(**parts[0], output_final_state=True)
+    second = f(**parts[1], initial_state=first.final_state, output_final_state=True)
+    whole = f(**x, output_final_state=True)
+    assert error(torch.cat([first.o, second.o], 1), whole.o) < 1e-10
+    assert error(second.final_state, whole.final_state) < 1e-10
+
+
+def test_strong_decay_stays_finite():
+    """Decays far below fp32's range within one chunk: no overflow, no NaN, right gradients."""
+    for name in ("simple_gla", "gla", "gated_delta_rule", "kda", "dplr_delta_rule"):
+        x = make_inputs(name, 1, 100, H=H, K=K, V=V, dtype=torch.float32)
+        x["g"] = (x["g"].detach() * 60).requires_grad_()
+        state = torch.randn(1, H, K, V, requires_grad=True)
+        cotangents = torch.randn(1, 100, H, V), torch.randn(1, H, K, V)
+        got = run(getattr(ring_la, name), x, state, cotangents)
+        want = run(getattr(reference, name), x, state, cotangents)
+        assert max(map(error, got, want)) < 2e-5, name
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "simple_gla", "gla", "gated_delta_rule", "kda", "dplr_delta_rule"])
+def test_gradcheck(name):
+    x = make_inputs(name, 1, 5, Hk=1, H=2, K=3, V=2)
+    state = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
+    names = list(x)
+
+    def f(state, *tensors):
+        out = getattr(ring_la, name)(**dict(zip(names, tensors)), initial_state=state, output_final_state=True, mode="chunk")
+        return out.o, out.final_state
+
+    assert torch.autograd.gradcheck(f, (state, *x.values()))
+
+
+def test_second_derivative_is_refused():
+    x = make_inputs("gated_delta_rule", 1, 9)
+    out = ring_la.gated_delta_rule(**x)
+    (grad,) = torch.autograd.grad(out.o.square().sum(), x["q"], create_graph=True)
+    with pytest.raises(ring_la.SecondDerivativeError, match="second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rule", ["additive_none", "additive_scalar", "delta_diagonal", "dplr_diagonal"])
+def test_opcheck(rule, packed):
+    name = {"additive_none": "linear_attention", "additive_scalar": "simple_gla", "delta_diagonal": "kda"}
+    x = make_inputs(name.get(rule, "dplr_delta_rule"), 1, 20, dtype=torch.float32)
+    tensors = [x.get(n) for n in Inputs._fields]
+    cu = torch.tensor([0, 7, 20]) if packed else None
+    S0 = torch.randn(1, 2 if packed else 1, 4, 6, 5, requires_grad=True)
+    torch.library.opcheck(linear_recurrence, (*tensors, S0, cu, rule, 0.5, "chunk", None))
+    plain = [None if t is None else t.detach() for t in tensors]
+    do, dS = torch.randn(1, 20, 4, 5), torch.randn_like(S0)
+    torch.library.opcheck(linear_recurrence_backward, (do, dS, *plain, S0.detach(), cu, rule, 0.5, None))
+
+
+BAD = [
+    (dict(k=torch.zeros(1, 8, 2, 5)), "k"),
+    (dict(v=torch.zeros(1, 7, 4, 5)), "v"),
+    (dict(v=torch.zeros(1, 8, 3, 5)), "v"),
+    (dict(v=torch.zeros(8, 4, 5)), "v"),
+    (dict(q=torch.zeros(1, 8, 2, 6, dtype=torch.int64)), "q"),
+    (dict(q="q"), "q"),
+    (dict(k=torch.zeros(1, 8, 2, 6, dtype=torch.float16)), "k"),
+    (dict(g=torch.zeros(1, 8, 4, 6)), "g"),
+    (dict(beta=torch.zeros(1, 8, 3)), "beta"),
+    (dict(beta=torch.zeros(1, 8, 4, device="meta")), "beta"),
+    (dict(initial_state=torch.zeros(2, 4, 6, 5)), "initial_state"),
+    (dict(initial_state=torch.zeros(1, 4, 6, 5, dtype=torch.int32)), "initial_state"),
+    (dict(cu_seqlens=torch.tensor([1, 8])), "cu_seqlens"),
+    (dict(cu_seqlens=torch.tensor([0, 5, 4, 8])), "cu_seqlens"),
+    (dict(cu_seqlens=torch.tensor([0, 9])), "cu_seqlens"),
+    (dict(cu_seqlens=[0, 8]), "cu_seqlens"),
+    (dict(mode="fast"), "mode"),
+    (dict(backend="cuda"), "backend"),
+    (dict(backend="triton"), "backend"),
+    (dict(scale="1"), "scale"),
+    (dict(layout="zigzag"), "layout"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), BAD)
+def test_bad_arguments_are_named(change, name):
+    x = {n: t.detach().float() for n, t in make_inputs("gated_delta_rule", 1, 8).items()}
+    with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected .+, got .+"):
+        ring_la.gated_delta_rule(**(x | change))
+
+
+def test_unknown_keywords_are_not_swallowed():
+    x = make_inputs("gla", 1, 8)
+    with pytest.raises(TypeError, match="cu_seqlen"):
+        ring_la.gla(**x, cu_seqlen=None)
+    with pytest.raises(TypeError, match="beta"):
+        ring_la.gla(**x, beta=x["q"])
+    with pytest.raises(ring_la.ArgumentError, match="^cu_seqlens"):
+        ring_la.gla(**make_inputs("gla", 2, 8), cu_seqlens=torch.tensor([0, 8]))

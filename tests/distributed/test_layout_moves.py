@@ -1,0 +1,81 @@
+"""shard, gather, convert and targets among real ranks, with their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ring_la
+from tests.distributed.pool import group
+
+CASES = [(29, None), (1003, None), (3, None), (40, (0, 0, 1, 17, 18, 40))]
+
+
+def check_moves(rank: int, P: int, T: int, cu) -> None:
+    cp = ring_la.ContextParallel(group(P))
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(2, T, 3, generator=rng, dtype=torch.float64)
+    weights = torch.randn(P, 2, T, 3, generator=rng, dtype=torch.float64)
+    layouts = {kind: cp.layout(T, kind, cu_seqlens=cu) for kind in ("contiguous", "zigzag", "striped")}
+    for kind, layout in layouts.items():
+        whole = x.clone().requires_grad_()
+        local = layout.shard(whole)
+        assert torch.equal(local, x[:, layout.tokens()])
+        local = local.detach().requires_grad_()
+        gathered = layout.gather(local)
+        assert torch.equal(gathered, x)
+        (grad,) = torch.autograd.grad((gathered * weights[rank]).sum(), local)
+        torch.testing.assert_close(grad, weights.sum(0)[:, layout.tokens()])
+        (grad,) = torch.autograd.grad(layout.shard(whole).sum(), whole)
+        owned = torch.zeros(T, dtype=torch.float64)
+        owned[layout.tokens()] = 1
+        assert torch.equal(grad, owned[None, :, None].expand_as(grad))
+        for other in layouts.values():
+            moved = layout.convert(local, other)
+            assert torch.equal(moved, x[:, other.tokens()]), (kind, other.kind)
+            (grad,) = torch.autograd.grad((moved * weights[0][:, other.tokens()]).sum(), local)
+            assert torch.equal(grad, weights[0][:, layout.tokens()])
+        assert torch.equal(layout.gather(local.movedim(1, 2), dim=2), x.movedim(1, 2))
+
+
+def check_targets(rank: int, P: int, T: int, cu) -> None:
+    cp = ring_la.ContextParallel(group(P))
+    ids = torch.arange(100, 100 + T)[None].repeat(2 if cu is None else 1, 1)
+    want = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -7)], 1)
+    for end in (cu or (0, T))[1:]:
+        if end:
+            want[:, end - 1] = -7
+    for kind in ("contiguous", "zigzag", "striped"):
+        layout = cp.layout(T, kind, cu_seqlens=cu)
+        got = layout.targets(layout.shard(ids), ignore_index=-7)
+        assert got.dtype == ids.dtype
+        assert torch.equal(got, layout.shard(want)), kind
+        flat = layout.targets(layout.shard(ids[0], dim=0), ignore_index=-7)
+        assert torch.equal(flat, layout.shard(want[0], dim=0))
+        first = torch.tensor((cu or (0, T))[:-1])
+        positions = torch.arange(T) - torch.tensor([max(f for f in first.tolist() if f <= t) for t in range(T)])
+        assert torch.equal(layout.positions, positions[layout.tokens()])
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+@pytest.mark.parametrize(("T", "cu"), CASES)
+def test_moves(ranks, P, T, cu):
+    ranks.run(P, check_moves, P, T, cu)
+    ranks.run(P, check_targets, P, T, cu)
+
+
+def check_bad_moves(rank: int) -> None:
+    cp = ring_la.ContextParallel(group())
+    layout, longer = cp.layout(12), cp.layout(14)
+    with pytest.raises(ring_la.ArgumentError, match=r"^x: expected 12 along dimension 1"):
+        layout.shard(torch.zeros(1, 13, 2))
+    with pytest.raises(ring_la.ArgumentError, match=r"^x: expected"):
+        layout.gather(torch.zeros(1, 13, 2))
+    with pytest.raises(ring_la.ArgumentError, match="other_layout"):
+        layout.convert(torch.zeros(1, layout.local_length), longer)
+    with pytest.raises(ring_la.ArgumentError, match=r"^ids"):
+        layout.targets(torch.zeros(1, 99, dtype=torch.int64))
+
+
+def test_bad_moves(ranks):
+    ranks.run(2, check_bad_moves)

@@ -1,0 +1,120 @@
+"""The package's shape: imports go upward only, the public names are these, and importing does nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import ring_la
+
+ROOT = Path(ring_la.__file__).parent
+
+LEVELS = [
+    {"errors", "algebra", "outputs"},
+    {"layout", "reference"},
+    {"comm", "kernels"},
+    {"scan", "grouped_gemm"},
+    {"context"},
+    {"linear", "softmax"},
+    {"recurrences"},
+    {"conv"},
+    {"nn"},
+    {"models"},
+    {"inference"},
+    {"integrations"},
+    {"cli"},
+]
+"""Bottom to top; a module may import what stands below it, and its own package."""
+
+PUBLIC = {
+    "ArgumentError",
+    "AttentionOutput",
+    "ContextParallel",
+    "DisagreementError",
+    "LinearAttentionOutput",
+    "PeerError",
+    "RingLAError",
+    "SecondDerivativeError",
+    "ShardedLayout",
+    "ShortConvOutput",
+    "TokenShiftOutput",
+    "UnsupportedError",
+    "attention",
+    "delta_rule",
+    "dplr_delta_rule",
+    "gated_delta_rule",
+    "gla",
+    "grouped_gemm",
+    "hgrn2",
+    "kda",
+    "lightning_attention",
+    "linear_attention",
+    "mamba2",
+    "reference",
+    "retention",
+    "rwkv7",
+    "short_conv",
+    "simple_gla",
+    "token_shift",
+}
+
+
+def imports(file: Path) -> set[str]:
+    """First-level ring_la modules a file imports."""
+    package = ["ring_la", *file.relative_to(ROOT).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            names = [module] if len(module) > 1 else [[*module, alias.name] for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        found |= {name[1] for name in names if name[:1] == ["ring_la"] and len(name) > 1}
+    return found
+
+
+def test_imports_go_upward_only():
+    level = {module: i for i, modules in enumerate(LEVELS) for module in modules}
+    wrong, checked = [], 0
+    for file in sorted(ROOT.rglob("*.py")):
+        parts = file.relative_to(ROOT).parts
+        module = parts[0].removesuffix(".py")
+        if module in ("__init__", "__main__"):
+            continue
+        assert module in level, f"{module} has no place in LEVELS"
+        checked += 1
+        for used in imports(file) - {module, "__version__"}:
+            assert used in level, f"{file}: imports {used}, which has no place in LEVELS"
+            if level[used] >= level[module]:
+                wrong.append(f"{'/'.join(parts)} imports {used}")
+    assert checked > 20
+    assert not wrong, wrong
+
+
+def test_kernels_do_not_communicate():
+    for folder in ("kernels", "reference"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert "torch.distributed" not in {
+                alias.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Import) for alias in n.names
+            }
+
+
+def test_public_names():
+    assert set(ring_la.__all__) == PUBLIC
+    assert all(getattr(ring_la, name).__doc__ for name in PUBLIC)
+
+
+def test_import_is_quiet_and_light():
+    """No prints, no environment, no CUDA, no Triton, no Transformers."""
+    code = (
+        "import os, sys; before = dict(os.environ); import ring_la, torch; assert dict(os.environ) == before;"
+        "assert not torch.cuda.is_initialized();"
+        "assert not {'triton', 'transformers', 'fla'} & {m for m in sys.modules if m in ('transformers', 'fla')}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,114 @@
+"""Layouts: who owns which tokens, for any length, any kind and any packing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_la.errors import ArgumentError, UnsupportedError
+from ring_la.layout import KINDS, Layout
+from ring_la.scan import Chain
+
+
+@st.composite
+def packed(draw, most: int = 60):
+    """(seq_len, cu_seqlens) with empty documents among them."""
+    lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda x: 0 < sum(x) <= most))
+    cu = [0]
+    for n in lengths:
+        cu.append(cu[-1] + n)
+    return cu[-1], cu
+
+
+def layouts(seq_len, kind, P, cu=None, multiple_of=1):
+    return [Layout(seq_len, kind, P, r, cu, multiple_of) for r in range(P)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(packed(), st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 8))
+def test_every_token_has_one_owner(sequence, kind, P, multiple_of):
+    seq_len, cu = sequence
+    all_ranks = layouts(seq_len, kind, P, cu, multiple_of)
+    tokens = torch.cat([x.tokens() for x in all_ranks])
+    assert tokens.sort().values.tolist() == list(range(seq_len))
+    for layout in all_ranks:
+        assert layout.local_length == len(layout.tokens()) == layout.lengths[layout.rank]
+        owner, index = layout.owners_of(torch.arange(seq_len))
+        mine = owner == layout.rank
+        assert torch.equal(layout.tokens()[index[mine]], torch.arange(seq_len)[mine])
+
+
+@settings(max_examples=120, deadline=None)
+@given(packed(), st.sampled_from(["contiguous", "zigzag"]), st.integers(1, 5))
+def test_pieces_cut_documents_at_segments(sequence, kind, P):
+    seq_len, cu = sequence
+    document = torch.searchsorted(torch.tensor(cu[1:]), torch.arange(seq_len), right=True)
+    seen = []
+    for layout in layouts(seq_len, kind, P, cu):
+        tokens = layout.tokens()
+        assert torch.equal(layout.documents_of(tokens), document[tokens])
+        assert torch.equal(layout.positions_of(tokens), tokens - torch.tensor(cu)[document[tokens]])
+        for piece, start, stop in zip(layout.pieces, layout.piece_offsets, layout.piece_offsets[1:]):
+            assert tokens[start:stop].tolist() == list(range(piece.start, piece.stop))
+            assert (document[piece.start : piece.stop] == piece.document).all()
+            assert piece.first == (piece.start == cu[piece.document])
+            assert piece.last == (piece.stop == cu[piece.document + 1])
+        seen += layout.pieces
+    lengths = [sum(len(p) for p in seen if p.document == n) for n in range(len(cu) - 1)]
+    assert lengths == [b - a for a, b in zip(cu, cu[1:])]
+
+
+@settings(max_examples=100, deadline=None)
+@given(packed(), st.sampled_from(["contiguous", "zigzag"]), st.integers(1, 5))
+def test_chain_follows_documents(sequence, kind, P):
+    """A link needs its predecessor's state unless a document starts there; its reverse is the adjoint's order."""
+    seq_len, cu = sequence
+    layout = Layout(seq_len, kind, P, 0, cu)
+    chain = Chain.of(layout)
+    starts = {a for a, b in zip(cu, cu[1:]) if b > a}
+    for i, s in enumerate(layout.segments):
+        assert chain.needs[i] == (s.start not in starts)
+        assert chain.passes[i] == (not starts & set(range(s.start, s.stop)))
+        assert chain.feeds(i) == (i + 1 < len(chain) and chain.needs[i + 1])
+    back, n = chain.reversed, len(chain)
+    assert [back.needs[n - 1 - i] for i in range(n)] == [chain.feeds(i) for i in range(n)]
+
+
+def test_lengths_differ_by_one_unit():
+    assert [x.local_length for x in layouts(1003, "contiguous", 4)] == [250, 251, 251, 251]
+    assert sum(x.local_length for x in layouts(1003, "zigzag", 4)) == 1003
+    assert [x.local_length for x in layouts(3, "contiguous", 4)].count(0) == 1
+    borders = [s.start for s in Layout(1000, "zigzag", 4, 0, multiple_of=64).segments]
+    assert all(b % 64 == 0 for b in borders)
+
+
+def test_zigzag_order():
+    assert [s.owner for s in Layout(80, "zigzag", 4, 0).segments] == [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (dict(seq_len=0), "seq_len"),
+        (dict(seq_len=8.0), "seq_len"),
+        (dict(seq_len=8, kind="spiral"), "kind"),
+        (dict(seq_len=8, cu_seqlens=[1, 8]), "cu_seqlens"),
+        (dict(seq_len=8, cu_seqlens=[0, 5, 4, 8]), "cu_seqlens"),
+        (dict(seq_len=8, cu_seqlens=[0, 5, 9]), "cu_seqlens"),
+        (dict(seq_len=8, cu_seqlens=[0]), "cu_seqlens"),
+        (dict(seq_len=8, cu_seqlens=torch.tensor([0.0, 8.0])), "cu_seqlens"),
+        (dict(seq_len=8, rank=3, world_size=2), "rank"),
+        (dict(seq_len=8, multiple_of=0), "multiple_of"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, name):
+    with pytest.raises(ArgumentError, match=rf"^{name}: expected .*, got") as caught:
+        Layout(**arguments)
+    assert caught.value.name == name
+
+
+def test_striped_has_no_runs():
+    with pytest.raises(UnsupportedError, match="convert"):
+        Layout(8, "striped", 2).require_runs("a recurrence")
