@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -83,32 +85,73 @@ def attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
+    options = Options(causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed, joint, strategy, backend)
+    if isinstance(layout, ShardedLayout):
+        run = _split_outside_graphs if torch.compiler.is_compiling() else _split
+        return run(x, options, layout, kv_layout, cu_seqlens)
+    _check(x, options, layout, kv_layout, cu_seqlens)
+    if backend == "reference":
+        return _reference(x, options, cu_seqlens)
+    rest = (alibi_slopes, cu_seqlens, options.seed(), options.scale_of(q), float(softcap), *options.bounds)
+    return AttentionOutput(*local.attention(*x, *rest, float(dropout_p), joint, backend))
+
+
+def _split(
+    x: Tensors, options: Options, layout: ShardedLayout, kv_layout: ShardedLayout | None, cu_seqlens: Tensor | None
+) -> AttentionOutput:
+    """On a split sequence: check, agree, run."""
     error = None
     try:
-        _check_tensors(x, joint, alibi_slopes)
-        _check_numbers(causal, scale, softcap, window, dropout_p, dropout_seed, joint, strategy, backend)
-        _check_split(x, layout, kv_layout, cu_seqlens, strategy)
+        _check(x, options, layout, kv_layout, cu_seqlens)
     except RingLAError as e:
         error = e
-    if isinstance(layout, ShardedLayout):
-        masks = (causal, scale, softcap, tuple(window) if isinstance(window, (tuple, list)) else window)
-        flags = (*masks, dropout_p, joint, strategy, backend, _describe_layout(kv_layout))
-        layout.agree("attention", None if error else _signature(x, alibi_slopes, flags), error)
-    elif error is not None:
-        raise error
-    if backend == "reference":
-        return _reference(x, causal, scale, softcap, window, alibi_slopes, dropout_p, joint, cu_seqlens)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    left, right = int(window[0]), 0 if causal else int(window[1])
-    seed = _seed(dropout_p, dropout_seed)
-    if layout is None:
-        rest = (alibi_slopes, cu_seqlens, seed, scale, float(softcap), left, right, float(dropout_p), joint, backend)
-        return AttentionOutput(*local.attention(*x, *rest))
-    slopes = None if alibi_slopes is None else alibi_slopes.to(wide(q.dtype)).reshape(-1, q.shape[2])
-    bounds = (None if w < 0 else w for w in (left, right))
-    scores = Scores(scale, float(softcap), *bounds, slopes, float(dropout_p), 0 if seed is None else int(seed))
-    how = sharded.ShardedCall(layout, kv_layout or layout, scores, joint, strategy or layout.cp.attention, backend)
-    return AttentionOutput(*sharded.attention(how, x))
+    layout.agree("attention", None if error else _signature(x, options, kv_layout), error)
+    seed = options.seed()
+    slopes = options.alibi_slopes
+    scores = Scores(
+        options.scale_of(x.q),
+        float(options.softcap),
+        *(None if w < 0 else w for w in options.bounds),
+        None if slopes is None else slopes.to(wide(x.q.dtype)).reshape(-1, x.q.shape[2]),
+        float(options.dropout_p),
+        0 if seed is None else int(seed),
+    )
+    strategy = options.strategy or layout.cp.attention
+    call = sharded.ShardedCall(layout, kv_layout or layout, scores, options.joint, strategy, options.backend)
+    return AttentionOutput(*sharded.attention(call, x))
+
+
+_split_outside_graphs = torch._disable_dynamo(_split)  # a compiled caller breaks its graph here, at the exchange
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of a call that are no differentiable tensors, as the caller gave them."""
+
+    causal: bool
+    scale: float | None
+    softcap: float
+    window: tuple[int, int]
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+    joint: str
+    strategy: str | None
+    backend: str | None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """How far a query sees to the left and right; −1: all the way."""
+        return int(self.window[0]), 0 if self.causal else int(self.window[1])
+
+    def scale_of(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+    def seed(self) -> Tensor | None:
+        """The seed of this call's dropout mask, on the CPU; None without dropout."""
+        if not self.dropout_p:
+            return None
+        return torch.randint(2**62, ()) if self.dropout_seed is None else torch.tensor(self.dropout_seed)
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -121,21 +164,30 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     return [cast(t) for t in tensors]
 
 
-def _seed(dropout_p: float, dropout_seed: int | None) -> Tensor | None:
-    if not dropout_p:
-        return None
-    return torch.randint(2**62, ()) if dropout_seed is None else torch.tensor(dropout_seed)
-
-
-def _reference(x: Tensors, causal, scale, softcap, window, alibi_slopes, dropout_p, joint, cu_seqlens):
+def _reference(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> AttentionOutput:
     """The dense fp64 truth, returned in the dtypes of the other backends."""
-    keywords = dict(causal=causal, scale=scale, softcap=softcap, window=window, alibi_slopes=alibi_slopes)
-    keywords |= dict(sinks=x.sinks, dropout_p=dropout_p, joint_k=x.joint_k, joint_v=x.joint_v, joint=joint)
-    out = reference.attention(x.q, x.k, x.v, **keywords, cu_seqlens=cu_seqlens)
-    return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(torch.promote_types(x.q.dtype, torch.float32)))
+    names = ("causal", "scale", "softcap", "window", "alibi_slopes", "dropout_p", "joint")
+    keywords = {n: getattr(options, n) for n in names}
+    out = reference.attention(
+        *x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, cu_seqlens=cu_seqlens, **keywords
+    )
+    return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
 
 
 # -- checks ------------------------------------------------------------------------------------------------
+
+
+def _check(x: Tensors, options: Options, layout: object, kv_layout: object, cu_seqlens: object) -> None:
+    """Refuse what is wrong, by name."""
+    _check_tensors(x, options.joint, options.alibi_slopes)
+    _check_options(options)
+    _check_split(x, layout, kv_layout, cu_seqlens, options.strategy)
+    if layout is not None and options.backend == "reference":
+        raise UnsupportedError("backend", "a kernel with a layout", "'reference'", "It runs on one device")
+    if isinstance(layout, ShardedLayout) and layout.cp.validate == "always":
+        for name, t in zip(Tensors._fields, x):
+            if t is not None and bool(torch.isnan(t).any()):
+                raise ArgumentError(name, "no NaN", f"{int(torch.isnan(t).sum())} of them")
 
 
 def _check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
@@ -189,26 +241,26 @@ def _check_joint(x: Tensors, joint: str) -> None:
             raise ArgumentError(name, f"{x.q.dtype}, the dtype of q", t.dtype)
 
 
-def _check_numbers(causal, scale, softcap, window, dropout_p, dropout_seed, joint, strategy, backend) -> None:
-    if not isinstance(causal, bool):
-        raise ArgumentError("causal", "True or False", repr(causal))
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise ArgumentError("scale", "a number or None", type(scale).__name__)
-    if not isinstance(softcap, (int, float)) or softcap < 0:
-        raise ArgumentError("softcap", "a number ≥ 0", repr(softcap))
-    pair = isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(w, int) for w in window)
-    if not pair or min(window) < -1:
-        raise ArgumentError("window", "(left, right), two ints, each −1 or more", repr(window))
-    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
-        raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", repr(dropout_p))
-    if dropout_seed is not None and (not isinstance(dropout_seed, int) or not 0 <= dropout_seed < 2**63):
-        raise ArgumentError("dropout_seed", "None or an int from 0 to 2**63 − 1", repr(dropout_seed))
-    if joint == "rear" and causal:
+def _check_options(o: Options) -> None:
+    if not isinstance(o.causal, bool):
+        raise ArgumentError("causal", "True or False", repr(o.causal))
+    if o.scale is not None and not isinstance(o.scale, (int, float)):
+        raise ArgumentError("scale", "a number or None", type(o.scale).__name__)
+    if not isinstance(o.softcap, (int, float)) or o.softcap < 0:
+        raise ArgumentError("softcap", "a number ≥ 0", repr(o.softcap))
+    pair = isinstance(o.window, (tuple, list)) and len(o.window) == 2 and all(isinstance(w, int) for w in o.window)
+    if not pair or min(o.window) < -1:
+        raise ArgumentError("window", "(left, right), two ints, each −1 or more", repr(o.window))
+    if not isinstance(o.dropout_p, (int, float)) or not 0 <= o.dropout_p < 1:
+        raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", repr(o.dropout_p))
+    if o.dropout_seed is not None and (not isinstance(o.dropout_seed, int) or not 0 <= o.dropout_seed < 2**63):
+        raise ArgumentError("dropout_seed", "None or an int from 0 to 2**63 − 1", repr(o.dropout_seed))
+    if o.joint == "rear" and o.causal:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
-    if strategy is not None and strategy not in ATTENTION:
-        raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(strategy))
-    if backend not in (None, "reference", *BACKENDS):
-        raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(backend))
+    if o.strategy is not None and o.strategy not in ATTENTION:
+        raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(o.strategy))
+    if o.backend not in (None, "reference", *BACKENDS):
+        raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
 
 
 def _check_split(x: Tensors, layout: object, kv_layout: object, cu_seqlens: object, strategy: str | None) -> None:
@@ -253,7 +305,7 @@ def _check_offsets(cu: object, B: int, Tq: int, Tk: int, device: torch.device) -
         check_cu_seqlens(cu, Tk)
 
 
-def _signature(x: Tensors, alibi_slopes: Tensor | None, flags: tuple) -> tuple:
+def _signature(x: Tensors, options: Options, kv_layout: ShardedLayout | None) -> tuple:
     """What must be the same on all ranks: shapes but T, dtypes, flags and who needs a gradient."""
 
     def of(name: str, t: Tensor | None) -> object:
@@ -262,12 +314,10 @@ def _signature(x: Tensors, alibi_slopes: Tensor | None, flags: tuple) -> tuple:
         shape = (t.shape[0], *t.shape[2:]) if name in ("q", "k", "v") else tuple(t.shape)
         return (name, shape, str(t.dtype), t.requires_grad)
 
-    tensors = tuple(of(name, t) for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", alibi_slopes)))
-    return (tensors, flags, torch.is_grad_enabled())
-
-
-def _describe_layout(layout: object) -> object:
-    return layout.key if isinstance(layout, ShardedLayout) else None
+    tensors = [of(name, t) for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", options.alibi_slopes))]
+    flags = [v for n, v in vars(options).items() if n != "alibi_slopes"]
+    other = None if kv_layout is None else kv_layout.key
+    return (*tensors, *(tuple(v) if isinstance(v, list) else v for v in flags), other, torch.is_grad_enabled())
 
 
 def _describe(x: object) -> str:

@@ -54,9 +54,7 @@ class ShardedCall:
 
 
 def attention(call: ShardedCall, x: Tensors) -> tuple[Tensor, Tensor]:
-    """o and lse of this rank's queries. A compiled caller breaks its graph here: a rank's part of an exchange."""
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()
+    """o and lse of this rank's queries."""
     return _Sharded.apply(call, *x)
 
 
