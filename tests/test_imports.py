@@ -99,7 +99,10 @@ def test_kernels_do_not_communicate():
     for folder in ("kernels", "reference"):
         for file in (ROOT / folder).rglob("*.py"):
             assert "torch.distributed" not in {
-                alias.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Import) for alias in n.names
+                alias.name
+                for n in ast.walk(ast.parse(file.read_text()))
+                if isinstance(n, ast.Import)
+                for alias in n.names
             }
 
 

@@ -95,7 +95,9 @@ def test_any_packing_any_chunk_length(name, lengths, size, seed):
     seen = {}
 
     def spy(q, k, v, g, beta, a, b, S0, offsets, rule, scale, mode, backend):
-        local = ChunkedRecurrence(ring_la.algebra.Rule.parse(rule), Inputs(q, k, v, g, beta, a, b), offsets, scale, size=size)
+        local = ChunkedRecurrence(
+            ring_la.algebra.Rule.parse(rule), Inputs(q, k, v, g, beta, a, b), offsets, scale, size=size
+        )
         seen["count"] = local.chunks.count
         return local.output(S0)
 
@@ -117,9 +119,7 @@ def test_handing_the_state_over_anywhere(name, T, data):
     x = make_inputs(name, 2, T, H=H, K=K, V=V)
     f = getattr(ring_la, name)
     static = {n for n, t in x.items() if not isinstance(t, Tensor) or t.dim() == 1}
-    parts = [
-        {n: t if n in static else t[:, s] for n, t in x.items()} for s in (slice(0, cut), slice(cut, None))
-    ]
+    parts = [{n: t if n in static else t[:, s] for n, t in x.items()} for s in (slice(0, cut), slice(cut, None))]
     first = f(**parts[0], output_final_state=True)
     second = f(**parts[1], initial_state=first.final_state, output_final_state=True)
     whole = f(**x, output_final_state=True)
@@ -139,14 +139,18 @@ def test_strong_decay_stays_finite():
         assert max(map(error, got, want)) < 2e-5, name
 
 
-@pytest.mark.parametrize("name", ["linear_attention", "simple_gla", "gla", "gated_delta_rule", "kda", "dplr_delta_rule"])
+@pytest.mark.parametrize(
+    "name", ["linear_attention", "simple_gla", "gla", "gated_delta_rule", "kda", "dplr_delta_rule"]
+)
 def test_gradcheck(name):
     x = make_inputs(name, 1, 5, Hk=1, H=2, K=3, V=2)
     state = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
     names = list(x)
 
     def f(state, *tensors):
-        out = getattr(ring_la, name)(**dict(zip(names, tensors)), initial_state=state, output_final_state=True, mode="chunk")
+        out = getattr(ring_la, name)(
+            **dict(zip(names, tensors)), initial_state=state, output_final_state=True, mode="chunk"
+        )
         return out.o, out.final_state
 
     assert torch.autograd.gradcheck(f, (state, *x.values()))

@@ -43,7 +43,9 @@ def low_precision_loop(name: str, x: dict[str, Tensor], scale: float) -> Tensor:
     S = torch.zeros(B, H, tokens["k"].shape[-1], V)
     out = []
     for t in range(T):
-        q, k, v, g, beta, a, b = (tokens[n][:, t] if n in tokens else None for n in ("q", "k", "v", "g", "beta", "a", "b"))
+        q, k, v, g, beta, a, b = (
+            tokens[n][:, t] if n in tokens else None for n in ("q", "k", "v", "g", "beta", "a", "b")
+        )
         decay = 1.0 if g is None else g.exp()[..., None, None] if g.dim() == 2 else g.exp()[..., None]
         decayed = decay * S
         if beta is not None:
@@ -75,8 +77,7 @@ def check_bf16(rank: int, P: int, name: str) -> list[str]:
     layout = cp.layout(T, "zigzag", cu_seqlens=cu)
     static = STATIC.get(name, ())
     local = {
-        n: (x.detach() if n in static else layout.shard(x.detach())).clone().requires_grad_()
-        for n, x in leaves.items()
+        n: (x.detach() if n in static else layout.shard(x.detach())).clone().requires_grad_() for n, x in leaves.items()
     }
     flags = {n: x for n, x in inputs.items() if not isinstance(x, Tensor)}
     out = getattr(ring_la, name)(**local, **flags, layout=layout).o

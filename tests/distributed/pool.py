@@ -16,7 +16,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,21 @@ class Ranks:
             process.join()
         self._processes, self._pipes = [], []
 
-    def run(self, size: int, check: Callable, *args: Any, timeout: float = HANG) -> list[Any]:
-        """The results of ``check(rank, *args)`` on ranks 0 … size−1."""
+    def run(
+        self, size: int, check: Callable, *args: Any, timeout: float = HANG, dying: Sequence[int] = ()
+    ) -> list[Any]:
+        """The results of ``check(rank, *args)`` on ranks 0 … size−1, without those that die in it."""
         if not self._processes:
             self.start()
         message = pickle.dumps((check.__module__, check.__qualname__, size, args))
         for rank in range(size):
             self._pipes[rank].send_bytes(message)
-        return self._collect(range(size), timeout)
+        results = self._collect([r for r in range(size) if r not in dying], timeout)
+        if dying:
+            self.stop()
+        return results
 
-    def _collect(self, ranks: range, timeout: float) -> list[Any]:
+    def _collect(self, ranks: Sequence[int], timeout: float) -> list[Any]:
         results, errors, deadline = {}, {}, time.monotonic() + timeout
         for rank in ranks:
             while rank not in results and rank not in errors:

@@ -30,7 +30,9 @@ def check_conv(rank: int, P: int, documents: str, W: int, with_state: bool) -> l
                 continue
             shapes = dict(weights={}, extra={}, state=state[..., 0], dfinal=dfinal[..., 0])
         else:
-            shapes = dict(weights=dict(weight=weight, bias=bias), extra=dict(activation="silu"), state=state, dfinal=dfinal)
+            shapes = dict(
+                weights=dict(weight=weight, bias=bias), extra=dict(activation="silu"), state=state, dfinal=dfinal
+            )
         whole = {"x": x, **shapes["weights"]} | ({"initial_state": shapes["state"]} if with_state else {})
         whole = {n: t.clone().requires_grad_() for n, t in whole.items()}
         want = getattr(reference, op)(**whole, **shapes["extra"], output_final_state=True, cu_seqlens=cu)
@@ -38,7 +40,9 @@ def check_conv(rank: int, P: int, documents: str, W: int, with_state: bool) -> l
         grads = dict(zip(whole, torch.autograd.grad(loss, list(whole.values()))))
         for kind in ("contiguous", "zigzag"):
             layout = cp.layout(T, kind, cu_seqlens=cu)
-            local = {n: (layout.shard(t) if n == "x" else t).detach().clone().requires_grad_() for n, t in whole.items()}
+            local = {
+                n: (layout.shard(t) if n == "x" else t).detach().clone().requires_grad_() for n, t in whole.items()
+            }
             out = getattr(ring_la, op)(**local, **shapes["extra"], output_final_state=True, layout=layout)
             loss = (out.o * layout.shard(do)).sum() + (out.final_state * shapes["dfinal"]).sum() / P
             got = dict(zip(local, torch.autograd.grad(loss, list(local.values()))))
@@ -47,7 +51,9 @@ def check_conv(rank: int, P: int, documents: str, W: int, with_state: bool) -> l
                     got[n] = cp.comm.all_reduce(got[n]).wait()
             pairs = {"o": (out.o, layout.shard(want.o)), "final": (out.final_state, want.final_state)}
             pairs |= {n: (got[n], layout.shard(grads[n]) if n == "x" else grads[n]) for n in got}
-            bad += [f"{op} {kind} {n} {error(a, b):.1e}" for n, (a, b) in pairs.items() if b.numel() and error(a, b) > 1e-12]
+            bad += [
+                f"{op} {kind} {n} {error(a, b):.1e}" for n, (a, b) in pairs.items() if b.numel() and error(a, b) > 1e-12
+            ]
     return bad
 
 

@@ -1,0 +1,358 @@
+"""ContextParallel among real ranks: groups, agreement, failures, determinism, memory, bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import ring_la
+from ring_la import reference
+from ring_la.scan import STRATEGIES
+from tests.conformance.cases import DOCUMENTS, error, make_inputs
+from tests.distributed.pool import group
+
+H, K, V = 4, 6, 5
+
+
+def shard(layout, x):
+    return {n: layout.shard(t.detach()).requires_grad_() for n, t in x.items()}
+
+
+# -- groups ------------------------------------------------------------------------------------------------
+
+
+def check_subgroup(rank: int) -> float:
+    """Ranks 1 and 3 split one sequence, ranks 0 and 2 another, at the same time."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    cp = ring_la.ContextParallel(groups[rank % 2])
+    assert (cp.rank, cp.size) == (rank // 2, 2)
+    return run_once(cp, seed=rank % 2)
+
+
+def check_mesh(rank: int) -> float:
+    """The context axis of a data × context mesh."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("data", "context"))
+    with pytest.raises(ring_la.ArgumentError, match=r"^group: expected a one-dimensional"):
+        ring_la.ContextParallel(mesh)
+    return run_once(ring_la.ContextParallel(mesh["context"]), seed=rank // 2)
+
+
+def run_once(cp: ring_la.ContextParallel, seed: int, name: str = "kda", **keywords) -> float:
+    """Worst error of the output and the gradients of one packed call on `cp`."""
+    T, cu = DOCUMENTS["packed"]
+    x = make_inputs(name, 1, T, H=H, K=K, V=V, seed=seed)
+    want = getattr(reference, name)(**x, cu_seqlens=cu).o
+    grads = torch.autograd.grad(want.square().sum(), list(x.values()))
+    layout = cp.layout(T, "zigzag", cu_seqlens=cu)
+    local = shard(layout, x)
+    out = getattr(ring_la, name)(**local, layout=layout, **keywords).o
+    got = torch.autograd.grad(out.square().sum(), list(local.values()))
+    pairs = [(out, want), *zip(got, grads)]
+    return max(error(a, layout.shard(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("check", [check_subgroup, check_mesh])
+def test_groups_that_are_not_the_world(ranks, check):
+    assert max(ranks.run(4, check)) < 1e-10
+
+
+def check_recurrent(rank: int) -> float:
+    cp = ring_la.ContextParallel(group())
+    names = ("linear_attention", "simple_gla", "gla", "gated_delta_rule", "dplr_delta_rule")
+    return max(run_once(cp, 0, name, mode="recurrent") for name in names)
+
+
+def test_recurrent_mode_under_a_layout(ranks):
+    assert max(ranks.run(3, check_recurrent)) < 1e-10
+
+
+def check_bidirectional(rank: int, causal: bool, normalize: bool, documents: str) -> float:
+    T, cu = DOCUMENTS[documents]
+    B = 2 if cu is None else 1
+    N = B if cu is None else len(cu) - 1
+    x = {n: t.detach().abs() for n, t in make_inputs("linear_attention", B, T, H=H, K=K, V=V).items()}
+    rng = torch.Generator().manual_seed(2)
+    x["initial_state"] = torch.rand(N, H, K, V + normalize, dtype=torch.float64, generator=rng)
+    whole = {n: t.clone().requires_grad_() for n, t in x.items()}
+    flags = dict(causal=causal, normalize=normalize, output_final_state=True)
+    want = reference.linear_attention(**whole, **flags, cu_seqlens=cu)
+    grads = torch.autograd.grad(want.o.square().sum() + want.final_state.sum(), list(whole.values()))
+    cp = ring_la.ContextParallel(group(), scan="all_gather")
+    worst = 0.0
+    for kind in ("contiguous", "zigzag"):
+        layout = cp.layout(T, kind, cu_seqlens=cu)
+        local = {n: t.clone() if n == "initial_state" else layout.shard(t) for n, t in x.items()}
+        local = {n: t.requires_grad_() for n, t in local.items()}
+        out = ring_la.linear_attention(**local, **flags, layout=layout)
+        loss = out.o.square().sum() + out.final_state.sum() / cp.size
+        got = torch.autograd.grad(loss, list(local.values()))
+        pairs = [(out.o, layout.shard(want.o)), (out.final_state, want.final_state)]
+        pairs += [(d, g if n == "initial_state" else layout.shard(g)) for n, d, g in zip(local, got, grads)]
+        worst = max([worst, *(error(a, b) for a, b in pairs if b.numel())])
+    return worst
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_linear_attention_forms(ranks, causal, normalize):
+    for documents in ("dense", "packed", "short"):
+        assert max(ranks.run(4, check_bidirectional, causal, normalize, documents)) < 1e-10
+
+
+# -- training machinery ------------------------------------------------------------------------------------
+
+
+def check_checkpoint(rank: int) -> None:
+    """Activation checkpointing replays the exchange in backward, with the same gradients."""
+    cp = ring_la.ContextParallel(group(), scan="ring")
+    T = 90
+    layout = cp.layout(T)
+    x = shard(layout, make_inputs("gated_delta_rule", 2, T, H=H, K=K, V=V))
+
+    def layer(*tensors):
+        return ring_la.gated_delta_rule(*tensors, layout=layout).o
+
+    plain = torch.autograd.grad(layer(*x.values()).square().sum(), list(x.values()))
+    for reentrant in (False, True):
+        out = checkpoint(layer, *x.values(), use_reentrant=reentrant)
+        if reentrant:
+            out.square().sum().backward()
+            again = [t.grad for t in x.values()]
+        else:
+            again = torch.autograd.grad(out.square().sum(), list(x.values()))
+        assert all(torch.equal(a, b) for a, b in zip(plain, again))
+
+
+def check_autocast(rank: int) -> None:
+    """Under autocast a layer's bf16 projections go in; states and gates stay fp32."""
+    cp = ring_la.ContextParallel(group())
+    layout = cp.layout(64)
+    torch.manual_seed(0)
+    x = layout.shard(torch.randn(1, 64, 8))
+    weight = torch.randn(8, 24)
+    g = layout.shard(-torch.rand(1, 64, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k, v = (x @ weight).unflatten(-1, (3, 2, 4)).unbind(2)
+        assert q.dtype == torch.bfloat16
+        out = ring_la.simple_gla(q, k, v, g, layout=layout, output_final_state=True)
+    assert out.o.dtype == torch.bfloat16
+    assert out.final_state.dtype == torch.float32
+    with torch.autocast("cpu", enabled=False):
+        plain = ring_la.simple_gla(q, k, v, g, layout=layout, output_final_state=True)
+    assert torch.equal(out.o, plain.o)
+    assert torch.equal(out.final_state, plain.final_state)
+
+
+def check_second_derivative(rank: int) -> None:
+    cp = ring_la.ContextParallel(group())
+    layout = cp.layout(20)
+    x = shard(layout, make_inputs("gla", 1, 20))
+    out = ring_la.gla(**x, layout=layout).o
+    (grad,) = torch.autograd.grad(out.square().sum(), x["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("check", [check_checkpoint, check_autocast, check_second_derivative])
+def test_training_machinery(ranks, check):
+    ranks.run(3, check)
+
+
+# -- determinism -------------------------------------------------------------------------------------------
+
+
+def check_deterministic(rank: int, P: int, name: str, documents: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    T = 700
+    cu = None if documents == 0 else (0, 100, 101, 450, 700)
+    x = {
+        n: t.detach() if isinstance(t, torch.Tensor) else t
+        for n, t in make_inputs(name, 1, T, dtype=torch.float32).items()
+    }
+    cp = ring_la.ContextParallel(group(P), deterministic=True)
+    layout = cp.layout(T, kind, cu_seqlens=cu)
+    local = {n: layout.shard(t) if isinstance(t, torch.Tensor) and t.dim() > 1 else t for n, t in x.items()}
+    out = getattr(ring_la, name)(**local, layout=layout, output_final_state=True)
+    return layout.gather(out.o), out.final_state
+
+
+@pytest.mark.parametrize("name", ["retention", "gla", "gated_delta_rule", "kda", "rwkv7", "mamba2"])
+def test_deterministic_bits_do_not_depend_on_P(ranks, name):
+    for documents in (0, 1):
+        for kind in ("contiguous", "zigzag"):
+            o, final = ranks.run(1, check_deterministic, 1, name, documents, kind)[0]
+            for P in (2, 4):
+                for o_P, final_P in ranks.run(P, check_deterministic, P, name, documents, kind):
+                    assert torch.equal(o, o_P)
+                    assert torch.equal(final, final_P)
+
+
+# -- memory and bytes --------------------------------------------------------------------------------------
+
+
+def check_memory(rank: int, P: int) -> int:
+    """Bytes held for the backward by one layer's graph on this rank."""
+    cp = ring_la.ContextParallel(group(P), scan="ring")
+    layout = cp.layout(2048)
+    x = shard(layout, make_inputs("gated_delta_rule", 1, 2048, H=2, Hk=2, K=16, V=16, dtype=torch.float32))
+    held = 0
+
+    def pack(t):
+        nonlocal held
+        held += t.nbytes
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        ring_la.gated_delta_rule(**x, layout=layout)
+    return held
+
+
+def test_memory_falls_with_ranks(ranks):
+    held = {P: max(ranks.run(P, check_memory, P)) for P in (1, 2, 4)}
+    assert held[2] < 0.6 * held[1]
+    assert held[4] < 0.6 * held[2]
+
+
+def check_bytes(rank: int, scan: str, name: str) -> tuple[int, int]:
+    """(bytes this rank sent for one forward's exchange, state bytes)."""
+    cp = ring_la.ContextParallel(group(), scan=scan, validate="never")
+    layout = cp.layout(64, "contiguous")
+    x = make_inputs(name, 1, 64, Hk=4, H=4, K=6, V=8, dtype=torch.float32)
+    x = {n: layout.shard(t.detach()) for n, t in x.items()}
+    before = cp.comm.bytes_sent
+    getattr(ring_la, name)(**x, layout=layout)
+    return cp.comm.bytes_sent - before, 4 * 4 * 6 * 8
+
+
+@pytest.mark.parametrize("scan", STRATEGIES)
+@pytest.mark.parametrize("name", ["linear_attention", "simple_gla", "gla", "gated_delta_rule"])
+def test_bytes_equal_the_table(ranks, scan, name):
+    """What all ranks send is what the strategy's row of the table says they receive."""
+    P = 4
+    sent = ranks.run(P, check_bytes, scan, name)
+    S = sent[0][1]
+    M = {"linear_attention": 0, "simple_gla": 4 * 4, "gla": 4 * 4 * 6, "gated_delta_rule": 4 * 4 * 36}[name]
+    if scan in ("ring", "pipelined"):
+        assert [n for n, _ in sent] == [S, S, S, 0]
+    elif scan == "doubling":  # round d: all but the last d ranks send
+        assert [n for n, _ in sent] == [2 * (S + M), 2 * (S + M), S + M, 0]
+    else:
+        assert all(n == STRATEGIES[scan].bytes_received(S, M, P) for n, _ in sent)
+
+
+# -- agreement and failures --------------------------------------------------------------------------------
+
+
+def caught(f) -> str:
+    try:
+        f()
+    except ring_la.RingLAError as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing raised"
+
+
+def check_disagreement(rank: int, validate: str) -> dict[str, str]:
+    """Each entry: the error this rank gets where rank 1 differs."""
+    odd = rank == 1
+    out = {"settings": caught(lambda: ring_la.ContextParallel(group(), scan="ring" if odd else "doubling"))}
+    cp = ring_la.ContextParallel(group(), validate=validate)
+    out["length"] = caught(lambda: cp.layout(40 + odd))
+    out["documents"] = caught(lambda: cp.layout(40, cu_seqlens=[0, 10 + odd, 40]))
+    out["bad documents"] = caught(lambda: cp.layout(40, cu_seqlens=[0, 50, 40] if odd else [0, 10, 40]))
+    layout = cp.layout(40)
+    n = layout.local_length
+    x = make_inputs("gla", 1, n, Hk=2, H=2)
+    call = lambda **change: lambda: ring_la.gla(**(x | (change if odd else {})), layout=layout)  # noqa: E731
+    out["shape"] = caught(call(v=torch.zeros(1, n, 2, 9, dtype=torch.float64)))
+    out["dtype"] = caught(call(g=-torch.rand(1, n, 2, 6)))
+    out["refused"] = caught(call(k=torch.zeros(1, n, 2, 7, dtype=torch.float64)))
+    out["option"] = caught(call(output_final_state=True))
+    out["gradient"] = caught(call(q=x["q"].detach()))
+    if validate == "always":
+        out["gate"] = caught(call(g=x["g"] + 5))
+        out["nan"] = caught(call(v=x["v"] * float("nan")))
+    out["fine"] = caught(call())
+    return out
+
+
+@pytest.mark.parametrize("validate", ["first", "always"])
+def test_ranks_that_differ_get_the_same_error(ranks, validate):
+    results = ranks.run(3, check_disagreement, validate)
+    for case in results[0]:
+        messages = [r[case] for r in results]
+        if case == "fine":
+            assert messages == ["nothing raised"] * 3
+            continue
+        assert "nothing raised" not in messages, case
+        assert "rank 1" in messages[0] or messages[0] == messages[1], case
+        assert messages[0] == messages[2], case
+        if messages[0].startswith("DisagreementError") and messages[1].startswith("DisagreementError"):
+            assert messages[0] == messages[1], case
+
+
+def check_peer(rank: int, how: str, scan: str) -> tuple[str, float]:
+    cp = ring_la.ContextParallel(group(), scan=scan, timeout=4.0, validate="never")
+    layout = cp.layout(40, "contiguous")
+    x = {n: layout.shard(t.detach()) for n, t in make_inputs("gla", 1, 40).items()}
+    if rank == 1:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(40)
+    start = time.monotonic()
+    return caught(lambda: ring_la.gla(**x, layout=layout)), time.monotonic() - start
+
+
+@pytest.mark.parametrize("scan", ["ring", "all_gather"])
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_a_lost_peer_is_named(ranks, how, scan):
+    results = ranks.run(3, check_peer, how, scan, dying=(1,))
+    waiting = results[1:] if scan == "ring" else results  # rank 0 needs nobody in a ring
+    for message, seconds in waiting:
+        assert message.startswith("PeerError"), message
+        assert "no sign of life from rank 1 (global rank 1)" in message
+        assert seconds < 15
+
+
+def check_striped(rank: int) -> None:
+    cp = ring_la.ContextParallel(group())
+    striped, zigzag = cp.layout(40, "striped"), cp.layout(40)
+    x = make_inputs("gla", 1, 40)
+    local = {n: striped.shard(t.detach()) for n, t in x.items()}
+    with pytest.raises(ring_la.UnsupportedError, match=r"layout.*convert"):
+        ring_la.gla(**local, layout=striped)
+    moved = {n: striped.convert(t, zigzag) for n, t in local.items()}
+    assert error(ring_la.gla(**moved, layout=zigzag).o, zigzag.shard(reference.gla(**x).o)) < 1e-10
+
+
+def test_striped_is_refused_and_convert_helps(ranks):
+    ranks.run(2, check_striped)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (dict(scan="star"), "scan"),
+        (dict(attention="none"), "attention"),
+        (dict(transport="mpi"), "transport"),
+        (dict(validate="maybe"), "validate"),
+        (dict(timeout=0), "timeout"),
+        (dict(group="world"), "group"),
+    ],
+)
+def test_bad_settings(ranks, arguments, name):
+    ranks.run(1, check_bad_setting, arguments, name)
+
+
+def check_bad_setting(rank: int, arguments: dict, name: str) -> None:
+    with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected"):
+        ring_la.ContextParallel(**({"group": group()} | arguments))
+
+
+def test_without_torch_distributed():
+    with pytest.raises(ring_la.ArgumentError, match=r"^group: expected an initialised"):
+        ring_la.ContextParallel()
