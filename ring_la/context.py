@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Literal
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .autograd import first_derivative_only
 from .comm import Group, Route
 from .errors import ArgumentError
 from .layout import Layout
@@ -27,8 +29,9 @@ class ContextParallel:
     """One sequence over the ranks of a group.
 
     Args:
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group. Creating a
-            ContextParallel is collective over the group.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group; or, for attention="usp",
+            a two-dimensional DeviceMesh with axes named "ulysses" and "ring", over all ranks of which the sequence
+            is split. Creating a ContextParallel is collective over the group.
         scan: how states travel between ranks: "auto", "ring", "pipelined", "all_gather", "doubling" or
             "all_to_all". "auto" measures latency and bandwidth of the group once, here, and picks for each
             shape by a cost model.
@@ -65,6 +68,9 @@ class ContextParallel:
         if timeout <= timedelta(0):
             raise ArgumentError("timeout", "a positive duration", timeout)
         self.comm = Group(_process_group(group), timeout)
+        self.grid = Grid.of(group, self.comm) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
+        if attention == "usp" and self.grid is None:
+            raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))
         self.scan, self.attention, self.transport = scan, attention, transport
         self.deterministic, self.timeout, self.validate = bool(deterministic), timeout, validate
         if validate != "never":
@@ -118,6 +124,30 @@ class ContextParallel:
         if self.scan != "auto":
             return STRATEGIES[self.scan]
         return STRATEGIES[self.cost.best(state, transition, links) if self.cost else "ring"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The axes of a two-dimensional mesh, as attention uses them.
+
+    Attributes:
+        ulysses: ranks that exchange tokens for heads.
+        ring: ranks that hold the same heads.
+        holders: for each rank of `ring`, the ranks of the whole group it exchanged tokens with.
+    """
+
+    ulysses: Group
+    ring: Group
+    holders: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, whole: Group) -> Grid:
+        """The axes of `mesh`, whose ranks are those of `whole`."""
+        ulysses, ring = (Group(mesh.get_group(axis), whole.timeout) for axis in ("ulysses", "ring"))
+        by_ring = mesh.mesh if mesh.mesh_dim_names == ("ring", "ulysses") else mesh.mesh.T
+        rows = [sorted(row) for row in by_ring.tolist()]
+        lines = [next(row for row in rows if rank in row) for rank in ring.global_ranks]
+        return cls(ulysses, ring, tuple(tuple(whole.global_ranks.index(r) for r in line) for line in lines))
 
 
 class ShardedLayout(Layout):
@@ -263,7 +293,7 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, grad: Tensor):
         layout = ctx.layout
         rows = grad[layout.order.to(grad.device)].split(list(layout.lengths))
@@ -282,10 +312,14 @@ def _describe(layout: Layout) -> str:
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            got = f"one of shape {tuple(group.shape)}"
-            raise ArgumentError("group", "a one-dimensional DeviceMesh", got, 'Pick an axis: mesh["context"]')
-        return group.get_group()
+        if group.ndim == 1:
+            return group.get_group()
+        if group.ndim != 2 or set(group.mesh_dim_names or ()) != {"ulysses", "ring"}:
+            got = f"one of shape {tuple(group.shape)} with axes {group.mesh_dim_names}"
+            expected = 'a one-dimensional DeviceMesh, or a two-dimensional one with axes "ulysses" and "ring"'
+            raise ArgumentError("group", expected, got, 'Pick an axis: mesh["context"]')
+        ranks = sorted(group.mesh.flatten().tolist())
+        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < dist.get_world_size() else None
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ArgumentError("group", "a ProcessGroup, a DeviceMesh or None", type(group).__name__)
     return group

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Affine, Rule, Transition, transition_shape, transpose
+from .autograd import first_derivative_only
 from .comm import Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, make_local, state_dtype
@@ -140,8 +141,9 @@ class _Sharded(torch.autograd.Function):
         through = any(seams.chain.passes[s] for s in seams.links)
         A, S_end = local.summary(S0, through)
         links = _links(call, A, S_end, lambda piece: _push(local, S0, piece))
-        arrived = call.exchange(seams.chain, links, S_end[:, 0]).wait()
-        for (first, _), state in zip(seams.segments, arrived):
+        pending = call.exchange(seams.chain, links, S_end[:, 0])
+        local.prepare()
+        for (first, _), state in zip(seams.segments, pending.wait()):
             if state is not None:
                 S0[:, first] = state
         o, S_end = local.output(S0)
@@ -156,7 +158,7 @@ class _Sharded(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
         call: ShardedCall = ctx.call
         seams, packed, comm = call.seams, call.layout.packed, call.layout.cp.comm

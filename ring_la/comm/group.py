@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DisagreementError, PeerError
 
-
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autograd import first_derivative_only
 from .group import Group
 
 
@@ -17,7 +18,7 @@ class SumOverRanks(torch.autograd.Function):
         return group.all_reduce(x).wait()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, grad: Tensor):
         return ctx.group.all_reduce(grad).wait(), None
 
@@ -31,6 +32,6 @@ class Replicated(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, grad: Tensor):
         return ctx.group.all_reduce(grad).wait(), None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..autograd import first_derivative_only
 from ..layout import Layout
 from .group import Group, Pending
 
@@ -90,6 +91,6 @@ class _Routed(torch.autograd.Function):
         return route.start(x).wait()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, grad: Tensor):
         return ctx.route.start_back(grad).wait(), None

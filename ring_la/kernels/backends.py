@@ -30,9 +30,9 @@ def triton_refuses(rule: Rule, inputs: Inputs) -> str:
         return "tensors are not on a CUDA device"
     if find_spec("triton") is None:
         return "triton is not installed"
-    from .triton import supports
+    from .triton.local import unsupported
 
-    return supports(rule, inputs)
+    return unsupported(rule, inputs) or ""
 
 
 def make_local(
@@ -49,9 +49,9 @@ def make_local(
     if backend != "torch":
         why = "deterministic=True fixes the PyTorch backend's chunks" if canonical else triton_refuses(rule, inputs)
         if not why:
-            from .triton import TritonRecurrence
+            from .triton.local import TritonRecurrence
 
-            return TritonRecurrence(rule, inputs, cu, scale, recurrent=recurrent)
+            return TritonRecurrence(rule, inputs, cu, scale)
         if backend == "triton":
             raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     kind = TokenRecurrence if recurrent else ChunkedRecurrence

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..algebra import Rule, act, outer, product, transpose
 from .chunking import Chunks
 from .local import Inputs
-from .terms import Terms, terms
+from .terms import Decay, StateTerms, output_terms, state_terms
 
 CHUNK = {"none": 64, "scalar": 64, "diagonal": 32}
 """Tokens a chunk by decay; measured on two x86 cores at T 2048, K = V = 64 (fp32)."""
@@ -44,7 +44,9 @@ class ChunkedRecurrence:
         wide = any(x is not None and x.dtype == torch.float64 for x in inputs)
         self.dtype = torch.float64 if wide else torch.float32
         self.state_shape = (q.shape[0], self.chunks.pieces, v.shape[2], q.shape[3], v.shape[3])
-        self._terms: Terms | None = None
+        self._chunked_inputs: tuple[Inputs, Decay] | None = None
+        self._state: StateTerms | None = None
+        self._out: tuple[Tensor, Tensor] | None = None
 
     # -- the protocol --------------------------------------------------------------------------------------
 
@@ -53,11 +55,15 @@ class ChunkedRecurrence:
             _, S_end = self._scan(S0)
             return (self._through() if through else None), S_end
 
+    def prepare(self) -> None:
+        with full_precision(self.inputs.q):
+            _ = self.out
+
     def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         with full_precision(self.inputs.q):
             entering, S_end = self._scan(S0)
-            t = self.terms
-            return self.chunks.merge(t.Q @ entering + t.p).to(self.inputs.v.dtype), S_end
+            Q, p = self.out
+            return self.chunks.merge(Q @ entering + p).to(self.inputs.v.dtype), S_end
 
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
         with full_precision(self.inputs.q):
@@ -70,19 +76,30 @@ class ChunkedRecurrence:
             entering, _ = self._scan(S0)
             leaving, dS0 = self._scan_back(do, dS_end)
             dA = outer(self.rule.transition, leaving, entering)
-            return back(Terms(dA, leaving, do @ entering.mT, do)), dS0
+            return back(dA, leaving, do @ entering.mT, do), dS0
 
     # -- the chunks' terms ---------------------------------------------------------------------------------
 
     @property
-    def terms(self) -> Terms:
-        if self._terms is None:
-            self._terms = self._make_terms(self.inputs)
-        return self._terms
+    def state(self) -> StateTerms:
+        """The chunks' maps of the state."""
+        if self._state is None:
+            self._chunked_inputs = self._cut(self.inputs)
+            self._state = state_terms(self.rule, *self._chunked_inputs)
+        return self._state
 
-    def _make_terms(self, inputs: Inputs) -> Terms:
+    @property
+    def out(self) -> tuple[Tensor, Tensor]:
+        """The chunks' Q and p."""
+        if self._out is None:
+            state = self.state
+            self._out = output_terms(self.rule, *self._chunked_inputs, self.scale, state)
+        return self._out
+
+    def _cut(self, inputs: Inputs) -> tuple[Inputs, Decay]:
         heads = inputs.v.shape[2]
-        return terms(self.rule, Inputs(*(self._chunked(x, heads) for x in inputs)), self.scale)
+        x = Inputs(*(self._chunked(x, heads) for x in inputs))
+        return x, Decay(self.rule, x)
 
     def _chunked(self, x: Tensor | None, heads: int) -> Tensor | None:
         if x is None:
@@ -90,14 +107,17 @@ class ChunkedRecurrence:
         x = self.chunks.split(x.to(self.dtype))
         return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
-    def _differentiable_terms(self) -> Callable[[Terms], Inputs]:
+    def _differentiable_terms(self) -> Callable[..., Inputs]:
         """Compute the terms so that their gradient can be taken; returns the map from it to the inputs' gradient."""
         with recording():
             leaves = Inputs(*(None if x is None else x.detach().requires_grad_() for x in self.inputs))
-            values = self._make_terms(leaves)
-        self._terms = Terms(*(None if t is None else t.detach() for t in values))
+            x, decay = self._cut(leaves)
+            state = state_terms(self.rule, x, decay)
+            values = (state.A, state.b, *output_terms(self.rule, x, decay, self.scale, state))
+        self._state = StateTerms(None if state.A is None else state.A.detach(), state.b.detach())
+        self._out = (values[2].detach(), values[3].detach())
 
-        def back(cotangent: Terms) -> Inputs:
+        def back(*cotangent: Tensor | None) -> Inputs:
             pairs = [(t, d) for t, d in zip(values, cotangent) if t is not None]
             present = [x for x in leaves if x is not None]
             with recording():
@@ -113,7 +133,7 @@ class ChunkedRecurrence:
 
     def _scan(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state entering each chunk ``[B, chunks, H, K, V]``, and leaving each piece."""
-        t, c, kind = self.terms, self.chunks, self.rule.transition
+        t, c, kind = self.state, self.chunks, self.rule.transition
         start = self._states(S0, t.b)
         entering, leaves, S = [], [], start[:, 0]
         for i in range(c.count):
@@ -129,9 +149,9 @@ class ChunkedRecurrence:
 
     def _scan_back(self, do: Tensor, dS_end: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradient of the state leaving each chunk, and of the state entering each piece."""
-        t, c, kind = self.terms, self.chunks, self.rule.transition
-        A = transpose(kind, t.A)
-        own = t.Q.mT @ do
+        c, kind = self.chunks, self.rule.transition
+        A = transpose(kind, self.state.A)
+        own = self.out[0].mT @ do
         end = self._states(dS_end, own)
         leaving: list[Tensor] = []
         G = end[:, -1]
@@ -151,7 +171,7 @@ class ChunkedRecurrence:
 
     def _through(self) -> Tensor | None:
         """The product of each piece's transitions."""
-        t, c, kind = self.terms, self.chunks, self.rule.transition
+        t, c, kind = self.state, self.chunks, self.rule.transition
         if t.A is None:
             return None
         unit = torch.ones(()).to(t.A) if kind != "dense" else torch.eye(t.A.shape[-1]).to(t.A)

@@ -39,6 +39,10 @@ class Local(Protocol):
         """The transition of each piece (None for the identity, or unless `through`) and the state leaving it."""
         ...
 
+    def prepare(self) -> None:
+        """Work of the output that needs no entering state, for while an exchange is under way."""
+        ...
+
     def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         """o ``[B, T, H, V]`` in v's dtype, and the state leaving each piece, given the states that enter."""
         ...

@@ -24,39 +24,43 @@ from .local import Inputs
 BLOCK = 16
 
 
-class Terms(NamedTuple):
-    """The affine system of each chunk: A by the rule's transition shape (None: identity), b, Q and p."""
+class StateTerms(NamedTuple):
+    """``S' = A S + b`` of each chunk, and what the output reuses: the low-rank writes ``w S + u`` of dense rules."""
 
     A: Tensor | None
     b: Tensor
-    Q: Tensor
-    p: Tensor
+    w: Tensor | None = None
+    u: Tensor | None = None
 
 
-def terms(rule: Rule, x: Inputs, scale: float) -> Terms:
-    """The affine systems of all chunks of `x`, whose tensors are ``[..., C, D]`` (g and beta ``[..., C]``)."""
-    decay = Decay(rule, x)
-    q = x.q * scale
+def state_terms(rule: Rule, x: Inputs, decay: Decay) -> StateTerms:
+    """The maps of all chunks of `x`, whose tensors are ``[..., C, D]`` (g and beta ``[..., C]``)."""
     if rule.write == "additive":
-        b = decay.to_end(x.k).mT @ x.v
-        return Terms(decay.total(), b, decay.from_start(q), decay.scores(q, x.k) @ x.v)
+        return StateTerms(decay.total(), decay.to_end(x.k).mT @ x.v)
     if rule.write == "delta":
         beta = x.beta[..., None]
         system = decay.scores(beta * x.k, x.k, strict=True)
         rhs = torch.cat([decay.from_start(beta * x.k), beta * x.v], -1)
         w, u = _solve_unit_lower(system, rhs).split([x.k.shape[-1], x.v.shape[-1]], -1)
-        end, attn = decay.to_end(x.k).mT, decay.scores(q, x.k)
-        return Terms(decay.dense(-(end @ w)), end @ u, decay.from_start(q) - attn @ w, attn @ u)
+        end = decay.to_end(x.k).mT
+        return StateTerms(decay.dense(-(end @ w)), end @ u, w, u)
     system = -decay.scores(x.a, x.b, strict=True, before=True)
     rhs = torch.cat([decay.from_start(x.a, before=True), decay.scores(x.a, x.k, strict=True, before=True) @ x.v], -1)
     w, u = _solve_unit_lower(system, rhs).split([x.k.shape[-1], x.v.shape[-1]], -1)
-    end, attn = decay.to_end(x.b).mT, decay.scores(q, x.b)
-    return Terms(
-        decay.dense(end @ w),
-        end @ u + decay.to_end(x.k).mT @ x.v,
-        decay.from_start(q) + attn @ w,
-        attn @ u + decay.scores(q, x.k) @ x.v,
-    )
+    end = decay.to_end(x.b).mT
+    return StateTerms(decay.dense(end @ w), end @ u + decay.to_end(x.k).mT @ x.v, w, u)
+
+
+def output_terms(rule: Rule, x: Inputs, decay: Decay, scale: float, state: StateTerms) -> tuple[Tensor, Tensor]:
+    """Q and p of ``o = Q S + p`` of all chunks."""
+    q = x.q * scale
+    Q, attn = decay.from_start(q), decay.scores(q, x.k)
+    if rule.write == "additive":
+        return Q, attn @ x.v
+    if rule.write == "delta":
+        return Q - attn @ state.w, attn @ state.u
+    low_rank = decay.scores(q, x.b)
+    return Q + low_rank @ state.w, low_rank @ state.u + attn @ x.v
 
 
 def _solve_unit_lower(system: Tensor, rhs: Tensor) -> Tensor:

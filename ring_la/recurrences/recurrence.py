@@ -100,7 +100,8 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
         own.bind(*args, **keywords)  # a TypeError for missing and unknown arguments, before anything is sent
         if options.backend == "reference":
             return _reference(describe.__name__, args, keywords, options)
-        return _run(describe.__name__, functools.partial(describe, *args, **keywords), options)
+        run = _run_outside_graphs if options.layout is not None and torch.compiler.is_compiling() else _run
+        return run(describe.__name__, functools.partial(describe, *args, **keywords), options)
 
     function.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput
@@ -134,6 +135,9 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options) -> Lin
         keywords = {k: v for k, v in vars(options).items() if k not in ("scale", "use_qk_l2norm")}
         out = linear.run(r.rule, inputs, scale=float(scale), **keywords)
     return out._replace(o=r.readout(out.o))
+
+
+_run_outside_graphs = torch._disable_dynamo(_run)  # a compiled caller breaks its graph here, at the exchange
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:

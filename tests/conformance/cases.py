@@ -89,7 +89,7 @@ STATIC = {"lightning_attention": ("g",), "mamba2": ("A", "D", "dt_bias")}
 
 def error(got: Tensor, want: Tensor) -> float:
     """Relative error ‖got − want‖ / ‖want‖ (absolute where want is all zero); NaN counts as infinite."""
-    got, want = got.detach().double(), want.detach().double()
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
     if got.shape != want.shape or not bool(torch.isfinite(got).all()):
         return float("inf")
     norm = want.norm()

@@ -42,33 +42,32 @@ def check_sharded(rank: int, P: int, name: str, documents: str, kind: str, scans
     """Run on this rank's tokens with every strategy of `scans`; returns the worst error of each tensor, by scan."""
     inputs, state, do, dfinal, want, grads = truth(name, documents, dtype)
     T, cu = DOCUMENTS[documents]
+    static = STATIC.get(name, ())
+    tensors = {n: x.detach() for n, x in inputs.items() if isinstance(x, torch.Tensor)}
+    flags = {n: x for n, x in inputs.items() if n not in tensors}
     worst = {}
     for scan in scans:
         cp = ring_la.ContextParallel(group(P), scan=scan)
         layout = cp.layout(T, kind, cu_seqlens=cu)
-        static = STATIC.get(name, ())
-        local = {
-            n: (layout.shard(x.detach()) if n not in static else x.detach().clone()).requires_grad_()
-            if isinstance(x, torch.Tensor)
-            else x
-            for n, x in inputs.items()
+        local = {n: x if n in static else layout.shard(x) for n, x in tensors.items()} | {
+            "initial_state": state.detach()
         }
-        S0 = state.detach().clone().requires_grad_()
-        out = getattr(ring_la, name)(**local, initial_state=S0, output_final_state=True, layout=layout)
+        local = {n: x.to(cp.device, copy=True).requires_grad_() for n, x in local.items()}
+        out = getattr(ring_la, name)(**local, **flags, output_final_state=True, layout=layout)
         # the loss is the sum over ranks: each takes a P-th of what flows into the replicated final state
-        loss = (out.o * layout.shard(do)).sum() + (out.final_state * dfinal.to(out.final_state.dtype)).sum() / P
-        leaves = {n: x for n, x in local.items() if isinstance(x, torch.Tensor)} | {"initial_state": S0}
-        got = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+        loss = (out.o * layout.shard(do).to(cp.device)).sum()
+        loss = loss + (out.final_state * dfinal.to(out.final_state)).sum() / P
+        got = dict(zip(local, torch.autograd.grad(loss, list(local.values()))))
         errors = {
             "o": error(out.o, layout.shard(want.o)) if layout.local_length else 0.0,
             "final_state": error(out.final_state, want.final_state),
         }
         for n, d in got.items():
+            assert d.dtype == local[n].dtype
             if n in static:
                 d = cp.comm.all_reduce(d).wait()
             expected = grads[n] if n in static or n == "initial_state" else layout.shard(grads[n])
             errors[f"d{n}"] = error(d, expected) if expected.numel() else 0.0
-            assert d.dtype == leaves[n].dtype
         worst[scan] = errors
     return worst
 
