@@ -16,6 +16,7 @@ from .errors import (
     SecondDerivativeError,
     UnsupportedError,
 )
+from .grouped_gemm import grouped_gemm
 from .outputs import AttentionOutput, LinearAttentionOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import (
     delta_rule,
@@ -31,6 +32,7 @@ from .recurrences import (
     rwkv7,
     simple_gla,
 )
+from .softmax import attention
 
 __version__ = "0.1.0"
 
@@ -47,10 +49,12 @@ __all__ = [
     "ShortConvOutput",
     "TokenShiftOutput",
     "UnsupportedError",
+    "attention",
     "delta_rule",
     "dplr_delta_rule",
     "gated_delta_rule",
     "gla",
+    "grouped_gemm",
     "hgrn2",
     "kda",
     "lightning_attention",

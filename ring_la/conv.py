@@ -208,7 +208,7 @@ def _leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout)
 
 
 def _before(layout: ShardedLayout, rank: int, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` rows before each of a rank's pieces: tokens of the sequence, or rows of the initial states; else −1."""
+    """The `width` rows before each piece of a rank: tokens of the sequence, or rows of the initial states (else −1)."""
     tokens, rows = [], []
     for s in layout.local_segments(rank):
         for p in layout.pieces_of(s):

@@ -24,7 +24,7 @@ def test_fp32(ranks, name):
 
 
 def low_precision_loop(name: str, x: dict[str, Tensor], scale: float) -> Tensor:
-    """o ``[B, T, H, V]`` in bf16 from bf16 tokens: one token at a time, states in fp32, other products in bf16's range."""
+    """o ``[B, T, H, V]`` in bf16 from bf16 tokens, one token at a time, with states in fp32."""
     x = {n: t.float() if isinstance(t, Tensor) else t for n, t in x.items()}
     if name == "mamba2":
         dt = torch.nn.functional.softplus(x["dt"] + x["dt_bias"])

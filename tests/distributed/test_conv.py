@@ -1,4 +1,4 @@
-"""short_conv and token_shift on split sequences against the token loop, also where a shard is shorter than the kernel."""
+"""short_conv and token_shift on split sequences against the token loop, also in shards shorter than the kernel."""
 
 from __future__ import annotations
 
