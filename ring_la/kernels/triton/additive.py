@@ -1,7 +1,7 @@
 """Additive writes under a scalar decay or none: S_t = e^{g_t} S_{t−1} + k_t v_tᵀ, o_t = scale · S_tᵀ q_t.
 
 The output and all three gradients are one operation, here `attend`, with the roles exchanged (x reads, y writes, z is
-what is written; G the running log-decay of a chunk, S the state between chunks):
+what is written; F holds the factors of the running log-decay of a chunk, S the state between chunks):
 
     forward   out_i = c_r e^{G_i} Sᵀx_i + c Σ_{j≤i} e^{G_i−G_j} (x_i·y_j) z_j     o: (q, k, v)    dq: (do, v, k)
     reverse   out_i = e^{G_C−G_i} Sᵀx_i + c Σ_{j≥i} e^{G_j−G_i} (x_i·y_j) z_j     dv: (k, q, do)  dk: (v, do, q)
@@ -21,7 +21,7 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 @triton.jit(do_not_specialize=SIZES)
 def summarise_kernel(
-    Y, Z, G, b_, log_a, table, T, NS, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DY: tl.constexpr,
+    Y, Z, F, b_, log_a, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DY: tl.constexpr,
     DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     REVERSE: tl.constexpr, ALL: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def summarise_kernel(
     s = tl.program_id(0) // NZ
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    start, end, _, _, first, last = span(table, s, T, LENGTH, C, VARLEN)
+    start, end, _, chunk, first, last = span(table, s, T, LENGTH, C, VARLEN)
     if end <= start:
         return
     if not ALL and (first if REVERSE else last):
@@ -41,32 +41,36 @@ def summarise_kernel(
     t = tl.arange(0, C)
     y_ = head(Y, b, start, h, T, HY, H, DY)
     z_ = head(Z, b, start, h, T, HZ, H, DZ)
-    g_ = head(G, b, start, h, T, H, H, 1)
-    S = tl.zeros([BY, BZ], tl.float32)
+    f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
+    S = tl.zeros([BZ, BY], tl.float32)
     total = 0.0
-    n = (end - start + C - 1) // C
-    for i in range(n):
-        c = ((n - 1 - i) if REVERSE else i) * C
-        r = c + t
-        left = end - start
+    left = end - start
+    n = (left + C - 1) // C
+    for j in range(n):
+        i = n - 1 - j if REVERSE else j
+        c = i * C
         y = tile(y_ + c * (HY * DY), t, left - c, d, HY * DY, DY)
         z = tile(z_ + c * (HZ * DZ), t, left - c, e, HZ * DZ, DZ)
+        zw = tl.trans(z)
         if GATED:
-            G_ = tl.load(g_ + tl.minimum(r, left - 1) * H)
-            GC = tl.load(g_ + (tl.minimum(c + C, left) - 1) * H)
-            z = (z.to(tl.float32) * tl.exp(G_ if REVERSE else GC - G_)[:, None]).to(z.dtype)
-            S *= tl.exp(GC)
-            total += GC
-        S = tl.dot(tl.trans(y), z, S, input_precision=PREC)
+            f = f_ + i * (H * 4 * C)
+            keep = tl.load(f + (C if REVERSE else 2 * C) + t)
+            gc = tl.load(f + C - 1)
+            zw = (zw.to(tl.float32) * keep[None, :]).to(z.dtype)
+            S *= tl.exp2(gc)
+            total += gc
+        S = tl.dot(zw, y, S, input_precision=PREC)
+    if REVERSE and not GATED:
+        S *= scale
     row = (b.to(tl.int64) * NS + s) * H + h
-    put(b_ + row * (DY * DZ), S * scale, d, DY, e, DZ, DZ)
+    tl.store(b_ + row * (DY * DZ) + d[None, :] * DZ + e[:, None], S, (d < DY)[None, :] & (e < DZ)[:, None])
     if GATED and iz == 0:
         tl.store(log_a + row, total)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def attend_kernel(
-    X, Y, Z, G, entering, O, leaving, W, DOT, ADJ, EDGE, table, T, NS, N, LENGTH, scale, H: tl.constexpr, HX: tl.constexpr,
+    X, Y, Z, F, entering, O, leaving, W, DOT, ADJ, EDGE, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr, HX: tl.constexpr,
     HY: tl.constexpr, HZ: tl.constexpr, HW: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr, BX: tl.constexpr,
     BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, DOTS: tl.constexpr, EDGES: tl.constexpr,
@@ -74,15 +78,17 @@ def attend_kernel(
 ):  # fmt: skip
     """The operation above for one segment and BZ columns of z.
 
-    TRANSPOSED: states lie in memory as [DZ, DX]. LEAVE stores the scan's last state. DOTS: DOT = Σ out·W by token.
-    EDGES: EDGE = <state after the segment, ADJ>.
+    The state is held as Sᵀ [BZ, BX]: as the left operand of a product it never leaves the registers. TRANSPOSED: states
+    lie in memory as [DZ, DX]. LEAVE stores the scan's last state. DOTS: DOT = out·W by token without the token's own
+    term (j = i), which no decay touches: in q·dq − k·dk it would only leave its rounding. EDGES: EDGE = <state after
+    the segment, ADJ>.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
     s = tl.program_id(0) // NZ
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    start, end, piece, _, first, last = span(table, s, T, LENGTH, C, VARLEN)
+    start, end, piece, chunk, first, last = span(table, s, T, LENGTH, C, VARLEN)
     if end <= start:
         return
     d = tl.arange(0, BX)
@@ -92,47 +98,51 @@ def attend_kernel(
     y_ = head(Y, b, start, h, T, HY, H, DX)
     z_ = head(Z, b, start, h, T, HZ, H, DZ)
     o_ = head(O, b, start, h, T, H, H, DZ)
-    g_ = head(G, b, start, h, T, H, H, 1)
+    w_ = head(W, b, start, h, T, HW, H, DZ)
+    f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
     row = (b.to(tl.int64) * NS + s) * H + h
-    inside = (d < DX)[:, None] & (e < DZ)[None, :]
-    at = d[:, None] + e[None, :] * DX if TRANSPOSED else d[:, None] * DZ + e[None, :]
-    S = tl.zeros([BX, BZ], tl.float32)
+    inside = (e < DZ)[:, None] & (d < DX)[None, :]
+    at = e[:, None] * DX + d[None, :] if TRANSPOSED else d[None, :] * DZ + e[:, None]
+    S = tl.zeros([BZ, BX], tl.float32)
     if HAS_STATE:
         S = tl.load(entering + row * (DX * DZ) + at, inside, other=0.0)
     n = (end - start + C - 1) // C
     left = end - start
-    causal = t[:, None] <= t[None, :] if REVERSE else t[:, None] >= t[None, :]
-    for i in range(n):
-        c = ((n - 1 - i) if REVERSE else i) * C
+    causal = t[:, None] >= t[None, :] if REVERSE else t[:, None] <= t[None, :]  # [j, i]
+    same = t[:, None] == t[None, :]
+    for m in range(n):
+        i = n - 1 - m if REVERSE else m
+        c = i * C
         x = tile(x_ + c * (HX * DX), t, left - c, d, HX * DX, DX)
         y = tile(y_ + c * (HY * DX), t, left - c, d, HY * DX, DX)
         z = tile(z_ + c * (HZ * DZ), t, left - c, e, HZ * DZ, DZ)
-        A = tl.dot(x, tl.trans(y), input_precision=PREC)
-        o = tl.dot(x, S.to(x.dtype), input_precision=PREC)
+        A = tl.dot(y, tl.trans(x), input_precision=PREC) * scale
+        o = tl.dot(S.to(x.dtype), tl.trans(x), input_precision=PREC)
+        zw = tl.trans(z)
         if GATED:
-            G_ = tl.load(g_ + tl.minimum(c + t, left - 1) * H)
-            GC = tl.load(g_ + (tl.minimum(c + C, left) - 1) * H)
-            gap = G_[None, :] - G_[:, None] if REVERSE else G_[:, None] - G_[None, :]
-            A = tl.where(causal, A * tl.exp(tl.where(causal, gap, 0.0)), 0.0) * scale
-            o *= (tl.exp(GC - G_) if REVERSE else tl.exp(G_) * scale)[:, None]
-            w = tl.exp(G_) * scale if REVERSE else tl.exp(GC - G_)
-            S *= tl.exp(GC)
-            zw = (z.to(tl.float32) * w[:, None]).to(z.dtype)
+            f = f_ + i * (H * 4 * C)
+            g = tl.load(f + t)
+            gc = tl.load(f + C - 1)
+            gap = g[:, None] - g[None, :] if REVERSE else g[None, :] - g[:, None]
+            A *= tl.exp2(tl.where(causal, gap, float("-inf")))
+            o *= tl.load(f + (2 * C if REVERSE else C) + t)[None, :]
+            zw = (zw.to(tl.float32) * tl.load(f + (C if REVERSE else 2 * C) + t)[None, :]).to(z.dtype)
+            S *= tl.exp2(gc)
         else:
-            A = tl.where(causal, A, 0.0) * scale
-            zw = z
+            A = tl.where(causal, A, 0.0)
             if REVERSE:
-                zw = (z.to(tl.float32) * scale).to(z.dtype)
+                zw = (zw.to(tl.float32) * scale).to(z.dtype)
             else:
                 o *= scale
-        o = tl.dot(A.to(z.dtype), z, o, input_precision=PREC)
-        S = tl.dot(tl.trans(y), zw, S, input_precision=PREC)
-        put(o_ + c * (H * DZ), o, t, left - c, e, H * DZ, DZ)
+        p = A.to(z.dtype)
+        o = tl.dot(tl.trans(z), p, o, input_precision=PREC)
+        S = tl.dot(zw, y, S, input_precision=PREC)
+        put(o_ + c * (H * DZ), tl.trans(o), t, left - c, e, H * DZ, DZ)
         if DOTS:
-            w_ = head(W, b, start, h, T, HW, H, DZ)
-            w = tile(w_ + c * (HW * DZ), t, left - c, e, HW * DZ, DZ)
+            w = tl.trans(tile(w_ + c * (HW * DZ), t, left - c, e, HW * DZ, DZ)).to(tl.float32)
+            own = tl.sum(tl.where(same, p.to(tl.float32), 0.0), 0)
             dots = DOT + ((iz * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + c + t) * H + h
-            tl.store(dots, tl.sum(o * w.to(tl.float32), 1), t < left - c)
+            tl.store(dots, tl.sum((o - own[None, :] * tl.trans(z).to(tl.float32)) * w, 0), t < left - c)
     if EDGES:
         adj = tl.load(ADJ + row * (DX * DZ) + at, inside, other=0.0)
         edge = ((iz * (tl.num_programs(1) // H) + b).to(tl.int64) * NS + s) * H + h

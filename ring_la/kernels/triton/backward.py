@@ -11,19 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.intra import gates
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    q, k, do, G, beta, A, M, state, dr, states, leaving, log_a, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr,
-    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, SUMMARY: tl.constexpr, ALL: tl.constexpr,
+    q, kr, kw, do, F, G, A, M, state, dr, states, leaving, log_a, table, T, NS, NC, N, LENGTH, scale,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, SUMMARY: tl.constexpr, ALL: tl.constexpr,
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One segment, BV columns. SUMMARY: state ← what the segment adds. Otherwise `state` is read and written: dR (or
-    dV), the gradient of the state after each chunk, and that of the state entering the piece."""
+    """One segment, BV columns, everything transposed as in `forward`. SUMMARY: state ← what the segment adds. Otherwise
+    `state` is read and written: dR (or dV), the gradient of the state after each chunk [V, K], and that of the state
+    entering the piece."""
     NV: tl.constexpr = (V + BV - 1) // BV
     iv = tl.program_id(0) % NV
     s = tl.program_id(0) // NV
@@ -39,72 +39,71 @@ def backward_kernel(
     e = iv * BV + tl.arange(0, BV)
     t = tl.arange(0, C)
     row = (b.to(tl.int64) * NS + s) * H + h
-    k_ = head(k, b, start, h, T, HK, H, K)
+    kr_ = head(kr, b, start, h, T, HK, H, K)
+    kw_ = head(kw, b, start, h, T, HK, H, K)
     q_ = head(q, b, start, h, T, HK, H, K)
     do_ = head(do, b, start, h, T, H, H, V)
     dr_ = head(dr, b, start, h, T, H, H, V)
-    g_ = head(G, b, start, h, T, H, H, K if DECAY == 2 else 1)
-    be_ = head(beta, b, start, h, T, H, H, 1)
     a_ = head(A, b, start, h, T, H, H, C)
     m_ = head(M, b, start, h, T, H, H, C)
-    at = d[:, None] * V + e[None, :]
-    inside = (d < K)[:, None] & (e < V)[None, :]
-    S = tl.zeros([BK, BV], tl.float32)
+    f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
+    g_ = head(G, b, start, h, T, H, H, K)
+    at = d[None, :] * V + e[:, None]
+    inside = (e < V)[:, None] & (d < K)[None, :]
+    S = tl.zeros([BV, BK], tl.float32)
     if not SUMMARY and HAS_STATE:
         S = tl.load(state + row * (K * V) + at, inside, other=0.0)
-    causal = t[:, None] <= t[None, :]
-    total = tl.zeros([BK], tl.float32) if DECAY == 2 else 0.0
+    causal = t[:, None] >= t[None, :]
+    total = tl.zeros([BK], tl.float32)
     n = (left + C - 1) // C
     for j in range(n):
         i = n - 1 - j
         c = i * C
         y = tile(q_ + c * (HK * K), t, left - c, d, HK * K, K)
-        z = tile(do_ + c * (H * V), t, left - c, e, H * V, V)
+        z = tl.trans(tile(do_ + c * (H * V), t, left - c, e, H * V, V))
+        Sx = S.to(y.dtype)
+        f = f_ + i * (H * 4 * C)
         if not SUMMARY:
             at_chunk = ((b.to(tl.int64) * NC + chunk + i) * H + h) * (K * V)
-            tl.store(states + at_chunk + at, S.to(y.dtype), inside)
-        if DECAY == 1:
-            g = tl.load(g_ + tl.minimum(c + t, left - 1) * H)
-            gc = tl.load(g_ + (tl.minimum(c + C, left) - 1) * H)
-        if DECAY == 2:
-            g = gates(g_ + c * (H * K), t, left - c, d, H * K, K)
-            gc = tl.load(g_ + (tl.minimum(c + C, left) - 1) * (H * K) + d, d < K, other=0.0)
-            total += gc
-        if DELTA or not SUMMARY:
-            x = tile(k_ + c * (HK * K), t, left - c, d, HK * K, K)
-            xw = (x * tl.exp(gc[None, :] - g)).to(x.dtype) if DECAY == 2 else x
-            du = tl.dot(xw, S.to(x.dtype), input_precision=PREC)
-            if DECAY == 1:
-                du *= tl.exp(gc - g)[:, None]
-            if DECAY == 2:
-                p = tl.trans(tile(a_ + c * (H * C), t, left - c, t, H * C, C))
-                du += tl.dot(p, z, input_precision=PREC) * scale
-            else:
-                pf = tl.dot(x, tl.trans(y), input_precision=PREC)
-                if DECAY == 1:
-                    pf *= tl.exp(tl.where(causal, g[None, :] - g[:, None], 0.0))
-                p = (tl.where(causal, pf, 0.0) * scale).to(x.dtype)
-                du = tl.dot(p, z, du, input_precision=PREC)
-            if DELTA:
-                m = tl.trans(tile(m_ + c * (H * C), t, left - c, t, H * C, C))
-                du = tl.dot(m, du.to(x.dtype), input_precision=PREC)
-            if not SUMMARY:
-                put(dr_ + c * (H * V), du, t, left - c, e, H * V, V)
+            put(states + at_chunk, Sx, e, V, d, K, K)
         zf = z.to(tl.float32) * scale
         if DECAY == 1:
-            S *= tl.exp(gc)
-            zf *= tl.exp(g)[:, None]
+            read = tl.load(f + C + t)[None, :]
+            S *= tl.exp2(tl.load(f + C - 1))
+            zf *= read
         if DECAY == 2:
-            S *= tl.exp(gc)[:, None]
-            y = (y * tl.exp(g)).to(y.dtype)
-        S = tl.dot(tl.trans(y), zf.to(y.dtype), S, input_precision=PREC)
-        if DELTA:
-            be = tl.load(be_ + (c + t) * H, c + t < left, other=0.0).to(tl.float32)
-            dv = -du * be[:, None]
+            gc = tl.load(g_ + (tl.minimum(c + C, left) - 1) * (H * K) + d, d < K, other=0.0)
+            total += gc
+            S *= tl.exp2(gc)[None, :]
+        if DELTA or not SUMMARY:
+            x = tile(kw_ + c * (HK * K), t, left - c, d, HK * K, K)
+            du = tl.dot(Sx, tl.trans(x), input_precision=PREC)
             if DECAY == 1:
-                dv *= tl.exp(g)[:, None]
-            xd = (x * tl.exp(g)).to(x.dtype) if DECAY == 2 else x
-            S = tl.dot(tl.trans(xd), dv.to(x.dtype), S, input_precision=PREC)
+                du *= tl.load(f + 2 * C + t)[None, :]
+            if DECAY == 2:
+                p = tile(a_ + c * (H * C), t, left - c, t, H * C, C)
+                du += tl.dot(z, p, input_precision=PREC) * scale
+            else:
+                pf = tl.dot(y, tl.trans(x), input_precision=PREC) * scale
+                if DECAY == 1:
+                    g = tl.load(f + t)
+                    p = (pf * tl.exp2(tl.where(causal, g[:, None] - g[None, :], float("-inf")))).to(x.dtype)
+                else:
+                    p = tl.where(causal, pf, 0.0).to(x.dtype)
+                du = tl.dot(z, p, du, input_precision=PREC)
+            if DELTA:
+                m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
+                du = tl.dot(du.to(x.dtype), m, input_precision=PREC)
+            if not SUMMARY:
+                put(dr_ + c * (H * V), tl.trans(du), t, left - c, e, H * V, V)
+        S = tl.dot(zf.to(y.dtype), y, S, input_precision=PREC)
+        if DELTA:
+            be = tl.load(f + 3 * C + t)
+            dv = -du * be[None, :]
+            if DECAY == 1:
+                dv *= read
+            xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K) if DECAY == 2 else x
+            S = tl.dot(dv.to(x.dtype), xr, S, input_precision=PREC)
     if SUMMARY:
         tl.store(state + row * (K * V) + at, S, inside)
         if DECAY == 2 and not DELTA and iv == 0:

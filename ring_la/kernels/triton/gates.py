@@ -1,4 +1,4 @@
-"""Log-decays: their running sum inside a chunk, and the gradient that comes back through it.
+"""Log-decays: their running sum inside a chunk, in units of ln 2, and the gradient that comes back through it.
 
 With G the running sum of g over a chunk, every decay of the chunk is exp of a difference of two G, and the gradient of
 g_t is the sum of G's gradient over the tokens from t to the chunk's end.
@@ -14,7 +14,7 @@ from ring_la.kernels.triton.tiles import SIZES, span
 
 @triton.jit(do_not_specialize=SIZES)
 def cumulate_kernel(g, out, table, T, WIDTH, C: tl.constexpr, BW: tl.constexpr, VARLEN: tl.constexpr):
-    """out[t] = Σ g over the tokens of t's chunk up to t. g and out are [B, T, WIDTH]: heads, or heads × key channels."""
+    """out[t] = Σ g / ln 2 over the tokens of t's chunk up to t. g and out are [B, T, WIDTH]: heads × key channels."""
     s = tl.program_id(0)
     w = tl.program_id(1) * BW + tl.arange(0, BW)
     start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
@@ -22,7 +22,35 @@ def cumulate_kernel(g, out, table, T, WIDTH, C: tl.constexpr, BW: tl.constexpr, 
     at = (tl.program_id(2).to(tl.int64) * T + t)[:, None] * WIDTH + w[None, :]
     live = (t < end)[:, None] & (w < WIDTH)[None, :]
     x = tl.load(g + at, live, other=0.0).to(tl.float32)
-    tl.store(out + at, tl.cumsum(x, 0), live)
+    tl.store(out + at, tl.cumsum(x, 0) * 1.4426950408889634, live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def factors_kernel(
+    g, beta, out, table, T, NC, H, scale, C: tl.constexpr, BH: tl.constexpr, GATED: tl.constexpr, DELTA: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """By token, chunk by chunk [B, NC, H, 4, C]: G / ln 2, scale · e^G, e^{G_C − G} of a scalar decay, and β.
+
+    Past a chunk's end G stays what it was and β is 0, so that whole rows are read without asking where it ends.
+    """
+    s = tl.program_id(0)
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    b = tl.program_id(2).to(tl.int64)
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    t = tl.arange(0, C)
+    live = (start + t < end)[None, :] & (h < H)[:, None]
+    token = (b * T + start + t)[None, :] * H + h[:, None]
+    at = ((b * NC + s) * H + h)[:, None] * (4 * C) + t[None, :]
+    inside = (h < H)[:, None] & (t < C)[None, :]
+    if GATED:
+        x = tl.load(g + token, live, other=0.0).to(tl.float32) * 1.4426950408889634
+        G = tl.cumsum(x, 1)
+        tl.store(out + at, G, inside)
+        tl.store(out + at + C, tl.exp2(G) * scale, inside)
+        tl.store(out + at + 2 * C, tl.exp2(tl.cumsum(x, 1, reverse=True) - x), inside)
+    if DELTA:
+        tl.store(out + at + 3 * C, tl.load(beta + token, live, other=0.0).to(tl.float32), inside)
 
 
 @triton.jit(do_not_specialize=SIZES)

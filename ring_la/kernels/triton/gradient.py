@@ -9,7 +9,7 @@ read against the state, and written to it):
     dβ_t = dR_t·v_t − k_t·(dk_t read),   dv_t = β_t dR_t
     dG_t = q_t·dq_t − β_t k_t·(dk_t read) − k_t·(dk_t write);   g_t collects G's gradient to the chunk's end and <S', dS>
 
-S' the state after the chunk. Per key channel the same holds channel by channel, and the decayed sums go by `intra`'s
+S' the state after the chunk. `states` and `adjoints` hold S and dS of every chunk as [V, K]. Per key channel the same holds channel by channel, and the decayed sums go by `intra`'s
 levels. (The identities are the adjoint of the WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.intra import gates, level_decay, level_mask
+from ring_la.kernels.triton.intra import gates, level_decay, level_mask, level_mask_transposed
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 
@@ -30,9 +30,9 @@ def suffix(x):
 
 @triton.jit(do_not_specialize=SIZES)
 def gradient_kernel(
-    q, k, v, G, beta, do, u, dr, states, adjoints, dq_, dk_, dv_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
+    q, k, v, F, G, do, u, dr, states, adjoints, dq_, dk_, dv_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    LEVELS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BK key channels. dq, dk per value head; dβ and a scalar dg per block of channels, [NK, B, T, H]."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -51,37 +51,46 @@ def gradient_kernel(
     u_ = head(u, b, start, h, T, H, H, V)
     v_ = head(v, b, start, h, T, H, H, V)
     r_ = head(dr, b, start, h, T, H, H, V)
+    f = F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C)
     at_chunk = ((b.to(tl.int64) * NC + s) * H + h) * (K * V)
     part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
 
     dq = tl.zeros([C, BK], tl.float32)
-    dw = tl.zeros([C, BK], tl.float32)
     dA = tl.zeros([C, C], tl.float32)
-    dAt = tl.zeros([C, C], tl.float32)
+    if DECAY == 2:
+        dw = tl.zeros([C, BK], tl.float32)
+        dAt = tl.zeros([C, C], tl.float32)
+    else:  # transposed: its products then take dA and dE as they are
+        dw = tl.zeros([BK, C], tl.float32)
     edge = tl.zeros([BK], tl.float32)
     if DELTA:
         dread = tl.zeros([C, BK], tl.float32)
         dE = tl.zeros([C, C], tl.float32)
-        dEt = tl.zeros([C, C], tl.float32)
+        if DECAY == 2:
+            dEt = tl.zeros([C, C], tl.float32)
         dbe = tl.zeros([C], tl.float32)
-        be = tl.load(head(beta, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0).to(tl.float32)
+        be = tl.load(f + 3 * C + t)
     for m in range(0, V, BV):
         e = m + tl.arange(0, BV)
         z = tile(do_, t, n, e, H * V, V)
         ux = tile(u_, t, n, e, H * V, V)
-        S = tile(states + at_chunk, d, K, e, V, V)
-        dS = tile(adjoints + at_chunk, d, K, e, V, V)
-        dq = tl.dot(z, tl.trans(S), dq, input_precision=PREC)
-        dw = tl.dot(ux, tl.trans(dS), dw, input_precision=PREC)
+        S = tile(states + at_chunk, e, V, d, K, K)
+        dS = tile(adjoints + at_chunk, e, V, d, K, K)
+        dq = tl.dot(z, S, dq, input_precision=PREC)
+        if DECAY == 2:
+            dw = tl.dot(ux, dS, dw, input_precision=PREC)
+            dAt = tl.dot(ux, tl.trans(z), dAt, input_precision=PREC)
+        else:
+            dw = tl.dot(tl.trans(dS), tl.trans(ux), dw, input_precision=PREC)
         dA = tl.dot(z, tl.trans(ux), dA, input_precision=PREC)
-        dAt = tl.dot(ux, tl.trans(z), dAt, input_precision=PREC)
         if DECAY != 0:
-            edge += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+            edge += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         if DELTA:
             r = tile(r_, t, n, e, H * V, V)
-            dread = tl.dot(r, tl.trans(S), dread, input_precision=PREC)
+            dread = tl.dot(r, S, dread, input_precision=PREC)
             dE = tl.dot(r, tl.trans(ux), dE, input_precision=PREC)
-            dEt = tl.dot(ux, tl.trans(r), dEt, input_precision=PREC)
+            if DECAY == 2:
+                dEt = tl.dot(ux, tl.trans(r), dEt, input_precision=PREC)
             rf = r.to(tl.float32)
             if ik == 0:
                 dbe += tl.sum(rf * tile(v_, t, n, e, H * V, V).to(tl.float32), 1)
@@ -93,61 +102,57 @@ def gradient_kernel(
     yf = y.to(tl.float32)
     lower = t[:, None] >= t[None, :]
     strict = t[:, None] > t[None, :]
-    upper = t[:, None] <= t[None, :]
-    above = t[:, None] < t[None, :]
-    dAt *= scale
     dA *= scale
     dq *= scale
-    if DELTA:
-        dEt *= be[None, :]
     if DECAY == 2:
         g_ = head(G, b, start, h, T, H, H, K)
         g = gates(g_, t, n, d, H * K, K)
         gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
-        eg = tl.exp(g)
+        dAt *= scale
+        if DELTA:
+            dEt *= be[None, :]
+        eg = tl.exp2(g)
         own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
-        dw *= tl.exp(gc[None, :] - g)
-        edge = edge * tl.exp(gc) + tl.sum(yf * dw, 0)
+        dw *= tl.exp2(gc[None, :] - g)
+        edge = edge * tl.exp2(gc) + tl.sum(yf * dw, 0)
         dq = dq * eg + own * yf
         dw += own * xf
         if DELTA:
             dread *= eg
-        for i in tl.static_range(6):
-            HALF: tl.constexpr = 1 << i
-            if HALF < C:
-                w = level_decay(g, g_, t, n, d, HALF, H * K, K)
-                xw = (xf * w).to(dt)
-                yw = (yf * w).to(dt)
-                down = level_mask(t, HALF)
-                up = ((t[:, None] // (2 * HALF)) == (t[None, :] // (2 * HALF))) & ((t[:, None] // HALF) % 2 == 0)
-                up = up & ((t[None, :] // HALF) % 2 == 1)
-                dq += w * tl.dot(tl.where(down, dA, 0.0).to(dt), yw, input_precision=PREC)
-                acc = tl.dot(tl.where(up, dAt, 0.0).to(dt), xw, input_precision=PREC)
-                if DELTA:
-                    acc -= tl.dot(tl.where(up, dEt, 0.0).to(dt), yw, input_precision=PREC)
-                    dread += w * tl.dot(tl.where(down, dE, 0.0).to(dt), yw, input_precision=PREC)
-                dw += w * acc
+        for i in range(LEVELS):
+            w = level_decay(g, g_, t, n, d, i, H * K, K)
+            xw = (xf * w).to(dt)
+            yw = (yf * w).to(dt)
+            down = level_mask(t, i)
+            up = level_mask_transposed(t, i)
+            dq += w * tl.dot(tl.where(down, dA, 0.0).to(dt), yw, input_precision=PREC)
+            acc = tl.dot(tl.where(up, dAt, 0.0).to(dt), xw, input_precision=PREC)
+            if DELTA:
+                acc -= tl.dot(tl.where(up, dEt, 0.0).to(dt), yw, input_precision=PREC)
+                dread += w * tl.dot(tl.where(down, dE, 0.0).to(dt), yw, input_precision=PREC)
+            dw += w * acc
     else:
         if DECAY == 1:
-            g_ = head(G, b, start, h, T, H, H, 1)
-            g = tl.load(g_ + tl.minimum(t, n - 1) * H)
-            gc = tl.load(g_ + (n - 1) * H)
-            down = tl.exp(tl.where(lower, g[:, None] - g[None, :], 0.0))
-            up = tl.exp(tl.where(upper, g[None, :] - g[:, None], 0.0))
+            g = tl.load(f + t)
+            down = tl.exp2(tl.where(lower, g[:, None] - g[None, :], float("-inf")))
+            read = tl.load(f + C + t)
             dA *= down
-            dAt *= up
-            dq *= tl.exp(g)[:, None]
-            dw *= tl.exp(gc - g)[:, None]
-            total = tl.sum(edge, 0) * tl.exp(gc) + tl.sum(tl.sum(yf * dw, 1), 0)
+            dq *= read[:, None]
+            dw *= tl.load(f + 2 * C + t)[None, :]
+            total = tl.sum(edge, 0) * tl.exp2(tl.load(f + C - 1)) + tl.sum(tl.sum(tl.trans(yf) * dw, 1), 0)
             if DELTA:
                 dE *= down
-                dEt *= up
-                dread *= tl.exp(g)[:, None]
-        dq = tl.dot(tl.where(lower, dA, 0.0).to(dt), y, dq, input_precision=PREC)
-        dw = tl.dot(tl.where(upper, dAt, 0.0).to(dt), x, dw, input_precision=PREC)
+                dread *= read[:, None]
+        else:
+            dA = tl.where(lower, dA, 0.0)
+        p = dA.to(dt)
+        dq = tl.dot(p, y, dq, input_precision=PREC)
+        dw = tl.dot(tl.trans(x), p, dw, input_precision=PREC)
         if DELTA:
-            dread = tl.dot(tl.where(strict, dE, 0.0).to(dt), y, dread, input_precision=PREC)
-            dw = tl.dot(tl.where(above, -dEt, 0.0).to(dt), y, dw, input_precision=PREC)
+            dE = tl.where(strict, dE, 0.0)
+            dread = tl.dot(dE.to(dt), y, dread, input_precision=PREC)
+            dw = tl.dot(tl.trans(y), (-dE * be[:, None]).to(dt), dw, input_precision=PREC)
+        dw = tl.trans(dw)
 
     dG = xf * dq - yf * dw
     dk = dw

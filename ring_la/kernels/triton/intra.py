@@ -17,18 +17,25 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 
 @triton.jit
-def level_mask(t, HALF: tl.constexpr):
-    """[t, s]: t in the later and s in the earlier half of one aligned block of 2·HALF tokens."""
-    same = (t[:, None] // (2 * HALF)) == (t[None, :] // (2 * HALF))
-    return same & ((t[:, None] // HALF) % 2 == 1) & ((t[None, :] // HALF) % 2 == 0)
+def level_mask(t, i):
+    """[t, s]: t in the later and s in the earlier half of one aligned block of 2^{i+1} tokens."""
+    same = (t[:, None] >> (i + 1)) == (t[None, :] >> (i + 1))
+    return same & (((t[:, None] >> i) & 1) == 1) & (((t[None, :] >> i) & 1) == 0)
 
 
 @triton.jit
-def level_decay(G, g_, t, n, d, HALF: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr):
-    """e^{−|G − G at the border of t's block|}: the factor of either role at this level."""
-    border = tl.minimum((t // (2 * HALF)) * (2 * HALF) + HALF - 1, n - 1)
+def level_mask_transposed(t, i):
+    """The same pairs as [s, t]."""
+    same = (t[:, None] >> (i + 1)) == (t[None, :] >> (i + 1))
+    return same & (((t[:, None] >> i) & 1) == 0) & (((t[None, :] >> i) & 1) == 1)
+
+
+@triton.jit
+def level_decay(G, g_, t, n, d, i, STRIDE: tl.constexpr, D: tl.constexpr):
+    """2^{−|G − G at the border of t's block|}: the factor of either role at this level."""
+    border = tl.minimum(((t >> (i + 1)) << (i + 1)) + (1 << i) - 1, n - 1)
     ref = tl.load(g_ + border[:, None] * STRIDE + d[None, :], (d < D)[None, :], other=0.0)
-    return tl.exp(-tl.abs(G - ref))
+    return tl.exp2(-tl.abs(G - ref))
 
 
 @triton.jit
@@ -56,17 +63,17 @@ def invert(L, C: tl.constexpr, PREC: tl.constexpr):
         P3 -= column[:, :, None] * row[:, None, :]
     P = tl.reshape(tl.where(same, P3[:, :, None, :], 0.0), [C, C])
     if C >= 32:
-        X = tl.where(level_mask(t, 16), L, 0.0)
+        X = tl.where(level_mask(t, 4), L, 0.0)
         P -= tl.dot(tl.dot(P, X, input_precision=PREC), P, input_precision=PREC)
     if C >= 64:
-        X = tl.where(level_mask(t, 32), L, 0.0)
+        X = tl.where(level_mask(t, 5), L, 0.0)
         P -= tl.dot(tl.dot(P, X, input_precision=PREC), P, input_precision=PREC)
     return P
 
 
 @triton.jit(do_not_specialize=SIZES)
 def inverse_kernel(
-    k, G, beta, M, table, T, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    k, F, M, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     GATED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """M [B, T, H, C] of every chunk, for a scalar decay or none."""
@@ -85,19 +92,22 @@ def inverse_kernel(
         L = tl.dot(x, tl.trans(x), L, input_precision=PREC)
     lower = t[:, None] > t[None, :]
     if GATED:
-        g = tl.load(head(G, b, start, h, T, H, H, 1) + tl.minimum(t, n - 1) * H)
-        L *= tl.exp(tl.where(lower, g[:, None] - g[None, :], 0.0))
-    be = tl.load(head(beta, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0).to(tl.float32)
+        g = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + t)
+        L *= tl.exp2(tl.where(lower, g[:, None] - g[None, :], 0.0))
+    be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
     P = invert(tl.where(lower, L * be[:, None], 0.0), C, PREC)
     put(head(M, b, start, h, T, H, H, C), P, t, n, t, H * C, C)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
-    q, k, G, beta, A, M, table, T, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, F, G, A, M, qr_, kr_, kw_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """A_ts = Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel."""
+    """A_ts = Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
+
+    Also what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, [B, T, H, K].
+    """
     s = tl.program_id(0)
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -116,20 +126,24 @@ def products_kernel(
         x = tile(q_, t, n, d, HK * K, K)
         y = tile(k_, t, n, d, HK * K, K)
         g = gates(g_, t, n, d, H * K, K)
+        gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
+        eg = tl.exp2(g)
+        put(head(qr_, b, start, h, T, H, H, K), x * eg, t, n, d, H * K, K)
+        put(head(kw_, b, start, h, T, H, H, K), y * tl.exp2(gc[None, :] - g), t, n, d, H * K, K)
+        if DELTA:
+            put(head(kr_, b, start, h, T, H, H, K), y * eg, t, n, d, H * K, K)
         own = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
         a += tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
-        for i in tl.static_range(6):
-            HALF: tl.constexpr = 1 << i
-            if HALF < C:
-                w = level_decay(g, g_, t, n, d, HALF, H * K, K)
-                yw = (y * w).to(k.dtype.element_ty)
-                mask = level_mask(t, HALF)
-                xw = (x * w).to(k.dtype.element_ty)
-                a += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
-                if DELTA:
-                    L += tl.where(mask, tl.dot(yw, tl.trans(yw), input_precision=PREC), 0.0)
+        for i in range(LEVELS):
+            w = level_decay(g, g_, t, n, d, i, H * K, K)
+            mask = level_mask(t, i)
+            xw = (x * w).to(k.dtype.element_ty)
+            yw = (y * w).to(k.dtype.element_ty)
+            a += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
+            if DELTA:
+                L += tl.where(mask, tl.dot(yw, tl.trans(yw), input_precision=PREC), 0.0)
     put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
     if DELTA:
-        be = tl.load(head(beta, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0).to(tl.float32)
+        be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
         P = invert(L * be[:, None], C, PREC)
         put(head(M, b, start, h, T, H, H, C), P, t, n, t, H * C, C)

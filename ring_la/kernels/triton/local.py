@@ -6,6 +6,8 @@ in registers), pieces across ranks. What a segment adds and its transition are f
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -16,17 +18,21 @@ from ring_la.kernels.triton.additive import attend_kernel, summarise_kernel
 from ring_la.kernels.triton.backward import backward_kernel
 from ring_la.kernels.triton.cut import Cut
 from ring_la.kernels.triton.forward import forward_kernel
-from ring_la.kernels.triton.gates import cumulate_kernel, gate_gradient_kernel
+from ring_la.kernels.triton.gates import cumulate_kernel, factors_kernel, gate_gradient_kernel
 from ring_la.kernels.triton.gradient import gradient_kernel
 from ring_la.kernels.triton.intra import inverse_kernel, products_kernel
 from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel
 from ring_la.kernels.triton.table import (
     ATTEND,
+    BACK_SUMMARY,
+    BACKWARD,
     GRADIENT,
     GRADIENT_DIAGONAL,
     INTRA,
-    PASS,
+    KEEP,
+    OUTPUT,
     SUMMARISE,
+    SUMMARY,
     WAVES,
     Launch,
     pick,
@@ -58,6 +64,16 @@ def supports(rule: Rule, inputs: Inputs) -> bool:
     return unsupported(rule, inputs) is None
 
 
+class Intra(NamedTuple):
+    """What chunks compute before a state arrives (see `intra`); what a rule does not have is any tensor."""
+
+    A: Tensor
+    M: Tensor
+    qr: Tensor
+    kr: Tensor
+    kw: Tensor
+
+
 class TritonRecurrence:
     """One rank's tokens under one rule."""
 
@@ -83,8 +99,9 @@ class TritonRecurrence:
         self.chunk = 32 if dtype == torch.float32 else CHUNK
         self.segments = Cut.of(self.T, self._segment_length(), self.chunk, self.cu)
         self.chunks = Cut.of(self.T, self.chunk, self.chunk, self.cu) if self.decay or not self.simple else None
-        self.G = self._cumulate() if self.decay else self.inputs.q
-        self._intra: tuple[Tensor, Tensor] | None = None
+        self.F = self._factors() if self.decay == 1 or self.delta else self.inputs.v
+        self.G = self._cumulate() if self.decay == 2 else self.inputs.v
+        self._intra: Intra | None = None
         self._summary: tuple[bool, Tensor, Tensor | None] | None = None
         self._entering: tuple[Tensor | None, Tensor | None] | None = None
 
@@ -170,6 +187,10 @@ class TritonRecurrence:
         return self.cu is not None
 
     @property
+    def _NC(self) -> int:
+        return self.chunks.count if self.chunks is not None else 0
+
+    @property
     def _rows(self) -> int:
         return self.B * self.H
 
@@ -178,13 +199,26 @@ class TritonRecurrence:
 
     # -- scans over segments -------------------------------------------------------------------------------
 
+    def _factors(self) -> Tensor:
+        """By token, chunk by chunk: a scalar decay's factors and β (see `gates`)."""
+        i, cut = self.inputs, self.chunks
+        out = self._new(self.B, cut.count, self.H, 4, self.chunk)
+        block = min(16, triton.next_power_of_2(self.H))
+        factors_kernel[(cut.count, triton.cdiv(self.H, block), self.B)](
+            i.g if self.decay == 1 else i.v, i.beta if self.delta else i.v, out, cut.table, self.T, cut.count, self.H,
+            self.scale if self.simple else 1.0, C=self.chunk, BH=block, GATED=self.decay == 1, DELTA=self.delta,
+            VARLEN=self._packed, num_warps=4,
+        )  # fmt: skip
+        return out
+
     def _cumulate(self) -> Tensor:
-        g = self.inputs.g
-        w = g[0, 0].numel()
+        """Running log-decays inside each chunk, by token and key channel."""
+        g, cut = self.inputs.g, self.chunks
         out = self._new(*g.shape)
-        block = min(64, triton.next_power_of_2(w))
-        cumulate_kernel[(self.chunks.count, triton.cdiv(w, block), self.B)](
-            g, out, self.chunks.table, self.T, w, C=self.chunk, BW=block, VARLEN=self._packed, num_warps=4
+        channels = self.H * self.K
+        block = min(64, triton.next_power_of_2(channels))
+        cumulate_kernel[(cut.count, triton.cdiv(channels, block), self.B)](
+            g, out, cut.table, self.T, channels, C=self.chunk, BW=block, VARLEN=self._packed, num_warps=4
         )
         return out
 
@@ -230,11 +264,11 @@ class TritonRecurrence:
             )  # fmt: skip
             return out
         if not self._packed:
-            return transition.sum(1, keepdim=True).exp()
+            return transition.sum(1, keepdim=True).exp2()
         piece = self.segments.table[:, 2].long()
         live = (self.segments.table[:, 1] > self.segments.table[:, 0]).view(1, -1, *[1] * (transition.dim() - 2))
         out = torch.zeros(self.B, cut.pieces, *transition.shape[2:], device=self.device)
-        return out.index_add_(1, piece, torch.where(live, transition, 0.0)).exp()
+        return out.index_add_(1, piece, torch.where(live, transition, 0.0)).exp2()
 
     def _summarise(self, full: bool) -> tuple[Tensor, Tensor | None]:
         """What each segment adds, and its transition (log-decays, or dense). Not `full`: only what one call needs that
@@ -267,7 +301,7 @@ class TritonRecurrence:
         launch, cut = self._pick(SUMMARISE), self.segments
         block = min(launch.block, width(self.V))
         summarise_kernel[(triton.cdiv(self.V, block) * cut.count, self._rows)](
-            y, z, self.G, own, own if log_a is None else log_a, cut.table, self.T, cut.count, cut.length, scale,
+            y, z, self.F, own, own if log_a is None else log_a, cut.table, self.T, cut.count, self._NC, cut.length, scale,
             H=self.H, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=width(self.K), BZ=block, C=self.chunk,
             GATED=self.decay == 1, REVERSE=reverse, ALL=full, PREC=self.precision, VARLEN=self._packed,
             **launch.options,
@@ -282,9 +316,9 @@ class TritonRecurrence:
         block = min(launch.block, width(dz))
         w, dot = dots or (x, x)
         attend_kernel[(triton.cdiv(dz, block) * cut.count, self._rows)](
-            x, y, z, self.G, x if state is None else state, out, x if leaving is None else leaving, w, dot,
-            x if adjoint is None else adjoint, x if edge is None else edge, cut.table, self.T, cut.count, cut.pieces,
-            cut.length, self.scale, H=self.H, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], HW=w.shape[2], DX=dx, DZ=dz,
+            x, y, z, self.F, x if state is None else state, out, x if leaving is None else leaving, w, dot,
+            x if adjoint is None else adjoint, x if edge is None else edge, cut.table, self.T, cut.count, self._NC,
+            cut.pieces, cut.length, self.scale, H=self.H, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], HW=w.shape[2], DX=dx, DZ=dz,
             BX=width(dx), BZ=block, C=self.chunk, GATED=self.decay == 1, REVERSE=reverse, TRANSPOSED=transposed,
             HAS_STATE=state is not None, LEAVE=leaving is not None, DOTS=dots is not None, EDGES=edge is not None,
             PREC=self.precision, VARLEN=self._packed, **launch.options,
@@ -295,10 +329,10 @@ class TritonRecurrence:
         B, T, H, cut = self.B, self.T, self.H, self.segments
         dq, dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.K, self.V))
         block = self._pick(ATTEND).block
-        nk, nv = triton.cdiv(self.K, min(block, width(self.K))), triton.cdiv(self.V, min(block, width(self.V)))
+        nk = triton.cdiv(self.K, min(block, width(self.K)))
         reads = writes = edge = None
         if self.decay:
-            reads, writes = self._new(nk, B, T, H), self._new(nv, B, T, H)
+            reads, writes = self._new(nk, B, T, H), self._new(nk, B, T, H)
             edge = self._new(nk, B, cut.count, H)
             if adjoint is None:
                 edge.zero_()
@@ -306,14 +340,14 @@ class TritonRecurrence:
             do, v, k, dq, entering, transposed=True, dots=(q, reads) if self.decay else None, adjoint=adjoint,
             edge=edge if adjoint is not None else None,
         )  # fmt: skip
-        self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0, dots=(v, writes) if self.decay else None)
-        self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True)
+        self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0)
+        self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True, dots=(k, writes) if self.decay else None)
         dg = None
         if self.decay:
             dg = self._new(B, T, H)
             block = min(16, triton.next_power_of_2(H))
             gate_gradient_kernel[(cut.count, triton.cdiv(H, block), B)](
-                reads, writes, edge, dg, cut.table, T, H, cut.count, cut.length, NR=nk, NW=nv, C=self.chunk, BH=block,
+                reads, writes, edge, dg, cut.table, T, H, cut.count, cut.length, NR=nk, NW=nk, C=self.chunk, BH=block,
                 VARLEN=self._packed, num_warps=4,
             )  # fmt: skip
         return Inputs(dq, dk, dv, dg)
@@ -321,43 +355,50 @@ class TritonRecurrence:
     # -- every other rule ----------------------------------------------------------------------------------
 
     @property
-    def intra(self) -> tuple[Tensor, Tensor]:
-        """(A, M) of every chunk [B, T, H, C]; A only with a decay per key channel, M only for delta writes."""
+    def intra(self) -> Intra:
         if self._intra is None:
             i, launch = self.inputs, self._pick(INTRA)
-            shape = (self.B, self.T, self.H, self.chunk)
-            A = self._new(*shape, dtype=i.v.dtype) if self.decay == 2 else i.v
-            M = self._new(*shape, dtype=i.v.dtype) if self.delta else i.v
-            beta = i.beta if self.delta else i.v
+            shape, dtype = (self.B, self.T, self.H), i.v.dtype
+            M = self._new(*shape, self.chunk, dtype=dtype) if self.delta else i.v
             kw = dict(
                 H=self.H, HK=self.HK, K=self.K, BK=min(launch.block, width(self.K)), C=self.chunk, PREC=self.precision,
                 VARLEN=self._packed, **launch.options,
             )  # fmt: skip
             grid = (self.chunks.count, self._rows)
             if self.decay == 2:
-                products_kernel[grid](i.q, i.k, self.G, beta, A, M, self.chunks.table, self.T, DELTA=self.delta, **kw)
+                A = self._new(*shape, self.chunk, dtype=dtype)
+                qr, kw_ = (self._new(*shape, self.K, dtype=dtype) for _ in range(2))
+                kr = self._new(*shape, self.K, dtype=dtype) if self.delta else kw_
+                products_kernel[grid](
+                    i.q, i.k, self.F, self.G, A, M, qr, kr, kw_, self.chunks.table, self.T, self._NC,
+                    LEVELS=self.chunk.bit_length() - 1, DELTA=self.delta, **kw,
+                )  # fmt: skip
+                self._intra = Intra(A, M, qr, kr, kw_)
             else:
-                inverse_kernel[grid](i.k, self.G, beta, M, self.chunks.table, self.T, GATED=self.decay == 1, **kw)
-            self._intra = A, M
+                inverse_kernel[grid](
+                    i.k, self.F, M, self.chunks.table, self.T, self._NC, GATED=self.decay == 1, **kw
+                )
+                self._intra = Intra(i.v, M, i.q, i.k, i.k)
         return self._intra
 
     def _constants(self, block: int) -> dict:
         return dict(
-            H=self.H, HK=self.HK, K=self.K, V=self.V, BK=width(self.K), BV=block, C=self.chunk, DECAY=self.decay,
+            H=self.H, HK=self.H if self.decay == 2 else self.HK, K=self.K, V=self.V, BK=width(self.K), BV=block,
+            C=self.chunk, DECAY=self.decay,
             DELTA=self.delta, PREC=self.precision, VARLEN=self._packed,
         )  # fmt: skip
 
     def _forward(
         self, *, o=None, state=None, leaving=None, trans=None, keep=None, summary: bool = False, full: bool = False
     ) -> None:
-        i, cut, launch = self.inputs, self.segments, self._pick(PASS)
-        A, M = self.intra
+        i, cut, launch = self.inputs, self.segments, self._pick(SUMMARY if summary else OUTPUT if o is not None else KEEP)
+        x = self.intra
         none = i.v
         u, states = keep or (none, none)
         block = min(launch.block, width(self.V))
         columns = triton.cdiv(self.V, block) + (triton.cdiv(self.K, block) if summary and self.delta else 0)
         forward_kernel[(columns * cut.count, self._rows)](
-            i.q, i.k, i.v, self.G, i.beta if self.delta else none, A, M, none if state is None else state,
+            x.qr, x.kr, x.kw, i.v, self.F, self.G, x.A, x.M, none if state is None else state,
             none if o is None else o, u, states, none if leaving is None else leaving, none if trans is None else trans,
             none if trans is None else trans, cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length,
             self.scale, SUMMARY=summary, ALL=full, OUT=o is not None, KEEP=keep is not None,
@@ -367,12 +408,12 @@ class TritonRecurrence:
     def _backward(
         self, do, state, *, dr=None, states=None, leaving=None, log_a=None, summary: bool = False, full: bool = False
     ) -> None:
-        i, cut, launch = self.inputs, self.segments, self._pick(PASS)
-        A, M = self.intra
+        i, cut, launch = self.inputs, self.segments, self._pick(BACK_SUMMARY if summary else BACKWARD)
+        x = self.intra
         none = i.v
         block = min(launch.block, width(self.V))
         backward_kernel[(triton.cdiv(self.V, block) * cut.count, self._rows)](
-            i.q, i.k, do, self.G, i.beta if self.delta else none, A, M, none if state is None else state,
+            x.qr, x.kr, x.kw, do, self.F, self.G, x.A, x.M, none if state is None else state,
             none if dr is None else dr, none if states is None else states, none if leaving is None else leaving,
             none if log_a is None else log_a, cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length,
             self.scale, SUMMARY=summary, ALL=full, HAS_STATE=state is not None, **self._constants(block),
@@ -394,9 +435,9 @@ class TritonRecurrence:
         dv = torch.empty_like(dr) if self.delta else dr
         dbeta = self._new(nk, B, T, H) if self.delta else None
         dg = {0: None, 1: self._new(nk, B, T, H), 2: self._new(B, T, H, K)}[self.decay]
-        constants = self._constants(min(launch.block, 64, width(V))) | {"BK": block}
+        constants = self._constants(min(launch.block, 64, width(V))) | {"BK": block, "HK": self.HK, "LEVELS": self.chunk.bit_length() - 1}
         gradient_kernel[(NC * nk, self._rows)](
-            i.q, i.k, i.v, self.G, i.beta if self.delta else i.v, do, u, dr, states, adjoints, dq, dk, dv,
+            i.q, i.k, i.v, self.F, self.G, do, u, dr, states, adjoints, dq, dk, dv,
             dq if dg is None else dg, dq if dbeta is None else dbeta, self.chunks.table, T, NC, self.scale,
             **constants, **launch.options,
         )  # fmt: skip

@@ -25,7 +25,7 @@ def prefix_kernel(
     b_, log_a, S0, entering, leaving, first, NS, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     DECAY: tl.constexpr, HAS_S0: tl.constexpr, REVERSE: tl.constexpr, BLK: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Transitions none (DECAY 0), scalar (1: log_a [B, NS, H]) or diagonal (2: [B, NS, H, K]), state by state."""
+    """Transitions none (DECAY 0), scalar (1: log2 A [B, NS, H]) or diagonal (2: [B, NS, H, K]), state by state."""
     e = tl.program_id(0) * BLK + tl.arange(0, BLK)
     n = tl.program_id(1)
     bh = tl.program_id(2)
@@ -44,9 +44,9 @@ def prefix_kernel(
         tl.store(entering + row * K * V + e, S, live)
         if DECAY != 0 and (HAS_S0 or i > 0):
             if DECAY == 1:
-                S = S * tl.exp(tl.load(log_a + row))
+                S = S * tl.exp2(tl.load(log_a + row))
             else:
-                S = S * tl.exp(tl.load(log_a + row * K + e // V, live, other=0.0))
+                S = S * tl.exp2(tl.load(log_a + row * K + e // V, live, other=0.0))
         S += x
     tl.store(leaving + own, S, live)
 

@@ -14,16 +14,22 @@ class Launch:
     block: int
     warps: int
     stages: int
+    registers: int = 0  # at most, a thread; 0: the compiler's choice
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
 
 
 # Widest power of two of the two head sizes -> launch. First guesses on an H200, to be replaced by measurements.
 SUMMARISE = {64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(64, 8, 2)}
-ATTEND = {64: Launch(64, 4, 3), 128: Launch(128, 8, 2), 256: Launch(64, 8, 2)}
-PASS = {64: Launch(64, 4, 3), 128: Launch(64, 4, 2), 256: Launch(32, 8, 1)}
+ATTEND = {64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1)}
+SUMMARY = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
+OUTPUT = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
+KEEP = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
+BACK_SUMMARY = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
+BACKWARD = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
 GRADIENT = {64: Launch(64, 4, 1), 128: Launch(128, 8, 1), 256: Launch(64, 8, 1)}
 GRADIENT_DIAGONAL = {64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1)}
 INTRA = {64: Launch(64, 4, 1), 128: Launch(64, 4, 1), 256: Launch(64, 4, 1)}

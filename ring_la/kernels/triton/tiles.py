@@ -22,15 +22,15 @@ def span(table, s, T, LENGTH, C: tl.constexpr, VARLEN: tl.constexpr):
         end = tl.load(row + 1)
         piece = tl.load(row + 2)
         chunk = tl.load(row + 3)
-        first = tl.load(row + 4)
-        last = tl.load(row + 5)
+        first = tl.load(row + 4) != 0
+        last = tl.load(row + 5) != 0
     else:
         start = s * LENGTH
         end = tl.minimum(start + LENGTH, T)
         piece = 0
         chunk = start // C
-        first = (start == 0).to(tl.int32)
-        last = (end == T).to(tl.int32)
+        first = start == 0
+        last = end == T
     return start, end, piece, chunk, first, last
 
 
@@ -41,16 +41,21 @@ def head(p, b, t, h, T, H: tl.constexpr, HV: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def within(rows, n, cols, D: tl.constexpr):
+    """Which of [rows, cols] lie inside n rows of D columns; columns are not asked about where the tile divides D."""
+    if (cols.shape[0] * 0 + D) % cols.shape[0] == 0:  # a constant, also under the interpreter
+        return (rows < n)[:, None]
+    else:
+        return (rows < n)[:, None] & (cols < D)[None, :]
+
+
+@triton.jit
 def tile(p, rows, n, cols, STRIDE: tl.constexpr, D: tl.constexpr):
     """[rows, cols] of a row-major matrix; zero beyond n rows and D columns."""
-    return tl.load(p + rows[:, None] * STRIDE + cols[None, :], (rows[:, None] < n) & (cols[None, :] < D), other=0.0)
+    return tl.load(p + rows[:, None] * STRIDE + cols[None, :], within(rows, n, cols, D), other=0.0)
 
 
 @triton.jit
 def put(p, x, rows, n, cols, STRIDE: tl.constexpr, D: tl.constexpr):
     """Store what `tile` loads."""
-    tl.store(
-        p + rows[:, None] * STRIDE + cols[None, :],
-        x.to(p.dtype.element_ty),
-        (rows[:, None] < n) & (cols[None, :] < D),
-    )
+    tl.store(p + rows[:, None] * STRIDE + cols[None, :], x.to(p.dtype.element_ty), within(rows, n, cols, D))

@@ -1,0 +1,104 @@
+"""Every Triton kernel on the GPU against the fp64 token loop: `python -m tests.gpu.check_triton [--jobs 12] [--out FILE]`.
+
+The interpreter cannot show what the compiler gets wrong (Triton 3.4–3.7 on Hopper miscompiles a transposed product of
+accumulators at 64 channels), so every gradient is proven here at K = 64, 128 and 256. Exits 1 if anything is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+from tests.kernels.triton_cases import RULES, Case, errors
+
+PACKED = (0, 1, 1, 130, 257, 300)
+LIMIT = {torch.bfloat16: 1.2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
+
+
+def cases(rules: list[str]) -> list[Case]:
+    out = []
+    for rule in rules:
+        for K, V in ((64, 64), (128, 128), (256, 256), (128, 64), (64, 128), (32, 32), (16, 16), (80, 48)):
+            out.append(Case(rule, 2, 300, 4, 2, K, V, torch.bfloat16))
+        for K, V in ((64, 64), (128, 128), (256, 256)):
+            out.append(Case(rule, 1, 300, 4, 4, K, V, torch.bfloat16, PACKED))
+            out.append(Case(rule, 1, 200, 2, 2, K, V, torch.float32))
+        out.append(Case(rule, 1, 300, 4, 4, 128, 128, torch.float16, states=False))
+        out.append(Case(rule, 1, 300, 4, 4, 128, 128, torch.bfloat16, decay=30.0))
+        out.append(Case(rule, 1, 300, 4, 4, 128, 128, torch.bfloat16, decay=1e-4))
+        out.append(Case(rule, 1, 1, 2, 1, 64, 64, torch.bfloat16))
+        out.append(Case(rule, 1, 2000, 2, 2, 128, 128, torch.bfloat16, states=False))
+    return out
+
+
+def work(part: int, parts: int, rules: list[str]) -> None:
+    """Check every `parts`-th case; one line of JSON each, so that a crash loses only what follows it."""
+    from ring_la.kernels.triton import local
+
+    local.LEAST = 1
+    for i, case in enumerate(cases(rules)):
+        if i % parts != part:
+            continue
+        row = {"case": {k: str(v) for k, v in case.__dict__.items()}}
+        start = time.time()
+        try:
+            torch.manual_seed(i)
+            row["errors"] = errors(case, local.TritonRecurrence, "cuda")
+            row["ok"] = all(e < LIMIT[case.dtype] for e in row["errors"].values())
+        except Exception as e:  # a table of all failures is the point of this script
+            row |= {"ok": False, "errors": {}, "failed": f"{type(e).__name__}: {str(e)[-400:]}"}
+        row["seconds"] = round(time.time() - start, 1)
+        print(json.dumps(row), flush=True)
+
+
+def show(row: dict) -> str:
+    c = row["case"]
+    name = f"{c['rule']:17s} B{c['B']} T{c['T']} H{c['H']}/{c['Hk']} {c['K']}x{c['V']} {c['dtype'][6:]} cu={c['cu']} g={c['decay']}"
+    errs = " ".join(f"{k}:{v:.1e}" for k, v in row["errors"].items())
+    return f"{'ok ' if row['ok'] else 'BAD'} {name} {errs} {row.get('failed', '')} {row['seconds']}s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--out")
+    parser.add_argument("--part", type=int)
+    args = parser.parse_args()
+    rules = args.rules.split(",")
+    if args.part is not None:
+        work(args.part, args.jobs, rules)
+        return
+    command = [sys.executable, "-m", "tests.gpu.check_triton", "--jobs", str(args.jobs), "--rules", args.rules]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen([*command, "--part", str(i)], stdout=subprocess.PIPE, env=env) for i in range(args.jobs)
+    ]
+    rows = []
+    for p in running:
+        rows += [json.loads(line) for line in p.communicate()[0].decode().splitlines() if line.startswith("{")]
+    rows.sort(key=lambda r: (r["ok"], str(r["case"])), reverse=True)
+    for row in rows:
+        if not row["ok"]:
+            print(show(row))
+    worst: dict = {}
+    for row in rows:
+        key = (row["case"]["rule"], row["case"]["dtype"][6:])
+        for name, e in row["errors"].items():
+            worst.setdefault(key, {})[name] = max(e, worst.get(key, {}).get(name, 0.0))
+    for key, errs in sorted(worst.items()):
+        print(*key, " ".join(f"{n}:{e:.1e}" for n, e in errs.items()))
+    print(f"{sum(r['ok'] for r in rows)} of {len(rows)} right")
+    if args.out:
+        json.dump(rows, open(args.out, "w"), indent=1)
+    sys.exit(not all(r["ok"] for r in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The Triton kernels under Triton's interpreter, against the fp64 token loop: every rule, small shapes.
+
+Run with TRITON_INTERPRET=1; the GPU's own check is tests/gpu/check_triton.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.kernels.triton_cases import RULES, Case, errors
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from ring_la.kernels.triton import local
+
+SHAPES = {
+    "one segment": dict(T=30, states=False),
+    "one token": dict(T=1),
+    "segments": dict(T=100, B=2, K=32),
+    "packed": dict(T=100, cu=(0, 1, 1, 75, 100)),
+    "odd heads, strong decay": dict(T=64, K=24, V=40, decay=30.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    monkeypatch.setattr(local, "LEAST", 1)
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_against_token_loop(rule: str, shape: str) -> None:
+    worst = errors(Case(rule, **SHAPES[shape]), local.TritonRecurrence)
+    assert all(e < 1e-4 for e in worst.values()), worst
+
+
+def test_non_contiguous_inputs() -> None:
+    case = Case("additive_scalar", T=40)
+
+    class Strided(local.TritonRecurrence):
+        def __init__(self, rule, inputs, cu, scale):
+            spread = (None if x is None else x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs)
+            super().__init__(rule, type(inputs)(*spread), cu, scale)
+
+    assert max(errors(case, Strided).values()) < 1e-4
