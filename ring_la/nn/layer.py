@@ -131,9 +131,10 @@ class Layer(nn.Module):
     def _check(self, x: Tensor, state: Any, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> None:
         name = type(self).__name__
         if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in FLOATS:
-            raise ArgumentError("x", f"a float tensor [B, T, {self.dim}] for {name}", describe_tensor(x))
+            got = f"{x.dtype} of {x.dim()} dimensions" if isinstance(x, Tensor) else describe_tensor(x)
+            raise ArgumentError("x", f"a float tensor [B, T, {self.dim}] for {name}", got)
         if x.shape[2] != self.dim:
-            raise ArgumentError("x", f"{self.dim} channels last, the dim of this {name}", list(x.shape))
+            raise ArgumentError("x", f"{self.dim} channels last, the dim of this {name}", x.shape[2])
         if self.needs_runs or not isinstance(layout, ShardedLayout) or layout.has_runs:
             check_split(x.shape[1], x.shape[0], layout, cu_seqlens, x.device)
         elif x.shape[1] != layout.local_length:

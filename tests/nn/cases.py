@@ -1,0 +1,36 @@
+"""Small layers of every kind, with nothing left at zero."""
+
+from __future__ import annotations
+
+import torch
+
+from ring_la.nn import LAYERS, KVCache, Layer
+
+DIM = 16
+OPTIONS = {
+    "attention": {"num_kv_heads": 2, "qk_norm": True, "gated": True},
+    "deltanet": {"negative_eigenvalues": True},
+    "gdn": {"num_value_heads": 8, "value_dim": 3},
+    "hgrn2": {"lower_bound": 0.2},
+    "mamba2": {"state_dim": 4, "groups": 2},
+    "lightning": {"layer_idx": 1, "num_layers": 3},
+    "rwkv7": {"layer_idx": 1, "num_layers": 3},
+}
+NAMES = tuple(LAYERS)
+
+
+def make(name: str, dtype: torch.dtype = torch.float64, **options) -> Layer:
+    """A layer whose parameters all matter: some are initialised to zero, where a wrong gradient would hide."""
+    torch.manual_seed(0)
+    layer = LAYERS[name](DIM, 4, **{**OPTIONS.get(name, {}), **options}).to(dtype)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return layer
+
+
+def parts(state) -> list[torch.Tensor]:
+    """The float tensors of a layer's state."""
+    if isinstance(state, KVCache):
+        return [state.k, state.v]
+    return [t for t in state if t is not None and t.is_floating_point()]

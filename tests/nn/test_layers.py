@@ -1,0 +1,203 @@
+"""Layers on one device: documents kept apart, token by token, bad arguments, and the published layers as oracles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_la import ArgumentError, UnsupportedError
+from ring_la.nn import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2
+from tests.nn.cases import DIM, NAMES, OPTIONS, make, parts
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_token_by_token_is_the_whole(name):
+    layer, x = make(name), random(2, 11, DIM)
+    whole = layer(x, output_state=True)
+    out, outputs = layer(x[:, :4], output_state=True), []
+    for t in range(4, 11):
+        out = layer(x[:, t : t + 1], state=out.state, output_state=True)
+        outputs.append(out.o)
+    close(torch.cat(outputs, 1), whole.o[:, 4:])
+    for a, b in zip(parts(out.state), parts(whole.state), strict=True):
+        close(a, b)
+    assert layer(x).state is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_documents_are_kept_apart_and_decoded_as_rows(name):
+    layer, x, more = make(name), random(1, 13, DIM), random(3, 2, DIM)
+    cu = torch.tensor([0, 4, 5, 13])
+    packed = layer(x, cu_seqlens=cu, output_state=True)
+    after = layer(more, state=packed.state)
+    for n in range(3):
+        alone = torch.cat([x[:, cu[n] : cu[n + 1]], more[n : n + 1]], 1)
+        o = layer(alone).o
+        close(packed.o[:, cu[n] : cu[n + 1]], o[:, :-2])
+        close(after.o[n : n + 1], o[:, -2:])
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "attention"])
+def test_recurrent_mode_is_chunk_mode(name):
+    x = random(2, 9, DIM)
+    close(make(name, mode="recurrent")(x).o, make(name, mode="chunk")(x).o)
+
+
+def test_a_window_holds_while_decoding():
+    layer, x = make("attention", window=3), random(2, 12, DIM)
+    whole, out = layer(x).o, layer(x[:, :5], output_state=True)
+    for t in range(5, 12):
+        out = layer(x[:, t : t + 1], state=out.state, output_state=True)
+        close(out.o[:, 0], whole[:, t])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_low_precision_runs(name):
+    layer, x = make(name, torch.float32), random(1, 70, DIM).float()
+    exact = layer(x).o
+    with torch.autocast("cpu", torch.bfloat16):
+        o = layer(x).o
+    assert (o - exact).norm() < 0.05 * exact.norm()
+    o = layer.to(torch.bfloat16)(x.bfloat16()).o
+    assert o.dtype == torch.bfloat16
+    assert (o - exact).norm() < 0.08 * exact.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_input_is_named_at_the_layer(name):
+    layer, x = make(name), random(2, 5, DIM)
+    for bad in (x[..., :-1], x[0], x.long(), None):
+        with pytest.raises(ArgumentError, match="x: expected"):
+            layer(bad)
+    with pytest.raises(ArgumentError, match="cu_seqlens: expected to end at"):
+        layer(x[:1], cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ArgumentError, match="cu_seqlens: expected None for a batch"):
+        layer(x, cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ArgumentError, match="state: expected a"):
+        layer(x, state=x)
+    with pytest.raises(ArgumentError, match="layout: expected a layout made by"):
+        layer(x, layout="zigzag")
+    with pytest.raises(TypeError):
+        layer(x, lay_out=None)
+
+
+def test_a_packed_continuation_of_a_cache_is_refused():
+    layer, x = make("attention"), random(1, 6, DIM)
+    state = layer(x, output_state=True).state
+    with pytest.raises(UnsupportedError, match="as a batch row"):
+        layer(x, state=state, cu_seqlens=torch.tensor([0, 6]))
+
+
+# -- the published layers, weights copied ------------------------------------------------------------------
+
+
+def copy(to: torch.nn.Module, source: torch.nn.Module, names: dict[str, list[str] | str]) -> None:
+    """Load `to`'s parameters from `source`'s, concatenated where several become one."""
+    theirs = dict(source.named_parameters())
+    for name, parameter in to.named_parameters():
+        given = names[name]
+        joined = torch.cat([theirs.pop(n) for n in ([given] if isinstance(given, str) else given)])
+        parameter.data = joined.detach().reshape(parameter.shape).to(parameter.dtype)
+    assert not theirs, f"not copied: {list(theirs)}"
+
+
+def test_gated_delta_net_is_qwen3_5s():
+    qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    config = qwen.Qwen3_5TextConfig(
+        hidden_size=DIM,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+    )
+    torch.manual_seed(0)
+    theirs = qwen.Qwen3_5GatedDeltaNet(config, 0)
+    ours = GatedDeltaNet(DIM, 2, head_dim=8, num_value_heads=4, value_dim=6)
+    names = {
+        "A_log": "A_log",
+        "dt_bias": "dt_bias",
+        "qkv_proj.weight": "in_proj_qkv.weight",
+        "conv.weight": "conv1d.weight",
+        "beta_proj.weight": "in_proj_b.weight",
+        "decay_proj.weight": "in_proj_a.weight",
+        "gate_proj.weight": "in_proj_z.weight",
+        "norm.weight": "norm.weight",
+        "out_proj.weight": "out_proj.weight",
+    }
+    copy(ours, theirs, names)
+    x = random(2, 70, DIM).float()
+    close(ours(x).o, theirs(x), 2e-5)
+
+
+def test_kimi_delta_attention_is_kimi_linears():
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    config = kimi.KimiLinearConfig(
+        hidden_size=DIM, linear_head_dim=8, linear_num_heads=2, num_hidden_layers=1, layer_types=["linear_attention"]
+    )
+    torch.manual_seed(0)
+    theirs = kimi.KimiLinearDeltaAttention(config, 0)
+    torch.nn.init.uniform_(theirs.forget_gate.A_log, 0, 2)
+    torch.nn.init.uniform_(theirs.forget_gate.dt_bias, -4, -2)
+    ours = KimiDeltaAttention(DIM, 2, head_dim=8)
+    names = {
+        "A_log": "forget_gate.A_log",
+        "dt_bias": "forget_gate.dt_bias",
+        "qkv_proj.weight": ["q_proj.weight", "k_proj.weight", "v_proj.weight"],
+        "conv.weight": "conv1d.weight",
+        "beta_proj.weight": "b_proj.weight",
+        "decay_proj.0.weight": "forget_gate.f_a_proj.weight",
+        "decay_proj.1.weight": "forget_gate.f_b_proj.weight",
+        "gate_proj.0.weight": "g_a_proj.weight",
+        "gate_proj.1.weight": "g_b_proj.weight",
+        "norm.weight": "o_norm.weight",
+        "out_proj.weight": "o_proj.weight",
+    }
+    copy(ours, theirs, names)
+    ours.norm.eps = theirs.layer_norm_epsilon
+    x = random(2, 70, DIM).float()
+    close(ours(x).o, theirs(x), 2e-5)
+
+
+def test_lightning_attention_is_minimaxs():
+    minimax = pytest.importorskip("transformers.models.minimax.modeling_minimax")
+    config = minimax.MiniMaxConfig(
+        hidden_size=DIM, num_attention_heads=2, head_dim=8, num_hidden_layers=3, block_size=16
+    )
+    torch.manual_seed(0)
+    theirs = minimax.MiniMaxLightningAttention(config, 1)
+    ours = LightningAttention(DIM, 2, layer_idx=1, num_layers=3)
+    close(-ours.log_decay, theirs.slope_rate.flatten(), 1e-6)
+    copy(ours, theirs, {n: n.replace("gate_proj", "output_gate") for n, _ in ours.named_parameters()})
+    weight = theirs.qkv_proj.weight.detach().view(2, 3, 8, DIM)  # their heads hold q, k and v side by side
+    ours.qkv_proj.weight.data = weight.transpose(0, 1).reshape(-1, DIM).clone()
+    x = random(2, 70, DIM).float()
+    close(ours(x).o, theirs(x, None, None)[0], 2e-5)
+
+
+def test_mamba2_is_transformers():
+    theirs_of = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    config = theirs_of.Mamba2Config(
+        hidden_size=DIM, num_heads=4, head_dim=8, state_size=5, n_groups=1, expand=2, num_hidden_layers=1, chunk_size=16
+    )
+    torch.manual_seed(0)
+    theirs = theirs_of.Mamba2Mixer(config, 0)
+    ours = Mamba2(DIM, 4, state_dim=5)
+    names = {n: n.replace("conv.", "conv1d.") for n, _ in ours.named_parameters()}
+    copy(ours, theirs, names)
+    ours.norm.eps = theirs.norm.variance_epsilon
+    x = random(2, 40, DIM).float()
+    close(ours(x).o, theirs(x), 2e-5)
+
+
+def test_options_name_layers():
+    assert set(OPTIONS) <= set(NAMES)

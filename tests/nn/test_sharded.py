@@ -1,0 +1,130 @@
+"""Every layer on a split sequence is the layer on the whole one: outputs, states, and gradients summed over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ring_la import ContextParallel, RingLAError
+from tests.distributed.pool import group
+from tests.nn.cases import DIM, NAMES, make, parts
+
+TOKENS = 37
+CU = [0, 3, 3, 20, 37]
+CASES = {
+    "two ranks": (2, "zigzag", None),
+    "three ranks, packed": (3, "zigzag", CU),
+    "contiguous": (3, "contiguous", None),
+}
+
+
+def check(rank: int, name: str, kind: str, cu: list[int] | None, replay: bool = False) -> None:
+    cp = ContextParallel(group(), scan="ring")
+    layout = cp.layout(TOKENS, kind=kind, cu_seqlens=cu)
+    torch.manual_seed(1)
+    x = torch.randn(1 if cu else 2, TOKENS, DIM, dtype=torch.float64)
+    weights = torch.randn_like(x)
+    whole, split = make(name), make(name)
+    x_whole, x_split = x.clone().requires_grad_(), layout.shard(x).requires_grad_()
+    offsets = None if cu is None else torch.tensor(cu)
+
+    out = whole(x_whole, output_state=True, cu_seqlens=offsets)
+    (objective(out.o, weights) + on_state(out.state)).backward()
+    if replay:
+        o, *state = checkpoint(_tensors, split, x_split, layout, use_reentrant=False)
+    else:
+        o, *state = _tensors(split, x_split, layout)
+    part = objective(o, layout.shard(weights))
+    (part + on_state(state) / cp.size).backward()
+
+    close(o, layout.shard(out.o))
+    for a, b in zip(state, parts(out.state), strict=True):
+        close(a, b)
+    close(x_split.grad, layout.shard(x_whole.grad))
+    for (label, p), q in zip(split.named_parameters(), whole.parameters(), strict=True):
+        assert p.grad is not None, label
+        close(cp.comm.all_reduce(p.grad).wait(), q.grad, label)
+
+
+def _tensors(layer, x, layout) -> tuple[torch.Tensor, ...]:
+    out = layer(x, output_state=True, layout=layout)
+    return (out.o, *parts(out.state))
+
+
+def objective(o: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (o * weights).sum() + o.square().sum()
+
+
+def on_state(state) -> torch.Tensor:
+    tensors = parts(state) if not isinstance(state, list) else state
+    return sum((t * torch.linspace(0, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in tensors)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, label: str = "") -> None:
+    scale = max(1.0, float(b.abs().max())) if b.numel() else 1.0
+    error = float((a - b).abs().max()) if b.numel() else 0.0
+    assert a.shape == b.shape, label
+    assert error <= 1e-9 * scale, f"{label}: {error:.1e} of {scale:.1e}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", CASES)
+def test_split_is_whole(ranks, name, case):
+    size, kind, cu = CASES[case]
+    ranks.run(size, check, name, kind, cu)
+
+
+@pytest.mark.parametrize("name", ["attention", "gdn", "rwkv7"])
+def test_checkpointed_layers_exchange_again_in_backward(ranks, name):
+    ranks.run(2, check, name, "zigzag", None, True)
+
+
+def check_striped(rank: int) -> None:
+    cp = ContextParallel(group())
+    layout = cp.layout(TOKENS, kind="striped")
+    x = torch.randn(2, TOKENS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layer = make("attention")
+    close(layer(layout.shard(x), layout=layout).o, layout.shard(layer(x).o))
+    with pytest.raises(ValueError, match="Convert first"):
+        make("gdn")(layout.shard(x), layout=layout)
+
+
+def test_striped_layouts_are_for_attention(ranks):
+    ranks.run(2, check_striped)
+
+
+def check_more(rank: int, name: str) -> None:
+    """A long continuation, split over the ranks, of what was read before."""
+    cp = ContextParallel(group())
+    x = torch.randn(2, TOKENS + 14, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layer = make(name)
+    whole = layer(x, output_state=True)
+    first, second = cp.layout(14), cp.layout(TOKENS)
+    state = layer(first.shard(x[:, :14]), output_state=True, layout=first).state
+    out = layer(second.shard(x[:, 14:]), state=state, output_state=True, layout=second)
+    close(out.o, second.shard(whole.o[:, 14:]))
+    for a, b in zip(parts(out.state), parts(whole.state), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_in_two_split_parts(ranks, name):
+    ranks.run(2, check_more, name)
+
+
+def check_refusals(rank: int) -> None:
+    cp = ContextParallel(group(), timeout=20)
+    layout, other = cp.layout(TOKENS), cp.layout(TOKENS + 2)
+    layer = make("gdn")
+    x = torch.randn(2, layout.local_length, DIM, dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"x: expected {DIM} channels last"):
+        layer(x[..., 1:], layout=layout)
+    with pytest.raises(RingLAError, match="layout: expected one with"):
+        layer(x, layout=other)
+    with pytest.raises(RuntimeError, match="rank 0: refused: layout: expected one with"):  # every rank hears of it
+        layer(x[:, 1:] if rank == 0 else x, layout=cp.layout(TOKENS))
+
+
+def test_wrong_shapes_are_refused_on_every_rank(ranks):
+    ranks.run(2, check_refusals)
