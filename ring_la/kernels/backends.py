@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 
 from ..algebra import Rule
@@ -28,11 +29,16 @@ def triton_refuses(rule: Rule, inputs: Inputs) -> str:
     """Why the Triton backend cannot run this, or an empty string."""
     if not inputs.q.is_cuda:
         return "tensors are not on a CUDA device"
-    if find_spec("triton") is None:
+    if not _triton_installed():
         return "triton is not installed"
     from .triton.local import unsupported
 
     return unsupported(rule, inputs) or ""
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def make_local(

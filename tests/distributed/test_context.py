@@ -325,6 +325,10 @@ def check_striped(rank: int) -> None:
     local = {n: striped.shard(t.detach()) for n, t in x.items()}
     with pytest.raises(ring_la.UnsupportedError, match=r"layout.*convert"):
         ring_la.gla(**local, layout=striped)
+    with pytest.raises(ring_la.ArgumentError, match=r"^layout: expected one with .* tokens on this rank"):
+        ring_la.gla(**local, layout=cp.layout(44))
+    with pytest.raises(ring_la.ArgumentError, match=r"^cu_seqlens: expected None with a layout"):
+        ring_la.gla(**local, layout=zigzag, cu_seqlens=torch.tensor([0, 20]))
     moved = {n: striped.convert(t, zigzag) for n, t in local.items()}
     assert error(ring_la.gla(**moved, layout=zigzag).o, zigzag.shard(reference.gla(**x).o)) < 1e-10
 
