@@ -1,6 +1,8 @@
-"""Softmax attention of one rank's queries, forward and backward: the blocks every call is made of.
+"""Softmax attention of one rank's queries, forward and backward: the moves every call is made of.
 
-    keys every rank holds (joint tokens), then the keys of all ranks (the strategy), then sinks
+    heads for tokens (Ulysses), if at all
+    sinks, then keys every rank holds (joint tokens), then the keys of all ranks (the strategy)
+    tokens for heads again
 
 The backward pass starts from the global o and lse, so each block's gradient is exact by itself, and the sink's is
 ``−Σ exp(sink − lse) Δ``.
@@ -16,8 +18,7 @@ from torch import Tensor
 
 from .backends import exact
 from .merge import Gradients, Partial, row_sums, wide, zeros_like
-from .strategies import Job
-from .strategies.job import Strategy
+from .strategies import Heads, Job, Strategy
 from .tokens import Tokens
 
 
@@ -39,42 +40,112 @@ class Plan:
     Attributes:
         job, strategy: the keys that are split, and how they travel.
         joint_rows, joint_keys: where queries and joint keys stand to each other.
+        heads: the exchange of heads for tokens, or None.
     """
 
     job: Job
     strategy: Strategy
     joint_rows: Tokens | None = None
     joint_keys: Tokens | None = None
+    heads: Heads | None = None
 
 
-def forward(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor]:
-    """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide."""
+class Saved(NamedTuple):
+    """What the backward pass needs: the tensors as they were computed on, and the results."""
+
+    tensors: Tensors
+    o: Tensor
+    lse: Tensor
+
+
+def forward(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor, Saved]:
+    """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
+    with torch.autocast(x.q.device.type, enabled=False):
+        if plan.heads is not None:
+            x = _take_heads(plan.heads, x)
+        o, lse = _blocks(plan, x)
+        saved = Saved(x, o, lse)
+        if plan.heads is not None:
+            o, lse = _give_heads(plan.heads, o, lse)
+    return o, lse, saved
+
+
+def backward(plan: Plan, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors:
+    """The gradients, in the inputs' dtypes."""
+    x, o, lse = saved
+    if plan.heads is not None:
+        do, dlse = _take_gradients(plan.heads, saved, do, dlse)
+    wide_grads = _block_gradients(plan, x, o, lse, do, dlse)
+    grads = Tensors(*(None if t is None else g.to(t.dtype) for t, g in zip(x, wide_grads)))
+    return grads if plan.heads is None else _give_gradients(plan.heads, grads)
+
+
+def _blocks(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor]:
     job = plan.job
     out = Partial((*x.q.shape[:3], x.v.shape[3]), x.q.dtype, x.q.device)
-    with torch.autocast(x.q.device.type, enabled=False):
-        if x.joint_k is not None:
-            job.backend.forward(x.q, x.joint_k, x.joint_v, job.scores, plan.joint_rows, plan.joint_keys, out)
-        plan.strategy.forward(job, x.q, x.k, x.v, out)
-        if x.sinks is not None:
-            out.add_sink(x.sinks)
-        return out.result()
+    if x.sinks is not None:
+        out.start(x.sinks)
+    if x.joint_k is not None and x.q.numel() and x.joint_k.numel():
+        job.backend.forward(x.q, x.joint_k, x.joint_v, job.scores, plan.joint_rows, plan.joint_keys, out)
+    plan.strategy.forward(job, x.q, x.k, x.v, out)
+    return out.result()
 
 
-def backward(plan: Plan, x: Tensors, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> Tensors:
-    """The gradients, in the inputs' dtypes."""
+def _block_gradients(
+    plan: Plan, x: Tensors, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Wide gradients of all tensors."""
     job = plan.job
     if dlse is not None and not job.backend.takes_delta:
         job = replace(job, backend=exact(job.backend))
     delta = row_sums(do, o, dlse)
     do = torch.zeros_like(o) if do is None else do.to(o.dtype)
-    dq, dk, dv = (g for g in vars(plan.strategy.backward(job, do, x.q, x.k, x.v, o, lse, delta)).values())
+    split = plan.strategy.backward(job, do, x.q, x.k, x.v, o, lse, delta)
     dsinks = djoint_k = djoint_v = None
     if x.joint_k is not None:
         djoint_k, djoint_v = zeros_like(x.joint_k), zeros_like(x.joint_v)
-        joint = Gradients(dq, djoint_k, djoint_v)
-        rows, keys = plan.joint_rows, plan.joint_keys
-        job.backend.backward(do, x.q, x.joint_k, x.joint_v, o, lse, delta, job.scores, rows, keys, joint)
+        if x.q.numel() and x.joint_k.numel():
+            out, rows, keys = Gradients(split.dq, djoint_k, djoint_v), plan.joint_rows, plan.joint_keys
+            job.backend.backward(do, x.q, x.joint_k, x.joint_v, o, lse, delta, job.scores, rows, keys, out)
     if x.sinks is not None:
         dsinks = -(torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse) * delta).sum((0, 2))
-    grads = (dq, dk, dv, dsinks, djoint_k, djoint_v)
-    return Tensors(*(None if t is None else g.to(t.dtype) for t, g in zip(x, grads)))
+    return split.dq, split.dk, split.dv, dsinks, djoint_k, djoint_v
+
+
+# -- heads for tokens, and back ----------------------------------------------------------------------------
+
+
+def _take_heads(heads: Heads, x: Tensors) -> Tensors:
+    """The tensors of this rank's heads, of all tokens."""
+    split = heads.to_heads(q=("q", x.q), k=("k", x.k), v=("k", x.v)).wait()
+    sinks = None if x.sinks is None else x.sinks[heads.query_heads]
+    joint = [None if t is None else heads.repeat(t[:, :, heads.key_heads]) for t in (x.joint_k, x.joint_v)]
+    return Tensors(split["q"], heads.repeat(split["k"]), heads.repeat(split["v"]), sinks, *joint)
+
+
+def _give_heads(heads: Heads, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """All heads of this rank's tokens."""
+    posted = heads.to_tokens(o=("q", o)), heads.to_tokens(lse=("q", lse.mT.unsqueeze(-1)))
+    return posted[0].wait()["o"], posted[1].wait()["lse"].squeeze(-1).mT.contiguous()
+
+
+def _take_gradients(heads: Heads, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """do and dlse of this rank's heads. dlse travels where lse was used, which must be on every rank or on none."""
+    if do is None:
+        do = saved.o.new_zeros(heads.local_shape(saved.o))
+    posted = [heads.to_heads(do=("q", do.to(saved.o.dtype)))]
+    if dlse is not None:
+        posted.append(heads.to_heads(dlse=("q", dlse.mT.unsqueeze(-1))))
+    came = [p.wait() for p in posted]
+    return came[0]["do"], came[1]["dlse"].squeeze(-1).mT if dlse is not None else None
+
+
+def _give_gradients(heads: Heads, grads: Tensors) -> Tensors:
+    """Gradients of all heads of this rank's tokens; of shared tensors the part of this rank's heads."""
+    q, k, v, sinks, joint_k, joint_v = grads
+    posted = heads.to_tokens(q=("q", q), k=("k", heads.fold(k)), v=("k", heads.fold(v)))
+    if sinks is not None:
+        sinks = sinks.new_zeros(heads.split.heads).index_copy(0, heads.query_numbers(sinks.device), sinks)
+    if joint_k is not None:
+        joint_k, joint_v = (heads.among_all(heads.fold(g)) for g in (joint_k, joint_v))
+    return Tensors(*posted.wait().values(), sinks, joint_k, joint_v)

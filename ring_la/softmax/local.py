@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import SecondDerivativeError
 from . import core
 from .backends import Ask, choose
-from .core import Plan, Tensors
+from .core import Plan, Saved, Tensors
 from .merge import wide
 from .scores import Scores
 from .strategies import Job, Ring
@@ -50,21 +50,11 @@ def plan(
     ask = Ask(device, x.q.dtype, x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3], scores, rows.runs is not None)
     job = Job(choose(ask, backend), scores, (rows,), (keys,))
     joint_rows = joint_keys = None
-    if x.joint_k is not None:
-        joint_rows, joint_keys = joint_tokens(joint, rows, ends, x.joint_k.shape[1], tk, device)
+    if x.joint_k is not None:  # before every document's first key, or after its last
+        count, front = x.joint_k.shape[1], joint == "front"
+        joint_rows = rows if front else rows.from_ends(ends)
+        joint_keys = Tokens.joint(count, device, -count if front else 0, tk)
     return Plan(job, Ring(), joint_rows, joint_keys)
-
-
-def joint_tokens(
-    joint: str, rows: Tokens, ends: Tensor | list[int], count: int, total: int, device: torch.device
-) -> tuple[Tokens, Tokens]:
-    """Where queries and joint keys stand: before every document's first key, or after its last.
-
-    `ends` are the documents' numbers of keys and `total` the number of all keys.
-    """
-    if joint == "front":
-        return rows, Tokens.joint(count, device, -count, total)
-    return rows.from_ends(ends), Tokens.joint(count, device, 0, total)
 
 
 @torch.library.custom_op("ring_la::attention", mutates_args=())
@@ -88,7 +78,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """One device's attention: o ``[B, Tq, H, V]`` and lse ``[B, H, Tq]``."""
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
-    return core.forward(plan(x, alibi_slopes, cu, seed, scale, softcap, (left, right), dropout_p, joint, backend), x)
+    how = plan(x, alibi_slopes, cu, seed, scale, softcap, (left, right), dropout_p, joint, backend)
+    return core.forward(how, x)[:2]
 
 
 @attention.register_fake
@@ -123,7 +114,7 @@ def attention_backward(
     """Gradients of the tensors that are present, in order."""
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     how = plan(x, alibi_slopes, cu, seed, scale, softcap, (left, right), dropout_p, joint, backend)
-    grads = core.backward(how, x, o, lse, do, dlse)
+    grads = core.backward(how, Saved(x, o, lse), do, dlse)
     return [g.contiguous() for g in grads if g is not None]
 
 

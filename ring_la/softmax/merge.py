@@ -39,12 +39,26 @@ class Partial:
         into.mul_(keep).addcmul_(o.to(into.dtype), take.to(into.dtype))
         old.copy_(total)
 
-    def add_sink(self, sinks: Tensor) -> None:
-        """Add a key of logit `sinks` ``[H]`` and value zero to every row."""
+    def start(self, sinks: Tensor) -> None:
+        """Begin with a key of logit `sinks` ``[H]`` and value zero in every row."""
         self._open()
-        total = torch.logaddexp(self._lse, sinks.to(self._lse.dtype)[None, :, None])
-        self._o.mul_(torch.exp(self._lse - total).transpose(1, 2).unsqueeze(-1))
-        self._lse = total
+        self._lse.copy_(sinks[None, :, None])
+
+    def pick(self, rows: Tensor, places: Tensor, length: int) -> Partial:
+        """The state of `rows`, at `places` among `length` rows of which the others have seen nothing."""
+        out = Partial((self.shape[0], length, *self.shape[2:]), self.dtype, self.device)
+        if self._lse is not None:
+            out._open()
+            out._o.index_copy_(1, places, self._o.index_select(1, rows).to(out._o.dtype))
+            out._lse.index_copy_(2, places, self._lse.index_select(2, rows))
+        return out
+
+    def put(self, part: Partial, places: Tensor, rows: Tensor) -> None:
+        """Set `rows` to the rows of another partial result at `places`."""
+        part._open()
+        self._open()
+        self._o.index_copy_(1, rows, part._o.index_select(1, places))
+        self._lse.index_copy_(2, rows, part._lse.index_select(2, places))
 
     def _open(self) -> None:
         """Make `_o` and `_lse` accumulators that can be written to."""

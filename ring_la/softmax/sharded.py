@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from ..context import ShardedLayout
-from ..errors import UnsupportedError
 from . import core
-from .backends import Ask, choose
-from .core import Plan, Tensors
-from .local import joint_tokens
+from .backends import Ask, Backend, choose
+from .backends.canonical import Canonical
+from .core import Plan, Saved, Tensors
+from .placement import Placement
 from .scores import Scores
-from .strategies import Job, Ring
-from .tokens import tokens_of
+from .strategies import STRATEGIES, Heads, HeadSplit, Job
 
 
 @dataclass(frozen=True)
@@ -30,46 +29,79 @@ class ShardedCall:
     backend: str | None
 
     def plan(self, x: Tensors) -> Plan:
-        """Who holds what, and which kernel computes it."""
-        if self.strategy not in ("auto", "ring"):
-            raise UnsupportedError("strategy", "'auto' or 'ring'", repr(self.strategy))
-        layout, keys_layout, ranks = self.layout, self.kv_layout, range(self.layout.world_size)
-        other = None if keys_layout is layout else keys_layout
-        rows = tuple(tokens_of(layout, [r], other) for r in ranks)
-        keys = tuple(tokens_of(keys_layout, [r]) for r in ranks)
-        mixed = len({run.stride for side in (*rows, *keys) for run in side.runs or ()}) > 1
-        ask = Ask(
-            x.q.device, x.q.dtype, x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3], self.scores,
-            strided_pairs=mixed,
-        )  # fmt: skip
-        job = Job(choose(ask, self.backend), self.scores, rows, keys, layout.cp.comm)
+        """Who holds what, how it travels, and which kernel computes it."""
+        name = pick(self.strategy, x, self.layout, self.kv_layout)
+        place, scores = Placement.kept(name, self.layout, self.kv_layout), self.scores
+        heads = self._heads(place, x)
+        if heads is not None:
+            scores = scores.of_heads(heads.query_numbers(x.q.device))
         joint_rows = joint_keys = None
+        whole = {}
         if x.joint_k is not None:
-            cu = keys_layout.cu_seqlens
-            ends = [b - a for a, b in zip(cu, cu[1:])]
-            joint_rows, joint_keys = joint_tokens(
-                self.joint, rows[layout.rank], ends, x.joint_k.shape[1], keys_layout.seq_len, x.q.device
-            )
-        return Plan(job, Ring(), joint_rows, joint_keys)
+            joint_rows, joint_keys, all_rows = place.joint(self.joint, x.joint_k.shape[1])
+            whole[joint_rows] = all_rows
+        backend = self._backend(place, x)
+        gathered, order = place.all_keys if name == "all_gather" else (None, None)
+        if self.layout.cp.deterministic:
+            rows = place.rows[place.rank]
+            backend = Canonical({rows: place.whole_rows} | {r: w for r, w in whole.items() if r is not rows})
+        job = Job(backend, scores, place.rows, place.keys, gathered, order, place.ring)
+        return Plan(job, STRATEGIES["all_gather" if name == "all_gather" else "ring"], joint_rows, joint_keys, heads)
+
+    def _heads(self, place: Placement, x: Tensors) -> Heads | None:
+        if place.heads is None:
+            return None
+        members = place.holders[place.rank]
+        tokens = {
+            side: [layout.lengths[r] for r in members] for side, layout in (("q", self.layout), ("k", self.kv_layout))
+        }
+        split = HeadSplit(x.q.shape[2], x.k.shape[2], place.heads.size)
+        return Heads(place.heads, split, tokens, dict(zip(("q", "k"), place.order)))
+
+    def _backend(self, place: Placement, x: Tensors) -> Backend:
+        """The same on every rank: what is asked is the same."""
+        strides = place.strides | ({1} if self.scores.windowed and x.joint_k is not None else set())
+        shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
+        return choose(Ask(x.q.device, x.q.dtype, *shapes, self.scores, strided_pairs=len(strides) > 1), self.backend)
+
+
+def pick(strategy: str, x: Tensors, layout: ShardedLayout, kv_layout: ShardedLayout) -> str:
+    """The strategy to use; the same on every rank.
+
+    Deterministic results need all keys in order. "auto" takes the two-dimensional mesh where there is one; else
+    Ulysses where heads divide and it moves fewer bytes than a ring; else it gathers keys that are small beside the
+    queries; else the ring, which hides its messages behind blocks.
+    """
+    cp = layout.cp
+    if cp.deterministic:
+        return "all_gather"
+    if strategy != "auto" or cp.size == 1:
+        return "ring" if strategy == "auto" else strategy
+    if cp.grid is not None:
+        return "usp"
+    (H, K), (Hk, V), p = x.q.shape[2:], x.v.shape[2:], cp.size
+    queries, keys = layout.seq_len * H * (K + V), kv_layout.seq_len * Hk * (K + V)
+    if Hk % p == 0 and (queries + keys) / p < keys:
+        return "ulysses"
+    return "all_gather" if 4 * keys <= queries else "ring"
 
 
 def attention(call: ShardedCall, x: Tensors) -> tuple[Tensor, Tensor]:
     """o and lse of this rank's queries."""
-    return _Sharded.apply(call, *x)
+    return _Sharded.apply(call.plan(x), *x)
 
 
 class _Sharded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: ShardedCall, *tensors: Tensor | None):
-        x = Tensors(*tensors)
-        ctx.plan = call.plan(x)
-        o, lse = core.forward(ctx.plan, x)
-        ctx.save_for_backward(o, lse, *x)
+    def forward(ctx, plan: Plan, *tensors: Tensor | None):
+        o, lse, saved = core.forward(plan, Tensors(*tensors))
+        ctx.plan = plan
+        ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do: Tensor | None, dlse: Tensor | None):
-        o, lse, *tensors = ctx.saved_tensors
-        return None, *core.backward(ctx.plan, Tensors(*tensors), o, lse, do, dlse)
+        *tensors, o, lse = ctx.saved_tensors
+        return None, *core.backward(ctx.plan, Saved(Tensors(*tensors), o, lse), do, dlse)

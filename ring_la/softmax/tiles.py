@@ -47,6 +47,13 @@ class Tile(NamedTuple):
 
 def tiles(scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
     """The rectangles of queries `tq` against keys `tk` that hold every visible pair, each pair once."""
+    kept, mask = tq.tiles.setdefault(tk, {}), (scores.left, scores.right)
+    if mask not in kept:
+        kept[mask] = _tiles(scores, tq, tk)
+    return kept[mask]
+
+
+def _tiles(scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
     if not len(tq) or not len(tk):
         return []
     if tq.runs is None or tk.runs is None:

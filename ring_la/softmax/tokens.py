@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ..context import ShardedLayout
 from ..layout import Layout
 
 ANY_DOCUMENT = -1
@@ -41,9 +41,14 @@ class Run:
         """Position of the last row."""
         return self.position + (self.length - 1) * self.stride
 
+    def part(self, start: int, length: int, offset: int) -> Run:
+        """`length` rows of this run from its row `start`, as rows from `offset` on."""
+        skip = start * self.stride
+        return Run(offset, length, self.index + skip, self.position + skip, self.document, self.stride)
+
 
 class Tokens:
-    """The rows of one side of a block.
+    """The rows of one side of a block. Compared by identity, so that what is derived from two sides can be kept.
 
     Args:
         runs: the runs in the order of their rows; None where only the device knows them (packed offsets on a GPU).
@@ -52,6 +57,7 @@ class Tokens:
         tensors: (positions, documents) where there are no runs.
 
     Attributes:
+        tiles: kept by `tiles.tiles`, against other sides.
         ordered: whether rows stand in the order of the sequence.
     """
 
@@ -64,6 +70,7 @@ class Tokens:
     ) -> None:
         self.runs = None if runs is None else tuple(runs)
         self.length, self.device, self._tensors = length, device, tensors
+        self.tiles: WeakKeyDictionary[Tokens, dict] = WeakKeyDictionary()
         self.ordered = runs is None or all(
             a.index + (a.length - 1) * a.stride < b.index for a, b in zip(runs, runs[1:])
         )
@@ -135,13 +142,20 @@ class Tokens:
         for rank in ranks:
             for index, length, document, stride in _runs_of(layout, rank):
                 position = index - layout.cu_seqlens[document] + shifts[document]
-                run = Run(offset, length, index, position, document, stride)
+                _append(runs, Run(offset, length, index, position, document, stride))
                 offset += length
-                if runs and _continues(runs[-1], run):
-                    last = runs.pop()
-                    run = Run(last.offset, last.length + length, last.index, last.position, document, stride)
-                runs.append(run)
         return cls(runs, offset, device)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Tokens]) -> Tokens:
+        """The rows of all parts, one part after the other."""
+        runs: list[Run] = []
+        offset = 0
+        for part in parts:
+            for run in part.runs or ():
+                _append(runs, replace(run, offset=run.offset + offset))
+            offset += len(part)
+        return cls(runs, offset, parts[0].device)
 
     def sorted(self) -> tuple[Tokens, Tensor]:
         """The same rows in the order of the sequence, and the row each of them comes from, int64 ``[T]``."""
@@ -154,6 +168,13 @@ class Tokens:
             for a, b in zip([0, *cuts], [*cuts, len(index)]):
                 runs.append(Run(a, b - a, int(index[a]), int(positions[a]), int(documents[a])))
         return Tokens(runs, self.length, self.device), order.to(self.device)
+
+    def fewest_runs(self) -> tuple[Tokens, Tensor | None]:
+        """The same rows in the order with fewer runs, and the row each comes from (None: they stay where they are)."""
+        if self.runs is None or self.ordered:
+            return self, None
+        inorder, source = self.sorted()
+        return (inorder, source) if len(inorder.runs) < len(self.runs) else (self, None)
 
     @classmethod
     def joint(cls, count: int, device: torch.device, position: int, index: int) -> Tokens:
@@ -188,15 +209,11 @@ def _runs_of(layout: Layout, rank: int) -> list[tuple[int, int, int, int]]:
     return out
 
 
-def _continues(a: Run, b: Run) -> bool:
-    """Whether `b` is the continuation of `a`."""
-    return a.document == b.document and a.stride == b.stride == 1 and a.index + a.length == b.index
-
-
-def tokens_of(layout: ShardedLayout, ranks: Sequence[int], other: Layout | None = None) -> Tokens:
-    """`Tokens.of_ranks` on the layout's device, made once a layout."""
-    kept = layout.__dict__.setdefault("_tokens", {})
-    key = (tuple(ranks), None if other is None else other.cu_seqlens)
-    if key not in kept:
-        kept[key] = Tokens.of_ranks(layout, ranks, layout.cp.device, other)
-    return kept[key]
+def _append(runs: list[Run], run: Run) -> None:
+    """Add a run, to the last one where it continues that."""
+    if runs:
+        a = runs[-1]
+        if a.document == run.document and a.stride == run.stride == 1 and a.index + a.length == run.index:
+            runs[-1] = replace(a, length=a.length + run.length)
+            return
+    runs.append(run)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import ring_la
 from ring_la.softmax import attention
 from tests.distributed.pool import group
 from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
 
-STRATEGIES = ("ring",)
+STRATEGIES = ("ring", "all_gather", "ulysses")
 KINDS = ("contiguous", "zigzag", "striped")
 
 
 def compare(layout, case, want, strategy: str, dtype=torch.float64, **keywords) -> dict[str, float]:
     """Relative errors of one call under a layout, of this rank's part of everything."""
-    split = {"q", "k", "v"}
-    local = {n: (layout.shard(t) if n in split else t) for n, t in case.tensors.items()}
+    keys = keywords.get("kv_layout", layout)
+    split = {"q": layout, "k": keys, "v": keys, "o": layout, "dq": layout, "dk": keys, "dv": keys}
+    local = {n: (split[n].shard(t) if n in split else t) for n, t in case.tensors.items()}
     local = {n: t.to(dtype).detach().clone().requires_grad_() for n, t in local.items()}
     out = attention(**local, **case.keywords, layout=layout, strategy=strategy, **keywords)
     loss = (out.o * layout.shard(case.do)).sum() + (finite(out.lse) * layout.shard(case.dlse, dim=2)).sum()
@@ -25,11 +27,10 @@ def compare(layout, case, want, strategy: str, dtype=torch.float64, **keywords) 
     got = {"o": out.o, "lse": out.lse} | {
         n: g if n[1:] in split else layout.cp.comm.all_reduce(g).wait() for n, g in grads.items()
     }
-    parts = {
-        n: layout.shard(t, dim=2 if n == "lse" else 1) for n, t in want.items() if n in ("o", "lse", "dq", "dk", "dv")
-    }
+    parts = {n: split[n].shard(t) if n in split else t for n, t in want.items()}
+    parts["lse"] = layout.shard(want["lse"], dim=2)
     assert all(g.dtype == local[n[1:]].dtype for n, g in grads.items())
-    return {n: error(g, parts.get(n, want.get(n))) for n, g in got.items()}
+    return {n: error(g, parts[n]) for n, g in got.items()}
 
 
 def check(rank: int, P: int, strategy: str, documents: str, features: tuple[str, ...], heads=None) -> list[str]:
@@ -50,5 +51,122 @@ def check(rank: int, P: int, strategy: str, documents: str, features: tuple[str,
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_is_whole(ranks, strategy, documents, P):
-    bad = ranks.run(P, check, P, strategy, documents, tuple(FEATURES))
+    some = documents in ("dense", "packed") and P in (3, 4)
+    features = tuple(FEATURES) if some else ("two for one", "full", "all", "all rear")
+    bad = ranks.run(P, check, P, strategy, documents, features)
+    assert not any(bad), bad
+
+
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (8, 2), (5, 1), (1, 1), (6, 3)])
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_ulysses_where_heads_do_not_divide(ranks, P, heads):
+    bad = ranks.run(P, check, P, "ulysses", "uneven", ("causal", "all", "all rear"), heads)
+    assert not any(bad), bad
+
+
+def check_mesh(rank: int, axes: tuple[str, str], shape: tuple[int, int], heads) -> list[str]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    cp = ring_la.ContextParallel(mesh, scan="ring", attention="usp")
+    bad = []
+    for documents, features in (("dense", tuple(FEATURES)), ("packed", ("two for one", "all", "all rear"))):
+        T, cu = DOCUMENTS[documents]
+        for kind in KINDS:
+            layout = cp.layout(T, kind, cu_seqlens=cu)
+            for feature in features:
+                case, want = draw(documents, feature, None, heads), truth(documents, feature, None, heads)
+                errors = compare(layout, case, want, None)
+                bad += [f"{documents} {kind} {feature} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+    return bad
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "heads"),
+    [
+        (("ulysses", "ring"), (2, 2), (4, 2)),
+        (("ring", "ulysses"), (2, 2), (3, 3)),
+        (("ring", "ulysses"), (1, 4), (4, 4)),
+        (("ring", "ulysses"), (2, 2), (1, 1)),
+    ],
+)
+def test_two_dimensional_mesh(ranks, axes, shape, heads):
+    bad = ranks.run(4, check_mesh, axes, shape, heads)
+    assert not any(bad), bad
+
+
+def check_cross(rank: int, P: int, strategy: str) -> list[str]:
+    """Keys of another length, split in another way."""
+    cp = ring_la.ContextParallel(group(P), scan="ring")
+    bad = []
+    for kinds in (("zigzag", "zigzag"), ("contiguous", "striped"), ("striped", "contiguous")):
+        for Tk in (131, 20):
+            layout, other = cp.layout(67, kinds[0]), cp.layout(Tk, kinds[1])
+            for feature in ("causal", "all", "all rear"):
+                case, want = draw("uneven", feature, Tk), truth("uneven", feature, Tk)
+                errors = compare(layout, case, want, strategy, kv_layout=other)
+                bad += [f"{kinds} {Tk} {feature} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+    return bad
+
+
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_cross_attention(ranks, strategy, P):
+    bad = ranks.run(P, check_cross, P, strategy)
+    assert not any(bad), bad
+
+
+def check_subgroup(rank: int) -> list[str]:
+    """Ranks 1 and 3 of 4: peers are group ranks, not global ones."""
+    import torch.distributed as dist
+
+    odd = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return []
+    cp = ring_la.ContextParallel(odd, scan="ring")
+    layout, bad = cp.layout(67), []
+    for strategy in STRATEGIES:
+        errors = compare(layout, draw("uneven", "all"), truth("uneven", "all"), strategy)
+        bad += [f"{strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+    return bad
+
+
+def test_groups_that_are_not_the_world(ranks):
+    bad = ranks.run(4, check_subgroup)
+    assert not any(bad), bad
+
+
+def forward_bits(rank: int, P: int, kind: str, documents: str, feature: str) -> torch.Tensor:
+    cp = ring_la.ContextParallel(group(P), scan="ring", deterministic=True)
+    T, cu = 300, None if documents == "dense" else (0, 7, 7, 130, 131, 300)
+    rng = torch.Generator().manual_seed(0)
+    layout = cp.layout(T, kind, cu_seqlens=cu)
+    q, k, v = (layout.shard(torch.randn(1, T, h, 16, generator=rng)) for h in (4, 2, 2))
+    more = dict(FEATURES[feature])
+    more = {n: more[n] for n in ("window", "softcap", "causal") if n in more}
+    if "all" in feature:
+        joint = torch.randn(2, 1, 5, 2, 16, generator=rng)
+        more |= dict(joint=FEATURES[feature]["joint"], joint_k=joint[0], joint_v=joint[1], sinks=torch.ones(4))
+    out = attention(q, k, v, layout=layout, dropout_p=0.1, dropout_seed=3, **more)
+    return torch.cat([layout.gather(out.o).flatten(), layout.gather(out.lse, dim=2).flatten()])
+
+
+@pytest.mark.parametrize("documents", ["dense", "packed"])
+@pytest.mark.parametrize("feature", ["causal", "full", "all", "all rear"])
+def test_deterministic_forward_does_not_depend_on_ranks(ranks, documents, feature):
+    bits = [ranks.run(P, forward_bits, P, kind, documents, feature)[0] for P in (1, 2, 4) for kind in KINDS]
+    assert all(torch.equal(b, bits[0]) for b in bits)
+
+
+def check_low_precision(rank: int, dtype: torch.dtype, limit: float) -> list[str]:
+    cp = ring_la.ContextParallel(group(3), scan="ring")
+    layout, bad = cp.layout(67), []
+    for strategy in STRATEGIES:
+        for feature in ("two for one", "all"):
+            errors = compare(layout, draw("uneven", feature), truth("uneven", feature), strategy, dtype)
+            bad += [f"{strategy} {feature} {n} {e:.1e}" for n, e in errors.items() if e > limit]
+    return bad
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_gradients_come_in_the_inputs_dtype(ranks, dtype, limit):
+    bad = ranks.run(3, check_low_precision, dtype, limit)
     assert not any(bad), bad

@@ -1,6 +1,11 @@
 """How keys and values meet the queries of other ranks. One file a strategy."""
 
-from .job import Job
+from .all_gather import AllGather
+from .heads import Heads, HeadSplit
+from .job import Job, Strategy
 from .ring import Ring
 
-__all__ = ["Job", "Ring"]
+STRATEGIES: dict[str, Strategy] = {s.name: s for s in (Ring(), AllGather())}
+"""Ways in which keys travel, by name; Ulysses exchanges heads for tokens around one of them."""
+
+__all__ = ["STRATEGIES", "AllGather", "HeadSplit", "Heads", "Job", "Ring", "Strategy"]

@@ -26,6 +26,8 @@ class Job:
         backend, scores: what computes a block, and how.
         rows: for each rank of the group, its queries.
         keys: for each rank of the group, its keys.
+        all_keys: the keys of all ranks together, where they are gathered.
+        order: the row of the ranks' keys, one after the other, that each of `all_keys` is; None: the same.
         group: None on one device.
     """
 
@@ -33,6 +35,8 @@ class Job:
     scores: Scores
     rows: tuple[Tokens, ...]
     keys: tuple[Tokens, ...]
+    all_keys: Tokens | None = None
+    order: Tensor | None = None
     group: Group | None = None
 
     @property
@@ -50,7 +54,7 @@ class Job:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, owner: int, out: Partial) -> None:
         """Add attention over the keys of `owner`."""
-        if self.sees[self.rank][owner]:
+        if self.sees[self.rank][owner] and q.numel() and k.numel():
             self.backend.forward(q, k, v, self.scores, self.rows[self.rank], self.keys[owner], out)
 
     def backward(
@@ -66,9 +70,22 @@ class Job:
         out: Gradients,
     ) -> None:
         """Add the gradients of attention over the keys of `owner`."""
-        if self.sees[self.rank][owner]:
+        if self.sees[self.rank][owner] and q.numel() and k.numel():
             rows, keys = self.rows[self.rank], self.keys[owner]
             self.backend.backward(do, q, k, v, o, lse, delta, self.scores, rows, keys, out)
+
+    def forward_all(self, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+        """Add attention over all keys, gathered."""
+        if q.numel() and k.numel():
+            self.backend.forward(q, k, v, self.scores, self.rows[self.rank], self.all_keys, out)
+
+    def backward_all(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor, out: Gradients
+    ) -> None:
+        """Add the gradients of attention over all keys, gathered."""
+        if q.numel() and k.numel():
+            rows = self.rows[self.rank]
+            self.backend.backward(do, q, k, v, o, lse, delta, self.scores, rows, self.all_keys, out)
 
 
 class Strategy(Protocol):
@@ -111,5 +128,9 @@ class KeyValues:
     @classmethod
     def empty(cls, tokens: int, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> KeyValues:
         """Room for a message of `tokens` keys shaped as `k` and `v` else."""
-        size = k.shape[0] * tokens * (prod(k.shape[2:]) + prod(v.shape[2:]))
-        return cls(k.new_empty(size, dtype=dtype or k.dtype), tokens, k, v)
+        return cls(k.new_empty(cls.size(tokens, k, v), dtype=dtype or k.dtype), tokens, k, v)
+
+    @staticmethod
+    def size(tokens: int, k: Tensor, v: Tensor) -> int:
+        """Numbers in a message of `tokens` keys."""
+        return k.shape[0] * tokens * (prod(k.shape[2:]) + prod(v.shape[2:]))

@@ -66,21 +66,18 @@ def _steps(job: Job) -> int:
 
 def _pass_on(job: Job, message: KeyValues, owner: int, k: Tensor, v: Tensor) -> Pending:
     """Post: what belongs to `owner` to the right, the same of its left neighbour from the left."""
-    return _exchange(job, message, owner, job.rank + 1, (owner - 1) % job.size, job.rank - 1, k, v)
+    return _exchange(job, message, job.rank + 1, (owner - 1) % job.size, job.rank - 1, k, v)
 
 
 def _go_home(job: Job, message: KeyValues, away: int, k: Tensor, v: Tensor) -> Pending:
     """Post: gradients of the keys of the rank `away` to the left to it, mine from as far on the right."""
-    return _exchange(job, message, (job.rank - away) % job.size, job.rank - away, job.rank, job.rank + away, k, v)
+    return _exchange(job, message, job.rank - away, job.rank, job.rank + away, k, v)
 
 
-def _exchange(
-    job: Job, message: KeyValues, owner: int, to: int, coming: int, source: int, k: Tensor, v: Tensor
-) -> Pending:
-    """Send what belongs to `owner` and receive what belongs to `coming`; ranks without keys send nothing."""
-    tokens = len(job.keys[coming])
-    room = KeyValues.empty(tokens, k, v, message.flat.dtype)
-    sends = {to % job.size: message.flat} if len(job.keys[owner]) else {}
-    receives = {source % job.size: room.flat} if tokens else {}
+def _exchange(job: Job, message: KeyValues, to: int, coming: int, source: int, k: Tensor, v: Tensor) -> Pending:
+    """Send a message and receive what belongs to `coming`; an empty message is not sent."""
+    room = KeyValues.empty(len(job.keys[coming]), k, v, message.flat.dtype)
+    sends = {to % job.size: message.flat} if message.flat.numel() else {}
+    receives = {source % job.size: room.flat} if room.flat.numel() else {}
     pending = job.group.exchange(sends, receives)
     return Pending(lambda: (pending.wait(), room)[1])

@@ -1,0 +1,77 @@
+"""All-gather (Llama 3's way, arXiv 2407.21783): everybody gets all keys and values at once, then few large calls.
+
+Best where keys and values are few (GQA), for it holds all of them; the backward pass gathers them again and sends each
+rank the parts of its keys' gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...comm import Pending
+from ..merge import Gradients, Partial, zeros_like
+from .job import Job, KeyValues
+
+
+class AllGather:
+    """Everything everywhere."""
+
+    name = "all_gather"
+
+    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+        k, v = _gather(job, k, v).wait()
+        job.forward_all(q, k, v, out)
+
+    def backward(
+        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+    ) -> Gradients:
+        all_k, all_v = _gather(job, k, v).wait()
+        grads = Gradients(zeros_like(q), zeros_like(all_k), zeros_like(all_v))
+        job.backward_all(do, q, all_k, all_v, o, lse, delta, grads)
+        return Gradients(grads.dq, *_scatter(job, grads.dk, grads.dv, k, v).wait())
+
+
+def _gather(job: Job, k: Tensor, v: Tensor) -> Pending:
+    """Post: the keys and values of all ranks, in the order of ``job.all_keys``."""
+    if job.size == 1:
+        return Pending(lambda: (_ordered(k, job.order), _ordered(v, job.order)))
+    own, tokens = KeyValues.of(k, v).flat, [len(keys) for keys in job.keys]
+    padded = own.new_zeros(KeyValues.size(max(tokens), k, v))
+    padded[: own.numel()] = own
+    pending = job.group.all_gather(padded)
+
+    def unpack() -> tuple[Tensor, Tensor]:
+        parts = []
+        for n, flat in zip(tokens, pending.wait()):
+            size = KeyValues.size(n, k, v)
+            parts.append(KeyValues(flat[:size], n, k, v))
+        return tuple(_ordered(torch.cat(x, 1), job.order) for x in ([p.k for p in parts], [p.v for p in parts]))
+
+    return Pending(unpack)
+
+
+def _scatter(job: Job, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Pending:
+    """Post: each rank's part of the gradients to it; the result is the sum of what came for this rank."""
+    dk, dv = (_unordered(x, job.order) for x in (dk, dv))
+    if job.size == 1:
+        return Pending(lambda: (dk, dv))
+    tokens = [len(keys) for keys in job.keys]
+    parts = [KeyValues.of(a, b).flat for a, b in zip(dk.split(tokens, 1), dv.split(tokens, 1))]
+    own = parts[job.rank].numel()
+    pending = job.group.all_to_all_uneven(torch.cat(parts), [len(p) for p in parts], [own] * job.size)
+
+    def add_up() -> tuple[Tensor, Tensor]:
+        total = KeyValues(pending.wait().view(job.size, own).sum(0), k.shape[1], k, v)
+        return total.k, total.v
+
+    return Pending(add_up)
+
+
+def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else x.index_select(1, order)
+
+
+def _unordered(x: Tensor, order: Tensor | None) -> Tensor:
+    """What `_ordered` has moved, back in place."""
+    return x if order is None else torch.empty_like(x).index_copy_(1, order, x)
