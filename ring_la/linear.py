@@ -12,7 +12,7 @@ the gradient this rank's outputs send to its entering state, so backward only st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,20 +63,27 @@ def _without_rows(state: Tensor, packed: bool) -> Tensor:
 class Seams:
     """Where a rank's pieces meet: documents' ends, and the segments whose state comes from another rank.
 
-    `starts` and `ends` pair local pieces with the documents that start or end in them; `segments` gives the first
-    and last local piece of each owned segment.
+    `starts` and `ends` pair local pieces with the documents that start or end in them, as index tensors (pieces,
+    documents) on the layout's device, and `empty` the documents without a token; `segments` gives the first and
+    last local piece of each owned segment.
     """
 
     def __init__(self, layout: ShardedLayout) -> None:
+        pieces, cu = layout.pieces, layout.cu_seqlens
+
+        def index(numbers: Iterable[int]) -> Tensor:
+            return torch.tensor(list(numbers), dtype=torch.int64, device=layout.cp.device)
+
+        def paired(chosen: list[int]) -> tuple[Tensor, Tensor]:
+            return index(chosen), index(pieces[i].document for i in chosen)
+
         self.chain = Chain.of(layout)
-        pieces = layout.pieces
-        self.starts = [(i, p.document) for i, p in enumerate(pieces) if p.first]
-        self.ends = [(i, p.document) for i, p in enumerate(pieces) if p.last]
+        self.starts = paired([i for i, p in enumerate(pieces) if p.first])
+        self.ends = paired([i for i, p in enumerate(pieces) if p.last])
+        self.empty = index(n for n in range(layout.num_documents) if cu[n] == cu[n + 1])
         self.links = layout.local_segments()
         where = [[i for i, p in enumerate(pieces) if p.segment == s] for s in self.links]
         self.segments = [(w[0], w[-1]) for w in where]
-        cu = layout.cu_seqlens
-        self.empty = [n for n in range(layout.num_documents) if cu[n] == cu[n + 1]]
         self.pieces = max(1, len(pieces))
 
     @classmethod
@@ -171,9 +178,7 @@ class _Sharded(torch.autograd.Function):
         if call.output_final_state:  # on every rank, used or not: the sum is collective
             used = S0.new_zeros(ctx.final_shape) if dfinal is None else dfinal.to(S0.dtype)
             dfinal = _with_rows(comm.all_reduce(used).wait(), packed)
-            if seams.ends:
-                pieces, documents = map(list, zip(*seams.ends))
-                dS_end[:, pieces] = dfinal[:, documents]
+            place(dS_end, seams.ends[0], dfinal, seams.ends[1])
         dS0 = local.adjoint(do, dS_end)
         kind = call.kind
         links = [
@@ -191,14 +196,18 @@ class _Sharded(torch.autograd.Function):
         return None, dinitial, *grads
 
 
+def place(into: Tensor, at: Tensor, source: Tensor, taken: Tensor) -> None:
+    """``into[:, at] = source[:, taken]``, without the host."""
+    into.index_copy_(1, at, source.index_select(1, taken).to(into.dtype))
+
+
 def entering_states(call: ShardedCall, inputs: Inputs, initial_state: Tensor | None) -> Tensor:
     """States entering this rank's pieces ``[B, pieces, H, K, V]`` as far as they are known without a message."""
     q, v, seams = inputs.q, inputs.v, call.seams
     shape = (q.shape[0], seams.pieces, v.shape[2], q.shape[3], v.shape[3])
     S0 = q.new_zeros(shape, dtype=state_dtype(*inputs))
-    if initial_state is not None and seams.starts:
-        pieces, documents = map(list, zip(*seams.starts))
-        S0[:, pieces] = _with_rows(initial_state, call.layout.packed)[:, documents].to(S0.dtype)
+    if initial_state is not None:
+        place(S0, seams.starts[0], _with_rows(initial_state, call.layout.packed), seams.starts[1])
     return S0
 
 
@@ -206,11 +215,9 @@ def final_states(call: ShardedCall, S_end: Tensor, initial_state: Tensor | None)
     """Every document's final state on every rank, ``[B, documents, H, K, V]``: each comes from the rank it ends on."""
     seams, layout = call.seams, call.layout
     final = S_end.new_zeros(S_end.shape[0], layout.num_documents, *S_end.shape[2:])
-    if seams.ends:
-        pieces, documents = map(list, zip(*seams.ends))
-        final[:, documents] = S_end[:, pieces]
-    if seams.empty and initial_state is not None and layout.rank == 0:
-        final[:, seams.empty] = _with_rows(initial_state, layout.packed)[:, seams.empty].to(final.dtype)
+    place(final, seams.ends[1], S_end, seams.ends[0])
+    if initial_state is not None and layout.rank == 0:
+        place(final, seams.empty, _with_rows(initial_state, layout.packed), seams.empty)
     return layout.cp.comm.all_reduce(final).wait()
 
 
@@ -218,11 +225,9 @@ def initial_gradient(call: ShardedCall, dS0: Tensor, dfinal: Tensor | None) -> T
     """The whole gradient of the documents' initial states, on every rank."""
     seams, layout = call.seams, call.layout
     grad = dS0.new_zeros(dS0.shape[0], layout.num_documents, *dS0.shape[2:])
-    if seams.starts:
-        pieces, documents = map(list, zip(*seams.starts))
-        grad[:, documents] = dS0[:, pieces]
-    if seams.empty and dfinal is not None and layout.rank == 0:
-        grad[:, seams.empty] = dfinal[:, seams.empty]
+    place(grad, seams.starts[1], dS0, seams.starts[0])
+    if dfinal is not None and layout.rank == 0:
+        place(grad, seams.empty, dfinal, seams.empty)
     return _without_rows(layout.cp.comm.all_reduce(grad).wait(), layout.packed)
 
 
