@@ -1,0 +1,187 @@
+"""The public function: bad input named on every rank, second derivatives refused, compiled, autocast, backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ring_la
+from ring_la.softmax import attention
+from ring_la.softmax.backends import BACKENDS
+from tests.distributed.pool import group
+from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+
+
+def run(case, **keywords) -> dict[str, torch.Tensor]:
+    leaves = {n: t.clone().requires_grad_() for n, t in case.tensors.items()}
+    out = attention(**leaves, **case.keywords, **keywords)
+    loss = (out.o * case.do).sum()
+    if case.dlse.any():
+        loss = loss + (finite(out.lse) * case.dlse).sum()
+    return dict(o=out.o, lse=out.lse) | {
+        f"d{n}": g for n, g in zip(leaves, torch.autograd.grad(loss, list(leaves.values())))
+    }
+
+
+@pytest.mark.parametrize("backend", [None, "torch", "reference"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_one_device(feature, backend):
+    for documents, key_tokens in (("dense", None), ("packed", None), ("uneven", 131), ("uneven", 20)):
+        cu = DOCUMENTS[documents][1]
+        got = run(
+            draw(documents, feature, key_tokens), cu_seqlens=None if cu is None else torch.tensor(cu), backend=backend
+        )
+        for n, want in truth(documents, feature, key_tokens).items():
+            assert error(got[n], want) < 1e-9, (documents, n)
+
+
+def test_long_rows_are_cut_into_strips():
+    q, k, v = (torch.randn(1, 1300, 2, 8, dtype=torch.float64) for _ in range(3))
+    for keywords in (dict(), dict(window=(100, -1)), dict(causal=False, window=(40, 700))):
+        got, want = (attention(q, k, v, **keywords, backend=b) for b in ("torch", "reference"))
+        assert error(got.o, want.o) < 1e-12
+        assert error(got.lse, want.lse) < 1e-12
+
+
+GOOD = dict(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (dict(q=torch.zeros(2, 6, 8)), "q"),
+        (dict(q=torch.zeros(2, 6, 4, 8, dtype=torch.int64)), "q"),
+        (dict(q=torch.zeros(2, 6, 3, 8)), "q"),
+        (dict(k=torch.zeros(2, 6, 2, 9)), "k"),
+        (dict(k=torch.zeros(2, 6, 2, 8, dtype=torch.float64)), "k"),
+        (dict(v=torch.zeros(2, 7, 2, 8)), "v"),
+        (dict(sinks=torch.zeros(2)), "sinks"),
+        (dict(alibi_slopes=torch.zeros(3)), "alibi_slopes"),
+        (dict(alibi_slopes=torch.zeros(4, requires_grad=True)), "alibi_slopes"),
+        (dict(causal=1), "causal"),
+        (dict(scale="1"), "scale"),
+        (dict(softcap=-1.0), "softcap"),
+        (dict(window=(1,)), "window"),
+        (dict(window=(-2, 0)), "window"),
+        (dict(dropout_p=1.0), "dropout_p"),
+        (dict(dropout_p=0.1, dropout_seed=-1), "dropout_seed"),
+        (dict(joint="left"), "joint"),
+        (dict(joint="front"), "joint"),
+        (dict(joint_k=torch.zeros(2, 1, 2, 8), joint_v=torch.zeros(2, 1, 2, 8)), "joint"),
+        (dict(joint="rear", joint_k=torch.zeros(2, 1, 2, 8), joint_v=torch.zeros(2, 1, 2, 8)), "joint"),
+        (dict(joint="front", joint_k=torch.zeros(2, 1, 2, 8), joint_v=torch.zeros(2, 2, 2, 8)), "joint_v"),
+        (dict(layout="zigzag"), "layout"),
+        (dict(kv_layout="zigzag"), "kv_layout"),
+        (dict(strategy="ring"), "strategy"),
+        (dict(backend="cutlass"), "backend"),
+        (dict(cu_seqlens=torch.tensor([0, 6])), "cu_seqlens"),
+    ],
+)
+def test_bad_arguments(change, name):
+    tensors = {n: torch.zeros(s) for n, s in GOOD.items()}
+    with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected"):
+        attention(**(tensors | change))
+
+
+@pytest.mark.parametrize("cu", [[1, 6], [0, 4, 3, 6], [0, 5], [0.0, 6.0]])
+def test_bad_offsets(cu):
+    x = torch.zeros(1, 6, 2, 8)
+    with pytest.raises(ring_la.ArgumentError, match=r"^cu_seqlens: expected"):
+        attention(x, x, x, cu_seqlens=torch.tensor(cu))
+
+
+def test_a_backend_that_cannot_is_an_error_that_names_one_that_can():
+    x = torch.zeros(1, 6, 2, 8)
+    with pytest.raises(ring_la.UnsupportedError, match=r"no softcap.*These can: .*torch"):
+        attention(x, x, x, softcap=1.0, backend="cpu_flash")
+    assert "torch" in BACKENDS
+
+
+def refuse_on_every_rank(rank: int) -> list[str]:
+    cp = ring_la.ContextParallel(group(2), scan="ring")
+    layout = cp.layout(10)
+    x, seen = torch.zeros(1, layout.local_length, 2, 8), []
+    calls = [
+        dict(softcap=-1.0) if rank == 0 else {},  # one rank's mistake is every rank's error
+        dict(causal=bool(rank)),
+        dict(strategy="usp"),
+        dict(cu_seqlens=torch.tensor([0, 5])),
+        dict(backend="reference"),
+        dict(kv_layout=cp.layout(11)),
+        dict(softcap=2.0, backend="cpu_flash"),
+    ]
+    for call in calls:
+        with pytest.raises(ring_la.RingLAError) as caught:
+            attention(x, x, x, layout=layout, **call)
+        seen.append(type(caught.value).__name__)
+    return seen
+
+
+def test_errors_on_every_rank(ranks):
+    first, second = ranks.run(2, refuse_on_every_rank)
+    assert first == second
+    assert first[:2] == ["DisagreementError"] * 2
+
+
+def test_second_derivative_is_refused():
+    x = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
+    (grad,) = torch.autograd.grad(attention(*x).o.sum(), x[:1], create_graph=True)
+    with pytest.raises(ring_la.SecondDerivativeError):
+        grad.sum().backward()
+
+
+def test_registered_operator():
+    x = [torch.randn(1, 7, 2, 4, requires_grad=True) for _ in range(3)]
+    rest = (torch.randn(2, requires_grad=True), *[None] * 5, 0.5, 0.0, -1, 0, 0.0, "none", None)
+    torch.library.opcheck(torch.ops.ring_la.attention.default, (*x, *rest))
+
+
+def test_compiled_with_varying_lengths():
+    def layer(q, k, v):
+        return attention(q * 2, k, v, dropout_p=0.1, dropout_seed=3).o.sin()
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for T in (8, 9, 33):
+        x = [torch.randn(1, T, 2, 4, requires_grad=True) for _ in range(3)]
+        got, want = compiled(*x), layer(*x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), x))
+
+
+def compiled_and_replayed(rank: int) -> None:
+    """Under a layout: compiled, under autocast, and inside a checkpoint whose backward repeats the exchange."""
+    cp = ring_la.ContextParallel(group(2), scan="ring")
+    for T in (21, 40):
+        layout = cp.layout(T)
+
+        def layer(q, k, v):
+            return attention(q * 2, k, v, layout=layout, dropout_p=0.2, dropout_seed=3).o.sin()  # noqa: B023
+
+        torch.manual_seed(0)
+        x = [layout.shard(torch.randn(1, T, 2, 8)).requires_grad_() for _ in range(3)]
+        want = layer(*x)
+        wanted = torch.autograd.grad(want.sum(), x)
+        for again in (torch.compile(layer, dynamic=True), lambda *x: checkpoint(layer, *x, use_reentrant=False)):
+            got = again(*x)
+            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(torch.autograd.grad(got.sum(), x), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(x[0], x[1].bfloat16(), x[2], layout=layout)
+    assert out.o.dtype == torch.bfloat16
+    assert out.lse.dtype == torch.float32
+
+
+def test_compiled_and_replayed_under_a_layout(ranks):
+    ranks.run(2, compiled_and_replayed)
+
+
+def test_rows_that_see_nothing_and_zero_keys():
+    q, k = torch.randn(1, 5, 2, 4, requires_grad=True), torch.randn(1, 3, 2, 4)
+    out = attention(q, k, k)  # the first two queries stand before the first key
+    assert torch.equal(out.o[:, :2], torch.zeros(1, 2, 2, 4))
+    assert torch.isneginf(out.lse[:, :, :2]).all()
+    out.o.sum().backward()
+    assert torch.equal(q.grad[:, :2], torch.zeros(1, 2, 2, 4))
+    none = attention(q, k[:, :0], k[:, :0], causal=False)
+    assert torch.equal(none.o, torch.zeros_like(none.o))
