@@ -25,10 +25,10 @@ GRID = {
     "SUMMARISE": [(64, 4, 2), (64, 4, 3), (128, 4, 3), (128, 8, 2), (128, 8, 3)],
     "ATTEND": [(64, 4, 1), (64, 4, 2), (64, 4, 2, 168), (128, 8, 1), (128, 8, 2), (128, 8, 3), (128, 8, 1, 128)],
     "PASS": PASSES,
-    "GRADIENT": [(64, 4, 1), (64, 8, 1), (64, 8, 1, 128), (128, 8, 1), (128, 8, 2)],
-    "GRADIENT_DIAGONAL": [(32, 4, 1), (64, 4, 1), (64, 8, 1), (64, 8, 1, 128), (32, 4, 1, 168), (64, 8, 2)],
-    "INTRA": [(64, 4, 1), (32, 4, 1), (64, 4, 2), (32, 4, 2), (128, 4, 1)],
-    "WAVES": [132, 264, 528, 1056, 2112],
+    "GRADIENT": [(64, 4, 2), (64, 4, 1, 168), (128, 8, 2), (128, 8, 3)],
+    "GRADIENT_DIAGONAL": [(32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1), (64, 8, 2), (32, 4, 2)],
+    "INTRA_DIAGONAL": [(64, 4, 1), (32, 4, 1), (64, 4, 2), (32, 4, 2), (64, 8, 1)],
+    "WAVES": [132, 264, 528, 1056],
 }
 PASS = ("SUMMARY", "OUTPUT", "KEEP", "BACK_SUMMARY", "BACKWARD")  # timed apart, so varied together
 
@@ -102,7 +102,7 @@ def rules_of(name: str) -> list[str]:
     return {
         "SUMMARISE": ["additive_scalar"], "ATTEND": ["additive_scalar", "additive_none"],
         "PASS": ["delta_scalar", "delta_diagonal", "additive_diagonal"], "GRADIENT": ["delta_scalar"],
-        "GRADIENT_DIAGONAL": ["delta_diagonal", "additive_diagonal"], "INTRA": ["delta_scalar", "delta_diagonal"],
+        "GRADIENT_DIAGONAL": ["delta_diagonal", "additive_diagonal"], "INTRA_DIAGONAL": ["additive_diagonal", "delta_diagonal"],
         "WAVES": ["additive_scalar", "delta_scalar", "delta_diagonal", "additive_diagonal"],
     }[name]  # fmt: skip
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.intra import gates, level_decay, level_mask, level_mask_transposed
+from ring_la.kernels.triton.intra import direct_mask, gates_across, gates_at, level_border, level_mask, middle, reach
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 
@@ -32,7 +32,7 @@ def suffix(x):
 def gradient_kernel(
     q, k, v, F, G, do, u, dr, states, adjoints, dq_, dk_, dv_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    LEVELS: tl.constexpr, LIMIT: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BK key channels. dq, dk per value head; dβ and a scalar dg per block of channels, [NK, B, T, H]."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -57,17 +57,11 @@ def gradient_kernel(
 
     dq = tl.zeros([C, BK], tl.float32)
     dA = tl.zeros([C, C], tl.float32)
-    if DECAY == 2:
-        dw = tl.zeros([C, BK], tl.float32)
-        dAt = tl.zeros([C, C], tl.float32)
-    else:  # transposed: its products then take dA and dE as they are
-        dw = tl.zeros([BK, C], tl.float32)
+    dw = tl.zeros([BK, C], tl.float32)  # transposed: its products then take dA and dE as they are
     edge = tl.zeros([BK], tl.float32)
     if DELTA:
         dread = tl.zeros([C, BK], tl.float32)
         dE = tl.zeros([C, C], tl.float32)
-        if DECAY == 2:
-            dEt = tl.zeros([C, C], tl.float32)
         dbe = tl.zeros([C], tl.float32)
         be = tl.load(f + 3 * C + t)
     for m in range(0, V, BV):
@@ -77,11 +71,7 @@ def gradient_kernel(
         S = tile(states + at_chunk, e, V, d, K, K)
         dS = tile(adjoints + at_chunk, e, V, d, K, K)
         dq = tl.dot(z, S, dq, input_precision=PREC)
-        if DECAY == 2:
-            dw = tl.dot(ux, dS, dw, input_precision=PREC)
-            dAt = tl.dot(ux, tl.trans(z), dAt, input_precision=PREC)
-        else:
-            dw = tl.dot(tl.trans(dS), tl.trans(ux), dw, input_precision=PREC)
+        dw = tl.dot(tl.trans(dS), tl.trans(ux), dw, input_precision=PREC)
         dA = tl.dot(z, tl.trans(ux), dA, input_precision=PREC)
         if DECAY != 0:
             edge += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
@@ -89,8 +79,6 @@ def gradient_kernel(
             r = tile(r_, t, n, e, H * V, V)
             dread = tl.dot(r, S, dread, input_precision=PREC)
             dE = tl.dot(r, tl.trans(ux), dE, input_precision=PREC)
-            if DECAY == 2:
-                dEt = tl.dot(ux, tl.trans(r), dEt, input_precision=PREC)
             rf = r.to(tl.float32)
             if ik == 0:
                 dbe += tl.sum(rf * tile(v_, t, n, e, H * V, V).to(tl.float32), 1)
@@ -104,33 +92,43 @@ def gradient_kernel(
     strict = t[:, None] > t[None, :]
     dA *= scale
     dq *= scale
+    if DELTA:
+        dF = -dE * be[:, None]
     if DECAY == 2:
         g_ = head(G, b, start, h, T, H, H, K)
-        g = gates(g_, t, n, d, H * K, K)
+        last = tl.minimum(t, n - 1)
+        g = gates_at(g_, last, d, H * K, K)
+        gt = gates_across(g_, last, d, H * K, K)
         gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
-        dAt *= scale
+        own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)
+        dw *= tl.exp2(gc[:, None] - gt)
+        edge = edge * tl.exp2(gc) + tl.sum(tl.trans(yf) * dw, 1)
+        dq = dq * tl.exp2(g) + own[:, None] * yf
+        dw += own[None, :] * tl.trans(xf)
+        low = reach(g, g_, t, n, d, H * K, K, LEVELS, LIMIT)
+        mask = direct_mask(t, low)
+        dev = g - gates_at(g_, middle(t, n, low), d, H * K, K)
+        up = tl.exp2(dev)
+        yw = (yf * tl.exp2(-dev)).to(dt)
+        p = tl.where(mask, dA, 0.0).to(dt)
+        dq += up * tl.dot(p, yw, input_precision=PREC)
+        acc = tl.dot(tl.trans((xf * up).to(dt)), p, input_precision=PREC)
         if DELTA:
-            dEt *= be[None, :]
-        eg = tl.exp2(g)
-        own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
-        dw *= tl.exp2(gc[None, :] - g)
-        edge = edge * tl.exp2(gc) + tl.sum(yf * dw, 0)
-        dq = dq * eg + own * yf
-        dw += own * xf
-        if DELTA:
-            dread *= eg
-        for i in range(LEVELS):
-            w = level_decay(g, g_, t, n, d, i, H * K, K)
-            xw = (xf * w).to(dt)
+            dread = dread * tl.exp2(g) + up * tl.dot(tl.where(mask, dE, 0.0).to(dt), yw, input_precision=PREC)
+            acc = tl.dot(tl.trans((yf * up).to(dt)), tl.where(mask, dF, 0.0).to(dt), acc, input_precision=PREC)
+        dw += tl.exp2(gates_across(g_, middle(t, n, low), d, H * K, K) - gt) * acc
+        for i in range(low, LEVELS):
+            border = level_border(t, n, i)
+            mask = level_mask(t, i)
+            w = tl.exp2(-tl.abs(g - gates_at(g_, border, d, H * K, K)))
             yw = (yf * w).to(dt)
-            down = level_mask(t, i)
-            up = level_mask_transposed(t, i)
-            dq += w * tl.dot(tl.where(down, dA, 0.0).to(dt), yw, input_precision=PREC)
-            acc = tl.dot(tl.where(up, dAt, 0.0).to(dt), xw, input_precision=PREC)
+            p = tl.where(mask, dA, 0.0).to(dt)
+            dq += w * tl.dot(p, yw, input_precision=PREC)
+            acc = tl.dot(tl.trans((xf * w).to(dt)), p, input_precision=PREC)
             if DELTA:
-                acc -= tl.dot(tl.where(up, dEt, 0.0).to(dt), yw, input_precision=PREC)
-                dread += w * tl.dot(tl.where(down, dE, 0.0).to(dt), yw, input_precision=PREC)
-            dw += w * acc
+                dread += w * tl.dot(tl.where(mask, dE, 0.0).to(dt), yw, input_precision=PREC)
+                acc = tl.dot(tl.trans(yw), tl.where(mask, dF, 0.0).to(dt), acc, input_precision=PREC)
+            dw += tl.exp2(-tl.abs(gt - gates_across(g_, border, d, H * K, K))) * acc
     else:
         if DECAY == 1:
             g = tl.load(f + t)
@@ -142,6 +140,7 @@ def gradient_kernel(
             total = tl.sum(edge, 0) * tl.exp2(tl.load(f + C - 1)) + tl.sum(tl.sum(tl.trans(yf) * dw, 1), 0)
             if DELTA:
                 dE *= down
+                dF *= down
                 dread *= read[:, None]
         else:
             dA = tl.where(lower, dA, 0.0)
@@ -149,10 +148,9 @@ def gradient_kernel(
         dq = tl.dot(p, y, dq, input_precision=PREC)
         dw = tl.dot(tl.trans(x), p, dw, input_precision=PREC)
         if DELTA:
-            dE = tl.where(strict, dE, 0.0)
-            dread = tl.dot(dE.to(dt), y, dread, input_precision=PREC)
-            dw = tl.dot(tl.trans(y), (-dE * be[:, None]).to(dt), dw, input_precision=PREC)
-        dw = tl.trans(dw)
+            dread = tl.dot(tl.where(strict, dE, 0.0).to(dt), y, dread, input_precision=PREC)
+            dw = tl.dot(tl.trans(y), tl.where(strict, dF, 0.0).to(dt), dw, input_precision=PREC)
+    dw = tl.trans(dw)
 
     dG = xf * dq - yf * dw
     dk = dw

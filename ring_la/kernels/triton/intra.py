@@ -3,9 +3,11 @@
 WY form (Yang et al. 2024, arXiv:2406.06484; with decay, arXiv:2412.06464): over a chunk, S_t = e^{G_t} S + Σ_{s≤t}
 e^{G_t−G_s} k_s u_sᵀ with (I + L) U = β(V − e^G K S), L_ts = β_t e^{G_t−G_s} k_t·k_s for s < t. M = (I + L)⁻¹.
 
-A decay per key channel cannot leave the product Σ_d x_td y_sd e^{G_td−G_sd}, and e^{−G_s} overflows. Here each pair
-(t, s) is computed at the level of the smallest aligned block of 2h tokens that holds both, t in its later half and s in
-its earlier one: with the border's G as reference both factors are at most 1. A level is one product of whole tiles.
+A decay per key channel cannot leave the product Σ_d x_td y_sd e^{G_td−G_sd}, and e^{−G_s} may overflow. Pairs inside
+blocks of 2^m tokens over which G varies little (`reach`) take the block's middle as reference. Every other pair (t, s) is
+computed at the level of the smallest aligned block that holds both, t in its later half and s in its earlier one: with
+the border's G as reference both factors are at most 1. Either way a level is one product of whole tiles; with gates
+near 1 there is only one, and with gates so strong that m = 0 there are log2 C.
 """
 
 from __future__ import annotations
@@ -24,24 +26,47 @@ def level_mask(t, i):
 
 
 @triton.jit
-def level_mask_transposed(t, i):
-    """The same pairs as [s, t]."""
-    same = (t[:, None] >> (i + 1)) == (t[None, :] >> (i + 1))
-    return same & (((t[:, None] >> i) & 1) == 0) & (((t[None, :] >> i) & 1) == 1)
+def direct_mask(t, m):
+    """[t, s]: s before t in one aligned block of 2^m tokens: the pairs no level from m on holds."""
+    return ((t[:, None] >> m) == (t[None, :] >> m)) & (t[:, None] > t[None, :])
 
 
 @triton.jit
-def level_decay(G, g_, t, n, d, i, STRIDE: tl.constexpr, D: tl.constexpr):
-    """2^{−|G − G at the border of t's block|}: the factor of either role at this level."""
-    border = tl.minimum(((t >> (i + 1)) << (i + 1)) + (1 << i) - 1, n - 1)
-    ref = tl.load(g_ + border[:, None] * STRIDE + d[None, :], (d < D)[None, :], other=0.0)
-    return tl.exp2(-tl.abs(G - ref))
+def level_border(t, n, i):
+    """The last token of the earlier half of t's block at level i."""
+    return tl.minimum(((t >> (i + 1)) << (i + 1)) + (1 << i) - 1, n - 1)
 
 
 @triton.jit
-def gates(g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr):
-    """G of each token, of the last token for those beyond the end."""
-    return tl.load(g_ + tl.minimum(t, n - 1)[:, None] * STRIDE + d[None, :], (d < D)[None, :], other=0.0)
+def middle(t, n, m):
+    """The middle token of t's block of 2^m."""
+    return tl.minimum(((t >> m) << m) + ((1 << m) >> 1), n - 1)
+
+
+@triton.jit
+def gates_at(g_, rows, d, STRIDE: tl.constexpr, D: tl.constexpr):
+    """G of the given tokens."""
+    return tl.load(g_ + rows[:, None] * STRIDE + d[None, :], (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def gates_across(g_, rows, d, STRIDE: tl.constexpr, D: tl.constexpr):
+    """`gates_at`, transposed."""
+    return tl.load(g_ + rows[None, :] * STRIDE + d[:, None], (d < D)[:, None], other=0.0)
+
+
+@triton.jit
+def reach(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr):
+    """The largest m for which no token of an aligned block of 2^m is LIMIT or more from its middle, in powers of two.
+
+    Inside such blocks one reference serves all pairs: the factors 2^{±LIMIT} stay far inside the exponents' range.
+    """
+    m = LEVELS
+    spread = tl.max(tl.max(tl.abs(G - gates_at(g_, middle(t, n, m), d, STRIDE, D)), 1), 0)
+    while spread > LIMIT:
+        m -= 1
+        spread = tl.max(tl.max(tl.abs(G - gates_at(g_, middle(t, n, m), d, STRIDE, D)), 1), 0)
+    return m
 
 
 @triton.jit
@@ -102,7 +127,7 @@ def inverse_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
     q, k, F, G, A, M, qr_, kr_, kw_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
 
@@ -125,7 +150,7 @@ def products_kernel(
         d = m + tl.arange(0, BK)
         x = tile(q_, t, n, d, HK * K, K)
         y = tile(k_, t, n, d, HK * K, K)
-        g = gates(g_, t, n, d, H * K, K)
+        g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
         gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
         eg = tl.exp2(g)
         put(head(qr_, b, start, h, T, H, H, K), x * eg, t, n, d, H * K, K)
@@ -134,8 +159,18 @@ def products_kernel(
             put(head(kr_, b, start, h, T, H, H, K), y * eg, t, n, d, H * K, K)
         own = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
         a += tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
-        for i in range(LEVELS):
-            w = level_decay(g, g_, t, n, d, i, H * K, K)
+        low = reach(g, g_, t, n, d, H * K, K, LEVELS, LIMIT)
+        dev = g - gates_at(g_, middle(t, n, low), d, H * K, K)
+        mask = direct_mask(t, low)
+        up = tl.exp2(dev)
+        yw = (y * tl.exp2(-dev)).to(k.dtype.element_ty)
+        xw = (x * up).to(k.dtype.element_ty)
+        a += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
+        if DELTA:
+            xw = (y * up).to(k.dtype.element_ty)
+            L += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
+        for i in range(low, LEVELS):
+            w = tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, H * K, K)))
             mask = level_mask(t, i)
             xw = (x * w).to(k.dtype.element_ty)
             yw = (y * w).to(k.dtype.element_ty)

@@ -29,6 +29,7 @@ from ring_la.kernels.triton.table import (
     GRADIENT,
     GRADIENT_DIAGONAL,
     INTRA,
+    INTRA_DIAGONAL,
     KEEP,
     OUTPUT,
     SUMMARISE,
@@ -111,6 +112,9 @@ class TritonRecurrence:
         own, transition = self._summarise(True)
         _, leaving = self._prefix(own, transition, self._state(S0), False)
         return (self._through(transition) if through else None), leaving
+
+    def prepare(self) -> None:
+        """Nothing: what the output needs before a state arrives was found for the summary."""
 
     def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         S0 = self._state(S0)
@@ -357,7 +361,7 @@ class TritonRecurrence:
     @property
     def intra(self) -> Intra:
         if self._intra is None:
-            i, launch = self.inputs, self._pick(INTRA)
+            i, launch = self.inputs, self._pick(INTRA_DIAGONAL if self.decay == 2 else INTRA)
             shape, dtype = (self.B, self.T, self.H), i.v.dtype
             M = self._new(*shape, self.chunk, dtype=dtype) if self.delta else i.v
             kw = dict(
@@ -371,7 +375,7 @@ class TritonRecurrence:
                 kr = self._new(*shape, self.K, dtype=dtype) if self.delta else kw_
                 products_kernel[grid](
                     i.q, i.k, self.F, self.G, A, M, qr, kr, kw_, self.chunks.table, self.T, self._NC,
-                    LEVELS=self.chunk.bit_length() - 1, DELTA=self.delta, **kw,
+                    DELTA=self.delta, **self._levels, **kw,
                 )  # fmt: skip
                 self._intra = Intra(A, M, qr, kr, kw_)
             else:
@@ -380,6 +384,11 @@ class TritonRecurrence:
                 )
                 self._intra = Intra(i.v, M, i.q, i.k, i.k)
         return self._intra
+
+    @property
+    def _levels(self) -> dict[str, int]:
+        """Levels of a chunk, and how far (in powers of two) a token may be from the reference it shares (`reach`)."""
+        return {"LEVELS": self.chunk.bit_length() - 1, "LIMIT": 4 if self.inputs.v.dtype == torch.float16 else 48}
 
     def _constants(self, block: int) -> dict:
         return dict(
@@ -435,7 +444,7 @@ class TritonRecurrence:
         dv = torch.empty_like(dr) if self.delta else dr
         dbeta = self._new(nk, B, T, H) if self.delta else None
         dg = {0: None, 1: self._new(nk, B, T, H), 2: self._new(B, T, H, K)}[self.decay]
-        constants = self._constants(min(launch.block, 64, width(V))) | {"BK": block, "HK": self.HK, "LEVELS": self.chunk.bit_length() - 1}
+        constants = self._constants(min(launch.block, 64, width(V))) | {"BK": block, "HK": self.HK} | self._levels
         gradient_kernel[(NC * nk, self._rows)](
             i.q, i.k, i.v, self.F, self.G, do, u, dr, states, adjoints, dq, dk, dv,
             dq if dg is None else dg, dq if dbeta is None else dbeta, self.chunks.table, T, NC, self.scale,

@@ -23,18 +23,19 @@ class Launch:
 
 
 # Widest power of two of the two head sizes -> launch. First guesses on an H200, to be replaced by measurements.
-SUMMARISE = {64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(64, 8, 2)}
-ATTEND = {64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1)}
-SUMMARY = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
-OUTPUT = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
+SUMMARISE = {64: Launch(64, 4, 3), 128: Launch(128, 8, 2), 256: Launch(64, 8, 2)}
+ATTEND = {64: Launch(64, 4, 2), 128: Launch(128, 8, 3), 256: Launch(64, 8, 1)}
+SUMMARY = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1)}
+OUTPUT = {64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1)}
 KEEP = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
 BACK_SUMMARY = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
-BACKWARD = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
-GRADIENT = {64: Launch(64, 4, 1), 128: Launch(128, 8, 1), 256: Launch(64, 8, 1)}
+BACKWARD = {64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1)}
+GRADIENT = {64: Launch(64, 4, 1), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1)}
 GRADIENT_DIAGONAL = {64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1)}
 INTRA = {64: Launch(64, 4, 1), 128: Launch(64, 4, 1), 256: Launch(64, 4, 1)}
+INTRA_DIAGONAL = {64: Launch(64, 4, 1), 128: Launch(64, 4, 2), 256: Launch(64, 4, 2)}
 
-WAVES = {"additive": 1056, "delta": 264}
+WAVES = {"additive": 528, "delta": 264}
 """Programs wanted in a pass over segments: eight a multiprocessor of 132, two where a segment's transition is dense."""
 
 
