@@ -13,6 +13,7 @@ if [ "$gpus" -gt 0 ] && [ "$gpus" -lt 4 ]; then
     echo "demo: $gpus GPU(s) here, so $ranks rank(s) instead of 4"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the demo shares the cores out among the ranks itself
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"  # ranks share cores: a thread that waits must not spin
 if [ "$gpus" -eq 0 ] && [ -e /sys/class/net/lo ]; then
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 fi

@@ -1,0 +1,111 @@
+"""A prompt read by several ranks and decoded by one continues as the whole text would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_la import ArgumentError, ContextParallel
+from ring_la.inference import Sampler, decode, generate, prefill, step
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.nn import LAYERS
+from tests.distributed.pool import group
+
+NEW = 5
+
+
+def make() -> HybridLM:
+    """Every kind of layer in one model."""
+    torch.manual_seed(0)
+    options = {"attention": {"num_kv_heads": 2}, "mamba2": {"state_dim": 4}}
+    model = HybridLM(HybridConfig(19, 16, list(LAYERS), 4, options=options)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 19, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def greedy(model: HybridLM, ids: torch.Tensor, n: int) -> torch.Tensor:
+    """The truth: the whole text again for every token."""
+    for _ in range(n):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids[:, -n:]
+
+
+def check_handover(rank: int, length: int, cu: list[int] | None) -> list[list[int]]:
+    cp = ContextParallel(group())
+    model, ids = make(), tokens(1 if cu else 2, length)
+    layout = cp.layout(length, cu_seqlens=cu)
+    prompt = prefill(model, layout.shard(ids), layout=layout)
+    alone = prefill(model, ids, cu_seqlens=None if cu is None else torch.tensor(cu))
+    torch.testing.assert_close(prompt.logits, alone.logits, rtol=1e-9, atol=1e-9)
+    if rank != cp.size - 1:
+        return []
+    return torch.stack(list(decode(model, prompt, NEW)), 1).tolist()  # one rank, without the others
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 29), (3, 29), (3, 2)])
+def test_prefill_on_ranks_then_decoding_on_one(ranks, size, length):
+    got = ranks.run(size, check_handover, length, None)[-1]
+    assert got == greedy(make(), tokens(2, length), NEW).tolist()
+
+
+def test_packed_prompts_are_decoded_as_a_batch(ranks):
+    cu = [0, 5, 6, 29]
+    got = ranks.run(3, check_handover, 29, cu)[-1]
+    model, ids = make(), tokens(1, 29)
+    assert got == [greedy(model, ids[:, a:b], NEW)[0].tolist() for a, b in zip(cu, cu[1:])]
+
+
+def check_two_turns(rank: int) -> None:
+    cp = ContextParallel(group())
+    model, ids = make(), tokens(2, 40)
+    first, second = cp.layout(15), cp.layout(25)
+    prompt = prefill(model, first.shard(ids[:, :15]), layout=first)
+    prompt = prefill(model, second.shard(ids[:, 15:]), states=prompt.states, layout=second)
+    torch.testing.assert_close(prompt.logits, model(ids).logits[:, -1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_second_prompt_goes_on_from_the_first(ranks):
+    ranks.run(2, check_two_turns)
+
+
+def test_states_may_be_continued_twice():
+    model, ids = make(), tokens(2, 9)
+    prompt = prefill(model, ids)
+    one = torch.stack(list(decode(model, prompt, NEW)), 1)
+    two = torch.stack(list(decode(model, prompt, NEW)), 1)
+    assert torch.equal(one, two)
+    assert torch.equal(one, generate(model, ids, NEW))
+    assert generate(model, ids, 0).shape == (2, 0)
+
+
+def test_one_step_is_one_token():
+    model, ids = make(), tokens(2, 9)
+    after = step(model, ids[:, -1], prefill(model, ids[:, :-1]).states)
+    torch.testing.assert_close(after.logits, model(ids).logits[:, -1], rtol=1e-9, atol=1e-9)
+
+
+def test_sampling():
+    logits = torch.tensor([[0.0, 1.0, 5.0, 4.9]]).expand(400, -1)
+    assert Sampler()(logits).eq(2).all()
+
+    def draw(**options) -> torch.Tensor:
+        return Sampler(generator=torch.Generator().manual_seed(0), **options)(logits)
+
+    assert set(draw(temperature=1.0, top_k=2).tolist()) == {2, 3}
+    assert set(draw(temperature=5.0).tolist()) == {0, 1, 2, 3}
+    assert torch.equal(draw(temperature=1.0), draw(temperature=1.0))
+    with pytest.raises(ArgumentError, match="temperature: expected a number"):
+        Sampler(temperature=-1)
+    with pytest.raises(ArgumentError, match="top_k: expected an int"):
+        Sampler(top_k=0)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ArgumentError, match="cu_seqlens: expected prompts of at least one token"):
+        prefill(make(), tokens(1, 4), cu_seqlens=torch.tensor([0, 0, 4]))

@@ -1,0 +1,96 @@
+"""A hybrid model split over ranks has the loss and the gradient of one process; its options and its refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ring_la import ArgumentError, ContextParallel
+from ring_la.models import HybridConfig, HybridLM
+from tests.distributed.pool import group
+
+LAYERS = ("gdn", "attention", "rwkv7", "mamba2")
+TOKENS, CU = 41, [0, 6, 6, 29, 41]
+
+
+def make(**changes) -> HybridLM:
+    config = {"vocab_size": 19, "dim": 16, "layers": LAYERS, "num_heads": 2, "options": {"mamba2": {"state_dim": 4}}}
+    torch.manual_seed(0)
+    return HybridLM(HybridConfig(**{**config, **changes})).double()
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 19, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def check_loss(rank: int, cu: list[int] | None, own_targets: bool) -> None:
+    cp = ContextParallel(group())
+    layout = cp.layout(TOKENS, cu_seqlens=cu)
+    ids = tokens(1 if cu else 2, TOKENS)
+    offsets = None if cu is None else torch.tensor(cu)
+    targets = ids.roll(3, 1).masked_fill(ids < 4, -100) if own_targets else None
+    whole, split = make(tie_embeddings=own_targets), make(tie_embeddings=own_targets)
+    expected = whole.loss(ids, targets, cu_seqlens=offsets)
+    expected.backward()
+    part = split.loss(layout.shard(ids), None if targets is None else layout.shard(targets), layout=layout)
+    part.backward()
+    torch.testing.assert_close(cp.comm.all_reduce(part.detach()).wait(), expected.detach(), rtol=1e-11, atol=0)
+    for (name, p), q in zip(split.named_parameters(), whole.named_parameters(), strict=True):
+        error = (cp.comm.all_reduce(p.grad).wait() - q[1].grad).abs().max()
+        assert error <= 1e-9 * max(1e-3, q[1].grad.abs().max()), name
+
+
+@pytest.mark.parametrize("cu", [None, CU], ids=["dense", "packed"])
+@pytest.mark.parametrize("own_targets", [False, True])
+def test_split_loss_and_gradient_are_one_process_s(ranks, cu, own_targets):
+    ranks.run(3, check_loss, cu, own_targets)
+
+
+def test_loss_is_the_mean_over_targets():
+    model, ids = make(), tokens(1, TOKENS)
+    logits = model(ids, cu_seqlens=torch.tensor(CU)).logits[0]
+    targets = [(t, ids[0, t + 1]) for t in range(TOKENS - 1) if t + 1 not in CU]
+    at, label = (torch.tensor(x) for x in zip(*targets))
+    torch.testing.assert_close(model.loss(ids, cu_seqlens=torch.tensor(CU)), F.cross_entropy(logits[at], label))
+
+
+def test_documents_do_not_see_each_other():
+    model, ids = make(), tokens(1, TOKENS)
+    packed = model(ids, cu_seqlens=torch.tensor(CU)).logits
+    for a, b in ((0, 6), (6, 29), (29, 41)):
+        torch.testing.assert_close(packed[:, a:b], model(ids[:, a:b]).logits, rtol=1e-11, atol=1e-11)
+
+
+def test_a_model_comes_back_from_its_config():
+    model = make(options={"attention": {"num_kv_heads": 1}})
+    again = HybridLM(HybridConfig(**model.config.to_dict())).double()
+    again.load_state_dict(model.state_dict())
+    ids = tokens(2, 9)
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": ["gdn", "rnn"]}, "layers: expected names out of .*, got 'rnn'"),
+        ({"layers": []}, "layers: expected at least one"),
+        ({"mlp": "relu"}, "mlp: expected one of"),
+        ({"num_heads": 3}, "num_heads: expected a divisor of 16, got 3"),
+    ],
+)
+def test_a_wrong_config_is_refused(changes, message):
+    with pytest.raises(ArgumentError, match=message):
+        make(**changes)
+
+
+def test_wrong_ids_are_refused():
+    model, ids = make(), tokens(2, 9)
+    with pytest.raises(ArgumentError, match="ids: expected an int tensor"):
+        model(ids[0])
+    with pytest.raises(ArgumentError, match="ids: expected an int tensor"):
+        model(ids.float())
+    with pytest.raises(ArgumentError, match="states: expected one for each of 4 layers, got 1"):
+        model(ids, states=[None])
+    with pytest.raises(ArgumentError, match="targets: expected the shape of ids"):
+        model.loss(ids, ids[:, 1:])

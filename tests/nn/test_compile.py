@@ -1,0 +1,57 @@
+"""torch.compile(fullgraph=True, dynamic=True) of layers, forward and backward, with lengths that change between calls.
+
+Inductor itself where another library's recurrent delta rule died in it; the tracing alone for the other layers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.nn.cases import DIM, NAMES, make
+
+LENGTHS = (9, 33, 70)
+INDUCTOR = [("gdn", "chunk"), ("deltanet", "recurrent")]
+TRACED = [(name, "chunk") for name in NAMES if name != "gdn"] + [("gdn", "recurrent"), ("kda", "recurrent")]
+
+
+def check(name: str, mode: str, backend: str) -> None:
+    torch._dynamo.reset()
+    options = {} if name == "attention" else {"mode": mode}
+    eager, layer = make(name, torch.float32, **options), make(name, torch.float32, **options)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    stats = torch._dynamo.utils.counters["stats"]
+    graphs = stats["unique_graphs"]
+    for T in LENGTHS:
+        x = torch.randn(2, T, DIM, generator=torch.Generator().manual_seed(T))
+        eager.zero_grad()
+        layer.zero_grad()
+        expected, out = eager(x, output_state=True), compiled(x, output_state=True)
+        torch.testing.assert_close(out.o, expected.o, rtol=2e-4, atol=2e-5)
+        expected.o.square().mean().backward()
+        out.o.square().mean().backward()
+        for (label, p), q in zip(layer.named_parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=2e-3, atol=2e-5, msg=lambda m, n=label: f"{n}: {m}")
+    assert stats["unique_graphs"] - graphs <= 1, "the graph depends on the length"
+
+
+@pytest.mark.parametrize(("name", "mode"), TRACED)
+def test_layers_trace_whole(name, mode):
+    check(name, mode, "aot_eager")
+
+
+@pytest.mark.parametrize(("name", "mode"), INDUCTOR)
+def test_layers_compile_whole(name, mode):
+    check(name, mode, "inductor")
+
+
+def test_decoding_compiles():
+    torch._dynamo.reset()
+    layer = make("gdn", torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = torch.randn(2, 12, DIM)
+    with torch.no_grad():
+        out = layer(x[:, :5], output_state=True)
+        for t in range(5, 12):
+            out = compiled(x[:, t : t + 1], state=out.state, output_state=True)
+        torch.testing.assert_close(out.o[:, 0], layer(x).o[:, -1], rtol=2e-4, atol=2e-5)
