@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ..context import ShardedLayout
 from ..errors import ArgumentError
-from ..nn import LAYERS, Layer, RMSNorm
+from ..nn import LAYERS, Layer, MixtureOfExperts, RMSNorm, Routing
 from .mlp import MLPS
 
 IGNORE = -100
@@ -35,10 +36,11 @@ class HybridConfig:
         vocab_size, dim: number of tokens, and channels D.
         layers: names from `ring_la.nn.LAYERS`, first to last.
         num_heads: heads of every layer.
-        mlp: a name from `MLPS`. mlp_dim: its inner width (default 8/3 · D, rounded up to 32).
+        mlp: a name from `MLPS`. mlp_dim: its inner width (default 8/3 · D, rounded up to 32); of each expert in "moe".
         tie_embeddings: the output projection is the embedding, transposed.
         norm_eps: of the norms between the layers.
         options: further keywords of layers, by name: ``{"attention": {"num_kv_heads": 2}}``.
+        mlp_options: of the MLPs: ``{"experts": 64, "top_k": 8, "shared_hidden": 512, "balance_coef": 0.01}``.
     """
 
     vocab_size: int
@@ -50,6 +52,7 @@ class HybridConfig:
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    mlp_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in (*self.layers, *self.options):
@@ -63,7 +66,8 @@ class HybridConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint; ``HybridConfig(**d)`` is the way back."""
         out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return out | {"layers": list(self.layers), "options": {k: dict(v) for k, v in self.options.items()}}
+        options = {k: dict(v) for k, v in self.options.items()}
+        return out | {"layers": list(self.layers), "options": options, "mlp_options": dict(self.mlp_options)}
 
 
 class LMOutput(NamedTuple):
@@ -92,10 +96,17 @@ class Block(nn.Module):
         self.layer, self.mlp = layer, mlp
         self.layer_norm, self.mlp_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
 
-    def forward(self, x: Tensor, **keywords: Any) -> tuple[Tensor, Any]:
-        o, state = self.layer(self.layer_norm(x), **keywords)
+    def forward(
+        self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None, **keywords: Any
+    ) -> tuple[Tensor, Any, Routing | None]:
+        """``x``, what the layer remembers, and what the router of a mixture of experts did."""
+        o, state = self.layer(self.layer_norm(x), layout=layout, **keywords)
         x = x + o
-        return x + self.mlp(self.mlp_norm(x)), state
+        y = self.mlp_norm(x)
+        if not isinstance(self.mlp, MixtureOfExperts):
+            return x + self.mlp(y), state, None
+        o, routing = self.mlp(y, output_routing=output_routing, layout=layout)
+        return x + o, state, routing
 
 
 class HybridLM(nn.Module):
@@ -105,9 +116,10 @@ class HybridLM(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.mlp_dim or 32 * -(-8 * config.dim // (3 * 32))
+        make_mlp = partial(MLPS[config.mlp], **config.mlp_options)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
-            Block(_make_layer(config, i), MLPS[config.mlp](config.dim, hidden), config.dim, config.norm_eps)
+            Block(_make_layer(config, i), make_mlp(config.dim, hidden), config.dim, config.norm_eps)
             for i in range(len(config.layers))
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -126,6 +138,7 @@ class HybridLM(nn.Module):
         output_states: bool = False,
         layout: ShardedLayout | None = None,
         cu_seqlens: Tensor | None = None,
+        routings: list[Routing] | None = None,
     ) -> LMOutput:
         """Logits of the next token after each token of `ids`.
 
@@ -133,8 +146,11 @@ class HybridLM(nn.Module):
             ids: int ``[B, T]``; under a layout this rank's tokens.
             states: what the layers remember of earlier tokens. output_states: return what they remember now.
             layout, cu_seqlens: as in the layers.
+            routings: a list to which what each mixture of experts' router did is appended, its auxiliary loss among
+                it, which a loss of one's own has to add. Under a layout it takes an exchange, so all ranks give one.
         """
-        x, states = self.hidden(ids, states=states, output_states=output_states, layout=layout, cu_seqlens=cu_seqlens)
+        keywords = {"layout": layout, "cu_seqlens": cu_seqlens, "routings": routings}
+        x, states = self.hidden(ids, states=states, output_states=output_states, **keywords)
         return LMOutput(self.logits(x), states)
 
     def hidden(
@@ -145,14 +161,18 @@ class HybridLM(nn.Module):
         output_states: bool = False,
         layout: ShardedLayout | None = None,
         cu_seqlens: Tensor | None = None,
+        routings: list[Routing] | None = None,
     ) -> HiddenOutput:
         """`forward` without the output projection."""
         self._check(ids, states, layout)
         x, after = self.embedding(ids), []
+        keywords = {"output_state": output_states, "layout": layout, "cu_seqlens": cu_seqlens}
         for i, block in enumerate(self.blocks):
             before = None if states is None else states[i]
-            x, state = block(x, state=before, output_state=output_states, layout=layout, cu_seqlens=cu_seqlens)
+            x, state, routing = block(x, state=before, output_routing=routings is not None, **keywords)
             after.append(state)
+            if routing is not None:
+                routings.append(routing)
         return HiddenOutput(self.norm(x), after if output_states else None)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -166,15 +186,17 @@ class HybridLM(nn.Module):
         *,
         layout: ShardedLayout | None = None,
         cu_seqlens: Tensor | None = None,
+        routings: list[Routing] | None = None,
     ) -> Tensor:
         """This rank's part of the mean cross-entropy: its tokens' sum over the number of targets of the whole batch.
 
-        Summed over the ranks, losses and gradients are those of one process.
+        Its part of the auxiliary losses of mixtures of experts is added. Summed over the ranks, losses and gradients
+        are those of one process.
 
         Args:
             ids: int ``[B, T]``; under a layout this rank's tokens.
             targets: the token that follows each, ``[B, T]``, IGNORE where none does; None: the next in its document.
-            layout, cu_seqlens: as in `forward`.
+            layout, cu_seqlens, routings: as in `forward`.
         """
         if targets is None:
             targets, count = _next_tokens(ids, layout, cu_seqlens)
@@ -185,9 +207,12 @@ class HybridLM(nn.Module):
             if layout is not None:
                 count = layout.cp.comm.all_reduce(count).wait()
             count = count.clamp(min=1)
-        logits = self(ids, layout=layout, cu_seqlens=cu_seqlens).logits.flatten(0, 1)
+        routings = [] if routings is None else routings
+        begin = len(routings)
+        logits = self(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).logits.flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum") / count
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum") / count
+        return loss + sum(routing.aux_loss for routing in routings[begin:])
 
     def _check(self, ids: Tensor, states: Sequence[Any] | None, layout: ShardedLayout | None) -> None:
         error = None

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from ..nn import MixtureOfExperts
+from ..nn.mlp import SwiGLU
 
-class SwiGLU(nn.Module):
-    """``(SiLU(x W_g) ⊙ x W_u) W_d`` (Shazeer 2020, arXiv 2002.05202, eq. 6).
-
-    Args:
-        dim: D. hidden: inner width.
-    """
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.up_proj = nn.Linear(dim, 2 * hidden, bias=False)
-        self.out_proj = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up_proj(x).chunk(2, -1)
-        return self.out_proj(F.silu(gate) * up)
-
-
-MLPS: dict[str, type[nn.Module]] = {"swiglu": SwiGLU}
-"""Names of the kinds; each is made as ``kind(dim, hidden)`` and maps ``[B, T, D]`` token by token."""
+MLPS: dict[str, type[nn.Module]] = {"swiglu": SwiGLU, "moe": MixtureOfExperts}
+"""Names of the kinds; each is made as ``kind(dim, hidden, **options)`` and maps ``[B, T, D]`` token by token."""

@@ -9,6 +9,7 @@ from .gla import HGRN2, GatedLinearAttention
 from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
 from .mamba2 import Mamba2
+from .moe import MixtureOfExperts, MoEOutput, Routing
 from .parts import RMSNorm
 from .retention import LightningAttention, MultiScaleRetention
 from .rwkv7 import RWKV7
@@ -34,5 +35,8 @@ __all__ = [layer.__name__ for layer in LAYERS.values()] + [
     "Layer",
     "LayerOutput",
     "LayerState",
+    "MixtureOfExperts",
+    "MoEOutput",
     "RMSNorm",
+    "Routing",
 ]

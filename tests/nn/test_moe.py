@@ -28,6 +28,10 @@ OPTIONS = {
 }
 
 
+def same(a: Tensor, b: Tensor, label: str = "") -> None:
+    close(a.detach(), b.detach(), label)
+
+
 def make(dtype: torch.dtype = torch.float64, **options) -> MixtureOfExperts:
     torch.manual_seed(0)
     options = {"experts": EXPERTS, **COEFFICIENTS, **options}
@@ -81,14 +85,14 @@ def test_against_a_loop_over_dense_experts(options):
     weights = torch.randn_like(x)
     out = ours(x, output_routing=True)
     o, aux, load = dense(theirs, y)
-    close(out.o, o)
-    close(out.routing.aux_loss, aux)
-    close(out.routing.load, load)
+    same(out.o, o)
+    same(out.routing.aux_loss, aux)
+    same(out.routing.load, load)
     ((out.o * weights).sum() + out.routing.aux_loss).backward()
     ((o * weights).sum() + aux).backward()
     for (name, a), b in zip(gradients(ours, x).items(), gradients(theirs, y).values(), strict=True):
         assert a is not None, name
-        close(a, b, name)
+        same(a, b, name)
 
 
 def test_balanced_routing_costs_one():
@@ -96,8 +100,8 @@ def test_balanced_routing_costs_one():
     with torch.no_grad():
         layer.router.weight.zero_()
     routing = layer(tokens(1, 4), output_routing=True).routing
-    close(routing.aux_loss, torch.ones((), dtype=torch.float64))  # whatever the load, if P is uniform
-    close(routing.probability, torch.full((EXPERTS,), 0.2, dtype=torch.float64))
+    same(routing.aux_loss, torch.ones((), dtype=torch.float64))  # whatever the load, if P is uniform
+    same(routing.probability, torch.full((EXPERTS,), 0.2, dtype=torch.float64))
 
 
 def test_an_expert_without_tokens():
@@ -108,13 +112,13 @@ def test_an_expert_without_tokens():
             layer.router.weight[3] = -10.0
     out, (o, aux, _) = ours(x, output_routing=True), dense(theirs, x)
     assert float(out.routing.load[3]) == 0
-    close(out.o, o)
+    same(out.o, o)
     (out.o.square().sum() + out.routing.aux_loss).backward()
     (o.square().sum() + aux).backward()
     assert not ours.experts.up_proj.weight.grad[3].any()
     assert ours.router.weight.grad[3].any()  # its probability still costs
     for (name, a), b in zip(gradients(ours).items(), gradients(theirs).values(), strict=True):
-        close(a, b, name)
+        same(a, b, name)
 
 
 @pytest.mark.parametrize("T", [0, 1])
@@ -219,14 +223,14 @@ def check_split(rank: int, T: int, kind: str, cu: list[int] | None) -> None:
     model, routings = make_model(), []
     part = model.loss(layout.shard(ids_of(T, 1 if cu else 2)), layout=layout, routings=routings)
     part.backward()
-    close(cp.comm.all_reduce(part.detach()).wait(), want, "loss")
+    same(cp.comm.all_reduce(part.detach()).wait(), want, "loss")
     for name, p in model.named_parameters():
         assert p.grad is not None, name
-        close(cp.comm.all_reduce(p.grad).wait(), grads[name], name)
+        same(cp.comm.all_reduce(p.grad).wait(), grads[name], name)
     for ours, theirs in zip(routings, statistics, strict=True):
-        close(ours.load, theirs.load, "load")
-        close(ours.probability, theirs.probability, "probability")
-        close(cp.comm.all_reduce(ours.aux_loss.detach()).wait(), theirs.aux_loss.detach(), "aux_loss")
+        same(ours.load, theirs.load, "load")
+        same(ours.probability, theirs.probability, "probability")
+        same(cp.comm.all_reduce(ours.aux_loss.detach()).wait(), theirs.aux_loss.detach(), "aux_loss")
 
 
 @pytest.mark.parametrize("P", [1, 2, 4])
@@ -240,7 +244,7 @@ def test_the_auxiliary_loss_is_part_of_the_loss():
     ids, one = ids_of(20, 2), make_model()
     none, routings = make_model(balance_coef=0.0, z_coef=0.0), []
     loss = one.loss(ids, routings=routings)
-    close(loss, none.loss(ids) + sum(r.aux_loss for r in routings))
+    same(loss, none.loss(ids) + sum(r.aux_loss for r in routings))
     assert len(routings) == len(MODEL.layers)
     assert all(float(r.aux_loss) > 0.5 for r in routings)
 
@@ -286,7 +290,7 @@ def check_replay(rank: int) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     model.loss(layout.shard(ids_of(37, 2)), layout=layout).backward()
     for name, p in model.named_parameters():
-        close(cp.comm.all_reduce(p.grad).wait(), grads[name], name)
+        same(cp.comm.all_reduce(p.grad).wait(), grads[name], name)
 
 
 def test_checkpointed_blocks(ranks):
@@ -346,7 +350,7 @@ def test_compiled_whole_for_any_number_of_tokens():
             (out.o.square().sum() + out.routing.aux_loss).backward()
             results.append([out.o, *out.routing, *(g.clone() for g in gradients(layer, x).values())])
         for a, b in zip(*results, strict=True):
-            close(a, b)
+            same(a, b)
     assert len(graphs) == 1
 
 
@@ -358,9 +362,9 @@ def check_compiled(rank: int) -> None:
     torch._dynamo.reset()
     out = torch.compile(layer, backend="aot_eager")(x, output_routing=True, layout=layout)
     want = layer(x, output_routing=True, layout=layout)
-    close(out.o, want.o)
+    same(out.o, want.o)
     for a, b in zip(out.routing, want.routing, strict=True):
-        close(a, b)
+        same(a, b)
     (out.o.sum() + out.routing.aux_loss).backward()
 
 

@@ -1,0 +1,23 @@
+"""The channel mixing that maps every token alike; its sparse sibling is in moe.py."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SwiGLU(nn.Module):
+    """``(SiLU(x W_g) ⊙ x W_u) W_d`` (Shazeer 2020, arXiv 2002.05202, eq. 6).
+
+    Args:
+        dim: D. hidden: inner width.
+    """
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(dim, 2 * hidden, bias=False)
+        self.out_proj = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up_proj(x).chunk(2, -1)
+        return self.out_proj(F.silu(gate) * up)

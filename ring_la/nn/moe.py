@@ -1,0 +1,268 @@
+"""A mixture of experts over a split sequence: each token goes through the k SwiGLUs its router picks, none is dropped.
+
+    p = softmax(x W_r)  [tokens, E],    o = Σ over the k largest of p_e · expert_e(x)  (+ a shared expert)
+
+The router is balanced by an auxiliary loss over the N tokens of the whole sequence, all ranks' and all documents':
+
+    balance = E · Σ_e f_e P_e,   f_e = assignments to e / (k N),   P_e = Σ_t p_te / N
+
+(Fedus et al. 2021, arXiv 2101.03961, eq. 4–6, for k = 1; it is 1 where all experts get the same), and
+
+    z = Σ_t logsumexp(logits_t)² / N        (Zoph et al. 2022, arXiv 2202.08906, eq. 5).
+
+f is a count and has no gradient, and both losses are sums over tokens once f is known. So the ranks exchange nothing
+but counts: with the whole sequence's f and N, a rank's part is the sum over its own tokens, the parts add up to the
+loss, and their gradients to its gradient, without any exchange in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm.group import Pending
+from ..context import ShardedLayout
+from ..errors import ArgumentError
+from ..grouped_gemm import grouped_gemm
+from ..recurrences.recurrence import FLOATS, describe_tensor
+from .layer import wide
+from .mlp import SwiGLU
+
+
+class Routing(NamedTuple):
+    """How a router spread the tokens of the whole sequence; all but the loss are the same on every rank."""
+
+    aux_loss: Tensor
+    """This rank's part of the auxiliary loss, times its coefficients; to be added to the rank's own loss."""
+    load: Tensor
+    """Each expert's share of the assignments, f ``[E]``, summing to 1."""
+    probability: Tensor
+    """Each expert's mean probability, P ``[E]``, summing to 1."""
+
+
+class MoEOutput(NamedTuple):
+    """The result of a mixture of experts."""
+
+    o: Tensor
+    """Outputs, in the shape of the input ``[B, T, D]``."""
+    routing: Routing | None
+    """What the router did; None unless ``output_routing``."""
+
+
+class MixtureOfExperts(nn.Module):
+    """k of E SwiGLUs a token, as in Mixtral, Qwen-MoE and Qwen3-Next (see the module's text).
+
+    The router multiplies and normalises in fp32 (fp64 for fp64), also inside autocast.
+
+    Args:
+        dim: D. hidden: inner width of each expert.
+        experts: E. top_k: k, experts a token.
+        renormalize: the k weights of a token are divided by their sum.
+        shared_hidden: inner width of an expert that every token passes; 0: none.
+        shared_gate: its output is multiplied by ``sigmoid(x w)``, as Qwen does.
+        balance_coef, z_coef: of the two auxiliary losses.
+        backend: of the grouped GEMMs, as in `grouped_gemm`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        experts: int = 8,
+        top_k: int = 2,
+        renormalize: bool = True,
+        shared_hidden: int = 0,
+        shared_gate: bool = False,
+        balance_coef: float = 0.01,
+        z_coef: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ArgumentError("top_k", f"an int from 1 to experts = {experts}", top_k)
+        for name, coef in (("balance_coef", balance_coef), ("z_coef", z_coef)):
+            if coef < 0:
+                raise ArgumentError(name, "a number ≥ 0", coef)
+        if shared_gate and not shared_hidden:
+            raise ArgumentError("shared_gate", "False without a shared expert", shared_gate, "Give shared_hidden")
+        self.dim, self.top_k, self.renormalize = dim, top_k, renormalize
+        self.balance_coef, self.z_coef = balance_coef, z_coef
+        self.router = nn.Linear(dim, experts, bias=False)
+        self.experts = Experts(experts, dim, hidden, backend)
+        self.shared = SwiGLU(dim, shared_hidden) if shared_hidden else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
+
+    def forward(self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None) -> MoEOutput:
+        """Every token through its experts.
+
+        Args:
+            x: ``[B, T, D]``; under a layout T is this rank's length, which may be 0.
+            output_routing: also return the auxiliary loss and the router's statistics. Under a layout collective:
+                one all-reduce of 2·E numbers in the forward pass, under way while the experts compute. Without it
+                nothing is exchanged.
+            layout: how the sequence is split over ranks.
+
+        Raises:
+            ArgumentError: a wrong shape, dtype or layout, by name; under a layout on every rank.
+        """
+        outside = layout is not None and torch.compiler.is_compiling()  # a compiled caller's graph breaks there
+        (_check_outside_graphs if outside else _check)(self, x, output_routing, layout)
+        flat = x.flatten(0, 1)
+        logits = self._logits(flat)
+        p = logits.softmax(-1)
+        weights, chosen = p.topk(self.top_k, -1)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        places = Places.of(chosen, p.shape[1])
+        if output_routing:
+            sums = torch.stack([places.sizes.double(), p.detach().sum(0).double()])  # fp64: counts stay exact
+            if layout is not None:
+                pending = (_post_outside_graphs if outside else _post)(sums, layout)
+        o = places.collect(self.experts(places.spread(flat), places.sizes, places.arrange(weights)))
+        if self.shared is not None:
+            o = o + self._shared(flat)
+        o = o.view(x.shape)
+        if not output_routing:
+            return MoEOutput(o, None)
+        if layout is not None:
+            sums = (_wait_outside_graphs if outside else _wait)(pending)
+        tokens = max(1, x.shape[0] * (x.shape[1] if layout is None else layout.seq_len))
+        return MoEOutput(o, self._routing(logits, p, sums, tokens))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(wide(x), wide(self.router.weight))
+
+    def _shared(self, x: Tensor) -> Tensor:
+        o = self.shared(x)
+        return o if self.shared_gate is None else o * torch.sigmoid(self.shared_gate(x))
+
+    def _routing(self, logits: Tensor, p: Tensor, sums: Tensor, tokens: int) -> Routing:
+        """From this rank's logits and probabilities, and the whole sequence's counts and sums of probabilities."""
+        load, probability = (sums[0] / (self.top_k * tokens)).to(p.dtype), (sums[1] / tokens).to(p.dtype)
+        aux = self.balance_coef * load.shape[0] / tokens * (load * p.sum(0)).sum()
+        if self.z_coef:
+            aux = aux + self.z_coef / tokens * logits.logsumexp(-1).square().sum()
+        return Routing(aux, load, probability)
+
+
+class Experts(nn.Module):
+    """E SwiGLUs over rows sorted by expert: two grouped GEMMs, gate and up side by side in the first."""
+
+    def __init__(self, experts: int, dim: int, hidden: int, backend: str = "auto") -> None:
+        super().__init__()
+        self.up_proj = GroupedLinear(experts, dim, 2 * hidden, backend)
+        self.out_proj = GroupedLinear(experts, hidden, dim, backend)
+
+    def forward(self, x: Tensor, sizes: Tensor, weights: Tensor) -> Tensor:
+        """Rows ``x [M, D]``, the first sizes[0] of them expert 0's and so on, each result times its ``weights [M]``."""
+        gate, up = self.up_proj(x, sizes).chunk(2, -1)
+        h = F.silu(gate) * up * weights[:, None]  # a weight commutes with the last product
+        return self.out_proj(h.to(up.dtype), sizes)
+
+
+class GroupedLinear(nn.Module):
+    """E linear maps, ``weight [E, out, in]``, each initialised as nn.Linear does."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, backend: str = "auto") -> None:
+        super().__init__()
+        bound = inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs).uniform_(-bound, bound))
+        self.backend = backend
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        return grouped_gemm(x, self.weight.mT, sizes, backend=self.backend)
+
+
+# -- to the experts and back -------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """Where the k assignments of each of N tokens stand once all are sorted by expert. Nothing is read by the host."""
+
+    order: Tensor  # [N·k], the assignment k·n + j that stands at each place
+    place: Tensor  # [N, k], the place of each assignment
+    sizes: Tensor  # [E], assignments of each expert
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int) -> Places:
+        """Of the experts ``chosen [N, k]``, out of so many."""
+        expert, order = chosen.flatten().sort(stable=True)
+        here = torch.arange(order.shape[0], device=order.device)
+        place = torch.empty_like(order).scatter_(0, order, here).view(chosen.shape)
+        borders = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device))
+        return cls(order, place, borders.diff())
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Tokens ``[N, D]`` at the places of their assignments ``[N·k, D]``."""
+        return _Spread.apply(x, self.order, self.place)
+
+    def collect(self, y: Tensor) -> Tensor:
+        """The sum of each token's k rows of ``y [N·k, D]``, ``[N, D]``."""
+        return _Collect.apply(y, self.order, self.place)
+
+    def arrange(self, weights: Tensor) -> Tensor:
+        """A value of each assignment ``[N, k]`` at its place ``[N·k]``."""
+        return weights.flatten().index_select(0, self.order)
+
+
+# Each of the two is the derivative of the other, and both only read at indices: no atomic sums, so results and
+# gradients are the same in every run, and a token's k terms are added in fp32.
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(order, place)
+        return x.index_select(0, order // place.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Collect.apply(grad, *ctx.saved_tensors), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(order, place)
+        return y[place].sum(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Spread.apply(grad, *ctx.saved_tensors), None, None
+
+
+# -- among the ranks ---------------------------------------------------------------------------------------
+
+
+def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: ShardedLayout | None) -> None:
+    """Refuse what does not fit, on every rank alike."""
+    error, name = None, type(moe).__name__
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in FLOATS or x.shape[2] != moe.dim:
+        error = ArgumentError("x", f"a float tensor [B, T, {moe.dim}] for {name}", describe_tensor(x))
+    elif layout is not None and not isinstance(layout, ShardedLayout):
+        error = ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
+    elif layout is not None and x.shape[1] != layout.local_length:
+        got = layout.local_length
+        error = ArgumentError("layout", f"one with {x.shape[1]} tokens on this rank, the T of x", got)
+    if isinstance(layout, ShardedLayout):
+        layout.agree(f"nn.{name}", None if error else (x.shape[0], str(x.dtype), output_routing), error)
+    elif error is not None:
+        raise error
+
+
+def _post(sums: Tensor, layout: ShardedLayout) -> Pending:
+    return layout.cp.comm.all_reduce(sums)
+
+
+def _wait(pending: Pending) -> Tensor:
+    return pending.wait()
+
+
+_check_outside_graphs = torch._disable_dynamo(_check)
+_post_outside_graphs = torch._disable_dynamo(_post)
+_wait_outside_graphs = torch._disable_dynamo(_wait)
