@@ -7,6 +7,7 @@ after the message and never blocks the host. A group of one rank sends nothing.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -61,13 +62,8 @@ class Group:
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self.side_stream = torch.cuda.Stream(self.device) if self.on_cuda and self.size > 1 else None
-        self._control = self._control_group()
-
-    def _control_group(self) -> dist.ProcessGroup:
-        """A CPU group for agreement among hosts; the group itself where it already is one."""
-        if not self.on_cuda or self.size == 1:
-            return self.group
-        return dist.new_group(self.global_ranks, backend="gloo", use_local_synchronization=True, timeout=self.timeout)
+        self._agreements = 0
+        self._name = self._make_name()
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -138,14 +134,39 @@ class Group:
         """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`."""
         if self.size == 1:
             return
-        values: list[object] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self._control)
+            values = self._gather_through_store(str(value)) if self.on_cuda else self._gather_objects(str(value))
         except RuntimeError as error:
             raise self._peer_error(f"agreeing on {what}", error) from error
         if any(v != values[0] for v in values):
             lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(values))
             raise DisagreementError(f"the ranks of this group disagree on {what}:\n{lines}")
+
+    def _make_name(self) -> int:
+        """A number all ranks of this group share and no other object has, for keys in the job's store."""
+        mine = torch.tensor([uuid.uuid4().int >> 66], device=self.device)
+        return int(self.all_gather(mine).wait()[0])
+
+    def _gather_objects(self, value: str) -> list[str]:
+        values = [""] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _gather_through_store(self, value: str) -> list[str]:
+        """Every rank's value by the job's store: hosts agree without a kernel on any device's stream."""
+        store, n = self._store("agree"), self._agreements
+        self._agreements += 1
+        store.set(f"{n}/{self.rank}", value)
+        keys = [f"{n}/{r}" for r in range(self.size)]
+        store.wait(keys, self.timeout)
+        values = [store.get(key).decode() for key in keys]
+        if n > 0:  # every rank has posted n, so every rank has read n - 1
+            store.delete_key(f"{n - 1}/{self.rank}")
+        return values
+
+    def _store(self, purpose: str) -> dist.Store:
+        job = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"ring_la/{self._name}/{purpose}", job)
 
     # -- waiting and failing -------------------------------------------------------------------------------
 

@@ -295,6 +295,21 @@ def test_ranks_that_differ_get_the_same_error(ranks, validate):
             assert messages[0] == messages[1], case
 
 
+def check_store(rank: int) -> tuple[str, list[str]]:
+    """The way hosts agree under NCCL, here over the same store."""
+    cp = ring_la.ContextParallel(group(), validate="never", timeout=3.0)
+    for n in range(5):
+        assert cp.comm._gather_through_store(f"{n} from {rank}") == [f"{n} from {r}" for r in range(cp.size)]
+    other = ring_la.ContextParallel(group(), validate="never")
+    return caught(lambda: cp.comm.agree("this", rank)), other.comm._gather_through_store(str(rank))
+
+
+def test_agreement_through_the_store(ranks):
+    results = ranks.run(3, check_store)
+    assert all("disagree on this" in message for message, _ in results)
+    assert all(values == ["0", "1", "2"] for _, values in results)
+
+
 def check_peer(rank: int, how: str, scan: str) -> tuple[str, float]:
     cp = ring_la.ContextParallel(group(), scan=scan, timeout=4.0, validate="never")
     layout = cp.layout(40, "contiguous")

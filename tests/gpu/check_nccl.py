@@ -8,6 +8,7 @@ of tokens, convolutions. Each rank's worst errors are gathered; rank 0 prints on
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import json
 import os
@@ -23,6 +24,9 @@ from ring_la.scan import STRATEGIES
 from tests.conformance import test_sharded as sharded
 from tests.conformance.cases import RECURRENCES, error, make_inputs
 from tests.distributed import pool
+
+PATIENCE = 45.0
+"""Seconds one check may take before every rank shows where it stands and stops."""
 
 
 def whole_and_split(rank: int, P: int, name: str, dtype: torch.dtype, kind: str, D: int) -> dict[str, float]:
@@ -78,11 +82,11 @@ def checks(world: int):
                 )
                 worst = lambda rank, f=f: max(e for by in f(rank).values() for e in by.values())  # noqa: E731
                 yield f"fp64 {name} {documents} {kind}", P, worst, 1e-9
+    for dtype in (torch.bfloat16, torch.float32):
         for name in RECURRENCES:
-            for dtype in (torch.float32, torch.bfloat16):
-                for D in (64, 128):
-                    f = functools.partial(whole_and_split, P=P, name=name, dtype=dtype, kind="zigzag", D=D)
-                    yield f"{str(dtype)[6:]} {name} {D}", P, lambda rank, f=f: max(f(rank).values()), 2.0
+            for D in (64, 128):
+                f = functools.partial(whole_and_split, P=world, name=name, dtype=dtype, kind="zigzag", D=D)
+                yield f"{str(dtype)[6:]} {name} {D}", world, lambda rank, f=f: max(f(rank).values()), 2.0
 
 
 def main() -> None:
@@ -90,13 +94,15 @@ def main() -> None:
     arguments.add_argument("--out")
     arguments.add_argument("--budget", type=float, default=300.0)
     arguments.add_argument("--only", default="")
+    arguments.add_argument("--verbose", action="store_true")
+    arguments.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     options = arguments.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group(
-        "nccl", device_id=torch.device("cuda", torch.cuda.current_device()), timeout=timedelta(seconds=90)
-    )
+    device = None
+    if options.backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(options.backend, device_id=device, timeout=timedelta(seconds=90))
     control = dist.new_group(backend="gloo")
     for P in range(1, world + 1):
         pool._groups[P] = dist.new_group(list(range(P)))
@@ -108,20 +114,25 @@ def main() -> None:
             break
         if options.only not in label:
             continue
-        value, failed = 0.0, ""
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        value, failed, began = 0.0, "", time.monotonic()
         if rank < P:
             try:
                 value = check(rank)
             except Exception:
                 value, failed = float("inf"), traceback.format_exc()
+                print(f"rank {rank}, {label}, P={P}\n{failed}", flush=True)
         values: list = [None] * world
         dist.all_gather_object(values, (value, failed), group=control)
+        faulthandler.cancel_dump_traceback_later()
         worst = max(v for v, _ in values)
-        rows.append({"check": label, "P": P, "worst": worst, "bound": bound, "ok": worst <= bound})
-        if rank == 0 and not rows[-1]["ok"]:
-            print("BAD", rows[-1], next((t for _, t in values if t), ""), flush=True)
+        seconds = round(time.monotonic() - began, 2)
+        rows.append({"check": label, "P": P, "worst": worst, "bound": bound, "ok": worst <= bound, "seconds": seconds})
+        if rank == 0 and (options.verbose or not rows[-1]["ok"]):
+            print("ok " if rows[-1]["ok"] else "BAD", rows[-1], flush=True)
         if any(t for _, t in values):
             break
+    name = torch.cuda.get_device_name() if device else "cpu"
     if rank == 0:
         bad = sum(not r["ok"] for r in rows)
         by = {}
@@ -130,12 +141,10 @@ def main() -> None:
             by.setdefault(key, []).append(r["worst"])
         for (kind, P), worst in by.items():
             print(f"{kind} P={P}: {len(worst)} checks, worst {max(worst):.2e}")
-        print(
-            f"{len(rows)} checks, {bad} bad, {time.monotonic() - start:.0f} s, {world} × {torch.cuda.get_device_name()}"
-        )
+        print(f"{len(rows)} checks, {bad} bad, {time.monotonic() - start:.0f} s, {world} × {name}")
         if options.out:
             with open(options.out, "w") as f:
-                json.dump({"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "rows": rows}, f, indent=1)
+                json.dump({"torch": torch.__version__, "device": name, "rows": rows}, f, indent=1)
     dist.destroy_process_group()
 
 
