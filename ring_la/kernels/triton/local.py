@@ -19,7 +19,7 @@ from ring_la.kernels.triton.backward import backward_kernel
 from ring_la.kernels.triton.cut import Cut
 from ring_la.kernels.triton.forward import forward_kernel
 from ring_la.kernels.triton.gates import cumulate_kernel, factors_kernel, gate_gradient_kernel
-from ring_la.kernels.triton.gradient import gradient_kernel
+from ring_la.kernels.triton.gradient import gradient_kernel, pairs_kernel
 from ring_la.kernels.triton.intra import inverse_kernel, products_kernel
 from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel
 from ring_la.kernels.triton.table import (
@@ -32,6 +32,7 @@ from ring_la.kernels.triton.table import (
     INTRA_DIAGONAL,
     KEEP,
     OUTPUT,
+    PAIRS,
     SUMMARISE,
     SUMMARY,
     WAVES,
@@ -73,6 +74,7 @@ class Intra(NamedTuple):
     qr: Tensor
     kr: Tensor
     kw: Tensor
+    low: Tensor
 
 
 class TritonRecurrence:
@@ -132,7 +134,10 @@ class TritonRecurrence:
         do = self._cotangent(do)
         return self._prefix(*self._summarise_back(do, True), self._state(dS_end), True)[1]
 
-    def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
+    def gradients(
+        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
+    ) -> tuple[Inputs, Tensor]:
+        """See `Local`. gate=False spares the gradient of g where nobody wants it, as under a static decay."""
         S0, dS_end, do = self._state(S0), self._state(dS_end), self._cotangent(do)
         if self._entering is not None and self._entering[0] is S0:
             entering = self._entering[1]
@@ -143,7 +148,7 @@ class TritonRecurrence:
         else:
             adjoint, dS0 = self._prefix(*self._summarise_back(do, dS_end is not None), dS_end, True)
         if self.simple:
-            grads = self._simple_gradients(entering, adjoint, do, dS0)
+            grads = self._simple_gradients(entering, adjoint, do, dS0, gate)
         else:
             grads = self._general_gradients(entering, adjoint, do, dS0)
         return self._as_given(grads), dS0
@@ -178,7 +183,7 @@ class TritonRecurrence:
         """Gradients of value heads summed over the heads that share a q/k head, in the inputs' dtypes."""
         out = []
         for name, x, grad in zip(Inputs._fields, self.given, grads):
-            if x is None:
+            if x is None or grad is None:
                 out.append(None)
                 continue
             if name in ("q", "k") and self.HK != self.H:
@@ -328,26 +333,27 @@ class TritonRecurrence:
             PREC=self.precision, VARLEN=self._packed, **launch.options,
         )  # fmt: skip
 
-    def _simple_gradients(self, entering, adjoint, do: Tensor, dS0: Tensor) -> Inputs:
+    def _simple_gradients(self, entering, adjoint, do: Tensor, dS0: Tensor, gate: bool) -> Inputs:
+        gate = gate and self.decay == 1
         q, k, v = self.inputs[:3]
         B, T, H, cut = self.B, self.T, self.H, self.segments
         dq, dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.K, self.V))
         block = self._pick(ATTEND).block
         nk = triton.cdiv(self.K, min(block, width(self.K)))
         reads = writes = edge = None
-        if self.decay:
+        if gate:
             reads, writes = self._new(nk, B, T, H), self._new(nk, B, T, H)
             edge = self._new(nk, B, cut.count, H)
             if adjoint is None:
                 edge.zero_()
         self._attend(
-            do, v, k, dq, entering, transposed=True, dots=(q, reads) if self.decay else None, adjoint=adjoint,
-            edge=edge if adjoint is not None else None,
+            do, v, k, dq, entering, transposed=True, dots=(q, reads) if gate else None, adjoint=adjoint,
+            edge=edge if gate and adjoint is not None else None,
         )  # fmt: skip
         self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0)
-        self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True, dots=(k, writes) if self.decay else None)
+        self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True, dots=(k, writes) if gate else None)
         dg = None
-        if self.decay:
+        if gate:
             dg = self._new(B, T, H)
             block = min(16, triton.next_power_of_2(H))
             gate_gradient_kernel[(cut.count, triton.cdiv(H, block), B)](
@@ -373,22 +379,22 @@ class TritonRecurrence:
                 A = self._new(*shape, self.chunk, dtype=dtype)
                 qr, kw_ = (self._new(*shape, self.K, dtype=dtype) for _ in range(2))
                 kr = self._new(*shape, self.K, dtype=dtype) if self.delta else kw_
+                low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
                 products_kernel[grid](
-                    i.q, i.k, self.F, self.G, A, M, qr, kr, kw_, self.chunks.table, self.T, self._NC,
-                    DELTA=self.delta, **self._levels, **kw,
+                    i.q, i.k, self.F, self.G, A, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC,
+                    DELTA=self.delta, LEVELS=self._levels, LIMIT=4 if dtype == torch.float16 else 48, **kw,
                 )  # fmt: skip
-                self._intra = Intra(A, M, qr, kr, kw_)
+                self._intra = Intra(A, M, qr, kr, kw_, low)
             else:
                 inverse_kernel[grid](
                     i.k, self.F, M, self.chunks.table, self.T, self._NC, GATED=self.decay == 1, **kw
                 )
-                self._intra = Intra(i.v, M, i.q, i.k, i.k)
+                self._intra = Intra(i.v, M, i.q, i.k, i.k, i.v)
         return self._intra
 
     @property
-    def _levels(self) -> dict[str, int]:
-        """Levels of a chunk, and how far (in powers of two) a token may be from the reference it shares (`reach`)."""
-        return {"LEVELS": self.chunk.bit_length() - 1, "LIMIT": 4 if self.inputs.v.dtype == torch.float16 else 48}
+    def _levels(self) -> int:
+        return self.chunk.bit_length() - 1
 
     def _constants(self, block: int) -> dict:
         return dict(
@@ -431,25 +437,42 @@ class TritonRecurrence:
 
     def _general_gradients(self, entering, adjoint, do: Tensor, dS0: Tensor) -> Inputs:
         i, dtype = self.inputs, self.inputs.v.dtype
-        B, T, H, K, V, NC = self.B, self.T, self.H, self.K, self.V, self.chunks.count
-        states, adjoints = (self._new(B, NC, H, K, V, dtype=dtype) for _ in range(2))
+        shape = self.B, self._NC, self.H, self.V, self.K
+        states, adjoints = (self._new(*shape, dtype=dtype) for _ in range(2))
         u = torch.empty_like(i.v) if self.delta else i.v
         dr = torch.empty_like(i.v)
         self._forward(state=entering, keep=(u, states))
         self._backward(do, adjoint, dr=dr, states=adjoints, leaving=dS0)
+        return self._chunk_gradients(do, u, dr, states, adjoints)
+
+    def _chunk_gradients(self, do, u, dr, states, adjoints) -> Inputs:
+        """The gradients of every chunk's inputs, all chunks at once."""
+        i, dtype, table = self.inputs, self.inputs.v.dtype, self.chunks.table
+        B, T, H, K, NC = self.B, self.T, self.H, self.K, self._NC
+        P = self._new(B, T, H, self.chunk, dtype=dtype)
+        E = torch.empty_like(P) if self.delta else P
+        dv = torch.empty_like(dr) if self.delta else dr
+        dbeta = self._new(B, T, H) if self.delta else None
+        own = self._new(B, T, H) if self.decay == 2 else None
+        launch = self._pick(PAIRS)
+        shared = dict(
+            H=H, V=self.V, C=self.chunk, DECAY=self.decay, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed
+        )
+        pairs_kernel[(NC, self._rows)](
+            i.v, self.F, do, u, dr, P, E, P if own is None else own, dv, P if dbeta is None else dbeta, table, T, NC, self.scale,
+            BV=min(launch.block, width(self.V)), **shared, **launch.options,
+        )  # fmt: skip
         launch = self._pick(GRADIENT_DIAGONAL if self.decay == 2 else GRADIENT)
         block = min(launch.block, width(K))
         nk = triton.cdiv(K, block)
         dq, dk = (self._new(B, T, H, K, dtype=dtype) for _ in range(2))
-        dv = torch.empty_like(dr) if self.delta else dr
-        dbeta = self._new(nk, B, T, H) if self.delta else None
+        dread = self._new(nk, B, T, H) if self.delta else P
         dg = {0: None, 1: self._new(nk, B, T, H), 2: self._new(B, T, H, K)}[self.decay]
-        constants = self._constants(min(launch.block, 64, width(V))) | {"BK": block, "HK": self.HK} | self._levels
         gradient_kernel[(NC * nk, self._rows)](
-            i.q, i.k, i.v, self.F, self.G, do, u, dr, states, adjoints, dq, dk, dv,
-            dq if dg is None else dg, dq if dbeta is None else dbeta, self.chunks.table, T, NC, self.scale,
-            **constants, **launch.options,
+            i.q, i.k, self.F, self.G, self.intra.low, P if own is None else own, do, u, dr, P, E, states, adjoints, dq,
+            dk, P if dg is None else dg, dread, table, T, NC, self.scale, HK=self.HK, K=K, BK=block, BV=min(64, width(self.V)), LEVELS=self._levels, **shared,
+            **launch.options,
         )  # fmt: skip
         if self.decay == 1:
             dg = dg.sum(0)
-        return Inputs(dq, dk, dv, dg, None if dbeta is None else dbeta.sum(0))
+        return Inputs(dq, dk, dv, dg, None if dbeta is None else dbeta + dread.sum(0))
