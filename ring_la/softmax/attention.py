@@ -118,7 +118,7 @@ def _split(
     )
     strategy = options.strategy or layout.cp.attention
     call = sharded.ShardedCall(layout, kv_layout or layout, scores, options.joint, strategy, options.backend)
-    return AttentionOutput(*sharded.attention(call, x))
+    return AttentionOutput(*sharded.attention(call.plan(x), x))
 
 
 _split_outside_graphs = torch._disable_dynamo(_split)  # a compiled caller breaks its graph here, at the exchange

@@ -47,7 +47,8 @@ def plan(
     else:
         rows = keys = Tokens.packed(tk, cu)
         ends = cu.diff().to(torch.int64)
-    ask = Ask(device, x.q.dtype, x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3], scores, rows.runs is not None)
+    shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
+    ask = Ask(device, x.q.dtype, *shapes, scores, host_runs=rows.runs is not None, packed=cu is not None)
     job = Job(choose(ask, backend), scores, (rows,), (keys,))
     joint_rows = joint_keys = None
     if x.joint_k is not None:  # before every document's first key, or after its last

@@ -26,9 +26,9 @@ class Partial:
         self._lse: Tensor | None = None
         self._own = False  # whether _o is an accumulator of ours, rather than a kernel's output
 
-    def add(self, o: Tensor, lse: Tensor, rows: slice = slice(None)) -> None:
+    def add(self, o: Tensor, lse: Tensor, rows: slice | Tensor = slice(None)) -> None:
         """Add a result for some rows, over keys not yet seen."""
-        if self._lse is None and o.shape[1] == self.shape[1]:
+        if self._lse is None and isinstance(rows, slice) and o.shape[1] == self.shape[1]:
             self._o, self._lse = o, lse.to(wide(self.dtype))
             return
         self._open()
@@ -38,6 +38,8 @@ class Partial:
         keep, take = (torch.exp(x - safe).transpose(1, 2).unsqueeze(-1) for x in (old, new))
         into.mul_(keep).addcmul_(o.to(into.dtype), take.to(into.dtype))
         old.copy_(total)
+        if isinstance(rows, Tensor):
+            self._o[:, rows], self._lse[:, :, rows] = into, old
 
     def start(self, sinks: Tensor) -> None:
         """Begin with a key of logit `sinks` ``[H]`` and value zero in every row."""
@@ -96,11 +98,13 @@ class Gradients:
     dk: Tensor
     dv: Tensor
 
-    def add(self, dq: Tensor, dk: Tensor, dv: Tensor, rows: slice, keys: slice) -> None:
-        """Add a tile's gradients."""
-        self.dq[:, rows] += dq
-        self.dk[:, keys] += dk
-        self.dv[:, keys] += dv
+    def add(self, dq: Tensor, dk: Tensor, dv: Tensor, rows: slice | Tensor, keys: slice | Tensor) -> None:
+        """Add a tile's gradients. Rows and keys may be given by number, keys also repeatedly."""
+        for into, part, places in ((self.dq, dq, rows), (self.dk, dk, keys), (self.dv, dv, keys)):
+            if isinstance(places, slice):
+                into[:, places] += part
+            else:
+                into.index_add_(1, places, part.to(into.dtype))
 
 
 def zeros_like(x: Tensor) -> Tensor:

@@ -62,7 +62,9 @@ class ShardedCall:
         """The same on every rank: what is asked is the same."""
         strides = place.strides | ({1} if self.scores.windowed and x.joint_k is not None else set())
         shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
-        return choose(Ask(x.q.device, x.q.dtype, *shapes, self.scores, strided_pairs=len(strides) > 1), self.backend)
+        how = dict(strided_pairs=len(strides) > 1, packed=self.layout.num_documents > 1)
+        how["repeatable"] = self.layout.cp.deterministic
+        return choose(Ask(x.q.device, x.q.dtype, *shapes, self.scores, **how), self.backend)
 
 
 def pick(strategy: str, x: Tensors, layout: ShardedLayout, kv_layout: ShardedLayout) -> str:
@@ -86,9 +88,9 @@ def pick(strategy: str, x: Tensors, layout: ShardedLayout, kv_layout: ShardedLay
     return "all_gather" if 4 * keys <= queries else "ring"
 
 
-def attention(call: ShardedCall, x: Tensors) -> tuple[Tensor, Tensor]:
+def attention(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor]:
     """o and lse of this rank's queries."""
-    return _Sharded.apply(call.plan(x), *x)
+    return _Sharded.apply(plan, *x)
 
 
 class _Sharded(torch.autograd.Function):

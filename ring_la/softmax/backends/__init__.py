@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ...errors import ArgumentError, UnsupportedError
+from .aten import CuDNN, Flash
 from .backend import Ask, Backend, TileBackend
 from .cpu_flash import CPUFlash
 from .torch_backend import TorchBackend
 
-BACKENDS: dict[str, Backend] = {b.name: b for b in (CPUFlash(), TorchBackend())}
+BACKENDS: dict[str, Backend] = {b.name: b for b in (CuDNN(), Flash(), CPUFlash(), TorchBackend())}
 """Every kernel by name, the fastest first: a call that names none takes the first that does not refuse it."""
 
 
@@ -18,7 +19,7 @@ def choose(ask: Ask, name: str | None) -> Backend:
         ArgumentError: there is no such backend. UnsupportedError: it cannot do this; the message says which can.
     """
     if name is None:
-        return next(b for b in BACKENDS.values() if not b.refuses(ask))
+        return next(b for b in BACKENDS.values() if not b.refuses(ask) and b.suits(ask))
     if name not in BACKENDS:
         raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(name))
     why = BACKENDS[name].refuses(ask)

@@ -30,6 +30,8 @@ class Ask:
         scores: scale, mask, biases and dropout.
         host_runs: whether the host knows every row's document and position (not with packed offsets on a GPU).
         strided_pairs: whether rows at different strides meet (a mask that follows no band).
+        packed: whether there are several documents, of ever new lengths.
+        repeatable: whether gradients must be the same bits in every run.
     """
 
     device: torch.device
@@ -41,6 +43,8 @@ class Ask:
     scores: Scores
     host_runs: bool = True
     strided_pairs: bool = False
+    packed: bool = False
+    repeatable: bool = False
 
 
 class Backend(ABC):
@@ -57,6 +61,10 @@ class Backend(ABC):
     @abstractmethod
     def refuses(self, ask: Ask) -> str:
         """Why this kernel cannot do `ask` here, or an empty string."""
+
+    def suits(self, ask: Ask) -> bool:
+        """Whether this kernel, which can do `ask`, is a good choice for it."""
+        return True
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:

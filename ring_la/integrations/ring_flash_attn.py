@@ -1,0 +1,217 @@
+"""ring-flash-attn's entry points over ring_la, with its signatures (those of yunchang without softcap and attn_type).
+
+    from ring_la.integrations.ring_flash_attn import zigzag_ring_flash_attn_func
+
+The llama3 functions gather keys and values of packed documents that are split in place: their `cu_seqlens` come from
+`llama3_flash_attn_prepare_cu_seqlens`. `heads_k_stride` limits upstream's buffers; here all heads are gathered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..softmax import core
+from ..softmax.core import Plan, Saved, Tensors
+from ..softmax.merge import wide
+from ..softmax.strategies import AllGather
+from ..softmax.tokens import Run, Tokens
+from . import yunchang
+from .yunchang import Call, group_of, options
+
+
+def _without(function: type[torch.autograd.Function], varlen: bool) -> tuple[Callable, Callable, Callable]:
+    """The plain, kvpacked and qkvpacked entry points over one of yunchang's Functions."""
+
+    def dense(
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        group=None,
+    ):
+        masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
+        return function.apply(q, k, v, *masks, return_attn_probs, group, None, None)
+
+    def packed(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        group=None,
+    ):
+        masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
+        return function.apply(q, k, v, cu_seqlens, max_seqlen, *masks, return_attn_probs, group)
+
+    return unpacking(packed if varlen else dense, 1 if varlen else 2)
+
+
+def unpacking(plain: Callable, dim: int) -> tuple[Callable, Callable, Callable]:
+    """`plain`, and the same for k and v, or all three, stacked along `dim`."""
+
+    def kvpacked(q, kv, *args, **keywords):
+        return plain(q, *kv.unbind(dim), *args, **keywords)
+
+    def qkvpacked(qkv, *args, **keywords):
+        return plain(*qkv.unbind(dim), *args, **keywords)
+
+    return plain, kvpacked, qkvpacked
+
+
+ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _without(
+    yunchang.RingFlashAttnFunc, False
+)
+zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _without(
+    yunchang.ZigZagRingFlashAttnFunc, False
+)
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _without(
+    yunchang.StripeFlashAttnFunc, False
+)
+ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = _without(
+    yunchang.RingFlashAttnVarlenFunc, True
+)
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _without(yunchang.ZigZagRingFlashAttnVarlenFunc, True)
+
+
+# -- llama3 ------------------------------------------------------------------------------------------------
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, slice]:
+    """What one rank's call needs to know of documents packed into a sequence that is split in place.
+
+    Returns (offsets of this rank's queries, offsets of the keys they see, longest of each, these keys in the sequence).
+    """
+    cu = cu_seqlens.tolist()
+    if cu[-1] % world_size:
+        raise ArgumentError("cu_seqlens", f"a total length that is a multiple of {world_size}", cu[-1])
+    length = cu[-1] // world_size
+    start, stop = rank * length, (rank + 1) * length
+    mine = [(a, b) for a, b in zip(cu, cu[1:]) if a < stop and b > start]
+    q = [0] + [min(b, stop) - start for _, b in mine]
+    first, last = mine[0][0], stop if causal else mine[-1][1]
+    k = [0] + [min(b, last) - first for _, b in mine]
+    longest = (max(b - a for a, b in zip(x, x[1:])) for x in (q, k))
+    offsets = (torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in (q, k))
+    return (*offsets, *longest, slice(first, last))
+
+
+class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
+    """All keys gathered, packed documents split in place."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        heads_k_stride,
+        local_k_slice,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        alibi_slopes,
+        deterministic,
+        return_softmax,
+        group,
+    ):
+        if heads_k_stride < 1 or k.shape[1] % heads_k_stride:
+            raise ArgumentError("heads_k_stride", f"a divisor of the {k.shape[1]} key heads", heads_k_stride)
+        masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, None)
+        call, x = options("contiguous", q, *masks), Tensors(*(t.contiguous()[None] for t in (q, k, v)))
+        plan = _plan(call, x, group, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), local_k_slice)
+        out, lse, _ = core.forward(plan, x)
+        ctx.save_for_backward(q, x.k[0], x.v[0], out[0], lse[0], cu_seqlens_q, cu_seqlens_k)
+        ctx.max_seqlen_q, ctx.max_seqlen_k = max_seqlen_q, max_seqlen_k
+        ctx.heads_k_stride, ctx.local_k_slice = heads_k_stride, local_k_slice
+        yunchang.remember(ctx, call, group, None, None)
+        return (out[0], lse[0], None) if return_softmax else out[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, *args):
+        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        call, x = yunchang.recall(ctx, "contiguous"), Tensors(q[None], k[None], v[None])
+        dlse = args[0][None] if args and args[0] is not None else None
+        plan = _plan(call, x, ctx.group, cu_q.tolist(), cu_k.tolist(), ctx.local_k_slice)
+        saved = Saved(x, out[None], lse[None].to(wide(q.dtype)))
+        grads = core.backward(plan, saved, None if dout is None else dout[None], dlse)
+        return (grads.q[0], grads.k[0], grads.v[0], *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+def _plan(call: Call, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys: slice) -> Plan:
+    """All-gather of keys, of which this rank's queries see documents at `cu_k` of the slice `keys` alone."""
+    ring = group_of(group)
+    size, length, device = ring.size, x.k.shape[1], x.q.device
+    plan = call.plan(x, ring)
+    documents = list(enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:])))
+    rows = []
+    for n, (a, b, c, d) in documents:
+        start = (d - c) - (b - a) if call.causal else ring.rank * length + a - keys.start - c
+        rows += [Run(a, b - a, ring.rank * length + a, start, n)] if b > a else []
+    places = [(keys.start + c, keys.start + d, 0, n) for n, (_, _, c, d) in documents]
+    unseen = ((0, keys.start, 0, -2), (places[-1][1], size * length, 0, -2))
+    seen = [Run(c, d - c, c, p, n) for c, d, p, n in (unseen[0], *places, unseen[1]) if d > c]
+    all_rows = [plan.job.rows[r] for r in range(size)]
+    all_rows[ring.rank] = Tokens(rows, x.q.shape[1], device)
+    job = replace(plan.job, rows=tuple(all_rows), all_keys=Tokens(seen, size * length, device))
+    return replace(plan, job=job, strategy=AllGather())
+
+
+def _llama3(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    heads_k_stride,
+    local_k_slice,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    group=None,
+):
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
+    masks = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic)
+    return Llama3FlashAttnVarlenFunc.apply(q, k, v, *lengths, *masks, return_attn_probs, group)
+
+
+(
+    llama3_flash_attn_varlen_func,
+    llama3_flash_attn_varlen_kvpacked_func,
+    llama3_flash_attn_varlen_qkvpacked_func,
+) = unpacking(_llama3, 1)

@@ -1,0 +1,118 @@
+"""xDiT over ring_la: a layer with xFuserLongContextAttention's interface, and an entry for its attention registry.
+
+Joint tensors are a diffusion model's text, the same on every rank. Unlike upstream's ring, gradients flow into joint
+keys and values too: each rank gets the part of its queries and heads, which summed over the ranks is the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, UnsupportedError
+from ..softmax import attention
+from ..softmax.core import Tensors
+from ..softmax.tokens import Run, Tokens
+from . import yunchang
+from .yunchang import attend, group_of, options
+
+
+class LongContextAttention(yunchang.LongContextAttention):
+    """Ulysses × ring attention with joint tokens.
+
+    The constructor takes xDiT's arguments. A kv cache (PipeFusion's) and descaling factors (FP8 kernels') are refused.
+    """
+
+    def __init__(
+        self,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_pack_qkv: bool = False,
+        use_kv_cache: bool = False,
+        use_sync: bool = False,
+        attn_type: object = None,
+        attn_processor: nn.Module | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+    ) -> None:
+        super().__init__(scatter_idx, gather_idx, ring_impl_type, use_pack_qkv, use_sync, attn_type, attn_processor)
+        if use_kv_cache:
+            raise UnsupportedError("use_kv_cache", "False", True, "Its cache lives in xDiT's own layer")
+        for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+            if value is not None:
+                raise UnsupportedError(name, "None", type(value).__name__, "No kernel here takes FP8")
+
+    def forward(
+        self,
+        attn: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        joint_tensor_query: Tensor | None = None,
+        joint_tensor_key: Tensor | None = None,
+        joint_tensor_value: Tensor | None = None,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        joint_strategy: str = "none",
+    ) -> Tensor:
+        """Attention of this rank's tokens, and of the joint ones before ("front") or after ("rear") them.
+
+        Args:
+            attn: the layer that calls; only upstream's kv cache uses it.
+        """
+        joint = (joint_tensor_query, joint_tensor_key, joint_tensor_value)
+        x = Tensors(query, key, value)
+        rows = keys = None
+        if any(t is not None for t in joint):
+            x = self._with_joint(x, *joint, joint_strategy, causal, window_size, alibi_slopes, dropout_p)
+            rows, keys = _joint_tokens(x, group_of(self.ulysses_pg).size)
+        elif joint_strategy != "none":
+            raise ArgumentError("joint_strategy", "'none' without joint tensors", repr(joint_strategy))
+        masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
+        call = options(self.kind, query, *masks, self.attn_type)
+        return attend(call, x, group_of(self.ring_pg), group_of(self.ulysses_pg), rows, keys)
+
+    @staticmethod
+    def _with_joint(x: Tensors, q, k, v, where: str, causal: bool, window_size, alibi_slopes, dropout_p) -> Tensors:
+        if any(t is None for t in (q, k, v)):
+            raise ArgumentError("joint_tensor_query, joint_tensor_key, joint_tensor_value", "all three or none", "some")
+        if where not in ("front", "rear"):
+            raise ArgumentError("joint_strategy", "'front' or 'rear' with joint tensors", repr(where))
+        if causal or tuple(window_size) != (-1, -1) or alibi_slopes is not None or dropout_p:
+            expected = "no causal, window_size, alibi_slopes or dropout_p with joint tensors"
+            raise UnsupportedError("joint_strategy", expected, repr(where), "Joint queries have no position")
+        query = torch.cat([q, x.q] if where == "front" else [x.q, q], 1)
+        return x._replace(q=query, joint_k=k, joint_v=v)
+
+
+def _joint_tokens(x: Tensors, ulysses: int) -> tuple[Tokens, Tokens]:
+    """Queries and joint keys of a call without positions: every query sees every joint key."""
+    rows, count, device = x.q.shape[1] * ulysses, x.joint_k.shape[1], x.q.device
+    return Tokens([Run(0, rows, 0, 0, 0)], rows, device), Tokens.joint(count, device, -count, 0)
+
+
+def attention_function(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, **keywords: Any
+) -> tuple[Tensor, Tensor]:
+    """One block as xDiT's registry calls it: ``[B, H, T, D]`` tensors; returns (out, lse ``[B, H, T]``)."""
+    if keywords:
+        raise UnsupportedError("attention_function", "no further keywords", sorted(keywords))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = attention(q, k, v, causal=is_causal, dropout_p=dropout_p)
+    return out.o.transpose(1, 2), out.lse
+
+
+def register(registry: MutableMapping[Any, Callable], key: Any = "RING_LA") -> None:
+    """Enter `attention_function` in xDiT's ATTENTION_FUNCTION_REGISTRY under `key`, a backend type or a name."""
+    registry[key] = attention_function

@@ -1,0 +1,125 @@
+"""PyTorch's own FlashAttention-2 and cuDNN kernels, through aten for their lse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..tiles import Tile
+from .backend import Ask, TileBackend
+from .packs import Pack
+from .varlen import HALVES, VarlenBackend, Window
+
+aten = torch.ops.aten
+
+
+class Flash(VarlenBackend):
+    """FlashAttention-2 as built into PyTorch (aten::_flash_attention_forward)."""
+
+    name = "flash"
+
+    def refuses(self, ask: Ask) -> str:
+        why = super().refuses(ask)
+        if why:
+            return why
+        if ask.repeatable and not torch.are_deterministic_algorithms_enabled():
+            return "its backward is repeatable only under torch.use_deterministic_algorithms"
+        return "" if torch.cuda.get_device_capability(ask.device) >= (8, 0) else "it needs compute capability 8.0"
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+    ) -> tuple[Tensor, Tensor]:
+        tensors, lengths = self._arguments(pack, q, k, v)
+        o, lse, *_ = aten._flash_attention_forward(
+            *tensors, *lengths, 0.0, window.causal, False, scale=scale, **_bounds(window)
+        )
+        return (o, lse) if pack is None else (o[None], lse[None])
+
+    def call_backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        scale: float,
+        window: Window,
+        pack: Pack | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (do, q, k, v, o), lengths = self._arguments(pack, do, q, k, v, o)
+        lse = lse if pack is None else lse[0]
+        rng = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        grads = aten._flash_attention_backward(
+            do.contiguous(),
+            q,
+            k,
+            v,
+            o.contiguous(),
+            lse,
+            *lengths,
+            0.0,
+            window.causal,
+            *rng,
+            scale=scale,
+            **_bounds(window),
+        )
+        return tuple(grads if pack is None else (g[None] for g in grads))
+
+    @staticmethod
+    def _arguments(pack: Pack | None, *tensors: Tensor) -> tuple[list[Tensor], tuple]:
+        """The tensors as the operator takes them, and (cu_q, cu_k, longest q, longest k)."""
+        if pack is not None:
+            return [x[0] for x in tensors], (pack.q.cu, pack.k.cu, pack.q.longest, pack.k.longest)
+        q, k = tensors[-4:-2] if len(tensors) == 5 else tensors[:2]
+        return list(tensors), (None, None, q.shape[1], k.shape[1])
+
+
+def _bounds(window: Window) -> dict[str, int | None]:
+    if window.left < 0 and window.right < 0:
+        return {}
+    return dict(
+        window_size_left=None if window.left < 0 else window.left,
+        window_size_right=None if window.right < 0 else window.right,
+    )
+
+
+class CuDNN(TileBackend):
+    """cuDNN's attention (aten::_scaled_dot_product_cudnn_attention): the fastest on Hopper for large blocks."""
+
+    name = "cudnn"
+
+    def refuses(self, ask: Ask) -> str:
+        if ask.device.type != "cuda":
+            return "tensors are not on a CUDA device"
+        if ask.dtype not in HALVES:
+            return f"it needs fp16 or bf16, not {ask.dtype}"
+        if ask.width > 128 or ask.width % 8:
+            return f"it needs K a multiple of 8 up to 128, not {ask.width}"
+        if torch.cuda.get_device_capability(ask.device) < (8, 0) or not torch.backends.cudnn.is_available():
+            return "it needs compute capability 8.0 and cuDNN"
+        if ask.repeatable:
+            return "its backward is not repeatable"
+        return super().refuses(ask)
+
+    def suits(self, ask: Ask) -> bool:
+        """It builds a plan for each new shape: not for documents of ever new lengths."""
+        return not ask.packed and torch.cuda.get_device_capability(ask.device) >= (9, 0)
+
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, not tile.full, False, scale=scale
+        )
+        return o.transpose(1, 2), lse.reshape(q.shape[:3])
+
+    def tile_backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse.unsqueeze(-1).contiguous(), seed, seed, None, *lengths, 0.0, not tile.full, scale=scale
+        )
+        return tuple(g.transpose(1, 2) for g in grads)

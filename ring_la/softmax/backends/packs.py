@@ -1,0 +1,94 @@
+"""Several tiles as one varlen call: few, large kernel calls also where documents are many and short.
+
+Varlen kernels take rows of several sequences one after the other with their offsets, under one mask: full, or causal
+with the last row at the last key. Tiles of the same mask are put together; rows that do not already lie one after the
+other are gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..scores import Scores
+from ..tiles import Tile, tiles
+from ..tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Side:
+    """The rows of all tiles on one side.
+
+    Attributes:
+        rows: a slice where they lie one after the other, else their numbers.
+        cu: int32 offsets ``[tiles+1]`` on the device. longest: rows of the longest tile.
+    """
+
+    rows: slice | Tensor
+    cu: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, spans: list[tuple[int, int]], device: torch.device) -> Side:
+        """From the first row and the end of each tile."""
+        offsets = [0]
+        for a, b in spans:
+            offsets.append(offsets[-1] + b - a)
+        adjacent = all(x[1] == y[0] for x, y in zip(spans, spans[1:]))
+        rows = (
+            slice(spans[0][0], spans[-1][1])
+            if adjacent
+            else torch.cat([torch.arange(a, b) for a, b in spans]).to(device)
+        )
+        return cls(rows, torch.tensor(offsets, dtype=torch.int32, device=device), max(b - a for a, b in spans))
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The rows of `x` in the order of the tiles."""
+        if isinstance(self.rows, slice):
+            return x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
+        return x.index_select(dim, self.rows)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Tiles of one mask, for one varlen call. No row of queries stands in it twice."""
+
+    causal: bool
+    q: Side
+    k: Side
+
+
+def packs(scores: Scores, tq: Tokens, tk: Tokens) -> tuple[list[Pack], list[Tile]]:
+    """(varlen calls, tiles left to single calls) for a block, made once for two sides."""
+    kept, key = tq.tiles.setdefault(tk, {}), ("packs", scores.left, scores.right)
+    if key not in kept:
+        kept[key] = _packs(tiles(scores, tq, tk), tq.device)
+    return kept[key]
+
+
+def _packs(todo: list[Tile], device: torch.device) -> tuple[list[Pack], list[Tile]]:
+    groups: dict[tuple[bool, int], list[Tile]] = {}
+    single: list[Tile] = []
+    for t in todo:
+        if not t.band or t.lo is not None or not (t.full or bottom_right(t)):
+            single.append(t)
+            continue
+        layer = 0  # tiles of the same rows go into different calls, whose results merge
+        while any(o.q0 < t.q1 and t.q0 < o.q1 for o in groups.get((not t.full, layer), ())):
+            layer += 1
+        groups.setdefault((not t.full, layer), []).append(t)
+    out = []
+    for (causal, _), members in groups.items():
+        if len(members) == 1:
+            single += members
+            continue
+        q, k = [(t.q0, t.q1) for t in members], [(t.k0, t.k1) for t in members]
+        out.append(Pack(causal, Side.of(q, device), Side.of(k, device)))
+    return out, single
+
+
+def bottom_right(t: Tile) -> bool:
+    """Whether a tile is causal with its last row at its last key."""
+    return t.lo is None and t.hi == (t.k1 - t.k0) - (t.q1 - t.q0)
