@@ -125,7 +125,7 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options) -> Lin
     scale = options.scale
     if scale is None:
         scale = q.shape[-1] ** -0.5 if r.default_scale is None else r.default_scale
-    inputs = r.inputs
+    inputs = _own_heads(r.inputs)
     if options.use_qk_l2norm:
         inputs = inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k))
     if not r.causal:
@@ -135,6 +135,16 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options) -> Lin
         keywords = {k: v for k, v in vars(options).items() if k not in ("scale", "use_qk_l2norm")}
         out = linear.run(r.rule, inputs, scale=float(scale), **keywords)
     return out._replace(o=r.readout(out.o))
+
+
+def _own_heads(x: Inputs) -> Inputs:
+    """Gates and the like that come with the heads of q and k, repeated for the value heads they serve."""
+    heads = x.v.shape[2]
+
+    def own(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], 2)
+
+    return Inputs(*x[:3], *map(own, x[3:]))
 
 
 _run_outside_graphs = torch._disable_dynamo(_run)  # a compiled caller breaks its graph here, at the exchange

@@ -58,11 +58,13 @@ def whole_and_split(rank: int, P: int, name: str, dtype: torch.dtype, kind: str,
     alone = gradients(half, do, cu_seqlens=offsets)
     local = {n: t if n in shared else layout.shard(t) for n, t in half.items()}
     got = gradients(local, layout.shard(do), layout=layout)
+    floor = {n: max(error(g, want[n]), 1e-3 * torch.finfo(dtype).eps) for n, g in alone.items()}
     ratios = {}
     for n, g in got.items():
-        whole = cp.comm.all_reduce(g).wait() if n[1:] in shared else layout.gather(g)
-        floor = 1e-3 * torch.finfo(dtype).eps
-        ratios[n] = error(whole, want[n]) / max(error(alone[n], want[n]), floor)
+        if n[1:] in shared:  # a handful of numbers, whose own error is luck: judged by the call's largest
+            ratios[n] = error(cp.comm.all_reduce(g).wait(), want[n]) / max(floor.values())
+        else:
+            ratios[n] = error(layout.gather(g), want[n]) / floor[n]
     return ratios
 
 
