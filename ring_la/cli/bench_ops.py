@@ -11,6 +11,7 @@ its errors are checked too. An op whose error is off is not timed. A peer that i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import pathlib
@@ -98,20 +99,20 @@ def errors(op: Op, x: list[Tensor], do: Tensor, true: list[Tensor]) -> dict[str,
 
 
 def milliseconds(step: Callable[[], Any], budget: float = 0.25) -> float:
-    """Median time of a call: at least 6, as many as fit the budget of seconds."""
-    for _ in range(2):
-        step()
+    """Median time of a call among calls issued without waiting, so that the host's time shows only where it is the bound."""
+    step()
     torch.cuda.synchronize()
-    times: list[float] = []
     start = time.time()
-    while len(times) < 6 or (time.time() - start < budget and len(times) < 40):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
+    step()
+    torch.cuda.synchronize()
+    count = max(8, min(40, int(budget / (time.time() - start))))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         step()
-        b.record()
-        torch.cuda.synchronize()
-        times.append(a.elapsed_time(b))
-    return round(statistics.median(times), 4)
+        mark.record()
+    torch.cuda.synchronize()
+    return round(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)), 4)
 
 
 def measure(op: Op, x: list[Tensor]) -> dict[str, float]:

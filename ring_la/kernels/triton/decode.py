@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs
 
-BLOCK_V = 32
+BLOCK_V, WARPS = 32, 4
 """Columns of a state a program takes: short loads of whole rows' segments, many in flight; not yet swept."""
 
 
@@ -82,6 +82,6 @@ def step(
         step_kernel[(triton.cdiv(V, block), N * H)](
             q, k, v, g, beta, a, b, state, out, state if rows is None else rows, o, scale, H=H, HK=HK, K=K, V=V,
             BK=width, BV=block, DECAY=decay, DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
-            INDEXED=rows is not None, num_warps=4,
+            INDEXED=rows is not None, num_warps=WARPS,
         )  # fmt: skip
     return o, out

@@ -245,10 +245,10 @@ class TritonRecurrence:
         kw = dict(H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, REVERSE=reverse, VARLEN=self._packed)
         init = own if S0 is None else S0
         if self.delta:
-            block = 32
+            block = 16
             prefix_dense_kernel[(triton.cdiv(self.V, block), cut.pieces, self._rows)](
                 own, transition, init, entering, leaving, cut.first, cut.count, cut.pieces, BK=width(self.K),
-                BJ=min(32, width(self.K)), BV=block, HAS_B=True, EYE=False, num_warps=4, num_stages=1, **kw,
+                BV=block, HAS_B=True, EYE=False, **self._dense, **kw,
             )  # fmt: skip
         else:
             block = 1024
@@ -257,6 +257,13 @@ class TritonRecurrence:
                 cut.pieces, DECAY=self.decay, BLK=block, num_warps=4, **kw,
             )  # fmt: skip
         return entering, leaving
+
+    @property
+    def _dense(self) -> dict[str, int]:
+        """How a dense transition is read: whole up to 128 channels."""
+        if width(self.K) <= 128:
+            return {"BJ": width(self.K), "num_warps": 4 if self.K <= 64 else 8, "num_stages": 2}
+        return {"BJ": 32, "num_warps": 4, "num_stages": 1}
 
     def _through(self, transition: Tensor | None) -> Tensor | None:
         """The product of each piece's transitions, from its segments'."""
@@ -268,8 +275,8 @@ class TritonRecurrence:
             out = self._new(self.B, cut.pieces, self.H, self.K, self.K)
             prefix_dense_kernel[(triton.cdiv(self.K, 32), cut.pieces, self._rows)](
                 transition, transition, transition, scratch, out, cut.first, cut.count, cut.pieces, H=self.H, K=self.K,
-                V=self.K, BK=width(self.K), BJ=min(32, width(self.K)), BV=32, HAS_S0=False, HAS_B=False, EYE=True,
-                REVERSE=False, VARLEN=self._packed, num_warps=4, num_stages=1,
+                V=self.K, BK=width(self.K), BV=32, HAS_S0=False, HAS_B=False, EYE=True, REVERSE=False,
+                VARLEN=self._packed, **self._dense,
             )  # fmt: skip
             return out
         if not self._packed:
