@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=sysconfig.get_paths()["stdlib"], help="a file, or a folder of text files")
     parser.add_argument("--out", default="runs/demo", help="where the checkpoint and the loss curve go")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--compare", type=int, default=20, help="steps to repeat on one rank; 0: none")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--dim", type=int, default=128)
