@@ -71,14 +71,19 @@ class Group:
         """Send `x` to group rank `to`."""
         x = x.contiguous()
         self.bytes_sent += x.nbytes
-        work = dist.isend(x, self.global_ranks[to], group=self.group)
-        return self._pending(f"sending to rank {to}", [work], lambda: x)
+        return self._pending(f"sending to rank {to}", self._single(dist.isend, x, to), lambda: x)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Pending:
         """Receive a tensor from group rank `source`; the result is the tensor."""
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
-        work = dist.irecv(out, self.global_ranks[source], group=self.group)
-        return self._pending(f"receiving from rank {source}", [work], lambda: out)
+        return self._pending(f"receiving from rank {source}", self._single(dist.irecv, out, source), lambda: out)
+
+    def _single(self, operation: Callable, x: Tensor, peer: int) -> list[dist.Work]:
+        """One message. NCCL takes it as a batch of one: on the group's own communicator, opened when it was made."""
+        peer = self.global_ranks[peer]
+        if self.on_cuda:
+            return dist.batch_isend_irecv([dist.P2POp(operation, x, peer, self.group)])
+        return [operation(x, peer, group=self.group)]
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Send one tensor to each rank of `sends` and fill the tensors of `receives`, at once."""
