@@ -35,7 +35,7 @@ setup() {
     done
     base="$(newest_python)" || return 1
     echo "setup: installing torch and the $extra extra into $ROOT/.venv (once)" >&2
-    [ -x "$PYTHON" ] || "$base" -m venv "$ROOT/.venv" || {
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$ROOT/.venv" || {
         echo "setup: $base has no venv module (on Debian and Ubuntu: the package python3-venv)" >&2
         return 1
     }

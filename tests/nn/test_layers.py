@@ -199,5 +199,48 @@ def test_mamba2_is_transformers():
     close(ours(x).o, theirs(x), 2e-5)
 
 
+# -- the papers' equations, a token or a matrix at a time --------------------------------------------------
+
+
+def test_rwkv7_is_the_papers_token_loop():
+    layer, x, H = make("rwkv7"), random(2, 9, DIM), 4
+    n = DIM // H
+    low = lambda part, y, f: part.offset + f(y @ part.down) @ part.up  # noqa: E731
+    S, before, outputs = x.new_zeros(2, H, n, n), x.new_zeros(2, DIM), []  # S [value, key]: the paper's orientation
+    for t in range(9):
+        xr, xw, xk, xv, xa, xg = (x[:, t] + (before - x[:, t]) * mu for mu in layer.mu)
+        r, k, v = layer.r_proj(xr), layer.k_proj(xk), layer.v_proj(xv)
+        decay = torch.exp(-torch.exp(torch.tensor(-0.5)).double() * torch.sigmoid(low(layer.decay, xw, torch.tanh)))
+        a = torch.sigmoid(low(layer.rate, xa, lambda y: y))
+        gate = torch.sigmoid(xg @ layer.gate.down) @ layer.gate.up
+        kappa = torch.nn.functional.normalize((k * layer.xi).view(2, H, n), dim=-1)
+        k = k * (1 + (a - 1) * layer.alpha)
+        r, k, v, a, decay = (y.view(2, H, n) for y in (r, k, v, a, decay))
+        G = torch.diag_embed(decay) - kappa[..., :, None] * (a * kappa)[..., None, :]
+        S = S @ G + v[..., :, None] * k[..., None, :]
+        o = (S @ r[..., None])[..., 0]
+        o = torch.nn.functional.group_norm(
+            o.reshape(2, DIM), H, layer.norm.weight.flatten(), layer.norm.bias.flatten(), layer.norm.eps
+        )
+        o = o + ((r * layer.rho * k).sum(-1, keepdim=True) * v).reshape(2, DIM)
+        outputs.append(layer.out_proj(o * gate))
+        before = x[:, t]
+    close(layer(x).o, torch.stack(outputs, 1), 1e-5)  # l2norm has an ε inside the root
+
+
+def test_retention_is_the_papers_parallel_form():
+    layer, x, H, K = make("retention"), random(2, 9, DIM), 4, DIM // 4
+    q, k, v, gate = (y.unflatten(-1, (H, -1)) for y in layer.qkvg_proj(x).split(layer.widths, -1))
+    theta = 10000.0 ** -(torch.arange(K // 2, dtype=torch.float64) / (K // 2))
+    turn = torch.polar(torch.ones(9, K // 2, dtype=torch.float64), torch.arange(9)[:, None] * theta)[:, None]
+    q, k = (torch.complex(*y.chunk(2, -1)) * turn for y in (q, k))
+    gap = torch.arange(9)[:, None] - torch.arange(9)
+    gamma = 1 - 2.0 ** (-5 - torch.arange(H, dtype=torch.float64))
+    D = torch.where(gap >= 0, gamma[:, None, None] ** gap, 0.0)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.conj()).real * K**-0.5 * D
+    o = layer.norm(torch.einsum("bhij,bjhd->bihd", scores, v))
+    close(layer(x).o, layer.out_proj((torch.nn.functional.silu(gate) * o).flatten(2)))
+
+
 def test_options_name_layers():
     assert set(OPTIONS) <= set(NAMES)
