@@ -281,7 +281,6 @@ def test_registry():
     for kind, candidates in CANDIDATES.items():
         assert tiles_for(kind, 10**9) == HOPPER[kind][-1][1]
         for tiles in (*candidates, *(tiles for _, tiles in HOPPER[kind])):
-            assert tiles.specialize <= (tiles.warps == 4 and tiles.m == 128), "what Triton 3.6 compiles for Hopper"
 
 
 # CUTLASS cannot run here. The stand-in has the names and parameters of cutlass.operators 0.3.0, read in its source.

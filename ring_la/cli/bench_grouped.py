@@ -249,9 +249,9 @@ def check_tiles(kind: str, tiles: tuning.Tiles) -> bool:
 
 
 def probe() -> None:
-    """Check every candidate, the specialised last, printing as it goes: in a child process, for one may hang."""
+    """Check every candidate, printing as it goes: in a child process, for one may hang."""
     candidates = [(kind, i, tiles) for kind in KINDS for i, tiles in enumerate(tuning.CANDIDATES[kind])]
-    for kind, index, tiles in sorted(candidates, key=lambda candidate: candidate[2].specialize):
+    for kind, index, tiles in candidates:
         try:
             verdict = "ok" if check_tiles(kind, tiles) else "wrong"
         except Exception as failure:

@@ -13,7 +13,10 @@ from .call import Call
 #: product → (rows per group up to, back ends from fastest to slowest).
 ON_CUDA = {
     "rows": ((math.inf, ("triton", "torch", "cutlass", "loop")),),
-    "outer": ((math.inf, ("triton", "torch", "cutlass", "loop")),),
+    "outer": (
+        (256, ("torch", "triton", "cutlass", "loop")),
+        (math.inf, ("triton", "torch", "cutlass", "loop")),
+    ),
 }
 
 

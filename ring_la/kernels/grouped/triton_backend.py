@@ -90,7 +90,7 @@ def rows_product(call: Call, tiles: Tiles | None = None) -> Tensor:
         x, y, c, table, m, n, k,
         a.stride(0), b.stride(0), b.stride(1), b.stride(2), c.stride(0), count,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, BAND=tiles.band,
-        TMA=tma, B_BY_COLUMNS=by_columns, FLATTEN=tiles.flatten, SPECIALIZE=tiles.specialize and tma,
+        TMA=tma, B_BY_COLUMNS=by_columns, FLATTEN=tiles.flatten,
         PRECISION="tf32x3" if a.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -97,7 +97,7 @@ def rows_product(
     a, b, c, table, M, N, K,
     stride_am, stride_bg, stride_bk, stride_bn, stride_cm, PROGRAMS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
-    TMA: tl.constexpr, B_BY_COLUMNS: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
+    TMA: tl.constexpr, B_BY_COLUMNS: tl.constexpr, FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """C[r] = A[r] · B[group of r]. ``B_BY_COLUMNS``: each B[g] is stored column by column (descriptor [G, N, K])."""
@@ -108,7 +108,7 @@ def rows_product(
     zero_rows(c, stride_cm, tl.load(table + 1), M, N, program, PROGRAMS, 1024)
     # The epilogue finds its tile anew: a value that crosses from the loads to the store would hinder pipelining.
     done = program - PROGRAMS
-    for tile in tl.range(program, num_m * num_n, PROGRAMS, flatten=FLATTEN, warp_specialize=SPECIALIZE):
+    for tile in tl.range(program, num_m * num_n, PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = swizzle(tile, num_m, num_n, BAND)
         group = tl.load(table + HEADER + tile_m * ENTRY)
         row = tl.load(table + HEADER + tile_m * ENTRY + 1)

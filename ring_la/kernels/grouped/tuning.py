@@ -20,7 +20,6 @@ class Tiles(NamedTuple):
     warps: int = 8
     stages: int = 3
     flatten: bool = False  # one loop over tiles and steps: the next tile's loads start before this one's store
-    specialize: bool = False  # some warps load, the others multiply (Hopper: 4 warps, m = 128)
     per_sm: int = 1  # programs a multiprocessor; 0: one program a tile, dealt out by the hardware
     band: int = 8  # row tiles walked together, for L2
 
@@ -28,15 +27,19 @@ class Tiles(NamedTuple):
 #: Rows products with B stored by rows ("rows") or by columns ("rows_t", as in a gradient), and outer products.
 HOPPER = {
     "rows": (
-        (48, Tiles(64, 128, 64, warps=4, stages=4, per_sm=2)),
-        (math.inf, Tiles(128, 256, 64, warps=8, stages=3, flatten=True)),
+        (256, Tiles(128, 256, 64, flatten=True)),
+        (1024, Tiles(128, 256, 64, stages=4, flatten=True)),
+        (math.inf, Tiles(128, 256, 64, flatten=True)),
     ),
     "rows_t": (
-        (48, Tiles(64, 128, 64, warps=4, stages=4, per_sm=2)),
-        (math.inf, Tiles(128, 256, 64, warps=8, stages=3, flatten=True)),
+        (48, Tiles(64, 256, 64, warps=4, stages=4, flatten=True)),
+        (256, Tiles(128, 256, 64, flatten=True)),
+        (math.inf, Tiles(128, 256, 64, stages=4, flatten=True)),
     ),
     "outer": (
-        (math.inf, Tiles(128, 256, 64, warps=8, stages=4)),
+        (48, Tiles(128, 128, 32, warps=4, stages=4, per_sm=2)),
+        (256, Tiles(128, 128, 64, warps=4, per_sm=2)),
+        (math.inf, Tiles(128, 128, 32, warps=4, stages=4, per_sm=2)),
     ),
 }  # fmt: skip
 
@@ -50,11 +53,7 @@ CANDIDATES = {
         Tiles(128, 256, 64, warps=8, stages=3, flatten=True),
         Tiles(128, 256, 64, warps=8, stages=4, flatten=True),
         Tiles(128, 256, 64, warps=8, stages=4),
-        Tiles(128, 256, 64, warps=4, stages=3, specialize=True),
-        Tiles(128, 256, 64, warps=4, stages=4, specialize=True),
-        Tiles(128, 256, 64, warps=4, stages=4, specialize=True, band=16),
         Tiles(256, 128, 64, warps=8, stages=4, flatten=True),
-        Tiles(128, 128, 64, warps=4, stages=4, specialize=True),
         Tiles(128, 128, 64, warps=8, stages=3, per_sm=2),
         Tiles(64, 256, 64, warps=4, stages=4, flatten=True),
         Tiles(64, 128, 64, warps=4, stages=4, per_sm=2),
