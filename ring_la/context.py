@@ -179,6 +179,7 @@ class ShardedLayout(Layout):
             cp.comm.agree("the layout", f"refused: {error}" if error else _describe(self))
         if error is not None:
             raise error
+        _ = self.lengths  # found now: torch.compile cannot trace the first read of a cached property
 
     @cached_property
     def positions(self) -> Tensor:

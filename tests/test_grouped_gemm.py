@@ -280,7 +280,7 @@ def test_registry():
         assert all(set(order) <= set(BACKENDS) and order[-1] == "loop" for _, order in lines)
     for kind, candidates in CANDIDATES.items():
         assert tiles_for(kind, 10**9) == HOPPER[kind][-1][1]
-        for tiles in (*candidates, *(tiles for _, tiles in HOPPER[kind])):
+        assert {tiles for _, tiles in HOPPER[kind]} <= set(candidates), "the table holds what was measured"
 
 
 # CUTLASS cannot run here. The stand-in has the names and parameters of cutlass.operators 0.3.0, read in its source.
