@@ -41,6 +41,16 @@ class Partial:
         if isinstance(rows, Tensor):
             self._o[:, rows], self._lse[:, :, rows] = into, old
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been added yet."""
+        return self._lse is None
+
+    def wide(self) -> tuple[Tensor, Tensor]:
+        """The accumulators (o, lse), both wide, to be written to."""
+        self._open()
+        return self._o, self._lse
+
     def start(self, sinks: Tensor) -> None:
         """Begin with a key of logit `sinks` ``[H]`` and value zero in every row."""
         self._open()
@@ -70,7 +80,8 @@ class Partial:
             self._o = torch.zeros(self.shape, dtype=dtype, device=self.device)
             self._lse = torch.full((B, H, T), -torch.inf, dtype=dtype, device=self.device)
         elif not self._own:
-            self._o, self._lse = self._o.to(dtype, copy=True), self._lse.clone()
+            contiguous = dict(copy=True, memory_format=torch.contiguous_format)
+            self._o, self._lse = (x.to(dtype, **contiguous) for x in (self._o, self._lse))
         self._own = True
 
     def result(self) -> tuple[Tensor, Tensor]:

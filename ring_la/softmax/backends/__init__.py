@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from ...errors import ArgumentError, UnsupportedError
 from .aten import CuDNN, Flash
 from .backend import Ask, Backend, TileBackend
 from .cpu_flash import CPUFlash
 from .torch_backend import TorchBackend
+from .triton import TritonBackend
 
-BACKENDS: dict[str, Backend] = {b.name: b for b in (CuDNN(), Flash(), CPUFlash(), TorchBackend())}
+BACKENDS: dict[str, Backend] = {b.name: b for b in (CuDNN(), Flash(), TritonBackend(), CPUFlash(), TorchBackend())}
 """Every kernel by name, the fastest first: a call that names none takes the first that does not refuse it."""
 
 
@@ -31,7 +34,9 @@ def choose(ask: Ask, name: str | None) -> Backend:
 
 def exact(backend: Backend) -> Backend:
     """The kernel that does what `backend` does where Δ is not ``do·o``: a gradient flows into lse."""
-    return backend if backend.takes_delta else BACKENDS["torch"]
+    if backend.takes_delta:
+        return backend
+    return BACKENDS["triton"] if isinstance(backend, (CuDNN, Flash)) and find_spec("triton") else BACKENDS["torch"]
 
 
 __all__ = ["BACKENDS", "Ask", "Backend", "TileBackend", "choose", "exact"]

@@ -1,0 +1,72 @@
+"""The Triton kernels under Triton's interpreter, against the dense reference and the PyTorch backend.
+
+Run with TRITON_INTERPRET=1; the GPU's own check is tests/gpu/check_attention.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from ring_la.layout import Layout
+from ring_la.softmax.backends import BACKENDS
+from ring_la.softmax.merge import Gradients, Partial, row_sums, zeros_like
+from ring_la.softmax.scores import Scores
+from ring_la.softmax.tokens import Tokens
+from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from ring_la.softmax import attention
+from ring_la.softmax.backends.triton import launch
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(launch, "interpreted", True)
+    monkeypatch.setattr(launch, "BLOCKS", {w: (32, 16, 4) for w in launch.BLOCKS})
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("documents", ["uneven", "packed"])
+def test_against_reference(documents, feature):
+    case, want, cu = draw(documents, feature), truth(documents, feature), DOCUMENTS[documents][1]
+    leaves = {n: t.float().requires_grad_() for n, t in case.tensors.items()}
+    cu = None if cu is None else torch.tensor(cu)
+    out = attention(**leaves, **case.keywords, cu_seqlens=cu, backend="triton")
+    loss = (out.o * case.do).sum() + (finite(out.lse) * case.dlse).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    got = dict(o=out.o, lse=out.lse) | {f"d{n}": g for n, g in zip(leaves, grads)}
+    errors = {n: error(g, want[n]) for n, g in got.items()}
+    assert all(e < 2e-5 for e in errors.values()), errors
+
+
+def block(backend: str, scores: Scores, tensors, rows: Tokens, keys: Tokens) -> list[torch.Tensor]:
+    """(o, lse) over two blocks of keys, and the gradients of the first."""
+    q, k, v, do = tensors
+    out = Partial((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+    for _ in range(2):  # the second call merges
+        BACKENDS[backend].forward(q, k, v, scores, rows, keys, out)
+    o, lse = out.result()
+    grads = Gradients(*map(zeros_like, (q, k, v)))
+    for _ in range(2):  # the second call adds
+        BACKENDS[backend].backward(do, q, k, v, o, lse, row_sums(do, o, None), scores, rows, keys, grads)
+    return [o, lse, grads.dq, grads.dk, grads.dv]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("cu", [None, (0, 7, 7, 130, 131, 300)])
+def test_blocks_of_any_layout(kind, cu):
+    torch.manual_seed(0)
+    cpu, layout = torch.device("cpu"), Layout(300, kind, 4, cu_seqlens=cu)
+    scores = Scores(0.3, 2.0, 90, 0, torch.rand(1, 4), 0.3, 2**61 + 12345)
+    for rank, owner in ((1, 1), (2, 0), (0, 3)):
+        rows, keys = (Tokens.of_ranks(layout, [r], cpu) for r in (rank, owner))
+        shapes = ((1, len(rows), 4, 8), (1, len(keys), 2, 8), (1, len(keys), 2, 12), (1, len(rows), 4, 12))
+        tensors = [torch.randn(*s) for s in shapes]
+        for got, want in zip(*(block(b, scores, tensors, rows, keys) for b in ("triton", "torch"))):
+            assert error(got, want) < 1e-5
