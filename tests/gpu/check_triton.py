@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--out")
     parser.add_argument("--part", type=int)
+    parser.add_argument("--limit", type=float, help="seconds after which what is not done is left out")
     args = parser.parse_args()
     rules = args.rules.split(",")
     if args.part is not None:
@@ -80,6 +82,7 @@ def main() -> None:
     running = [
         subprocess.Popen([*command, "--part", str(i)], stdout=subprocess.PIPE, env=env) for i in range(args.jobs)
     ]
+    threading.Timer(args.limit, lambda: [p.terminate() for p in running]).start() if args.limit else None
     rows = []
     for p in running:
         rows += [json.loads(line) for line in p.communicate()[0].decode().splitlines() if line.startswith("{")]
@@ -94,10 +97,12 @@ def main() -> None:
             worst.setdefault(key, {})[name] = max(e, worst.get(key, {}).get(name, 0.0))
     for key, errs in sorted(worst.items()):
         print(*key, " ".join(f"{n}:{e:.1e}" for n, e in errs.items()))
+    print(len(cases(rules)) - len(rows), "not checked")
     print(f"{sum(r['ok'] for r in rows)} of {len(rows)} right")
     if args.out:
         json.dump(rows, open(args.out, "w"), indent=1)
-    sys.exit(not all(r["ok"] for r in rows))
+    sys.stdout.flush()
+    os._exit(not all(r["ok"] for r in rows))
 
 
 if __name__ == "__main__":
