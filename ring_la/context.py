@@ -20,7 +20,7 @@ from .layout import Layout
 from .scan import STRATEGIES, CostModel, Scan
 
 ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
-TRANSPORTS = ("auto", "torch")
+TRANSPORTS = ("auto", "torch", "symmetric")
 VALIDATE = ("first", "always", "never")
 CANONICAL_CHUNK = 64
 
@@ -36,7 +36,8 @@ class ContextParallel:
             "all_to_all". "auto" measures latency and bandwidth of the group once, here, and picks for each
             shape by a cost model.
         attention: how softmax attention exchanges keys and values: "auto" or one of ATTENTION.
-        transport: what carries the messages: "auto" or "torch" (torch.distributed's backend of the group).
+        transport: what carries the messages: "auto" or "torch" (torch.distributed's backend of the group); "symmetric":
+            a ring of softmax attention copies keys and values from their owner's memory (GPUs of one host, NVLink).
         deterministic: forward results of the recurrences do not depend on the number of ranks, bit for bit:
             segment borders fall on multiples of 64 tokens and states are folded in one canonical order.
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the
@@ -68,6 +69,8 @@ class ContextParallel:
         if timeout <= timedelta(0):
             raise ArgumentError("timeout", "a positive duration", timeout)
         self.comm = Group(_process_group(group), timeout)
+        if transport == "symmetric" and not self.comm.on_cuda:
+            raise ArgumentError("transport", "'auto' or 'torch' on a group without NCCL", repr(transport))
         self.grid = Grid.of(group, self.comm) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
         if attention == "usp" and self.grid is None:
             raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))

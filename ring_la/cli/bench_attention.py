@@ -4,7 +4,7 @@
 
 The bound is one non-causal call of a kernel with the FLOPs that a rank owes: causal attention of T·P tokens is half of
 T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel; ring-flash-attn and
-yunchang run where they are installed, on PyTorch's FlashAttention-2 behind flash-attn's entry points if flash-attn is absent.
+yunchang run where they are installed, on PyTorch's FlashAttention-2 where flash-attn is absent.
 Times are medians of CUDA events, of the slowest rank. Every variant is first compared with the first one.
 """
 
@@ -185,11 +185,12 @@ def main() -> None:
     parser.add_argument("--strategies", default="ring,all_gather,ulysses")
     parser.add_argument("--backends", default="cudnn,flash,triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_attention.json"))
+    parser.add_argument("--transport", default="auto", choices=("auto", "torch", "symmetric"))
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rank, P, rows = dist.get_rank(), dist.get_world_size(), []
-    cp = ring_la.ContextParallel(scan="ring")
+    cp = ring_la.ContextParallel(scan="ring", transport=args.transport)
     others = peers(P)
     for T in map(int, args.lengths.split(",")):
         for case in args.cases.split(","):

@@ -131,13 +131,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backends", default=",".join(n for n in BACKENDS if n != "cpu_flash"))
     parser.add_argument("--widths", default="64,128,256")
+    parser.add_argument("--transport", default="auto", choices=("auto", "torch", "symmetric"))
     args = parser.parse_args()
     sharded = "RANK" in os.environ
     rank = int(os.environ.get("RANK", 0))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if sharded:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    cp = ring_la.ContextParallel(scan="ring") if sharded else None
+    cp = ring_la.ContextParallel(scan="ring", transport=args.transport) if sharded else None
     bad = done = 0
 
     def report(name: str, errors, limit: float) -> None:
