@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .autograd import first_derivative_only
+from .autograd import first_derivative_only, outside_graphs
 from .comm import Group, Route
 from .errors import ArgumentError
 from .layout import Layout
@@ -204,6 +204,7 @@ class ShardedLayout(Layout):
 
     # -- agreement -----------------------------------------------------------------------------------------
 
+    @outside_graphs
     def agree(self, call: str, signature: object, error: Exception | None) -> None:
         """All ranks compare a call; an error on one is raised on every rank that compares.
 
@@ -227,6 +228,7 @@ class ShardedLayout(Layout):
         self._check_length(x, dim, self.seq_len, "the whole sequence")
         return x.index_select(dim, self._local.to(x.device))
 
+    @outside_graphs
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence, on every rank, from its parts ``x [..., T_local, ...]`` along `dim`.
 
@@ -235,6 +237,7 @@ class ShardedLayout(Layout):
         self._check_length(x, dim, self.local_length, "this rank's tokens")
         return _Gather.apply(x.movedim(dim, 0), self).movedim(0, dim)
 
+    @outside_graphs
     def convert(self, x: Tensor, other: ShardedLayout, dim: int = 1) -> Tensor:
         """This rank's tokens under `other`, a layout of the same sequence, by one all-to-all. Differentiable."""
         if not isinstance(other, ShardedLayout) or other.cp is not self.cp:
@@ -247,6 +250,7 @@ class ShardedLayout(Layout):
         wants = [other.tokens(r) for r in range(self.world_size)]
         return self.route(("convert", other.split), wants)(x, dim)
 
+    @outside_graphs
     def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
         """Next-token labels of this rank's tokens: each token's successor in its document.
 
