@@ -7,6 +7,7 @@ the order does not matter. A row that has seen no key has lse = −∞ and o = 0
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -20,7 +21,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def fuses(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether merges run as one Triton kernel."""
-    return device.type == "cuda" and dtype == torch.float32 and find_spec("triton") is not None
+    return device.type == "cuda" and dtype == torch.float32 and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
 
 
 class Partial:

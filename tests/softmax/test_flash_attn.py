@@ -249,7 +249,9 @@ def test_one_call_for_all_documents(on_the_cpu):
     assert calls == ["varlen"]
 
 
-def test_not_installed_is_said():
-    x = torch.zeros(1, 6, 2, 8)
+def test_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr(VarlenBackend, "devices", ("cpu",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    x = torch.zeros(1, 6, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(Exception, match="is not installed"):
         attention(x, x, x, backend="flash_attn_3")

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from ring_la.layout import Layout
 from ring_la.softmax.backends.packs import packs
+from ring_la.softmax.backends.triton.plan import plan
 from ring_la.softmax.backends.varlen import Window
 from ring_la.softmax.scores import Scores
+from ring_la.softmax.strategies import HeadSplit
 from ring_la.softmax.tiles import Tile, sees, squares, strips, tiles
 from ring_la.softmax.tokens import Tokens
 
@@ -109,3 +111,34 @@ def test_few_large_calls():
     assert tiles(causal, side[0], side[2]) == [Tile(8, 16, 0, 16)]
     striped = [Tokens.of_ranks(Layout(64, "striped", 4), [r], CPU) for r in range(4)]
     assert tiles(causal, striped[0], striped[2]) == [Tile(1, 16, 0, 15, hi=0)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(sides(), st.sampled_from([(4, 2), (8, 8), (16, 4)]))
+def test_lists_of_the_triton_kernels(case, blocks):
+    """No visible pair lies in a tile left out, no hidden one in a tile said to be whole."""
+    scores, rows, keys = case
+    if not len(rows) or not len(keys):
+        return
+    (bm, bn), want = blocks, wanted(scores, rows, keys)
+    lists = plan(scores, rows, keys, bm, bn)
+    for side, mask, a, b in ((lists.of_queries, want, bm, bn), (lists.of_keys, want.T, bn, bm)):
+        for i, (order, (whole, count)) in enumerate(zip(side.tiles.tolist(), side.counts.tolist())):
+            band = mask[i * a : (i + 1) * a]
+            for n, j in enumerate(order):
+                pairs = band[:, j * b : (j + 1) * b]
+                assert n < count or not pairs.any()
+                assert n >= whole or pairs.all()
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 6))
+def test_each_head_once(groups, ratio, ranks):
+    split = HeadSplit(groups * ratio, groups, ranks)
+    assert [h for a, b in split.queries for h in range(a, b)] == list(range(groups * ratio))
+    for rank in range(ranks):
+        (a, b), (first, last) = split.queries[rank], split.keys[rank]
+        reads = split.reads(rank)
+        assert [first + r for r in reads] == [h // ratio for h in range(a, b)]
+        assert sorted(set(reads)) == list(range(last - first))
+        if reads and split.even(rank):
+            assert reads == [i // (len(reads) // (last - first)) for i in range(len(reads))]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from ...errors import ArgumentError, UnsupportedError
+from ..merge import has_triton
 from .aten import CuDNN, Flash
 from .backend import Ask, Backend, TileBackend
 from .cpu_flash import CPUFlash
@@ -38,7 +37,7 @@ def exact(backend: Backend) -> Backend:
     """The kernel that does what `backend` does where Δ is not ``do·o``: a gradient flows into lse."""
     if backend.takes_delta:
         return backend
-    return BACKENDS["triton"] if backend.name != "cpu_flash" and find_spec("triton") else BACKENDS["torch"]
+    return BACKENDS["triton"] if backend.name != "cpu_flash" and has_triton() else BACKENDS["torch"]
 
 
 __all__ = ["BACKENDS", "Ask", "Backend", "TileBackend", "choose", "exact"]

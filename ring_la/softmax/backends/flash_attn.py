@@ -26,9 +26,10 @@ class FlashAttn2(VarlenBackend):
     module = "flash_attn.flash_attn_interface"
 
     def refuses(self, ask: Ask) -> str:
-        if not _installed(self.module):
-            return f"{self.module} is not installed"
-        return super().refuses(ask)
+        why = super().refuses(ask)
+        if why or _installed(self.module):
+            return why
+        return f"{self.module} is not installed"
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
