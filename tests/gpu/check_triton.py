@@ -1,4 +1,5 @@
-"""Every Triton kernel on the GPU against the fp64 token loop: `python -m tests.gpu.check_triton [--jobs 12] [--out FILE]`.
+"""Every Triton kernel on the GPU against the fp64 token loop: `python -m tests.gpu.check_triton [--jobs 12] [--out
+FILE]`.
 
 The interpreter cannot show what the compiler gets wrong (Triton 3.4–3.7 on Hopper miscompiles a transposed product of
 accumulators at 64 channels), so every gradient is proven here at K = 64, 128 and 256. Exits 1 if anything is off.
@@ -60,7 +61,8 @@ def work(part: int, parts: int, rules: list[str]) -> None:
 
 def show(row: dict) -> str:
     c = row["case"]
-    name = f"{c['rule']:17s} B{c['B']} T{c['T']} H{c['H']}/{c['Hk']} {c['K']}x{c['V']} {c['dtype'][6:]} cu={c['cu']} g={c['decay']}"
+    name = f"{c['rule']:17s} B{c['B']} T{c['T']} H{c['H']}/{c['Hk']} {c['K']}x{c['V']} {c['dtype'][6:]}"
+    name += f" cu={c['cu']} g={c['decay']}"
     errs = " ".join(f"{k}:{v:.1e}" for k, v in row["errors"].items())
     return f"{'ok ' if row['ok'] else 'BAD'} {name} {errs} {row.get('failed', '')} {row['seconds']}s"
 

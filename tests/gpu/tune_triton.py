@@ -25,10 +25,9 @@ GRID = {
     "SUMMARISE": [(64, 4, 2), (64, 4, 3), (128, 4, 3), (128, 8, 2), (128, 8, 3)],
     "ATTEND": [(64, 4, 1), (64, 4, 2), (64, 4, 2, 168), (128, 8, 1), (128, 8, 2), (128, 8, 3), (128, 8, 1, 128)],
     "PASS": PASSES,
-    "GRADIENT": [(64, 4, 1), (64, 4, 2), (64, 8, 2), (128, 8, 1), (128, 8, 2), (64, 4, 3), (64, 4, 2, 168)],
-    "GRADIENT_DIAGONAL": [(32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 8, 1), (64, 8, 2), (128, 8, 1), (64, 4, 2)],
-    "PAIRS": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (64, 8, 2)],
-    "INTRA_DIAGONAL": [(64, 4, 1), (32, 4, 1), (128, 8, 1), (128, 4, 1)],
+    "GRADIENT": [(64, 4, 2), (64, 4, 1, 168), (128, 8, 2), (128, 8, 3)],
+    "GRADIENT_DIAGONAL": [(32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1), (64, 8, 2), (32, 4, 2)],
+    "INTRA_DIAGONAL": [(64, 4, 1), (32, 4, 1), (64, 4, 2), (32, 4, 2), (64, 8, 1)],
     "WAVES": [132, 264, 528, 1056],
 }
 PASS = ("SUMMARY", "OUTPUT", "KEEP", "BACK_SUMMARY", "BACKWARD")  # timed apart, so varied together
@@ -43,7 +42,7 @@ class Timed(local.TritonRecurrence):
 
 
 def instrument() -> None:
-    for name in ("_summarise_simple", "_attend", "_prefix", "_forward", "_backward", "_cumulate", "_factors", "_chunk_gradients"):
+    for name in ("_summarise_simple", "_attend", "_prefix", "_forward", "_backward", "_cumulate", "_factors"):
         plain = getattr(local.TritonRecurrence, name)
 
         def timed(self, *args, _plain=plain, _name=name, **kw):
@@ -102,8 +101,9 @@ def apply(name: str, launch: Launch | int, D: int) -> None:
 def rules_of(name: str) -> list[str]:
     return {
         "SUMMARISE": ["additive_scalar"], "ATTEND": ["additive_scalar", "additive_none"],
-        "PASS": ["delta_scalar", "delta_diagonal", "additive_diagonal"], "GRADIENT": ["delta_scalar"], "PAIRS": ["delta_scalar"],
-        "GRADIENT_DIAGONAL": ["delta_diagonal", "additive_diagonal"], "INTRA_DIAGONAL": ["additive_diagonal", "delta_diagonal"],
+        "PASS": ["delta_scalar", "delta_diagonal", "additive_diagonal"], "GRADIENT": ["delta_scalar"],
+        "GRADIENT_DIAGONAL": ["delta_diagonal", "additive_diagonal"], "INTRA_DIAGONAL": ["additive_diagonal",
+        "delta_diagonal"],
         "WAVES": ["additive_scalar", "delta_scalar", "delta_diagonal", "additive_diagonal"],
     }[name]  # fmt: skip
 
@@ -130,7 +130,8 @@ def main() -> None:
     start, rows = time.time(), []
     if args.part is None:
         env = os.environ | {"OMP_NUM_THREADS": "1"}
-        pool = [subprocess.Popen([sys.executable, "-m", "tests.gpu.tune_triton", *sys.argv[1:], "--part", str(i)], env=env)
+        pool = [subprocess.Popen([sys.executable, "-m", "tests.gpu.tune_triton", *sys.argv[1:], "--part", str(i)],
+        env=env)
                 for i in range(args.jobs)]  # fmt: skip
         for p in pool:
             p.wait()
@@ -150,7 +151,8 @@ def main() -> None:
                 times = {"failed": f"{type(e).__name__}: {str(e)[-160:]}"}
             rows.append(dict(chunk=chunk, table=name, launch=str(launch), rule=rule, shape=shape, times=times))
             if args.part is None:
-                label = launch if isinstance(launch, int) else (launch.block, launch.warps, launch.stages, launch.registers)
+                label = launch if isinstance(launch, int) else (launch.block, launch.warps, launch.stages,
+                launch.registers)
                 print(name, label, rule, shape[1:3], *(f"{k}:{v}" for k, v in times.items()), flush=True)
         for n, entries in kept.items():
             getattr(table, n).update(entries)

@@ -29,7 +29,7 @@ def backward_kernel(
     s = tl.program_id(0) // NV
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    start, end, piece, chunk, first, last = span(table, s, T, LENGTH, C, VARLEN)
+    start, end, piece, chunk, first, _ = span(table, s, T, LENGTH, C, VARLEN)
     left = end - start
     if left <= 0:
         return

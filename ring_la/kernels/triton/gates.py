@@ -60,7 +60,8 @@ def gate_gradient_kernel(
 ):  # fmt: skip
     """dg_t = Σ_{s≥t} (reads_s − writes_s) + edge over a segment; reads = q·dq and writes = k·dk = v·dv, by token.
 
-    edge = <S, dS> at the segment's end. reads [NR, B, T, H], writes [NW, B, T, H], edge [NR, B, NS, H] hold partial sums.
+    edge = <S, dS> at the segment's end. reads [NR, B, T, H], writes [NW, B, T, H], edge [NR, B, NS, H] hold partial
+    sums.
     """
     s = tl.program_id(0)
     h = tl.program_id(1) * BH + tl.arange(0, BH)

@@ -7,9 +7,11 @@ read against the state, and written to it):
     dk_t read =        e^{G_t} S dR_t + Σ_s dE_ts k_s                       (enters dk with −β_t)
     dk_s write = e^{G_C−G_s} dS U_s + Σ_t scale · dA_ts q_t − Σ_t β_t dE_ts k_t
     dβ_t = dR_t·v_t − k_t·(dk_t read),   dv_t = β_t dR_t
-    dG_t = q_t·dq_t − β_t k_t·(dk_t read) − k_t·(dk_t write);   g_t collects G's gradient to the chunk's end and <S', dS>
+    dG_t = q_t·dq_t − β_t k_t·(dk_t read) − k_t·(dk_t write);   g_t collects G's gradient to the chunk's end and <S',
+    dS>
 
-S' the state after the chunk. `states` and `adjoints` hold S and dS of every chunk as [V, K]. Per key channel the same holds channel by channel, and the decayed sums go by `intra`'s
+S' the state after the chunk. `states` and `adjoints` hold S and dS of every chunk as [V, K]. Per key channel the same
+holds channel by channel, and the decayed sums go by `intra`'s
 levels. (The identities are the adjoint of the WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
 """
 
@@ -32,7 +34,8 @@ def suffix(x):
 def gradient_kernel(
     q, k, v, F, G, do, u, dr, states, adjoints, dq_, dk_, dv_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, LIMIT: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    LEVELS: tl.constexpr, LIMIT: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BK key channels. dq, dk per value head; dβ and a scalar dg per block of channels, [NK, B, T, H]."""
     NK: tl.constexpr = (K + BK - 1) // BK

@@ -154,7 +154,8 @@ class TritonRecurrence:
     # -- shapes --------------------------------------------------------------------------------------------
 
     def _segment_length(self) -> int:
-        """Tokens a segment: enough segments to fill the GPU, a power of two of chunks, a segment's offsets in 31 bits."""
+        """Tokens a segment: enough segments to fill the GPU, a power of two of chunks, a segment's offsets in 31
+        bits."""
         lanes = self.B * self.H * max(1, self.V // 64)
         wanted = max(1, WAVES["additive" if self.rule.write == "additive" else "delta"] // lanes)
         length = max(self.T / wanted, LEAST * self.chunk)
@@ -308,7 +309,8 @@ class TritonRecurrence:
         launch, cut = self._pick(SUMMARISE), self.segments
         block = min(launch.block, width(self.V))
         summarise_kernel[(triton.cdiv(self.V, block) * cut.count, self._rows)](
-            y, z, self.F, own, own if log_a is None else log_a, cut.table, self.T, cut.count, self._NC, cut.length, scale,
+            y, z, self.F, own, own if log_a is None else log_a, cut.table, self.T, cut.count, self._NC, cut.length,
+            scale,
             H=self.H, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=width(self.K), BZ=block, C=self.chunk,
             GATED=self.decay == 1, REVERSE=reverse, ALL=full, PREC=self.precision, VARLEN=self._packed,
             **launch.options,
@@ -325,7 +327,8 @@ class TritonRecurrence:
         attend_kernel[(triton.cdiv(dz, block) * cut.count, self._rows)](
             x, y, z, self.F, x if state is None else state, out, x if leaving is None else leaving, w, dot,
             x if adjoint is None else adjoint, x if edge is None else edge, cut.table, self.T, cut.count, self._NC,
-            cut.pieces, cut.length, self.scale, H=self.H, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], HW=w.shape[2], DX=dx, DZ=dz,
+            cut.pieces, cut.length, self.scale, H=self.H, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], HW=w.shape[2],
+            DX=dx, DZ=dz,
             BX=width(dx), BZ=block, C=self.chunk, GATED=self.decay == 1, REVERSE=reverse, TRANSPOSED=transposed,
             HAS_STATE=state is not None, LEAVE=leaving is not None, DOTS=dots is not None, EDGES=edge is not None,
             PREC=self.precision, VARLEN=self._packed, **launch.options,
@@ -404,7 +407,8 @@ class TritonRecurrence:
     def _forward(
         self, *, o=None, state=None, leaving=None, trans=None, keep=None, summary: bool = False, full: bool = False
     ) -> None:
-        i, cut, launch = self.inputs, self.segments, self._pick(SUMMARY if summary else OUTPUT if o is not None else KEEP)
+        i, cut = self.inputs, self.segments
+        launch = self._pick(SUMMARY if summary else OUTPUT if o is not None else KEEP)
         x = self.intra
         none = i.v
         u, states = keep or (none, none)
