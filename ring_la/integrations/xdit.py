@@ -96,6 +96,10 @@ class LongContextAttention(yunchang.LongContextAttention):
         return x._replace(q=query, joint_k=k, joint_v=v)
 
 
+xFuserLongContextAttention = LongContextAttention
+"""xDiT's own name of the layer."""
+
+
 def _joint_tokens(x: Tensors, ulysses: int) -> tuple[Tokens, Tokens]:
     """Queries and joint keys of a call without positions: every query sees every joint key."""
     rows, count, device = x.q.shape[1] * ulysses, x.joint_k.shape[1], x.q.device

@@ -8,6 +8,8 @@ Registered at import with fakes, on every device; kernels are imported when firs
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from .merge import wide
 from .scores import Scores
 from .strategies import Job, Ring
 from .tokens import Tokens
+
+_whole = lru_cache(maxsize=64)(Tokens.whole)  # with the tiles they were cut into
 
 
 def plan(
@@ -40,15 +44,15 @@ def plan(
     tq, tk, device = x.q.shape[1], x.k.shape[1], x.q.device
     ends: Tensor | list[int] = [tk]
     if cu is None:
-        rows, keys = Tokens.whole(tq, device, shift=tk - tq), Tokens.whole(tk, device)
+        rows, keys = _whole(tq, device, None, tk - tq), _whole(tk, device, None, 0)
     elif cu.device.type == "cpu":
-        rows = keys = Tokens.whole(tk, device, cu.tolist())
+        rows = keys = _whole(tk, device, tuple(cu.tolist()), 0)
         ends = cu.diff().tolist()
     else:
         rows = keys = Tokens.packed(tk, cu)
         ends = cu.diff().to(torch.int64)
     shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
-    ask = Ask(device, x.q.dtype, *shapes, scores, host_runs=rows.runs is not None, packed=cu is not None)
+    ask = Ask(device, x.q.dtype, *shapes, scores, host_runs=rows.runs is not None, packed=cu is not None, rows=tq)
     job = Job(choose(ask, backend), scores, (rows,), (keys,))
     joint_rows = joint_keys = None
     if x.joint_k is not None:  # before every document's first key, or after its last

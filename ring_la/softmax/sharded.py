@@ -64,7 +64,7 @@ class ShardedCall:
         strides = place.strides | ({1} if self.scores.windowed and x.joint_k is not None else set())
         shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
         how = dict(strided_pairs=len(strides) > 1, packed=self.layout.num_documents > 1)
-        how["repeatable"] = self.layout.cp.deterministic
+        how |= dict(repeatable=self.layout.cp.deterministic, rows=self.layout.seq_len)
         return choose(Ask(x.q.device, x.q.dtype, *shapes, self.scores, **how), self.backend)
 
 

@@ -156,6 +156,18 @@ def test_deterministic_forward_does_not_depend_on_ranks(ranks, documents, featur
     assert all(torch.equal(b, bits[0]) for b in bits)
 
 
+def gradient_bits(rank: int) -> bool:
+    cp = ring_la.ContextParallel(group(3), scan="ring", deterministic=True)
+    layout = cp.layout(300)
+    x = [torch.randn(1, layout.local_length, 4, 16, requires_grad=True) for _ in range(3)]
+    first, second = (torch.autograd.grad(attention(*x, layout=layout).o.sum(), x) for _ in range(2))
+    return all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_deterministic_gradients_are_repeatable(ranks):
+    assert all(ranks.run(3, gradient_bits))
+
+
 def check_low_precision(rank: int, dtype: torch.dtype, limit: float) -> list[str]:
     cp = ring_la.ContextParallel(group(3), scan="ring")
     layout, bad = cp.layout(67), []

@@ -11,6 +11,8 @@ from .packs import Pack
 from .varlen import HALVES, VarlenBackend, Window
 
 aten = torch.ops.aten
+LEAST_ROWS = 512
+"""cuDNN is not chosen for fewer queries."""
 
 
 class Flash(VarlenBackend):
@@ -103,8 +105,9 @@ class CuDNN(TileBackend):
         return super().refuses(ask)
 
     def suits(self, ask: Ask) -> bool:
-        """It builds a plan for each new shape: not for documents of ever new lengths."""
-        return not ask.packed and torch.cuda.get_device_capability(ask.device) >= (9, 0)
+        """It builds a plan for each new shape: not for documents of ever new lengths, nor for decoding."""
+        few = ask.rows is not None and ask.rows < LEAST_ROWS
+        return not ask.packed and not few and torch.cuda.get_device_capability(ask.device) >= (9, 0)
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

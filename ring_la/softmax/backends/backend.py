@@ -32,6 +32,7 @@ class Ask:
         strided_pairs: whether rows at different strides meet (a mask that follows no band).
         packed: whether there are several documents, of ever new lengths.
         repeatable: whether gradients must be the same bits in every run.
+        rows: number of queries of the sequence; None: unknown.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class Ask:
     strided_pairs: bool = False
     packed: bool = False
     repeatable: bool = False
+    rows: int | None = None
 
 
 class Backend(ABC):
