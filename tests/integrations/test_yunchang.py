@@ -467,6 +467,65 @@ def test_forward_and_backward_mix_with_yunchang(ranks, kind):
     assert all(e < 1 for errors in ranks.run(4, check_interop, kind) for e in errors)
 
 
+def exact_varlen_forward(
+    q, k, v, cu_q, cu_k, longest_q, longest_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
+    """flash-attn 2.6's varlen block, whose lse is padded."""
+    spans = zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:])
+    parts = [
+        exact_forward(q[None, a:b], k[None, c:d], v[None, c:d], 0.0, softmax_scale, causal) for a, b, c, d in spans
+    ]
+    lse = torch.cat([lse[0] for _, lse in parts], 1)
+    padded = yunchang.pad_lse(lse, cu_q.tolist(), longest_q)
+    return torch.cat([o[0] for o, _ in parts]), None, None, None, None, padded, None, None
+
+
+def exact_varlen_backward(
+    dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, longest_q, longest_k, dropout_p, softmax_scale, causal, *ignored,
+    **more,
+):  # fmt: skip
+    spans = zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:])
+    for n, (a, b, c, d) in enumerate(spans):
+        into = dq[None, a:b], dk[None, c:d], dv[None, c:d]
+        rows = (dout[None, a:b], q[None, a:b], k[None, c:d], v[None, c:d], out[None, a:b], lse[None, n, :, : b - a])
+        exact_backward(*rows, *into, 0.0, softmax_scale, causal)
+
+
+def check_varlen_interop(rank: int, name: str, documents: tuple[int, ...]) -> list[float]:
+    from yunchang.ring import utils
+
+    module, ours = importlib.import_module(f"yunchang.ring.{name}"), VARLEN[name]
+    module.HAS_FLASH_ATTN = True
+    module._flash_attn_varlen_forward, module._flash_attn_varlen_backward = exact_varlen_forward, exact_varlen_backward
+    module.flatten_varlen_lse, module.unflatten_varlen_lse = utils.flatten_varlen_lse, utils.unflatten_varlen_lse
+    rng = torch.Generator().manual_seed(1)
+    whole = [torch.randn(1, T, H, D, generator=rng, dtype=torch.float64).half() for _ in range(4)]
+    at = torch.cat([places(ours.kind, rank, 4, b - a, a) for a, b in zip(documents, documents[1:])])
+    cu, errors = torch.tensor(documents, dtype=torch.int32) // 4, []
+    theirs = getattr(module, ours.__name__)
+    for forward, backward in ((ours, theirs), (theirs, ours)):
+        mixed = type("Mixed", (torch.autograd.Function,), dict(
+            forward=staticmethod(forward.forward), backward=staticmethod(backward.backward)
+        ))  # fmt: skip
+        *leaves, do = (t[0, at].clone().requires_grad_() for t in whole)
+        longest = int(cu.diff().max())
+        out = mixed.apply(*leaves, cu, longest, 0.0, None, True, (-1, -1), 0.0, None, False, False, group(4))
+        got = [out, None, *torch.autograd.grad((out * do).sum(), leaves)]
+        limits = [2e-3, 0, 1e-2, 2e-3, 2e-3]  # their varlen ring returns dq in bf16
+        for g, w, limit in zip(got, truth(whole, documents, causal=True), limits):
+            if g is not None:
+                errors.append(error(g[None], w[:, at]) / limit)
+    return errors
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, (0, T)])
+@pytest.mark.parametrize("name", ["ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen"])
+def test_varlen_forward_and_backward_mix_with_yunchang(ranks, name, documents):
+    pytest.importorskip("yunchang")
+    assert all(e < 1 for errors in ranks.run(4, check_varlen_interop, name, documents) for e in errors)
+
+
 def attributes(function, target: str, store: bool) -> set[str]:
     """Attributes of `target` that a function's source stores or reads."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
