@@ -70,7 +70,7 @@ def summarise_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def attend_kernel(
-    X, Y, Z, F, entering, O, leaving, W, DOT, ADJ, EDGE, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr, HX: tl.constexpr,
+    X, Y, Z, F, entering, O, leaving, W, DOT, BORDER, ADJ, EDGE, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr, HX: tl.constexpr,
     HY: tl.constexpr, HZ: tl.constexpr, HW: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr, BX: tl.constexpr,
     BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, DOTS: tl.constexpr, EDGES: tl.constexpr,
@@ -80,7 +80,8 @@ def attend_kernel(
 
     The state is held as Sᵀ [BZ, BX]: as the left operand of a product it never leaves the registers. TRANSPOSED: states
     lie in memory as [DZ, DX]. LEAVE stores the scan's last state. DOTS: DOT = out·W by token without the token's own
-    term (j = i), which no decay touches: in q·dq − k·dk it would only leave its rounding. EDGES: EDGE = <state after
+    term (j = i), which no decay touches: in q·dq − k·dk it would only leave its rounding;
+    forward also BORDER [., B, NC, H], the part of a chunk's sum that comes in with the state. EDGES: EDGE = <state after
     the segment, ADJ>.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
@@ -134,12 +135,16 @@ def attend_kernel(
                 zw = (zw.to(tl.float32) * scale).to(z.dtype)
             else:
                 o *= scale
+        if DOTS:
+            w = tl.trans(tile(w_ + c * (HW * DZ), t, left - c, e, HW * DZ, DZ)).to(tl.float32)
+            if not REVERSE:
+                border = ((iz * (tl.num_programs(1) // H) + b).to(tl.int64) * NC + chunk + i) * H + h
+                tl.store(BORDER + border, tl.sum(o * w))
         p = A.to(z.dtype)
         o = tl.dot(tl.trans(z), p, o, input_precision=PREC)
         S = tl.dot(zw, y, S, input_precision=PREC)
         put(o_ + c * (H * DZ), tl.trans(o), t, left - c, e, H * DZ, DZ)
         if DOTS:
-            w = tl.trans(tile(w_ + c * (HW * DZ), t, left - c, e, HW * DZ, DZ)).to(tl.float32)
             own = tl.sum(tl.where(same, p.to(tl.float32), 0.0), 0)
             dots = DOT + ((iz * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + c + t) * H + h
             tl.store(dots, tl.sum((o - own[None, :] * tl.trans(z).to(tl.float32)) * w, 0), t < left - c)

@@ -55,31 +55,39 @@ def factors_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def gate_gradient_kernel(
-    reads, writes, edge, out, table, T, H, NS, LENGTH, NR: tl.constexpr, NW: tl.constexpr,
-    C: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr,
+    reads, writes, border, edge, F, out, table, T, H, NS, NC, LENGTH, NR: tl.constexpr, C: tl.constexpr,
+    BH: tl.constexpr, FORGOTTEN: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """dg_t = Σ_{s≥t} (reads_s − writes_s) + edge over a segment; reads = q·dq and writes = k·dk = v·dv, by token.
+    """dg_t = Σ_{s≥t} (reads_s − writes_s) + E over a chunk; reads = q·dq and writes = k·dk, by token.
 
-    edge = <S, dS> at the segment's end. reads [NR, B, T, H], writes [NW, B, T, H], edge [NR, B, NS, H] hold partial sums.
+    E = <S, dS> at the chunk's end: what passes through the chunk and what it writes, W. Going left, E becomes what
+    passes through and what the chunk reads from before, R (`border`). Inside the chunk reads and writes cancel but for
+    R − W, so W = R − Σ (reads − writes). All of these are sums of rounded terms; where a chunk's decay is below
+    2^FORGOTTEN nothing passes through, and saying so keeps the errors of one chunk out of all earlier ones.
+    reads, writes [NR, B, T, H], border [NR, B, NC, H], edge [NR, B, NS, H] (E at a segment's end) are partial sums.
     """
     s = tl.program_id(0)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     b = tl.program_id(2).to(tl.int64)
     B = tl.num_programs(2)
-    start, end, _, _, _, _ = span(table, s, T, LENGTH, C, VARLEN)
-    carry = tl.zeros([BH], tl.float32)
+    start, end, _, chunk, _, _ = span(table, s, T, LENGTH, C, VARLEN)
+    E = tl.zeros([BH], tl.float32)
     for i in tl.static_range(NR):
-        carry += tl.load(edge + ((i * B + b) * NS + s) * H + h, h < H, other=0.0)
+        E += tl.load(edge + ((i * B + b) * NS + s) * H + h, h < H, other=0.0)
     n = (end - start + C - 1) // C
     for j in range(n):
-        t = start + (n - 1 - j) * C + tl.arange(0, C)
+        c = n - 1 - j
+        t = start + c * C + tl.arange(0, C)
         live = (t < end)[:, None] & (h < H)[None, :]
         x = tl.zeros([C, BH], tl.float32)
+        R = tl.zeros([BH], tl.float32)
         for i in tl.static_range(NR):
-            x += tl.load(reads + ((i * B + b) * T + t)[:, None] * H + h[None, :], live, other=0.0)
-        for i in tl.static_range(NW):
-            x -= tl.load(writes + ((i * B + b) * T + t)[:, None] * H + h[None, :], live, other=0.0)
-        total = tl.sum(x, 0)
-        y = total[None, :] - tl.cumsum(x, 0) + x + carry[None, :]
+            at = ((i * B + b) * T + t)[:, None] * H + h[None, :]
+            x += tl.load(reads + at, live, other=0.0) - tl.load(writes + at, live, other=0.0)
+            R += tl.load(border + ((i * B + b) * NC + chunk + c) * H + h, h < H, other=0.0)
+        decay = tl.load(F + ((b * NC + chunk + c) * H + h) * (4 * C) + C - 1, h < H, other=0.0)
+        W = R - tl.sum(x, 0)
+        through = tl.where(decay < FORGOTTEN, 0.0, E - W)
+        y = tl.cumsum(x, 0, reverse=True) + (through + W)[None, :]
         tl.store(out + (b * T + t)[:, None] * H + h[None, :], y.to(out.dtype.element_ty), live)
-        carry += total
+        E = through + R

@@ -50,12 +50,6 @@ def gates_at(g_, rows, d, STRIDE: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def gates_across(g_, rows, d, STRIDE: tl.constexpr, D: tl.constexpr):
-    """`gates_at`, transposed."""
-    return tl.load(g_ + rows[None, :] * STRIDE + d[:, None], (d < D)[:, None], other=0.0)
-
-
-@triton.jit
 def reach(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr):
     """The largest m for which no token of an aligned block of 2^m is LIMIT or more from its middle, in powers of two.
 
@@ -126,12 +120,13 @@ def inverse_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
-    q, k, F, G, A, M, qr_, kr_, kw_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    q, k, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
 
-    Also what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, [B, T, H, K].
+    Also what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, [B, T, H, K]; and the chunk's
+    `reach` over all channels, low [B, NC, H].
     """
     s = tl.program_id(0)
     b = tl.program_id(1) // H
@@ -146,6 +141,7 @@ def products_kernel(
     g_ = head(G, b, start, h, T, H, H, K)
     a = tl.zeros([C, C], tl.float32)
     L = tl.zeros([C, C], tl.float32)
+    least = LEVELS
     for m in range(0, K, BK):
         d = m + tl.arange(0, BK)
         x = tile(q_, t, n, d, HK * K, K)
@@ -160,6 +156,7 @@ def products_kernel(
         own = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
         a += tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
         low = reach(g, g_, t, n, d, H * K, K, LEVELS, LIMIT)
+        least = tl.minimum(least, low)
         dev = g - gates_at(g_, middle(t, n, low), d, H * K, K)
         mask = direct_mask(t, low)
         up = tl.exp2(dev)
@@ -177,6 +174,7 @@ def products_kernel(
             a += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
             if DELTA:
                 L += tl.where(mask, tl.dot(yw, tl.trans(yw), input_precision=PREC), 0.0)
+    tl.store(low_ + (b * NC + s) * H + h, least)
     put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
     if DELTA:
         be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)

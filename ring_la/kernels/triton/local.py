@@ -19,7 +19,7 @@ from ring_la.kernels.triton.backward import backward_kernel
 from ring_la.kernels.triton.cut import Cut
 from ring_la.kernels.triton.forward import forward_kernel
 from ring_la.kernels.triton.gates import cumulate_kernel, factors_kernel, gate_gradient_kernel
-from ring_la.kernels.triton.gradient import gradient_kernel
+from ring_la.kernels.triton.gradient import gradient_kernel, pairs_kernel
 from ring_la.kernels.triton.intra import inverse_kernel, products_kernel
 from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel
 from ring_la.kernels.triton.table import (
@@ -32,6 +32,7 @@ from ring_la.kernels.triton.table import (
     INTRA_DIAGONAL,
     KEEP,
     OUTPUT,
+    PAIRS,
     SUMMARISE,
     SUMMARY,
     WAVES,
@@ -73,6 +74,7 @@ class Intra(NamedTuple):
     qr: Tensor
     kr: Tensor
     kw: Tensor
+    low: Tensor
 
 
 class TritonRecurrence:
@@ -243,10 +245,10 @@ class TritonRecurrence:
         kw = dict(H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, REVERSE=reverse, VARLEN=self._packed)
         init = own if S0 is None else S0
         if self.delta:
-            block = 32
+            block = 16
             prefix_dense_kernel[(triton.cdiv(self.V, block), cut.pieces, self._rows)](
                 own, transition, init, entering, leaving, cut.first, cut.count, cut.pieces, BK=width(self.K),
-                BJ=min(32, width(self.K)), BV=block, HAS_B=True, EYE=False, num_warps=4, num_stages=1, **kw,
+                BV=block, HAS_B=True, EYE=False, **self._dense, **kw,
             )  # fmt: skip
         else:
             block = 1024
@@ -255,6 +257,13 @@ class TritonRecurrence:
                 cut.pieces, DECAY=self.decay, BLK=block, num_warps=4, **kw,
             )  # fmt: skip
         return entering, leaving
+
+    @property
+    def _dense(self) -> dict[str, int]:
+        """How a dense transition is read: whole up to 128 channels."""
+        if width(self.K) <= 128:
+            return {"BJ": width(self.K), "num_warps": 4 if self.K <= 64 else 8, "num_stages": 2}
+        return {"BJ": 32, "num_warps": 4, "num_stages": 1}
 
     def _through(self, transition: Tensor | None) -> Tensor | None:
         """The product of each piece's transitions, from its segments'."""
@@ -266,8 +275,8 @@ class TritonRecurrence:
             out = self._new(self.B, cut.pieces, self.H, self.K, self.K)
             prefix_dense_kernel[(triton.cdiv(self.K, 32), cut.pieces, self._rows)](
                 transition, transition, transition, scratch, out, cut.first, cut.count, cut.pieces, H=self.H, K=self.K,
-                V=self.K, BK=width(self.K), BJ=min(32, width(self.K)), BV=32, HAS_S0=False, HAS_B=False, EYE=True,
-                REVERSE=False, VARLEN=self._packed, num_warps=4, num_stages=1,
+                V=self.K, BK=width(self.K), BV=32, HAS_S0=False, HAS_B=False, EYE=True, REVERSE=False,
+                VARLEN=self._packed, **self._dense,
             )  # fmt: skip
             return out
         if not self._packed:
@@ -317,14 +326,14 @@ class TritonRecurrence:
     def _attend(
         self, x, y, z, out, state, *, reverse=False, transposed=False, leaving=None, dots=None, adjoint=None, edge=None
     ) -> None:
-        """One of the four roles of `attend_kernel`; dots = (w, DOT)."""
+        """One of the four roles of `attend_kernel`; dots = (w, DOT, BORDER)."""
         launch, cut = self._pick(ATTEND), self.segments
         dx, dz = x.shape[3], z.shape[3]
         block = min(launch.block, width(dz))
-        w, dot = dots or (x, x)
+        w, dot, border = dots or (x, x, x)
         attend_kernel[(triton.cdiv(dz, block) * cut.count, self._rows)](
             x, y, z, self.F, x if state is None else state, out, x if leaving is None else leaving, w, dot,
-            x if adjoint is None else adjoint, x if edge is None else edge, cut.table, self.T, cut.count, self._NC,
+            border, x if adjoint is None else adjoint, x if edge is None else edge, cut.table, self.T, cut.count, self._NC,
             cut.pieces, cut.length, self.scale, H=self.H, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], HW=w.shape[2], DX=dx, DZ=dz,
             BX=width(dx), BZ=block, C=self.chunk, GATED=self.decay == 1, REVERSE=reverse, TRANSPOSED=transposed,
             HAS_STATE=state is not None, LEAVE=leaving is not None, DOTS=dots is not None, EDGES=edge is not None,
@@ -338,25 +347,26 @@ class TritonRecurrence:
         dq, dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.K, self.V))
         block = self._pick(ATTEND).block
         nk = triton.cdiv(self.K, min(block, width(self.K)))
-        reads = writes = edge = None
+        reads = writes = border = edge = None
         if gate:
             reads, writes = self._new(nk, B, T, H), self._new(nk, B, T, H)
-            edge = self._new(nk, B, cut.count, H)
+            border, edge = self._new(nk, B, self._NC, H), self._new(nk, B, cut.count, H)
             if adjoint is None:
                 edge.zero_()
         self._attend(
-            do, v, k, dq, entering, transposed=True, dots=(q, reads) if gate else None, adjoint=adjoint,
+            do, v, k, dq, entering, transposed=True, dots=(q, reads, border) if gate else None, adjoint=adjoint,
             edge=edge if gate and adjoint is not None else None,
         )  # fmt: skip
         self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0)
-        self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True, dots=(k, writes) if gate else None)
+        self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True, dots=(k, writes, writes) if gate else None)
         dg = None
         if gate:
             dg = self._new(B, T, H)
             block = min(16, triton.next_power_of_2(H))
             gate_gradient_kernel[(cut.count, triton.cdiv(H, block), B)](
-                reads, writes, edge, dg, cut.table, T, H, cut.count, cut.length, NR=nk, NW=nk, C=self.chunk, BH=block,
-                VARLEN=self._packed, num_warps=4,
+                reads, writes, border, edge, self.F, dg, cut.table, T, H, cut.count, self._NC, cut.length, NR=nk,
+                C=self.chunk, BH=block, FORGOTTEN=-24 if v.dtype == torch.float32 else -11, VARLEN=self._packed,
+                num_warps=4,
             )  # fmt: skip
         return Inputs(dq, dk, dv, dg)
 
@@ -377,22 +387,22 @@ class TritonRecurrence:
                 A = self._new(*shape, self.chunk, dtype=dtype)
                 qr, kw_ = (self._new(*shape, self.K, dtype=dtype) for _ in range(2))
                 kr = self._new(*shape, self.K, dtype=dtype) if self.delta else kw_
+                low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
                 products_kernel[grid](
-                    i.q, i.k, self.F, self.G, A, M, qr, kr, kw_, self.chunks.table, self.T, self._NC,
-                    DELTA=self.delta, **self._levels, **kw,
+                    i.q, i.k, self.F, self.G, A, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC,
+                    DELTA=self.delta, LEVELS=self._levels, LIMIT=4 if dtype == torch.float16 else 48, **kw,
                 )  # fmt: skip
-                self._intra = Intra(A, M, qr, kr, kw_)
+                self._intra = Intra(A, M, qr, kr, kw_, low)
             else:
                 inverse_kernel[grid](
                     i.k, self.F, M, self.chunks.table, self.T, self._NC, GATED=self.decay == 1, **kw
                 )
-                self._intra = Intra(i.v, M, i.q, i.k, i.k)
+                self._intra = Intra(i.v, M, i.q, i.k, i.k, i.v)
         return self._intra
 
     @property
-    def _levels(self) -> dict[str, int]:
-        """Levels of a chunk, and how far (in powers of two) a token may be from the reference it shares (`reach`)."""
-        return {"LEVELS": self.chunk.bit_length() - 1, "LIMIT": 4 if self.inputs.v.dtype == torch.float16 else 48}
+    def _levels(self) -> int:
+        return self.chunk.bit_length() - 1
 
     def _constants(self, block: int) -> dict:
         return dict(
@@ -435,25 +445,42 @@ class TritonRecurrence:
 
     def _general_gradients(self, entering, adjoint, do: Tensor, dS0: Tensor) -> Inputs:
         i, dtype = self.inputs, self.inputs.v.dtype
-        B, T, H, K, V, NC = self.B, self.T, self.H, self.K, self.V, self.chunks.count
-        states, adjoints = (self._new(B, NC, H, K, V, dtype=dtype) for _ in range(2))
+        shape = self.B, self._NC, self.H, self.V, self.K
+        states, adjoints = (self._new(*shape, dtype=dtype) for _ in range(2))
         u = torch.empty_like(i.v) if self.delta else i.v
         dr = torch.empty_like(i.v)
         self._forward(state=entering, keep=(u, states))
         self._backward(do, adjoint, dr=dr, states=adjoints, leaving=dS0)
+        return self._chunk_gradients(do, u, dr, states, adjoints)
+
+    def _chunk_gradients(self, do, u, dr, states, adjoints) -> Inputs:
+        """The gradients of every chunk's inputs, all chunks at once."""
+        i, dtype, table = self.inputs, self.inputs.v.dtype, self.chunks.table
+        B, T, H, K, NC = self.B, self.T, self.H, self.K, self._NC
+        P = self._new(B, T, H, self.chunk, dtype=dtype)
+        E = torch.empty_like(P) if self.delta else P
+        dv = torch.empty_like(dr) if self.delta else dr
+        dbeta = self._new(B, T, H) if self.delta else None
+        own = self._new(B, T, H) if self.decay == 2 else None
+        launch = self._pick(PAIRS)
+        shared = dict(
+            H=H, V=self.V, C=self.chunk, DECAY=self.decay, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed
+        )
+        pairs_kernel[(NC, self._rows)](
+            i.v, self.F, do, u, dr, P, E, P if own is None else own, dv, P if dbeta is None else dbeta, table, T, NC, self.scale,
+            BV=min(launch.block, width(self.V)), **shared, **launch.options,
+        )  # fmt: skip
         launch = self._pick(GRADIENT_DIAGONAL if self.decay == 2 else GRADIENT)
         block = min(launch.block, width(K))
         nk = triton.cdiv(K, block)
         dq, dk = (self._new(B, T, H, K, dtype=dtype) for _ in range(2))
-        dv = torch.empty_like(dr) if self.delta else dr
-        dbeta = self._new(nk, B, T, H) if self.delta else None
+        dread = self._new(nk, B, T, H) if self.delta else P
         dg = {0: None, 1: self._new(nk, B, T, H), 2: self._new(B, T, H, K)}[self.decay]
-        constants = self._constants(min(launch.block, 64, width(V))) | {"BK": block, "HK": self.HK} | self._levels
         gradient_kernel[(NC * nk, self._rows)](
-            i.q, i.k, i.v, self.F, self.G, do, u, dr, states, adjoints, dq, dk, dv,
-            dq if dg is None else dg, dq if dbeta is None else dbeta, self.chunks.table, T, NC, self.scale,
-            **constants, **launch.options,
+            i.q, i.k, self.F, self.G, self.intra.low, P if own is None else own, do, u, dr, P, E, states, adjoints, dq,
+            dk, P if dg is None else dg, dread, table, T, NC, self.scale, HK=self.HK, K=K, BK=block, BV=min(64, width(self.V)), LEVELS=self._levels, **shared,
+            **launch.options,
         )  # fmt: skip
         if self.decay == 1:
             dg = dg.sum(0)
-        return Inputs(dq, dk, dv, dg, None if dbeta is None else dbeta.sum(0))
+        return Inputs(dq, dk, dv, dg, None if dbeta is None else dbeta + dread.sum(0))
