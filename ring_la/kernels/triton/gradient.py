@@ -26,9 +26,10 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 @triton.jit(do_not_specialize=SIZES)
 def pairs_kernel(
     v, F, do, u, dr, P, E, own, dv, dbeta, table, T, NC, scale, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, READS: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """P and E of one chunk, [B, T, H, C], with a scalar's decays; for delta writes also dv and the part dR·v of dβ.
+    """P and E of one chunk, [B, T, H, C], with a scalar's decays; for delta writes also dv and the part dR·v of dβ. READS: there is a dR.
 
     Per key channel P's diagonal, which no decay touches, also goes to `own` [B, T, H].
     """
@@ -53,9 +54,10 @@ def pairs_kernel(
         e = m + tl.arange(0, BV)
         ux = tl.trans(tile(u_, t, n, e, H * V, V))
         p = tl.dot(tile(do_, t, n, e, H * V, V), ux, p, input_precision=PREC)
-        if DELTA:
+        if READS:
             r = tile(r_, t, n, e, H * V, V)
             x = tl.dot(r, ux, x, input_precision=PREC)
+        if DELTA:
             rf = r.to(tl.float32)
             dbe += tl.sum(rf * tile(v_, t, n, e, H * V, V).to(tl.float32), 1)
             put(dv_, rf * tl.load(f + 3 * C + t)[:, None], t, n, e, H * V, V)
@@ -72,8 +74,9 @@ def pairs_kernel(
     if DECAY == 2:
         x0 = tl.sum(tl.where(t[:, None] == t[None, :], p.to(tl.float32), 0.0), 1)
         tl.store(head(own, b, start, h, T, H, H, 1) + t * H, x0, t < n)
-    if DELTA:
+    if READS:
         put(head(E, b, start, h, T, H, H, C), tl.where(strict, x, 0.0), t, n, t, H * C, C)
+    if DELTA:
         tl.store(head(dbeta, b, start, h, T, H, H, 1) + t * H, dbe, t < n)
 
 

@@ -17,6 +17,7 @@ from ring_la.kernels.local import Inputs
 from ring_la.kernels.triton.additive import attend_kernel, summarise_kernel
 from ring_la.kernels.triton.backward import backward_kernel
 from ring_la.kernels.triton.cut import Cut
+from ring_la.kernels.triton.dplr import dplr_gradient_kernel, dplr_products_kernel
 from ring_la.kernels.triton.forward import forward_kernel
 from ring_la.kernels.triton.gates import cumulate_kernel, factors_kernel, gate_gradient_kernel
 from ring_la.kernels.triton.gradient import gradient_kernel, pairs_kernel
@@ -49,8 +50,6 @@ DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
 def unsupported(rule: Rule, inputs: Inputs) -> str | None:
     """Why these kernels cannot take this call; None if they can."""
     q, v = inputs.q, inputs.v
-    if rule.write == "dplr":
-        return "the dplr rule has no Triton kernels yet"
     if v.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {v.dtype}: the kernels take fp32, bf16 and fp16"
     if not (1 <= q.shape[-1] <= 256 and 1 <= v.shape[-1] <= 256):
@@ -75,6 +74,9 @@ class Intra(NamedTuple):
     kr: Tensor
     kw: Tensor
     low: Tensor
+    kv: Tensor
+    Av: Tensor
+    L: Tensor
 
 
 class TritonRecurrence:
@@ -97,6 +99,8 @@ class TritonRecurrence:
         self.device = inputs.v.device
         self.decay = DECAY[rule.decay]
         self.delta = rule.write == "delta"
+        self.dplr = rule.write == "dplr"
+        self.dense = self.delta or self.dplr
         self.simple = rule.write == "additive" and self.decay < 2
         self.precision = "tf32x3" if dtype == torch.float32 else "tf32"
         self.chunk = 32 if dtype == torch.float32 else CHUNK
@@ -244,7 +248,7 @@ class TritonRecurrence:
         entering, leaving = torch.empty_like(own), self._pieces(None)
         kw = dict(H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, REVERSE=reverse, VARLEN=self._packed)
         init = own if S0 is None else S0
-        if self.delta:
+        if self.dense:
             block = 16
             prefix_dense_kernel[(triton.cdiv(self.V, block), cut.pieces, self._rows)](
                 own, transition, init, entering, leaving, cut.first, cut.count, cut.pieces, BK=width(self.K),
@@ -270,7 +274,7 @@ class TritonRecurrence:
         if transition is None:
             return None
         cut = self.segments
-        if self.delta:
+        if self.dense:
             scratch = torch.empty_like(transition)
             out = self._new(self.B, cut.pieces, self.H, self.K, self.K)
             prefix_dense_kernel[(triton.cdiv(self.K, 32), cut.pieces, self._rows)](
@@ -296,7 +300,7 @@ class TritonRecurrence:
             transition = self._new(*own.shape[:3]) if self.decay else None
             self._summarise_simple(self.inputs.k, self.inputs.v, own, transition, 1.0, False, full)
         else:
-            transition = self._new(*own.shape[:4], self.K) if self.delta else self._new(*own.shape[:4])
+            transition = self._new(*own.shape[:4], self.K) if self.dense else self._new(*own.shape[:4])
             self._forward(state=own, trans=transition, summary=True, full=full)
         self._summary = (full, own, transition)
         return own, transition
@@ -307,7 +311,7 @@ class TritonRecurrence:
             transition = self._new(*own.shape[:3]) if self.decay else None
             self._summarise_simple(self.inputs.q, do, own, transition, self.scale, True, full)
         else:
-            transition = self._summarise(full)[1] if self.delta else self._new(*own.shape[:4])
+            transition = self._summarise(full)[1] if self.dense else self._new(*own.shape[:4])
             self._backward(do, own, log_a=transition, summary=True, full=full)
         return own, transition
 
@@ -383,32 +387,45 @@ class TritonRecurrence:
                 VARLEN=self._packed, **launch.options,
             )  # fmt: skip
             grid = (self.chunks.count, self._rows)
-            if self.decay == 2:
+            if self.dplr:
+                Ab, Ak, L, M = (self._new(*shape, self.chunk, dtype=dtype) for _ in range(4))
+                qr, ar, bw, kw_ = (self._new(*shape, self.K, dtype=dtype) for _ in range(4))
+                low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
+                dplr_products_kernel[grid](
+                    i.q, i.k, i.a, i.b, self.G, Ab, Ak, L, M, qr, ar, bw, kw_, low, self.chunks.table, self.T,
+                    self._NC, LEVELS=self._levels, LIMIT=self._limit, **kw,
+                )  # fmt: skip
+                self._intra = Intra(Ab, M, qr, ar, bw, low, kw_, Ak, L)
+            elif self.decay == 2:
                 A = self._new(*shape, self.chunk, dtype=dtype)
                 qr, kw_ = (self._new(*shape, self.K, dtype=dtype) for _ in range(2))
                 kr = self._new(*shape, self.K, dtype=dtype) if self.delta else kw_
                 low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
                 products_kernel[grid](
                     i.q, i.k, self.F, self.G, A, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC,
-                    DELTA=self.delta, LEVELS=self._levels, LIMIT=4 if dtype == torch.float16 else 48, **kw,
+                    DELTA=self.delta, LEVELS=self._levels, LIMIT=self._limit, **kw,
                 )  # fmt: skip
-                self._intra = Intra(A, M, qr, kr, kw_, low)
+                self._intra = Intra(A, M, qr, kr, kw_, low, i.v, i.v, i.v)
             else:
                 inverse_kernel[grid](
                     i.k, self.F, M, self.chunks.table, self.T, self._NC, GATED=self.decay == 1, **kw
                 )
-                self._intra = Intra(i.v, M, i.q, i.k, i.k, i.v)
+                self._intra = Intra(i.v, M, i.q, i.k, i.k, i.v, i.v, i.v, i.v)
         return self._intra
 
     @property
     def _levels(self) -> int:
         return self.chunk.bit_length() - 1
 
+    @property
+    def _limit(self) -> int:
+        """How far, in powers of two, a token may be from a reference it shares (`intra.reach`)."""
+        return 4 if self.inputs.v.dtype == torch.float16 else 48
+
     def _constants(self, block: int) -> dict:
         return dict(
             H=self.H, HK=self.H if self.decay == 2 else self.HK, K=self.K, V=self.V, BK=width(self.K), BV=block,
-            C=self.chunk, DECAY=self.decay,
-            DELTA=self.delta, PREC=self.precision, VARLEN=self._packed,
+            C=self.chunk, DECAY=self.decay, DELTA=self.delta, DPLR=self.dplr, PREC=self.precision, VARLEN=self._packed,
         )  # fmt: skip
 
     def _forward(
@@ -419,9 +436,9 @@ class TritonRecurrence:
         none = i.v
         u, states = keep or (none, none)
         block = min(launch.block, width(self.V))
-        columns = triton.cdiv(self.V, block) + (triton.cdiv(self.K, block) if summary and self.delta else 0)
+        columns = triton.cdiv(self.V, block) + (triton.cdiv(self.K, block) if summary and self.dense else 0)
         forward_kernel[(columns * cut.count, self._rows)](
-            x.qr, x.kr, x.kw, i.v, self.F, self.G, x.A, x.M, none if state is None else state,
+            x.qr, x.kr, x.kw, x.kv, i.v, self.F, self.G, x.A, x.Av, x.L, x.M, none if state is None else state,
             none if o is None else o, u, states, none if leaving is None else leaving, none if trans is None else trans,
             none if trans is None else trans, cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length,
             self.scale, SUMMARY=summary, ALL=full, OUT=o is not None, KEEP=keep is not None,
@@ -429,15 +446,15 @@ class TritonRecurrence:
         )  # fmt: skip
 
     def _backward(
-        self, do, state, *, dr=None, states=None, leaving=None, log_a=None, summary: bool = False, full: bool = False
+        self, do, state, *, dr=None, dv=None, states=None, leaving=None, log_a=None, summary: bool = False, full: bool = False
     ) -> None:
         i, cut, launch = self.inputs, self.segments, self._pick(BACK_SUMMARY if summary else BACKWARD)
         x = self.intra
         none = i.v
         block = min(launch.block, width(self.V))
         backward_kernel[(triton.cdiv(self.V, block) * cut.count, self._rows)](
-            x.qr, x.kr, x.kw, do, self.F, self.G, x.A, x.M, none if state is None else state,
-            none if dr is None else dr, none if states is None else states, none if leaving is None else leaving,
+            x.qr, x.kr, x.kw, x.kv, do, self.F, self.G, x.A, x.Av, x.L, x.M, none if state is None else state,
+            none if dr is None else dr, none if dv is None else dv, none if states is None else states, none if leaving is None else leaving,
             none if log_a is None else log_a, cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length,
             self.scale, SUMMARY=summary, ALL=full, HAS_STATE=state is not None, **self._constants(block),
             **launch.options,
@@ -447,40 +464,64 @@ class TritonRecurrence:
         i, dtype = self.inputs, self.inputs.v.dtype
         shape = self.B, self._NC, self.H, self.V, self.K
         states, adjoints = (self._new(*shape, dtype=dtype) for _ in range(2))
-        u = torch.empty_like(i.v) if self.delta else i.v
+        u = torch.empty_like(i.v) if self.dense else i.v
         dr = torch.empty_like(i.v)
+        dv = torch.empty_like(i.v) if self.dplr else None
         self._forward(state=entering, keep=(u, states))
-        self._backward(do, adjoint, dr=dr, states=adjoints, leaving=dS0)
+        self._backward(do, adjoint, dr=dr, dv=dv, states=adjoints, leaving=dS0)
+        if self.dplr:
+            return self._dplr_gradients(do, u, dr, dv, states, adjoints)
         return self._chunk_gradients(do, u, dr, states, adjoints)
 
-    def _chunk_gradients(self, do, u, dr, states, adjoints) -> Inputs:
-        """The gradients of every chunk's inputs, all chunks at once."""
-        i, dtype, table = self.inputs, self.inputs.v.dtype, self.chunks.table
-        B, T, H, K, NC = self.B, self.T, self.H, self.K, self._NC
-        P = self._new(B, T, H, self.chunk, dtype=dtype)
-        E = torch.empty_like(P) if self.delta else P
+    def _pairs(self, do, u, dr) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+        """(P, E, own, dv, dβ) of every chunk; see `pairs_kernel`."""
+        i, launch = self.inputs, self._pick(PAIRS)
+        B, T, H = self.B, self.T, self.H
+        P = self._new(B, T, H, self.chunk, dtype=i.v.dtype)
+        E = torch.empty_like(P) if self.dense else P
         dv = torch.empty_like(dr) if self.delta else dr
         dbeta = self._new(B, T, H) if self.delta else None
         own = self._new(B, T, H) if self.decay == 2 else None
-        launch = self._pick(PAIRS)
-        shared = dict(
-            H=H, V=self.V, C=self.chunk, DECAY=self.decay, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed
-        )
-        pairs_kernel[(NC, self._rows)](
-            i.v, self.F, do, u, dr, P, E, P if own is None else own, dv, P if dbeta is None else dbeta, table, T, NC, self.scale,
-            BV=min(launch.block, width(self.V)), **shared, **launch.options,
+        pairs_kernel[(self._NC, self._rows)](
+            i.v, self.F, do, u, dr, P, E, P if own is None else own, dv, P if dbeta is None else dbeta,
+            self.chunks.table, T, self._NC, self.scale, H=H, V=self.V, BV=min(launch.block, width(self.V)),
+            C=self.chunk, DECAY=self.decay, DELTA=self.delta, READS=self.dense, PREC=self.precision,
+            VARLEN=self._packed, **launch.options,
         )  # fmt: skip
+        return P, E, own, dv, dbeta
+
+    def _chunk_gradients(self, do, u, dr, states, adjoints) -> Inputs:
+        """The gradients of every chunk's inputs, all chunks at once."""
+        i, K = self.inputs, self.K
+        P, E, own, dv, dbeta = self._pairs(do, u, dr)
         launch = self._pick(GRADIENT_DIAGONAL if self.decay == 2 else GRADIENT)
         block = min(launch.block, width(K))
         nk = triton.cdiv(K, block)
-        dq, dk = (self._new(B, T, H, K, dtype=dtype) for _ in range(2))
-        dread = self._new(nk, B, T, H) if self.delta else P
-        dg = {0: None, 1: self._new(nk, B, T, H), 2: self._new(B, T, H, K)}[self.decay]
-        gradient_kernel[(NC * nk, self._rows)](
+        shape = self.B, self.T, self.H
+        dq, dk = (self._new(*shape, K, dtype=i.v.dtype) for _ in range(2))
+        dread = self._new(nk, *shape) if self.delta else P
+        dg = {0: None, 1: self._new(nk, *shape), 2: self._new(*shape, K)}[self.decay]
+        gradient_kernel[(self._NC * nk, self._rows)](
             i.q, i.k, self.F, self.G, self.intra.low, P if own is None else own, do, u, dr, P, E, states, adjoints, dq,
-            dk, P if dg is None else dg, dread, table, T, NC, self.scale, HK=self.HK, K=K, BK=block, BV=min(64, width(self.V)), LEVELS=self._levels, **shared,
-            **launch.options,
+            dk, P if dg is None else dg, dread, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK,
+            K=K, V=self.V, BK=block, BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels, DECAY=self.decay,
+            DELTA=self.delta, PREC=self.precision, VARLEN=self._packed, **launch.options,
         )  # fmt: skip
         if self.decay == 1:
             dg = dg.sum(0)
         return Inputs(dq, dk, dv, dg, None if dbeta is None else dbeta + dread.sum(0))
+
+    def _dplr_gradients(self, do, y, dr, dv, states, adjoints) -> Inputs:
+        i, K, launch = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
+        P, E, own, _, _ = self._pairs(do, y, dr)
+        Pv, Ev, own_v, _, _ = self._pairs(do, i.v, dr)
+        block = min(launch.block, width(K))
+        dq, dk, da, db = (self._new(self.B, self.T, self.H, K, dtype=i.v.dtype) for _ in range(4))
+        dg = self._new(self.B, self.T, self.H, K)
+        dplr_gradient_kernel[(self._NC * triton.cdiv(K, block), self._rows)](
+            i.q, i.k, i.a, i.b, i.v, self.G, self.intra.low, do, y, dr, P, E, Pv, Ev, own, own_v, states, adjoints, dq,
+            dk, da, db, dg, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V,
+            BK=block, BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels, LIMIT=self._limit,
+            PREC=self.precision, VARLEN=self._packed, **launch.options,
+        )  # fmt: skip
+        return Inputs(dq, dk, dv, dg, None, da, db)
