@@ -3,9 +3,9 @@
     python -m ring_la.cli.bench_ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--out FILE.json]
 
 Times are medians of CUDA events; the peer runs beside ours on the same tensors. Errors are those of the output and of
-every gradient against an fp64 run of the PyTorch kernels on the same (rounded) inputs. FLA returns tuples: its output is
-the first element. FLA's guard against the Triton its gated backward miscompiles with is switched off (#640); that is why
-its errors are checked too. An op whose error is off is not timed. A peer that is absent is skipped by name.
+every gradient against an fp64 run of the PyTorch kernels on the same (rounded) inputs. FLA returns tuples: its output
+is the first element. FLA's guard against the Triton its gated backward miscompiles with is switched off (#640); that is
+why its errors are checked too. An op whose error is off is not timed. A peer that is absent is skipped by name.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def errors(op: Op, x: list[Tensor], do: Tensor, true: list[Tensor]) -> dict[str,
 
 
 def milliseconds(step: Callable[[], Any], budget: float = 0.25) -> float:
-    """Median time of a call among calls issued without waiting, so that the host's time shows only where it is the bound."""
+    """Median time of a call among calls issued without waiting, so that the host's time shows only where it is the
+    bound."""
     step()
     torch.cuda.synchronize()
     start = time.time()
@@ -142,7 +143,8 @@ def measure(op: Op, x: list[Tensor]) -> dict[str, float]:
 
 
 def floor(name: str, shape: tuple[int, ...], bandwidth: float) -> float:
-    """ms to move each tensor of forward and backward once (q, k, v, o; then q, k, v, do, dq, dk, dv; gates likewise)."""
+    """ms to move each tensor of forward and backward once (q, k, v, o; then q, k, v, do, dq, dk, dv; gates
+    likewise)."""
     B, T, H, D = shape
     tensors = 11 + (3 if "diagonal" in OPS[name] else 0)
     return round(B * T * H * D * 2 * tensors / bandwidth * 1e3, 4)
@@ -199,7 +201,8 @@ def line(row: dict[str, Any]) -> str:
     both = "fwd" in mine and "fwd" in peer
     ratio = f"x{peer['fwd'] / mine['fwd']:.2f}/x{peer['fwd_bwd'] / mine['fwd_bwd']:.2f}" if both else "-"
     times = f"{mine['fwd_bwd'] / row['floor_ms']:.1f} floors" if "fwd" in mine else ""
-    return f"{row['op']:17s} {'x'.join(map(str, row['shape'])):16s} {ratio:12s} ours {side(mine)} {times} | fla {side(peer)}"
+    where = f"{row['op']:17s} {'x'.join(map(str, row['shape'])):16s}"
+    return f"{where} {ratio:12s} ours {side(mine)} {times} | fla {side(peer)}"
 
 
 def machine() -> dict[str, str]:

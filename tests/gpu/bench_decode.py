@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ring_la.algebra import Rule
@@ -18,11 +20,12 @@ def main() -> None:
     for name in ("additive_scalar", "delta_scalar", "delta_diagonal", "dplr_diagonal"):
         case = Case(name, 64, 1, 32, 32, 128, 128, torch.bfloat16)
         x = Inputs(*(None if t is None else t[:, 0] for t in case.inputs("cuda")))
+        step = partial(decode.step, Rule.parse(name), x, state, 0.1, in_place=True)
         best = []
         for block in (8, 16, 32, 64, 128):
             for warps in (1, 2, 4, 8):
                 decode.BLOCK_V, decode.WARPS = block, warps
-                ms = milliseconds(lambda: decode.step(Rule.parse(name), x, state, 0.1, in_place=True), 0.01)
+                ms = milliseconds(step, 0.01)
                 best.append((moved / (ms / 1e3) / copy, block, warps, ms))
         best.sort(reverse=True)
         print(name, [(f"{share:.3f} of copy", block, warps, ms) for share, block, warps, ms in best[:3]], flush=True)

@@ -43,7 +43,8 @@ class Timed(local.TritonRecurrence):
 
 
 def instrument() -> None:
-    for name in ("_summarise_simple", "_attend", "_prefix", "_forward", "_backward", "_cumulate", "_factors", "_chunk_gradients"):
+    for name in ("_summarise_simple", "_attend", "_prefix", "_forward", "_backward", "_cumulate", "_factors",
+    "_chunk_gradients"):
         plain = getattr(local.TritonRecurrence, name)
 
         def timed(self, *args, _plain=plain, _name=name, **kw):
@@ -102,8 +103,10 @@ def apply(name: str, launch: Launch | int, D: int) -> None:
 def rules_of(name: str) -> list[str]:
     return {
         "SUMMARISE": ["additive_scalar"], "ATTEND": ["additive_scalar", "additive_none"],
-        "PASS": ["delta_scalar", "delta_diagonal", "additive_diagonal"], "GRADIENT": ["delta_scalar"], "PAIRS": ["delta_scalar"],
-        "GRADIENT_DIAGONAL": ["delta_diagonal", "additive_diagonal"], "INTRA_DIAGONAL": ["additive_diagonal", "delta_diagonal"],
+        "PASS": ["delta_scalar", "delta_diagonal", "additive_diagonal"], "GRADIENT": ["delta_scalar"], "PAIRS":
+        ["delta_scalar"],
+        "GRADIENT_DIAGONAL": ["delta_diagonal", "additive_diagonal"], "INTRA_DIAGONAL": ["additive_diagonal",
+        "delta_diagonal"],
         "WAVES": ["additive_scalar", "delta_scalar", "delta_diagonal", "additive_diagonal"],
     }[name]  # fmt: skip
 
@@ -130,7 +133,8 @@ def main() -> None:
     start, rows = time.time(), []
     if args.part is None:
         env = os.environ | {"OMP_NUM_THREADS": "1"}
-        pool = [subprocess.Popen([sys.executable, "-m", "tests.gpu.tune_triton", *sys.argv[1:], "--part", str(i)], env=env)
+        pool = [subprocess.Popen([sys.executable, "-m", "tests.gpu.tune_triton", *sys.argv[1:], "--part", str(i)],
+        env=env)
                 for i in range(args.jobs)]  # fmt: skip
         for p in pool:
             p.wait()
@@ -140,7 +144,7 @@ def main() -> None:
             continue
         kept = {n: dict(getattr(table, n)) for n in (*PASS, *GRID) if n != "PASS"}
         apply(name, launch, args.D)
-        local.CHUNK = chunk
+        table.CHUNK = chunk
         for shape in [(1, 512, shapes[0][2], args.D)] if args.part is not None else shapes:
             if args.part is None and time.time() - start > args.budget:
                 break
@@ -150,7 +154,8 @@ def main() -> None:
                 times = {"failed": f"{type(e).__name__}: {str(e)[-160:]}"}
             rows.append(dict(chunk=chunk, table=name, launch=str(launch), rule=rule, shape=shape, times=times))
             if args.part is None:
-                label = launch if isinstance(launch, int) else (launch.block, launch.warps, launch.stages, launch.registers)
+                label = launch if isinstance(launch, int) else (launch.block, launch.warps, launch.stages,
+                launch.registers)
                 print(name, label, rule, shape[1:3], *(f"{k}:{v}" for k, v in times.items()), flush=True)
         for n, entries in kept.items():
             getattr(table, n).update(entries)

@@ -1,22 +1,18 @@
-"""The Triton kernels under Triton's interpreter, against the fp64 token loop: every rule, small shapes.
+"""The Triton kernels against the fp64 token loop, every rule, small shapes: interpreted without a GPU.
 
-Run with TRITON_INTERPRET=1; the GPU's own check is tests/gpu/check_triton.py.
+What a compiler may get wrong shows only in tests/gpu/check_triton.py.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-from tests.kernels.triton_cases import RULES, Case, errors
+from tests.kernels.triton_cases import RULES, Case, errors, interpreted
 
-pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+interpreted()
 
-from ring_la.kernels.triton import local
+from ring_la.kernels.triton import local, table  # noqa: E402
 
 SHAPES = {
     "one segment": dict(T=30, states=False),
@@ -27,16 +23,19 @@ SHAPES = {
 }
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    monkeypatch.setattr(local, "LEAST", 1)
+    monkeypatch.setattr(table, "LEAST", 1)
     torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_against_token_loop(rule: str, shape: str) -> None:
-    worst = errors(Case(rule, **SHAPES[shape]), local.TritonRecurrence)
+    worst = errors(Case(rule, **SHAPES[shape]), local.TritonRecurrence, DEVICE)
     assert all(e < 1e-4 for e in worst.values()), worst
 
 
@@ -48,4 +47,4 @@ def test_non_contiguous_inputs() -> None:
             spread = (None if x is None else x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs)
             super().__init__(rule, type(inputs)(*spread), cu, scale)
 
-    assert max(errors(case, Strided).values()) < 1e-4
+    assert max(errors(case, Strided, DEVICE).values()) < 1e-4

@@ -1,9 +1,12 @@
-"""Inputs and the fp64 token loop the Triton kernels are held against (shared by the interpreter's tests and the GPU's)."""
+"""Inputs and the fp64 token loop the Triton kernels are held against (shared by the interpreter's tests and the
+GPU's)."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +15,30 @@ from ring_la.kernels.local import Inputs
 
 RULES = ("additive_none", "additive_scalar", "additive_diagonal", "delta_none", "delta_scalar", "delta_diagonal",
          "dplr_diagonal")  # fmt: skip
+
+
+def interpreted() -> None:
+    """Have Triton interpret kernels on the CPU where there is no GPU; call before anything imports Triton.
+
+    Skips the module where Triton is absent or was imported to compile. The interpreter takes a loop's bound from an
+    array of one element, which NumPy refuses from 2.4 on.
+    """
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    language = pytest.importorskip("triton.language")
+    if type(language.sum).__name__ != "InterpretedFunction":
+        pytest.skip("Triton was imported to compile, without a GPU", allow_module_level=True)
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    if patch.__name__ != "patched":
+        interpreter._patch_lang_tensor = patched
 
 
 @dataclass(frozen=True)
@@ -50,7 +77,8 @@ class Case:
         q, k = unit(*bt, self.Hk, self.K), unit(*bt, self.Hk, self.K)
         v = torch.randn(*bt, self.H, self.V, device=device)
         raw = Inputs(q, k, v, g, beta, a, b)
-        return Inputs(*(None if x is None else x.to(self.dtype if n != "g" else torch.float32) for n, x in raw._asdict().items()))
+        return Inputs(*(None if x is None else x.to(self.dtype if n != "g" else torch.float32) for n, x in
+        raw._asdict().items()))
 
 
 def token_loop(rule: Rule, x: Inputs, S0: Tensor | None, scale: float, cu: tuple[int, ...] | None):

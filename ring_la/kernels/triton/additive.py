@@ -8,7 +8,8 @@ what is written; F holds the factors of the running log-decay of a chunk, S the 
 
 dq reads the forward state and dk the adjoint state transposed. A segment carries its state in registers, so no state
 between chunks reaches memory (GLA, Yang et al. 2024, arXiv:2312.06635, materialises every chunk's or recomputes them;
-the linear-attention form of the gradients is theirs). The log-decay's gradient needs only q·dq and k·dk = v·dv by token.
+the linear-attention form of the gradients is theirs). The log-decay's gradient needs only q·dq and k·dk = v·dv by
+token.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 @triton.jit(do_not_specialize=SIZES)
 def summarise_kernel(
-    Y, Z, F, b_, log_a, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DY: tl.constexpr,
+    Y, Z, F, b_, log_a, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr,
+    DY: tl.constexpr,
     DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     REVERSE: tl.constexpr, ALL: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +72,8 @@ def summarise_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def attend_kernel(
-    X, Y, Z, F, entering, O, leaving, W, DOT, BORDER, ADJ, EDGE, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr, HX: tl.constexpr,
+    X, Y, Z, F, entering, O, leaving, W, DOT, BORDER, ADJ, EDGE, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr,
+    HX: tl.constexpr,
     HY: tl.constexpr, HZ: tl.constexpr, HW: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr, BX: tl.constexpr,
     BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, DOTS: tl.constexpr, EDGES: tl.constexpr,
@@ -81,8 +84,8 @@ def attend_kernel(
     The state is held as Sᵀ [BZ, BX]: as the left operand of a product it never leaves the registers. TRANSPOSED: states
     lie in memory as [DZ, DX]. LEAVE stores the scan's last state. DOTS: DOT = out·W by token without the token's own
     term (j = i), which no decay touches: in q·dq − k·dk it would only leave its rounding;
-    forward also BORDER [., B, NC, H], the part of a chunk's sum that comes in with the state. EDGES: EDGE = <state after
-    the segment, ADJ>.
+    forward also BORDER [., B, NC, H], the part of a chunk's sum that comes in with the state. EDGES: EDGE = <state
+    after the segment, ADJ>.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ

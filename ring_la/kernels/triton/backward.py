@@ -18,7 +18,8 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 def backward_kernel(
     q, kr, kw, kv, do, F, G, A, Av, L, M, state, dr, dv_, states, leaving, log_a, table, T, NS, NC, N, LENGTH, scale,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, SUMMARY: tl.constexpr, ALL: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, SUMMARY: tl.constexpr,
+    ALL: tl.constexpr,
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment, BV columns, everything transposed as in `forward`. SUMMARY: state ← what the segment adds. Otherwise
@@ -29,7 +30,7 @@ def backward_kernel(
     s = tl.program_id(0) // NV
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    start, end, piece, chunk, first, last = span(table, s, T, LENGTH, C, VARLEN)
+    start, end, piece, chunk, first, _ = span(table, s, T, LENGTH, C, VARLEN)
     left = end - start
     if left <= 0:
         return

@@ -1,13 +1,14 @@
 """Diagonal plus low rank, S_t = (D_t + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ: what its chunks compute, and their gradients.
 
-With y_t = S_{t−1}ᵀ a_t the state obeys S_t = D_t S_{t−1} + b_t y_tᵀ + k_t v_tᵀ: additive, with two streams. Over a chunk,
-G the running log-decay and a's reads at G' = G_{t−1}:
+With y_t = S_{t−1}ᵀ a_t the state obeys S_t = D_t S_{t−1} + b_t y_tᵀ + k_t v_tᵀ: additive, with two streams. Over a
+chunk, G the running log-decay and a's reads at G' = G_{t−1}:
 
     Y = M (e^{G'} a S + L V),   M = (I − N)⁻¹,   N_ts = a_t·e^{G'_t−G_s} b_s,   L_ts = a_t·e^{G'_t−G_s} k_s    (s < t)
     O = scale · (e^G q S + A_b Y + A_k V),        A_ts = q_t·e^{G_t−G_s} (b_s or k_s)                          (s ≤ t)
 
-(RWKV-7, Peng et al. 2025, arXiv:2503.14456, has this transition; the chunk form is the WY form's.) `forward` and `backward`
-run it as the delta rule's U = Y with a second stream. Gradients, with P = scale · dO Yᵀ, P' = scale · dO Vᵀ, E = dR Yᵀ and
+(RWKV-7, Peng et al. 2025, arXiv:2503.14456, has this transition; the chunk form is the WY form's.) `forward` and
+`backward` run it as the delta rule's U = Y with a second stream. Gradients, with P = scale · dO Yᵀ, P' = scale · dO
+Vᵀ, E = dR Yᵀ and
 E' = dR Vᵀ, where R is what M is applied to:
 
     dq = scale e^G S dO + P b + P' k        dk = e^{G_C−G} dS V + P'ᵀ q + E'ᵀ a
@@ -36,7 +37,8 @@ def dplr_products_kernel(
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, PREC: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """A_b, A_k, L and M of one chunk [B, T, H, C]; e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K]; the chunk's `reach`."""
+    """A_b, A_k, L and M of one chunk [B, T, H, C]; e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K]; the chunk's
+    `reach`."""
     s = tl.program_id(0)
     i_b = tl.program_id(1) // H
     h = tl.program_id(1) % H

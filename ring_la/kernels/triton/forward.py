@@ -24,13 +24,15 @@ def forward_kernel(
     q, kr, kw, kv, v, F, G, A, Av, L, M, state, o, u, states, leaving, trans, log_a, table, T, NS, NC, N, LENGTH, scale,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, SUMMARY: tl.constexpr,
-    ALL: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    ALL: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, HAS_STATE: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment, BV columns of the state. q and kr are read against the state, kw is written to it (HK heads).
 
     SUMMARY: state ← b and, by the programs beyond V's columns, trans ← A; ALL: also what no later segment of this
     launch needs. Otherwise `state` is read, OUT writes o and the piece's last state, KEEP writes U and the state
-    before each chunk, [V, K]. DPLR: U is Y, and V a second stream with its own kv, Av and L (`dplr`). DECAY: 0 none, 1 scalar, 2 per key channel (G [B, T, H, K]); F: `factors`.
+    before each chunk, [V, K]. DPLR: U is Y, and V a second stream with its own kv, Av and L (`dplr`). DECAY: 0 none,
+    1 scalar, 2 per key channel (G [B, T, H, K]); F: `factors`.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     COLUMNS: tl.constexpr = NV + ((K + BV - 1) // BV if SUMMARY and (DELTA or DPLR) else 0)

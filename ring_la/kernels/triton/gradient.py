@@ -7,11 +7,12 @@ read against the state, and written to it):
     dk_t read =        e^{G_t} S dR_t + Σ_s dE_ts k_s                       (enters dk with −β_t)
     dk_s write = e^{G_C−G_s} dS U_s + Σ_t scale · dA_ts q_t − Σ_t β_t dE_ts k_t
     dβ_t = dR_t·v_t − k_t·(dk_t read),   dv_t = β_t dR_t
-    dG_t = q_t·dq_t − β_t k_t·(dk_t read) − k_t·(dk_t write);   g_t collects G's gradient to the chunk's end and <S', dS>
+    dG_t = q_t·dq_t − β_t k_t·(dk_t read) − k_t·(dk_t write);   g_t collects G's gradient to the chunk's end and <S',
+    dS>
 
-S' the state after the chunk. `pairs` finds P = scale · dA and E = dE, which sum over V, and `gradient` the rest for a block
-of key channels. Per key channel the same holds channel by channel; the decayed sums then go by `intra`'s levels. (The
-identities are the adjoint of the WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
+S' the state after the chunk. `pairs` finds P = scale · dA and E = dE, which sum over V, and `gradient` the rest for a
+block of key channels. Per key channel the same holds channel by channel; the decayed sums then go by `intra`'s levels.
+(The identities are the adjoint of the WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def pairs_kernel(
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, READS: tl.constexpr, PREC: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """P and E of one chunk, [B, T, H, C], with a scalar's decays; for delta writes also dv and the part dR·v of dβ. READS: there is a dR.
+    """P and E of one chunk, [B, T, H, C], with a scalar's decays; for delta writes also dv and the part dR·v of dβ.
+    READS: there is a dR.
 
     Per key channel P's diagonal, which no decay touches, also goes to `own` [B, T, H].
     """
@@ -82,7 +84,8 @@ def pairs_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def gradient_kernel(
-    q, k, F, G, low_, own_, do, u, dr, P, E, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
+    q, k, F, G, low_, own_, do, u, dr, P, E, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale,
+    H: tl.constexpr,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     LEVELS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +174,8 @@ def gradient_kernel(
             dq *= w
             dread *= w
             dw *= tl.load(f + 2 * C + t)[:, None]
-            total = tl.sum(tl.sum(edges, 1), 0) * tl.exp2(tl.load(f + C - 1)) + tl.sum(tl.sum(y.to(tl.float32) * dw, 1), 0)
+            total = tl.sum(tl.sum(edges, 1), 0) * tl.exp2(tl.load(f + C - 1)) + tl.sum(tl.sum(y.to(tl.float32) * dw,
+            1), 0)
         dq = tl.dot(p, y, dq, input_precision=PREC)
         dw = tl.dot(tl.trans(p), x, dw, input_precision=PREC)
         if DELTA:

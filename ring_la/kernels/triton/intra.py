@@ -4,10 +4,10 @@ WY form (Yang et al. 2024, arXiv:2406.06484; with decay, arXiv:2412.06464): over
 e^{G_t−G_s} k_s u_sᵀ with (I + L) U = β(V − e^G K S), L_ts = β_t e^{G_t−G_s} k_t·k_s for s < t. M = (I + L)⁻¹.
 
 A decay per key channel cannot leave the product Σ_d x_td y_sd e^{G_td−G_sd}, and e^{−G_s} may overflow. Pairs inside
-blocks of 2^m tokens over which G varies little (`reach`) take the block's middle as reference. Every other pair (t, s) is
-computed at the level of the smallest aligned block that holds both, t in its later half and s in its earlier one: with
-the border's G as reference both factors are at most 1. Either way a level is one product of whole tiles; with gates
-near 1 there is only one, and with gates so strong that m = 0 there are log2 C.
+blocks of 2^m tokens over which G varies little (`reach`) take the block's middle as reference. Every other pair (t,
+s) is computed at the level of the smallest aligned block that holds both, t in its later half and s in its earlier
+one: with the border's G as reference both factors are at most 1. Either way a level is one product of whole tiles;
+with gates near 1 there is only one, and with gates so strong that m = 0 there are log2 C.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def reach(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr, LEVELS: tl.cons
 
 @triton.jit
 def invert(L, C: tl.constexpr, PREC: tl.constexpr):
-    """(I + L)⁻¹ for a strictly lower triangular L [C, C]: blocks of 16 by substitution, then pairs of blocks by products.
+    """(I + L)⁻¹ for a strictly lower triangular L [C, C]: blocks of 16 by substitution, then pairs of blocks by
+    products.
 
     For [[P, 0], [X, Q]] the inverse's corner is −Q⁻¹ X P⁻¹; no power of L is ever formed.
     """
@@ -121,7 +122,8 @@ def inverse_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
     q, k, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
 

@@ -36,6 +36,12 @@ GRADIENT_DIAGONAL = {64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64
 INTRA = {64: Launch(64, 4, 1), 128: Launch(64, 4, 1), 256: Launch(64, 4, 1)}
 INTRA_DIAGONAL = {64: Launch(64, 4, 1), 128: Launch(64, 4, 2), 256: Launch(64, 4, 2)}
 
+CHUNK = 64
+"""Tokens a chunk; 32 in fp32."""
+
+LEAST = 4
+"""Chunks a segment, at least."""
+
 WAVES = {"additive": 528, "delta": 264}
 """Programs wanted in a pass over segments: eight a multiprocessor of 132, two where a segment's transition is dense."""
 
