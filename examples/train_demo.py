@@ -17,6 +17,7 @@ import json
 import os
 import sysconfig
 import time
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -75,9 +76,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-bytes", type=int, default=8 << 20, help="of the text")
-    parser.add_argument("--prompt", help="text to continue (default: 4,096 bytes the training did not see)")
+    parser.add_argument("--prompt", help="text to continue (default: some 4,000 bytes the training did not see)")
     parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperature", type=float, default=0.8)
     return parser.parse_args()
 
 
@@ -113,12 +114,17 @@ def describe(cp: ContextParallel, args: argparse.Namespace, config: HybridConfig
 # -- data --------------------------------------------------------------------------------------------------
 
 
+SKIPPED = {"site-packages", "test", "tests", "encodings"}
+"""Folders left out: other people's code, and what is more table than text."""
+
+
 def read_text(source: str, limit: int) -> bytes:
     """Up to `limit` bytes of a file, or of a folder's text files: its .py files if it has any."""
     path, text = Path(source), bytearray()
     if path.is_file():
         return path.read_bytes()[:limit]
-    files = sorted(f for f in path.rglob("*") if f.is_file() and "site-packages" not in f.parts)
+    files = [f for f in path.rglob("*") if f.is_file() and not SKIPPED & set(f.relative_to(path).parts)]
+    files.sort(key=lambda f: zlib.crc32(str(f.relative_to(path)).encode()))  # folders mixed, alike everywhere
     for file in [f for f in files if f.suffix == ".py"] or files:
         content = file.read_bytes()
         if 0 not in content[:1024]:  # not a binary
@@ -165,7 +171,7 @@ def run(
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-6)  # above rounding: Adam divides by it
     warmup = max(1, args.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min(1.0, (i + 1) / warmup) * max(0.1, 1 - i / args.steps)
@@ -270,7 +276,12 @@ def save(out: Path, model: HybridLM, optimizer: torch.optim.Optimizer, losses: l
     torch.save(checkpoint, out / "checkpoint.pt")
     (out / "losses.json").write_text(json.dumps(losses))
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    axes.plot(losses)
+    axes.plot(losses, alpha=0.4, label="each step (another piece of text)")
+    axes.plot(
+        [sum(part) / len(part) for part in (losses[max(0, i - 9) : i + 1] for i in range(len(losses)))],
+        label="mean of the last ten",
+    )
+    axes.legend()
     axes.set(xlabel="step", ylabel="cross-entropy (nats a byte)", title="Hybrid on one split sequence")
     axes.grid(alpha=0.3)
     figure.savefig(out / "loss.png", dpi=150)
@@ -281,7 +292,8 @@ def continue_prompt(
     cp: ContextParallel, model: HybridLM, args: argparse.Namespace, held_out: bytes, say: Callable
 ) -> None:
     """Prefill over all ranks; every rank gets the states; rank 0 decodes from them."""
-    prompt = args.prompt.encode() if args.prompt else held_out[: held_out.rfind(b"\n", 0, 4096) + 1] or held_out[:4096]
+    end = held_out.rfind(b"def ", 0, 4096) + 4  # 3 where there is none
+    prompt = args.prompt.encode() if args.prompt else held_out[: end if end > 3 else 4096]
     layout, start = cp.layout(len(prompt), kind="zigzag"), time.perf_counter()
     read = prefill(model, layout.shard(tokens(prompt, cp.device)), layout=layout)
     seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""First derivatives only: what ring_la's autograd Functions share."""
+"""What ring_la's autograd Functions share: first derivatives only, and a place outside compiled graphs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from .errors import SecondDerivativeError
+
+outside_graphs = torch._disable_dynamo
+"""Decorator: a caller under torch.compile breaks its graph here, at the exchange. Unlike torch.compiler.disable it does
+not import the compiler."""
 
 
 def first_derivative_only(backward: Callable) -> Callable:

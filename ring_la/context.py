@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .autograd import first_derivative_only
+from .autograd import first_derivative_only, outside_graphs
 from .comm import Group, Route
 from .errors import ArgumentError
 from .layout import Layout
 from .scan import STRATEGIES, CostModel, Scan
 
 ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
-TRANSPORTS = ("auto", "torch")
+TRANSPORTS = ("auto", "torch", "symmetric")
 VALIDATE = ("first", "always", "never")
 CANONICAL_CHUNK = 64
 
@@ -36,7 +36,8 @@ class ContextParallel:
             "all_to_all". "auto" measures latency and bandwidth of the group once, here, and picks for each
             shape by a cost model.
         attention: how softmax attention exchanges keys and values: "auto" or one of ATTENTION.
-        transport: what carries the messages: "auto" or "torch" (torch.distributed's backend of the group).
+        transport: what carries the messages: "auto" or "torch" (torch.distributed's backend of the group); "symmetric":
+            a ring of softmax attention copies keys and values from their owner's memory (GPUs of one host, NVLink).
         deterministic: forward results of the recurrences do not depend on the number of ranks, bit for bit:
             segment borders fall on multiples of 64 tokens and states are folded in one canonical order.
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the
@@ -68,6 +69,8 @@ class ContextParallel:
         if timeout <= timedelta(0):
             raise ArgumentError("timeout", "a positive duration", timeout)
         self.comm = Group(_process_group(group), timeout)
+        if transport == "symmetric" and not self.comm.on_cuda:
+            raise ArgumentError("transport", "'auto' or 'torch' on a group without NCCL", repr(transport))
         self.grid = Grid.of(group, self.comm) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
         if attention == "usp" and self.grid is None:
             raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))
@@ -201,6 +204,7 @@ class ShardedLayout(Layout):
 
     # -- agreement -----------------------------------------------------------------------------------------
 
+    @outside_graphs
     def agree(self, call: str, signature: object, error: Exception | None) -> None:
         """All ranks compare a call; an error on one is raised on every rank that compares.
 
@@ -224,6 +228,7 @@ class ShardedLayout(Layout):
         self._check_length(x, dim, self.seq_len, "the whole sequence")
         return x.index_select(dim, self._local.to(x.device))
 
+    @outside_graphs
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence, on every rank, from its parts ``x [..., T_local, ...]`` along `dim`.
 
@@ -232,6 +237,7 @@ class ShardedLayout(Layout):
         self._check_length(x, dim, self.local_length, "this rank's tokens")
         return _Gather.apply(x.movedim(dim, 0), self).movedim(0, dim)
 
+    @outside_graphs
     def convert(self, x: Tensor, other: ShardedLayout, dim: int = 1) -> Tensor:
         """This rank's tokens under `other`, a layout of the same sequence, by one all-to-all. Differentiable."""
         if not isinstance(other, ShardedLayout) or other.cp is not self.cp:
@@ -244,6 +250,7 @@ class ShardedLayout(Layout):
         wants = [other.tokens(r) for r in range(self.world_size)]
         return self.route(("convert", other.split), wants)(x, dim)
 
+    @outside_graphs
     def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
         """Next-token labels of this rank's tokens: each token's successor in its document.
 

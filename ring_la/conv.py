@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autograd import outside_graphs
 from .comm import Replicated, SumOverRanks
 from .context import ShardedLayout
 from .errors import ArgumentError, RingLAError
@@ -50,24 +51,8 @@ def short_conv(
     Raises:
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
-    width, error, documents = 1, None, 1
-    try:
-        flat, weight = _flat(x), _weight(weight, x)
-        width = weight.shape[1]
-        documents = _check(flat, layout, cu_seqlens)
-        _check_channels("bias", bias, [flat.shape[2]], x)
-        _check_channels("initial_state", initial_state, [documents, flat.shape[2], width - 1], x)
-        if activation not in (None, "silu"):
-            raise ArgumentError("activation", "None or 'silu'", repr(activation))
-    except RingLAError as e:
-        error = e
-    _agree("short_conv", layout, error, x, (width, activation, initial_state is not None, output_final_state))
-    initial = None if initial_state is None else initial_state.mT
-    tail = Tail.of(flat, width - 1, initial, layout, cu_seqlens)
-    o = _convolve(tail, weight, bias, flat)
-    o = F.silu(o) if activation == "silu" else o
-    final = tail.final(initial).mT.to(x.dtype) if output_final_state else None
-    return ShortConvOutput(o.to(x.dtype).view(x.shape), final)
+    run = _short_conv if layout is None else _short_conv_split
+    return run(x, weight, bias, activation, initial_state, output_final_state, layout, cu_seqlens)
 
 
 def token_shift(
@@ -92,6 +77,47 @@ def token_shift(
     Raises:
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
+    run = _token_shift if layout is None else _token_shift_split
+    return run(x, initial_state, output_final_state, layout, cu_seqlens)
+
+
+def _short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    layout: ShardedLayout | None,
+    cu_seqlens: Tensor | None,
+) -> ShortConvOutput:
+    width, error = 1, None
+    try:
+        flat, weight = _flat(x), _weight(weight, x)
+        width = weight.shape[1]
+        documents = _check(flat, layout, cu_seqlens)
+        _check_channels("bias", bias, [flat.shape[2]], x)
+        _check_channels("initial_state", initial_state, [documents, flat.shape[2], width - 1], x)
+        if activation not in (None, "silu"):
+            raise ArgumentError("activation", "None or 'silu'", repr(activation))
+    except RingLAError as e:
+        error = e
+    _agree("short_conv", layout, error, x, (width, activation, initial_state is not None, output_final_state))
+    initial = None if initial_state is None else initial_state.mT
+    tail = Tail.of(flat, width - 1, initial, layout, cu_seqlens)
+    o = _convolve(tail, weight, bias, flat)
+    o = F.silu(o) if activation == "silu" else o
+    final = tail.final(initial).mT.to(x.dtype) if output_final_state else None
+    return ShortConvOutput(o.to(x.dtype).view(x.shape), final)
+
+
+def _token_shift(
+    x: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    layout: ShardedLayout | None,
+    cu_seqlens: Tensor | None,
+) -> TokenShiftOutput:
     error = None
     try:
         flat = _flat(x)
@@ -105,6 +131,9 @@ def token_shift(
     o = tail.rows.index_select(1, tail.token)
     final = tail.final(initial)[:, 0].to(x.dtype) if output_final_state else None
     return TokenShiftOutput(o.view(x.shape), final)
+
+
+_short_conv_split, _token_shift_split = outside_graphs(_short_conv), outside_graphs(_token_shift)
 
 
 @dataclass

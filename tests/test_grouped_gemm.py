@@ -169,6 +169,8 @@ def test_compile_whole_with_dynamic_sizes():
     def loss(a, b, sizes):
         return (grouped_gemm(a * 2, b.mT, sizes).relu() ** 2).sum()
 
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for m, g in ((7, 2), (12, 3), (5, 2)):
         a, b, _ = operands([m] + [0] * (g - 1), k=4, n=4, dtype=torch.float32)

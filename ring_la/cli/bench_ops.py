@@ -1,6 +1,6 @@
 """Every linear recurrence on one GPU against fla-core, in one run: errors first, then times and peak memory.
 
-    python -m ring_la.cli.bench_ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--out FILE.json]
+    python -m ring_la.cli.bench_ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--warm SECONDS] [--out FILE.json]
 
 Times are medians of CUDA events; the peer runs beside ours on the same tensors. Errors are those of the output and of
 every gradient against an fp64 run of the PyTorch kernels on the same (rounded) inputs. FLA returns tuples: its output
@@ -162,12 +162,12 @@ def run(names: list[str], shapes: list[tuple[int, ...]], budget: float) -> dict[
     rows = []
     for shape in shapes:
         for name in names:
+            torch.cuda.empty_cache()
             if time.time() - start > budget:
                 print(f"{name} {shape}: no time left", flush=True)
                 continue
             rows.append(row_of(name, shape, theirs, speed))
             print(line(rows[-1]), flush=True)
-            torch.cuda.empty_cache()
     return {"machine": machine(), "copy_bytes_per_second": speed, "rows": rows}
 
 
@@ -187,6 +187,30 @@ def row_of(name: str, shape: tuple[int, ...], theirs: dict[str, Op], speed: floa
         except Exception as e:  # one op's failure must not hide the others' figures
             row[who] = row.get(who, {}) | {"failed": f"{type(e).__name__}: {str(e)[-300:]}"}
     return row
+
+
+def warm(names: list[str], shapes: str, seconds: float) -> None:
+    """Compile, and let the peer tune itself, in one process an op, all at once; caches on disk keep both for the
+    run."""
+    command = [sys.executable, "-m", "ring_la.cli.bench_ops", "--shapes", shapes, "--only-warm", "--ops"]
+    started = [subprocess.Popen([*command, name], stdout=subprocess.DEVNULL) for name in names]
+    deadline = time.time() + seconds
+    for name, process in zip(names, started):
+        try:
+            process.wait(max(0.0, deadline - time.time()))
+        except subprocess.TimeoutExpired:
+            print(f"{name}: not all was compiled within {seconds:.0f} s", flush=True)
+            process.kill()
+
+
+def call_once(name: str, shapes: list[tuple[int, ...]]) -> None:
+    """One forward and backward of both sides at every shape."""
+    for shape in shapes:
+        x = inputs(name, *shape)
+        for op in (ours(name), peers().get(name)):
+            if op is not None:
+                results(op, x, torch.randn_like(x[2]))
+        torch.cuda.synchronize()
 
 
 def line(row: dict[str, Any]) -> str:
@@ -227,9 +251,16 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="BxTxHxD, comma-separated")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no op is started")
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--warm", type=float, metavar="SECONDS", help="first compile all ops in parallel, so long")
+    parser.add_argument("--only-warm", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
-    found = run(args.ops.split(","), shapes, args.budget)
+    names = args.ops.split(",")
+    if args.only_warm:
+        return call_once(names[0], shapes)
+    if args.warm:
+        warm(names, args.shapes, args.warm)
+    found = run(names, shapes, args.budget)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import linear, reference
 from ..algebra import Rule
+from ..autograd import outside_graphs
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError
 from ..kernels import Inputs, check_choice, state_dtype
@@ -147,7 +148,7 @@ def _own_heads(x: Inputs) -> Inputs:
     return Inputs(*x[:3], *map(own, x[3:]))
 
 
-_run_outside_graphs = torch._disable_dynamo(_run)  # a compiled caller breaks its graph here, at the exchange
+_run_outside_graphs = outside_graphs(_run)
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -264,6 +265,7 @@ def check_values(r: Recurrence) -> None:
         if x is None:
             continue
         name = r.names.get(f, f)
+        x = x.detach()
         if bool(torch.isnan(x).any()):
             raise ArgumentError(name, "no NaN", f"{int(torch.isnan(x).sum())} of them")
         if f == "g" and x.numel() and float(x.max()) > 0:

@@ -7,6 +7,8 @@ the order does not matter. A row that has seen no key has lse = −∞ and o = 0
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,6 +17,17 @@ from torch import Tensor
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What lse and accumulators are kept in: fp32, fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether merges run as one Triton kernel."""
+    return device.type == "cuda" and dtype == torch.float32 and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
 
 
 class Partial:
@@ -32,6 +45,11 @@ class Partial:
             self._o, self._lse = o, lse.to(wide(self.dtype))
             return
         self._open()
+        if isinstance(rows, slice) and fuses(self.device, self._o.dtype):
+            from .fused import merge
+
+            merge(self._o[:, rows], self._lse[:, :, rows], o, lse)
+            return
         into, old, new = self._o[:, rows], self._lse[:, :, rows], lse
         total = torch.logaddexp(old, new)
         safe = torch.where(torch.isneginf(total), 0.0, total)

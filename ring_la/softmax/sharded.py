@@ -45,7 +45,8 @@ class ShardedCall:
         if self.layout.cp.deterministic:
             rows = place.rows[place.rank]
             backend = Canonical({rows: place.whole_rows} | {r: w for r, w in whole.items() if r is not rows})
-        job = Job(backend, scores, place.rows, place.keys, gathered, order, place.ring)
+        pull = self.layout.cp.transport == "symmetric"
+        job = Job(backend, scores, place.rows, place.keys, gathered, order, place.ring, pull)
         return Plan(job, STRATEGIES["all_gather" if name == "all_gather" else "ring"], joint_rows, joint_keys, heads)
 
     def _heads(self, place: Placement, x: Tensors) -> Heads | None:

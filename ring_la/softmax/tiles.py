@@ -113,6 +113,8 @@ def _pair(scores: Scores, q: Run, k: Run) -> Tile | None:
 def trim(t: Tile) -> Tile | None:
     """A band tile without the rows and columns that hold no visible pair, and without bounds that bind nowhere."""
     n, m, lo, hi = t.q1 - t.q0, t.k1 - t.k0, t.lo, t.hi
+    if lo is not None and hi is not None and lo > hi:  # a window narrower than the stride
+        return None
     first_row = 0 if hi is None else max(0, -hi)
     last_row = n - 1 if lo is None else min(n - 1, m - 1 - lo)
     if first_row > last_row:

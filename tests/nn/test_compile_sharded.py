@@ -30,7 +30,6 @@ def check(rank: int, name: str) -> None:
             torch.testing.assert_close(grad, q.grad, rtol=1e-9, atol=1e-9 * float(q.grad.abs().max()))
 
 
-@pytest.mark.xfail(reason="Dynamo traces into Group.agree and dies in the process group's object collective")
-@pytest.mark.parametrize("name", ["gdn"])
+@pytest.mark.parametrize("name", ["gdn", "rwkv7", "attention"])
 def test_compiled_layers_on_ranks(ranks, name):
     ranks.run(2, check, name)

@@ -70,3 +70,18 @@ def test_blocks_of_any_layout(kind, cu):
         tensors = [torch.randn(*s) for s in shapes]
         for got, want in zip(*(block(b, scores, tensors, rows, keys) for b in ("triton", "torch"))):
             assert error(got, want) < 1e-5
+
+
+def test_fused_merge():
+    from ring_la.softmax.fused import merge
+
+    torch.manual_seed(0)
+    whole, part = Partial((2, 37, 3, 12), torch.float32, torch.device("cpu")), slice(5, 30)
+    o, lse = torch.randn(2, 37, 3, 12), torch.randn(2, 3, 37)
+    lse[:, :, 7:9] = -torch.inf  # rows that had seen nothing
+    whole.add(o * (lse > -torch.inf).mT[..., None], lse)
+    O, L = (x.clone() for x in whole.wide())
+    new, new_lse = torch.randn(2, 12, 3, 25).permute(0, 3, 2, 1), torch.randn(2, 25, 3).mT
+    merge(O[:, part], L[:, :, part], new, new_lse)
+    whole.add(new, new_lse, part)
+    torch.testing.assert_close((O, L), whole.wide())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from ...errors import ArgumentError, UnsupportedError
+from ..merge import has_triton
 from .aten import CuDNN, Flash
 from .backend import Ask, Backend, TileBackend
 from .cpu_flash import CPUFlash
+from .flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
 from .torch_backend import TorchBackend
 from .triton import TritonBackend
 
-BACKENDS: dict[str, Backend] = {b.name: b for b in (CuDNN(), Flash(), TritonBackend(), CPUFlash(), TorchBackend())}
+_KERNELS = (CuDNN(), Flash(), FlashAttn2(), FlashAttn3(), FlashAttn4(), TritonBackend(), CPUFlash(), TorchBackend())
+BACKENDS: dict[str, Backend] = {b.name: b for b in _KERNELS}
 """Every kernel by name, the fastest first: a call that names none takes the first that does not refuse it."""
 
 
@@ -36,7 +37,7 @@ def exact(backend: Backend) -> Backend:
     """The kernel that does what `backend` does where Δ is not ``do·o``: a gradient flows into lse."""
     if backend.takes_delta:
         return backend
-    return BACKENDS["triton"] if isinstance(backend, (CuDNN, Flash)) and find_spec("triton") else BACKENDS["torch"]
+    return BACKENDS["triton"] if backend.name != "cpu_flash" and has_triton() else BACKENDS["torch"]
 
 
 __all__ = ["BACKENDS", "Ask", "Backend", "TileBackend", "choose", "exact"]

@@ -39,15 +39,20 @@ class VarlenBackend(TileBackend):
 
     Attributes:
         widest: its largest head width.
+        joins_tiles: whether several tiles may go into one varlen call.
+        devices, dtypes: what it runs on.
     """
 
     square_only = False
     widest = 256
+    joins_tiles = True
+    devices: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[torch.dtype, ...] = HALVES
 
     def refuses(self, ask: Ask) -> str:
-        if ask.device.type != "cuda":
+        if ask.device.type not in self.devices:
             return "tensors are not on a CUDA device"
-        if ask.dtype not in HALVES:
+        if ask.dtype not in self.dtypes:
             return f"it needs fp16 or bf16, not {ask.dtype}"
         if ask.width > self.widest or ask.width % 8:
             return f"it needs K a multiple of 8 up to {self.widest}, not {ask.width}"
@@ -83,7 +88,7 @@ class VarlenBackend(TileBackend):
         return self.call_backward(do, q, k, v, o, lse.contiguous(), scale, Window.of(tile), None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
-        if q.shape[0] > 1:
+        if q.shape[0] > 1 or not self.joins_tiles:
             return super().forward(q, k, v, scores, tq, tk, out)
         together, single = packs(scores, tq, tk)
         for p in together:
@@ -107,7 +112,7 @@ class VarlenBackend(TileBackend):
         tk: Tokens,
         out: Gradients,
     ) -> None:
-        if q.shape[0] > 1:
+        if q.shape[0] > 1 or not self.joins_tiles:
             return super().backward(do, q, k, v, o, lse, delta, scores, tq, tk, out)
         together, single = packs(scores, tq, tk)
         for p in together:

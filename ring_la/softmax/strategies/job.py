@@ -29,6 +29,7 @@ class Job:
         all_keys: the keys of all ranks together, where they are gathered.
         order: the row of the ranks' keys, one after the other, that each of `all_keys` is; None: the same.
         group: None on one device.
+        pull: whether a ring copies keys and values from their owner's symmetric memory.
     """
 
     backend: Backend
@@ -38,6 +39,7 @@ class Job:
     all_keys: Tokens | None = None
     order: Tensor | None = None
     group: Group | None = None
+    pull: bool = False
 
     @property
     def rank(self) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...merge import Gradients, Partial
+from ...merge import Gradients, Partial, has_triton
 from ...scores import Scores
 from ...tokens import Tokens
 from ..backend import Ask, Backend
@@ -30,7 +29,7 @@ class TritonBackend(Backend):
     def refuses(self, ask: Ask) -> str:
         if ask.device.type != "cuda" and not interpreted:
             return "tensors are not on a CUDA device"
-        if find_spec("triton") is None:
+        if not has_triton():
             return "triton is not installed"
         if ask.dtype == torch.float64:
             return "it has no fp64"

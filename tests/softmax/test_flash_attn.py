@@ -1,0 +1,257 @@
+"""The flash-attn adapters against stand-ins with each version's signature, exact inside.
+
+The signatures are those of the version's source (flash-attn 2.8, its Hopper build of version 3, its CuTe build of
+version 4); a wrong keyword, order or number of results fails here. The packages themselves were not run.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+from ring_la.layout import Layout
+from ring_la.softmax import attention
+from ring_la.softmax.backends import BACKENDS
+from ring_la.softmax.backends.aten import Flash
+from ring_la.softmax.backends.varlen import VarlenBackend
+from ring_la.softmax.merge import Gradients, Partial, row_sums, zeros_like
+from ring_la.softmax.scores import Scores
+from ring_la.softmax.tokens import Tokens
+from tests.softmax.cases import error
+
+calls: list[str] = []
+
+
+def block(q, k, v, scale, causal, left, right):
+    """(o, lse) and the probabilities of ``[B, T, H, D]`` under flash-attn's mask."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    n, m = q.shape[1], k.shape[1]
+    ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
+    right = 0 if causal else right
+    hidden = ((ahead > right) if right >= 0 else torch.zeros(n, m, dtype=torch.bool)) | ((ahead < -left) & (left >= 0))
+    s = (torch.einsum("bihd,bjhd->bhij", q, k) * scale).masked_fill(hidden, -torch.inf)
+    lse = s.logsumexp(-1)
+    return torch.einsum("bhij,bjhd->bihd", torch.exp(s - lse[..., None]), v), lse, torch.exp(s - lse[..., None])
+
+
+def block_backward(do, q, k, v, o, lse, scale, causal, left, right):
+    groups = k.shape[2]
+    wide_k, wide_v = (x.repeat_interleave(q.shape[2] // groups, 2) for x in (k, v))
+    n, m = q.shape[1], k.shape[1]
+    ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
+    right = 0 if causal else right
+    hidden = ((ahead > right) if right >= 0 else torch.zeros(n, m, dtype=torch.bool)) | ((ahead < -left) & (left >= 0))
+    s = (torch.einsum("bihd,bjhd->bhij", q, wide_k) * scale).masked_fill(hidden, -torch.inf)
+    p = torch.exp(s - lse[..., None])  # with the global lse
+    ds = p * (torch.einsum("bihd,bjhd->bhij", do, wide_v) - (do * o).sum(-1).transpose(1, 2)[..., None])
+    dq = torch.einsum("bhij,bjhd->bihd", ds, wide_k) * scale
+    dk = torch.einsum("bhij,bihd->bjhd", ds, q) * scale
+    dv = torch.einsum("bhij,bihd->bjhd", p, do)
+    return dq, *(x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
+
+
+def each(cu_q, cu_k):
+    return [
+        (slice(*a), slice(*b))
+        for a, b in zip(zip(cu_q.tolist(), cu_q.tolist()[1:]), zip(cu_k.tolist(), cu_k.tolist()[1:]))
+    ]
+
+
+def packed(q, k, v, cu_q, cu_k, *mask):
+    parts = [block(q[None, a], k[None, b], v[None, b], *mask)[:2] for a, b in each(cu_q, cu_k)]
+    return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+
+def packed_backward(do, q, k, v, o, lse, dq, dk, dv, cu_q, cu_k, *mask):
+    for a, b in each(cu_q, cu_k):
+        inputs = (do[None, a], q[None, a], k[None, b], v[None, b], o[None, a], lse[None, :, a])
+        for into, grad in zip((dq[a], dk[b], dv[b]), block_backward(*inputs, *mask)):
+            into.copy_(grad[0])
+
+
+class Two:
+    """flash_attn.flash_attn_interface of 2.8."""
+
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        return_softmax,
+    ):  # fmt: skip
+        calls.append("dense")
+        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+        o, lse, _ = block(q, k, v, softmax_scale, causal, window_size_left, window_size_right)
+        return o, lse, torch.empty(0), torch.empty(2)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        grads = block_backward(
+            dout, q, k, v, out, softmax_lse, softmax_scale, causal, window_size_left, window_size_right
+        )
+        for into, grad in zip((dq, dk, dv), grads):
+            into.copy_(grad)
+        return torch.empty(0)
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None,
+    ):  # fmt: skip
+        calls.append("varlen")
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        mask = (softmax_scale, causal, window_size_left, window_size_right)
+        return *packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mask), torch.empty(0), torch.empty(2)
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None,
+    ):  # fmt: skip
+        mask = (softmax_scale, causal, window_size_left, window_size_right)
+        packed_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, *mask)
+        return torch.empty(0)
+
+
+class Three:
+    """flash_attn_interface, the Hopper build."""
+
+    def _flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None,
+        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1,
+        window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
+        num_splits=1, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        calls.append("dense" if cu_seqlens_q is None else "varlen")
+        mask = (softmax_scale, causal, window_size_left, window_size_right)
+        if cu_seqlens_q is None:
+            return *block(q, k, v, *mask)[:2], torch.empty(0), torch.empty(0)
+        return *packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mask), torch.empty(0), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        mask = (softmax_scale, is_causal, window_size_left, window_size_right)
+        if cu_seqlens_q is None:
+            for into, grad in zip((dq, dk, dv), block_backward(dout, q, k, v, out, softmax_lse, *mask)):
+                into.copy_(grad)
+        else:
+            packed_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, *mask)
+        return torch.empty(0)
+
+
+class Four:
+    """flash_attn.cute.interface; only the parameters before the kernel's own tuning."""
+
+    def _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+        window_size_right=None, learnable_sink=None, return_lse=False, out=None, lse=None, aux_tensors=None,
+    ):  # fmt: skip
+        calls.append("dense")
+        assert return_lse
+        return block(q, k, v, softmax_scale, causal, -1, -1)[:2]
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, deterministic=False, dq=None, dk=None, dv=None,
+    ):  # fmt: skip
+        return block_backward(dout, q, k, v, out, lse, softmax_scale, causal, -1, -1)
+
+
+STAND_INS = {"flash_attn_2": Two, "flash_attn_3": Three, "flash_attn_4": Four}
+
+
+class ExactFlash(Flash):
+    """The adapter of PyTorch's own kernel over exact operators, for its packing and its windows."""
+
+    def call(self, q, k, v, scale, window, pack):
+        calls.append("dense" if pack is None else "varlen")
+        mask = (scale, window.causal, window.left, window.right)
+        if pack is None:
+            return block(q, k, v, *mask)[:2]
+        return tuple(x[None] for x in packed(q[0], k[0], v[0], pack.q.cu, pack.k.cu, *mask))
+
+    def call_backward(self, do, q, k, v, o, lse, scale, window, pack):
+        mask = (scale, window.causal, window.left, window.right)
+        if pack is None:
+            return block_backward(do, q, k, v, o, lse, *mask)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        packed_backward(*(x[0] for x in (do, q, k, v, o, lse, *grads)), pack.q.cu, pack.k.cu, *mask)
+        return tuple(grads)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    calls.clear()
+    monkeypatch.setattr(VarlenBackend, "devices", ("cpu",))
+    monkeypatch.setattr(VarlenBackend, "dtypes", (torch.float64,))
+    monkeypatch.setitem(BACKENDS, "flash", ExactFlash())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for name, stand_in in STAND_INS.items():
+        path = BACKENDS[name].module.split(".")
+        for i in range(1, len(path) + 1):
+            full = ".".join(path[:i])
+            if full not in sys.modules:
+                package = ModuleType(full)
+                package.__spec__, package.__path__ = ModuleSpec(full, None), []
+                monkeypatch.setitem(sys.modules, full, package)
+        for attribute, function in vars(stand_in).items():
+            if attribute.startswith("_flash"):
+                monkeypatch.setattr(sys.modules[".".join(path)], attribute, function, raising=False)
+
+
+@pytest.mark.parametrize("backend", [*STAND_INS, "flash"])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("cu", [None, (0, 7, 7, 90, 91, 130, 240)])
+def test_blocks_of_any_layout(on_the_cpu, backend, kind, cu):
+    torch.manual_seed(0)
+    cpu, layout = torch.device("cpu"), Layout(240, kind, 4, cu_seqlens=cu)
+    windows = [(None, 0), (None, None)] + ([] if backend == "flash_attn_4" else [(30, 0), (50, 9)])
+    for left, right in windows:
+        for rank, owner in ((1, 1), (2, 0), (0, 3)):
+            scores = Scores(0.3, left=left, right=right)
+            rows, keys = (Tokens.of_ranks(layout, [r], cpu) for r in (rank, owner))
+            shapes = [(1, len(t), h, 8) for t, h in ((rows, 4), (keys, 2), (keys, 2), (rows, 4))]
+            q, k, v, do = (torch.randn(*s, dtype=torch.float64) for s in shapes)
+            results = []
+            for name in (backend, "torch"):
+                out, grads = Partial((1, len(rows), 4, 8), q.dtype, cpu), Gradients(*map(zeros_like, (q, k, v)))
+                BACKENDS[name].forward(q, k, v, scores, rows, keys, out)
+                o, lse = out.result()
+                BACKENDS[name].backward(do, q, k, v, o, lse, row_sums(do, o, None), scores, rows, keys, grads)
+                results.append([o, lse, *vars(grads).values()])
+            assert all(error(a, b) < 1e-9 for a, b in zip(*results)), (left, right, rank, owner)
+    joined = cu is not None and backend != "flash_attn_4" and kind != "striped"
+    assert ("varlen" in calls) >= joined
+
+
+@pytest.mark.parametrize("backend", STAND_INS)
+def test_through_the_public_function(on_the_cpu, backend):
+    q, k, v = (torch.randn(2, 30, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    got, want = attention(q, k, v, backend=backend), attention(q, k, v, backend="reference")
+    assert error(got.o, want.o) < 1e-9
+    grads = [torch.autograd.grad(x.o.sum(), (q, k, v)) for x in (got, want)]
+    assert all(error(a, b) < 1e-9 for a, b in zip(*grads))
+
+
+def test_one_call_for_all_documents(on_the_cpu):
+    cu = torch.tensor([0, 10, 14, 40])
+    q = torch.randn(1, 40, 2, 8, dtype=torch.float64)
+    attention(q, q, q, cu_seqlens=cu, backend="flash")
+    assert calls == ["varlen"]
+
+
+def test_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr(VarlenBackend, "devices", ("cpu",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    x = torch.zeros(1, 6, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(Exception, match="is not installed"):
+        attention(x, x, x, backend="flash_attn_3")
