@@ -119,6 +119,8 @@ class CuDNN(TileBackend):
     def tile_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.shape[1] == k.shape[1] == 1:  # cuDNN has no backward for one query and one key
+            return _one_by_one(do, q, k, v, o, lse, scale)
         do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
@@ -126,3 +128,14 @@ class CuDNN(TileBackend):
             do, q, k, v, o, lse.unsqueeze(-1).contiguous(), seed, seed, None, *lengths, 0.0, not tile.full, scale=scale
         )
         return tuple(g.transpose(1, 2) for g in grads)
+
+
+def _one_by_one(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a tile of one query and one key, ``[B, 1, H, D]``: a weight a head."""
+    dtype = q.dtype
+    do, q, k, v, o = (x.float() for x in (do, q, k, v, o))
+    weight = (scale * (q * k).sum(-1, keepdim=True) - lse.transpose(1, 2)[..., None]).exp()
+    score = scale * weight * (do * (v - o)).sum(-1, keepdim=True)
+    return (score * k).to(dtype), (score * q).to(dtype), (weight * do).to(dtype)

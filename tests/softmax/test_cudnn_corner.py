@@ -1,0 +1,23 @@
+"""The one tile cuDNN's backward refuses ("s_q = s_kv = 1 is not supported"): found by packed documents of one token."""
+
+from __future__ import annotations
+
+import torch
+
+from ring_la.softmax.backends.aten import CuDNN
+
+
+def test_one_query_one_key_of_a_longer_row():
+    """The tile's gradients from the global o and lse, against autograd through a row of three keys."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 1, 3, 8, requires_grad=True)
+    k, v = (torch.randn(2, 3, 3, 8, requires_grad=True) for _ in range(2))
+    do = torch.randn(2, 1, 3, 8)
+    scores = 0.4 * torch.einsum("bihd,bjhd->bhij", q, k)
+    o = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    lse = scores.logsumexp(-1)
+    dq, dk, dv = torch.autograd.grad((o * do).sum(), (q, k, v))
+    parts = [CuDNN().tile_backward(do, q, k[:, [j]], v[:, [j]], o, lse, 0.4, None) for j in range(3)]
+    torch.testing.assert_close(sum(p[0] for p in parts), dq)
+    torch.testing.assert_close(torch.cat([p[1] for p in parts], 1), dk)
+    torch.testing.assert_close(torch.cat([p[2] for p in parts], 1), dv)
