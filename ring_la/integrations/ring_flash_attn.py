@@ -21,7 +21,8 @@ from ..softmax.merge import wide
 from ..softmax.strategies import AllGather
 from ..softmax.tokens import Run, Tokens
 from . import yunchang
-from .yunchang import Call, group_of, options
+from .yunchang.call import Call, group_of, options
+from .yunchang.functions import recall, remember
 
 
 def _without(function: type[torch.autograd.Function], varlen: bool) -> tuple[Callable, Callable, Callable]:
@@ -152,14 +153,14 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         ctx.save_for_backward(q, x.k[0], x.v[0], out[0], lse[0], cu_seqlens_q, cu_seqlens_k)
         ctx.max_seqlen_q, ctx.max_seqlen_k = max_seqlen_q, max_seqlen_k
         ctx.heads_k_stride, ctx.local_k_slice = heads_k_stride, local_k_slice
-        yunchang.remember(ctx, call, group, None, None)
+        remember(ctx, call, group, None, None)
         return (out[0], lse[0], None) if return_softmax else out[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, *args):
         q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-        call, x = yunchang.recall(ctx, "contiguous"), Tensors(q[None], k[None], v[None])
+        call, x = recall(ctx, "contiguous"), Tensors(q[None], k[None], v[None])
         dlse = args[0][None] if args and args[0] is not None else None
         plan = _plan(call, x, ctx.group, cu_q.tolist(), cu_k.tolist(), ctx.local_k_slice)
         saved = Saved(x, out[None], lse[None].to(wide(q.dtype)))

@@ -17,7 +17,8 @@ from ..softmax import attention
 from ..softmax.core import Tensors
 from ..softmax.tokens import Run, Tokens
 from . import yunchang
-from .yunchang import attend, group_of, options
+from .yunchang.call import group_of, options
+from .yunchang.layers import attend
 
 
 class LongContextAttention(yunchang.LongContextAttention):

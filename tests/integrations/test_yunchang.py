@@ -18,8 +18,10 @@ import torch.distributed as dist
 from ring_la import reference
 from ring_la.errors import RingLAError
 from ring_la.integrations import ring_flash_attn, xdit, yunchang
-from ring_la.integrations.yunchang import Call, group_of
-from ring_la.softmax import attention
+from ring_la.integrations.yunchang.call import Call, group_of
+from ring_la.integrations.yunchang.functions import flat_lse, pad_lse, remember, varlen_forward
+from ring_la.softmax import attention, core
+from ring_la.softmax.core import Tensors
 from tests.distributed.pool import group
 from tests.softmax.cases import error
 
@@ -120,7 +122,7 @@ def check_varlen(rank: int, P: int) -> list[str]:
             longest = int(cu.diff().max())
             out, lse, _ = function(*leaves, cu, longest, **theirs, return_attn_probs=True, group=group(P))
             assert list(lse.shape) == [3, 4, longest]
-            got = [out[None], yunchang.flat_lse(lse, cu.tolist())[None]]
+            got = [out[None], flat_lse(lse, cu.tolist())[None]]
             got += [g[None] for g in torch.autograd.grad((out * do).sum(), leaves)]
             errors = compare(got, truth(tensors, DOCUMENTS, **ours), at)
             bad += [f"{kind} {name} {i} {e:.1e}" for i, e in enumerate(errors) if e > 1e-9]
@@ -220,8 +222,8 @@ class InXDiTsManner(yunchang.RingFlashAttnFunc):
     ):
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         call = Call("contiguous", 0.0, scale, causal, window_size, 0.0, None, False, None, 0)
-        plan = call.plan(yunchang.Tensors(q, k, v), group_of(group))
-        out, lse, _ = yunchang.core.forward(plan, yunchang.Tensors(q, k, v))
+        plan = call.plan(Tensors(q, k, v), group_of(group))
+        out, lse, _ = core.forward(plan, Tensors(q, k, v))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.softmax_scale, ctx.causal, ctx.group = scale, causal, group
         return out
@@ -477,7 +479,7 @@ def exact_varlen_forward(
         exact_forward(q[None, a:b], k[None, c:d], v[None, c:d], 0.0, softmax_scale, causal) for a, b, c, d in spans
     ]
     lse = torch.cat([lse[0] for _, lse in parts], 1)
-    padded = yunchang.pad_lse(lse, cu_q.tolist(), longest_q)
+    padded = pad_lse(lse, cu_q.tolist(), longest_q)
     return torch.cat([o[0] for o, _ in parts]), None, None, None, None, padded, None, None
 
 
@@ -558,9 +560,9 @@ VARLEN = {
 def test_every_attribute_upstream_reads_is_written(module, ours):
     pytest.importorskip("yunchang")
     theirs = getattr(importlib.import_module(f"yunchang.ring.{module}"), ours.__name__)
-    written = attributes(yunchang.remember, "ctx", True) | {"saved_tensors", "needs_input_grad"}
+    written = attributes(remember, "ctx", True) | {"saved_tensors", "needs_input_grad"}
     if module in VARLEN:
-        written |= attributes(yunchang._varlen_forward, "ctx", True) | {"half_index0", "half_index1"}
+        written |= attributes(varlen_forward, "ctx", True) | {"half_index0", "half_index1"}
     read = attributes(theirs.backward, "ctx", False)
     assert read, "nothing found: the test is blind"
     assert read <= written

@@ -1,0 +1,153 @@
+"""One call in yunchang's terms: its arguments, where its tokens stand, and the plan that computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...comm import Group
+from ...errors import ArgumentError, UnsupportedError
+from ...softmax.backends import Ask, choose
+from ...softmax.core import Plan, Tensors
+from ...softmax.merge import wide
+from ...softmax.scores import Scores
+from ...softmax.strategies import Heads, Job, Ring
+from ...softmax.tokens import Run, Tokens
+
+KERNELS = {
+    "fa": None,
+    "torch_efficient": None,
+    "torch_math": "torch",
+    "torch_flash": "flash",
+    "torch_cudnn": "cudnn",
+    "fa3": "flash_attn_3",
+}
+"""The backend that each of yunchang's attn_types asks for; None: the fastest."""
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+
+
+def group_of(group: dist.ProcessGroup | None) -> Group:
+    """The group as ring_la uses it, made once a process group."""
+    group = dist.group.WORLD if group is None else group
+    if group not in _groups:
+        _groups[group] = Group(group, torch.distributed.constants.default_pg_timeout)
+    return _groups[group]
+
+
+def tokens_of(kind: str, lengths: list[int], ranks: int, rank: int, device: torch.device, shifts: list[int]) -> Tokens:
+    """The rows of a rank that holds `lengths` tokens of each document, every document split over all ranks."""
+    runs, offset = [], 0
+    for document, (n, shift) in enumerate(zip(lengths, shifts)):
+        if kind == "zigzag" and n % 2:
+            raise ArgumentError("q", "an even number of local tokens of each document for zigzag", n)
+        if kind == "zigzag":
+            spans = [(rank * n // 2, n // 2, 1), ((2 * ranks - 1 - rank) * n // 2, n // 2, 1)]
+        else:
+            spans = [(rank, n, ranks)] if kind == "stripe" else [(rank * n, n, 1)]
+        for position, length, stride in spans:
+            if length:
+                runs.append(
+                    Run(offset, length, ranks * sum(lengths[:document]) + position, position + shift, document, stride)
+                )
+                offset += length
+    return Tokens(runs, offset, device)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ctx carries under upstream's names, and what only this forward knows.
+
+    Attributes:
+        seed: of dropout's mask; None: unknown (the forward was not ours).
+    """
+
+    kind: str
+    dropout_p: float
+    scale: float
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+    attn_type: object
+    seed: int | None = None
+
+    def plan(
+        self,
+        x: Tensors,
+        group: Group,
+        heads: Heads | None = None,
+        cu: list[int] | None = None,
+        joint_rows: Tokens | None = None,
+        joint_keys: Tokens | None = None,
+    ) -> Plan:
+        """The ring over `group`; with `heads`, x are tensors before the exchange, its tokens those after it."""
+        if self.dropout_p and self.seed is None:
+            raise UnsupportedError(
+                "dropout_p", "0 where the forward was not ring_la's", self.dropout_p, "Its mask is lost"
+            )
+        left, right = self.window[0], 0 if self.causal else self.window[1]
+        bounds = (None if w < 0 else w for w in (left, right))
+        slopes = self.alibi_slopes
+        if slopes is not None:
+            slopes = slopes.to(wide(x.q.dtype)).reshape(-1, x.q.shape[2])
+        scores = Scores(self.scale, float(self.softcap), *bounds, slopes, float(self.dropout_p), self.seed or 0)
+        counts = {"q": x.q.shape[1], "k": x.k.shape[1]}
+        if heads is not None:
+            counts = {side: sum(n) for side, n in heads.tokens.items()}
+            scores = scores.of_heads(heads.query_numbers(x.q.device))
+        of = {side: [n] if cu is None else [b - a for a, b in zip(cu, cu[1:])] for side, n in counts.items()}
+        ranks, device = range(group.size), x.q.device
+        shifts = [group.size * (k - q) for q, k in zip(of["q"], of["k"])]
+        rows = tuple(tokens_of(self.kind, of["q"], group.size, r, device, shifts) for r in ranks)
+        keys = rows
+        if of["k"] != of["q"]:
+            keys = tuple(tokens_of(self.kind, of["k"], group.size, r, device, [0] * len(shifts)) for r in ranks)
+        shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
+        ask = Ask(device, x.q.dtype, *shapes, scores, packed=cu is not None, repeatable=bool(self.deterministic))
+        job = Job(choose(ask, kernel_of(self.attn_type)), scores, rows, keys, group=group)
+        return Plan(job, Ring(), joint_rows, joint_keys, heads)
+
+
+def kernel_of(attn_type: object) -> str | None:
+    """The backend an attn_type asks for: an upstream AttnType, its value, or None."""
+    name = getattr(attn_type, "value", attn_type)
+    if name is None:
+        return None
+    if name not in KERNELS:
+        raise UnsupportedError(
+            "attn_type", f"None or one of {', '.join(KERNELS)}", repr(name), "It has no gradient here"
+        )
+    return KERNELS[name]
+
+
+def options(
+    kind: str,
+    q: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    attn_type: object,
+) -> Call:
+    """Upstream's arguments, checked, with a new seed where there is dropout."""
+    if not 0 <= dropout_p < 1:
+        raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", dropout_p)
+    if len(window_size) != 2:
+        raise ArgumentError("window_size", "(left, right), −1 for no bound", window_size)
+    if softcap < 0:
+        raise ArgumentError("softcap", "a number ≥ 0", softcap)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    seed = int(torch.randint(2**62, ())) if dropout_p else 0
+    window = tuple(-1 if w is None else int(w) for w in window_size)
+    return Call(
+        kind, dropout_p, scale, bool(causal), window, softcap or 0.0, alibi_slopes, deterministic, attn_type, seed
+    )

@@ -1,0 +1,350 @@
+"""yunchang's autograd Functions and the entry points over them; see the package for their contract."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...softmax import core
+from ...softmax.core import Saved, Tensors
+from ...softmax.merge import wide
+from .call import Call, group_of, options
+
+
+def _forward(
+    ctx, call: Call, q: Tensor, k: Tensor, v: Tensor, group, attn_type, attn_processor
+) -> tuple[Tensor, Tensor]:
+    k, v = k.contiguous(), v.contiguous()
+    out, lse, _ = core.forward(call.plan(Tensors(q, k, v), group_of(group)), Tensors(q, k, v))
+    ctx.save_for_backward(q, k, v, out, lse)
+    remember(ctx, call, group, attn_type, attn_processor)
+    return out, lse
+
+
+def remember(ctx, call: Call, group, attn_type, attn_processor) -> None:
+    """Everything upstream's backwards read, and our own record."""
+    ctx.dropout_p, ctx.softmax_scale, ctx.causal = call.dropout_p, call.scale, call.causal
+    ctx.window_size, ctx.softcap, ctx.alibi_slopes = call.window, call.softcap, call.alibi_slopes
+    ctx.deterministic, ctx.group = call.deterministic, group
+    ctx.attn_type, ctx.attn_processor = _upstream_type(attn_type), attn_processor
+    ctx.ring_la = call
+    ctx.set_materialize_grads(False)
+
+
+def recall(ctx, kind: str) -> Call:
+    """The call of a forward, ours or a subclass's that sets upstream's attributes or some of them."""
+    own = getattr(ctx, "ring_la", None)
+    if own is not None:
+        return own
+    values = {name: getattr(ctx, name, default) for name, default in UPSTREAM.items()}
+    names = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic")
+    if values["softmax_scale"] is None:
+        values["softmax_scale"] = ctx.saved_tensors[0].shape[-1] ** -0.5
+    return Call(kind, *(values[n] for n in names), attn_type=None)
+
+
+UPSTREAM = dict(
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+)
+"""Attributes of ctx and what they mean where a subclass's forward leaves them out."""
+
+
+def _upstream_type(attn_type: object) -> object:
+    """What upstream's backward can read: its own AttnType where yunchang is loaded."""
+    kernels = sys.modules.get("yunchang.kernels")
+    if kernels is None or isinstance(attn_type, kernels.AttnType):
+        return attn_type
+    return kernels.AttnType.FA if attn_type is None else kernels.AttnType.from_string(attn_type)
+
+
+def _backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients for as many inputs as the forward had, q, k and v first."""
+    q, k, v, out, lse = ctx.saved_tensors[:5]
+    call, x = recall(ctx, kind), Tensors(q, k, v)
+    saved = Saved(x, out, lse.to(wide(q.dtype)))
+    grads = core.backward(call.plan(x, group_of(ctx.group)), saved, dout, dlse)
+    return (grads.q, grads.k, grads.v, *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+# -- varlen ------------------------------------------------------------------------------------------------
+
+
+def pad_lse(lse: Tensor, cu: list[int], longest: int) -> Tensor:
+    """``[H, T] → [N, H, longest]``, a row a document."""
+    out = lse.new_zeros(len(cu) - 1, lse.shape[0], longest)
+    for row, a, b in zip(out, cu, cu[1:]):
+        row[:, : b - a] = lse[:, a:b]
+    return out
+
+
+def flat_lse(lse: Tensor, cu: list[int]) -> Tensor:
+    """``[H, T]`` from either form."""
+    if lse.dim() == 2:
+        return lse
+    return torch.cat([row[:, : b - a] for row, a, b in zip(lse, cu, cu[1:])], 1)
+
+
+def half_index(cu: list[int], front: bool, device: torch.device) -> slice | Tensor:
+    """The first or second half of each document's local rows, as upstream keeps them for its backward."""
+    if len(cu) == 2:
+        return slice(None, cu[1] // 2) if front else slice(cu[1] // 2, None)
+    index = torch.zeros(cu[-1], dtype=torch.bool, device=device)
+    for a, b in zip(cu, cu[1:]):
+        middle = (a + b) // 2
+        index[a : middle if front else b] = front
+        if not front:
+            index[middle:b] = True
+    return index
+
+
+def varlen_forward(
+    ctx, call: Call, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, group
+) -> tuple[Tensor, Tensor]:
+    cu = cu_seqlens.tolist()
+    x = Tensors(*(t.contiguous()[None] for t in (q, k, v)))
+    out, lse, _ = core.forward(call.plan(x, group_of(group), cu=cu), x)
+    out, lse = out[0], pad_lse(lse[0], cu, int(max_seqlen))
+    halves = [half_index(cu, front, q.device) for front in (True, False)] if call.kind == "zigzag" else []
+    ctx.is_half_index_tensor = bool(halves) and isinstance(halves[0], Tensor)
+    if halves and not ctx.is_half_index_tensor:
+        ctx.half_index0, ctx.half_index1 = halves
+        halves = []
+    ctx.save_for_backward(q, x.k[0], x.v[0], out, lse, cu_seqlens, *halves)
+    ctx.max_seqlen = max_seqlen
+    remember(ctx, call, group, None, None)
+    return out, lse
+
+
+def _varlen_backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, cu_seqlens = ctx.saved_tensors[:6]
+    cu, call, x = cu_seqlens.tolist(), recall(ctx, kind), Tensors(q[None], k[None], v[None])
+    lse, dlse = (None if t is None else flat_lse(t, cu)[None] for t in (lse, dlse))
+    saved = Saved(x, out[None], lse.to(wide(q.dtype)))
+    dout = None if dout is None else dout[None]
+    grads = core.backward(call.plan(x, group_of(ctx.group), cu=cu), saved, dout, dlse)
+    return (grads.q[0], grads.k[0], grads.v[0], *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+# -- the Functions -----------------------------------------------------------------------------------------
+
+
+def _dense_function(name: str, kind: str, doc: str) -> type[torch.autograd.Function]:
+    """A Function over q, k and v ``[B, T, H, D]``."""
+
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_softmax,
+        group,
+        attn_type=None,
+        attn_processor=None,
+    ):
+        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, attn_type)
+        call = options(kind, q, *masks)
+        out, lse = _forward(ctx, call, q, k, v, group, attn_type, attn_processor)
+        return (out, lse, None) if return_softmax else out
+
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, *args):
+        return _backward(ctx, kind, dout, args[0] if args else None)
+
+    return _function(name, kind, doc, forward, backward)
+
+
+def _varlen_function(name: str, kind: str, doc: str) -> type[torch.autograd.Function]:
+    """A Function over packed documents ``[T, H, D]``."""
+
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_softmax,
+        group,
+    ):
+        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None)
+        call = options(kind, q, *masks)
+        out, lse = varlen_forward(ctx, call, q, k, v, cu_seqlens, max_seqlen, group)
+        return (out, lse, None) if return_softmax else out
+
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, *args):
+        return _varlen_backward(ctx, kind, dout, args[0] if args else None)
+
+    return _function(name, kind, doc, forward, backward)
+
+
+def _function(name: str, kind: str, doc: str, forward: Callable, backward: Callable) -> type[torch.autograd.Function]:
+    members = dict(forward=staticmethod(forward), backward=staticmethod(backward), kind=kind)
+    return type(name, (torch.autograd.Function,), members | {"__doc__": doc, "__module__": __name__})
+
+
+RingFlashAttnFunc = _dense_function(
+    "RingFlashAttnFunc", "contiguous", "Ring attention over a contiguous split. Subclasses may override forward alone."
+)
+ZigZagRingFlashAttnFunc = _dense_function("ZigZagRingFlashAttnFunc", "zigzag", "Ring attention over a zigzag split.")
+StripeFlashAttnFunc = _dense_function("StripeFlashAttnFunc", "stripe", "Ring attention over a striped split.")
+RingFlashAttnVarlenFunc = _varlen_function(
+    "RingFlashAttnVarlenFunc", "contiguous", "Packed documents, each split contiguously over all ranks."
+)
+ZigZagRingFlashAttnVarlenFunc = _varlen_function(
+    "ZigZagRingFlashAttnVarlenFunc", "zigzag", "Packed documents, each split in zigzag over all ranks."
+)
+
+
+# -- entry points ------------------------------------------------------------------------------------------
+
+
+def _dense(function: type[torch.autograd.Function], name: str) -> tuple[Callable, Callable, Callable]:
+    """The plain, kvpacked and qkvpacked entry points of a Function."""
+
+    def plain(
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        group=None,
+        attn_type=None,
+        attn_processor=None,
+    ):
+        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        return function.apply(q, k, v, *masks, return_attn_probs, group, attn_type, attn_processor)
+
+    def kvpacked(q, kv, *args, **keywords):
+        return plain(q, kv[:, :, 0], kv[:, :, 1], *args, **keywords)
+
+    def qkvpacked(qkv, *args, **keywords):
+        return plain(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *args, **keywords)
+
+    return _named(name, plain, kvpacked, qkvpacked, "``[B, T, H, D]``")
+
+
+def _varlen(function: type[torch.autograd.Function], name: str) -> tuple[Callable, Callable, Callable]:
+    """The varlen entry points of a Function."""
+
+    def plain(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        group=None,
+    ):
+        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        return function.apply(q, k, v, cu_seqlens, max_seqlen, *masks, return_attn_probs, group)
+
+    def kvpacked(q, kv, *args, **keywords):
+        return plain(q, kv[:, 0], kv[:, 1], *args, **keywords)
+
+    def qkvpacked(qkv, *args, **keywords):
+        return plain(qkv[:, 0], qkv[:, 1], qkv[:, 2], *args, **keywords)
+
+    return _named(name, plain, kvpacked, qkvpacked, "``[T, H, D]``")
+
+
+def _named(name: str, plain: Callable, kvpacked: Callable, qkvpacked: Callable, shape: str) -> tuple:
+    packing = {
+        "": (plain, ""),
+        "kvpacked_": (kvpacked, ", k and v in one tensor"),
+        "qkvpacked_": (qkvpacked, ", packed"),
+    }
+    first = {"": ("q", "k", "v"), "kvpacked_": ("q", "kv"), "qkvpacked_": ("qkv",)}
+    own = list(inspect.signature(plain).parameters.values())[3:]
+    for infix, (f, how) in packing.items():
+        tensors = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in first[infix]]
+        f.__signature__ = inspect.Signature([*tensors, *own])
+        f.__name__ = f.__qualname__ = f"{name}_{infix}func"
+        f.__doc__ = f"yunchang's {f.__name__} over ring_la; tensors {shape}{how}."
+    return plain, kvpacked, qkvpacked
+
+
+ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _dense(
+    RingFlashAttnFunc, "ring_flash_attn"
+)
+zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _dense(
+    ZigZagRingFlashAttnFunc, "zigzag_ring_flash_attn"
+)
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _dense(
+    StripeFlashAttnFunc, "stripe_flash_attn"
+)
+ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = _varlen(
+    RingFlashAttnVarlenFunc, "ring_flash_attn_varlen"
+)
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _varlen(ZigZagRingFlashAttnVarlenFunc, "zigzag_ring_flash_attn_varlen")
+
+RING_IMPL_DICT = {
+    "basic": ring_flash_attn_func,
+    "zigzag": zigzag_ring_flash_attn_func,
+    "strip": stripe_flash_attn_func,
+    "basic_pytorch": ring_flash_attn_func,
+}
+RING_IMPL_QKVPACKED_DICT = {
+    "basic": ring_flash_attn_qkvpacked_func,
+    "zigzag": zigzag_ring_flash_attn_qkvpacked_func,
+    "strip": stripe_flash_attn_qkvpacked_func,
+}
+KINDS = {"basic": "contiguous", "zigzag": "zigzag", "strip": "stripe", "basic_pytorch": "contiguous"}
+"""The split that each ring_impl_type expects."""
+
+
+def install() -> Callable[[], None]:
+    """Put ring_la's functions into the installed yunchang's tables; returns what takes them out again."""
+    from yunchang.hybrid import utils
+
+    before = [(table, dict(table)) for table in (utils.RING_IMPL_DICT, utils.RING_IMPL_QKVPACKED_DICT)]
+    utils.RING_IMPL_DICT.update(RING_IMPL_DICT)
+    utils.RING_IMPL_QKVPACKED_DICT.update(RING_IMPL_QKVPACKED_DICT)
+
+    def uninstall() -> None:
+        for table, contents in before:
+            table.clear()
+            table.update(contents)
+
+    return uninstall

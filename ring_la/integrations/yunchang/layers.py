@@ -1,0 +1,233 @@
+"""yunchang's process groups, splits and layers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...comm import Group
+from ...errors import ArgumentError, UnsupportedError
+from ...softmax import sharded
+from ...softmax.core import Tensors
+from ...softmax.strategies import Heads, HeadSplit
+from ...softmax.tokens import Tokens
+from .call import Call, group_of, kernel_of, options
+from .functions import KINDS
+
+
+@dataclass
+class ProcessGroups:
+    """The groups `set_seq_parallel_pg` has made. yunchang's layers take them from one place; so do these."""
+
+    ULYSSES_PG: dist.ProcessGroup | None = None
+    RING_PG: dist.ProcessGroup | None = None
+
+
+PROCESS_GROUP = ProcessGroups()
+
+
+def set_seq_parallel_pg(
+    sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
+) -> None:
+    """Make the groups of a ulysses × ring split; with `use_ulysses_low`, neighbouring ranks exchange heads."""
+    degree = sp_ulysses_degree * sp_ring_degree
+    if degree < 1 or world_size % degree:
+        raise ArgumentError("world_size", f"a multiple of {sp_ulysses_degree} × {sp_ring_degree}", world_size)
+    for first in range(0, world_size, degree):
+        ranks = torch.arange(first, first + degree)
+        ring_by_ulysses = ranks.view(sp_ring_degree, sp_ulysses_degree)
+        if not use_ulysses_low:
+            ring_by_ulysses = ranks.view(sp_ulysses_degree, sp_ring_degree).T
+        for name, rows in (("ULYSSES_PG", ring_by_ulysses), ("RING_PG", ring_by_ulysses.T)):
+            for members in rows.tolist():
+                group = dist.new_group(members)
+                if rank in members:
+                    setattr(PROCESS_GROUP, name, group)
+
+
+def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, **keywords: Any) -> Tensor:
+    """This rank's part of ``value [B, T, …]``, split contiguously."""
+    return value.chunk(world_size, 1)[rank].detach().clone()
+
+
+def zigzag_extract_local(
+    value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1, *args: Any, **keywords: Any
+) -> Tensor:
+    """This rank's part, split in zigzag over the ring and then over the ulysses ranks."""
+    groups = _process_groups()
+    ring, ulysses = dist.get_rank(groups.RING_PG), dist.get_rank(groups.ULYSSES_PG)
+    chunks = value.chunk(2 * rd, dim)
+    return torch.cat([chunks[ring], chunks[2 * rd - 1 - ring]], dim).chunk(ud, dim)[ulysses].contiguous()
+
+
+def stripe_extract_local(
+    value: Tensor, rank: int, world_size: int, rd: int, ud: int, *args: Any, **keywords: Any
+) -> Tensor:
+    """This rank's part, every rd-th token of the ring's, then split over the ulysses ranks."""
+    groups = _process_groups()
+    ring, ulysses = dist.get_rank(groups.RING_PG), dist.get_rank(groups.ULYSSES_PG)
+    return value[:, ring::rd].chunk(ud, 1)[ulysses].contiguous()
+
+
+EXTRACT_FUNC_DICT = {
+    "basic": basic_extract_local,
+    "zigzag": zigzag_extract_local,
+    "strip": stripe_extract_local,
+    "basic_pytorch": basic_extract_local,
+}
+
+
+def _process_groups() -> Any:
+    """Ours, or those of an installed yunchang where only that has been set up."""
+    if PROCESS_GROUP.RING_PG is None and PROCESS_GROUP.ULYSSES_PG is None:
+        upstream = sys.modules.get("yunchang.globals")
+        if upstream is not None and upstream.PROCESS_GROUP.RING_PG is not None:
+            return upstream.PROCESS_GROUP
+        expected = "process groups for sequence parallelism"
+        raise ArgumentError("set_seq_parallel_pg", expected, "none", "Call set_seq_parallel_pg first")
+    return PROCESS_GROUP
+
+
+class LongContextAttention(nn.Module):
+    """Ulysses × ring attention with yunchang's interface.
+
+    Args:
+        scatter_idx, gather_idx: 2 and 1, the head and token dimensions.
+        ring_impl_type: the split, a key of RING_IMPL_DICT.
+        use_pack_qkv: q, k and v always travel in one message. use_sync: messages are always waited for before use.
+        attn_type, attn_processor: see the module.
+    """
+
+    def __init__(
+        self,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_pack_qkv: bool = False,
+        use_sync: bool = False,
+        attn_type: object = None,
+        attn_processor: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        _check_dims(scatter_idx, gather_idx)
+        if ring_impl_type not in KINDS:
+            raise ArgumentError("ring_impl_type", f"one of {', '.join(KINDS)}", repr(ring_impl_type))
+        groups = _process_groups()
+        self.ring_pg, self.ulysses_pg = groups.RING_PG, groups.ULYSSES_PG
+        self.scatter_idx, self.gather_idx, self.kind = scatter_idx, gather_idx, KINDS[ring_impl_type]
+        self.use_pack_qkv, self.use_sync = use_pack_qkv, use_sync
+        self.attn_type, self.attn_processor = attn_type, attn_processor
+        kernel_of(attn_type)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        *args: Any,
+    ) -> Tensor:
+        """Attention of this rank's tokens ``[B, T, H, D]``; as in yunchang, only the output is returned."""
+        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        call = options(self.kind, query, *masks, self.attn_type)
+        return attend(call, Tensors(query, key, value), group_of(self.ring_pg), group_of(self.ulysses_pg))
+
+
+def attend(
+    call: Call,
+    x: Tensors,
+    ring: Group,
+    ulysses: Group,
+    joint_rows: Tokens | None = None,
+    joint_keys: Tokens | None = None,
+) -> Tensor:
+    """Exchange heads over `ulysses`, walk the ring, exchange back."""
+    heads = None
+    if ulysses.size > 1:
+        tokens = {side: [t.shape[1]] * ulysses.size for side, t in (("q", x.q), ("k", x.k))}
+        split = HeadSplit(x.q.shape[2], x.k.shape[2], ulysses.size)
+        heads = Heads(ulysses, split, tokens, {"q": None, "k": None})
+    return sharded.attention(call.plan(x, ring, heads, joint_rows=joint_rows, joint_keys=joint_keys), x)[0]
+
+
+class LongContextAttentionQKVPacked(LongContextAttention):
+    """The same for ``qkv [B, T, 3, H, D]``."""
+
+    def __init__(
+        self,
+        scatter_idx: int = 3,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_sync: bool = False,
+        attn_type: object = None,
+    ) -> None:
+        if scatter_idx != 3:
+            raise UnsupportedError("scatter_idx", "3, the head dimension of qkv", scatter_idx)
+        super().__init__(2, gather_idx, ring_impl_type, True, use_sync, attn_type)
+
+    def forward(self, qkv: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        """Attention of this rank's tokens; the other arguments are those of LongContextAttention."""
+        return super().forward(*qkv.unbind(2), *args, **keywords)
+
+
+class UlyssesAttention(nn.Module):
+    """Ulysses attention with yunchang's interface: each rank computes its heads of the whole sequence, alone."""
+
+    def __init__(
+        self,
+        sequence_process_group: dist.ProcessGroup | None = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        use_sync: bool = False,
+        attn_type: object = None,
+    ) -> None:
+        super().__init__()
+        _check_dims(scatter_idx, gather_idx)
+        self.spg, self.scatter_idx, self.gather_idx = sequence_process_group, scatter_idx, gather_idx
+        self.use_sync, self.attn_type = use_sync, attn_type
+        kernel_of(attn_type)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        *args: Any,
+    ) -> Tensor:
+        """Attention of this rank's tokens ``[B, T, H, D]``."""
+        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        call = options("contiguous", query, *masks, self.attn_type)
+        return attend(call, Tensors(query, key, value), Alone(), group_of(self.spg))
+
+
+class Alone:
+    """A ring of one rank: nothing is sent."""
+
+    size, rank = 1, 0
+
+
+def _check_dims(scatter_idx: int, gather_idx: int) -> None:
+    if (scatter_idx, gather_idx) != (2, 1):
+        raise UnsupportedError(
+            "scatter_idx, gather_idx", "2 and 1: tensors are [B, T, H, D]", (scatter_idx, gather_idx)
+        )
