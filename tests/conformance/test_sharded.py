@@ -38,6 +38,12 @@ def truth(name: str, documents: str, dtype: torch.dtype):
     return inputs, state, do, dfinal, out, grads
 
 
+@functools.lru_cache
+def context(P: int, scan: str) -> ring_la.ContextParallel:
+    """In a rank: one ContextParallel for each group and strategy."""
+    return ring_la.ContextParallel(group(P), scan=scan)
+
+
 def check_sharded(rank: int, P: int, name: str, documents: str, kind: str, scans: tuple[str, ...], dtype=torch.float64):
     """Run on this rank's tokens with every strategy of `scans`; returns the worst error of each tensor, by scan."""
     inputs, state, do, dfinal, want, grads = truth(name, documents, dtype)
@@ -47,7 +53,7 @@ def check_sharded(rank: int, P: int, name: str, documents: str, kind: str, scans
     flags = {n: x for n, x in inputs.items() if n not in tensors}
     worst = {}
     for scan in scans:
-        cp = ring_la.ContextParallel(group(P), scan=scan)
+        cp = context(P, scan)
         layout = cp.layout(T, kind, cu_seqlens=cu)
         local = {n: x if n in static else layout.shard(x) for n, x in tensors.items()} | {
             "initial_state": state.detach()
