@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .autograd import first_derivative_only, outside_graphs
 from .comm import Group, Route
-from .errors import ArgumentError
+from .errors import ArgumentError, PeerError, RingLAError
 from .layout import Layout
 from .scan import STRATEGIES, CostModel, Scan
 
@@ -68,6 +68,10 @@ class ContextParallel:
         timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if timeout <= timedelta(0):
             raise ArgumentError("timeout", "a positive duration", timeout)
+        if deterministic and scan not in ("auto", "ring"):
+            raise ArgumentError(
+                "scan", '"auto" or "ring" with deterministic=True', repr(scan), "States fold in one order"
+            )
         self.comm = Group(_process_group(group), timeout)
         if transport == "symmetric" and not self.comm.on_cuda:
             raise ArgumentError("transport", "'auto' or 'torch' on a group without NCCL", repr(transport))
@@ -175,6 +179,9 @@ class ShardedLayout(Layout):
             multiple_of = CANONICAL_CHUNK if cp.deterministic else 1
         error: ArgumentError | None = None
         try:
+            if cp.deterministic and isinstance(multiple_of, int) and multiple_of % CANONICAL_CHUNK:
+                expected = f"a multiple of {CANONICAL_CHUNK} with deterministic=True"
+                raise ArgumentError("multiple_of", expected, multiple_of)
             super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of)
         except ArgumentError as e:
             error = e
@@ -213,7 +220,12 @@ class ShardedLayout(Layout):
         known = error is None and (call, signature) in self._seen
         if self.cp.validate == "always" or (self.cp.validate == "first" and not known):
             report = f"refused: {error}" if error else str(signature)
-            self.cp.comm.agree(f"the arguments of {call}", report)
+            try:
+                self.cp.comm.agree(f"the arguments of {call}", report)
+            except PeerError:
+                if error is not None:  # the others skipped a comparison they had made before: this rank's own error
+                    raise error from None
+                raise
             self._seen.add((call, signature))
         if error is not None:
             raise error
@@ -234,7 +246,7 @@ class ShardedLayout(Layout):
 
         Differentiable: gradients flowing into the result are summed over the ranks.
         """
-        self._check_length(x, dim, self.local_length, "this rank's tokens")
+        self._agree_on_tokens("gather", x, dim)
         return _Gather.apply(x.movedim(dim, 0), self).movedim(0, dim)
 
     @outside_graphs
@@ -244,11 +256,11 @@ class ShardedLayout(Layout):
             raise ArgumentError("other_layout", "a layout made by the same ContextParallel", other)
         if other.seq_len != self.seq_len:
             raise ArgumentError("other_layout", f"a layout of {self.seq_len} tokens", f"one of {other.seq_len}")
-        self._check_length(x, dim, self.local_length, "this rank's tokens")
+        self._agree_on_tokens("convert", x, dim, other.split)
         if other.split == self.split:
             return x
-        wants = [other.tokens(r) for r in range(self.world_size)]
-        return self.route(("convert", other.split), wants)(x, dim)
+        route = self.route(("convert", other.split), lambda: [other.tokens(r) for r in range(self.world_size)])
+        return route(x, dim)
 
     @outside_graphs
     def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
@@ -259,8 +271,9 @@ class ShardedLayout(Layout):
             ignore_index: the label of a document's last token.
         """
         dim = dim if ids.dim() > 1 else 0
-        self._check_length(ids, dim, self.local_length, "this rank's tokens", name="ids")
-        following = self.route("targets", [self._successors(r) for r in range(self.world_size)])(ids, dim)
+        self._agree_on_tokens("targets", ids, dim, ignore_index, name="ids")
+        route = self.route("targets", lambda: [self._successors(r) for r in range(self.world_size)])
+        following = route(ids, dim)
         last = (self._successors(self.rank) < 0).to(ids.device)
         shape = [1] * ids.dim()
         shape[dim] = -1
@@ -271,12 +284,25 @@ class ShardedLayout(Layout):
         last = torch.isin(tokens + 1, torch.tensor(self.cu_seqlens))
         return torch.where(last, -1, tokens + 1)
 
-    def route(self, name: object, wants: Sequence[Tensor], neighbours: bool = False) -> Route:
+    def route(self, name: object, wants: Callable[[], Sequence[Tensor]], neighbours: bool = False) -> Route:
         """A route for rows of this layout, made once and kept under `name`."""
         routes = self.__dict__.setdefault("_routes", {})
         if name not in routes:
-            routes[name] = Route(self, wants, self.cp.comm, neighbours)
+            routes[name] = Route(self, wants(), self.cp.comm, neighbours)
         return routes[name]
+
+    def _agree_on_tokens(self, call: str, x: Tensor, dim: int, *rest: object, name: str = "x") -> None:
+        """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
+        error = None
+        try:
+            self._check_length(x, dim, self.local_length, "this rank's tokens", name)
+        except RingLAError as e:
+            error = e
+        signature: object = None
+        if error is None:
+            others = (*x.shape[: dim % x.dim()], *x.shape[dim % x.dim() + 1 :])
+            signature = (dim, others, str(x.dtype), x.requires_grad, torch.is_grad_enabled(), *rest)
+        self.agree(call, signature, error)
 
     def _check_length(self, x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:
         if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():

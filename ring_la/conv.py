@@ -102,13 +102,19 @@ def _short_conv(
             raise ArgumentError("activation", "None or 'silu'", repr(activation))
     except RingLAError as e:
         error = e
-    _agree("short_conv", layout, error, x, (width, activation, initial_state is not None, output_final_state))
+    _agree(
+        "short_conv",
+        layout,
+        error,
+        x,
+        (width, activation, _shape_of(bias), _shape_of(initial_state), output_final_state),
+    )
     initial = None if initial_state is None else initial_state.mT
     tail = Tail.of(flat, width - 1, initial, layout, cu_seqlens)
     o = _convolve(tail, weight, bias, flat)
     o = F.silu(o) if activation == "silu" else o
-    final = tail.final(initial).mT.to(x.dtype) if output_final_state else None
-    return ShortConvOutput(o.to(x.dtype).view(x.shape), final)
+    o, final = o.to(x.dtype).view(x.shape), tail.final(initial).mT.to(x.dtype) if output_final_state else None
+    return ShortConvOutput(*(_Together.apply(o, final) if layout is not None and final is not None else (o, final)))
 
 
 def _token_shift(
@@ -125,15 +131,28 @@ def _token_shift(
         _check_channels("initial_state", initial_state, [documents, flat.shape[2]], x)
     except RingLAError as e:
         error = e
-    _agree("token_shift", layout, error, x, (initial_state is not None, output_final_state))
+    _agree("token_shift", layout, error, x, (_shape_of(initial_state), output_final_state))
     initial = None if initial_state is None else initial_state[:, None]
     tail = Tail.of(flat, 1, initial, layout, cu_seqlens)
     o = tail.rows.index_select(1, tail.token)
-    final = tail.final(initial)[:, 0].to(x.dtype) if output_final_state else None
-    return TokenShiftOutput(o.view(x.shape), final)
+    o, final = o.view(x.shape), tail.final(initial)[:, 0].to(x.dtype) if output_final_state else None
+    return TokenShiftOutput(*(_Together.apply(o, final) if layout is not None and final is not None else (o, final)))
 
 
 _short_conv_split, _token_shift_split = outside_graphs(_short_conv), outside_graphs(_token_shift)
+
+
+class _Together(torch.autograd.Function):
+    """Two outputs whose gradients go back together, zero where one is not used: the way back of a final state sums
+    over ranks, so every rank must take it even if its own loss does not use the state."""
+
+    @staticmethod
+    def forward(ctx, o: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+        return o.view_as(o), final.view_as(final)
+
+    @staticmethod
+    def backward(ctx, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor]:
+        return do, dfinal
 
 
 @dataclass
@@ -225,8 +244,9 @@ def _own_leads(x: Tensor, width: int, initial: Tensor | None, pieces: int, packe
 
 def _leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout) -> Tensor:
     """Leads of this rank's pieces: the tokens before them, and initial states before documents."""
-    wants = [_before(layout, r, width)[0] for r in range(layout.world_size)]
-    halo = layout.route(("lead", width), wants, neighbours=True)(x, 1)
+    ranks = range(layout.world_size)
+    route = layout.route(("lead", width), lambda: [_before(layout, r, width)[0] for r in ranks], neighbours=True)
+    halo = route(x, 1)
     pieces = len(layout.pieces)
     if initial is not None:
         rows = (initial[None] if layout.packed else initial[:, None]).flatten(1, 2)
@@ -278,6 +298,10 @@ def _check_channels(name: str, t: Tensor | None, shape: list[int], x: Tensor) ->
 
 def _check(flat: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:
     return check_split(flat.shape[1], flat.shape[0], layout, cu_seqlens, flat.device)
+
+
+def _shape_of(t: Tensor | None) -> tuple | None:
+    return None if t is None else (tuple(t.shape), str(t.dtype), t.requires_grad)
 
 
 def _agree(call: str, layout: object, error: RingLAError | None, x: Tensor, rest: tuple) -> None:

@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 
 import torch
 from torch import Tensor
@@ -235,7 +236,10 @@ def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], seq_len: int, name: str
             raise ArgumentError(name, "a one-dimensional integer tensor [N+1]", got)
         values = cu_seqlens.tolist()
     else:
-        values = [int(x) for x in cu_seqlens]
+        try:
+            values = [index(x) for x in cu_seqlens]
+        except TypeError:
+            raise ArgumentError(name, "a sequence of ints [N+1]", repr(cu_seqlens)) from None
     if len(values) < 2:
         raise ArgumentError(name, "at least two offsets [0, …, seq_len]", values)
     if values[0] != 0:

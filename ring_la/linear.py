@@ -126,6 +126,8 @@ class ShardedCall:
         single = len(layout.pieces) <= 1 and (not self.canonical or not layout.pieces)
         cu = None if single else layout.cu_pieces.to(inputs.q.device)
         canonical = {} if single else self.canonical
+        if layout.cp.deterministic and mode == "auto":
+            mode = "chunk"  # whatever this rank's length
         return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, **canonical)
 
     def exchange(self, chain: Chain, links: list[Link], like: Tensor) -> Pending:

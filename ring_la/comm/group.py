@@ -140,7 +140,7 @@ class Group:
         if self.size == 1:
             return
         try:
-            values = self._gather_through_store(str(value)) if self.on_cuda else self._gather_objects(str(value))
+            values = self._gather_through_store(str(value))
         except RuntimeError as error:
             raise self._peer_error(f"agreeing on {what}", error) from error
         if any(v != values[0] for v in values):
@@ -152,13 +152,8 @@ class Group:
         mine = torch.tensor([uuid.uuid4().int >> 66], device=self.device)
         return int(self.all_gather(mine).wait()[0])
 
-    def _gather_objects(self, value: str) -> list[str]:
-        values = [""] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
     def _gather_through_store(self, value: str) -> list[str]:
-        """Every rank's value by the job's store: hosts agree without a kernel on any device's stream."""
+        """Every rank's value by the job's store: no message that a rank which skips the comparison could mistake."""
         store, n = self._store("agree"), self._agreements
         self._agreements += 1
         store.set(f"{n}/{self.rank}", value)

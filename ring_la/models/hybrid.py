@@ -240,7 +240,7 @@ def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor |
     if layout is not None:
         cu = layout.cu_seqlens
         documents = sum(a < b for a, b in zip(cu, cu[1:]))
-        return layout.targets(ids, IGNORE), max(1, ids.shape[0] * (layout.seq_len - documents))
+        return layout.targets(ids, IGNORE).long(), max(1, ids.shape[0] * (layout.seq_len - documents))
     targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE).long()
     if cu_seqlens is None:
         return targets, max(1, targets.numel() - targets.shape[0])

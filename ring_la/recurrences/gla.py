@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
+from ..errors import ArgumentError
 from ..kernels import Inputs
-from .recurrence import Recurrence, recurrence
+from .recurrence import Recurrence, describe_tensor, recurrence
 
 
 @recurrence
@@ -30,5 +31,7 @@ def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
     Args:
         q: ``[B, T, Hk, K]``. g: log forget gate ``[B, T, Hk, K]``, ≤ 0. v: ``[B, T, H, V]``, the input.
     """
+    if not isinstance(q, Tensor):
+        raise ArgumentError("q", "a tensor", describe_tensor(q))
     k = -torch.expm1(g.to(torch.promote_types(g.dtype, torch.float32))).to(q.dtype) if isinstance(g, Tensor) else g
     return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g), names={"k": "g"})

@@ -98,11 +98,12 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     @functools.wraps(describe)
     def function(*args, **keywords) -> LinearAttentionOutput:
         options = Options(**{k: keywords.pop(k) for k in names & keywords.keys()})
-        own.bind(*args, **keywords)  # a TypeError for missing and unknown arguments, before anything is sent
+        bound = own.bind(*args, **keywords)  # a TypeError for missing and unknown arguments, before anything is sent
         if options.backend == "reference":
             return _reference(describe.__name__, args, keywords, options)
         run = _run_outside_graphs if options.layout is not None and torch.compiler.is_compiling() else _run
-        return run(describe.__name__, functools.partial(describe, *args, **keywords), options)
+        flags = tuple((n, x) for n, x in bound.arguments.items() if not isinstance(x, Tensor))
+        return run(describe.__name__, functools.partial(describe, *args, **keywords), options, flags)
 
     function.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput
@@ -111,7 +112,7 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     return function
 
 
-def _run(name: str, describe: Callable[[], Recurrence], options: Options) -> LinearAttentionOutput:
+def _run(name: str, describe: Callable[[], Recurrence], options: Options, flags: tuple) -> LinearAttentionOutput:
     r, error = None, None
     try:
         r = describe()
@@ -119,7 +120,7 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options) -> Lin
     except RingLAError as e:
         error = e
     if isinstance(options.layout, ShardedLayout):
-        options.layout.agree(name, None if error else signature(r, options), error)
+        options.layout.agree(name, None if error else signature(r, options, flags), error)
     elif error is not None:
         raise error
     q = r.inputs.q
@@ -182,6 +183,13 @@ def check(r: Recurrence, options: Options) -> None:
     check_choice(options.mode, options.backend)
     if options.scale is not None and not isinstance(options.scale, (int, float)):
         raise ArgumentError("scale", "a number or None", type(options.scale).__name__)
+    deterministic = isinstance(options.layout, ShardedLayout) and options.layout.cp.deterministic
+    if deterministic and (options.mode == "recurrent" or not r.causal):
+        got = "mode='recurrent'" if r.causal else "causal=False"
+        raise UnsupportedError("layout", f"one without deterministic=True for {got}", "a deterministic one")
+    if not r.causal and (options.mode == "recurrent" or options.backend == "triton"):
+        got = f"mode={options.mode!r}, backend={options.backend!r}"
+        raise UnsupportedError("causal", "True for mode='recurrent' and backend='triton'", got)
     documents = check_split(T, B, options.layout, options.cu_seqlens, r.inputs.q.device)
     state = options.initial_state
     if state is not None:
@@ -197,6 +205,9 @@ def check(r: Recurrence, options: Options) -> None:
 def check_tensors(r: Recurrence) -> None:
     """Refuse inputs that are not float tensors of the right shapes on one device, q, k and v of one dtype."""
     name = {field: r.names.get(field, field) for field in Inputs._fields}
+    for f in r.rule.inputs:
+        if not isinstance(getattr(r.inputs, f), Tensor):
+            raise ArgumentError(name[f], "a tensor", describe_tensor(getattr(r.inputs, f)))
     present = {f: x for f, x in r.inputs._asdict().items() if x is not None}
     for f, x in present.items():
         if not isinstance(x, Tensor) or x.dtype not in FLOATS:
@@ -207,6 +218,8 @@ def check_tensors(r: Recurrence) -> None:
             raise ArgumentError(name[f], "four dimensions [B, T, H, D]", list(present[f].shape))
     B, T, Hk, K = q.shape
     H = v.shape[2]
+    if Hk < 1 or K < 1:
+        raise ArgumentError(name["q"], "at least one head and one channel", list(q.shape))
     if list(k.shape) != [B, T, Hk, K]:
         raise ArgumentError(name["k"], f"the shape of {name['q']}, {[B, T, Hk, K]}", list(k.shape))
     if list(v.shape[:2]) != [B, T]:
@@ -272,7 +285,7 @@ def check_values(r: Recurrence) -> None:
             raise ArgumentError(name, "log-decays ≤ 0", f"a largest value of {float(x.max()):g}")
 
 
-def signature(r: Recurrence, options: Options) -> tuple:
+def signature(r: Recurrence, options: Options, flags: tuple) -> tuple:
     """What must be the same on all ranks: shapes but T, dtypes, flags and who needs a gradient."""
 
     def of(x: Tensor | None) -> object:
@@ -281,8 +294,8 @@ def signature(r: Recurrence, options: Options) -> tuple:
     state = options.initial_state
     tensors = tuple((r.names.get(f, f), of(x)) for f, x in r.inputs._asdict().items() if x is not None)
     initial = None if state is None else (tuple(state.shape), str(state.dtype), state.requires_grad)
-    rest = (options.scale, options.output_final_state, options.mode, options.backend, torch.is_grad_enabled())
-    return (str(r.rule), r.causal, tensors, ("initial_state", initial), rest)
+    rest = (options.scale, options.use_qk_l2norm, options.output_final_state, options.mode, options.backend)
+    return (str(r.rule), r.causal, tensors, ("initial_state", initial), rest, torch.is_grad_enabled(), flags)
 
 
 def describe_tensor(x: object) -> str:

@@ -26,6 +26,8 @@ def lightning_decay(heads: int, layer_idx: int = 0, num_layers: int = 1, device:
 
 def _static(g: Tensor, v: Tensor) -> Tensor:
     """One log-decay a head as a gate of every token, in the precision of the states."""
+    if not isinstance(v, Tensor) or v.dim() != 4:
+        raise ArgumentError("v", "a float tensor [B, T, H, V]", describe_tensor(v))
     if not isinstance(g, Tensor) or g.dim() != 1:
         raise ArgumentError("g", "one static log-decay a head, [H]", describe_tensor(g))
     return g.to(state_dtype(v)).expand(*v.shape[:2], -1)
@@ -39,8 +41,8 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
         q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
         g: static log-decay ``log γ_h``, ``[H]``, ≤ 0; None: the paper's γ_h = 1 − 2^(−5−h), h = 0 … H−1.
     """
-    heads = v.shape[2] if isinstance(v, Tensor) and v.dim() == 4 else 1
-    g = retention_decay(heads, v.device) if g is None else g
+    if g is None and isinstance(v, Tensor) and v.dim() == 4:
+        g = retention_decay(v.shape[2], v.device)
     return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)))
 
 
@@ -57,8 +59,8 @@ def lightning_attention(
             instead: pass them.
         layer_idx, num_layers: the layer the default decay is for.
     """
-    heads = v.shape[2] if isinstance(v, Tensor) and v.dim() == 4 else 1
-    g = lightning_decay(heads, layer_idx, num_layers, v.device) if g is None else g
+    if g is None and isinstance(v, Tensor) and v.dim() == 4:
+        g = lightning_decay(v.shape[2], layer_idx, num_layers, v.device)
     return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)))
 
 

@@ -13,12 +13,11 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import tempfile
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 SIZE = 4
@@ -47,10 +46,10 @@ class Ranks:
 
     def start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._store = tempfile.mkdtemp(prefix="ring_la_ranks_")
+        port = _free_port()
         for rank in range(SIZE):
             here, there = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, SIZE, self._store, there), daemon=True)
+            process = spawn.Process(target=_serve, args=(rank, SIZE, port, there), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -104,7 +103,13 @@ def _report(errors: dict[int, str]) -> str:
     return "".join(f"\n--- rank {rank} ---\n{text}\n" for rank, text in sorted(errors.items()))
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     """One rank: join, then answer calls until the pipe closes."""
     global _size
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -114,7 +119,7 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", init_method=f"file://{Path(store) / 'store'}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     for p in range(1, size + 1):
         _groups[p] = dist.new_group(list(range(p)))

@@ -167,8 +167,9 @@ def test_training_machinery(ranks, check):
 # -- determinism -------------------------------------------------------------------------------------------
 
 
-def check_deterministic(rank: int, P: int, name: str, documents: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    T = 700
+def check_deterministic(
+    rank: int, P: int, name: str, documents: int, kind: str, T: int = 700
+) -> tuple[torch.Tensor, torch.Tensor]:
     cu = None if documents == 0 else (0, 100, 101, 450, 700)
     x = {
         n: t.detach() if isinstance(t, torch.Tensor) else t
@@ -190,6 +191,32 @@ def test_deterministic_bits_do_not_depend_on_P(ranks, name):
                 for o_P, final_P in ranks.run(P, check_deterministic, P, name, documents, kind):
                     assert torch.equal(o, o_P)
                     assert torch.equal(final, final_P)
+
+
+@pytest.mark.parametrize(("name", "T", "P"), [("gated_delta_rule", 66, 2), ("gla", 130, 3)])
+def test_deterministic_bits_with_a_short_last_shard(ranks, name, T, P):
+    """A shard short enough to go token by token by itself still goes in chunks."""
+    o, final = ranks.run(1, check_deterministic, 1, name, 0, "contiguous", T)[0]
+    for o_P, final_P in ranks.run(P, check_deterministic, P, name, 0, "contiguous", T):
+        assert torch.equal(o, o_P)
+        assert torch.equal(final, final_P)
+
+
+def check_deterministic_refusals(rank: int) -> None:
+    with pytest.raises(ring_la.ArgumentError, match=r"^scan: expected"):
+        ring_la.ContextParallel(group(), scan="doubling", deterministic=True)
+    cp = ring_la.ContextParallel(group(), deterministic=True)
+    with pytest.raises(ring_la.ArgumentError, match=r"^multiple_of: expected"):
+        cp.layout(200, multiple_of=1)
+    layout = cp.layout(200)
+    x = shard(layout, make_inputs("linear_attention", 1, 200))
+    for keywords in (dict(mode="recurrent"), dict(causal=False)):
+        with pytest.raises(ring_la.UnsupportedError, match="deterministic"):
+            ring_la.linear_attention(**x, **keywords, layout=layout)
+
+
+def test_deterministic_refuses_what_it_cannot_keep(ranks):
+    ranks.run(2, check_deterministic_refusals)
 
 
 # -- memory and bytes --------------------------------------------------------------------------------------
@@ -293,6 +320,63 @@ def test_ranks_that_differ_get_the_same_error(ranks, validate):
         assert messages[0] == messages[2], case
         if messages[0].startswith("DisagreementError") and messages[1].startswith("DisagreementError"):
             assert messages[0] == messages[1], case
+
+
+def check_late_disagreement(rank: int) -> tuple[str, float]:
+    """A call compared before is wrong on one rank the second time: that rank names it, the other waits in vain."""
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=4.0)
+    layout = cp.layout(40, "contiguous")
+    x = {n: layout.shard(t.detach()) for n, t in make_inputs("delta_rule", 1, 40).items()}
+    ring_la.delta_rule(**x, layout=layout)
+    start = time.monotonic()
+    wrong = {"beta": x["beta"][:, :, :3]} if rank == 0 else {}
+    return caught(lambda: ring_la.delta_rule(**(x | wrong), layout=layout)), time.monotonic() - start
+
+
+def test_a_late_disagreement_ends_in_errors(ranks):
+    results = ranks.run(2, check_late_disagreement)
+    ranks.stop()  # half an exchange is left in the group
+    assert results[0][0].startswith("ArgumentError: beta: expected")
+    assert results[1][0].startswith("PeerError")
+    assert all(seconds < 15 for _, seconds in results)
+
+
+def check_absent(rank: int) -> tuple[str, float]:
+    cp = ring_la.ContextParallel(group(), timeout=3.0)
+    if rank == 1:
+        time.sleep(10)
+        return "slept", 0.0
+    start = time.monotonic()
+    return caught(lambda: cp.layout(8)), time.monotonic() - start
+
+
+def test_agreement_keeps_the_timeout(ranks):
+    message, seconds = ranks.run(2, check_absent)[0]
+    ranks.stop()
+    assert "no sign of life from rank 1" in message
+    assert seconds < 12
+
+
+def check_flags(rank: int) -> list[str]:
+    """Options that change numbers, different on rank 1, and moves of tokens that do not fit."""
+    odd = rank == 1
+    cp = ring_la.ContextParallel(group())
+    layout = cp.layout(20)
+    n = layout.local_length
+    x = make_inputs("delta_rule", 1, n)
+    y = make_inputs("mamba2", 1, n) | {"dt_softplus": odd}
+    return [
+        caught(lambda: ring_la.delta_rule(**x, layout=layout, use_qk_l2norm=odd)),
+        caught(lambda: ring_la.mamba2(**y, layout=layout)),
+        caught(lambda: layout.gather(torch.ones(1, n, 3 + odd))),
+        caught(lambda: layout.targets(torch.ones(1, n, dtype=torch.int64 if odd else torch.int32))),
+    ]
+
+
+def test_flags_and_moves_are_compared(ranks):
+    results = ranks.run(2, check_flags)
+    assert all(message.startswith("DisagreementError") for messages in results for message in messages)
+    assert results[0] == results[1]
 
 
 def check_store(rank: int) -> tuple[str, list[str]]:

@@ -80,6 +80,25 @@ def test_one_message_carries_the_halo(ranks):
         assert sent == expected
 
 
+def check_final_state_of_one_rank(rank: int) -> float:
+    """Only rank 0's loss uses the final state: the way back is collective all the same."""
+    cp = ring_la.ContextParallel(group(), timeout=10.0)
+    layout = cp.layout(20, "contiguous")
+    whole = torch.randn(1, 20, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight = torch.ones(D, 3, dtype=torch.float64)
+    x = layout.shard(whole).requires_grad_()
+    out = ring_la.short_conv(x, weight, layout=layout, output_final_state=True)
+    (grad,) = torch.autograd.grad(out.o.sum() + (out.final_state.sum() if rank == 0 else 0), x)
+    whole.requires_grad_()
+    want = reference.short_conv(whole, weight, output_final_state=True)
+    (expected,) = torch.autograd.grad(want.o.sum() + want.final_state.sum(), whole)
+    return error(grad, layout.shard(expected))
+
+
+def test_final_state_used_by_one_rank(ranks):
+    assert max(ranks.run(2, check_final_state_of_one_rank)) < 1e-12
+
+
 def test_one_device_matches_reference():
     x = torch.randn(1, 20, 2, 3, dtype=torch.float64)
     weight = torch.randn(6, 1, 4, dtype=torch.float64)
