@@ -71,12 +71,14 @@ class Group:
         """Send `x` to group rank `to`."""
         x = x.contiguous()
         self.bytes_sent += x.nbytes
-        return self._pending(f"sending to rank {to}", self._single(dist.isend, x, to), lambda: x)
+        return self._pending(f"sending to rank {to}", lambda: self._single(dist.isend, x, to), lambda: x)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Pending:
         """Receive a tensor from group rank `source`; the result is the tensor."""
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return self._pending(f"receiving from rank {source}", self._single(dist.irecv, out, source), lambda: out)
+        return self._pending(
+            f"receiving from rank {source}", lambda: self._single(dist.irecv, out, source), lambda: out
+        )
 
     def _single(self, operation: Callable, x: Tensor, peer: int) -> list[dist.Work]:
         """One message. NCCL takes it as a batch of one: on the group's own communicator, opened when it was made."""
@@ -91,9 +93,9 @@ class Group:
         for r, t in sorted(sends.items()):
             ops.append(dist.P2POp(dist.isend, t.contiguous(), self.global_ranks[r], self.group))
             self.bytes_sent += t.nbytes
-        works = dist.batch_isend_irecv(ops) if ops else []
         peers = sorted({*sends, *receives})
-        return self._pending(f"exchanging with ranks {peers}", works, lambda: (receives, ops)[0])
+        what = f"exchanging with ranks {peers}"
+        return self._pending(what, lambda: dist.batch_isend_irecv(ops) if ops else [], lambda: (receives, ops)[0])
 
     def all_gather(self, x: Tensor) -> Pending:
         """Every rank's `x`, stacked: ``[P, *x.shape]``."""
@@ -101,9 +103,9 @@ class Group:
             return Pending(lambda: x[None])
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        work = _all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        post = lambda: [_all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True)]  # noqa: E731
         self.bytes_sent += x.nbytes * (self.size - 1)
-        return self._pending("gathering", [work], lambda: (out, x)[0])
+        return self._pending("gathering", post, lambda: (out, x)[0])
 
     def all_to_all(self, x: Tensor) -> Pending:
         """Row r of ``x [P, …]`` goes to rank r; row r of the result came from rank r."""
@@ -111,9 +113,9 @@ class Group:
             return Pending(lambda: x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        work = dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        post = lambda: [dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)]  # noqa: E731
         self.bytes_sent += x.nbytes // self.size * (self.size - 1)
-        return self._pending("exchanging all to all", [work], lambda: (out, x)[0])
+        return self._pending("exchanging all to all", post, lambda: (out, x)[0])
 
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         """Rows of `x` in blocks of `send[r]` rows to rank r; blocks of `receive[r]` rows come back."""
@@ -121,19 +123,20 @@ class Group:
             return Pending(lambda: x)
         x = x.contiguous()
         out = x.new_empty(sum(receive), *x.shape[1:])
-        work = dist.all_to_all_single(out, x, list(receive), list(send), group=self.group, async_op=True)
+        sizes = (list(receive), list(send))
+        post = lambda: [dist.all_to_all_single(out, x, *sizes, group=self.group, async_op=True)]  # noqa: E731
         row = x.nbytes // max(1, x.shape[0])
         self.bytes_sent += row * (sum(send) - send[self.rank])
-        return self._pending("exchanging all to all", [work], lambda: (out, x)[0])
+        return self._pending("exchanging all to all", post, lambda: (out, x)[0])
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """The reduction of every rank's `x` (by default its sum), in a new tensor."""
         out = x.clone(memory_format=torch.contiguous_format)
         if self.size == 1:
             return Pending(lambda: out)
-        work = dist.all_reduce(out, op=op, group=self.group, async_op=True)
+        post = lambda: [dist.all_reduce(out, op=op, group=self.group, async_op=True)]  # noqa: E731
         self.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
-        return self._pending("reducing over all ranks", [work], lambda: out)
+        return self._pending("reducing over all ranks", post, lambda: out)
 
     def agree(self, what: str, value: object) -> None:
         """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`."""
@@ -170,7 +173,13 @@ class Group:
 
     # -- waiting and failing -------------------------------------------------------------------------------
 
-    def _pending(self, what: str, works: Sequence[dist.Work], result: Callable[[], Any]) -> Pending:
+    def _pending(self, what: str, post: Callable[[], Sequence[dist.Work]], result: Callable[[], Any]) -> Pending:
+        """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
+        try:
+            works = post()
+        except RuntimeError as error:
+            raise self._peer_error(what, error) from error
+
         def finish() -> Any:
             start = time.perf_counter()
             try:
