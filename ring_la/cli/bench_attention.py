@@ -1,6 +1,6 @@
 """Softmax attention on a split sequence beside its peers, in one run, as shares of the single-GPU bound.
 
-    torchrun --nproc_per_node 8 -m ring_la.cli.bench_attention [--lengths 16384,4096] [--out FILE.json]
+    torchrun --nproc_per_node 8 -m ring_la bench attention [--lengths 16384,4096] [--out FILE.json]
 
 The bound is one non-causal call of a kernel with the FLOPs that a rank owes: causal attention of T·P tokens is half of
 T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel; ring-flash-attn and
@@ -177,8 +177,7 @@ def peers(P: int) -> dict[str, Call]:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", default="16384,4096", help="tokens a rank")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128)
@@ -187,7 +186,9 @@ def main() -> None:
     parser.add_argument("--backends", default="cudnn,flash,triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_attention.json"))
     parser.add_argument("--transport", default="auto", choices=("auto", "torch", "symmetric"))
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rank, P, rows = dist.get_rank(), dist.get_world_size(), []
@@ -248,4 +249,6 @@ def bench(case: str, T: int, P: int, args: argparse.Namespace, cp, others: dict[
 
 
 if __name__ == "__main__":
-    main()
+    from .main import main
+
+    sys.exit(main(["bench", "attention", *sys.argv[1:]]))

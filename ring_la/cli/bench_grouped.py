@@ -1,6 +1,6 @@
 """Grouped GEMM on one GPU: correctness against fp64, then times beside the other ways to do it, in one run.
 
-    python -m ring_la.cli.bench_grouped [--tune] [--out runs/bench_grouped]
+    ring-la bench grouped [--tune] [--out runs/bench_grouped]
 
 Products: "rows" (the forward product), "rows_t" (the gradient of A: B by columns), "outer" (the gradient of B), and
 "train" (forward and both gradients through autograd). Peers are called as bare as they come: "loop" knows the sizes
@@ -24,6 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ring_la.errors import UnsupportedError
 from ring_la.grouped_gemm import grouped_gemm
 from ring_la.kernels.grouped import BACKENDS, Call, choose, load, tuning
 from ring_la.kernels.grouped.aten import grouped_mm
@@ -260,7 +261,7 @@ def probe() -> None:
 
 
 def probed(seconds: float) -> dict[tuple[str, int], str]:
-    command = [sys.executable, "-m", "ring_la.cli.bench_grouped", "--probe"]
+    command = [sys.executable, "-m", "ring_la", "bench", "grouped", "--probe"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         try:
             output, _ = child.communicate(timeout=seconds)
@@ -360,17 +361,18 @@ def picture(lines: list[dict], path: pathlib.Path, title: str) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_grouped"))
     parser.add_argument("--tune", action="store_true", help="time the tile candidates first and use the fastest")
     parser.add_argument("--rows", type=int, default=32768)
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--n", type=int, default=4096)
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
+        raise UnsupportedError("device", "a CUDA device", "none")
     torch.manual_seed(0)
     if options.probe:
         probe()
@@ -393,4 +395,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from .main import main
+
+    sys.exit(main(["bench", "grouped", *sys.argv[1:]]))

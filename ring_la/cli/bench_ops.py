@@ -1,6 +1,6 @@
 """Every linear recurrence on one GPU against fla-core, in one run: errors first, then times and peak memory.
 
-    python -m ring_la.cli.bench_ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--warm SECONDS] [--out FILE.json]
+    ring-la bench ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--warm SECONDS] [--out FILE.json]
 
 Times are medians of CUDA events; the peer runs beside ours on the same tensors. Errors are those of the output and of
 every gradient against an fp64 run of the PyTorch kernels on the same (rounded) inputs. FLA returns tuples: its output
@@ -157,7 +157,7 @@ def bandwidth() -> float:
     return 2 * x.numel() / (milliseconds(lambda: y.copy_(x)) / 1e3)
 
 
-def run(names: list[str], shapes: list[tuple[int, ...]], budget: float) -> dict[str, Any]:
+def measure_all(names: list[str], shapes: list[tuple[int, ...]], budget: float) -> dict[str, Any]:
     start, theirs, speed = time.time(), peers(), bandwidth()
     rows = []
     for shape in shapes:
@@ -192,7 +192,7 @@ def row_of(name: str, shape: tuple[int, ...], theirs: dict[str, Op], speed: floa
 def warm(names: list[str], shapes: str, seconds: float) -> None:
     """Compile, and let the peer tune itself, in one process an op, all at once; caches on disk keep both for the
     run."""
-    command = [sys.executable, "-m", "ring_la.cli.bench_ops", "--shapes", shapes, "--only-warm", "--ops"]
+    command = [sys.executable, "-m", "ring_la", "bench", "ops", "--shapes", shapes, "--only-warm", "--ops"]
     started = [subprocess.Popen([*command, name], stdout=subprocess.DEVNULL) for name in names]
     deadline = time.time() + seconds
     for name, process in zip(names, started):
@@ -245,26 +245,29 @@ def machine() -> dict[str, str]:
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--shapes", default=SHAPES, help="BxTxHxD, comma-separated")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no op is started")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--warm", type=float, metavar="SECONDS", help="first compile all ops in parallel, so long")
     parser.add_argument("--only-warm", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
     names = args.ops.split(",")
     if args.only_warm:
         return call_once(names[0], shapes)
     if args.warm:
         warm(names, args.shapes, args.warm)
-    found = run(names, shapes, args.budget)
+    found = measure_all(names, shapes, args.budget)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    from .main import main
+
+    sys.exit(main(["bench", "ops", *sys.argv[1:]]))

@@ -1,7 +1,7 @@
 """Which back end is the fastest, as data.
 
 A line holds for groups of up to so many rows on average; the first that fits decides, and of its back ends the
-first that can do the call. `python -m ring_la.cli.bench_grouped` prints the times to fill these lines from.
+first that can do the call. `ring-la bench grouped` prints the times to fill these lines from.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tile shapes of the Triton kernels, as data.
 
-Chosen by `python -m ring_la.cli.bench_grouped --tune`, which times the candidates below and prints this table anew.
+Chosen by `ring-la bench grouped --tune`, which times the candidates below and prints this table anew.
 A line holds for groups of up to so many rows on average; the first that fits decides. Nothing is tuned at run time.
 """
 

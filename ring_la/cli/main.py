@@ -1,0 +1,58 @@
+"""``ring-la COMMAND [OPTIONS]``: finds the module of a command, parses its options, runs it.
+
+A command is a module of this package, listed in `COMMANDS` under the words that call it, with two functions:
+
+    add_arguments(parser)    adds its options to an `argparse.ArgumentParser`
+    run(args)                does the work; its result is the exit status (None: 0)
+
+The module's docstring is the command's help, its first line the summary. Commands are imported when they are called.
+Errors in what the user asked for (`RingLAError`) are printed without a traceback; the exit status is then 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ..errors import RingLAError
+
+COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("bench", "ops"): ("bench_ops", "linear recurrences on one GPU beside fla-core"),
+    ("bench", "attention"): ("bench_attention", "softmax attention on a split sequence beside its peers"),
+    ("bench", "grouped"): ("bench_grouped", "grouped GEMM on one GPU beside the other ways to do it"),
+}
+"""Words of a command: its module in this package, and what it does."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of the list; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((c for c in COMMANDS if tuple(words[: len(c)]) == c), None)
+    if command is None:
+        return _overview(words)
+    module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
+    parser = argparse.ArgumentParser(
+        prog=" ".join(("ring-la", *command)),
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    try:
+        return module.run(parser.parse_args(words[len(command) :])) or 0
+    except RingLAError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+
+
+def _overview(words: Sequence[str]) -> int:
+    """The list of commands: on request, or with a complaint about a command that is not in it."""
+    asked = not words or words[-1] in ("-h", "--help") or any(tuple(words) == c[: len(words)] for c in COMMANDS)
+    lines = [f"  ring-la {' '.join(c):18}{what}" for c, (_, what) in COMMANDS.items()]
+    text = "\n".join(["commands (each has --help):", *lines])
+    if asked:
+        print(text)
+        return 0
+    print(f"ring-la: no command {' '.join(words[:2])!r}; {text}", file=sys.stderr)
+    return 2
