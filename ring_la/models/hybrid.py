@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from ..context import ShardedLayout
 from ..errors import ArgumentError
 from ..nn import LAYERS, Layer, MixtureOfExperts, RMSNorm, Routing
+from .loss import IGNORE, linear_cross_entropy
 from .mlp import MLPS
-
-IGNORE = -100
-"""The target of a token that has none."""
 
 
 @dataclass(frozen=True)
@@ -187,16 +185,21 @@ class HybridLM(nn.Module):
         layout: ShardedLayout | None = None,
         cu_seqlens: Tensor | None = None,
         routings: list[Routing] | None = None,
+        total: Tensor | int | None = None,
+        chunk: int = 8192,
     ) -> Tensor:
         """This rank's part of the mean cross-entropy: its tokens' sum over the number of targets of the whole batch.
 
         Its part of the auxiliary losses of mixtures of experts is added. Summed over the ranks, losses and gradients
-        are those of one process.
+        are those of one process. Logits of at most `chunk` tokens exist at a time (`linear_cross_entropy`).
 
         Args:
             ids: int ``[B, T]``; under a layout this rank's tokens.
             targets: the token that follows each, ``[B, T]``, IGNORE where none does; None: the next in its document.
             layout, cu_seqlens, routings: as in `forward`.
+            total: the number of targets to divide by, where the batch is more than this call: several sequences of
+                data-parallel ranks, or steps whose gradients are added. None: the targets of this call, on all ranks.
+            chunk: tokens whose logits exist at a time.
         """
         if targets is None:
             targets, count = _next_tokens(ids, layout, cu_seqlens)
@@ -204,14 +207,14 @@ class HybridLM(nn.Module):
             if targets.shape != ids.shape:
                 raise ArgumentError("targets", f"the shape of ids, {list(ids.shape)}", list(targets.shape))
             count = (targets != IGNORE).sum()
-            if layout is not None:
+            if layout is not None and total is None:
                 count = layout.cp.comm.all_reduce(count).wait()
             count = count.clamp(min=1)
         routings = [] if routings is None else routings
         begin = len(routings)
-        logits = self(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).logits.flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum") / count
+        x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).x.flatten(0, 1)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        loss = linear_cross_entropy(x, weight, targets.flatten(), chunk=chunk) / (count if total is None else total)
         return loss + sum(routing.aux_loss for routing in routings[begin:])
 
     def _check(self, ids: Tensor, states: Sequence[Any] | None, layout: ShardedLayout | None) -> None:

@@ -1,0 +1,115 @@
+"""Cross-entropy of a linear output layer without its logits: rows are taken in chunks, forward and backward in one go.
+
+    logits = x Wᵀ,   loss = Σ_i (lse(logits_i) − logits_i[target_i]),   d logits = softmax(logits) − onehot(target)
+
+Gradients of a chunk are formed while its logits are there (as in Liger Kernel, arXiv 2410.10989, §3.2), so that the
+largest tensor is ``[chunk, V]`` whatever the number of tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..autograd import first_derivative_only
+from ..errors import ArgumentError, UnsupportedError
+
+BACKENDS = ("auto", "chunked", "liger")
+IGNORE = -100
+"""The target of a token that has none."""
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk: int = 8192,
+    ignore_index: int = IGNORE,
+    backend: str = "auto",
+) -> Tensor:
+    """Sum over the rows of the cross-entropy of ``x weightᵀ``; logits of at most `chunk` rows exist at a time.
+
+    Args:
+        x: ``[N, D]``, floats. weight: ``[V, D]`` of the same dtype. targets: int64 ``[N]``.
+        chunk: rows taken at once by "chunked"; Liger picks its own.
+        ignore_index: the target of rows that do not count.
+        backend: "chunked": this file, any device and dtype. "liger": liger-kernel's Triton kernel (CUDA). "auto":
+            Liger on CUDA where it is installed, else "chunked". (PyTorch 2.13's own rounds the sum to bf16.)
+
+    Returns:
+        The sum, fp32 (fp64 for fp64). Differentiable once in `x` and `weight`.
+
+    Raises:
+        ArgumentError: a wrong argument. UnsupportedError: a backend that is not there.
+    """
+    _check(x, weight, targets, chunk, backend)
+    if backend == "auto":
+        backend = "liger" if x.is_cuda and x.dtype != torch.float64 and has_liger() else "chunked"
+    if backend == "chunked":
+        return _Chunked.apply(x, weight, targets, chunk, ignore_index)
+    return _liger(x, weight, targets, ignore_index)
+
+
+def has_liger() -> bool:
+    """Whether liger-kernel is installed."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def _check(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ArgumentError("x", "floats [N, D]", f"{x.dtype} {list(x.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
+        raise ArgumentError("weight", f"{x.dtype} [V, {x.shape[1]}]", f"{weight.dtype} {list(weight.shape)}")
+    if targets.shape != x.shape[:1] or targets.dtype != torch.int64:
+        raise ArgumentError("targets", f"torch.int64 [{x.shape[0]}]", f"{targets.dtype} {list(targets.shape)}")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ArgumentError("chunk", "an int ≥ 1", repr(chunk))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignore_index: int) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        loss = x.new_zeros((), dtype=wide)
+        dx = torch.empty_like(x) if need_x else None
+        dweight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+        for i in range(0, len(x), chunk):
+            rows, labels = x[i : i + chunk], targets[i : i + chunk]
+            counts = labels != ignore_index
+            at = labels.where(counts, 0)[:, None]
+            logits = F.linear(rows, weight).to(wide)
+            lse = logits.logsumexp(1, keepdim=True)
+            loss += (lse - logits.gather(1, at)).squeeze(1).where(counts, 0).sum()
+            if not (need_x or need_weight):
+                continue
+            d = logits.sub_(lse).exp_()  # the softmax, in place
+            d.scatter_add_(1, at, d.new_full((), -1.0).expand_as(at))
+            d = d.mul_(counts[:, None]).to(x.dtype)
+            if need_x:
+                dx[i : i + chunk] = d @ weight
+            if need_weight:
+                dweight += d.T @ rows
+        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, grad: Tensor):
+        dx, dweight = (None if d is None else d * grad.to(d.dtype) for d in ctx.saved_tensors)
+        return dx, dweight, None, None, None
+
+
+def _liger(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    if not has_liger():
+        raise UnsupportedError("backend", "'chunked', or an environment with liger-kernel", "'liger'")
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32)
+    return loss(weight, x, targets)
