@@ -151,8 +151,9 @@ def main() -> None:
                 times = {"failed": f"{type(e).__name__}: {str(e)[-160:]}"}
             rows.append(dict(chunk=chunk, table=name, launch=str(launch), rule=rule, shape=shape, times=times))
             if args.part is None:
-                label = launch if isinstance(launch, int) else (launch.block, launch.warps, launch.stages,
-                launch.registers)
+                label = (
+                    launch if isinstance(launch, int) else (launch.block, launch.warps, launch.stages, launch.registers)
+                )
                 print(name, label, rule, shape[1:3], *(f"{k}:{v}" for k, v in times.items()), flush=True)
         for n, entries in kept.items():
             getattr(table, n).update(entries)
