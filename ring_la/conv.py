@@ -16,7 +16,7 @@ from torch import Tensor
 from .autograd import outside_graphs
 from .comm import Replicated, SumOverRanks
 from .context import ShardedLayout
-from .errors import ArgumentError, RingLAError
+from .errors import ArgumentError, RingLAError, UnsupportedError
 from .outputs import ShortConvOutput, TokenShiftOutput
 from .recurrences.recurrence import FLOATS, check_split, describe_tensor
 
@@ -31,6 +31,7 @@ def short_conv(
     output_final_state: bool = False,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
+    in_place: bool = False,
 ) -> ShortConvOutput:
     """Depthwise causal convolution ``y_t = Σ_j weight[:, j] · x_{t−W+1+j} + bias`` along each document.
 
@@ -44,6 +45,7 @@ def short_conv(
             under a layout, and so is its gradient.
         output_final_state: also return each document's last W−1 inputs, on every rank.
         layout: how the sequence is split; T is then this rank's length. cu_seqlens: packing on one device ``[N+1]``.
+        in_place: write the final state over `initial_state`, which is then the one returned: one device, no gradients.
 
     Returns:
         ShortConvOutput(o like x, final_state ``[N, D, W−1]`` in x's dtype, or None).
@@ -52,7 +54,11 @@ def short_conv(
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
     run = _short_conv if layout is None else _short_conv_split
-    return run(x, weight, bias, activation, initial_state, output_final_state, layout, cu_seqlens)
+    if not in_place:
+        return run(x, weight, bias, activation, initial_state, output_final_state, layout, cu_seqlens)
+    _check_in_place(initial_state, layout, x, weight, bias)
+    o, final = run(x, weight, bias, activation, initial_state, True, layout, cu_seqlens)
+    return ShortConvOutput(o, initial_state.copy_(final))
 
 
 def token_shift(
@@ -62,6 +68,7 @@ def token_shift(
     output_final_state: bool = False,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
+    in_place: bool = False,
 ) -> TokenShiftOutput:
     """Each token's predecessor in its document, ``o_t = x_{t−1}`` (RWKV, Peng et al. 2023, arXiv 2305.13048, §3.1).
 
@@ -69,7 +76,7 @@ def token_shift(
         x: ``[B, T, D]`` or ``[B, T, H, D']``.
         initial_state: the token before each document ``[N, D]``; None: zeros. Replicated under a layout.
         output_final_state: also return each document's last token, on every rank.
-        layout, cu_seqlens: as in `short_conv`.
+        layout, cu_seqlens, in_place: as in `short_conv`.
 
     Returns:
         TokenShiftOutput(o like x, final_state ``[N, D]`` in x's dtype, or None).
@@ -78,7 +85,11 @@ def token_shift(
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
     run = _token_shift if layout is None else _token_shift_split
-    return run(x, initial_state, output_final_state, layout, cu_seqlens)
+    if not in_place:
+        return run(x, initial_state, output_final_state, layout, cu_seqlens)
+    _check_in_place(initial_state, layout, x)
+    o, final = run(x, initial_state, True, layout, cu_seqlens)
+    return TokenShiftOutput(o, initial_state.copy_(final))
 
 
 def _short_conv(
@@ -294,6 +305,16 @@ def _check_channels(name: str, t: Tensor | None, shape: list[int], x: Tensor) ->
         raise ArgumentError(name, f"a float tensor {shape}", describe_tensor(t))
     if t.device != x.device:
         raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)
+
+
+def _check_in_place(initial: Tensor | None, layout: ShardedLayout | None, *inputs: Tensor | None) -> None:
+    if layout is not None:
+        raise UnsupportedError("in_place", "False under a layout", True)
+    if not isinstance(initial, Tensor):
+        raise ArgumentError("initial_state", "a tensor for in_place=True", describe_tensor(initial))
+    wanting = any(isinstance(x, Tensor) and x.requires_grad for x in (initial, *inputs))
+    if torch.is_grad_enabled() and wanting:
+        raise ArgumentError("in_place", "False where gradients are wanted", True, "Call it under torch.no_grad()")
 
 
 def _check(flat: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:

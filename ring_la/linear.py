@@ -23,7 +23,7 @@ from .algebra import Affine, Rule, Transition, transition_shape, transpose
 from .autograd import first_derivative_only
 from .comm import Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
-from .kernels import Inputs, Local, linear_recurrence, make_local, state_dtype
+from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
 from .outputs import LinearAttentionOutput
 from .scan import Chain, Link
 
@@ -39,11 +39,15 @@ def run(
     cu_seqlens: Tensor | None,
     mode: str,
     backend: str | None,
+    in_place: bool = False,
 ) -> LinearAttentionOutput:
     """Run a rule over checked inputs; see `recurrences.recurrence` for the arguments. States are ``[N, H, K, V]``."""
     if layout is None:
         packed = cu_seqlens is not None
         S0 = None if initial_state is None else _with_rows(initial_state, packed)
+        if in_place:
+            o = linear_recurrence_in_place(*inputs, S0, cu_seqlens, str(rule), scale, mode, backend)
+            return LinearAttentionOutput(o, initial_state)
         o, S_end = linear_recurrence(*inputs, S0, cu_seqlens, str(rule), scale, mode, backend)
         return LinearAttentionOutput(o, _without_rows(S_end, packed) if output_final_state else None)
     call = ShardedCall(rule, layout, scale, mode, backend, output_final_state)

@@ -95,21 +95,27 @@ def _last(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) ->
 
 
 @torch.no_grad()
-def step(model: HybridLM, tokens: Tensor, states: list[Any]) -> Prefilled:
-    """Read one more token of each document, ``tokens [N]``."""
-    logits, states = model(tokens[:, None], states=states, output_states=True)
+def step(model: HybridLM, tokens: Tensor, states: list[Any], *, in_place: bool = False) -> Prefilled:
+    """Read one more token of each document, ``tokens [N]``.
+
+    in_place: states of a fixed size are written over those given, instead of to new memory.
+    """
+    logits, states = model(tokens[:, None], states=states, output_states=True, in_place=in_place)
     return Prefilled(logits[:, -1], states)
 
 
 @torch.no_grad()
 def decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[Tensor]:
-    """The tokens ``[N]`` that follow a prompt, one after the other. No communication: any rank may do it."""
+    """The tokens ``[N]`` that follow a prompt, one after the other. No communication: any rank may do it.
+
+    The prompt keeps its states: the first step makes new ones, which the following overwrite.
+    """
     sampler = sampler or Sampler()
     for i in range(max_new_tokens):
         tokens = sampler(prompt.logits)
         yield tokens
         if i + 1 < max_new_tokens:
-            prompt = step(model, tokens, prompt.states)
+            prompt = step(model, tokens, prompt.states, in_place=i > 0)
 
 
 def generate(

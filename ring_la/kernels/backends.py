@@ -41,17 +41,41 @@ def _triton_installed() -> bool:
     return find_spec("triton") is not None
 
 
+def triton_tokens_refuses(inputs: Inputs) -> str:
+    """Why the Triton kernel of the recurrent mode cannot run this, or an empty string."""
+    if not inputs.q.is_cuda:
+        return "tensors are not on a CUDA device"
+    if not _triton_installed():
+        return "triton is not installed"
+    from .triton.decode import unsupported
+
+    return unsupported(inputs)
+
+
 def make_local(
-    rule: Rule, inputs: Inputs, cu, scale: float, mode: str = "auto", backend: str | None = None, **canonical
+    rule: Rule,
+    inputs: Inputs,
+    cu,
+    scale: float,
+    mode: str = "auto",
+    backend: str | None = None,
+    in_place: bool = False,
+    **canonical,
 ) -> Local:
     """The backend object for one rank's tokens.
 
-    `canonical` (chunk length and alignment, for results that do not depend on the split) is the PyTorch backend's.
+    `in_place` allows the output to write the leaving states over the entering ones. `canonical` (chunk length and
+    alignment, for results that do not depend on the split) is the PyTorch backend's.
 
     Raises:
         UnsupportedError: backend="triton" was asked for and cannot run this.
     """
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
+    if recurrent and backend != "torch" and not canonical and not triton_tokens_refuses(inputs):
+        from .triton.decode import TritonTokens
+
+        chunked = functools.partial(make_local, rule, inputs, cu, scale, "chunk", backend)
+        return TritonTokens(rule, inputs, cu, scale, chunked, in_place)
     if backend != "torch":
         why = "deterministic=True fixes the PyTorch backend's chunks" if canonical else triton_refuses(rule, inputs)
         if not why:

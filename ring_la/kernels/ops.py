@@ -2,6 +2,7 @@
 
     ring_la::linear_recurrence            (tokens, entering states) -> (o, leaving states)
     ring_la::linear_recurrence_backward   their gradients
+    ring_la::linear_recurrence_in_place   the same outputs, the leaving states written over the entering ones
 
 Registered at import with fakes, on every device, without Triton; kernels are imported when first run.
 """
@@ -122,3 +123,36 @@ def _refuse(ctx, *grads):
 
 
 linear_recurrence_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+@torch.library.custom_op("ring_la::linear_recurrence_in_place", mutates_args=("state",))
+def linear_recurrence_in_place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    state: Tensor,
+    cu: Tensor | None,
+    rule: str,
+    scale: float,
+    form: str,
+    backend: str | None,
+) -> Tensor:
+    """`linear_recurrence` without gradients, whose `state` ``[B,N,H,K,V]`` becomes the one that leaves.
+
+    `form` is the mode: torch's functionalisation cannot pass on an argument of that name.
+    """
+    inputs = Inputs(q, k, v, g, beta, a, b)
+    local = make_local(Rule.parse(rule), inputs, cu, scale, form, backend, in_place=True)
+    o, S_end = local.output(state)
+    if S_end.data_ptr() != state.data_ptr():
+        state.copy_(S_end)
+    return o.contiguous()
+
+
+@linear_recurrence_in_place.register_fake
+def _(q, k, v, g, beta, a, b, state, cu, rule, scale, form, backend):
+    return v.new_empty(v.shape)

@@ -137,17 +137,18 @@ class HybridLM(nn.Module):
         layout: ShardedLayout | None = None,
         cu_seqlens: Tensor | None = None,
         routings: list[Routing] | None = None,
+        in_place: bool = False,
     ) -> LMOutput:
         """Logits of the next token after each token of `ids`.
 
         Args:
             ids: int ``[B, T]``; under a layout this rank's tokens.
             states: what the layers remember of earlier tokens. output_states: return what they remember now.
-            layout, cu_seqlens: as in the layers.
+            layout, cu_seqlens, in_place: as in the layers.
             routings: a list to which what each mixture of experts' router did is appended, its auxiliary loss among
                 it, which a loss of one's own has to add. Under a layout it takes an exchange, so all ranks give one.
         """
-        keywords = {"layout": layout, "cu_seqlens": cu_seqlens, "routings": routings}
+        keywords = {"layout": layout, "cu_seqlens": cu_seqlens, "routings": routings, "in_place": in_place}
         x, states = self.hidden(ids, states=states, output_states=output_states, **keywords)
         return LMOutput(self.logits(x), states)
 
@@ -160,11 +161,12 @@ class HybridLM(nn.Module):
         layout: ShardedLayout | None = None,
         cu_seqlens: Tensor | None = None,
         routings: list[Routing] | None = None,
+        in_place: bool = False,
     ) -> HiddenOutput:
         """`forward` without the output projection."""
         self._check(ids, states, layout)
         x, after = self.embedding(ids), []
-        keywords = {"output_state": output_states, "layout": layout, "cu_seqlens": cu_seqlens}
+        keywords = dict(output_state=output_states, layout=layout, cu_seqlens=cu_seqlens, in_place=in_place)
         for i, block in enumerate(self.blocks):
             before = None if states is None else states[i]
             x, state, routing = block(x, state=before, output_routing=routings is not None, **keywords)

@@ -44,11 +44,12 @@ class LayerOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """How the tokens of one call are split, and whether its state is wanted."""
+    """How the tokens of one call are split, whether its state is wanted, and whether it replaces the one given."""
 
     layout: ShardedLayout | None
     cu_seqlens: Tensor | None
     output_state: bool
+    in_place: bool = False
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -57,6 +58,7 @@ class Call:
             "layout": self.layout,
             "cu_seqlens": self.cu_seqlens,
             "output_final_state": self.output_state,
+            "in_place": self.in_place,
         }
 
     @property
@@ -90,6 +92,7 @@ class Layer(nn.Module):
         output_state: bool = False,
         layout: ShardedLayout | None = None,
         cu_seqlens: Tensor | None = None,
+        in_place: bool = False,
     ) -> LayerOutput:
         """The layer over each document of `x`.
 
@@ -99,12 +102,15 @@ class Layer(nn.Module):
             output_state: also return what it remembers now, on every rank.
             layout: how the sequence is split over ranks. Collective: every rank calls, forward and backward.
             cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
+            in_place: write what it remembers now over `state`, where that is of a fixed size (keys and values grow).
+                For decoding: one device, no gradients.
 
         Raises:
             ArgumentError: a wrong shape, dtype, layout or state, by name; under a layout on every rank.
         """
         self.check(x, state, output_state, layout, cu_seqlens)
-        return self.mix(x, state, Call(layout, cu_seqlens, output_state))
+        in_place = in_place and state is not None
+        return self.mix(x, state, Call(layout, cu_seqlens, output_state, in_place))
 
     def mix(self, x: Tensor, state: Any, call: Call) -> LayerOutput:
         """The layer itself, over checked arguments."""

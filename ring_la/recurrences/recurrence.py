@@ -61,6 +61,7 @@ class Options:
     cu_seqlens: Tensor | None = None
     mode: str = "auto"
     backend: str | None = None
+    in_place: bool = False
 
 
 COMMON = """
@@ -76,6 +77,8 @@ Common keywords:
     cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device; empty ones are allowed.
     mode: "chunk", "recurrent" (token by token, for decoding) or "auto".
     backend: None (the fastest that can), "triton", "torch" or "reference" (fp64 token loop, one device).
+    in_place: write the state after each document over `initial_state`, which is then the final state returned. For
+        decoding: one device, no gradients.
 
 Returns:
     LinearAttentionOutput(o ``[B, T, H, V]`` in the values' dtype, final_state or None).
@@ -164,7 +167,10 @@ def _reference(name: str, args: tuple, keywords: dict, options: Options) -> Line
         raise UnsupportedError(
             "backend", "None, 'triton' or 'torch' with a layout", "'reference'", "It runs on one device"
         )
-    out = getattr(reference, name)(*args, **keywords, **vars(options))
+    if options.in_place:
+        raise UnsupportedError("in_place", "False for backend='reference'", True)
+    common = {k: x for k, x in vars(options).items() if k != "in_place"}
+    out = getattr(reference, name)(*args, **keywords, **common)
     tensors = [t for t in (*args, *keywords.values()) if isinstance(t, Tensor)]
     values = keywords.get("v", keywords.get("x")) if {"v", "x"} & keywords.keys() else None
     dtype = (values if values is not None else tensors[0]).dtype
@@ -198,8 +204,22 @@ def check(r: Recurrence, options: Options) -> None:
             raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {expected}", describe_tensor(state))
         if state.device != r.inputs.q.device:
             raise ArgumentError("initial_state", f"a tensor on {r.inputs.q.device}", state.device)
+    if options.in_place:
+        check_in_place(r, options)
     if options.layout is not None and options.layout.cp.validate == "always":
         check_values(r)
+
+
+def check_in_place(r: Recurrence, options: Options) -> None:
+    """Refuse to overwrite a state that is missing, shared between ranks, of another dtype, or part of a graph."""
+    state, wanted = options.initial_state, state_dtype(*r.inputs)
+    if options.layout is not None or not r.causal:
+        raise UnsupportedError("in_place", "False under a layout and with causal=False", True)
+    if state is None or state.dtype != wanted:
+        raise ArgumentError("initial_state", f"a state of {wanted} for in_place=True", describe_tensor(state))
+    present = [x for x in (*r.inputs, state) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in present):
+        raise ArgumentError("in_place", "False where gradients are wanted", True, "Call it under torch.no_grad()")
 
 
 def check_tensors(r: Recurrence) -> None:

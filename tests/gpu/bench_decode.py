@@ -1,34 +1,87 @@
-"""The one-token step for 64 sequences of 32 heads, K = V = 128, against a copy: `python -m tests.gpu.bench_decode`."""
+"""The recurrent mode on the GPU: `python -m tests.gpu.bench_decode [--out FILE]`.
+
+One token for 64 sequences of 32 heads, K = V = 128, against a copy of the states, over block sizes; and how long a short
+sequence takes in either mode, where `kernels.backends.SHORT` comes from.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
+import ring_la
 from ring_la.algebra import Rule
 from ring_la.cli.bench_ops import bandwidth, milliseconds
-from ring_la.kernels.local import Inputs
 from ring_la.kernels.triton import decode
 from tests.kernels.triton_cases import Case
 
 
-def main() -> None:
-    copy = bandwidth()
+def one_token(copy: float) -> dict[str, list]:
+    """The three best (share of copy bandwidth, columns, warps, ms) of each rule."""
     state = torch.randn(64, 32, 128, 128, device="cuda")
-    moved = 2 * state.numel() * 4
+    moved, found = 2 * state.numel() * 4, {}
+    chosen = decode.BLOCK_V, decode.WARPS
     for name in ("additive_scalar", "delta_scalar", "delta_diagonal", "dplr_diagonal"):
         case = Case(name, 64, 1, 32, 32, 128, 128, torch.bfloat16)
-        x = Inputs(*(None if t is None else t[:, 0] for t in case.inputs("cuda")))
-        step = partial(decode.step, Rule.parse(name), x, state, 0.1, in_place=True)
-        best = []
-        for block in (8, 16, 32, 64, 128):
-            for warps in (1, 2, 4, 8):
+        step = partial(decode.run, Rule.parse(name), case.inputs("cuda"), state, 0.1, into=state)
+        shares = []
+        for block in (16, 32, 64):
+            for warps in (2, 4, 8):
                 decode.BLOCK_V, decode.WARPS = block, warps
                 ms = milliseconds(step, 0.01)
-                best.append((moved / (ms / 1e3) / copy, block, warps, ms))
-        best.sort(reverse=True)
-        print(name, [(f"{share:.3f} of copy", block, warps, ms) for share, block, warps, ms in best[:3]], flush=True)
+                shares.append((round(moved / (ms / 1e3) / copy, 3), block, warps, ms))
+        found[name] = sorted(shares, reverse=True)[:3]
+        print(name, found[name], flush=True)
+    decode.BLOCK_V, decode.WARPS = chosen
+    return found
+
+
+def replayed(function: Callable[[], object]) -> float:
+    """ms of `function` in a CUDA graph."""
+    for _ in range(3):
+        function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return milliseconds(graph.replay, 0.02)
+
+
+@torch.no_grad()
+def short_sequences() -> list[dict]:
+    """ms of T tokens from a state, in chunk and recurrent mode, through a graph."""
+    rows = []
+    for B in (1, 16):
+        for T in (1, 2, 4, 8, 16, 32, 64):
+            q, k, v = (torch.randn(B, T, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+            k = torch.nn.functional.normalize(k, dim=-1)
+            g, beta = -torch.rand(B, T, 32, device="cuda"), torch.rand(B, T, 32, device="cuda")
+            state = torch.randn(B, 32, 128, 128, device="cuda")
+            keywords = dict(initial_state=state, output_final_state=True)
+            row = dict(B=B, T=T)
+            for mode in ("chunk", "recurrent"):
+                row[mode] = replayed(lambda: ring_la.gated_delta_rule(q, k, v, g, beta, mode=mode, **keywords))  # noqa: B023
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    found: dict = {"gpu": torch.cuda.get_device_name(), "copy_bytes_per_second": bandwidth()}
+    for name, part in (("one_token", lambda: one_token(found["copy_bytes_per_second"])), ("short", short_sequences)):
+        try:
+            found[name] = part()
+        except Exception as e:  # the other part still says something
+            print(name, type(e).__name__, str(e)[-300:], flush=True)
+        if args.out:
+            with open(args.out, "w") as f:
+                json.dump(found, f, indent=1)
 
 
 if __name__ == "__main__":

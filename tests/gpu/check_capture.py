@@ -193,7 +193,8 @@ def check_compile(name: str, mode: str | None) -> float:
 
 @torch.no_grad()
 def check_decode(name: str) -> float:
-    """Ten one-token steps from a state of five tokens against one call over all fifteen."""
+    """Ten one-token steps from a state of five tokens, eager, captured and compiled, against one call over all
+    fifteen; and one step in place, captured once and replayed for each."""
     x = {n: t.detach() for n, t in inputs(name, B=3, length=15).items()}
     names = [n for n, t in x.items() if t.dim() > 2]
 
@@ -225,6 +226,15 @@ def check_decode(name: str) -> float:
     graph.replay()
     torch.cuda.synchronize()
     worst = max(worst, apart([torch.cat(out, 1)], [whole[:, 5:]]))
+    state = op(**cut(0, 5)).final_state
+    kept, places = state.clone(), {n: t.clone() for n, t in tokens[0].items()}
+    graph, o = captured(lambda: [op_of(name, initial_state=kept, in_place=True, **mode)(**places).o])
+    kept.copy_(state)
+    for t, token in enumerate(tokens, 5):
+        for n, x_t in token.items():
+            places[n].copy_(x_t)
+        graph.replay()
+        worst = max(worst, apart(o, [whole[:, t : t + 1]]))
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, dynamic=True)
     return max(worst, apart([torch.cat(steps(compiled), 1)], [whole[:, 5:]]))

@@ -1,4 +1,4 @@
-"""The one-token step against the PyTorch one: interpreted without a GPU."""
+"""The recurrent mode's kernel against the fp64 token loop: interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -7,40 +7,44 @@ import torch
 
 from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs
-from ring_la.kernels.recurrent import step as plain_step
-from tests.kernels.triton_cases import RULES, Case, interpreted
+from tests.kernels.triton_cases import RULES, Case, error, interpreted, token_loop
 
 interpreted()
 
-from ring_la.kernels.triton.decode import step  # noqa: E402
+from ring_la.kernels.triton.decode import TritonTokens, run  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = {"one token": dict(B=3, T=1), "some": dict(B=2, T=5), "packed": dict(T=6, cu=(0, 1, 1, 6))}
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", [*RULES, "dplr_diagonal"])
-def test_step(rule: str, in_place: bool) -> None:
+def test_against_token_loop(rule: str, shape: str) -> None:
     torch.manual_seed(0)
-    case = Case(rule, B=3, T=1, H=4, Hk=2, K=24, V=40)
-    x = Inputs(*(None if t is None else t[:, 0] for t in case.inputs(DEVICE)))
-    state = torch.randn(3, 4, 24, 40, device=DEVICE)
-    wide = Inputs(*(None if t is None else t.repeat_interleave(4 // t.shape[1], 1) for t in x))
-    true = plain_step(Rule.parse(rule), state.clone(), wide)
-    o, after = step(Rule.parse(rule), x, state, 0.5, in_place=in_place)
-    assert (after is state) == in_place
-    torch.testing.assert_close(after, true)
-    torch.testing.assert_close(o, 0.5 * (wide.q[..., None, :] @ true)[..., 0, :])
+    case = Case(rule, H=4, Hk=2, K=24, V=40, **SHAPES[shape])
+    x, pieces = case.inputs(DEVICE), len(case.cu or (0, 0)) - 1
+    state = torch.randn(case.B, pieces, 4, 24, 40, device=DEVICE)
+    cu = None if case.cu is None else torch.tensor(case.cu, device=DEVICE)
+    wide = Inputs(*(None if t is None else t.double() for t in x))
+    for S0 in (state, None):
+        o, after = token_loop(Rule.parse(rule), wide, None if S0 is None else S0.double(), 0.5, case.cu)
+        got = TritonTokens(Rule.parse(rule), x, cu, 0.5, None, in_place=False).output(S0)
+        assert max(error(got[0], o), error(got[1], after)) < 1e-5
+    o, after = token_loop(Rule.parse(rule), wide, state.double(), 0.5, case.cu)
+    got = TritonTokens(Rule.parse(rule), x, cu, 0.5, None, in_place=True).output(state)
+    assert got[1].data_ptr() == state.data_ptr()
+    assert max(error(got[0], o), error(state, after)) < 1e-5
 
 
 def test_states_by_row() -> None:
     torch.manual_seed(0)
     case = Case("delta_scalar", B=2, T=1, H=2, Hk=2, K=16, V=16)
-    x = Inputs(*(None if t is None else t[:, 0] for t in case.inputs(DEVICE)))
+    rule, x = Rule.parse(case.rule), case.inputs(DEVICE)
     pool = torch.randn(5, 2, 16, 16, device=DEVICE)
     rows = torch.tensor([3, 1], device=DEVICE)
-    o, after = step(Rule.parse(case.rule), x, pool[rows].contiguous(), 1.0)
+    o, after = run(rule, x, pool[rows][:, None].contiguous(), 1.0)
     before = pool.clone()
-    o2, _ = step(Rule.parse(case.rule), x, pool, 1.0, in_place=True, rows=rows)
+    o2, _ = run(rule, x, pool, 1.0, into=pool, rows=rows)
     torch.testing.assert_close(o2, o)
-    torch.testing.assert_close(pool[rows], after)
+    torch.testing.assert_close(pool[rows], after[:, 0])
     torch.testing.assert_close(pool[[0, 2, 4]], before[[0, 2, 4]])

@@ -1,12 +1,15 @@
-"""One token a sequence: the rule's own equation on states in memory, for decoding.
+"""The recurrent mode: the rule's own equation token by token, for decoding and very short sequences.
 
     additive  S ← D S + k vᵀ        delta  S ← D S + k (β (v − (D S)ᵀ k))ᵀ        dplr  S ← D S + b (Sᵀ a)ᵀ + k vᵀ
 
-and o = scale · Sᵀ q. A step moves every state once to the chip and once back and does little else, so its floor is a
-copy of the states. `step` may write them in place, or to new memory.
+and o = scale · Sᵀ q. A program holds a head's state, or some of its columns, from a piece's first token to its last: it
+moves every state once to the chip and once back and does little else for one token, so the floor is a copy of the
+states. They may be written in place, or to new memory.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -14,29 +17,35 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import Inputs
+from ring_la.kernels.local import Inputs, Local
+from ring_la.kernels.triton.table import width
 
 BLOCK_V, WARPS = 32, 4
-"""Columns of a state a program takes: short loads of whole rows' segments, many in flight; not yet swept."""
+"""Columns of a state a program takes: short loads of whole rows' segments, many in flight; swept by bench_decode."""
+DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
+
+
+def unsupported(inputs: Inputs) -> str:
+    """Why this kernel cannot take a call, or an empty string. Every rule is taken, at any number of tokens."""
+    q, v = inputs.q, inputs.v
+    if v.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {v.dtype}: the kernels take fp32, bf16 and fp16"
+    if any(x is not None and x.dtype == torch.float64 for x in inputs):
+        return "a tensor is fp64"
+    if not (1 <= q.shape[-1] <= 256 and 1 <= v.shape[-1] <= 256):
+        return f"head sizes {q.shape[-1]} and {v.shape[-1]}: the kernels take 1 to 256"
+    return ""
 
 
 @triton.jit
-def step_kernel(
-    q, k, v, g, beta, a, b, S_in, S_out, rows, o, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr,
-    INDEXED: tl.constexpr,
+def advance(
+    S, q, k, v, g, beta, a, b, o, i, h, e, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence, BV columns. States [*, H, K, V]; INDEXED: sequence n's lies at rows[n]."""
+    """The columns `e` of head h's state after token i of all B · T, whose output is stored."""
     d = tl.arange(0, BK)
-    e = tl.program_id(0) * BV + tl.arange(0, BV)
-    n = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
-    hk = n * HK + h // (H // HK)
-    hv = n * H + h
-    lie = tl.load(rows + n).to(tl.int64) if INDEXED else n
-    at = (lie * H + h) * (K * V) + d[:, None] * V + e[None, :]
-    inside = (d < K)[:, None] & (e < V)[None, :]
-    S = tl.load(S_in + at, inside, other=0.0).to(tl.float32)
+    hk = i * HK + h // (H // HK)
+    hv = i * H + h
     y = tl.load(k + hk * K + d, d < K, other=0.0).to(tl.float32)
     x = tl.load(q + hk * K + d, d < K, other=0.0).to(tl.float32)
     w = tl.load(v + hv * V + e, e < V, other=0.0).to(tl.float32)
@@ -51,37 +60,114 @@ def step_kernel(
     if DPLR:
         S += tl.load(b + hv * K + d, d < K, other=0.0).to(tl.float32)[:, None] * seen[None, :]
     S += y[:, None] * w[None, :]
-    tl.store(S_out + at, S.to(S_out.dtype.element_ty), inside)
     tl.store(o + hv * V + e, (tl.sum(S * x[:, None], 0) * scale).to(o.dtype.element_ty), e < V)
+    return S
 
 
-def step(
-    rule: Rule, x: Inputs, state: Tensor, scale: float, *, in_place: bool = False, rows: Tensor | None = None
+@triton.jit(do_not_specialize=("T", "N"))
+def tokens_kernel(
+    q, k, v, g, beta, a, b, S_in, S_out, rows, cu, o, scale, T, N, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr,
+    HAS_STATE: tl.constexpr, INDEXED: tl.constexpr, PACKED: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """One head of one piece, BV columns. States [B, N, H, K, V]; INDEXED: that of the n-th piece lies at rows[n].
+
+    PACKED: the N pieces of each batch row begin at cu; else a row is one piece. SINGLE: of one token, without a loop.
+    """
+    d = tl.arange(0, BK)
+    columns: tl.constexpr = (V + BV - 1) // BV
+    e = tl.program_id(0) % columns * BV + tl.arange(0, BV)
+    h = tl.program_id(0) // columns % H
+    piece = (tl.program_id(0) // (columns * H)).to(tl.int64)
+    lie = tl.load(rows + piece).to(tl.int64) if INDEXED else piece
+    at = (lie * H + h) * (K * V) + d[:, None] * V + e[None, :]
+    inside = (d < K)[:, None] & (e < V)[None, :]
+    if HAS_STATE:
+        S = tl.load(S_in + at, inside, other=0.0).to(tl.float32)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
+    if SINGLE:
+        S = advance(S, q, k, v, g, beta, a, b, o, piece, h, e, scale, H, HK, K, V, BK, DECAY, DELTA, DPLR)
+    else:
+        row = piece // N
+        begin = tl.load(cu + piece % N).to(tl.int32) if PACKED else 0
+        end = tl.load(cu + piece % N + 1).to(tl.int32) if PACKED else T
+        for t in range(begin, end):
+            S = advance(S, q, k, v, g, beta, a, b, o, row * T + t, h, e, scale, H, HK, K, V, BK, DECAY, DELTA, DPLR)
+    tl.store(S_out + at, S.to(S_out.dtype.element_ty), inside)
+
+
+def run(
+    rule: Rule,
+    x: Inputs,
+    state: Tensor | None,
+    scale: float,
+    *,
+    cu: Tensor | None = None,
+    into: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o [N, H, V], states) after one token a sequence.
+    """(o [B, T, H, V], the states leaving the pieces [B, N, H, K, V]).
 
     Args:
-        x: the token's tensors, ``[N, heads, …]`` (no dimension of tokens).
-        state: fp32 (or bf16) ``[N, H, K, V]``, contiguous; with `rows`, any number of states.
-        in_place: update `state` itself and return it.
-        rows: where each sequence's state lies in `state` ``[N]``; needs `in_place`.
+        x: the tokens, ``[B, T, heads, …]``.
+        state: those entering, fp32 (or bf16), contiguous; None: zeros. With `rows`, any number of states.
+        cu: offsets ``[N+1]`` of the pieces of each batch row; None: one.
+        into: where the states go, which may be `state` itself; None: new memory.
+        rows: where each piece's state lies in `state` and `into` ``[B·N]``.
     """
-    if not state.is_contiguous():
-        raise ValueError("state: expected a contiguous tensor")
-    if rows is not None and not in_place:
-        raise ValueError("rows: expected in_place=True, got in_place=False")
-    N, H, V = x.v.shape
-    HK, K = x.q.shape[1:]
+    B, T, H, V = x.v.shape
+    HK, K = x.q.shape[2:]
+    N = 1 if cu is None else cu.shape[0] - 1
     q, k, v, g, beta, a, b = (x.v if t is None else t.contiguous() for t in x)
-    out = state if in_place else torch.empty_like(state)
+    if into is None:
+        into = (
+            torch.empty(B, N, H, K, V, dtype=torch.float32, device=v.device)
+            if state is None
+            else state.new_empty(B, N, H, K, V)
+        )
     o = torch.empty_like(v)
-    width = max(16, triton.next_power_of_2(K))
     block = min(BLOCK_V, triton.next_power_of_2(V))
-    decay = {"none": 0, "scalar": 1, "diagonal": 2}[rule.decay]
-    if N:
-        step_kernel[(triton.cdiv(V, block), N * H)](
-            q, k, v, g, beta, a, b, state, out, state if rows is None else rows, o, scale, H=H, HK=HK, K=K, V=V,
-            BK=width, BV=block, DECAY=decay, DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
-            INDEXED=rows is not None, num_warps=WARPS,
+    programs = B * N * H * triton.cdiv(V, block)
+    if programs:
+        tokens_kernel[(programs,)](
+            q, k, v, g, beta, a, b, into if state is None else state, into, into if rows is None else rows,
+            into if cu is None else cu, o, scale, T, N, H=H, HK=HK, K=K, V=V, BK=width(K), BV=block,
+            DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
+            HAS_STATE=state is not None, INDEXED=rows is not None, PACKED=cu is not None,
+            SINGLE=cu is None and T == 1, num_warps=WARPS,
         )  # fmt: skip
-    return o, out
+    return o, into
+
+
+class TritonTokens:
+    """The `Local` of the recurrent mode (see `kernels.local`): the output token by token. Gradients and summaries are
+    those of a chunked backend, which computes the same function.
+
+    Args:
+        chunked: makes that backend.
+        in_place: the states that leave may be written over those that enter.
+    """
+
+    def __init__(
+        self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, chunked: Callable[[], Local], in_place: bool
+    ) -> None:
+        self.rule, self.cu, self.scale, self.chunked, self.in_place = rule, cu, float(scale), chunked, in_place
+        self.inputs = Inputs(*(None if x is None else x.detach() for x in inputs))
+
+    def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
+        return self.chunked().summary(S0, through)
+
+    def prepare(self) -> None:
+        """Nothing: a token needs the state before it."""
+
+    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+        state = None if S0 is None else S0.detach().to(torch.float32).contiguous()
+        into = state if self.in_place and state is not None and state.data_ptr() == S0.data_ptr() else None
+        return run(self.rule, self.inputs, state, self.scale, cu=self.cu, into=into)
+
+    def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
+        return self.chunked().adjoint(do, dS_end)
+
+    def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
+        return self.chunked().gradients(S0, do, dS_end)
