@@ -76,8 +76,9 @@ class Case:
         q, k = unit(*bt, self.Hk, self.K), unit(*bt, self.Hk, self.K)
         v = torch.randn(*bt, self.H, self.V, device=device)
         raw = Inputs(q, k, v, g, beta, a, b)
-        return Inputs(*(None if x is None else x.to(self.dtype if n != "g" else torch.float32) for n, x in
-        raw._asdict().items()))
+        return Inputs(
+            *(None if x is None else x.to(self.dtype if n != "g" else torch.float32) for n, x in raw._asdict().items())
+        )
 
 
 def token_loop(rule: Rule, x: Inputs, S0: Tensor | None, scale: float, cu: tuple[int, ...] | None):

@@ -386,9 +386,7 @@ class TritonRecurrence:
                 )  # fmt: skip
                 self._intra = Intra(A, M, qr, kr, kw_)
             else:
-                inverse_kernel[grid](
-                    i.k, self.F, M, self.chunks.table, self.T, self._NC, GATED=self.decay == 1, **kw
-                )
+                inverse_kernel[grid](i.k, self.F, M, self.chunks.table, self.T, self._NC, GATED=self.decay == 1, **kw)
                 self._intra = Intra(i.v, M, i.q, i.k, i.k)
         return self._intra
 

@@ -1,0 +1,21 @@
+"""Models of Transformers on a split sequence.
+
+    cp = ring_la.ContextParallel(group)
+    model = parallelize(AutoModelForCausalLM.from_pretrained(name), cp)
+    loss = model(input_ids=ids, labels=ids).loss      # the whole batch on every rank; the whole loss on every rank
+    loss.backward()                                   # then sum the parameters' gradients over the group
+
+`parallelize` keeps the model, its class, its weights and its call. What crosses the sequence is done by ring_la:
+
+    softmax attention         by name through the library's attention and mask registries (`attention`, `masks`)
+    recurrences, convolutions the mixer's own forward, with the functions that cross the sequence bound to ours (`mixers`)
+    positions, labels, loss   from the layout (`inputs`, `loss`)
+    router losses, caches     gathered (`loss`, `cache`)
+
+Everything else must work token by token. That is not believed but measured, before the first step (`probe`): a module
+that carries anything from one document to another is refused by its name.
+"""
+
+from .model import parallelize
+
+__all__ = ["parallelize"]

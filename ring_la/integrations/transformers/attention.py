@@ -1,0 +1,81 @@
+"""The attention function that models find under the name "ring_la"."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+from ...errors import UnsupportedError
+from ...softmax import attention
+from .masks import Mask
+
+NAME = "ring_la"
+"""The name in the registries of attention and mask functions."""
+
+HARMLESS = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "is_causal",
+    "layer_idx",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "target_dtype",
+    "use_cache",
+}
+"""Keywords of other attention functions that do not change the result, or say what `Mask` and the layout say."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Softmax attention of this rank's queries with the keys of the whole sequence.
+
+    Args:
+        query: ``[B, H, T, K]``. key, value: ``[B, Hk, T, ·]``. attention_mask: what the mask registry returned.
+        s_aux: attention sinks ``[H]``. sliding_window: must be what the mask says.
+
+    Returns:
+        ``[B, T, H, V]``, and no weights.
+
+    Raises:
+        UnsupportedError: a mask or a keyword not known here.
+    """
+    where = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
+    if not isinstance(attention_mask, Mask):
+        got = "none" if attention_mask is None else f"a {type(attention_mask).__name__}"
+        raise UnsupportedError("model", f"a mask from the library's mask functions in {where}", got)
+    unknown = [n for n, x in others.items() if n not in HARMLESS and x is not None and x is not False]
+    if unknown or others.get("is_causal") is False:
+        raise UnsupportedError(
+            "model", f"causal attention with known keywords in {where}", unknown or "is_causal=False"
+        )
+    if sliding_window is not None and sliding_window != attention_mask.window:
+        got = f"window {sliding_window} with {attention_mask}"
+        raise UnsupportedError("model", f"one window in the mask and the keywords of {where}", got)
+    call = module._ring_la.call
+    window = (-1, -1) if attention_mask.window is None else (attention_mask.window - 1, 0)
+    keywords = {"scale": scaling, "softcap": softcap or 0.0, "window": window, "sinks": s_aux, "dropout_p": dropout}
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if attention_mask.chunk is None:
+        return attention(q, k, v, **keywords, **call.split).o, None
+    rows = zip(q.split(1), k.split(1), v.split(1))
+    return torch.cat([attention(*row, **keywords, **call.chunked(attention_mask.chunk)).o for row in rows]), None

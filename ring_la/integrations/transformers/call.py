@@ -1,0 +1,51 @@
+"""One call of a parallelized model, as its layers see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...context import ShardedLayout
+
+
+@dataclass(eq=False)
+class Call:
+    """How the tokens of this call are split, and what its loss needs.
+
+    Attributes:
+        layout: the split of the sequence; None in a probe, on one device.
+        cu_seqlens: the documents of a probe.
+        targets: the label each of this rank's tokens should predict, ``[B, T_local]``; None without labels.
+        divisor: what the summed cross-entropy of the whole batch is divided by.
+        ignore_index: the label of a token that predicts nothing.
+        losses: how often the loss function was asked.
+    """
+
+    layout: ShardedLayout | None
+    cu_seqlens: Tensor | None = None
+    targets: Tensor | None = None
+    divisor: Tensor | int | None = None
+    ignore_index: int = -100
+    losses: int = 0
+    _chunked: dict[int, dict] = field(default_factory=dict)
+
+    @cached_property
+    def split(self) -> dict[str, object]:
+        """The keywords that tell ring_la's functions how the sequence is split."""
+        return {"cu_seqlens": self.cu_seqlens} if self.layout is None else {"layout": self.layout}
+
+    def chunked(self, size: int) -> dict[str, object]:
+        """`split` with every document cut into pieces of `size` tokens that do not see each other."""
+        if size not in self._chunked:
+            borders = self.cu_seqlens.tolist() if self.layout is None else self.layout.cu_seqlens
+            cuts = [t for a, b in zip(borders, borders[1:]) for t in range(a, b, size)] + [borders[-1]]
+            if self.layout is None:
+                cu = torch.tensor(cuts, dtype=torch.int32, device=self.cu_seqlens.device)
+                self._chunked[size] = {"cu_seqlens": cu}
+            else:
+                same = self.layout.cp.layout(self.layout.seq_len, self.layout.kind, cuts, self.layout.multiple_of)
+                self._chunked[size] = {"layout": same}
+        return self._chunked[size]

@@ -1,0 +1,57 @@
+"""Losses of the whole sequence, from the parts the ranks have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...comm import Group
+from ...context import ShardedLayout
+
+if TYPE_CHECKING:
+    from .call import Call
+
+
+def cross_entropy(call: Call, logits: Tensor, vocab_size: int) -> Tensor:
+    """The mean cross-entropy of the whole batch, the same on all ranks; its gradient is this rank's part."""
+    logits, targets = logits.float().reshape(-1, vocab_size), call.targets.reshape(-1).to(logits.device)
+    part = F.cross_entropy(logits, targets, ignore_index=call.ignore_index, reduction="sum") / call.divisor
+    return part if call.layout is None else _Whole.apply(part, call.layout.cp.comm)
+
+
+class _Whole(torch.autograd.Function):
+    """The sum over ranks of their parts; each rank's gradient goes back into its own part."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, group: Group) -> Tensor:
+        return group.all_reduce(part).wait()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class GatherForAll(torch.autograd.Function):
+    """The rows of all ranks ``[T, …]`` in the order of the sequence, for a loss every rank computes alike.
+
+    The gradient of such a loss is the same on every rank, so each takes its own rows of it.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, layout: ShardedLayout) -> Tensor:
+        ctx.layout = layout
+        return layout.gather(rows, dim=0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout.shard(grad, dim=0), None
+
+
+def gather_router_logits(logits: Tensor, batch: int, layout: ShardedLayout) -> Tensor:
+    """Router logits ``[B·T_local, E]`` (or ``[B, T_local, E]``) of the whole batch, in the same shape."""
+    by_token = logits.reshape(batch, layout.local_length, -1).transpose(0, 1)
+    whole = GatherForAll.apply(by_token, layout).transpose(0, 1)
+    return whole.flatten(0, 1) if logits.dim() == 2 else whole

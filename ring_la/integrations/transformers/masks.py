@@ -1,0 +1,58 @@
+"""Masks as descriptions.
+
+Under the name "ring_la" the mask registry returns no tensor but a `Mask`, which the model hands to its attention layers
+as it would a tensor. The library describes a mask as nested functions of positions; only those known here are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import masking_utils
+
+from ...errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A causal mask: within `window` tokens back (the token itself counts), or within chunks of `chunk` tokens."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def make_mask(mask_function: Callable = masking_utils.causal_mask_function, **_: object) -> Mask:
+    """What the mask registry calls in place of building a tensor.
+
+    Sizes, offsets and padding are those of this rank's tokens and mean nothing here; documents are the layout's.
+    """
+    return Mask(**_read(mask_function))
+
+
+def _read(function: Callable) -> dict[str, int]:
+    """The overlays a mask function is made of."""
+    if function is masking_utils.causal_mask_function:
+        return {}
+    name = getattr(function, "__qualname__", "").partition(".<locals>")[0]
+    inside = _closure(function)
+    if name == "and_masks":
+        parts: dict[str, int] = {}
+        for part in inside["mask_functions"]:
+            parts |= _read(part)
+        return parts
+    if name == "sliding_window_overlay":
+        return {"window": int(inside["sliding_window"])}
+    if name == "chunked_overlay":
+        return {"chunk": int(inside["chunk_size"])}
+    if name == "packed_sequence_mask_function":  # read off this rank's positions; the layout knows the documents
+        return {}
+    if name == "remap_positions_for_packed_sequence":
+        return _read(inside["mask_function"])
+    raise UnsupportedError("model", "masks that are causal, sliding or chunked", f"a mask made by {name or function!r}")
+
+
+def _closure(function: Callable) -> dict[str, object]:
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    return {} if code is None else {n: c.cell_contents for n, c in zip(code.co_freevars, cells)}

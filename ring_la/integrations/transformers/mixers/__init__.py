@@ -1,0 +1,70 @@
+"""Mixers of the library that carry a state along the sequence, and the functions of ours that do it instead.
+
+    MIXERS["Qwen3NextGatedDeltaNet"] = {"causal_conv1d_fn": causal_conv1d_fn, "torch_chunk_gated_delta_rule": …}
+
+An entry is a class's name and, for each function its forward calls that crosses the sequence, ours by the same name:
+``operator(call, *args, **keywords)`` with the library's arguments and result. A parallelized mixer runs its own forward
+with these names bound to ours; projections, gates, norms and the cache's book-keeping stay its own. What an entry
+misses the probe finds. A mixer that crosses the sequence in the middle of its forward has a forward of ours instead:
+``forward(call, layer, *args, **keywords)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ....errors import UnsupportedError
+from . import delta
+
+if TYPE_CHECKING:
+    from ..model import Parallel
+
+MIXERS: dict[str, Mapping[str, Callable] | Callable] = {**delta.MIXERS}
+"""Class name → the functions that replace those its forward calls, or the whole forward."""
+
+
+def entry_of(kind: type) -> Mapping[str, Callable] | Callable | None:
+    """The entry of a class or the nearest of its parents that has one."""
+    return next((MIXERS[c.__name__] for c in kind.__mro__ if c.__name__ in MIXERS), None)
+
+
+def make_forward(kind: type, parallel: Parallel) -> Callable:
+    """The forward of mixers of a class: ours in a split call, the library's otherwise.
+
+    Raises:
+        UnsupportedError: the class does not call a function its entry replaces (another version of the library).
+    """
+    entry, own = entry_of(kind), kind.forward
+    if callable(entry):
+
+        @functools.wraps(own)
+        def forward(self: nn.Module, *args, **keywords):
+            call = parallel.call
+            return own(self, *args, **keywords) if call is None else entry(call, self, *args, **keywords)
+
+        return forward
+    inner = inspect.unwrap(own)
+    missing = [name for name in entry if name not in inner.__code__.co_names]
+    if missing:
+        raise UnsupportedError("model", f"a {kind.__name__} whose forward calls {', '.join(missing)}", "one without it")
+
+    def bind(name: str, operator: Callable) -> Callable:
+        original = inner.__globals__[name]
+
+        @functools.wraps(original)
+        def bound(*args, **keywords):
+            call = parallel.call
+            return original(*args, **keywords) if call is None else operator(call, *args, **keywords)
+
+        return bound
+
+    scope = {**inner.__globals__, **{name: bind(name, operator) for name, operator in entry.items()}}
+    forward = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
+    forward.__kwdefaults__ = inner.__kwdefaults__
+    return functools.wraps(own)(forward)

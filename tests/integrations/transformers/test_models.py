@@ -1,0 +1,65 @@
+"""Every covered architecture on a split sequence against the unmodified model on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from .models import CASES, VOCABULARY
+
+LENGTH = 37
+DOCUMENTS = (0, 9, 10, 24, 37)
+
+
+def batch(rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(7))
+
+
+def alone(name: str, packed: bool) -> dict[str, torch.Tensor]:
+    """Loss, logits and gradients of the unmodified model; documents one at a time."""
+    model, ids = CASES[name].make(), batch(1 if packed else 2)
+    router = {"output_router_logits": True} if CASES[name].router and not packed else {}
+    if packed:
+        parts = list(zip(DOCUMENTS, DOCUMENTS[1:]))
+        outs = [model(input_ids=ids[:, a:b], labels=ids[:, a:b], use_cache=False) for a, b in parts if b - a > 1]
+        one = [model(input_ids=ids[:, a:b], use_cache=False) for a, b in parts]
+        count = sum(b - a - 1 for a, b in parts)
+        loss = sum(out.loss * (b - a - 1) for out, (a, b) in zip(outs, [p for p in parts if p[1] - p[0] > 1])) / count
+        logits = torch.cat([out.logits for out in one], 1)
+    else:
+        out = model(input_ids=ids, labels=ids, use_cache=False, **router)
+        loss, logits = out.loss, out.logits
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "logits": logits.detach()} | grads
+
+
+def split(rank: int, name: str, packed: bool) -> dict[str, torch.Tensor]:
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+    from tests.distributed.pool import group
+
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring")
+    model, ids = parallelize(CASES[name].make(), cp), batch(1 if packed else 2)
+    router = {"output_router_logits": True} if CASES[name].router and not packed else {}
+    documents = {"cu_seqlens": torch.tensor(DOCUMENTS)} if packed else {}
+    out = model(input_ids=ids, labels=ids, **router, **documents)
+    out.loss.backward()
+    layout = model._ring_la.call.layout
+    logits = layout.gather(out.logits.detach())
+    grads = {}
+    for n, p in model.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        grads[n] = cp.comm.all_reduce(grad).wait()
+    return {"loss": out.loss.detach(), "logits": logits} | grads
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("size", "packed"), [(2, False), (3, True)])
+def test_as_on_one_process(ranks, name, size, packed):
+    expected = alone(name, packed)
+    for result in ranks.run(size, split, name, packed):
+        for key, x in expected.items():
+            torch.testing.assert_close(result[key], x, rtol=2e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
