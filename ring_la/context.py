@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .algebra import Affine
 from .autograd import first_derivative_only, outside_graphs
 from .comm import Group, Route
 from .errors import ArgumentError, PeerError, RingLAError
 from .layout import Layout
-from .scan import STRATEGIES, CostModel, Scan
+from .scan import STRATEGIES, Chain, CostModel, Scan
 
 ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
 TRANSPORTS = ("auto", "torch", "symmetric")
@@ -85,6 +86,7 @@ class ContextParallel:
             self.comm.agree("the settings of ContextParallel", settings | {"validate": validate})
         self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here
         self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None
+        self._chosen: dict[object, Scan] = {}
 
     @property
     def rank(self) -> int:
@@ -124,13 +126,18 @@ class ContextParallel:
         """
         return ShardedLayout(self, seq_len, kind, cu_seqlens, multiple_of)
 
-    def strategy(self, state: int, transition: int, links: int) -> Scan:
-        """The scan strategy for states and transitions of these bytes over a chain of `links` segments."""
+    def strategy(self, chain: Chain, like: Affine) -> Scan:
+        """The scan strategy for maps like `like` over the segments of `chain`."""
         if self.deterministic:
             return STRATEGIES["ring"]
         if self.scan != "auto":
             return STRATEGIES[self.scan]
-        return STRATEGIES[self.cost.best(state, transition, links) if self.cost else "ring"]
+        if self.cost is None:
+            return STRATEGIES["ring"]
+        key = (chain, like.kind, like.b.shape, like.b.dtype)
+        if key not in self._chosen:
+            self._chosen[key] = STRATEGIES[self.cost.best(chain, like)]
+        return self._chosen[key]
 
 
 @dataclass(frozen=True)

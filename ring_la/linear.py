@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .algebra import Affine, Rule, Transition, transition_shape, transpose
+from .algebra import Affine, Rule, Transition, transpose
 from .autograd import first_derivative_only
 from .comm import Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
@@ -136,11 +136,8 @@ class ShardedCall:
 
     def exchange(self, chain: Chain, links: list[Link], like: Tensor) -> Pending:
         """Post the scan of `links`; its result is the state entering each owned link, in chain order."""
-        kind, cp = self.kind, self.layout.cp
-        shape = transition_shape(kind, like.shape)
-        transition = 0 if shape is None else shape.numel() * like.element_size()
-        strategy = cp.strategy(like.nbytes, transition, len(chain))
-        return strategy.start(chain, links, Affine(kind, None, like), cp.comm)
+        cp, maps = self.layout.cp, Affine(self.kind, None, like)
+        return cp.strategy(chain, maps).start(chain, links, maps, cp.comm)
 
 
 class _Sharded(torch.autograd.Function):

@@ -10,14 +10,15 @@ from torch import Tensor
 from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
 from .chain import Chain
-from .strategy import Link, fold
+from .strategy import Cost, Link, Messages, fold, sizes
 
 
 class AllGather:
     name = "all_gather"
 
-    def bytes_received(self, state: int, transition: int, ranks: int) -> float:
-        return (ranks - 1) * (state + transition)
+    def cost(self, chain: Chain, like: Affine) -> Cost:
+        received = (chain.ranks - 1) * chain.slots() * sum(sizes(like))
+        return Cost(received, (Messages("gather", received),), chain.folds)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         payload = pack([link.map for link in links], chain.slots(), like)

@@ -18,14 +18,19 @@ from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
 from .all_gather import pack, unpack
 from .chain import Chain
-from .strategy import Link, fold
+from .strategy import Cost, Link, Messages, fold, sizes
 
 
 class AllToAll:
     name = "all_to_all"
 
-    def bytes_received(self, state: int, transition: int, ranks: int) -> float:
-        return (ranks - 1) / ranks * (2 * state + transition)
+    def cost(self, chain: Chain, like: Affine) -> Cost:
+        parts = Parts(like, chain.ranks)
+        state, transition = sizes(parts.like())
+        rows = (chain.ranks - 1) * chain.slots()
+        applied = sum(i - chain.first_source(i) - 1 for i in range(len(chain)) if chain.needs[i])
+        there, back = rows * (state + transition), rows * state
+        return Cost(there + back, (Messages("exchange", there), Messages("exchange", back)), applied / chain.ranks)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         parts, slots = Parts(like, group.size), chain.slots()

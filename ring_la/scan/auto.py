@@ -1,28 +1,43 @@
-"""The cost model behind ``scan="auto"``: latency α and bandwidth β of a group, measured once, and what follows.
+"""The cost model behind ``scan="auto"``: what a group's messages and a rank's maps cost, measured once.
 
-A message of n bytes costs α + n/β. α and β are fitted from two sizes for each of three patterns: one hop to the
-next rank, an all-gather and an all-to-all (per byte received). The slowest rank's figures are used by all ranks, so
-that all choose alike.
+A message of n bytes costs α + n/β seconds. Each strategy says what is on its critical path (`Scan.cost`): so many
+messages of a pattern, so many maps applied or composed. `CostModel.measure` finds α and β of each pattern from two
+sizes, and the speed of the device at maps; the slowest rank's figures are used by all ranks, so that all choose alike.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ..algebra import Affine
 from ..comm import Group
+from .all_gather import AllGather
+from .all_to_all import AllToAll
+from .chain import Chain
+from .doubling import Doubling
+from .ring import PIPELINE_BLOCKS, Ring
+from .strategy import Cost, Scan
 
-SMALL, LARGE, REPEATS = 16 * 1024, 2 * 1024 * 1024, 5
+STRATEGIES: dict[str, Scan] = {
+    s.name: s for s in (Ring("ring"), Ring("pipelined", PIPELINE_BLOCKS), AllGather(), Doubling(), AllToAll())
+}
+"""Every scan strategy by name; tests and ``scan="auto"`` go through this table."""
+
+SMALL, LARGE = 16 * 1024, {"cpu": 2 * 2**20, "cuda": 16 * 2**20}
+PATIENCE, FEWEST, MOST = 0.8, 4, 30
+"""Seconds to measure for, and how often at least and at most."""
 
 
 @dataclass(frozen=True)
-class Wire:
-    """α in seconds, β in bytes a second, of one pattern."""
+class Line:
+    """Seconds of something of a size: `alpha` at size 0 and one more for every `beta` of it (bytes, operations)."""
 
     alpha: float
     beta: float
@@ -30,73 +45,144 @@ class Wire:
     def __call__(self, size: float) -> float:
         return self.alpha + size / self.beta
 
+    @classmethod
+    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Line:
+        """The line through two points (size, seconds)."""
+        beta = (large[0] - small[0]) / max(large[1] - small[1], 1e-9)
+        return cls(max(small[1] - small[0] / beta, 1e-7), beta)
+
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicted seconds of each strategy on a group of `ranks` ranks."""
+    """Predicted seconds of each strategy on one group.
 
-    ranks: int
-    hop: Wire
-    gather: Wire
-    exchange: Wire
+    Attributes:
+        hop, swap, gather, exchange: messages of each pattern (`Messages`), over bytes received.
+        add: an elementwise map applied to a state, over the state's bytes.
+        matmul: a dense map applied, over floating-point operations.
+    """
+
+    hop: Line
+    swap: Line
+    gather: Line
+    exchange: Line
+    add: Line
+    matmul: Line
 
     @classmethod
     def measure(cls, group: Group) -> CostModel:
-        """Measure α and β of `group`; collective, well under two seconds on one host."""
-        right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        """Measure `group`; collective, well under two seconds on one host."""
+        probes = _messages(group) | _maps(group.device)
+        points = [(name, size) for name, probe in probes.items() for size in (probe.small, probe.large)]
 
-        def hop(n: int) -> None:
-            x = torch.zeros(n, dtype=torch.uint8, device=group.device)
-            group.exchange({right: x}, {left: torch.empty_like(x)}).wait()
+        def sweep() -> list[float]:
+            """All points once: in turns, so that whatever else the machine does hits all alike."""
+            return [_seconds(probes[name].run, size, group) * probes[name].share for name, size in points]
 
-        def gather(n: int) -> None:
-            group.all_gather(torch.zeros(n // (group.size - 1), dtype=torch.uint8, device=group.device)).wait()
+        sweep()
+        start = time.perf_counter()
+        first = sweep()
+        lasted = _slowest([time.perf_counter() - start], group)[0]
+        times = [first, *(sweep() for _ in range(min(MOST, max(FEWEST, int(PATIENCE / lasted)))))]
+        slowest = dict(zip(points, _slowest([sorted(column)[len(column) // 4] for column in zip(*times)], group)))
+        ends = {n: [(size, slowest[n, size]) for size in (p.small, p.large)] for n, p in probes.items()}
+        return cls(**{name: Line.through(*both) for name, both in ends.items()})
 
-        def exchange(n: int) -> None:
-            rows = torch.zeros(group.size, n // (group.size - 1), dtype=torch.uint8, device=group.device)
-            group.all_to_all(rows).wait()
+    def seconds(self, cost: Cost, like: Affine) -> float:
+        """Seconds of an exchange of this cost, for maps like `like`."""
+        messages = sum(m.count * getattr(self, m.pattern)(m.size) for m in cost.messages)
+        heads, (k, v) = like.b.shape[:-2].numel(), like.b.shape[-2:]
+        apply, compose = self.add(like.b.nbytes), 0.0
+        if like.kind == "dense":
+            apply += self.matmul(2 * heads * k * k * v)
+            compose = self.matmul(2 * heads * k * k * k)
+        return messages + cost.applied * apply + cost.composed * (apply + compose)
 
-        return cls(group.size, *(_fit(f, group) for f in (hop, gather, exchange)))
+    def predict(self, chain: Chain, like: Affine) -> dict[str, float]:
+        """Seconds each strategy takes to exchange maps like `like` over `chain`."""
+        return {name: self.seconds(strategy.cost(chain, like), like) for name, strategy in STRATEGIES.items()}
 
-    def predict(self, state: int, transition: int, links: int) -> dict[str, float]:
-        """Seconds each strategy takes for states and transitions of these bytes over `links` links in all."""
-        p, blocks = self.ranks, PIPELINE_BLOCKS
-        states = state * max(1, links // p)
-        both = states + transition * max(1, links // p)
-        return {
-            "ring": (links - 1) * self.hop(state),
-            "pipelined": (links - 2 + blocks) * self.hop(state / blocks),
-            "all_gather": self.gather((p - 1) * both),
-            "doubling": math.ceil(math.log2(max(2, links))) * self.hop(both),
-            "all_to_all": self.exchange((p - 1) / p * both) + self.exchange((p - 1) / p * states),
-        }
-
-    def best(self, state: int, transition: int, links: int) -> str:
+    def best(self, chain: Chain, like: Affine) -> str:
         """The strategy with the lowest prediction."""
-        predictions = self.predict(state, transition, links)
+        predictions = self.predict(chain, like)
         return min(predictions, key=predictions.__getitem__)
 
 
-PIPELINE_BLOCKS = 4
+class Probe(NamedTuple):
+    """What to time at two sizes; `share` of the time belongs to one message or map."""
+
+    run: Callable[[int], None]
+    small: int
+    large: int
+    share: float = 1.0
 
 
-def _fit(run: Callable[[int], None], group: Group) -> Wire:
-    small, large = _seconds(run, SMALL, group), _seconds(run, LARGE, group)
-    times = torch.tensor([small, large], dtype=torch.float64, device=group.device)
-    small, large = group.all_reduce(times, op=dist.ReduceOp.MAX).wait().tolist()
-    beta = (LARGE - SMALL) / max(large - small, 1e-9)
-    return Wire(max(small - SMALL / beta, 1e-7), beta)
+def _messages(group: Group) -> dict[str, Probe]:
+    """One message of each pattern, by the bytes a rank receives."""
+    P, rank, device = group.size, group.rank, group.device
+    right, left, large = (rank + 1) % P, (rank - 1) % P, LARGE[device.type]
+
+    def block(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def chain(size: int) -> None:
+        """From the first rank to the last, each sending when it has received."""
+        x = block(size)
+        if rank > 0:
+            x = group.recv(x.shape, x.dtype, x.device, left).wait()
+        if rank < P - 1:
+            group.send(x, right).wait()
+
+    def swap(size: int) -> None:
+        group.exchange({right: block(size)}, {left: block(size)}).wait()
+
+    def gather(size: int) -> None:
+        group.all_gather(block(size // (P - 1))).wait()
+
+    def exchange(size: int) -> None:
+        group.all_to_all(block(size // (P - 1) * P).view(P, -1)).wait()
+
+    return {
+        "hop": Probe(chain, SMALL, large, 1 / (P - 1)),
+        "swap": Probe(swap, SMALL, large),
+        "gather": Probe(gather, SMALL, large),
+        "exchange": Probe(exchange, SMALL, large),
+    }
+
+
+def _maps(device: torch.device) -> dict[str, Probe]:
+    """A map applied to a state: elementwise by its bytes, dense by its operations."""
+    width, times, large = 128, 4, {"cpu": 8, "cuda": 64}[device.type]
+
+    def add(size: int) -> None:
+        x = torch.ones(size // 4, device=device)
+        for _ in range(times):
+            x = x * 0.5 + x
+
+    def matmul(size: int) -> None:
+        x = torch.ones(size // (2 * width**3), width, width, device=device)
+        for _ in range(times):
+            x = x @ x
+
+    return {
+        "add": Probe(add, SMALL, LARGE[device.type], 1 / times),
+        "matmul": Probe(matmul, 2 * width**3, 2 * width**3 * large, 1 / times),
+    }
 
 
 def _seconds(run: Callable[[int], None], size: int, group: Group) -> float:
-    """Median seconds of one call."""
-    times = []
-    for _ in range(REPEATS + 1):
-        if group.on_cuda:
-            torch.cuda.synchronize(group.device)
-        start = time.perf_counter()
-        run(size)
-        if group.on_cuda:
-            torch.cuda.synchronize(group.device)
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[REPEATS // 2]
+    """Seconds of one call on this rank, from when all ranks are there."""
+    group.all_reduce(torch.zeros(1, device=group.device)).wait()
+    if group.on_cuda:
+        torch.cuda.synchronize(group.device)
+    start = time.perf_counter()
+    run(size)
+    if group.on_cuda:
+        torch.cuda.synchronize(group.device)
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: list[float], group: Group) -> list[float]:
+    """Of each figure the largest of all ranks."""
+    figures = torch.tensor(seconds, dtype=torch.float64, device=group.device)
+    return group.all_reduce(figures, op=dist.ReduceOp.MAX).wait().tolist()

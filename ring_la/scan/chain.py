@@ -55,6 +55,35 @@ class Chain:
         """Whether the successor of `link` needs its outgoing state."""
         return link + 1 < len(self) and self.needs[link + 1]
 
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks that own links."""
+        return len(set(self.owners))
+
+    @cached_property
+    def hops(self) -> int:
+        """The most messages from rank to rank that any state waits for, one after the other."""
+        longest, here = 0, 0
+        for i in range(1, len(self)):
+            here = (here if self.passes[i - 1] else 0) + (self.owners[i] != self.owners[i - 1]) if self.needs[i] else 0
+            longest = max(longest, here)
+        return longest
+
+    @cached_property
+    def arrivals(self) -> int:
+        """The most states any rank receives when each link gets its predecessor's."""
+        crossing = [o for i, o in enumerate(self.owners) if i and self.needs[i] and self.owners[i - 1] != o]
+        return max((crossing.count(rank) for rank in set(crossing)), default=0)
+
+    @cached_property
+    def folds(self) -> int:
+        """The most maps applied by any rank that folds, from the maps of all links, what enters its own."""
+        applied = dict.fromkeys(self.owners, 0)
+        for i, owner in enumerate(self.owners):
+            if self.needs[i]:
+                applied[owner] += i - self.first_source(i) - 1
+        return max(applied.values())
+
     def slots(self) -> int:
         """The most links one rank owns."""
         return max(self.owners.count(r) for r in set(self.owners))

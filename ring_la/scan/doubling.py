@@ -16,14 +16,25 @@ from ..algebra import Affine
 from ..comm import Group, Pending
 from .all_gather import pack, unpack
 from .chain import Chain
-from .strategy import Link, Steps
+from .strategy import Cost, Link, Messages, Steps, sizes
 
 
 class Doubling:
     name = "doubling"
 
-    def bytes_received(self, state: int, transition: int, ranks: int) -> float:
-        return (ranks - 1).bit_length() * (state + transition)
+    def cost(self, chain: Chain, like: Affine) -> Cost:
+        rounds, received, composed, distance = [], dict.fromkeys(chain.owners, 0), 0, 1
+        while distance < len(chain):
+            into = dict.fromkeys(chain.owners, 0)
+            receivers = [i for i in range(distance, len(chain)) if _reaches(chain, i, distance)]
+            for i in receivers:
+                into[chain.owners[i]] += chain.owners[i] != chain.owners[i - distance]
+            if receivers:
+                rounds.append(Messages("swap", max(into.values()) * sum(sizes(like))))
+                composed += 2 * chain.slots()  # the map of the links before, and with this one
+            received = {rank: n + into[rank] for rank, n in received.items()}
+            distance *= 2
+        return Cost(max(received.values()) * sum(sizes(like)), tuple(rounds), 0, composed)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

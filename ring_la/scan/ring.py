@@ -16,7 +16,9 @@ from torch import Tensor
 from ..algebra import Affine
 from ..comm import Group, Pending
 from .chain import Chain
-from .strategy import Link, Steps
+from .strategy import Cost, Link, Messages, Steps, sizes
+
+PIPELINE_BLOCKS = 4
 
 
 class Ring:
@@ -25,8 +27,12 @@ class Ring:
     def __init__(self, name: str, blocks: int = 1) -> None:
         self.name, self.blocks = name, blocks
 
-    def bytes_received(self, state: int, transition: int, ranks: int) -> float:
-        return state if ranks > 1 else 0
+    def cost(self, chain: Chain, like: Affine) -> Cost:
+        state, _ = sizes(like)
+        depth = chain.hops + self.blocks - 1 if chain.hops else 0
+        pattern = "hop" if self.blocks == 1 else "swap"  # in blocks, ranks send while they receive
+        path = Messages(pattern, state / self.blocks, depth)
+        return Cost(chain.arrivals * state, (path,), (depth - 1) / self.blocks if chain.hops > 1 else 0.0)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..algebra import Affine
+from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
 from .chain import Chain
 
@@ -39,6 +39,44 @@ class Link:
         return self.push(incoming) if self.push else self.map(incoming)
 
 
+class Messages(NamedTuple):
+    """Messages on the critical path of an exchange, one after the other.
+
+    Attributes:
+        pattern: "hop" (from one rank to the next), "swap" (every rank sends one and receives one), "gather" or
+            "exchange" (all to all).
+        size: bytes a rank receives in each.
+        count: how many.
+    """
+
+    pattern: Literal["hop", "swap", "gather", "exchange"]
+    size: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an exchange costs, in units a cost model can turn into seconds.
+
+    Attributes:
+        received: bytes the rank that receives most receives.
+        messages: the messages of the critical path.
+        applied: states sent through a map on the critical path, in whole states (a fold of P maps: P − 1).
+        composed: maps composed with maps, likewise.
+    """
+
+    received: float = 0.0
+    messages: tuple[Messages, ...] = ()
+    applied: float = 0.0
+    composed: float = 0.0
+
+
+def sizes(like: Affine) -> tuple[int, int]:
+    """Bytes of the state and of the transition of maps like this one."""
+    shape = transition_shape(like.kind, like.b.shape)
+    return like.b.nbytes, 0 if shape is None else shape.numel() * like.b.element_size()
+
+
 class Scan(Protocol):
     """An exchange of states across ranks."""
 
@@ -53,8 +91,8 @@ class Scan(Protocol):
         """
         ...
 
-    def bytes_received(self, state: int, transition: int, ranks: int) -> float:
-        """Bytes one rank receives for states and transitions of these sizes, one link a rank."""
+    def cost(self, chain: Chain, like: Affine) -> Cost:
+        """What one exchange over `chain` costs for maps like `like`, whose tensors may be on the meta device."""
         ...
 
 

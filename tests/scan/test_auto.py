@@ -1,54 +1,102 @@
-"""The cost model: it knows each strategy's regime, measures quickly, and all ranks decide alike."""
+"""The cost model: the strategies' table, each one's regime; it measures quickly, and all ranks decide alike."""
 
 from __future__ import annotations
 
 import time
+from math import ceil, log2
 
 import pytest
+import torch
 
 import ring_la
-from ring_la.scan import STRATEGIES, CostModel
-from ring_la.scan.auto import Wire
+from ring_la.algebra import Affine, Transition
+from ring_la.layout import Layout
+from ring_la.scan import STRATEGIES, Chain, CostModel
+from ring_la.scan.auto import Line
 from tests.distributed.pool import group
 
-MB = 2**20
+FREE = Line(0.0, float("inf"))
+RANKS = (2, 3, 4, 8, 64)
 
 
-def model(ranks: int, alpha: float, beta: float) -> CostModel:
-    wire = Wire(alpha, beta)
-    return CostModel(ranks, wire, wire, wire)
+def model(alpha: float, beta: float) -> CostModel:
+    """A group whose messages all cost alpha + n / beta, and whose maps cost nothing."""
+    line = Line(alpha, beta)
+    return CostModel(line, line, line, line, FREE, FREE)
+
+
+def maps(kind: Transition, heads: int, width: int) -> Affine:
+    return Affine(kind, None, torch.empty(1, heads, width, width, device="meta"))
+
+
+def chain(ranks: int, kind: str = "contiguous", documents: tuple[int, ...] = ()) -> Chain:
+    return Chain.of(Layout(64 * ranks, kind, ranks, 0, (0, *documents, 64 * ranks)))
+
+
+@pytest.mark.parametrize("P", RANKS)
+@pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal", "dense"])
+def test_the_table(kind, P):
+    """Bytes received and depth of each strategy, one link a rank, as docs/architecture.md and the papers have them."""
+    H, K = 64, 8
+    S, M = 4 * H * K * K, {"identity": 0, "scalar": 4 * H, "diagonal": 4 * H * K, "dense": 4 * H * K * K}[kind]
+    costs = {name: strategy.cost(chain(P), maps(kind, H, K)) for name, strategy in STRATEGIES.items()}
+    rounds = ceil(log2(P))
+    received = {
+        "ring": S,
+        "pipelined": S,
+        "all_gather": (P - 1) * (S + M),
+        "doubling": rounds * (S + M),
+        "all_to_all": (P - 1) / P * (2 * S + M),
+    }
+    if H % P:  # all_to_all cuts heads into column blocks until the ranks' shares are equal, and repeats M for each
+        del received["all_to_all"]
+    assert {name: costs[name].received for name in received} == received
+    depth = {"ring": P - 1, "pipelined": P - 2 + 4, "all_gather": 1, "doubling": rounds, "all_to_all": 2}
+    assert {name: sum(m.count for m in cost.messages) for name, cost in costs.items()} == depth
+    for name in ("all_gather", "doubling", "all_to_all"):  # every rank takes part in every message
+        assert sum(m.count * m.size for m in costs[name].messages) == costs[name].received
+
+
+def test_only_dependent_messages_count():
+    """A document's start cuts the chain; the two segments zigzag puts side by side on one rank need no message."""
+    like = maps("identity", 4, 8)
+    hops = lambda chain: STRATEGIES["ring"].cost(chain, like).messages[0].count  # noqa: E731
+    assert hops(chain(8)) == 7
+    assert hops(chain(8, "zigzag")) == 14
+    assert hops(chain(8, documents=(2 * 64,))) == 5  # ranks 0–1, then 2–7
+    assert hops(chain(8, documents=tuple(range(64, 512, 64)))) == 0
+    assert STRATEGIES["ring"].cost(chain(8, documents=tuple(range(64, 512, 64))), like).received == 0
 
 
 @pytest.mark.parametrize(
-    ("what", "ranks", "alpha", "beta", "state", "transition", "best"),
+    ("what", "P", "alpha", "beta", "kind", "width", "best"),
     [
-        ("two ranks, a dense transition that need not travel", 2, 1e-5, 1e10, 2 * MB, 2 * MB, "ring"),
-        ("small states, latency counts", 8, 1e-4, 1e10, 4096, 64, "all_gather"),
-        ("large states on one node", 8, 1e-5, 1e11, 64 * MB, 0, "all_to_all"),
-        ("large states, dense transitions, long chain", 64, 1e-6, 1e9, 16 * MB, 64 * MB, "all_to_all"),
+        ("two ranks, a dense transition that need not travel", 2, 1e-5, 1e10, "dense", 128, "ring"),
+        ("small states, latency counts", 8, 1e-4, 1e10, "diagonal", 16, "all_gather"),
+        ("large states on one node", 8, 1e-5, 1e11, "identity", 512, "all_to_all"),
+        ("large states, dense transitions, long chain", 64, 1e-6, 1e9, "dense", 512, "all_to_all"),
     ],
 )
-def test_regimes(what, ranks, alpha, beta, state, transition, best):
-    assert model(ranks, alpha, beta).best(state, transition, ranks) == best, what
+def test_regimes(what, P, alpha, beta, kind, width, best):
+    assert model(alpha, beta).best(chain(P), maps(kind, 64, width)) == best, what
 
 
-def test_predictions_follow_the_table():
-    """Depth times latency plus bytes over bandwidth, for each row of the strategies' table."""
-    p, a, b, S, M = 8, 1e-5, 1e9, 10 * MB, MB
-    seconds = model(p, a, b).predict(S, M, p)
-    assert set(seconds) == set(STRATEGIES)
-    assert seconds["ring"] == pytest.approx((p - 1) * (a + S / b))
-    assert seconds["all_gather"] == pytest.approx(a + (p - 1) * (S + M) / b)
-    assert seconds["doubling"] == pytest.approx(3 * (a + (S + M) / b))
-    assert seconds["all_to_all"] == pytest.approx(2 * a + (p - 1) / p * (2 * S + M) / b)
-    assert a < seconds["pipelined"] < seconds["ring"]
+def test_maps_count():
+    """Where messages are free, the strategy that applies the fewest maps wins: all_to_all folds 1/P of the state."""
+    slow = CostModel(*[Line(0.0, 1e15)] * 4, add=Line(0.0, 1e9), matmul=Line(0.0, 1e9))
+    seconds = slow.predict(chain(4), maps("dense", 8, 64))
+    apply = 4 * 8 * 64 * 64 / 1e9 + 2 * 8 * 64**3 / 1e9
+    assert seconds["ring"] == pytest.approx(2 * apply, rel=1e-3)
+    assert seconds["all_gather"] == pytest.approx(2 * apply, rel=1e-3)
+    assert seconds["doubling"] > 2 * seconds["all_gather"], "composing costs a dense product more"
 
 
 def check_measured(rank: int) -> tuple[CostModel, float, str]:
     start = time.monotonic()
     cp = ring_la.ContextParallel(group(), scan="auto")
     seconds = time.monotonic() - start
-    return cp.cost, seconds, cp.strategy(MB, 0, 4).name
+    layout = cp.layout(1024)
+    return cp.cost, seconds, cp.strategy(Chain.of(layout), maps("dense", 8, 64)).name
 
 
 def test_all_ranks_measure_and_choose_alike(ranks):
@@ -57,4 +105,4 @@ def test_all_ranks_measure_and_choose_alike(ranks):
     assert len({r[2] for r in results}) == 1
     assert all(seconds < 2 for _, seconds, _ in results)
     cost = results[0][0]
-    assert all(w.alpha > 0 and w.beta > 0 for w in (cost.hop, cost.gather, cost.exchange))
+    assert all(w.alpha > 0 and w.beta > 0 for w in (cost.hop, cost.swap, cost.gather, cost.exchange))

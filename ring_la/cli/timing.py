@@ -1,0 +1,58 @@
+"""Times of calls that ranks make together: the slowest rank's, arms in turns, no barrier inside what is timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from ..comm import Group
+
+Step = Callable[[], object]
+
+
+def barrier(group: Group) -> None:
+    """All ranks are here, and their devices idle."""
+    group.all_reduce(torch.zeros(1, device=group.device)).wait()
+    if group.on_cuda:
+        torch.cuda.synchronize(group.device)
+
+
+def seconds(step: Step, group: Group, inner: int) -> float:
+    """Seconds of one of `inner` calls in a row on this rank: CUDA events, or the clock on a CPU."""
+    if not group.on_cuda:
+        start = time.perf_counter()
+        for _ in range(inner):
+            step()
+        return (time.perf_counter() - start) / inner
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(inner):
+        step()
+    stop.record()
+    torch.cuda.synchronize(group.device)
+    return start.elapsed_time(stop) / inner / 1e3
+
+
+def in_turns(
+    arms: Mapping[str, Step], group: Group, *, rounds: int, inner: int = 1, warm: int = 1, quantile: float = 0.5
+) -> dict[str, float]:
+    """Seconds a call of each arm: of each round the slowest rank's time, of the rounds the median (or `quantile`).
+
+    Collective over `group`. Every round takes the arms in another order; a barrier stands before each arm's `inner`
+    calls and none between them, so ranks wait for each other only as their exchanges make them.
+    """
+    names = list(arms)
+    for name in names:
+        for _ in range(warm):
+            arms[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for n in range(rounds):
+        for name in names[n % len(names) :] + names[: n % len(names)]:
+            barrier(group)
+            times[name].append(seconds(arms[name], group, inner))
+    table = torch.tensor([times[name] for name in names], dtype=torch.float64, device=group.device)
+    slowest = group.all_reduce(table, op=dist.ReduceOp.MAX).wait().tolist()
+    return {name: sorted(row)[int(quantile * len(row))] for name, row in zip(names, slowest)}
