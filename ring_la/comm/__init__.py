@@ -1,7 +1,8 @@
-"""Communication over torch.distributed: one group wrapper, one wait handle, token routing."""
+"""Communication over torch.distributed: one group wrapper, its transports, one wait handle, token routing."""
 
-from .group import Group, Pending
+from .group import TRANSPORTS, Group, Pending
 from .replicated import Replicated, SumOverRanks
 from .route import Route
+from .transport import Transport
 
-__all__ = ["Group", "Pending", "Replicated", "Route", "SumOverRanks"]
+__all__ = ["TRANSPORTS", "Group", "Pending", "Replicated", "Route", "SumOverRanks", "Transport"]

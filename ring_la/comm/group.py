@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, DisagreementError, PeerError
+from ..errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
+from .transport import TorchTransport, Transport, Work
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+TRANSPORTS = ("auto", "torch", "symmetric")
 
 
 class Pending:
@@ -41,13 +42,16 @@ class Group:
     Args:
         group: a ProcessGroup; None for the default group.
         timeout: how long a peer may take before a wait becomes a `PeerError`.
+        transport: what carries the messages: "torch" (the group's backend, NCCL or gloo), "symmetric" (peer-to-peer
+            memory of the GPUs of one host), or "auto", today the group's backend. Collective.
 
     Attributes:
+        transport: the `Transport` in use.
         bytes_sent: payload bytes this rank has sent, for tests and benchmarks.
         wait_seconds: host time spent waiting for messages (on CPU, where waiting blocks).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, transport: str = "auto") -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ArgumentError("group", "an initialised torch.distributed (dist.init_process_group)", "none")
         self.group = dist.group.WORLD if group is None else group
@@ -62,40 +66,40 @@ class Group:
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self.side_stream = torch.cuda.Stream(self.device) if self.on_cuda and self.size > 1 else None
-        self._agreements = 0
+        self._agreements = self._failures = 0
+        by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
+        self.transport: Transport = by_torch
         self._name = self._make_name()
+        if transport == "symmetric":
+            self.transport = self._symmetric(by_torch)
+
+    def _symmetric(self, by_torch: TorchTransport) -> Transport:
+        from .symmetric import SymmetricTransport, refusal
+
+        why = refusal(self)
+        if why:
+            raise UnsupportedError("transport", "'auto' or 'torch' for this group", f"'symmetric': {why}")
+        return SymmetricTransport.open(self, by_torch) if self.size > 1 else by_torch
 
     # -- messages ------------------------------------------------------------------------------------------
 
     def send(self, x: Tensor, to: int) -> Pending:
         """Send `x` to group rank `to`."""
-        x = x.contiguous()
-        self.bytes_sent += x.nbytes
-        return self._pending(f"sending to rank {to}", lambda: self._single(dist.isend, x, to), lambda: x)
+        pending = self.exchange({to: x}, {})
+        return Pending(lambda: (pending.wait(), x)[1])
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Pending:
         """Receive a tensor from group rank `source`; the result is the tensor."""
         out = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return self._pending(
-            f"receiving from rank {source}", lambda: self._single(dist.irecv, out, source), lambda: out
-        )
-
-    def _single(self, operation: Callable, x: Tensor, peer: int) -> list[dist.Work]:
-        """One message. NCCL takes it as a batch of one: on the group's own communicator, opened when it was made."""
-        peer = self.global_ranks[peer]
-        if self.on_cuda:
-            return dist.batch_isend_irecv([dist.P2POp(operation, x, peer, self.group)])
-        return [operation(x, peer, group=self.group)]
+        pending = self.exchange({}, {source: out})
+        return Pending(lambda: (pending.wait(), out)[1])
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
-        """Send one tensor to each rank of `sends` and fill the tensors of `receives`, at once."""
-        ops = [dist.P2POp(dist.irecv, t, self.global_ranks[r], self.group) for r, t in sorted(receives.items())]
-        for r, t in sorted(sends.items()):
-            ops.append(dist.P2POp(dist.isend, t.contiguous(), self.global_ranks[r], self.group))
-            self.bytes_sent += t.nbytes
-        peers = sorted({*sends, *receives})
-        what = f"exchanging with ranks {peers}"
-        return self._pending(what, lambda: dist.batch_isend_irecv(ops) if ops else [], lambda: (receives, ops)[0])
+        """Send one tensor to each rank of `sends` and fill the (contiguous) tensors of `receives`, at once."""
+        sends = {r: t.contiguous() for r, t in sends.items()}
+        self.bytes_sent += sum(t.nbytes for t in sends.values())
+        what = f"exchanging with ranks {sorted({*sends, *receives})}"
+        return self._pending(what, lambda: self.transport.exchange(sends, receives), lambda: (receives, sends)[0])
 
     def all_gather(self, x: Tensor) -> Pending:
         """Every rank's `x`, stacked: ``[P, *x.shape]``."""
@@ -103,9 +107,8 @@ class Group:
             return Pending(lambda: x[None])
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        post = lambda: [_all_gather(out.view(-1), x.view(-1), group=self.group, async_op=True)]  # noqa: E731
         self.bytes_sent += x.nbytes * (self.size - 1)
-        return self._pending("gathering", post, lambda: (out, x)[0])
+        return self._pending("gathering", lambda: self.transport.all_gather(out, x), lambda: (out, x)[0])
 
     def all_to_all(self, x: Tensor) -> Pending:
         """Row r of ``x [P, …]`` goes to rank r; row r of the result came from rank r."""
@@ -113,9 +116,8 @@ class Group:
             return Pending(lambda: x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        post = lambda: [dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)]  # noqa: E731
         self.bytes_sent += x.nbytes // self.size * (self.size - 1)
-        return self._pending("exchanging all to all", post, lambda: (out, x)[0])
+        return self._pending("exchanging all to all", lambda: self.transport.all_to_all(out, x), lambda: (out, x)[0])
 
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         """Rows of `x` in blocks of `send[r]` rows to rank r; blocks of `receive[r]` rows come back."""
@@ -123,10 +125,9 @@ class Group:
             return Pending(lambda: x)
         x = x.contiguous()
         out = x.new_empty(sum(receive), *x.shape[1:])
-        sizes = (list(receive), list(send))
-        post = lambda: [dist.all_to_all_single(out, x, *sizes, group=self.group, async_op=True)]  # noqa: E731
         row = x.nbytes // max(1, x.shape[0])
         self.bytes_sent += row * (sum(send) - send[self.rank])
+        post = lambda: self.transport.all_to_all_uneven(out, x, send, receive)  # noqa: E731
         return self._pending("exchanging all to all", post, lambda: (out, x)[0])
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
@@ -134,16 +135,15 @@ class Group:
         out = x.clone(memory_format=torch.contiguous_format)
         if self.size == 1:
             return Pending(lambda: out)
-        post = lambda: [dist.all_reduce(out, op=op, group=self.group, async_op=True)]  # noqa: E731
         self.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
-        return self._pending("reducing over all ranks", post, lambda: out)
+        return self._pending("reducing over all ranks", lambda: self.transport.all_reduce(out, op), lambda: out)
 
     def agree(self, what: str, value: object) -> None:
         """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`."""
         if self.size == 1:
             return
         try:
-            values = self._gather_through_store(str(value))
+            values = self.tell(str(value))
         except RuntimeError as error:
             raise self._peer_error(f"agreeing on {what}", error) from error
         if any(v != values[0] for v in values):
@@ -155,8 +155,9 @@ class Group:
         mine = torch.tensor([uuid.uuid4().int >> 66], device=self.device)
         return int(self.all_gather(mine).wait()[0])
 
-    def _gather_through_store(self, value: str) -> list[str]:
-        """Every rank's value by the job's store: no message that a rank which skips the comparison could mistake."""
+    def tell(self, value: str) -> list[str]:
+        """Every rank's value by the job's store: no message that a rank which skips the comparison could mistake.
+        Collective; blocks the host."""
         store, n = self._store("agree"), self._agreements
         self._agreements += 1
         store.set(f"{n}/{self.rank}", value)
@@ -173,8 +174,13 @@ class Group:
 
     # -- waiting and failing -------------------------------------------------------------------------------
 
-    def _pending(self, what: str, post: Callable[[], Sequence[dist.Work]], result: Callable[[], Any]) -> Pending:
+    def _pending(self, what: str, post: Callable[[], Sequence[Work]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
+        late = self.transport.late()
+        if late:
+            raise PeerError(
+                f"rank {self.rank} of {self.size} before {what}: no message from {self._names(late)} in time"
+            )
         try:
             works = post()
         except RuntimeError as error:
@@ -184,7 +190,7 @@ class Group:
             start = time.perf_counter()
             try:
                 for work in works:
-                    work.wait() if self.on_cuda else work.wait(self.timeout)
+                    work.wait()
             except RuntimeError as error:
                 raise self._peer_error(what, error) from error
             self.wait_seconds += time.perf_counter() - start
@@ -195,17 +201,18 @@ class Group:
     def _peer_error(self, what: str, error: Exception) -> PeerError:
         """Name the ranks that did not report this failure too: they died or stalled."""
         missing = self._silent_ranks()
-        names = ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in missing)
-        culprit = f"no sign of life from {names}" if missing else "every rank reports the same failure"
+        culprit = f"no sign of life from {self._names(missing)}" if missing else "every rank reports the same failure"
         first = str(error).splitlines()[0]
         return PeerError(f"rank {self.rank} of {self.size} failed while {what}: {culprit}. Cause: {first}")
 
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in ranks)
+
     def _silent_ranks(self) -> list[int]:
-        """Ranks that do not write to the job's store within a few seconds of this failure."""
+        """Ranks that do not write to the job's store within a few seconds of this failure, the n-th here and there."""
         try:
-            store = dist.PrefixStore(
-                f"ring_la/failed/{self.group.group_name}", dist.distributed_c10d._get_default_store()
-            )
+            store = self._store(f"failed/{self._failures}")
+            self._failures += 1
             store.set(str(self.rank), "failed")
             grace = min(5.0, self.timeout.total_seconds())
             deadline, missing = time.monotonic() + grace, [r for r in range(self.size) if r != self.rank]

@@ -8,12 +8,13 @@ courier.close()                   this rank has all it asked for
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...comm import Group, Pending
+from ...comm import Pending
+from ...comm.symmetric import memory as symmetric_memory
 from .job import Job, KeyValues
 
 
@@ -92,18 +93,6 @@ class Pull:
 
     def close(self) -> None:
         self.handle.barrier()
-
-
-def symmetric_memory(group: Group, size: int) -> Any:
-    """A handle of at least `size` bytes on every rank of `group`, kept with it. Collective when it must grow."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    kept = group.__dict__.setdefault("_symmetric", {})
-    size = max(1 << 20, 1 << (size - 1).bit_length())
-    if size not in kept:
-        memory = symmetric.empty(size, dtype=torch.uint8, device=group.device)
-        kept[size] = memory, symmetric.rendezvous(memory, group.group.group_name)
-    return kept[size][1]
 
 
 def exchange(job: Job, message: KeyValues, to: int, coming: int, source: int, k: Tensor, v: Tensor) -> Pending:

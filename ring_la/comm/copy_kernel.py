@@ -1,0 +1,128 @@
+"""The kernel behind `symmetric`: messages through mailboxes in the memory of the ranks that receive them.
+
+Every rank has for each sender and each of BLOCKS blocks a ring of SLOTS chunks, and one flag a chunk. A sender's block
+waits for an empty flag, writes the chunk and raises the flag; the receiver's block waits for a raised flag, copies the
+chunk out and lowers it. So no message is overtaken or lost in a slow receiver, nothing is counted on the host, and a
+captured graph replays as it ran. Flags and data cross NVLink as ordinary system-scope loads and stores: no multicast.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCKS = 32  # blocks a message is spread over
+SLOTS = 2
+CHUNK = 16384  # words of 4 bytes
+FLAG = 8  # words a flag takes: a memory sector of its own
+EMPTY, FULL = tl.constexpr(0), tl.constexpr(1)
+POISON = tl.constexpr(0x7FFF7FFF)  # NaN in every float format
+
+
+def words(ranks: int, chunk: int = CHUNK) -> int:
+    """Words of the mailboxes of one rank: flags, then chunks."""
+    return ranks * SLOTS * BLOCKS * (FLAG + chunk)
+
+
+@triton.jit
+def _now(CLOCK: tl.constexpr):
+    """Nanoseconds; without a clock (the interpreter) nothing ever is late."""
+    if CLOCK:
+        return tl.extra.cuda.globaltimer()
+    return 0
+
+
+@triton.jit
+def _wait(flag, value, patience, CLOCK: tl.constexpr):
+    """Wait until `flag` has `value`; returns whether it came within `patience` nanoseconds."""
+    seen = tl.atomic_cas(flag, value, value, sem="acquire", scope="sys")
+    start = _now(CLOCK)
+    late = 0
+    while (seen != value) & (late == 0):
+        seen = tl.atomic_cas(flag, value, value, sem="acquire", scope="sys")
+        if CLOCK:
+            late = (_now(CLOCK) - start > patience).to(tl.int32)
+    return seen == value
+
+
+@triton.jit
+def _copy(source, target, n, STEP: tl.constexpr, CHUNK: tl.constexpr):
+    """n ≤ CHUNK words, in 16 bytes a load."""
+    source = tl.multiple_of(source, 16)
+    target = tl.multiple_of(target, 16)
+    for at in tl.static_range(0, CHUNK, STEP):
+        i = at + tl.arange(0, STEP)
+        tl.store(target + i, tl.load(source + i, i < n, cache_modifier=".cg"), i < n)
+
+
+@triton.jit(do_not_specialize=["me", "units", "send_stride", "receive_stride", "sends", "receives", "patience"])
+def exchange_kernel(
+    source, target, mailboxes, broken, report, me, units, send_stride, receive_stride, sends, receives, patience,
+    P: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr,
+    STEP: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """Messages of one size to and from the ranks whose bits are set in `sends` and `receives`.
+
+    `units` is that size and the strides the distance from one message to the next in `source` and `target`, in 16
+    bytes; messages stand in the order of their ranks. A message to oneself is copied. Programs: put or take, peer,
+    block, so that what is sent starts first. A peer that is late for `patience` nanoseconds is marked in `broken` and,
+    for the host, in `report`.
+    """
+    program = tl.program_id(0)
+    per_peer = tl.num_programs(0) // (2 * P)
+    block = program % per_peer
+    peer = (me + 1 + program // per_peer) % P
+    put = program < per_peer * P
+    mask = tl.where(put, sends, receives)
+    if (mask >> peer) & 1 == 0:
+        return
+    nth = 0  # messages before this peer's
+    for r in tl.static_range(P):
+        nth += ((mask >> r) & 1) * (r < peer).to(tl.int32)
+    n = units.to(tl.int64) * 4
+    chunks = (n + CHUNK - 1) // CHUNK
+    if peer == me:
+        if put:
+            slot = 0
+            for r in tl.static_range(P):
+                slot += ((receives >> r) & 1) * (r < me).to(tl.int32)
+            for i in range(block, chunks, BLOCKS):
+                at = i * CHUNK
+                _copy(
+                    source + nth * send_stride.to(tl.int64) * 4 + at,
+                    target + slot * receive_stride.to(tl.int64) * 4 + at, n - at, STEP, CHUNK,
+                )  # fmt: skip
+        return
+    owner = tl.where(put, peer, me)
+    sender = tl.where(put, me, peer)
+    base = tl.load(mailboxes + owner).to(tl.pointer_type(tl.int32))
+    mine = sender * SLOTS * BLOCKS + block
+    data = base + P * SLOTS * BLOCKS * FLAG
+    if tl.load(broken + peer) != 0:
+        patience = patience * 0
+    for i in range(block, chunks, BLOCKS):
+        slot = (i // BLOCKS) % SLOTS
+        flag = base + (mine + slot * BLOCKS) * FLAG
+        chunk = data + (mine + slot * BLOCKS).to(tl.int64) * CHUNK
+        at = i * CHUNK
+        ready = _wait(flag, tl.where(put, EMPTY, FULL), patience, CLOCK)
+        if not ready:
+            tl.store(broken + peer, 1)
+            tl.store(report + peer, 1)
+            patience = patience * 0
+        tl.debug_barrier()
+        if put:
+            if ready:
+                _copy(source + nth * send_stride.to(tl.int64) * 4 + at, chunk, n - at, STEP, CHUNK)
+                tl.debug_barrier()
+                tl.atomic_xchg(flag, FULL, sem="release", scope="sys")
+        else:
+            out = target + nth * receive_stride.to(tl.int64) * 4 + at
+            if ready:
+                _copy(chunk, out, n - at, STEP, CHUNK)
+                tl.debug_barrier()
+                tl.atomic_xchg(flag, EMPTY, sem="release", scope="sys")
+            else:
+                for start in tl.static_range(0, CHUNK, STEP):
+                    j = start + tl.arange(0, STEP)
+                    tl.store(out + j, tl.full([STEP], POISON, tl.int32), j < n - at)

@@ -1,0 +1,248 @@
+"""Messages by peer-to-peer memory: CUDA symmetric memory on the GPUs of one host, one kernel a call.
+
+`SymmetricTransport` sends through mailboxes (see `copy_kernel`): one small kernel on the group's side stream puts what
+this rank sends and takes what it receives, with no work of the host in between, in a CUDA graph too. Messages it does
+not carry (sizes that are no multiple of 16 bytes, very large ones, reductions other than a small sum) go by the process
+group's own backend; every rank decides that from the size alone. NVLink multicast is never used.
+
+A peer that dies or stalls: after the group's timeout its messages arrive as NaN, and the next call on the group raises
+a `PeerError` that names it. The group is then of no more use.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .transport import TorchTransport, Work
+
+if TYPE_CHECKING:
+    from .group import Group
+
+UNIT = 16
+"""Messages are multiples of this many bytes."""
+MOST = 256 << 20
+"""Bytes of the largest message put by the kernel; beyond, NCCL's bandwidth counts and not its latency."""
+MOST_SUMMED = 8 << 20
+"""Bytes of the largest sum made of everybody's values."""
+
+
+def memory(group: Group, size: int) -> Any:
+    """A symmetric memory handle of at least `size` bytes on every rank, kept with `group`. Collective when it must
+    grow, so every rank asks for the same sizes in the same order."""
+    kept = group.__dict__.setdefault("_symmetric", {})
+    size = max(1 << 20, 1 << (size - 1).bit_length())
+    if size not in kept:
+        kept[size] = allocate(group, size)
+    return kept[size][1]
+
+
+def allocate(group: Group, size: int) -> tuple[Tensor, Any]:
+    """`size` zero bytes on every rank, mapped by all: this rank's, and the handle. Collective."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    own = symmetric.empty(size, dtype=torch.uint8, device=group.device)
+    own.zero_()
+    torch.cuda.synchronize(group.device)  # before any rank may write into it
+    return own, symmetric.rendezvous(own, group.group.group_name)
+
+
+def refusal(group: Group) -> str:
+    """Why this group cannot use symmetric memory; empty if it can. Collective."""
+    if not group.on_cuda:
+        return "the group's backend is not NCCL"
+    here = socket.gethostname() if find_spec("triton") else "no triton"
+    everywhere = group.tell(here)
+    if "no triton" in everywhere:
+        return f"triton is not installed on rank {everywhere.index('no triton')}"
+    if len(set(everywhere)) > 1:
+        return f"the ranks are on {len(set(everywhere))} hosts"
+    return ""
+
+
+class SymmetricTransport:
+    """Mailboxes in the memory of every rank of a group.
+
+    Args:
+        group: the group. torch: what carries the rest.
+        mailboxes: address of every rank's mailboxes, seen from here (`open` makes them).
+        keep: what owns that memory.
+    """
+
+    name = "symmetric"
+
+    def __init__(
+        self, group: Group, torch_transport: TorchTransport, mailboxes: Sequence[int], keep: object, **constants: int
+    ) -> None:
+        from . import copy_kernel as kernel
+
+        self.group, self.torch, self._keep = group, torch_transport, keep
+        device = group.device
+        self._mailboxes = torch.tensor(list(mailboxes), dtype=torch.int64, device=device)
+        self._broken = torch.zeros(group.size, dtype=torch.int32, device=device)
+        self._report = torch.zeros(group.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._kernel = kernel.exchange_kernel
+        self._constants = dict(
+            P=group.size, BLOCKS=kernel.BLOCKS, SLOTS=kernel.SLOTS, CHUNK=kernel.CHUNK, FLAG=kernel.FLAG, STEP=4096,
+            CLOCK=device.type == "cuda",
+        ) | constants  # fmt: skip
+        self._patience = int(group.timeout.total_seconds() * 1e9)
+
+    @classmethod
+    def open(cls, group: Group, torch_transport: TorchTransport) -> SymmetricTransport:
+        """The transport of a group that has no `refusal`. Collective."""
+        from . import copy_kernel as kernel
+
+        own, handle = allocate(group, 4 * kernel.words(group.size))
+        addresses = [handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(group.size)]
+        return cls(group, torch_transport, addresses, (own, handle))
+
+    def late(self) -> list[int]:
+        """Ranks that have let a message of ours run into the timeout so far; read without synchronisation."""
+        return [r for r, late in enumerate(self._report.tolist()) if late]
+
+    # -- messages ------------------------------------------------------------------------------------------
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Work]:
+        sizes = sorted({t.nbytes for t in (*sends.values(), *receives.values())})
+        works: list[Work] = []
+        others = ({}, {})
+        for size in sizes:
+            out = {r: t for r, t in sends.items() if t.nbytes == size}
+            into = {r: t for r, t in receives.items() if t.nbytes == size}
+            if not carried(size):
+                others[0].update(out)
+                others[1].update(into)
+            else:
+                works.append(self._beside(lambda out=out, into=into, size=size: self._exchange(out, into, size)))
+        return works + (self.torch.exchange(*others) if any(others) else [])
+
+    def all_gather(self, out: Tensor, x: Tensor) -> list[Work]:
+        if not carried(x.nbytes):
+            return self.torch.all_gather(out, x)
+        everyone = (1 << self.group.size) - 1
+        return [self._beside(lambda: self._launch(x, out, x.nbytes, 0, x.nbytes, everyone, everyone))]
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> list[Work]:
+        size = x.nbytes // self.group.size
+        if not carried(size):
+            return self.torch.all_to_all(out, x)
+        everyone = (1 << self.group.size) - 1
+        return [self._beside(lambda: self._launch(x, out, size, size, size, everyone, everyone))]
+
+    def all_to_all_uneven(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> list[Work]:
+        return self.torch.all_to_all_uneven(out, x, send, receive)
+
+    def all_reduce(self, out: Tensor, op: dist.ReduceOp.RedOpType) -> list[Work]:
+        if not carried(out.nbytes) or out.nbytes > MOST_SUMMED or op != dist.ReduceOp.SUM:
+            return self.torch.all_reduce(out, op)
+        everyone = (1 << self.group.size) - 1
+        rows = out.new_empty(self.group.size, *out.shape)
+
+        def add() -> None:
+            self._launch(out, rows, out.nbytes, 0, out.nbytes, everyone, everyone)
+            torch.sum(rows, 0, dtype=out.dtype, out=out)
+
+        return [self._beside(add, rows)]
+
+    # -- the kernel ----------------------------------------------------------------------------------------
+
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], size: int) -> None:
+        source, send_stride = _together(sends, size)
+        if not sends:
+            source = self._broken  # any memory: nothing is read
+        elif source is None:
+            source, send_stride = torch.stack([sends[r].reshape(-1).view(torch.uint8) for r in sorted(sends)]), size
+        target, receive_stride = _together(receives, size)
+        rows = None
+        if not receives:
+            target = self._broken
+        elif target is None:
+            rows = torch.empty(len(receives), size, dtype=torch.uint8, device=self.group.device)
+            target, receive_stride = rows, size
+        masks = [sum(1 << r for r in ranks) for ranks in (sends, receives)]
+        self._launch(source, target, size, send_stride, receive_stride, *masks)
+        if rows is not None:
+            for row, r in zip(rows, sorted(receives)):
+                receives[r].copy_(row.view(receives[r].dtype).view(receives[r].shape))
+
+    def _launch(
+        self,
+        source: Tensor,
+        target: Tensor,
+        size: int,
+        send_stride: int,
+        receive_stride: int,
+        sends: int,
+        receives: int,
+    ) -> None:
+        c = self._constants
+        if source.data_ptr() % UNIT:
+            source = source.clone()
+        blocks = min(c["BLOCKS"], math.ceil(size / (4 * c["CHUNK"])))
+        self._kernel[(2 * c["P"] * blocks,)](
+            _words(source), _words(target), self._mailboxes, self._broken, self._report, self.group.rank, size // UNIT,
+            send_stride // UNIT, receive_stride // UNIT, sends, receives, self._patience, **c, num_warps=4,
+        )  # fmt: skip
+
+    def _beside(self, launch: Callable[[], None], keep: object = None) -> Work:
+        """Run `launch` on the side stream, after what the current stream has so far."""
+        side = self.group.side_stream
+        if side is None:
+            launch()
+            return Done()
+        current = torch.cuda.current_stream(self.group.device)
+        if current == side:
+            launch()
+            return Done()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            launch()
+            return Beside(side.record_event(), keep)
+
+
+class Done:
+    """A message that stands in the current stream's own order."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Beside:
+    """A message under way on the side stream."""
+
+    def __init__(self, there: Any, keep: object) -> None:
+        self._there, self._keep = there, keep
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._there)
+        self._keep = None
+
+
+def carried(size: int) -> bool:
+    """Whether messages of this many bytes go by the kernel; the same on both ends."""
+    return 0 < size <= MOST and size % UNIT == 0
+
+
+def _together(tensors: dict[int, Tensor], size: int) -> tuple[Tensor | None, int]:
+    """The tensors, in the order of their ranks, as a first one and an even stride in bytes; None if they lie apart."""
+    if not tensors:
+        return None, 0
+    first, *rest = (tensors[r] for r in sorted(tensors))
+    if first.data_ptr() % UNIT:
+        return None, 0
+    stride = rest[0].data_ptr() - first.data_ptr() if rest else size
+    even = all(t.data_ptr() == first.data_ptr() + (i + 1) * stride for i, t in enumerate(rest))
+    return (first, stride) if even and stride >= 0 and stride % UNIT == 0 else (None, 0)
+
+
+def _words(x: Tensor) -> Tensor:
+    """The memory at `x` as 32-bit words."""
+    return x.reshape(-1).view(torch.uint8)[: x.nbytes // 4 * 4].view(torch.int32)

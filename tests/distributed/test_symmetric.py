@@ -1,0 +1,84 @@
+"""Messages by mailboxes: the kernel itself, interpreted, on files the ranks share in place of symmetric memory.
+
+The GPUs' own check is ``torchrun -m tests.gpu.check_symmetric``.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_la.comm import Group
+from tests.distributed.pool import group
+from tests.kernels.triton_cases import interpreted
+
+interpreted()
+
+BLOCKS, CHUNK = 2, 64  # few and small, so that messages of several chunks and rounds stay quick
+
+
+def over_files(rank: int, size: int, folder: str, timeout: float = 60.0) -> Group:
+    """A gloo group whose messages go by mailboxes in files."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    interpreted()
+    from ring_la.comm import copy_kernel
+    from ring_la.comm.symmetric import SymmetricTransport
+
+    own = Group(group(size), timedelta(seconds=timeout))
+    n = copy_kernel.words(size, CHUNK)
+    if rank == 0:
+        for r in range(size):
+            torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32).zero_()
+    dist.barrier(group(size))
+    boxes = [torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32) for r in range(size)]
+    addresses = [b.data_ptr() for b in boxes]
+    own.transport = SymmetricTransport(own, own.transport, addresses, boxes, BLOCKS=BLOCKS, CHUNK=CHUNK, STEP=32)
+    return own
+
+
+def check_messages(rank: int, size: int, folder: str) -> int:
+    """Every pattern, twice (the mailboxes are used again), in sizes of part of a chunk to several rounds of blocks."""
+    g = over_files(rank, size, folder)
+    launches = []
+    launch = g.transport._launch
+    g.transport._launch = lambda *a: (launches.append(a[2]), launch(*a))
+    everyone = range(size)
+
+    def value(source: int, to: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+        return (torch.arange(n) % 97 + 100 * source + 10 * to).to(dtype)
+
+    for n, dtype in ((4, torch.float32), (8, torch.bfloat16), (184, torch.float32)):
+        for _ in range(2):
+            rows = g.all_gather(value(rank, 0, n, dtype)).wait()
+            assert torch.equal(rows, torch.stack([value(r, 0, n, dtype) for r in everyone]))
+            sent = torch.stack([value(rank, r, n, dtype) for r in everyone])
+            rows = g.all_to_all(sent).wait()
+            assert torch.equal(rows, torch.stack([value(r, rank, n, dtype) for r in everyone]))
+            right, left = (rank + 1) % size, (rank - 1) % size
+            receives = {left: torch.empty(n, dtype=dtype)}
+            g.exchange({right: value(rank, right, n, dtype)}, receives).wait()
+            assert torch.equal(receives[left], value(left, rank, n, dtype))
+            if rank:  # a chain
+                got = g.recv((n,), dtype, g.device, rank - 1).wait()
+                assert torch.equal(got, value(rank - 1, rank, n, dtype))
+            if rank < size - 1:
+                g.send(value(rank, rank + 1, n, dtype), rank + 1).wait()
+        total = g.all_reduce(value(rank, 0, n, torch.float32)).wait()
+        assert torch.equal(total, sum(value(r, 0, n, torch.float32) for r in everyone))
+    # sizes that differ by pair, tensors that lie apart, one that is no multiple of 16 bytes
+    sizes = {(a, b): 4 * (1 + (a + 2 * b) % 3) - (a == 0 and b == 1) for a in everyone for b in everyone if a != b}
+    sends = {b: value(a, b, n, torch.float32) for (a, b), n in sizes.items() if a == rank}
+    receives = {a: torch.empty(n) for (a, b), n in sizes.items() if b == rank}
+    g.exchange(sends, receives).wait()
+    assert all(torch.equal(t, value(a, rank, sizes[a, rank], torch.float32)) for a, t in receives.items())
+    assert g.transport.late() == []
+    return len(launches)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_by_mailboxes(ranks, tmp_path, size):
+    assert min(ranks.run(size, check_messages, size, str(tmp_path))) > 20
