@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from ..errors import RingLAError
 
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("bench", "ops"): ("bench_ops", "linear recurrences on one GPU beside fla-core"),
+    ("bench", "ops"): ("bench_ops", "every operator on one GPU beside fla-core and others"),
     ("bench", "attention"): ("bench_attention", "softmax attention on a split sequence beside its peers"),
     ("bench", "grouped"): ("bench_grouped", "grouped GEMM on one GPU beside the other ways to do it"),
 }

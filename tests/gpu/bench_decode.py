@@ -1,7 +1,7 @@
 """The recurrent mode on the GPU: `python -m tests.gpu.bench_decode [--out FILE]`.
 
-One token for 64 sequences of 32 heads, K = V = 128, against a copy of the states, over block sizes; and how long a short
-sequence takes in either mode, where `kernels.backends.SHORT` comes from.
+One token for 64 sequences of 32 heads, K = V = 128, against a copy of the states, over block sizes; and how long a
+short sequence takes in either mode, where `kernels.backends.SHORT` comes from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 import ring_la
 from ring_la.algebra import Rule
-from ring_la.cli.bench_ops import bandwidth, milliseconds
+from ring_la.cli.bench_ops.measure import bandwidth, milliseconds
 from ring_la.kernels.triton import decode
 from tests.kernels.triton_cases import Case
 
@@ -32,7 +32,7 @@ def one_token(copy: float) -> dict[str, list]:
         for block in (16, 32, 64):
             for warps in (2, 4, 8):
                 decode.BLOCK_V, decode.WARPS = block, warps
-                ms = milliseconds(step, 0.01)
+                ms = milliseconds(step, budget=0.01)
                 shares.append((round(moved / (ms / 1e3) / copy, 3), block, warps, ms))
         found[name] = sorted(shares, reverse=True)[:3]
         print(name, found[name], flush=True)
@@ -47,7 +47,7 @@ def replayed(function: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    return milliseconds(graph.replay, 0.02)
+    return milliseconds(graph.replay, budget=0.02)
 
 
 @torch.no_grad()

@@ -1,0 +1,218 @@
+"""Every operator on one GPU against its peers in one run: errors first, then times, memory and the host's share.
+
+    ring-la bench ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--warm SECONDS] [--out FILE.json] [--png FILE.png]
+
+Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by name. Each side of an operator is a
+process of its own. All compile at once (and FLA tunes itself) for at most --warm seconds, and compare themselves with
+fp64; then one after the other is timed alone, but for a side whose error is off. Times are medians of CUDA events;
+memory is the peak beyond the inputs; the host's time is that of a forward call, and of the replay of one as a CUDA
+graph. --cold measures the first forward and backward with empty caches, both sides at once. FLA's guard against the
+gated backward on this Triton (#640) is switched off; its errors are checked like all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError
+from . import report
+from .cases import CASES, Shape
+from .measure import bandwidth
+from .peers import peers_of, versions
+
+SHAPES = {"cuda": "1x32768x32x128,1x32768x8x128,1x8192x32x128,4x4096x16x64", "cpu": "1x128x2x16"}
+STEPS = {"cuda": "64x1x32x128", "cpu": "4x1x2x16"}
+MAMBA = {"cuda": "1x32768x80x128x64", "cpu": "1x128x2x16x8"}
+LIMIT = 2e-2
+"""An error of the output or of a gradient beyond which a side is not timed."""
+
+
+class Worker:
+    """A process with one side of one operator (see `worker`)."""
+
+    def __init__(self, name: str, side: str, shapes: list[str], env: dict[str, str] | None = None) -> None:
+        self.name, self.side, self.shapes = name, side, shapes
+        command = [sys.executable, "-m", "ring_la.cli.bench_ops.worker", name, side, ",".join(shapes)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        )  # fmt: skip
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        self.said: list[str] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=lambda: self.said.extend(self.process.stderr), daemon=True).start()
+
+    def _listen(self) -> None:
+        for text in self.process.stdout:
+            if text.startswith("{"):
+                self.lines.put(text)
+        self.lines.put(None)
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """The next object it prints; what went wrong if none comes in time, and the process is then stopped."""
+        try:
+            text = self.lines.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            self.stop()
+            return {"failed": "not ready in time"}
+        if text is None:
+            self.process.wait()
+            return {"failed": f"ended with {self.process.returncode}: {''.join(self.said[-2:])[-200:]}"}
+        return json.loads(text)
+
+    def ready(self, deadline: float) -> dict[str, dict[str, Any]]:
+        """What it says of each shape before it can be measured."""
+        return {shape: self.answer(deadline - time.monotonic()) for shape in self.shapes}
+
+    def measure(self, shape: str, seconds: float) -> dict[str, Any]:
+        if self.process.poll() is not None:
+            return {"failed": "it had ended"}
+        self.process.stdin.write(f"measure {shape}\n")
+        self.process.stdin.flush()
+        return self.answer(seconds)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def plan(names: Iterable[str], shapes: list[str], device: str) -> list[tuple[str, str]]:
+    """(operator, shape), shape by shape; a step and Mamba-2's own shape come last."""
+    names = list(names)
+    whole = [n for n in names if not CASES[n].step]
+    out = [(n, s) for s in shapes for n in whole]
+    out += [("mamba2", MAMBA[device])] if "mamba2" in names and device == "cuda" else []
+    return out + [(n, STEPS[device]) for n in names if CASES[n].step]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", default=",".join(CASES), help="comma-separated (default: all)")
+    parser.add_argument("--shapes", help="BxTxHxK or BxTxHxKxV, comma-separated")
+    parser.add_argument("--warm", type=float, default=600, metavar="SECONDS", help="time to compile in (default 600)")
+    parser.add_argument("--row", type=float, default=60, metavar="SECONDS", help="time for one side of a row")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="no row starts after this")
+    parser.add_argument("--cold", default="", metavar="OPS", help="operators to start from empty caches first")
+    parser.add_argument("--cold-limit", type=float, default=120, metavar="SECONDS")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON, written as rows come")
+    parser.add_argument("--png", type=pathlib.Path, help="a picture; needs matplotlib")
+
+
+def run(args: argparse.Namespace) -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names, shapes = _choices(args, device)
+    started, rows = time.monotonic(), []
+    absent: dict[str, str] = {}
+    sides = {}
+    for name in names:
+        sides[name], missing = peers_of(name, device)
+        absent |= missing
+    found = {"machine": machine(device), "absent": absent, "rows": rows}
+    if args.cold:
+        found["cold"] = cold(args.cold.split(","), sides, shapes[0], args.cold_limit)
+    rows_planned = plan(names, shapes, device)
+    workers = start(rows_planned, sides)
+    deadline = time.monotonic() + args.warm
+    ready = {key: worker.ready(deadline) for key, worker in workers.items()}
+    found["warm_s"] = round(time.monotonic() - started, 1)
+    found["copy_bytes_per_second"] = bandwidth(device)
+    for name, shape in rows_planned:
+        if time.monotonic() - started > args.budget:
+            print(f"{name} {shape}: no time left", flush=True)
+            continue
+        row = {"op": name, "shape": shape, "sides": {}}
+        for side in ("ring_la", *sides[name]):
+            key = _key(name, side, shape)
+            row["sides"][side] = side_row(workers[key], ready[key][shape], shape, args.row)
+        moved = row["sides"]["ring_la"].get("floor_bytes")
+        if moved:
+            row["floor_ms"] = round(moved / found["copy_bytes_per_second"] * 1e3, 4)
+        rows.append(row)
+        print(report.line(row), flush=True)
+        save(found, args.out)
+    for worker in workers.values():
+        worker.stop()
+    save(found, args.out)
+    print(*report.notes(found), sep="\n", flush=True)
+    if args.png:
+        args.png.parent.mkdir(parents=True, exist_ok=True)
+        report.picture(found, args.png)
+    ours = [row["sides"]["ring_la"] for row in rows]
+    return int(any("fwd" not in side for side in ours))
+
+
+def _choices(args: argparse.Namespace, device: str) -> tuple[list[str], list[str]]:
+    names = args.ops.split(",")
+    for option, given in (("ops", names), ("cold", args.cold.split(",") if args.cold else [])):
+        unknown = [n for n in given if n not in CASES]
+        if unknown:
+            raise ArgumentError(option, f"names out of {', '.join(CASES)}", ", ".join(unknown))
+    try:
+        shapes = [str(Shape.parse(s)) for s in (args.shapes or SHAPES[device]).split(",")]
+    except ValueError:
+        raise ArgumentError("shapes", "sizes like 1x32768x32x128, comma-separated", args.shapes) from None
+    return names, shapes
+
+
+def _key(name: str, side: str, shape: str) -> tuple[str, str, str]:
+    """Which worker a row belongs to: ours takes all shapes, a peer has one for each head layout, since it tunes."""
+    return name, side, "" if side == "ring_la" else shape.split("x", 2)[2]
+
+
+def start(rows: list[tuple[str, str]], sides: dict[str, list[str]]) -> dict[tuple[str, str, str], Worker]:
+    """All workers at once."""
+    shapes: dict[tuple[str, str, str], list[str]] = {}
+    for name, shape in rows:
+        for side in ("ring_la", *sides[name]):
+            shapes.setdefault(_key(name, side, shape), []).append(shape)
+    return {key: Worker(key[0], key[1], own) for key, own in shapes.items()}
+
+
+def side_row(worker: Worker, ready: dict[str, Any], shape: str, seconds: float) -> dict[str, Any]:
+    """Errors, then the times, of a side that is right."""
+    worst = max(ready.get("errors", {"": math.inf}).values())
+    if not worst < LIMIT:  # NaN is off, too
+        return ready
+    return {"errors": ready["errors"]} | {k: v for k, v in worker.measure(shape, seconds).items() if k != "row"}
+
+
+def cold(names: list[str], sides: dict[str, list[str]], shape: str, limit: float) -> dict[str, dict[str, float | None]]:
+    """Seconds of the first forward and backward with empty caches of compiled kernels, all sides of an operator at
+    once; None beyond the limit."""
+    out: dict[str, dict[str, float | None]] = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            env = {s: {"TRITON_CACHE_DIR": f"{folder}/{s}"} for s in ("ring_la", *sides.get(name, []))}
+            workers = {s: Worker(name, s, [shape], e) for s, e in env.items()}
+            deadline = time.monotonic() + limit
+            out[name] = {s: w.ready(deadline)[shape].get("first_s") for s, w in workers.items()}
+            for worker in workers.values():
+                worker.stop()
+        print(f"cold {name}: {out[name]}", flush=True)
+    return out
+
+
+def save(found: dict[str, Any], out: pathlib.Path | None) -> None:
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1))
+
+
+def machine(device: str) -> dict[str, str]:
+    """What a figure depends on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {"device": name, "commit": commit} | versions()
