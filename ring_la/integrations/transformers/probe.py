@@ -79,7 +79,9 @@ def _sketches(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
 
         return keep
 
-    hooks = [m.register_forward_hook(hook(n)) for n, m in model.named_modules() if n]
+    experts = tuple(f"{n}." for n, m in model.named_modules() if hasattr(m, "is_transposed"))  # rows sorted by expert
+    modules = [(n, m) for n, m in model.named_modules() if n and not n.startswith(experts)]
+    hooks = [m.register_forward_hook(hook(n)) for n, m in modules]
     modes = [(m, m.training) for m in model.modules()]
     try:
         model.eval()

@@ -48,9 +48,13 @@ class Case:
         config._attn_implementation = "eager"
         torch.manual_seed(0)
         model = kind(config)
-        with torch.no_grad():  # zeros and ones of an initialisation would hide terms of the gradients
-            for p in model.parameters():
-                p.add_(0.02 * torch.randn_like(p))
+        with torch.no_grad():  # small weights, zeros and ones of an initialisation would hide what layers do
+            for name, p in model.named_parameters():
+                noise = torch.randn_like(p)
+                if p.dim() < 2 or "A_log" in name:
+                    p.add_(0.2 * noise)
+                else:
+                    p.copy_(noise / p.shape[-1] ** 0.5)
         return model.train()
 
 
@@ -61,20 +65,101 @@ def case(model: str, skip: tuple[str, ...] = (), router: bool = False, **options
 SOFTMAX: dict[str, Case] = {
     "llama": case("LlamaForCausalLM"),
 }
+LINEAR, FULL, CONV, SLIDING = "linear_attention", "full_attention", "conv", "sliding_attention"
+GATED_DELTA = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=4,
+)
+EXPERTS = dict(moe_intermediate_size=16, num_experts_per_tok=2)
+SHARED = EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=16)
+GROUPED = EXPERTS | dict(num_local_experts=4, n_group=1, topk_group=1, mlp_layer_types=["dense", "sparse", "dense"])
+LATENT = dict(kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, num_key_value_heads=4)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_chunk_size=8)
+
+
+def hybrid(model: str, kinds: str = "LFL", argument: str = "layer_types", **keywords) -> Case:
+    """A hybrid whose layers' kinds are given by letters, one a layer."""
+    names = {"L": LINEAR, "F": FULL, "C": CONV, "S": SLIDING, "H": "hybrid", "E": "moe", "M": "mlp"}
+    keywords |= {argument: [names[k] for k in kinds], "num_hidden_layers": len(kinds)}
+    return case(model, **keywords)
+
+
 RECURRENT: dict[str, Case] = {
-    "qwen3_next": case(
-        "Qwen3NextForCausalLM",
+    "qwen3_next": hybrid("Qwen3NextForCausalLM", router=True, **GATED_DELTA, **SHARED),
+    "qwen3_5": hybrid("Qwen3_5ForCausalLM", **GATED_DELTA),
+    "qwen3_5_moe": hybrid("Qwen3_5MoeForCausalLM", "FLL", router=True, **GATED_DELTA, **SHARED),
+    "olmo_hybrid": hybrid("OlmoHybridForCausalLM", **GATED_DELTA),
+    "kimi_linear": hybrid("KimiLinearForCausalLM", linear_head_dim=8, linear_num_heads=2, **LATENT, **GROUPED),
+    "bailing_hybrid": hybrid("BailingHybridForCausalLM", "FLL", **LATENT, **GROUPED),
+    "minimax": hybrid("MiniMaxForCausalLM", router=True, num_local_experts=2, num_experts_per_tok=1, block_size=8),
+    "mamba2": case(
+        "Mamba2ForCausalLM",
+        skip=("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+        num_heads=8,
+        state_size=8,
+        n_groups=2,
+        chunk_size=8,
+        time_step_limit=(0.01, 0.8),
+    ),
+    "bamba": case("BambaForCausalLM", num_hidden_layers=3, attn_layer_indices=[1], **MAMBA),
+    "falcon_h1": case("FalconH1ForCausalLM", mamba_d_ssm=64, mamba_rms_norm=True, **MAMBA),
+    "nemotron_h": hybrid(
+        "NemotronHForCausalLM",
+        "LEFML",
+        "layers_block_type",
+        ssm_state_size=8,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        n_groups=2,
+        chunk_size=8,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=16,
+        **EXPERTS,
+    ),
+    "granite_moe_hybrid": hybrid(
+        "GraniteMoeHybridForCausalLM",
         router=True,
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=4,
+        num_local_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
+        shared_intermediate_size=16,
+        **MAMBA,
+    ),
+    "zamba2": hybrid(
+        "Zamba2ForCausalLM",
+        "LHL",
+        "layers_block_type",
+        skip=("head_dim",),
+        mamba_d_state=8,
+        mamba_ngroups=2,
+        n_mamba_heads=4,
+        chunk_size=8,
+        adapter_rank=4,
+        num_key_value_heads=4,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+    ),
+    "lfm2": hybrid("Lfm2ForCausalLM", "CFC", conv_bias=True),
+    "lfm2_moe": hybrid("Lfm2MoeForCausalLM", "CFC", num_experts=4, num_dense_layers=1, **EXPERTS),
+    "lfm3": hybrid("Lfm3ForCausalLM", "SCF", sliding_window=5),
+    "qwen4_exp": hybrid(
+        "Qwen4ExpForCausalLM",
+        router=True,
+        hc_count=2,
+        hc_lowrank=4,
+        ple_layer_ids=[1],
+        ple_embed_dim=16,
+        heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+        make_ngram_vocab_size_divisible_by=8,
+        indexer_n_heads=12,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=8,
+        indexer_compress_ratio=4,
+        **GATED_DELTA,
+        **SHARED,
     ),
 }
 CASES: dict[str, Case] = SOFTMAX | RECURRENT

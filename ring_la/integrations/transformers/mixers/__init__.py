@@ -20,12 +20,19 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ....errors import UnsupportedError
-from . import delta
+from . import convolution, delta, indexed, lightning, mamba, qwen4_exp
 
 if TYPE_CHECKING:
     from ..model import Parallel
 
-MIXERS: dict[str, Mapping[str, Callable] | Callable] = {**delta.MIXERS}
+MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
+    **convolution.MIXERS,
+    **delta.MIXERS,
+    **mamba.MIXERS,
+    **lightning.MIXERS,
+    **indexed.MIXERS,
+    **qwen4_exp.MIXERS,
+}
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from ....conv import short_conv
 from ..call import Call
@@ -17,5 +18,12 @@ def causal_conv1d_fn(
     **_: object,
 ) -> Tensor:
     """``causal_conv1d_fn`` of causal_conv1d: ``hidden_states [B, D, T]``, ``weight [D, W]`` → ``[B, D, T]``."""
-    activation = "silu" if activation == "swish" else activation
-    return short_conv(hidden_states.transpose(1, 2), weight, bias, activation, **call.split).o.transpose(1, 2)
+    silu = activation in ("silu", "swish")
+    out = short_conv(hidden_states.transpose(1, 2), weight, bias, "silu" if silu else None, **call.split).o
+    out = out if silu or activation is None else ACT2FN[activation](out)
+    return out.transpose(1, 2)
+
+
+SHORT_CONV = {"causal_conv1d_fn": causal_conv1d_fn}
+
+MIXERS = {"Lfm2ShortConv": SHORT_CONV, "Lfm2MoeShortConv": SHORT_CONV, "Lfm3ShortConv": SHORT_CONV}

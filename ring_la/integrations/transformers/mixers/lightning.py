@@ -1,0 +1,32 @@
+"""MiniMax's lightning attention, whose maths stand in the middle of its forward."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....recurrences import lightning_attention
+from ..call import Call
+
+
+def minimax(
+    call: Call,
+    layer: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: object = None,
+    attention_mask: None = None,
+    past_key_values: object = None,
+    **_: object,
+) -> tuple[Tensor, Tensor | None]:
+    """``MiniMaxLightningAttention``: a static decay a head and no scale; all heads normed together, then gated."""
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1))
+    q, k, v = qkv.split(layer.head_dim, -1)
+    decay = -layer.slope_rate.flatten().float()
+    out = lightning_attention(q, k, v, decay, scale=1.0, output_final_state=past_key_values is not None, **call.split)
+    if past_key_values is not None:
+        past_key_values.set_linear_cache(layer.layer_idx, out.final_state.to(v.dtype))
+    o = layer.norm(out.o.flatten(2)) * F.sigmoid(layer.output_gate(hidden_states))
+    return layer.out_proj(o), out.final_state
+
+
+MIXERS = {"MiniMaxLightningAttention": minimax}

@@ -1,0 +1,67 @@
+"""Mixers of Mamba-2."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....recurrences import mamba2
+from ..call import Call
+from .convolution import causal_conv1d_fn
+
+
+def chunk_scan(
+    call: Call,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``mamba_chunk_scan_combined`` of mamba_ssm: ``hidden_states [B, T, H, V]``, states ``[B, H, V, K]``.
+
+    The time step is clamped to `dt_limit` after its bias and softplus, in fp32.
+    """
+    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    out = mamba2(
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        D,
+        initial_state=None if initial_states is None else initial_states.mT,
+        output_final_state=return_final_states,
+        **call.split,
+    )
+    o = out.o.contiguous()
+    return (o, out.final_state.mT) if return_final_states else o
+
+
+def no_fused_kernel(call: Call, *_: object, **__: object) -> None:
+    """For ``mamba_split_conv1d_scan_combined``, a whole mixer in one kernel: None, and the mixer goes step by step."""
+
+
+MAMBA2 = {
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "mamba2_split_conv1d_scan_combined": no_fused_kernel,
+    "mamba2_chunk_scan": chunk_scan,
+}
+
+MIXERS = {
+    "Mamba2Mixer": MAMBA2,
+    "BambaMixer": MAMBA2,
+    "FalconH1Mixer": MAMBA2,
+    "GraniteMoeHybridMambaLayer": MAMBA2,
+    "NemotronHMamba2Mixer": MAMBA2,
+    "Zamba2MambaMixer": MAMBA2,
+}
