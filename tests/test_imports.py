@@ -25,6 +25,7 @@ LEVELS = [
     {"models"},
     {"inference"},
     {"integrations"},
+    {"training"},
     {"cli"},
 ]
 """Bottom to top; a module may import what stands below it, and its own package."""

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..context import ShardedLayout
+from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError
-from ..nn import LAYERS, Layer, MixtureOfExperts, RMSNorm, Routing
+from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
 from .loss import IGNORE, linear_cross_entropy
 from .mlp import MLPS
+from .rounds import loss_in_rounds
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,21 @@ class Block(nn.Module):
         self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None, **keywords: Any
     ) -> tuple[Tensor, Any, Routing | None]:
         """``x``, what the layer remembers, and what the router of a mixture of experts did."""
-        o, state = self.layer(self.layer_norm(x), layout=layout, **keywords)
+        o, state = self.mix_tokens(x, layout=layout, **keywords)
         x = x + o
+        o, routing = self.mix_channels(x, output_routing=output_routing, layout=layout)
+        return x + o, state, routing
+
+    def mix_tokens(self, x: Tensor, **keywords: Any) -> LayerOutput:
+        """What the layer adds to ``x [B, T, D]``, and what it remembers."""
+        return self.layer(self.layer_norm(x), **keywords)
+
+    def mix_channels(self, x: Tensor, **keywords: Any) -> MoEOutput:
+        """What the MLP adds to ``x [B, T, D]``, and what its router did if it has one."""
         y = self.mlp_norm(x)
         if not isinstance(self.mlp, MixtureOfExperts):
-            return x + self.mlp(y), state, None
-        o, routing = self.mlp(y, output_routing=output_routing, layout=layout)
-        return x + o, state, routing
+            return MoEOutput(self.mlp(y), None)
+        return self.mlp(y, **keywords)
 
 
 class HybridLM(nn.Module):
@@ -200,7 +209,8 @@ class HybridLM(nn.Module):
             targets: the token that follows each, ``[B, T]``, IGNORE where none does; None: the next in its document.
             layout, cu_seqlens, routings: as in `forward`.
             total: the number of targets to divide by, where the batch is more than this call: several sequences of
-                data-parallel ranks, or steps whose gradients are added. None: the targets of this call, on all ranks.
+                data-parallel ranks, or calls whose gradients are added; auxiliary losses count by this call's share of
+                it. None: the targets of this call, on all ranks.
             chunk: tokens whose logits exist at a time.
         """
         if targets is None:
@@ -209,15 +219,20 @@ class HybridLM(nn.Module):
             if targets.shape != ids.shape:
                 raise ArgumentError("targets", f"the shape of ids, {list(ids.shape)}", list(targets.shape))
             count = (targets != IGNORE).sum()
-            if layout is not None and total is None:
+            if layout is not None:
                 count = layout.cp.comm.all_reduce(count).wait()
             count = count.clamp(min=1)
         routings = [] if routings is None else routings
         begin = len(routings)
         x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).x.flatten(0, 1)
         weight = self.embedding.weight if self.head is None else self.head.weight
-        loss = linear_cross_entropy(x, weight, targets.flatten(), chunk=chunk) / (count if total is None else total)
-        return loss + sum(routing.aux_loss for routing in routings[begin:])
+        total = count if total is None else total
+        loss = linear_cross_entropy(x, weight, targets.flatten(), chunk=chunk) / total
+        return loss + sum(routing.aux_loss for routing in routings[begin:]) * (count / total)
+
+    def loss_in_rounds(self, ids: Tensor, cp: ContextParallel, **keywords: Any) -> Tensor:
+        """`loss` of a whole sequence whose runs are worked on one after the other; see `rounds.loss_in_rounds`."""
+        return loss_in_rounds(self, ids, cp, **keywords)
 
     def _check(self, ids: Tensor, states: Sequence[Any] | None, layout: ShardedLayout | None) -> None:
         error = None

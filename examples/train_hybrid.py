@@ -1,0 +1,457 @@
+"""Train a hybrid language model on long sequences: data, FSDP2 and context axes together, and exact resume.
+
+    torchrun --standalone --nproc_per_node 4 examples/train_hybrid.py --data.source docs --run.steps 100
+    torchrun --standalone --nproc_per_node 8 examples/train_hybrid.py --config examples/configs/hybrid_1b.yaml
+
+Every option is a field of a dataclass below, set on the command line or in a YAML file; `--help` lists them. The run's
+folder gets its configuration, checkpoints, metrics.jsonl and TensorBoard's files; started again with the same folder,
+it goes on from the newest complete checkpoint, also on another number of ranks. docs/training.md explains it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from ring_la import ContextParallel
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.models.loss import IGNORE
+from ring_la.training import (
+    Checkpoints,
+    Corpus,
+    PackedSequences,
+    StepFlops,
+    TrainingMesh,
+    batches,
+    peak_flops,
+    recompute,
+    shard_parameters,
+)
+
+
+@dataclass
+class Model:
+    """A HybridLM; see ring_la.models.HybridConfig.
+
+    Attributes:
+        layers: names from ring_la.nn.LAYERS; `repeat` times, one after the other.
+        vocab_size: default: the tokenizer's.
+        options: further keywords of layers, by name.
+    """
+
+    dim: int = 128
+    layers: list[str] = field(default_factory=lambda: ["gdn", "gdn", "gdn", "attention"])
+    repeat: int = 1
+    num_heads: int = 2
+    mlp: str = "swiglu"
+    mlp_dim: int | None = None
+    tie_embeddings: bool = True
+    vocab_size: int | None = None
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mlp_options: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, vocab_size: int) -> HybridConfig:
+        fields = asdict(self)
+        fields["layers"] = self.layers * fields.pop("repeat")
+        return HybridConfig(**fields | {"vocab_size": self.vocab_size or vocab_size})
+
+
+@dataclass
+class Data:
+    """Documents and how they become sequences.
+
+    Attributes:
+        source: a text or parquet file, or a folder of them. text_column: of parquet and jsonl files.
+        tokenizer: "bytes", a tokenizer.json, or what Transformers' AutoTokenizer takes.
+        seq_len: tokens of a sequence, all ranks' together. sequences: of a step, all replicas' together.
+        documents: "packed": none sees another; "joined": a sequence is one document.
+        max_document: longer documents are cut.
+        cache: where tokens are kept (default: the run's folder). workers: processes that read ahead.
+    """
+
+    source: str = "docs"
+    text_column: str = "text"
+    tokenizer: str = "bytes"
+    seq_len: int = 4096
+    sequences: int = 1
+    documents: Literal["packed", "joined"] = "packed"
+    max_document: int | None = None
+    cache: str | None = None
+    workers: int = 0
+    seed: int = 0
+
+
+@dataclass
+class Parallel:
+    """Ranks by axis; one may be −1, what is left. Parameters are sharded over fsdp × context, copied over data.
+
+    Attributes:
+        layout, scan, attention, transport, validate: as in ContextParallel.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    context: int = -1
+    layout: str = "zigzag"
+    scan: str = "auto"
+    attention: str = "auto"
+    transport: str = "auto"
+    validate: Literal["first", "always", "never"] = "first"
+
+
+@dataclass
+class Memory:
+    """What is kept and in which precision.
+
+    Attributes:
+        dtype: of computing; parameters, gradients' sums and the optimizer are fp32.
+        recompute: kinds of layers, "mlp" or "block", see ring_la.training.recompute. mlp_chunk: tokens an MLP takes.
+        loss_chunk: tokens whose logits exist at a time.
+        rounds: runs of a sequence worked on one after the other (recurrent layers alone).
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: list[str] = field(default_factory=lambda: ["mlp"])
+    mlp_chunk: int | None = None
+    loss_chunk: int = 8192
+    rounds: int = 1
+
+
+@dataclass
+class Optimizer:
+    """AdamW with linear warm-up and a cosine to `final` · lr; gradients clipped to norm `clip` over all axes."""
+
+    lr: float = 1e-3
+    final: float = 0.1
+    warmup: int = 20
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0
+
+
+@dataclass
+class Run:
+    """Attributes:
+    folder: what the run leaves. steps: in all.
+    save_every: steps between checkpoints; 0: none. keep: how many. background: written while training goes on.
+    resume: go on from the newest checkpoint in the folder.
+    tensorboard: write its files. wandb: a Weights & Biases project that mirrors them.
+    profile: steps to trace, from the third of this start on.
+    rehearse: tokens of a sequence that is tried first, so that kernels are compiled before the first step.
+    seed: of the parameters. deadline: stop after so many seconds of steps, with a checkpoint.
+    """
+
+    folder: str = "runs/hybrid"
+    steps: int = 100
+    save_every: int = 50
+    keep: int = 2
+    background: bool = True
+    resume: bool = True
+    tensorboard: bool = False
+    wandb: str | None = None
+    profile: int = 0
+    rehearse: int | None = None
+    seed: int = 0
+    deadline: float | None = None
+
+
+@dataclass
+class Config:
+    """A run."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    parallel: Parallel = field(default_factory=Parallel)
+    memory: Memory = field(default_factory=Memory)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    run: Run = field(default_factory=Run)
+
+
+def main(args: list[str] | None = None) -> None:
+    from jsonargparse import auto_cli
+
+    config = auto_cli(Config, args=args, as_positional=False)
+    device = join()
+    try:
+        Trainer(config, device).train()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join() -> torch.device:
+    """This rank's device: its GPU with NCCL, else the CPU with gloo and a share of the cores."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return torch.device("cpu")
+
+
+class Trainer:
+    """Model, data, optimizer and checkpoints of one run on this rank."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config, self.device = config, device
+        run, data, memory, parallel = config.run, config.data, config.memory, config.parallel
+        self.mesh = mesh = TrainingMesh.make(
+            device.type, data=parallel.data, fsdp=parallel.fsdp, context=parallel.context
+        )
+        if data.sequences % mesh.replicas:
+            raise SystemExit(f"data.sequences: {data.sequences} do not divide by data × fsdp = {mesh.replicas}")
+        self.cp = ContextParallel(
+            mesh.context,
+            scan=parallel.scan,
+            attention=parallel.attention,
+            transport=parallel.transport,
+            validate=parallel.validate,
+        )
+        self.folder, self.first = Path(run.folder), dist.get_rank() == 0
+        corpus = self._corpus()
+        self.sequences = PackedSequences(corpus, data.seq_len, data.seed, data.max_document)
+        shape = config.model.config(corpus.vocab_size)
+        if shape.vocab_size < corpus.vocab_size:
+            raise SystemExit(f"model.vocab_size: at least {corpus.vocab_size}, the tokenizer's")
+        self.flops, self.peak = StepFlops(shape), peak_flops(device)
+        torch.manual_seed(run.seed)  # the same parameters on every rank and for every split
+        with device:
+            self.model = HybridLM(shape)
+        recompute(self.model, memory.recompute, mlp_chunk=memory.mlp_chunk)
+        dtype = getattr(torch, memory.dtype)
+        shard_parameters(self.model, mesh, dtype=None if dtype == torch.float32 else dtype)
+        self.optimizer = self._optimizer()
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=run.keep, background=run.background)
+        self.step, self.tokens = 0, 0
+
+    def _corpus(self) -> Corpus:
+        """Tokenised by rank 0; where hosts do not share a file system, by one rank of each."""
+        data = self.config.data
+        cache = data.cache or str(self.folder / "corpus")
+        prepare = lambda: Corpus.prepare(data.source, cache, data.tokenizer, data.text_column)  # noqa: E731
+        if self.first:
+            prepare()
+        dist.barrier()
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            prepare()
+        dist.barrier()
+        return Corpus(prepare())
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        o, parameters = self.config.optimizer, list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": o.weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+
+    def learning_rate(self, step: int) -> float:
+        """Of step 0, 1, …: a function of the step alone, so there is nothing to resume."""
+        o, steps = self.config.optimizer, self.config.run.steps
+        if step < o.warmup:
+            return o.lr * (step + 1) / o.warmup
+        done = min(1.0, (step - o.warmup) / max(1, steps - o.warmup))
+        return o.lr * (o.final + (1 - o.final) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """All steps that are left."""
+        run, data, mesh = self.config.run, self.config.data, self.mesh
+        self._resume()
+        if run.rehearse:
+            self._rehearse(run.rehearse)
+        size = data.sequences // mesh.replicas
+        loader = batches(
+            self.sequences,
+            start=self.step,
+            stop=run.steps,
+            size=size,
+            replica=mesh.replica,
+            replicas=mesh.replicas,
+            workers=data.workers,
+        )
+        log, sequences, began = (
+            Log(self.config, self.folder, self.step) if self.first else None,
+            iter(loader),
+            time.time(),
+        )
+        bar = tqdm(total=run.steps, initial=self.step, unit="step", disable=not self.first)
+        with Profile(run.profile, self.folder) as profile:
+            while self.step < run.steps:
+                metrics = self.one_step(list(islice(sequences, size)))
+                profile.step()
+                late = self._late(began)
+                if log:
+                    log.write(self.step, metrics)
+                    bar.update()
+                    bar.set_postfix_str(Log.line(metrics))
+                if run.save_every and (self.step % run.save_every == 0 or self.step == run.steps or late):
+                    self.checkpoints.save(self.step, self.model, self.optimizer, {"tokens": self.tokens})
+                if late:
+                    break
+        self.checkpoints.wait()
+        bar.close()
+
+    def one_step(self, sequences: list[tuple[Tensor, list[int]]]) -> dict[str, float]:
+        """Forward, backward and update over this replica's sequences; what to log of it."""
+        start, data, cuda = time.perf_counter(), self.config.data, self.device.type == "cuda"
+        if data.documents == "joined":
+            sequences = [(ids, [0, len(ids)]) for ids, _ in sequences]
+        targets = torch.tensor(sum(len(ids) - len(cu) + 1 for ids, cu in sequences), device=self.device)
+        if self.mesh.replicas > 1:
+            dist.all_reduce(targets)
+            targets //= self.cp.size
+        loss = torch.zeros((), device=self.device)
+        for ids, cu in sequences:
+            part = self.loss(ids, cu, targets)
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        rate = self.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss, norm = loss.item(), norm.item()  # the one wait of the step
+        if not math.isfinite(loss):
+            raise SystemExit(f"step {self.step}: the loss is {loss}")
+        seconds, tokens = time.perf_counter() - start, data.seq_len * data.sequences
+        self.step, self.tokens = self.step + 1, self.tokens + tokens
+        speed = sum(self.flops(cu) for _, cu in sequences) * self.mesh.replicas / seconds / dist.get_world_size()
+        metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "seconds": seconds, "tokens": self.tokens}
+        metrics |= {"tokens_per_second": tokens / seconds, "tflops_per_rank": speed / 1e12}
+        if self.peak:
+            metrics["mfu"] = speed / self.peak
+        if cuda:
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return metrics
+
+    def loss(self, ids: Tensor, cu: list[int], total: Tensor) -> Tensor:
+        """This rank's part of one sequence's loss."""
+        memory, packed = self.config.memory, self.config.data.documents == "packed"
+        offsets = cu if packed else None
+        if memory.rounds > 1:
+            keywords = dict(rounds=memory.rounds, cu_seqlens=offsets, total=total, chunk=memory.loss_chunk)
+            return self.model.loss_in_rounds(ids[None].to(self.device), self.cp, **keywords)
+        layout = self.cp.layout(len(ids), self.config.parallel.layout, offsets)
+        following = ids.roll(-1)
+        following[torch.tensor(cu[1:]) - 1] = IGNORE
+        mine, labels = (layout.shard(x[None]).to(self.device, non_blocking=True) for x in (ids, following))
+        return self.model.loss(mine, labels, layout=layout, total=total, chunk=memory.loss_chunk)
+
+    def _resume(self) -> None:
+        progress = self.checkpoints.load(self.model, self.optimizer) if self.config.run.resume else None
+        if progress:
+            self.step, self.tokens = progress["step"], progress["tokens"]
+        if self.first:
+            state = f"going on from step {self.step}" if progress else "starting"
+            size = f"{self.flops.parameters / 1e6:,.1f} M parameters"
+            print(f"{state}: {size}, {self.mesh}, sequences of {self.config.data.seq_len:,} tokens", flush=True)
+
+    def _rehearse(self, tokens: int) -> None:
+        """Forward and backward over a short sequence, without an update."""
+        ids = self.sequences[0][0].repeat(-(-tokens // self.config.data.seq_len))[:tokens]
+        self.loss(ids, [0, tokens], torch.tensor(tokens, device=self.device)).backward()
+        self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _late(self, began: float) -> bool:
+        """Whether the deadline has passed on any rank."""
+        limit = self.config.run.deadline
+        if limit is None:
+            return False
+        late = torch.tensor(float(time.time() - began > limit), device=self.device)
+        dist.all_reduce(late)
+        return bool(late > 0)
+
+
+# -- what a run leaves -------------------------------------------------------------------------------------
+
+
+class Log:
+    """metrics.jsonl, and TensorBoard's files or a Weights & Biases project if asked for. On rank 0."""
+
+    def __init__(self, config: Config, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(asdict(config), indent=1))
+        file = folder / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        file.write_text("".join(kept))  # without steps that will be done again
+        self.file, self.board, self.wandb = open(file, "a"), None, None
+        if config.run.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+        if config.run.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project=config.run.wandb, dir=str(folder), config=asdict(config), resume="allow")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.file.write(json.dumps({"step": step} | metrics) + "\n")
+        self.file.flush()
+        if self.board:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+
+    @staticmethod
+    def line(metrics: dict[str, float]) -> str:
+        mfu = f", MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
+        memory = f", {metrics['peak_memory_gib']:.1f} GiB" if "peak_memory_gib" in metrics else ""
+        return f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s{mfu}{memory}"
+
+
+class Profile:
+    """A Chrome trace of some steps from the third on: folder/profile/rank-<n>.json."""
+
+    def __init__(self, steps: int, folder: Path) -> None:
+        self.inner: Any = nullcontext()
+        if steps:
+            file = folder / "profile" / f"rank-{dist.get_rank()}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self.inner = torch.profiler.profile(
+                schedule=torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1),
+                on_trace_ready=lambda p: p.export_chrome_trace(str(file)),
+            )
+
+    def __enter__(self) -> Profile:
+        self.inner.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+
+    def step(self) -> None:
+        if hasattr(self.inner, "step"):
+            self.inner.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What a training run on a split sequence needs besides a model: meshes and FSDP2, recomputation, packed documents,
+checkpoints that fit any number of ranks, and FLOPs.
+
+    mesh = TrainingMesh.make("cuda", data=1, fsdp=1, context=4)
+    cp = ContextParallel(mesh.context)
+    recompute(model, ["gdn", "mlp"])
+    shard_parameters(model, mesh, dtype=torch.bfloat16)
+
+`examples/train_hybrid.py` is the whole loop.
+"""
+
+from .checkpoint import Checkpoints
+from .data import Corpus, PackedSequences, batches
+from .flops import StepFlops, peak_flops
+from .mesh import TrainingMesh, shard_parameters
+from .recompute import recompute
+
+__all__ = [
+    "Checkpoints",
+    "Corpus",
+    "PackedSequences",
+    "StepFlops",
+    "TrainingMesh",
+    "batches",
+    "peak_flops",
+    "recompute",
+    "shard_parameters",
+]

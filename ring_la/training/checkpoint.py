@@ -1,0 +1,95 @@
+"""Checkpoints that any number of ranks can go on from, written while training goes on.
+
+    folder/step-00000120/     torch.distributed.checkpoint: parameters, optimizer states, and a small dict of the run's
+    folder/step-00000240/     progress; complete once its .metadata is there, which is written last
+
+Sharded tensors are stored by their global indices, so a run with other axes reads what it needs of them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ..errors import ArgumentError
+
+METADATA = ".metadata"
+
+
+class Checkpoints:
+    """The checkpoints of one run. Collective: every rank makes one and makes the same calls.
+
+    Args:
+        folder: shared by all ranks.
+        keep: how many to keep; older ones are removed. background: write in a thread, from a copy on the host.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2, background: bool = True) -> None:
+        if keep < 1:
+            raise ArgumentError("keep", "at least 1", keep)
+        self.folder, self.keep, self.background = Path(folder), keep, background
+        self._group = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
+        self._writing: Future | None = None
+
+    def save(self, step: int, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> None:
+        """Write the state after `step` steps; waits for the checkpoint before it."""
+        self.wait()
+        parameters, states = get_state_dict(model, optimizer)
+        state = {"model": parameters, "optimizer": states, "progress": progress | {"step": step}}
+        where = self.folder / f"step-{step:08d}"
+        if self.background:
+            self._writing = dcp.async_save(state, checkpoint_id=where, process_group=self._group)
+        else:
+            dcp.save(state, checkpoint_id=where, process_group=self._group)
+            self._tidy()
+
+    def wait(self) -> None:
+        """Until the checkpoint under way is on disk; its error, if it had one, is raised here."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+            self._tidy()
+
+    def load(self, model: nn.Module, optimizer: Any, step: int | None = None) -> dict[str, Any] | None:
+        """The newest complete checkpoint (or that of `step`) into model and optimizer; its progress, None if none.
+
+        Raises:
+            ArgumentError: no complete checkpoint of `step`.
+        """
+        steps: list[int | None] = [max(self.steps(), default=None)]
+        dist.broadcast_object_list(steps, src=0, group=self._group)  # what rank 0 sees counts
+        newest = steps[0]
+        if step is not None and step not in self.steps():
+            raise ArgumentError("step", f"one of {self.steps()}", step)
+        newest = newest if step is None else step
+        if newest is None:
+            return None
+        parameters, states = get_state_dict(model, optimizer)
+        state = {"model": parameters, "optimizer": states, "progress": {"step": 0}}
+        where = self.folder / f"step-{newest:08d}"
+        stored = dcp.FileSystemReader(where).read_metadata().state_dict_metadata
+        state["progress"] = {k.removeprefix("progress."): 0 for k in stored if k.startswith("progress.")}
+        dcp.load(state, checkpoint_id=where, process_group=self._group)
+        set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states)
+        return state["progress"]
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, in order."""
+        found = (re.fullmatch(r"step-(\d+)", f.parent.name) for f in self.folder.glob(f"step-*/{METADATA}"))
+        return sorted(int(m[1]) for m in found if m)
+
+    def _tidy(self) -> None:
+        """Remove what is older than the newest `keep`, incomplete ones too."""
+        if dist.get_rank() == 0:
+            kept = self.steps()[-self.keep :]
+            for folder in self.folder.glob("step-*"):
+                if kept and int(folder.name.removeprefix("step-")) < kept[0]:
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,81 @@
+"""FLOPs of a training step: what the model asks for, not what recomputation adds.
+
+    forward = tokens · (2 · weights of matrix products + c · H K V of each recurrence) + attention's pairs · 2 H (K + V)
+
+Backward counts twice the forward (Chowdhery et al. 2022, arXiv 2204.02311, app. B). Attention counts the pairs of a
+query and a key that its masks let see each other: half of T² for one causal document, less for packed documents and
+windows. c: writing ``k vᵀ`` and reading ``Sᵀ q`` are 2 each; the delta rule also reads ``Sᵀ k`` (6), rwkv7 reads and
+writes once more (8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..models import HybridConfig, HybridLM
+from ..nn import LAYERS, Attention, MixtureOfExperts
+
+STATE_FLOPS = {"deltanet": 6, "gdn": 6, "kda": 6, "rwkv7": 8}
+"""c of the layers that do more than write and read (4)."""
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12, "GB200": 2450e12}
+"""Dense bf16 FLOPs a second of one GPU, by a word of its name (NVIDIA's data sheets, SXM where there are several)."""
+
+
+class StepFlops:
+    """FLOPs of passes through a model of this config.
+
+    Attributes:
+        parameters: all of the model's. per_token: forward FLOPs of a token but for softmax attention.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        with torch.device("meta"):
+            model = HybridLM(config)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        weights = config.vocab_size * config.dim
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module is not model.head:
+                weights += module.weight.numel()
+            elif isinstance(module, MixtureOfExperts):
+                experts = sum(p.numel() for p in module.experts.parameters())
+                weights += experts * module.top_k // module.router.out_features
+        states = {name: _state(config, name) for name in set(config.layers)}
+        self.per_token = 2.0 * weights + sum(states[name] for name in config.layers)
+        layers = (block.layer for block in model.blocks)
+        self._attention = [(layer.widths[0], layer.window) for layer in layers if isinstance(layer, Attention)]
+
+    def __call__(self, cu_seqlens: Sequence[int]) -> float:
+        """FLOPs of one forward and backward pass over packed documents with these offsets ``[N+1]``."""
+        lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:])]
+        forward = sum(lengths) * self.per_token
+        for width, window in self._attention:
+            forward += 4.0 * width * sum(pairs(n, window) for n in lengths)
+        return 3 * forward
+
+
+def _state(config: HybridConfig, name: str) -> float:
+    """``c · H K V`` of a kind of layer, from the state that one token leaves."""
+    if LAYERS[name] is Attention:
+        return 0.0
+    with torch.no_grad(), torch.device("cpu"):
+        layer = LAYERS[name](config.dim, config.num_heads, **config.options.get(name, {}))
+        state = layer(torch.zeros(1, 1, config.dim), output_state=True).state
+    return float(STATE_FLOPS.get(name, 4) * state.recurrent.numel())
+
+
+def pairs(length: int, window: int = -1) -> int:
+    """Keys the queries of one causal document see, all together; `window` earlier ones at most (−1: all)."""
+    near = length if window < 0 else min(length, window + 1)
+    return near * (near + 1) // 2 + (length - near) * near
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOPs a second of this device; None if it is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for word, peak in PEAK_FLOPS.items() if word in name.replace("-", " ").split()), None)

@@ -1,0 +1,107 @@
+"""Data, FSDP and context axes on one set of ranks, and FSDP2 over them.
+
+    data × fsdp × context = ranks, context innermost (it talks most, so it stays within a host)
+
+A sequence is split over "context"; "data" and "fsdp" take different sequences. Parameters and optimizer states are
+sharded over fsdp × context and replicated over data, so context ranks share their memory too. Every rank's loss is a
+part: the gradient is the *sum* over all ranks, which `shard_parameters` tells FSDP2 (its default is the mean).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from ..errors import ArgumentError
+
+AXES = ("data", "fsdp", "context")
+
+
+@dataclass(frozen=True)
+class TrainingMesh:
+    """The ranks of a run by axis.
+
+    Attributes:
+        axes: DeviceMesh with axes "data", "fsdp" and "context".
+        parameters: the same ranks as FSDP2 wants them: axes "data" (copies) and "shard" (fsdp × context).
+    """
+
+    axes: DeviceMesh
+    parameters: DeviceMesh
+
+    @classmethod
+    def make(cls, device_type: str, *, data: int = 1, fsdp: int = 1, context: int = -1) -> TrainingMesh:
+        """Collective over the default group. One axis may be −1: what is left of the ranks.
+
+        Raises:
+            ArgumentError: the axes do not multiply to the number of ranks.
+        """
+        sizes, ranks = [data, fsdp, context], dist.get_world_size()
+        named = ", ".join(f"{name}={n}" for name, n in zip(AXES, sizes))
+        if sizes.count(-1) > 1 or any(n < 1 and n != -1 for n in sizes):
+            raise ArgumentError("data, fsdp, context", "sizes ≥ 1, one of them −1 at most", named)
+        known = 1
+        for n in sizes:
+            known *= n if n > 0 else 1
+        if ranks % known or (-1 not in sizes and known != ranks):
+            raise ArgumentError("data, fsdp, context", f"a product of {ranks}, the number of ranks", named)
+        data, fsdp, context = (n if n > 0 else ranks // known for n in sizes)
+        axes = init_device_mesh(device_type, (data, fsdp, context), mesh_dim_names=AXES)
+        parameters = init_device_mesh(device_type, (data, fsdp * context), mesh_dim_names=("data", "shard"))
+        return cls(axes, parameters)
+
+    @property
+    def context(self) -> DeviceMesh:
+        """The ranks that share this rank's sequences, for `ContextParallel`."""
+        return self.axes["context"]
+
+    @property
+    def replicas(self) -> int:
+        """Sequences worked on at once: data × fsdp."""
+        return self.axes.size(0) * self.axes.size(1)
+
+    @property
+    def replica(self) -> int:
+        """Which of them is this rank's."""
+        data, fsdp, _ = self.axes.get_coordinate()
+        return data * self.axes.size(1) + fsdp
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {self.axes.size(i)}" for i, name in enumerate(AXES))
+
+
+def shard_parameters(
+    model: nn.Module,
+    mesh: TrainingMesh,
+    *,
+    blocks: Iterable[nn.Module] | None = None,
+    dtype: torch.dtype | None = None,
+    methods: Iterable[str] = ("loss", "loss_in_rounds"),
+) -> nn.Module:
+    """FSDP2 (`fully_shard`) over the mesh, with gradients summed over all its ranks in fp32. In place.
+
+    Args:
+        model: its parameters on every rank alike.
+        blocks: modules gathered one at a time; None: ``model.blocks``.
+        dtype: what parameters are gathered in and computed with; None: their own. Optimizers see their own.
+        methods: names of methods that are called instead of the forward; those that `model` has not are left out.
+    """
+    gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
+    for block in model.blocks if blocks is None else blocks:
+        fully_shard(block, mesh=ranks, mp_policy=gathered)
+    fully_shard(model, mesh=ranks, mp_policy=gathered)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    for name in filter(partial(hasattr, model), methods):
+        register_fsdp_forward_method(model, name)
+    return model
