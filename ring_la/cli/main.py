@@ -20,6 +20,7 @@ from ..errors import RingLAError
 
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("bench", "ops"): ("bench_ops", "every operator on one GPU beside fla-core and others"),
+    ("bench", "scan"): ("bench_scan", "linear recurrences on a split sequence beside the bound and what others do"),
     ("bench", "attention"): ("bench_attention", "softmax attention on a split sequence beside its peers"),
     ("bench", "grouped"): ("bench_grouped", "grouped GEMM on one GPU beside the other ways to do it"),
 }

@@ -56,3 +56,23 @@ def in_turns(
     table = torch.tensor([times[name] for name in names], dtype=torch.float64, device=group.device)
     slowest = group.all_reduce(table, op=dist.ReduceOp.MAX).wait().tolist()
     return {name: sorted(row)[int(quantile * len(row))] for name, row in zip(names, slowest)}
+
+
+def captured(steps: Mapping[str, Step]) -> tuple[dict[str, Step], dict[str, str]]:
+    """(replays of CUDA graphs of these steps, {step: why it could not be captured}).
+
+    Steps must have run before, so that kernels are compiled and connections open. Collective where steps are.
+    """
+    replays: dict[str, Step] = {}
+    refused: dict[str, str] = {}
+    for name, step in steps.items():
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+        except Exception as error:
+            refused[name] = f"not capturable: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        else:
+            replays[name] = graph.replay
+    return replays, refused
