@@ -116,7 +116,17 @@ class Affine:
     b: Tensor
 
     def __call__(self, S: Tensor) -> Tensor:
-        return act(self.kind, self.A, S) + self.b
+        A, b = self.A, self.b
+        if A is None or self.kind == "identity":
+            return S + b
+        if self.kind == "scalar":
+            return torch.addcmul(b, A[..., None, None], S)
+        if self.kind == "diagonal":
+            return torch.addcmul(b, A[..., None], S)
+        if S.dim() > 3:
+            flat = torch.baddbmm(b.flatten(0, -3), A.flatten(0, -3), S.flatten(0, -3))
+            return flat.view(*S.shape[:-2], *flat.shape[-2:])
+        return A @ S + b
 
     def after(self, earlier: Affine) -> Affine:
         """``self ∘ earlier``: the map of the two runs, `earlier` first."""

@@ -69,7 +69,7 @@ class Seams:
 
     `starts` and `ends` pair local pieces with the documents that start or end in them, as index tensors (pieces,
     documents) on the layout's device, and `empty` the documents without a token; `segments` gives the first and
-    last local piece of each owned segment.
+    last local piece of each owned segment; `lead` says how far each piece begins behind a canonical chunk's start.
     """
 
     def __init__(self, layout: ShardedLayout) -> None:
@@ -82,6 +82,7 @@ class Seams:
             return index(chosen), index(pieces[i].document for i in chosen)
 
         self.chain = Chain.of(layout)
+        self.lead = index([p.start % CANONICAL_CHUNK for p in pieces] or [0])
         self.starts = paired([i for i, p in enumerate(pieces) if p.first])
         self.ends = paired([i for i, p in enumerate(pieces) if p.last])
         self.empty = index(n for n in range(layout.num_documents) if cu[n] == cu[n + 1])
@@ -118,8 +119,7 @@ class ShardedCall:
         """Chunks at fixed places of the sequence, where results must not depend on the split."""
         if not self.layout.cp.deterministic:
             return {}
-        starts = [p.start % CANONICAL_CHUNK for p in self.layout.pieces] or [0]
-        return {"size": CANONICAL_CHUNK, "lead": torch.tensor(starts)}
+        return {"size": CANONICAL_CHUNK, "lead": self.seams.lead}
 
     @property
     def kind(self) -> Transition:
@@ -150,12 +150,10 @@ class _Sharded(torch.autograd.Function):
         S0 = entering_states(call, inputs, initial_state)
         through = any(seams.chain.passes[s] for s in seams.links)
         A, S_end = local.summary(S0, through)
-        links = _links(call, A, S_end, lambda piece: _push(local, S0, piece))
+        links = _links(call, A, S_end, lambda piece: _push(local, S0, S_end, piece))
         pending = call.exchange(seams.chain, links, S_end[:, 0])
         local.prepare()
-        for (first, _), state in zip(seams.segments, pending.wait()):
-            if state is not None:
-                S0[:, first] = state
+        S0 = with_arrived(S0, S_end, [first for first, _ in seams.segments], pending.wait())
         o, S_end = local.output(S0)
         final = None
         if call.output_final_state:
@@ -177,9 +175,10 @@ class _Sharded(torch.autograd.Function):
         transitions, inputs = rest[:n], Inputs(*rest[n:])
         do = torch.zeros_like(inputs.v) if do is None else do
         local = call.local(inputs, "chunk")
-        dS_end = torch.zeros_like(S0)
+        dS_end = None
         if call.output_final_state:  # on every rank, used or not: the sum is collective
-            used = S0.new_zeros(ctx.final_shape) if dfinal is None else dfinal.to(S0.dtype)
+            dS_end = inputs.q.new_zeros(states_shape(call, inputs), dtype=state_dtype(*inputs))
+            used = dS_end.new_zeros(ctx.final_shape) if dfinal is None else dfinal.to(dS_end.dtype)
             dfinal = _with_rows(comm.all_reduce(used).wait(), packed)
             place(dS_end, seams.ends[0], dfinal, seams.ends[1])
         dS0 = local.adjoint(do, dS_end)
@@ -187,10 +186,9 @@ class _Sharded(torch.autograd.Function):
         links = [
             Link(Affine(kind, transpose(kind, A), dS0[:, first])) for (first, _), A in zip(seams.segments, transitions)
         ][::-1]
-        arrived = call.exchange(seams.chain.reversed, links, dS0[:, 0]).wait()[::-1]
-        for (_, last), state in zip(seams.segments, arrived):
-            if state is not None:
-                dS_end[:, last] = state
+        pending = call.exchange(seams.chain.reversed, links, dS0[:, 0])
+        local.prepare_gradients(S0)
+        dS_end = with_arrived(dS_end, dS0, [last for _, last in seams.segments], pending.wait()[::-1])
         grads, dS0 = local.gradients(S0, do, dS_end)
         grads = [None if x is None else d.to(x.dtype) for x, d in zip(inputs, grads)]
         dinitial = None
@@ -204,13 +202,31 @@ def place(into: Tensor, at: Tensor, source: Tensor, taken: Tensor) -> None:
     into.index_copy_(1, at, source.index_select(1, taken).to(into.dtype))
 
 
-def entering_states(call: ShardedCall, inputs: Inputs, initial_state: Tensor | None) -> Tensor:
-    """States entering this rank's pieces ``[B, pieces, H, K, V]`` as far as they are known without a message."""
-    q, v, seams = inputs.q, inputs.v, call.seams
-    shape = (q.shape[0], seams.pieces, v.shape[2], q.shape[3], v.shape[3])
-    S0 = q.new_zeros(shape, dtype=state_dtype(*inputs))
-    if initial_state is not None:
-        place(S0, seams.starts[0], _with_rows(initial_state, call.layout.packed), seams.starts[1])
+def with_arrived(S: Tensor | None, like: Tensor, pieces: list[int], arrived: list[Tensor | None]) -> Tensor | None:
+    """The states of all pieces (None: zero), with those that a message brought for some `pieces`. Overwrites `S`."""
+    if all(state is None for state in arrived):
+        return S
+    if like.shape[1] == 1:
+        return next(state for state in arrived if state is not None)[:, None]
+    S = torch.zeros_like(like) if S is None else S
+    for piece, state in zip(pieces, arrived):
+        if state is not None:
+            S[:, piece] = state
+    return S
+
+
+def states_shape(call: ShardedCall, inputs: Inputs) -> tuple[int, ...]:
+    """Shape of the states of this rank's pieces, ``[B, pieces, H, K, V]``."""
+    q, v = inputs.q, inputs.v
+    return q.shape[0], call.seams.pieces, v.shape[2], q.shape[3], v.shape[3]
+
+
+def entering_states(call: ShardedCall, inputs: Inputs, initial_state: Tensor | None) -> Tensor | None:
+    """States entering this rank's pieces as far as they are known without a message; None: all are zero."""
+    if initial_state is None:
+        return None
+    S0 = inputs.q.new_zeros(states_shape(call, inputs), dtype=state_dtype(*inputs))
+    place(S0, call.seams.starts[0], _with_rows(initial_state, call.layout.packed), call.seams.starts[1])
     return S0
 
 
@@ -246,11 +262,11 @@ def _links(call: ShardedCall, A: Tensor | None, S_end: Tensor, push: Callable) -
     return out
 
 
-def _push(local: Local, S0: Tensor, piece: int) -> Callable[[Tensor], Tensor]:
+def _push(local: Local, S0: Tensor | None, like: Tensor, piece: int) -> Callable[[Tensor], Tensor]:
     """A state through one piece, chunk by chunk: the canonical fold."""
 
     def push(state: Tensor) -> Tensor:
-        S = S0.clone()
+        S = torch.zeros_like(like) if S0 is None else S0.clone()
         S[:, piece] = state
         return local.summary(S, False)[1][:, piece]
 

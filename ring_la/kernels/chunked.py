@@ -47,6 +47,7 @@ class ChunkedRecurrence:
         self._chunked_inputs: tuple[Inputs, Decay] | None = None
         self._state: StateTerms | None = None
         self._out: tuple[Tensor, Tensor] | None = None
+        self._back: tuple[Callable[..., Inputs], Tensor] | None = None
 
     # -- the protocol --------------------------------------------------------------------------------------
 
@@ -69,11 +70,16 @@ class ChunkedRecurrence:
         with full_precision(self.inputs.q):
             return self._scan_back(self._cotangent(do), dS_end)[1]
 
+    def prepare_gradients(self, S0: Tensor | None) -> None:
+        with full_precision(self.inputs.q):
+            self._back = self._differentiable_terms(), self._scan(S0)[0]
+
     def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
         with full_precision(self.inputs.q):
-            back = self._differentiable_terms()
+            if self._back is None:
+                self.prepare_gradients(S0)
+            (back, entering), self._back = self._back, None
             do = self._cotangent(do)
-            entering, _ = self._scan(S0)
             leaving, dS0 = self._scan_back(do, dS_end)
             dA = outer(self.rule.transition, leaving, entering)
             return back(dA, leaving, do @ entering.mT, do), dS0

@@ -51,6 +51,11 @@ class Local(Protocol):
         """The gradient reaching the states that enter, given those of the output and of the states that leave."""
         ...
 
+    def prepare_gradients(self, S0: Tensor | None) -> None:
+        """Work of the gradients that needs no arriving gradient, for while an exchange is under way; between `adjoint`
+        and `gradients`, with the same `S0`."""
+        ...
+
     def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
         """The gradients of the inputs (None where an input is) and of the states that enter."""
         ...

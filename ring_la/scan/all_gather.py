@@ -3,14 +3,15 @@ and folds what precedes its own links. A rank receives (P−1)(S+M) bytes, in on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
 from .chain import Chain
-from .strategy import Cost, Link, Messages, fold, sizes
+from .strategy import Cost, Link, Messages, Steps, fold, sizes
 
 
 class AllGather:
@@ -21,30 +22,35 @@ class AllGather:
         return Cost(received, (Messages("gather", received),), chain.folds)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
-        payload = pack([link.map for link in links], chain.slots(), like)
-        pending = group.all_gather(payload)
+        result: list[Tensor | None] = [None] * len(links)
+        return Steps(self._steps(chain, links, like, group, result), result, links, group)
 
-        def finish() -> list[Tensor | None]:
-            rows = pending.wait()
-            maps = {}
-            for rank in range(group.size):
-                for slot, i in enumerate(chain.local(rank)):
-                    maps[i] = unpack(rows[rank, slot], like)
-            return [fold(chain, maps, i) for i in chain.local(group.rank)]
-
-        return Pending(finish)
+    @staticmethod
+    def _steps(
+        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
+    ) -> Iterator[None]:
+        if not any(chain.needs):
+            return
+        pending = group.all_gather(pack([link.map for link in links], chain.slots(), like))
+        yield
+        rows = pending.wait()
+        owned = {i: rows[r, slot] for r in range(group.size) for slot, i in enumerate(chain.local(r))}
+        maps = {i: unpack(row, like) for i, row in owned.items()}
+        result[:] = fold(chain, maps, chain.local(group.rank))
 
 
 def pack(maps: Sequence[Affine], slots: int, like: Affine) -> Tensor:
     """The maps as rows of one tensor ``[slots, S+M]``; ranks with fewer links pad with zero rows."""
     shape = transition_shape(like.kind, like.b.shape)
-    width = like.b.numel() + (shape.numel() if shape is not None else 0)
-    out = like.b.new_zeros(slots, width)
-    for row, m in zip(out, maps):
-        row[: m.b.numel()] = m.b.flatten()
-        if m.A is not None:
-            row[m.b.numel() :] = m.A.flatten()
-    return out
+    state, transition = like.b.numel(), shape.numel() if shape is not None else 0
+    parts = []
+    for m in maps:
+        parts.append(m.b.reshape(-1))
+        if transition:
+            parts.append(like.b.new_zeros(transition) if m.A is None else m.A.reshape(-1))
+    if len(maps) < slots:
+        parts.append(like.b.new_zeros((slots - len(maps)) * (state + transition)))
+    return torch.cat(parts).view(slots, state + transition)
 
 
 def unpack(row: Tensor, like: Affine) -> Affine:

@@ -8,7 +8,7 @@ needed to give every rank an equal share (M is then repeated per block).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from einops import rearrange
@@ -18,7 +18,7 @@ from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
 from .all_gather import pack, unpack
 from .chain import Chain
-from .strategy import Cost, Link, Messages, fold, sizes
+from .strategy import Cost, Link, Messages, Steps, fold, sizes
 
 
 class AllToAll:
@@ -33,29 +33,32 @@ class AllToAll:
         return Cost(there + back, (Messages("exchange", there), Messages("exchange", back)), applied / chain.ranks)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
-        parts, slots = Parts(like, group.size), chain.slots()
-        maps = [link.map for link in links]
-        part = parts.like()
-        payload = like.b.new_zeros(group.size, slots, part.b.numel() + _numel(part))
-        cut = [parts.split(m) for m in maps]
-        for rank in range(group.size):
-            payload[rank] = pack([c[rank] for c in cut], slots, part)
-        pending = group.all_to_all(payload)
+        result: list[Tensor | None] = [None] * len(links)
+        return Steps(self._steps(chain, links, like, group, result), result, links, group)
 
-        def finish() -> list[Tensor | None]:
-            rows = pending.wait()
-            maps = {i: unpack(rows[r, s], part) for r in range(group.size) for s, i in enumerate(chain.local(r))}
-            back = like.b.new_zeros(group.size, slots, *part.b.shape)
-            for rank in range(group.size):
-                for slot, i in enumerate(chain.local(rank)):
-                    state = fold(chain, maps, i)
-                    if state is not None:
-                        back[rank, slot] = state
-            states = group.all_to_all(back).wait()
-            mine = chain.local(group.rank)
-            return [parts.join(states[:, s]) if chain.needs[i] else None for s, i in enumerate(mine)]
-
-        return Pending(finish)
+    @staticmethod
+    def _steps(
+        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
+    ) -> Iterator[None]:
+        if not any(chain.needs):
+            return
+        parts, slots, ranks = Parts(like, group.size), chain.slots(), range(group.size)
+        part, cut = parts.like(), [parts.split(link.map) for link in links]
+        pending = group.all_to_all(torch.stack([pack([c[r] for c in cut], slots, part) for r in ranks]))
+        yield
+        rows = pending.wait()
+        owned = [(r, slot, i) for r in ranks for slot, i in enumerate(chain.local(r))]
+        maps = {i: unpack(rows[r, slot], part) for r, slot, i in owned}
+        entering = fold(chain, maps, range(len(chain)))
+        back = like.b.new_zeros(group.size, slots, *part.b.shape)
+        for r, slot, i in owned:
+            if entering[i] is not None:
+                back[r, slot] = entering[i]
+        pending = group.all_to_all(back)
+        yield
+        states = pending.wait()
+        for slot, i in enumerate(chain.local(group.rank)):
+            result[slot] = parts.join(states[:, slot]) if chain.needs[i] else None
 
 
 def _numel(m: Affine) -> int:

@@ -129,12 +129,14 @@ class Steps(Pending):
         super().__init__(finish)
 
 
-def fold(chain: Chain, maps: dict[int, Affine], link: int) -> Tensor | None:
-    """The state entering `link`, folded from the maps of its predecessors as far back as any reaches it."""
-    if not chain.needs[link]:
-        return None
-    first = chain.first_source(link)
-    state = maps[first].b
-    for i in range(first + 1, link):
-        state = maps[i](state)
-    return state
+def fold(chain: Chain, maps: dict[int, Affine], links: Sequence[int]) -> list[Tensor | None]:
+    """The state entering each of `links` (in chain order), folded from the maps of all links before them in one go."""
+    wanted = [i for i in links if chain.needs[i]]
+    entering: dict[int, Tensor] = {}
+    state: Tensor | None = None
+    for i in range(min(map(chain.first_source, wanted)) if wanted else 0, wanted[-1] if wanted else 0):
+        m = maps[i]
+        state = m.b if state is None or not chain.passes[i] else m(state)
+        if i + 1 in wanted:
+            entering[i + 1] = state
+    return [entering.get(i) for i in links]

@@ -169,5 +169,8 @@ class TritonTokens:
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
         return self.chunked().adjoint(do, dS_end)
 
+    def prepare_gradients(self, S0: Tensor | None) -> None:
+        """Nothing: the gradients are those of the chunked form."""
+
     def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
         return self.chunked().gradients(S0, do, dS_end)

@@ -132,6 +132,9 @@ class TritonRecurrence:
         do = self._cotangent(do)
         return self._prefix(*self._summarise_back(do, True), self._state(dS_end), True)[1]
 
+    def prepare_gradients(self, S0: Tensor | None) -> None:
+        """Nothing yet: entering states and what the chunks kept are found in `gradients`."""
+
     def gradients(
         self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
     ) -> tuple[Inputs, Tensor]:
