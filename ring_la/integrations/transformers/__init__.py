@@ -8,7 +8,7 @@
 `parallelize` keeps the model, its class, its weights and its call. What crosses the sequence is done by ring_la:
 
     softmax attention         by name through the library's attention and mask registries (`attention`, `masks`)
-    recurrences, convolutions the mixer's own forward, with the functions that cross the sequence bound to ours (`mixers`)
+    recurrences, convolutions the mixer's own forward, its functions that cross the sequence bound to ours (`mixers`)
     positions, labels, loss   from the layout (`inputs`, `loss`)
     router losses, caches     gathered (`loss`, `cache`)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-
 from ...errors import UnsupportedError
 from ...softmax import attention
 from .masks import Mask

@@ -21,6 +21,9 @@ class Call:
         targets: the label each of this rank's tokens should predict, ``[B, T_local]``; None without labels.
         divisor: what the summed cross-entropy of the whole batch is divided by.
         ignore_index: the label of a token that predicts nothing.
+        last_position: the largest position of the whole batch.
+        keep: the tokens of the whole sequence that logits are wanted of, int64 ``[n]``; None: this rank's.
+        padded: whether there is padding.
         losses: how often the loss function was asked.
     """
 
@@ -29,6 +32,9 @@ class Call:
     targets: Tensor | None = None
     divisor: Tensor | int | None = None
     ignore_index: int = -100
+    last_position: Tensor | int | None = None
+    keep: Tensor | None = None
+    padded: bool = False
     losses: int = 0
     _chunked: dict[int, dict] = field(default_factory=dict)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,18 +15,18 @@ from ...layout import check_cu_seqlens
 from .call import Call
 
 TOKENS = ("input_ids", "inputs_embeds")
-PASSED = {"output_hidden_states", "output_router_logits", "use_cache", "past_key_values", "logits_to_keep"}
+PASSED = {"output_hidden_states", "output_router_logits"}
 """Keywords the model gets as they are."""
 READ = {
     *TOKENS,
     *("position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", "ignore_index"),
     *("cu_seqlens", "layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-    *("cache_position", "return_dict", "output_attentions"),
+    *("cache_position", "return_dict", "output_attentions", "use_cache", "past_key_values", "logits_to_keep"),
 }
 """Keywords read here."""
 
 
-def read(layouts, arguments: dict[str, object]) -> tuple[Call, dict[str, object]]:
+def read(layouts: Callable, arguments: dict[str, object]) -> tuple[Call, dict[str, object]]:
     """The call and what the model gets in it.
 
     Args:
@@ -38,53 +39,76 @@ def read(layouts, arguments: dict[str, object]) -> tuple[Call, dict[str, object]
     given = {n: x for n, x in arguments.items() if x is not None and x is not False}
     _check_names(given)
     name, tokens = _tokens(given)
-    layout = given.get("layout")
-    local = {n: x for n, x in arguments.items() if n in PASSED}
-    if layout is not None:
-        return _split_already(layout, name, tokens, given, local)
-    rows = tokens.shape[1]
-    _check_padding(given.get("attention_mask"), given.get("labels"), given.get("shift_labels"), tokens)
+    read_batch = _part if "layout" in given else _whole
+    call, local = read_batch(layouts, name, tokens, given)
+    call.keep = _kept(given, call.layout.seq_len)
+    if call.targets is not None:
+        local["labels"] = call.targets
+    return call, local | {n: x for n, x in arguments.items() if n in PASSED}
+
+
+def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Call, dict[str, Tensor]]:
+    """The call for a batch that is whole on every rank."""
+    batch, length = tokens.shape[:2]
+    padded = _check_padding(given.get("attention_mask"), given.get("labels"), given.get("shift_labels"), tokens)
     positions = given.get("position_ids")
-    offsets = _documents(given, rows, tokens.shape[0], positions)
-    labels = _whole_targets(given, rows, offsets)
-    if offsets is not None and tokens.shape[0] > 1:  # one row of documents
+    offsets = _documents(given, length, batch, positions)
+    labels = _whole_targets(given, offsets)
+    if offsets is not None and batch > 1:  # one row of documents
+        if positions is not None:
+            positions = positions.expand(*positions.shape[:-2], batch, -1).flatten(-2)[..., None, :]
         tokens = tokens.flatten(0, 1)[None]
-        positions = None if positions is None else positions.expand(len(given[name]), -1).reshape(1, -1)
         labels = None if labels is None else labels.reshape(1, -1)
     layout = layouts(tokens.shape[1], offsets)
-    positions = layout.positions[None] if positions is None else layout.shard(positions, dim=-1)
-    call = Call(layout, ignore_index=given.get("ignore_index", -100))
+    call = Call(layout, ignore_index=given.get("ignore_index", -100), padded=padded)
+    if positions is None:
+        call.last_position = max(b - a for a, b in zip(layout.cu_seqlens, layout.cu_seqlens[1:])) - 1
+        positions = layout.positions[None]
+    else:
+        call.last_position = positions.max()
+        positions = layout.shard(positions, dim=-1)
     if labels is not None:
         call.targets = layout.shard(labels)
         call.divisor = given.get("num_items_in_batch", (labels != call.ignore_index).sum())
-        local["labels"] = call.targets
-    return call, local | {name: layout.shard(tokens), "position_ids": positions}
+    return call, {name: layout.shard(tokens), "position_ids": positions}
 
 
-def _split_already(
-    layout: object, name: str, tokens: Tensor, given: dict, local: dict[str, object]
-) -> tuple[Call, dict[str, object]]:
+def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Call, dict[str, Tensor]]:
     """The call for tokens that are this rank's already."""
+    layout = given["layout"]
     if not isinstance(layout, ShardedLayout):
         raise ArgumentError("layout", "a layout made by ContextParallel.layout", type(layout).__name__)
     if tokens.shape[1] != layout.local_length:
         raise ArgumentError(name, f"this rank's {layout.local_length} tokens with layout=", list(tokens.shape))
-    for other in ("attention_mask", "cu_seqlens", "cu_seq_lens_q"):
+    for other in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx"):
         if other in given and not (other == "attention_mask" and bool(given[other].all())):
             raise ArgumentError(other, "None with layout=", "a tensor", "Documents are given to ContextParallel.layout")
-    positions = given.get("position_ids", layout.positions[None])
+    comm = layout.cp.comm
     call = Call(layout, ignore_index=given.get("ignore_index", -100))
-    labels = given.get("shift_labels")
-    if labels is None and "labels" in given:
-        labels = layout.targets(given["labels"], call.ignore_index)
-    if labels is not None:
-        call.targets = labels
-        count = (labels != call.ignore_index).sum()
+    positions = given.get("position_ids")
+    if positions is None:
+        positions = layout.positions[None]
+        call.last_position = max(b - a for a, b in zip(layout.cu_seqlens, layout.cu_seqlens[1:])) - 1
+    else:
+        call.last_position = comm.all_reduce(positions.max(), dist.ReduceOp.MAX).wait()
+    call.targets = given.get("shift_labels")
+    if call.targets is None and "labels" in given:
+        call.targets = layout.targets(given["labels"], call.ignore_index)
+    if call.targets is not None:
         call.divisor = given.get("num_items_in_batch")
         if call.divisor is None:
-            call.divisor = layout.cp.comm.all_reduce(count).wait()
-        local["labels"] = labels
-    return call, local | {name: tokens, "position_ids": positions}
+            call.divisor = comm.all_reduce((call.targets != call.ignore_index).sum()).wait()
+    return call, {name: tokens, "position_ids": positions}
+
+
+def _kept(given: dict, length: int) -> Tensor | None:
+    """The tokens logits_to_keep means."""
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, int) and keep == 0:
+        return None
+    if torch.is_grad_enabled() or "labels" in given or "shift_labels" in given:
+        raise UnsupportedError("logits_to_keep", "0 with gradients or labels", keep)
+    return torch.arange(max(0, length - keep), length) if isinstance(keep, int) else torch.arange(length)[keep.cpu()]
 
 
 def _check_names(given: dict[str, object]) -> None:
@@ -105,21 +129,22 @@ def _tokens(given: dict[str, object]) -> tuple[str, Tensor]:
     return names[0], tokens
 
 
-def _check_padding(mask: object, labels: Tensor | None, shift_labels: Tensor | None, tokens: Tensor) -> None:
-    """Accept a mask of ones, or padding after each row's last token whose labels are ignored."""
+def _check_padding(mask: object, labels: Tensor | None, shift_labels: Tensor | None, tokens: Tensor) -> bool:
+    """Accept a mask of ones, or padding after each row's last token whose labels are ignored; is there padding?"""
     if mask is None:
-        return
+        return False
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedError("attention_mask", f"[B, T] = {list(tokens.shape[:2])}", got)
     real = mask.bool()
     if bool(real.all()):
-        return
+        return False
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise UnsupportedError("attention_mask", "padding on the right", "zeros before ones", "Or pack documents")
     for name, given in (("labels", labels), ("shift_labels", shift_labels)):
         if given is not None and bool((given[~real] >= 0).any()):
             raise UnsupportedError(name, "ignored labels on padding", "others")
+    return True
 
 
 def _documents(given: dict, length: int, batch: int, positions: Tensor | None) -> tuple[int, ...] | None:
@@ -145,7 +170,7 @@ def _documents(given: dict, length: int, batch: int, positions: Tensor | None) -
     return (*starts.flatten().nonzero().flatten().tolist(), batch * length)
 
 
-def _whole_targets(given: dict, length: int, offsets: Sequence[int] | None) -> Tensor | None:
+def _whole_targets(given: dict, offsets: Sequence[int] | None) -> Tensor | None:
     """The label every token of the whole batch should predict ``[B, T]``: its successor's in its document."""
     if "shift_labels" in given:
         return given["shift_labels"]

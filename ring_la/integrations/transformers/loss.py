@@ -55,3 +55,12 @@ def gather_router_logits(logits: Tensor, batch: int, layout: ShardedLayout) -> T
     by_token = logits.reshape(batch, layout.local_length, -1).transpose(0, 1)
     whole = GatherForAll.apply(by_token, layout).transpose(0, 1)
     return whole.flatten(0, 1) if logits.dim() == 2 else whole
+
+
+def gather_tokens(x: Tensor, index: Tensor, layout: ShardedLayout) -> Tensor:
+    """The rows ``[B, n, D]`` of ``x [B, T_local, D]`` at places of the whole sequence, on every rank. No gradient."""
+    owners, place = layout.owners_of(index)
+    mine = (owners == layout.rank).nonzero().flatten()
+    out = x.new_zeros(x.shape[0], len(index), *x.shape[2:])
+    out[:, mine.to(x.device)] = x[:, place[mine].to(x.device)]
+    return layout.cp.comm.all_reduce(out).wait()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,13 @@ from transformers.utils import ModelOutput
 
 from ...autograd import first_derivative_only
 from ...context import ContextParallel, ShardedLayout
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, PeerError, RingLAError, UnsupportedError
 from . import probe
 from .attention import NAME, attend
 from .cache import Recorder
 from .call import Call
 from .inputs import read
-from .loss import cross_entropy, gather_router_logits
+from .loss import cross_entropy, gather_router_logits, gather_tokens
 from .masks import make_mask
 from .mixers import entry_of, make_forward
 
@@ -89,6 +90,7 @@ class Parallel:
 
     def __init__(self, cp: ContextParallel, kind: str) -> None:
         self.cp, self.kind, self.call, self.unchecked, self.loss = cp, kind, None, False, None
+        self._compared = False
         self._layouts: dict[tuple, ShardedLayout] = {}
         self._forwards: dict[type, Callable] = {}
         self._attention: list[tuple[object, str]] = []
@@ -106,8 +108,11 @@ class Parallel:
             if entry_of(type(module)) is not None:
                 self.forward_of(type(module))
                 module.forward = types.MethodType(_mixer_forward, module)
-        base = model.base_model
-        base.register_forward_hook(_after_base)
+            elif _goes_by_length(module):
+                module.forward = types.MethodType(_rotary_forward, module)
+        backbone = _backbone(model)
+        if backbone is not model:
+            backbone.register_forward_hook(_after_backbone)
         self.loss = model.loss_function
         model.loss_function = functools.partial(_loss, self)
         model.forward = types.MethodType(_model_forward(type(model).forward), model)
@@ -128,6 +133,25 @@ class Parallel:
             self._layouts = {key: layout}
         return self._layouts[key]
 
+    def read(self, arguments: dict[str, object]) -> tuple[Call, dict[str, object]]:
+        """This rank's part of a call. What one rank refuses all refuse; batches are compared as cp.validate says."""
+        comm, validate = self.cp.comm, self.cp.validate
+        try:
+            call, local = read(self.layout, arguments)
+        except RingLAError as error:
+            if validate != "never":
+                try:
+                    comm.agree("the arguments of the model", f"refused: {error}")
+                except PeerError:  # the others compared such a call before: this rank's own error
+                    raise error from None
+            raise
+        if arguments.get("layout") is None and (validate == "always" or (validate == "first" and not self._compared)):
+            tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_floating_point()}
+            sums = {n: zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()) for n, x in tensors.items()}
+            comm.agree("the whole batch, which every rank must be given", sums)
+            self._compared = True
+        return call, local
+
     def use_attention(self, split: bool) -> None:
         """Name our attention function in the model's configurations, or the one the model came with."""
         for config, name in self._attention:
@@ -147,16 +171,37 @@ def _loss(parallel: Parallel, logits: Tensor, labels: Tensor, vocab_size: int, *
     return cross_entropy(call, logits, vocab_size)
 
 
-def _after_base(module: nn.Module, args: tuple, output: object) -> None:
+def _goes_by_length(module: nn.Module) -> bool:
+    """Whether rotary frequencies depend on the largest position of a call."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args, **keywords) -> tuple[Tensor, ...]:
+    """Sines and cosines of this rank's positions, by frequencies for the longest document of the whole batch."""
+    call, own = self._ring_la.call, type(self).forward
+    if call is None or call.last_position is None:
+        return own(self, x, position_ids, *args, **keywords)
+    last = torch.as_tensor(call.last_position, device=position_ids.device).expand(*position_ids.shape[:-1], 1)
+    out = own(self, x, torch.cat([position_ids, last.to(position_ids.dtype)], -1), *args, **keywords)
+    return tuple(t[..., :-1, :] for t in out)
+
+
+def _after_backbone(module: nn.Module, args: tuple, output: object) -> None:
     """Forward hook of the model without its head: what the head needs whole."""
     call = module._ring_la.call
     if call is None or call.layout is None or not isinstance(output, ModelOutput):
         return
+    x = output[0]
     routers = output.get("router_logits")
     if routers:
-        batch = output[0].shape[0]
-        whole = (None if x is None else gather_router_logits(x, batch, call.layout) for x in routers)
+        if call.padded:
+            raise UnsupportedError("attention_mask", "ones with output_router_logits", "zeros", "Or pack documents")
+        whole = (None if r is None else gather_router_logits(r, len(x), call.layout) for r in routers)
         output["router_logits"] = tuple(whole)
+    if call.keep is not None:
+        output["last_hidden_state"] = gather_tokens(x, call.keep, call.layout)
 
 
 def _model_forward(original: Callable) -> Callable:
@@ -204,13 +249,13 @@ def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
 
 def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
     """A call on this rank's tokens."""
-    call, local = read(parallel.layout, arguments)
+    call, local = parallel.read(arguments)
     if call.targets is not None and parallel.loss is not ForCausalLMLoss:
-        raise UnsupportedError("labels", "the loss of a causal language model", parallel.loss)
+        raise UnsupportedError("labels", "a model with the loss of a causal language model", parallel.loss)
     recorder = Recorder() if _wants_cache(model, arguments, call) else None
     local |= {"use_cache": recorder is not None, "past_key_values": recorder, "return_dict": True}
     parallel.call = call
-    out = original(model, **local)
+    out = original(model, **_known(original, local))
     if call.targets is not None and call.losses != 1:
         raise UnsupportedError("labels", "None for a model that does not call its loss_function once", call.losses)
     if recorder is not None:
@@ -220,13 +265,25 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
         out["past_key_values"] = cache
     for name, x in out.items():
         out[name] = _marked(x, parallel, call)
-    return out if arguments.get("return_dict", True) else out.to_tuple()
+    return out.to_tuple() if arguments.get("return_dict") is False else out
 
 
 def _wants_cache(model: PreTrainedModel, arguments: dict, call: Call) -> bool:
-    wanted = arguments.get("use_cache")
-    wanted = getattr(model.config.get_text_config(), "use_cache", False) if wanted is None else wanted
-    return bool(wanted) and not torch.is_grad_enabled() and call.targets is None and not call.layout.packed
+    asked = arguments.get("use_cache")
+    if asked is None and arguments.get("past_key_values") is None:
+        asked, explicit = getattr(model.config.get_text_config(), "use_cache", False), False
+    else:
+        asked, explicit = asked is not False, True
+    against = {
+        "gradients": torch.is_grad_enabled(),
+        "labels": call.targets is not None,
+        "packed documents": call.layout.packed,
+        "padding": call.padded,
+    }
+    reasons = [name for name, holds in against.items() if holds]
+    if asked and explicit and reasons:
+        raise UnsupportedError("use_cache", f"False with {' and '.join(reasons)}", True)
+    return bool(asked) and not reasons
 
 
 class _Resume(torch.autograd.Function):
@@ -266,19 +323,31 @@ def _refuse_by_config(model: PreTrainedModel) -> None:
 
 def _check(model: PreTrainedModel, parallel: Parallel) -> None:
     """Refuse a model of which something uncovered crosses the sequence."""
-    base = model.base_model
-
-    def run(ids: Tensor, border: int) -> object:
-        cu = torch.tensor([0, border, ids.shape[1]], dtype=torch.int32, device=ids.device)
-        parallel.call = Call(None, cu)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        return type(base).forward(base, input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
-
+    base = _backbone(model)
     embedding = model.get_input_embeddings()
+
+    def run(ids: Tensor, positions: Tensor | None, offsets: Sequence[int]) -> object:
+        parallel.call = Call(None, torch.tensor(offsets, dtype=torch.int32, device=ids.device))
+        keywords = {"input_ids": ids, "position_ids": positions, "use_cache": False, "return_dict": True}
+        return type(base).forward(base, **_known(type(base).forward, keywords))
+
     try:
-        leak = probe.find_leak(base, run, embedding.num_embeddings, embedding.weight.device)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or probe.TOKENS
+        probe.check(base, run, embedding.num_embeddings, longest, embedding.weight.device)
     finally:
         parallel.call = None
     parallel.unchecked = False
-    if leak:
-        probe.refuse(leak)
+
+
+def _backbone(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head."""
+    if model.base_model is not model:
+        return model.base_model
+    return next((m for m in model.children() if isinstance(m, PreTrainedModel)), model)
+
+
+def _known(function: Callable, keywords: dict[str, object]) -> dict[str, object]:
+    """The keywords a model's forward takes. One without position_ids passes the check only if it needs none."""
+    parameters = inspect.signature(function).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {n: x for n, x in keywords.items() if anything or n in parameters}

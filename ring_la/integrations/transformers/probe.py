@@ -1,109 +1,259 @@
-"""Does anything but the covered layers cross the sequence? Measured on the model itself.
+"""Does anything but the covered layers know a token's neighbours or its place? Measured on the model itself.
 
-Two documents are run side by side on one device, positions counting on over their border, and only ring_la's operators
-are told of the border. Then the first document is changed, then the second. Where a token's result changes with the
-other document, some module carries a state of its own along the sequence, and would do so wrongly on a split one.
+Everything runs on one device on a few tokens, and only ring_la's operators are told where documents start.
+
+1.  Two documents side by side, positions counting on over their border. One is changed; where a token of the other one
+    changes too, a module carries something along the sequence in a way of its own.
+2.  Equal tokens at equal positions, each a document of its own. Where their results differ, a module goes by the place
+    of a token in the tensor, which on a split sequence is not its place in the sequence. Computing with a range as long
+    as the tensor counts too: it may matter only after thousands of tokens.
+3.  Positions given and positions left to the model. Where results differ, the model does not count from 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from ...errors import UnsupportedError
+from ...errors import RingLAError, UnsupportedError
 
-TOKENS, BORDER = 280, 140
-"""Longer than the blocks of 128 tokens that compressing layers work on, none of which begins at the border."""
+TOKENS = 283
+"""Longer than two blocks of the 128 tokens that compressing layers work on, none of which begins in the middle."""
+PLACES = 23
+"""Tokens of the second check."""
 SKETCH = 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
+Run = Callable[[Tensor, "Tensor | None", Sequence[int]], object]
+"""Calls a model with ids ``[1, T]``, positions ``[1, T]`` or None, and offsets of documents."""
 
-def find_leak(model: nn.Module, run: Callable[[Tensor, int], object], vocabulary: int, device: torch.device) -> str:
-    """The innermost module whose result at one document depends on the other: ``name (class)``; "" if there is none.
+
+@dataclass(frozen=True)
+class Trace:
+    """What a module took and gave, one row a token, on a few random directions ``[T, SKETCH]``; None: no such rows."""
+
+    before: Tensor | None
+    after: Tensor
+
+
+def check(model: nn.Module, run: Run, vocabulary: int, longest: int, device: torch.device) -> None:
+    """Raise `UnsupportedError` naming the module for a model that cannot run on a split sequence.
 
     Args:
-        run: calls the model with ids ``[1, TOKENS]``, of which a document starts at 0 and one at BORDER.
-        vocabulary: the number of token ids.
+        vocabulary: the number of token ids. longest: the largest number of positions the model was made for.
     """
-    suspects = _compare(model, run, vocabulary, device, seed=0)
-    if not suspects:
-        return ""
-    again = _compare(model, run, vocabulary, device, seed=1)  # near-ties of a router do not come twice
-    for name, places in suspects.items():
-        if places & again.get(name, set()):
-            kind = type(model.get_submodule(name)).__name__
-            return f"{name} ({kind})" if name else kind
-    return ""
-
-
-def _compare(
-    model: nn.Module, run: Callable[[Tensor, int], object], vocabulary: int, device: torch.device, seed: int
-) -> dict[str, set[int]]:
-    """For each module, in the order they finish, the tokens whose result changed with the other document."""
-    random = torch.Generator().manual_seed(seed)
-    one, two = torch.randint(vocabulary, (2, TOKENS), generator=random)
-    first, second = torch.cat([two[:BORDER], one[BORDER:]]), torch.cat([one[:BORDER], two[BORDER:]])
-    sketches = [_sketches(model, lambda x=x: run(x[None].to(device), BORDER)) for x in (one, first, second)]
-    out: dict[str, set[int]] = {}
-    for name, base in sketches[0].items():
-        changed: set[int] = set()
-        for other, kept in ((sketches[1], range(BORDER, TOKENS)), (sketches[2], range(BORDER))):
-            if name not in other:
-                continue
-            a, b = base[kept.start : kept.stop], other[name][kept.start : kept.stop]
-            far = (a - b).norm(dim=-1) > TOLERANCE.get(_dtype(model), 3e-2) * (a.norm(dim=-1) + 1e-12)
-            changed |= {int(t) + kept.start for t in far.nonzero().flatten()}
-        if changed:
-            out[name] = changed
-    return out
-
-
-def _sketches(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
-    """For each module that returns one row a token, its result projected on a few random directions ``[TOKENS, 4]``."""
-    found: dict[str, Tensor] = {}
-
-    def hook(name: str) -> Callable:
-        def keep(module: nn.Module | None, args: tuple, output: object) -> None:
-            x = output[0] if isinstance(output, (tuple, list)) and output else output
-            x = getattr(x, "last_hidden_state", None) if not isinstance(x, Tensor) else x
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                return
-            x = x[0] if x.dim() > 2 and x.shape[0] == 1 else x
-            if x.dim() >= 2 and x.shape[0] == TOKENS:
-                flat = x.detach().flatten(1).float()
-                random = torch.Generator().manual_seed(flat.shape[1])
-                directions = torch.randn(flat.shape[1], SKETCH, generator=random).to(flat.device)
-                found[name] = (flat @ directions).cpu()
-
-        return keep
-
-    experts = tuple(f"{n}." for n, m in model.named_modules() if hasattr(m, "is_transposed"))  # rows sorted by expert
-    modules = [(n, m) for n, m in model.named_modules() if n and not n.startswith(experts)]
-    hooks = [m.register_forward_hook(hook(n)) for n, m in modules]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    probe = _Probe(model, run, vocabulary, min(TOKENS, longest), device, TOLERANCE.get(dtype, 3e-2))
     modes = [(m, m.training) for m in model.modules()]
     try:
         model.eval()
         with torch.no_grad():
-            hook("")(None, (), run())
+            probe.neighbours()
+            probe.places()
+            probe.positions()
     finally:
-        for h in hooks:
-            h.remove()
         for m, training in modes:
             m.training = training
-    return found
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+@dataclass(frozen=True)
+class _Probe:
+    model: nn.Module
+    run: Run
+    vocabulary: int
+    tokens: int
+    device: torch.device
+    tolerance: float
+
+    def neighbours(self) -> None:
+        """The first check."""
+        found = self._leaks(0)
+        if not found:
+            return
+        again = self._leaks(1)  # near-ties of a router do not come twice
+        name = next((n for n in found if found[n] & again.get(n, set())), None)
+        if name is not None:
+            raise UnsupportedError(
+                "model",
+                "layers that work token by token, or are listed in ring_la.integrations.transformers.mixers",
+                f"{self._describe(name)}, whose result at one token depends on other tokens",
+            )
+
+    def _leaks(self, seed: int) -> dict[str, set[int]]:
+        """For modules whose input did not change with the other document, the tokens whose result did."""
+        one, two = self._ids(2, seed)
+        border = self.tokens // 2
+        first, second = torch.cat([two[:border], one[border:]]), torch.cat([one[:border], two[border:]])
+        offsets, positions = (0, border, self.tokens), torch.arange(self.tokens)
+        base, after_first, after_second = (self._traces(x, offsets, positions) for x in (one, first, second))
+        out: dict[str, set[int]] = {}
+        for name, trace in base.items():
+            changed: set[int] = set()
+            for other, kept in ((after_first, slice(border, self.tokens)), (after_second, slice(0, border))):
+                if name not in other or (name and not self._same(trace.before, other[name].before, kept)):
+                    continue
+                far = self._far(trace.after[kept], other[name].after[kept])
+                changed |= {int(t) + kept.start for t in far.nonzero().flatten()}
+            if changed:
+                out[name] = changed
+        return out
+
+    def places(self) -> None:
+        """The second check."""
+        ids, threes = torch.full((PLACES,), self.vocabulary // 2), torch.full((PLACES,), 3)
+        with _Ranges(PLACES) as ranges:
+            traces = self._traces(ids, range(PLACES + 1), threes, ranges.inside)
+        everything = slice(0, PLACES)
+        uneven = (
+            n
+            for n, t in traces.items()
+            if (not n or self._same(t.before, t.before[:1] if t.before is not None else None, everything))
+            and bool(self._far(t.after, t.after[:1]).any())
+        )
+        name = ranges.culprit if ranges.culprit is not None else next(uneven, None)
+        if name is not None:
+            got = f"{self._describe(name)}, which goes by the place of a token in its tensor"
+            raise UnsupportedError("model", "layers that take positions from position_ids", got)
+
+    def positions(self) -> None:
+        """The third check."""
+        (ids,), n = self._ids(1, 0), self.tokens
+        given, own = (self._traces(ids, (0, n), p)[""] for p in (torch.arange(n), None))
+        if bool(self._far(given.after, own.after).any()):
+            got = f"{type(self.model).__name__}, which counts them in another way"
+            raise UnsupportedError("model", "positions that count from 0 where position_ids are not given", got)
+
+    def _ids(self, count: int, seed: int) -> Tensor:
+        """Random ids ``[count, tokens]``."""
+        random = torch.Generator().manual_seed(seed)
+        return torch.randint(self.vocabulary, (count, self.tokens), generator=random)
+
+    # -- running and comparing -----------------------------------------------------------------------------
+
+    def _traces(
+        self, ids: Tensor, offsets: Sequence[int], positions: Tensor | None, inside: list[str] | None = None
+    ) -> dict[str, Trace]:
+        """What every module took and gave in a run, in the order they finish; the model itself is ""."""
+        found: dict[str, Trace] = {}
+        inside = [] if inside is None else inside
+
+        def enter(name: str) -> Callable:
+            return lambda module, args, keywords: inside.append(name)
+
+        def leave(name: str) -> Callable:
+            def keep(module: nn.Module, args: tuple, keywords: dict, output: object) -> None:
+                inside.pop()
+                after = _sketch(output, len(ids))
+                if after is not None:
+                    taken = (_sketch(x, len(ids)) for x in (*args, *keywords.values()))
+                    found[name] = Trace(next((x for x in taken if x is not None), None), after)
+
+            return keep
+
+        hooks = []
+        for name, module in self.model.named_modules():
+            if name:
+                hooks.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
+                hooks.append(module.register_forward_hook(leave(name), with_kwargs=True))
+        rows = [x if x is None else x[None].to(self.device) for x in (ids, positions)]
+        try:
+            output = self.run(*rows, offsets)
+        except RingLAError as error:
+            where = self._describe(inside[-1] if inside else "")
+            raise UnsupportedError("model", "layers that can run on a split sequence", f"{where}: {error}") from error
+        except Exception as error:
+            where = self._describe(inside[-1] if inside else "")
+            got = f"{where}, which failed: {type(error).__name__}: {error}"
+            raise UnsupportedError(
+                "model", "attention through the library's attention and mask functions", got
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        whole = _sketch(output, len(ids))
+        return found if whole is None else found | {"": Trace(None, whole)}
+
+    def _far(self, a: Tensor, b: Tensor) -> Tensor:
+        """Where rows differ by more than rounding, bool ``[T]``."""
+        return (a - b).norm(dim=-1) > self.tolerance * (a.norm(dim=-1) + 1e-12)
+
+    def _same(self, a: Tensor | None, b: Tensor | None, rows: slice) -> bool:
+        """Whether a module is known to have taken the same rows twice."""
+        if a is None or b is None:
+            return False
+        return not bool(self._far(a[rows], b[rows] if len(b) > 1 else b).any())
+
+    def _describe(self, name: str) -> str:
+        kind = type(self.model.get_submodule(name)).__name__
+        return f"{name} ({kind})" if name else kind
 
 
-def refuse(leak: str) -> None:
-    """Raise the error for a module that crosses the sequence."""
-    raise UnsupportedError(
-        "model",
-        "layers that work token by token, or are listed in ring_la.integrations.transformers.mixers",
-        f"{leak}, whose result at one token depends on others",
-        "An entry there makes it run on a split sequence",
-    )
+class _Ranges(TorchFunctionMode):
+    """Finds the module that computes with ``torch.arange(length)`` as numbers rather than as indices.
+
+    Attributes:
+        inside: names of the modules being run, outermost first.
+        culprit: the first module found.
+    """
+
+    INDEXING = {
+        "__getitem__",
+        "__setitem__",
+        "index_select",
+        "gather",
+        "scatter",
+        "index_add",
+        "index_add_",
+        "embedding",
+    }
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.inside, self.culprit = length, [], None
+        self._ranges: dict[int, Tensor] = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if name == "arange":
+            if out.shape == (self.length,) and _called_from("transformers"):
+                self._ranges[id(out)] = out  # kept alive, so that its id stays its own
+        elif isinstance(out, Tensor) and name not in self.INDEXING and self._ranges:
+            if any(id(x) in self._ranges for x in args):
+                if out.is_floating_point() and self.culprit is None:
+                    self.culprit = self.inside[-1] if self.inside else ""
+                elif out.dtype in (torch.int32, torch.int64):
+                    self._ranges[id(out)] = out
+        return out
+
+
+def _called_from(package: str) -> bool:
+    """Whether the nearest caller outside torch and this module is in a package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and name.partition(".")[0] != "torch":
+            return name.partition(".")[0] == package
+        frame = frame.f_back
+    return False
+
+
+def _sketch(x: object, length: int) -> Tensor | None:
+    """A tensor with one row a token (or the first of a module's results), projected: ``[length, SKETCH]``."""
+    x = getattr(x, "last_hidden_state", None) if not isinstance(x, (Tensor, tuple, list)) else x
+    x = x[0] if isinstance(x, (tuple, list)) and x else x
+    if not isinstance(x, Tensor):
+        return None
+    x = x[0] if x.dim() > 1 and x.shape[0] == 1 else x
+    if x.dim() < 1 or x.shape[0] != length:
+        return None
+    if not x.is_floating_point():  # ids: what an embedding takes
+        return x.detach().reshape(length, -1)[:, :1].float().expand(-1, SKETCH).cpu()
+    flat = x.detach().reshape(length, -1).float()
+    directions = torch.randn(flat.shape[1], SKETCH, generator=torch.Generator().manual_seed(flat.shape[1]))
+    return (flat @ directions.to(flat.device)).cpu()

@@ -48,6 +48,9 @@ class Case:
         config._attn_implementation = "eager"
         torch.manual_seed(0)
         model = kind(config)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
         with torch.no_grad():  # small weights, zeros and ones of an initialisation would hide what layers do
             for name, p in model.named_parameters():
                 noise = torch.randn_like(p)
@@ -64,6 +67,86 @@ def case(model: str, skip: tuple[str, ...] = (), router: bool = False, **options
 
 SOFTMAX: dict[str, Case] = {
     "llama": case("LlamaForCausalLM"),
+    "mistral": case("MistralForCausalLM", sliding_window=7),
+    "qwen2": case(
+        "Qwen2ForCausalLM",
+        skip=("head_dim",),
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "qwen3": case("Qwen3ForCausalLM"),
+    "gemma2": case(
+        "Gemma2ForCausalLM",
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=0.5,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma3": case(
+        "Gemma3ForCausalLM",
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gpt_oss": case(
+        "GptOssForCausalLM",
+        router=True,
+        sliding_window=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "olmo3": case(
+        "Olmo3ForCausalLM",
+        skip=("head_dim",),
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "mixtral": case("MixtralForCausalLM", router=True, num_local_experts=4),
+    "llama4": case(
+        "Llama4ForCausalLM",
+        attention_chunk_size=6,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        attn_temperature_tuning=False,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+    ),
+    "deepseek_v3": case(
+        "DeepseekV3ForCausalLM",
+        num_key_value_heads=4,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=6,
+        head_dim=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    "phi3_longrope": case(
+        "Phi3ForCausalLM",
+        skip=("head_dim",),
+        original_max_position_embeddings=30,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 30,
+        },
+    ),
+    "llama_dynamic": case(
+        "LlamaForCausalLM",
+        max_position_embeddings=30,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+    ),
+    "gpt2": case("GPT2LMHeadModel", skip=("intermediate_size", "num_key_value_heads", "head_dim")),
 }
 LINEAR, FULL, CONV, SLIDING = "linear_attention", "full_attention", "conv", "sliding_attention"
 GATED_DELTA = dict(
