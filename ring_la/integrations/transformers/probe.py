@@ -165,6 +165,8 @@ class _Probe:
             output = self.run(*rows, offsets)
         except RingLAError as error:
             where = self._describe(inside[-1] if inside else "")
+            if isinstance(error, UnsupportedError) and error.name == "model":
+                raise UnsupportedError("model", error.expected, f"{where}: {error.got}") from error
             raise UnsupportedError("model", "layers that can run on a split sequence", f"{where}: {error}") from error
         except Exception as error:
             where = self._describe(inside[-1] if inside else "")
@@ -252,6 +254,7 @@ def _sketch(x: object, length: int) -> Tensor | None:
     x = x[0] if x.dim() > 1 and x.shape[0] == 1 else x
     if x.dim() < 1 or x.shape[0] != length:
         return None
+    x = torch.view_as_real(x) if x.is_complex() else x
     if not x.is_floating_point():  # ids: what an embedding takes
         return x.detach().reshape(length, -1)[:, :1].float().expand(-1, SKETCH).cpu()
     flat = x.detach().reshape(length, -1).float()

@@ -1,0 +1,229 @@
+"""The ways to call a parallelized model, on two ranks, against the unmodified one on one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from .models import CASES, VOCABULARY
+
+LENGTH = 21
+
+
+def ids(rows: int = 1, seed: int = 3) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def parallel(name: str, **options):
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+    from tests.distributed.pool import group
+
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=20)
+    return parallelize(CASES[name].make(), cp, **options), cp
+
+
+def gradients(model, cp=None) -> dict[str, torch.Tensor]:
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return grads if cp is None else {n: cp.comm.all_reduce(g).wait() for n, g in grads.items()}
+
+
+def close(a, b, **keywords):
+    torch.testing.assert_close(a, b, **({"rtol": 2e-4, "atol": 2e-5} | keywords))
+
+
+# -- losses ------------------------------------------------------------------------------------------------
+
+
+def losses(rank: int) -> None:
+    """Ignored labels, a divisor, shifted labels, padding, rows of packed documents, tokens split already."""
+    model, cp = parallel("qwen3_next")
+    alone = CASES["qwen3_next"].make()
+
+    def same(expected: dict, given: dict | None = None) -> None:
+        want = alone(use_cache=False, **expected)
+        want.loss.backward()
+        got = model(**(given or expected))
+        got.loss.backward()
+        close(got.loss, want.loss)
+        for (n, a), b in zip(gradients(model, cp).items(), gradients(alone).values()):
+            close(a, b, msg=lambda m, n=n: f"{n}: {m}")
+
+    x = ids(2)
+    labels = x.masked_fill(torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.4, -100)
+    same({"input_ids": x, "labels": labels})
+    same({"input_ids": x, "labels": labels, "num_items_in_batch": torch.tensor(17)})
+    same({"input_ids": x, "labels": labels, "attention_mask": torch.ones_like(x)})
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    same({"input_ids": x, "labels": labels}, {"input_ids": x, "shift_labels": shifted})
+    same({"input_ids": x, "labels": labels}, {"inputs_embeds": model.get_input_embeddings()(x), "labels": labels})
+    same({"input_ids": x, "labels": x.where(x != 5, -7), "ignore_index": -7})
+
+    padded = torch.arange(LENGTH) < torch.tensor([[LENGTH], [13]])
+    same({"input_ids": x, "labels": x.masked_fill(~padded, -100), "attention_mask": padded.long()})
+
+    layout = cp.layout(LENGTH)
+    local = {n: layout.shard(t) for n, t in {"input_ids": x, "labels": labels}.items()}
+    same({"input_ids": x, "labels": labels}, {**local, "layout": layout})
+    same(
+        {"input_ids": x, "labels": labels, "num_items_in_batch": 9},
+        {**local, "layout": layout, "num_items_in_batch": 9},
+    )
+
+    # two rows of two documents each, by positions: as four rows of one document
+    positions = torch.cat([torch.arange(8), torch.arange(13)])[None].expand(2, -1)
+    packed = model(input_ids=x, labels=x, position_ids=positions)
+    parts = [x[:, :8], x[:, 8:]]
+    want = sum(alone(input_ids=p, labels=p, use_cache=False).loss * (p.numel() - 2) for p in parts) / (2 * LENGTH - 4)
+    close(packed.loss, want)
+    offsets = torch.tensor([0, 8, 21, 29, 42], dtype=torch.int32)
+    flash = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 13, "max_length_k": 13}
+    row = {"input_ids": x.reshape(1, -1), "labels": x.reshape(1, -1)}
+    close(model(**row, **flash).loss, want)
+    assert torch.isnan(model(input_ids=x, labels=torch.full_like(x, -100)).loss)  # as on one process
+
+
+def test_losses(ranks):
+    ranks.run(2, losses)
+
+
+# -- backward ----------------------------------------------------------------------------------------------
+
+
+def two_calls_in_flight(rank: int, reentrant: bool) -> None:
+    """Two calls of different length and packing, then their backward passes, recomputing layers."""
+    model, cp = parallel("qwen3_next", kind="contiguous")
+    x, y = ids(), ids(seed=4)[:, :15]
+
+    def both() -> dict[str, torch.Tensor]:
+        one = model(input_ids=x, labels=x, cu_seqlens=[0, 6, LENGTH])
+        two = model(input_ids=y, labels=y)
+        (one.loss + 2 * two.loss).backward()
+        return gradients(model, cp)
+
+    plain = both()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for (n, a), b in zip(both().items(), plain.values()):
+        close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, n=n: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_with_two_calls_in_flight(ranks, reentrant):
+    ranks.run(2, two_calls_in_flight, reentrant)
+
+
+# -- prefill -----------------------------------------------------------------------------------------------
+
+
+def prefill(rank: int, name: str) -> None:
+    """The cache of a prefill is that of one process, on every rank; decoding goes on from it; generate works."""
+    model, _ = parallel(name)
+    model.eval()
+    alone, x = CASES[name].make().eval(), ids(2)
+    with torch.no_grad():
+        want, got = alone(input_ids=x, use_cache=True), model(input_ids=x, use_cache=True)
+        for a, b in zip(got.past_key_values.layers, want.past_key_values.layers):
+            for field in ("keys", "values", "conv_states", "recurrent_states"):
+                s, t = getattr(a, field, None), getattr(b, field, None)
+                assert (s is None) == (t is None)
+                if isinstance(t, dict):
+                    s, t = s[0], t[0]
+                if t is not None:
+                    close(s, t)
+        step = {"input_ids": x[:, :1], "use_cache": True, "position_ids": torch.full((2, 1), LENGTH)}
+        after = model(**step, past_key_values=got.past_key_values)
+        close(after.logits, alone(**step, past_key_values=want.past_key_values).logits)
+        last = model(input_ids=x, logits_to_keep=2, use_cache=False).logits
+        close(last, want.logits[:, -2:])
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        assert torch.equal(model.generate(x, **options), alone.generate(x, **options))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3"])
+def test_prefill(ranks, name):
+    ranks.run(2, prefill, name)
+
+
+# -- refused -----------------------------------------------------------------------------------------------
+
+
+def refused_calls(rank: int) -> list[str]:
+    from ring_la.errors import UnsupportedError
+
+    model, _ = parallel("llama")
+    x, said = ids(), []
+    left = torch.ones_like(x).index_fill(1, torch.tensor([0]), 0)
+    for keywords in (
+        {"pixel_values": x},
+        {"attention_mask": left},
+        {"attention_mask": left.flip(1), "labels": x},
+        {"output_attentions": True},
+        {"use_cache": True, "labels": x},
+        {"logits_to_keep": 1},
+        {"position_ids": torch.zeros(3, 1, LENGTH, dtype=torch.long)},
+    ):
+        with pytest.raises(UnsupportedError) as error:
+            model(input_ids=x, **keywords)
+        said.append(str(error.value).partition(":")[0])
+    with pytest.raises(UnsupportedError, match="copy"):
+        copy.deepcopy(model)
+    return said
+
+
+def test_refused_calls(ranks):
+    names = ["pixel_values", "attention_mask", "labels", "output_attentions", "use_cache", "logits_to_keep"]
+    for said in ranks.run(2, refused_calls):
+        assert said == [*names, "position_ids"]
+
+
+def different_batches(rank: int) -> None:
+    from ring_la.errors import DisagreementError
+
+    model, _ = parallel("llama")
+    with pytest.raises(DisagreementError, match="the whole batch, which every rank must be given"):
+        model(input_ids=ids(seed=rank))
+
+
+def test_ranks_with_different_batches(ranks):
+    ranks.run(2, different_batches)
+
+
+REFUSED = {
+    "MambaForCausalLM": (dict(state_size=4), r"layers\.0\.mixer \(MambaMixer\), whose result at one token depends"),
+    "BloomForCausalLM": (dict(n_head=4), r"h\.0\.self_attention \(BloomAttention\), whose result at one token depends"),
+    "Llama4ForCausalLM": (
+        dict(no_rope_layers=[1, 0], num_local_experts=2, intermediate_size_mlp=48, num_key_value_heads=4, head_dim=8),
+        r"layers\.1\.self_attn \(Llama4TextAttention\), which goes by the place",
+    ),
+    "RobertaForCausalLM": (dict(is_decoder=True), r"positions that count from 0 .*RobertaModel, which counts them"),
+    "BertForMaskedLM": ({}, r"masks that are causal.*BertModel: a mask made by 'bidirectional"),
+    "DogeForCausalLM": ({}, r"layers\.0\.self_attn \(DogeAttention\), which failed"),
+    "T5ForConditionalGeneration": (dict(d_kv=8), r"a decoder, got .*encoder-decoder"),
+}
+
+
+def refused_models(rank: int) -> None:
+    import transformers
+
+    import ring_la
+    from ring_la.errors import UnsupportedError
+    from ring_la.integrations.transformers import parallelize
+    from tests.distributed.pool import group
+
+    from .models import case
+
+    cp = ring_la.ContextParallel(group(), scan="ring")
+    for kind, (options, message) in REFUSED.items():
+        if hasattr(transformers, kind):
+            model = case(kind, skip=("head_dim", "num_key_value_heads"), **options).make()
+            with pytest.raises(UnsupportedError, match=message):
+                parallelize(model, cp)
+
+
+def test_refused_models(ranks):
+    ranks.run(1, refused_models)
