@@ -99,14 +99,15 @@ class Parallel:
     """Ranks by axis; one may be −1, what is left. Parameters are sharded over fsdp × context, copied over data.
 
     Attributes:
-        layout, scan, attention, transport, validate: as in ContextParallel.
+        layout, scan, attention, transport, validate: as in ContextParallel. scan="auto" measures the group at every
+            start, so a run started again may pick another strategy, whose rounding differs.
     """
 
     data: int = 1
     fsdp: int = 1
     context: int = -1
     layout: str = "zigzag"
-    scan: str = "auto"
+    scan: str = "all_gather"
     attention: str = "auto"
     transport: str = "auto"
     validate: Literal["first", "always", "never"] = "first"

@@ -66,7 +66,7 @@ def loss_in_rounds(
         inside = [start, *cu[bisect_right(cu, start) : bisect_left(cu, stop)], stop]
         layout = cp.layout(stop - start, cu_seqlens=[c - start for c in inside] if cu_seqlens is not None else None)
         if states is not None:
-            states = [carried(state, start not in cu, len(inside) - 1) for state in states]
+            states = [carried(state, start not in cu, len(inside) - 1, cp.size) for state in states]
         mine = layout.shard(ids[:, start:stop])
         x, states = model.hidden(mine, states=states, output_states=stop < T, layout=layout)
         labels = layout.shard(targets[:, start:stop]).flatten()
@@ -75,16 +75,25 @@ def loss_in_rounds(
     return loss
 
 
-def carried(state: Any, continues: bool, documents: int) -> Any:
+def carried(state: Any, continues: bool, documents: int, ranks: int) -> Any:
     """What the first of `documents` documents starts from: the last one's state where it goes on; the others: nothing.
 
-    `state` is a NamedTuple of tensors with one row a document, or None.
+    `state` is a NamedTuple of tensors with one row a document, or None. The gradient of an entering state is the whole
+    one on each of the `ranks`, and gradients of a leaving state are summed over them: each passes on its share.
     """
 
     def rows(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        first = x[-1:] if continues else torch.zeros_like(x[-1:])
+        first = _shared(x[-1:], ranks) if continues else torch.zeros_like(x[-1:])
         return torch.cat([first, x.new_zeros(documents - 1, *x.shape[1:])]) if documents > 1 else first
 
     return type(state)(*map(rows, state))
+
+
+def _shared(x: Tensor, ranks: int) -> Tensor:
+    """`x`, whose gradient is divided by `ranks`."""
+    if x.requires_grad and ranks > 1:
+        x = x.view_as(x)
+        x.register_hook(lambda grad: grad / ranks)
+    return x

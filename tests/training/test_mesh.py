@@ -1,0 +1,74 @@
+"""FSDP2 over data, fsdp and context axes: the gradient, its norm and an update are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_la import ArgumentError, ContextParallel
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.training import TrainingMesh, recompute, shard_parameters
+
+TOKENS = 37
+CU = [[0, 5, 5, 30, 37], [0, 37], [0, 18, 37], [0, 1, 37]]
+TARGETS = sum(TOKENS - sum(a < b for a, b in zip(cu, cu[1:])) for cu in CU)
+
+
+def make() -> HybridLM:
+    torch.manual_seed(0)
+    return HybridLM(HybridConfig(19, 16, ["gdn", "attention", "mamba2"], 2)).double()
+
+
+def tokens(i: int) -> torch.Tensor:
+    return torch.randint(0, 19, (1, TOKENS), generator=torch.Generator().manual_seed(i))
+
+
+def optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def check_step(rank: int, axes: dict[str, int], kinds: list[str], mlp_chunk: int | None) -> None:
+    whole = make()
+    for i, cu in enumerate(CU):
+        whole.loss(tokens(i), cu_seqlens=torch.tensor(cu), total=TARGETS).backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    optimizer(whole).step()
+
+    mesh = TrainingMesh.make("cpu", **axes)
+    cp = ContextParallel(mesh.context, scan="ring")
+    split = shard_parameters(recompute(make(), kinds, mlp_chunk=mlp_chunk), mesh)
+    mine = len(CU) // mesh.replicas
+    for i in range(mesh.replica * mine, mesh.replica * mine + mine):
+        layout = cp.layout(TOKENS, cu_seqlens=CU[i])
+        split.loss(layout.shard(tokens(i)), layout=layout, total=TARGETS).backward()
+    found = torch.nn.utils.clip_grad_norm_(split.parameters(), 0.5).full_tensor()
+    torch.testing.assert_close(found, norm, rtol=1e-10, atol=0)
+    for (name, p), q in zip(split.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-8, atol=1e-11, msg=lambda m: f"{name}: {m}")  # noqa: B023
+    optimizer(split).step()
+    for p, q in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-6, atol=1e-7)
+    assert all(p.numel() > p.to_local().numel() for p in split.parameters() if p.numel() > 3)  # sharded indeed
+
+
+@pytest.mark.parametrize(
+    ("axes", "kinds", "mlp_chunk"),
+    [
+        ({"context": 4}, ["gdn", "mlp", "norm"], None),
+        ({"data": 2, "context": 2}, ["block", "norm"], 7),
+        ({"data": 1, "fsdp": 2, "context": -1}, ["attention"], 100),
+        ({"data": -1, "fsdp": 2, "context": 1}, [], None),
+    ],
+)
+def test_a_step_is_that_of_one_process(ranks, axes, kinds, mlp_chunk):
+    ranks.run(4, check_step, axes, kinds, mlp_chunk)
+
+
+def check_refusals(rank: int) -> None:
+    for axes in ({"data": 3}, {"data": -1, "context": -1}, {"data": 1, "fsdp": 1, "context": 2}, {"fsdp": 0}):
+        with pytest.raises(ArgumentError, match="data, fsdp, context"):
+            TrainingMesh.make("cpu", **axes)
+
+
+def test_axes_that_do_not_fit_are_refused(ranks):
+    ranks.run(4, check_refusals)

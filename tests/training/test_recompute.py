@@ -1,0 +1,60 @@
+"""Recomputation keeps less and changes no gradient; what it cannot do it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_la import ArgumentError, UnsupportedError
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.training import recompute
+
+IDS = torch.arange(64)[None] % 19
+
+
+def make(**changes) -> HybridLM:
+    torch.manual_seed(0)
+    return HybridLM(HybridConfig(19, 16, ["gdn", "attention"], 2, **changes)).double()
+
+
+def measured(model: HybridLM) -> tuple[int, list[torch.Tensor]]:
+    """Bytes kept for the backward pass (each storage once), and all gradients."""
+    kept = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model.loss(IDS)
+    size = sum(kept.values())
+    loss.backward()
+    return size, [p.grad for p in model.parameters()]
+
+
+def test_each_kind_keeps_less_and_gradients_stay():
+    before, expected = measured(make())
+    names = [name for name, _ in make().named_parameters()]
+    for kinds, chunk in ((["norm"], None), (["gdn"], None), (["attention"], None), (["mlp"], None), ([], 10)):
+        model = recompute(make(), kinds, mlp_chunk=chunk)
+        assert [name for name, _ in model.named_parameters()] == names
+        size, grads = measured(model)
+        assert size < 0.97 * before, (kinds, chunk)
+        for ours, theirs in zip(grads, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    least = measured(recompute(make(), ["block", "norm"]))[0]
+    everything = measured(recompute(make(), ["gdn", "attention", "mlp", "norm"]))[0]
+    assert least < everything < before / 2
+
+
+@pytest.mark.parametrize(
+    ("error", "kinds", "chunk", "changes", "message"),
+    [
+        (ArgumentError, ["mlps"], None, {}, "kinds: expected 'mlp', 'block', 'norm' or names"),
+        (ArgumentError, ["mlp"], 0, {}, "mlp_chunk: expected an int ≥ 1"),
+        (UnsupportedError, ["mlp"], 8, {"mlp": "moe"}, "mlp_chunk: expected None with a mixture of experts"),
+    ],
+)
+def test_what_does_not_fit_is_refused(error, kinds, chunk, changes, message):
+    with pytest.raises(error, match=message):
+        recompute(make(**changes), kinds, mlp_chunk=chunk)
