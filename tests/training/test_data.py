@@ -1,0 +1,109 @@
+"""Packed sequences hold every token once, in order, and any of them can be had from its number."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from ring_la import ArgumentError
+from ring_la.training import Corpus, PackedSequences, batches
+
+TEXTS = ["", "first document", "x", "a third one, somewhat longer than the others are", "ünïcödé"]
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Corpus:
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    (tmp_path / "ignored.bin").write_bytes(b"\0")
+    return Corpus(Corpus.prepare(str(tmp_path), str(tmp_path / "cache")))
+
+
+def documents(corpus: Corpus) -> list[list[int]]:
+    o = corpus.offsets.tolist()
+    return [corpus.tokens[a:b].tolist() for a, b in zip(o, o[1:])]
+
+
+def test_a_folder_becomes_documents(corpus):
+    assert documents(corpus) == [[*text.encode(), 256] for text in TEXTS if text]
+    assert corpus.vocab_size == 257
+
+
+@pytest.mark.parametrize("seq_len", [7, 40, 500])
+def test_sequences_are_the_epochs_documents_one_after_the_other(corpus, seq_len):
+    packed = PackedSequences(corpus, seq_len, seed=3)
+    stream, borders = [], [0]
+    for i in range(-(-3 * corpus.size // seq_len)):
+        ids, cu = packed[i]
+        assert (len(ids), cu[0], cu[-1]) == (seq_len, 0, seq_len)
+        assert all(a < b for a, b in zip(cu, cu[1:]))
+        borders += [len(stream) + c for c in cu[1:]]
+        stream += ids.tolist()
+    whole, at = documents(corpus), 0
+    for _ in range(3):  # each epoch has every document once, none cut but at a sequence's end
+        left = list(whole)
+        while left:
+            found = next(d for d in left if stream[at : at + len(d)] == d)
+            left.remove(found)
+            inside = [b for b in borders if at < b < at + len(found)]
+            assert all(b % seq_len == 0 for b in inside)
+            at += len(found)
+            assert at in borders
+    assert packed[1][0].tolist() == PackedSequences(corpus, seq_len, seed=3)[1][0].tolist()
+    assert any(packed[i][0].tolist() != PackedSequences(corpus, seq_len, seed=4)[i][0].tolist() for i in range(3))
+
+
+def test_long_documents_are_cut(corpus):
+    ids, cu = PackedSequences(corpus, 60, max_document=10)[0]
+    assert max(b - a for a, b in zip(cu, cu[1:])) == 10
+    assert cu[-1] == 60
+    assert ids.tolist() == PackedSequences(corpus, 60)[0][0].tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_replicas_share_a_step_and_go_on_where_they_stopped(corpus, workers):
+    packed = PackedSequences(corpus, 8)
+    one = [ids.tolist() for ids, _ in batches(packed, start=0, stop=4, size=4, workers=workers)]
+    for start in (0, 3):
+        two = [list(batches(packed, start=start, stop=4, size=2, replica=r, replicas=2)) for r in range(2)]
+        steps = [two[r][2 * s + j][0].tolist() for s in range(4 - start) for r in range(2) for j in range(2)]
+        assert steps == one[4 * start :]
+
+
+def test_parquet_and_jsonl(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in TEXTS))
+    expected = TEXTS
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"body": TEXTS, "n": list(range(len(TEXTS)))}), tmp_path / "b.parquet")
+        expected = TEXTS * 2
+    found = Corpus(Corpus.prepare(str(tmp_path), str(tmp_path / "cache"), text_column="body"))
+    assert documents(found) == [[*text.encode(), 256] for text in expected if text]
+
+
+def test_a_tokenizer_of_tokenizers(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[UNK]": 0, "first": 1, "document": 2, "</s>": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("first document second")
+    found = Corpus(Corpus.prepare(str(tmp_path / "a.txt"), str(tmp_path), str(tmp_path / "tokenizer.json")))
+    assert documents(found) == [[1, 2, 0, 3]]
+    assert found.vocab_size == 4
+
+
+def test_what_is_wrong_is_named(corpus, tmp_path):
+    with pytest.raises(ArgumentError, match="source: expected a file, or a folder"):
+        Corpus.prepare(str(tmp_path / "nowhere"), str(tmp_path))
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ArgumentError, match="source: expected files with text"):
+        Corpus.prepare(str(tmp_path / "empty.txt"), str(tmp_path))
+    with pytest.raises(ArgumentError, match="seq_len: expected at least 2"):
+        PackedSequences(corpus, 1)
+    torch.testing.assert_close(corpus.offsets[0], torch.tensor(0))
