@@ -197,16 +197,33 @@ def main(args: list[str] | None = None) -> None:
 
 def join() -> torch.device:
     """This rank's device: its GPU with NCCL, else the CPU with gloo and a share of the cores."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local, store = int(os.environ.get("LOCAL_RANK", 0)), fresh_store()
+    ranks = {}
+    if store is not None:
+        ranks = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, **ranks)
         return device
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10), **ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return torch.device("cpu")
+
+
+def fresh_store() -> dist.Store | None:
+    """The store of torchrun on one node, without what an earlier start of the ranks left there; None elsewhere.
+
+    torchrun keeps one store through all restarts (pytorch/pytorch#135712), and ranks would take the addresses of dead
+    ones for their peers'. On several nodes restarts are not counted alike: launch/ sets
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there.
+    """
+    env = os.environ.get
+    if env("TORCHELASTIC_USE_AGENT_STORE") != "True" or env("GROUP_WORLD_SIZE") != "1":
+        return None
+    where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"]))
+    return dist.PrefixStore(f"start-{env('TORCHELASTIC_RESTART_COUNT')}", dist.TCPStore(*where, is_master=False))
 
 
 class Trainer:

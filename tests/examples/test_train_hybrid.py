@@ -1,0 +1,153 @@
+"""The training example: a rank killed at any step changes nothing, and another number of ranks goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("jsonargparse")
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_hybrid.py"
+STEPS = 12
+OPTIONS = {
+    "model.dim": 16,
+    "model.layers": "[gdn,attention]",
+    "data.source": str(ROOT / "docs"),
+    "data.seq_len": 193,
+    "data.max_document": 80,
+    "data.sequences": 2,
+    "optimizer.warmup": 2,
+    "optimizer.lr": 0.01,
+    "memory.recompute": "[gdn]",
+    "run.steps": STEPS,
+    "run.save_every": 3,
+}
+
+
+def arguments(folder: Path, **changes: object) -> list[str]:
+    options = OPTIONS | {"run.folder": folder} | {k.replace("__", "."): v for k, v in changes.items()}
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def example():
+    """The script as a module."""
+    if "train_hybrid" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("train_hybrid", SCRIPT)
+        sys.modules["train_hybrid"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["train_hybrid"])
+    return sys.modules["train_hybrid"]
+
+
+def train(rank: int, options: list[str]) -> None:
+    """In the pool: a run on its 4 ranks."""
+    from jsonargparse import auto_cli
+
+    script = example()
+    script.Trainer(auto_cli(script.Config, args=options, as_positional=False), torch.device("cpu")).train()
+
+
+def start(ranks: int, options: list[str], *torchrun: str, log: Path) -> subprocess.Popen:
+    """The script under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    with open(log, "w") as out:
+        return subprocess.Popen([*command, *torchrun, str(SCRIPT), *options], stdout=out, stderr=out, env=environment)
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step, whole lines alone."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {m["step"]: (m["loss"], m["grad_norm"]) for m in found}
+
+
+def rank_process(agent: int, rank: int) -> int:
+    """The process of a rank under a torchrun."""
+    for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
+            return int(child)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory) -> Path:
+    """A run on 4 ranks that nothing disturbed, with a trace."""
+    folder = tmp_path_factory.mktemp("whole")
+    ranks.run(4, train, arguments(folder, run__profile=1, run__keep=9))
+    return folder
+
+
+def test_it_learns_and_leaves_what_was_asked_for(whole):
+    losses = [curve(whole)[s][0] for s in range(1, STEPS + 1)]
+    assert losses[-1] < losses[0] - 0.3
+    assert json.loads((whole / "config.json").read_text())["data"]["seq_len"] == 193
+    assert "gated_delta_rule" in (whole / "profile" / "rank-0.json").read_text() or (
+        "aten::mm" in (whole / "profile" / "rank-0.json").read_text()
+    )
+    assert sorted(f.name for f in (whole / "checkpoints").iterdir()) == [f"step-{s:08d}" for s in (3, 6, 9, 12)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the rank to kill in /proc")
+def test_a_killed_rank_changes_no_bit(whole, tmp_path):
+    log = tmp_path / "log.txt"
+    process = start(4, arguments(tmp_path), "--max-restarts=1", log=log)
+    try:
+        deadline = time.monotonic() + 120
+        while max(curve(tmp_path), default=0) < 7:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        os.kill(rank_process(process.pid, 2), signal.SIGKILL)
+        assert process.wait(120) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert "going on from step" in log.read_text()
+    assert curve(tmp_path) == curve(whole)
+
+
+def check_close(folder: Path, whole: Path) -> None:
+    ours, theirs = curve(folder), curve(whole)
+    assert max(ours) == STEPS
+    for step, values in theirs.items():
+        torch.testing.assert_close(torch.tensor(ours[step]), torch.tensor(values), rtol=1e-4, atol=0)
+
+
+def interrupted(whole: Path, folder: Path) -> Path:
+    """The same run as it was after 6 steps."""
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("step-00000009", "step-00000012"))
+    return folder
+
+
+@pytest.mark.parametrize("axes", [{"parallel__data": 2}, {"parallel__fsdp": 2}])
+def test_another_split_of_the_ranks_goes_on(ranks, whole, tmp_path, axes):
+    folder = interrupted(whole, tmp_path / "run")
+    ranks.run(4, train, arguments(folder, **axes))
+    check_close(folder, whole)
+
+
+@pytest.mark.parametrize(("size", "axes"), [(1, {}), (2, {"parallel__data": 1})])
+def test_fewer_ranks_go_on(whole, tmp_path, size, axes):
+    folder = interrupted(whole, tmp_path / "run")
+    process = start(size, arguments(folder, **axes), log=tmp_path / "log.txt")
+    try:
+        assert process.wait(120) == 0, (tmp_path / "log.txt").read_text()
+    finally:
+        process.kill()
+    assert "going on from step 6" in (tmp_path / "log.txt").read_text()
+    check_close(folder, whole)
