@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..algebra import Affine
+from ..comm.group import TRANSPORTS
 from ..errors import ArgumentError
 from ..scan import Chain
 from .scan_cases import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", default="", help="tokens a rank, comma-separated; default 16384,4096 (CPU: 256)")
     parser.add_argument("--totals", default="", help="tokens of the whole sequence, comma-separated")
     parser.add_argument("--arms", default="", help="only arms whose names start with one of these, comma-separated")
+    parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128, help="K and V")
     parser.add_argument("--rounds", type=int, default=7)
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             group = dist.new_group(list(range(P)))
             alone = [dist.new_group([rank]) for rank in range(P)]
             if dist.get_rank() < P:
-                bench(Team(group, alone[dist.get_rank()]), args, report)
+                bench(Team(group, alone[dist.get_rank()], args.transport), args, report)
         dist.barrier()
         report.finish()
         return 1 if report.wrong else 0

@@ -13,7 +13,6 @@ Every arm but FLA's runs the same kernels.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -154,14 +153,16 @@ class Team:
         contexts: by the arm's label.
     """
 
-    def __init__(self, ranks: dist.ProcessGroup, alone: dist.ProcessGroup) -> None:
-        make = functools.partial(ContextParallel, ranks, validate="never")
+    def __init__(self, ranks: dist.ProcessGroup, alone: dist.ProcessGroup, transport: str = "auto") -> None:
+        def make(scan: str, kind: type[ContextParallel] = ContextParallel) -> ContextParallel:
+            return kind(ranks, scan=scan, validate="never", transport=transport)
+
         self.contexts = {"alone": ContextParallel(alone, scan="ring", validate="never")}
         if dist.get_world_size(ranks) > 1:
-            self.contexts |= {scan: make(scan=scan) for scan in (*STRATEGIES, "auto")}
+            self.contexts |= {scan: make(scan) for scan in (*STRATEGIES, "auto")}
             unhidden = {"LASP pattern": "ring", "LASP-2 pattern": "all_gather"}
-            self.contexts |= {label: Unhidden(ranks, scan=s, validate="never") for label, s in unhidden.items()}
-        self.group = make(scan="ring").comm
+            self.contexts |= {label: make(scan, Unhidden) for label, scan in unhidden.items()}
+        self.group = make("ring").comm
 
     def arms(self, name: str, T: int, which: Sequence[str] = ()) -> dict[str, Call]:
         """The function of the tensors giving the output, by label, of every arm this op and team have.
