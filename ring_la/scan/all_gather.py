@@ -18,8 +18,11 @@ class AllGather:
     name = "all_gather"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
+        if not any(chain.needs):
+            return Cost()
         received = (chain.ranks - 1) * chain.slots() * sum(sizes(like))
-        return Cost(received, (Messages("gather", received),), chain.folds)
+        applied = max(chain.applied(chain.local(rank)) for rank in set(chain.owners))
+        return Cost(received, (Messages("gather", received),), applied)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

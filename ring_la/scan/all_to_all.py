@@ -25,12 +25,13 @@ class AllToAll:
     name = "all_to_all"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
-        parts = Parts(like, chain.ranks)
-        state, transition = sizes(parts.like())
+        if not any(chain.needs):
+            return Cost()
+        state, transition = sizes(Parts(like, chain.ranks).like())
         rows = (chain.ranks - 1) * chain.slots()
-        applied = sum(i - chain.first_source(i) - 1 for i in range(len(chain)) if chain.needs[i])
         there, back = rows * (state + transition), rows * state
-        return Cost(there + back, (Messages("exchange", there), Messages("exchange", back)), applied / chain.ranks)
+        applied = chain.applied(range(len(chain))) / chain.ranks
+        return Cost(there + back, (Messages("exchange", there), Messages("exchange", back)), applied)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

@@ -31,8 +31,8 @@ STRATEGIES: dict[str, Scan] = {
 """Every scan strategy by name; tests and ``scan="auto"`` go through this table."""
 
 SMALL, LARGE = 16 * 1024, {"cpu": 2 * 2**20, "cuda": 16 * 2**20}
-PATIENCE, FEWEST, MOST = 0.8, 4, 30
-"""Seconds to measure for, and how often at least and at most."""
+PATIENCE, MOST = 0.7, 30
+"""Seconds to measure for, after all has run twice, and how often at most."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CostModel:
         start = time.perf_counter()
         first = sweep()
         lasted = _slowest([time.perf_counter() - start], group)[0]
-        times = [first, *(sweep() for _ in range(min(MOST, max(FEWEST, int(PATIENCE / lasted)))))]
+        times = [first, *(sweep() for _ in range(min(MOST, int(PATIENCE / lasted))))]
         slowest = dict(zip(points, _slowest([sorted(column)[len(column) // 4] for column in zip(*times)], group)))
         ends = {n: [(size, slowest[n, size]) for size in (p.small, p.large)] for n, p in probes.items()}
         return cls(**{name: Line.through(*both) for name, both in ends.items()})

@@ -7,6 +7,7 @@ messages that would carry nothing are never sent. The backward pass is the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,14 +76,11 @@ class Chain:
         crossing = [o for i, o in enumerate(self.owners) if i and self.needs[i] and self.owners[i - 1] != o]
         return max((crossing.count(rank) for rank in set(crossing)), default=0)
 
-    @cached_property
-    def folds(self) -> int:
-        """The most maps applied by any rank that folds, from the maps of all links, what enters its own."""
-        applied = dict.fromkeys(self.owners, 0)
-        for i, owner in enumerate(self.owners):
-            if self.needs[i]:
-                applied[owner] += i - self.first_source(i) - 1
-        return max(applied.values())
+    def applied(self, links: Sequence[int]) -> int:
+        """How many maps a fold applies to a state, that finds what enters each of `links` from the maps of all."""
+        wanted = [i for i in links if self.needs[i]]
+        start = min(map(self.first_source, wanted), default=0)
+        return sum(self.passes[i] for i in range(start + 1, max(wanted, default=0)))
 
     def slots(self) -> int:
         """The most links one rank owns."""
