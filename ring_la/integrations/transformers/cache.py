@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from ...comm import Group
 from ...context import ShardedLayout
@@ -32,6 +34,13 @@ class Recorder(Cache):
         self.records.append(("update_recurrent_state", (recurrent_states,), args, keywords))
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> None:
+        """There is no earlier state."""
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keep MiniMax's final state, which every rank has."""
+        self.records.append(("set_linear_cache", (), (layer_idx, linear_cache), {}))
+
     def update_indexer(self, *args, **keywords):
         """Refused: an indexer's keys are not split."""
         raise UnsupportedError("use_cache", "False for a model with an indexer", "True")
@@ -49,6 +58,12 @@ class Recorder(Cache):
     def is_recording_past(self, layer_idx: int) -> bool:
         """Nothing is to be taken back."""
         return False
+
+    def new_cache(self, config: PreTrainedConfig) -> Cache:
+        """An empty cache of the kind the layers wrote to."""
+        if any(name == "set_linear_cache" for name, *_ in self.records):
+            return MiniMaxCache()
+        return DynamicCache(config=config)
 
     def replay(self, cache: Cache, layout: ShardedLayout) -> None:
         """Put everything into `cache` as one process would have. Collective."""

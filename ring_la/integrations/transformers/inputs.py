@@ -21,7 +21,8 @@ READ = {
     *TOKENS,
     *("position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", "ignore_index"),
     *("cu_seqlens", "layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-    *("cache_position", "return_dict", "output_attentions", "use_cache", "past_key_values", "logits_to_keep"),
+    *("cache_position", "return_dict", "output_attentions", "use_cache", "past_key_values", "cache_params"),
+    "logits_to_keep",
 }
 """Keywords read here."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
@@ -85,12 +85,14 @@ class Parallel:
         cp, kind: as given.
         call: the split call under way, or whose backward pass is; None in a call that is not split.
         unchecked: whether the check is still to be done.
+        cache: the name of the model's argument and result that is its cache.
         loss: the model's own loss function.
     """
 
     def __init__(self, cp: ContextParallel, kind: str) -> None:
         self.cp, self.kind, self.call, self.unchecked, self.loss = cp, kind, None, False, None
         self._compared = False
+        self.cache = "past_key_values"
         self._layouts: dict[tuple, ShardedLayout] = {}
         self._forwards: dict[type, Callable] = {}
         self._attention: list[tuple[object, str]] = []
@@ -113,6 +115,8 @@ class Parallel:
         backbone = _backbone(model)
         if backbone is not model:
             backbone.register_forward_hook(_after_backbone)
+        if "cache_params" in inspect.signature(type(model).forward).parameters:
+            self.cache = "cache_params"
         self.loss = model.loss_function
         model.loss_function = functools.partial(_loss, self)
         model.forward = types.MethodType(_model_forward(type(model).forward), model)
@@ -213,7 +217,7 @@ def _model_forward(original: Callable) -> Callable:
     def forward(self: PreTrainedModel, *args, **keywords):
         arguments = dict(zip(names, args)) | keywords
         parallel = self._ring_la
-        cache = arguments.get("past_key_values")
+        cache = arguments.get(parallel.cache)
         if cache is not None and _filled(cache):
             return _whole(self, parallel, original, arguments)
         if parallel.unchecked:
@@ -229,6 +233,8 @@ def _not_compiled(function: Callable) -> Callable:
 
 
 def _filled(cache: object) -> bool:
+    if getattr(cache, "linear_cache", None):  # MiniMax's, whose first layer may hold no keys
+        return True
     try:
         return cache.get_seq_length() > 0
     except ValueError:  # a cache of recurrent states only
@@ -253,16 +259,16 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
     if call.targets is not None and parallel.loss is not ForCausalLMLoss:
         raise UnsupportedError("labels", "a model with the loss of a causal language model", parallel.loss)
     recorder = Recorder() if _wants_cache(model, arguments, call) else None
-    local |= {"use_cache": recorder is not None, "past_key_values": recorder, "return_dict": True}
+    local |= {"use_cache": recorder is not None, parallel.cache: recorder, "return_dict": True}
     parallel.call = call
     out = original(model, **_known(original, local))
     if call.targets is not None and call.losses != 1:
         raise UnsupportedError("labels", "None for a model that does not call its loss_function once", call.losses)
     if recorder is not None:
-        cache = arguments.get("past_key_values")
-        cache = DynamicCache(config=model.config) if cache is None else cache
+        cache = arguments.get(parallel.cache)
+        cache = recorder.new_cache(model.config) if cache is None else cache
         recorder.replay(cache, call.layout)
-        out["past_key_values"] = cache
+        out[parallel.cache] = cache
     for name, x in out.items():
         out[name] = _marked(x, parallel, call)
     return out.to_tuple() if arguments.get("return_dict") is False else out
@@ -270,7 +276,7 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
 
 def _wants_cache(model: PreTrainedModel, arguments: dict, call: Call) -> bool:
     asked = arguments.get("use_cache")
-    if asked is None and arguments.get("past_key_values") is None:
+    if asked is None and arguments.get(model._ring_la.cache) is None:
         asked, explicit = getattr(model.config.get_text_config(), "use_cache", False), False
     else:
         asked, explicit = asked is not False, True

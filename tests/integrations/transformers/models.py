@@ -226,6 +226,31 @@ RECURRENT: dict[str, Case] = {
     "lfm2": hybrid("Lfm2ForCausalLM", "CFC", conv_bias=True),
     "lfm2_moe": hybrid("Lfm2MoeForCausalLM", "CFC", num_experts=4, num_dense_layers=1, **EXPERTS),
     "lfm3": hybrid("Lfm3ForCausalLM", "SCF", sliding_window=5),
+    "glm5_next": case(
+        "Glm5NextForConditionalGeneration",
+        skip=tuple(SMALL),
+        text_config=SMALL
+        | LATENT
+        | EXPERTS
+        | dict(
+            num_hidden_layers=3,
+            layer_types=[LINEAR, FULL, FULL],
+            indexer_types=["full", "full", "shared"],
+            mlp_layer_types=["dense", "sparse", "dense"],
+            n_routed_experts=4,
+            q_lora_rank=8,
+            qk_rope_head_dim=0,
+            index_topk=8,
+            index_head_dim=8,
+            index_n_heads=12,
+            index_kpool=4,
+            linear_head_dim=8,
+            linear_num_heads=2,
+            hc_mult=2,
+            hc_sinkhorn_iters=3,
+        ),
+        vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32),
+    ),
     "qwen4_exp": hybrid(
         "Qwen4ExpForCausalLM",
         router=True,

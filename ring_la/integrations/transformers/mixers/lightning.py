@@ -29,4 +29,9 @@ def minimax(
     return layer.out_proj(o), out.final_state
 
 
-MIXERS = {"MiniMaxLightningAttention": minimax}
+def minimax_model(call: Call, layer: nn.Module, *args, use_cache: bool | None = None, **keywords):
+    """``MiniMaxModel``, which takes no cache but its own where it is told to use one."""
+    return type(layer).forward(layer, *args, use_cache=False, **keywords)
+
+
+MIXERS = {"MiniMaxModel": minimax_model, "MiniMaxLightningAttention": minimax}

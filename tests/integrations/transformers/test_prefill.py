@@ -1,0 +1,44 @@
+"""A prompt read on a split sequence, then decoded from the cache it left: as the unmodified model does alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from .models import RECURRENT
+from .test_models import LENGTH, batch
+
+INDEXED = {"glm5_next", "qwen4_exp"}  # their indexers' keys are not kept by a split call
+PROMPT = LENGTH - 2
+
+
+def decoded(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Logits of each token after the prompt."""
+    ids, results = batch(2), []
+    with torch.no_grad():
+        out = model.eval()(input_ids=ids[:, :PROMPT], use_cache=True)
+        key = "past_key_values" if "past_key_values" in out else "cache_params"
+        for t in range(PROMPT, LENGTH):
+            results.append(model(input_ids=ids[:, t : t + 1], use_cache=True, **{key: out[key]}).logits[:, -1])
+    return results
+
+
+def split(rank: int, name: str) -> list[torch.Tensor]:
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+    from tests.distributed.pool import group
+
+    return decoded(parallelize(RECURRENT[name].make(), ring_la.ContextParallel(group(), scan="ring", attention="ring")))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_decodes_after_a_split_prompt(ranks, name):
+    if name in INDEXED:
+        pytest.skip("refused: use_cache with an indexer")
+    expected = decoded(RECURRENT[name].make())
+    for results in ranks.run(2, split, name):
+        for x, y in zip(results, expected, strict=True):
+            error, scale = float((x - y).abs().max()), float(y.abs().max())
+            assert error <= 1e-4 * scale, f"{error:.1e} of {scale:.1e}"
