@@ -148,7 +148,7 @@ class _Probe:
         def leave(name: str) -> Callable:
             def keep(module: nn.Module, args: tuple, keywords: dict, output: object) -> None:
                 inside.pop()
-                after = _sketch(output, len(ids))
+                after = _sketch(output, len(ids), integers=False)  # an indexer's results are places
                 if after is not None:
                     taken = (_sketch(x, len(ids)) for x in (*args, *keywords.values()))
                     found[name] = Trace(next((x for x in taken if x is not None), None), after)
@@ -245,7 +245,7 @@ def _called_from(package: str) -> bool:
     return False
 
 
-def _sketch(x: object, length: int) -> Tensor | None:
+def _sketch(x: object, length: int, integers: bool = True) -> Tensor | None:
     """A tensor with one row a token (or the first of a module's results), projected: ``[length, SKETCH]``."""
     x = getattr(x, "last_hidden_state", None) if not isinstance(x, (Tensor, tuple, list)) else x
     x = x[0] if isinstance(x, (tuple, list)) and x else x
@@ -255,6 +255,8 @@ def _sketch(x: object, length: int) -> Tensor | None:
     if x.dim() < 1 or x.shape[0] != length:
         return None
     x = torch.view_as_real(x) if x.is_complex() else x
+    if not x.is_floating_point() and not integers:
+        return None
     if not x.is_floating_point():  # ids: what an embedding takes
         return x.detach().reshape(length, -1)[:, :1].float().expand(-1, SKETCH).cpu()
     flat = x.detach().reshape(length, -1).float()

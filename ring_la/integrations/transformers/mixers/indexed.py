@@ -23,8 +23,10 @@ class Documents:
     """The whole sequence as an indexed layer needs it.
 
     Attributes:
-        cu_seqlens: offsets of the documents. tokens: this rank's tokens' places in the sequence, ``[T_local]``.
-        visible: which tokens each of them may see, bool ``[T_local, T]``: its document's, up to itself.
+        cu_seqlens: offsets of the documents.
+        tokens, positions: places of this rank's tokens in the sequence and in their documents, ``[T_local]``.
+        every: position of every token in its document, ``[T]``.
+        visible: which tokens each of this rank's may see, bool ``[T_local, T]``: its document's, up to itself.
     """
 
     def __init__(self, call: Call, length: int, device: torch.device) -> None:
@@ -34,6 +36,7 @@ class Documents:
         same = layout.documents_of(tokens)[:, None] == layout.documents_of(every)
         self.visible = (same & (every <= tokens[:, None])).to(device)
         self.tokens, self.positions = tokens.to(device), layout.positions_of(tokens).to(device)
+        self.every = layout.positions_of(every).to(device)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' rows of x along `dim`, in order."""
@@ -163,7 +166,47 @@ def qwen4_exp_attention(
     )
 
 
+def qwen4_exp_indexer(
+    call: Call,
+    layer: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
+    past_key_values: WholeSequence,
+) -> Tensor:
+    """``Qwen4ExpTextQSAIndexer``: which tokens each may read, bool ``[B, 1, T_local, T]``, for all queries at once.
+
+    Every document is cut into blocks of `compress_ratio` tokens from its first. A token reads the `block_topk` full
+    blocks before it whose mean key scores highest, and what follows the last full one.
+    """
+    documents, size = past_key_values.documents, layer.compress_ratio
+    (batch, length), total = hidden_states.shape[:2], documents.visible.shape[1]
+    rotate = inspect.unwrap(type(layer).forward).__globals__["apply_rotary_pos_emb"]
+    qk = layer.index_qk_proj(hidden_states).unflatten(-1, (-1, layer.index_head_dim))
+    q, keys = qk.split([layer.index_n_heads, layer.index_kv_heads], 2)
+    cos, sin = position_embeddings
+    q = rotate(layer.q_layernorm(q), cos=cos[:, -length:], sin=sin[:, -length:], unsqueeze_dim=2)
+    keys = past_key_values.update_indexer(keys[:, :, 0], layer.layer_idx)
+
+    borders = zip(documents.cu_seqlens, documents.cu_seqlens[1:])
+    starts = [t for a, b in borders for t in range(a, b - size + 1, size)]
+    starts = torch.tensor(starts, dtype=torch.int64, device=q.device)
+    blocks = starts[:, None] + torch.arange(size, device=q.device)  # tokens of each, [blocks, size]
+    means = layer.k_layernorm(keys[:, blocks].float().mean(2).to(keys.dtype))[:, :, None]
+    means = rotate(means, cos=cos[:, starts], sin=sin[:, starts], unsqueeze_dim=2)[:, :, 0]
+    scores = torch.relu(torch.einsum("bthd,bnd->bthn", q.float(), means.float())).sum(2)
+
+    full = documents.visible[:, blocks[:, -1]]
+    best = scores.masked_fill(~full, -torch.inf).topk(min(layer.block_topk, len(starts)), -1).indices
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & full
+    mask = hidden_states.new_zeros(batch, length, total, dtype=torch.bool)
+    mask[..., blocks.flatten()] = chosen.repeat_interleave(size, -1)
+    rest = documents.every >= ((documents.positions + 1) // size * size)[:, None]
+    return (mask | (rest & documents.visible))[:, None]
+
+
 MIXERS = {
+    "Qwen4ExpTextQSAIndexer": qwen4_exp_indexer,
     "Glm5NextTextAttention": glm5_next_attention,
     "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
