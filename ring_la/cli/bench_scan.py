@@ -14,7 +14,6 @@ Writes bench_scan.json as it goes, a table, and bench_scan.png. The JSON is what
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import time
 from typing import Any
@@ -27,6 +26,7 @@ from ..algebra import Affine
 from ..comm.group import TRANSPORTS
 from ..errors import ArgumentError
 from ..scan import Chain
+from .job import job
 from .scan_cases import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
 from .scan_report import Case, Report
 from .timing import Step, captured, in_turns
@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     for name in names(args.ops):
         if name not in OPS:
             raise ArgumentError("--ops", f"names out of {', '.join(OPS)}", name)
-    begin()
-    try:
+    with job():
         report = Report(args)
         for P in sorted({int(n) for n in names(args.ranks)} or {dist.get_world_size()}, reverse=True):
             group = dist.new_group(list(range(P)))
@@ -67,25 +66,11 @@ def run(args: argparse.Namespace) -> int:
                 bench(Team(group, alone[dist.get_rank()], args.transport), args, report)
         dist.barrier()
         report.finish()
-        return 1 if report.wrong else 0
-    finally:
-        dist.destroy_process_group()
+    return 1 if report.wrong else 0
 
 
 def names(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
-
-
-def begin() -> None:
-    """Join the job torchrun started (or be a job of one): NCCL and this rank's GPU, or gloo."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
-        os.environ.setdefault(name, value)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
 
 
 def bench(team: Team, args: argparse.Namespace, report: Report) -> None:

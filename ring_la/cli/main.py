@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from ..errors import RingLAError
 
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("doctor",): ("doctor", "what is here, what calls would run on, and what a group of ranks can do"),
     ("bench", "ops"): ("bench_ops", "every operator on one GPU beside fla-core and others"),
     ("bench", "scan"): ("bench_scan", "linear recurrences on a split sequence beside the bound and what others do"),
     ("bench", "attention"): ("bench_attention", "softmax attention on a split sequence beside its peers"),

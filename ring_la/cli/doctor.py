@@ -1,0 +1,151 @@
+"""What is here, what each call would run on and why not on something else; under torchrun, what the group can do.
+
+    ring-la doctor
+    torchrun --nproc_per_node 4 -m ring_la doctor [--heads 32 --width 128] [--layout zigzag]
+
+Alone: versions, GPUs, optional libraries, and for each kind of call the back ends in the order they are tried. Under
+torchrun also α and β of the group, as scan="auto" measures them when a ContextParallel is made, and what it chooses for
+the states of each recurrence, with the predicted time of one exchange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from ..algebra import Affine, Rule
+from ..comm.symmetric import refusal
+from ..context import ContextParallel
+from ..kernels import Inputs
+from ..kernels.backends import triton_refuses, triton_tokens_refuses
+from ..kernels.grouped import BACKENDS as GROUPED
+from ..kernels.grouped import Call, choose, load
+from ..scan import STRATEGIES, Chain
+from ..softmax.backends import BACKENDS, Ask
+from ..softmax.scores import Scores
+from .job import job
+from .scan_cases import OPS
+
+LIBRARIES = (
+    "triton", "flash-attn", "flash-attn-4", "fla-core", "transformers", "yunchang", "xfuser", "ring-flash-attn",
+    "nvidia-cutlass-operators",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128, help="K and V")
+    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"))
+
+
+def run(args: argparse.Namespace) -> None:
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        show("Here", here())
+        show("Linear recurrences", linear(args.width))
+        show("Softmax attention, causal", softmax(args.heads, args.width))
+        show("Grouped GEMM", grouped())
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        with job():
+            lines = group(args)
+        if first:
+            show(f"The group of {os.environ['WORLD_SIZE']} ranks", lines)
+    elif first:
+        print("\nUnder torchrun this also measures the group.")
+
+
+def show(title: str, lines: Iterable[tuple[str, str]]) -> None:
+    print(f"\n{title}")
+    for name, text in lines:
+        print(f"  {name:26}{text}", flush=True)
+
+
+def here() -> list[tuple[str, str]]:
+    """Versions, GPUs and optional libraries."""
+    lines = [("Python", platform.python_version()), ("torch", torch.__version__)]
+    if not torch.cuda.is_available():
+        lines.append(("GPUs", "none: everything runs on the CPU, over gloo"))
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        reach = [j for j in range(torch.cuda.device_count()) if j != i and torch.cuda.can_device_access_peer(i, j)]
+        memory = f"{p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
+        lines.append((f"GPU {i}", f"{p.name}, {memory}, reads memory of GPUs {reach or 'none'}"))
+    return lines + [(name, version(name)) for name in LIBRARIES]
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def device_and_dtype() -> tuple[torch.device, torch.dtype]:
+    return (torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else (torch.device("cpu"), torch.float32)
+
+
+def verdict(refusals: dict[str, str]) -> list[tuple[str, str]]:
+    """Back ends in the order they are tried: the first that can is used, the others say why not."""
+    used = next(name for name, why in refusals.items() if not why)
+    return [(name, why or ("used" if name == used else "could")) for name, why in refusals.items()]
+
+
+def linear(width: int) -> list[tuple[str, str]]:
+    """In chunks and token by token, each rule on the first back end that can."""
+    device, dtype = device_and_dtype()
+    x = torch.empty(1, 64, 1, width, device=device, dtype=dtype)
+    lines = []
+    for write in ("additive", "delta", "dplr"):
+        rule = Rule(write, "scalar" if write != "dplr" else "diagonal")
+        why = triton_refuses(rule, Inputs(x, x, x, *[x] * (len(rule.inputs) - 3)))
+        lines.append((f"{write}, in chunks", f"torch (triton: {why})" if why else "triton"))
+    why = triton_tokens_refuses(Inputs(x, x, x))
+    return [*lines, ("token by token", f"torch (triton: {why})" if why else "triton")]
+
+
+def softmax(heads: int, width: int) -> list[tuple[str, str]]:
+    device, dtype = device_and_dtype()
+    ask = Ask(device, dtype, heads, heads, width, width, Scores(scale=width**-0.5, right=0))
+    return verdict({name: backend.refuses(ask) for name, backend in BACKENDS.items()})
+
+
+def grouped() -> list[tuple[str, str]]:
+    device, dtype = device_and_dtype()
+    a, b = torch.empty(256, 64, device=device, dtype=dtype), torch.empty(4, 64, 64, device=device, dtype=dtype)
+    call = Call("rows", a, b, torch.full((4,), 64, device=device))
+    used = choose("auto", call)
+    return [(n, load(n).refusal(call) or ("used" if n == used else "could")) for n in GROUPED]
+
+
+def group(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """α and β of the group and what follows from them. Collective."""
+    start = time.monotonic()
+    cp = ContextParallel(scan="auto")
+    seconds = time.monotonic() - start
+    hosts = set(cp.comm.tell(socket.gethostname()))
+    lines = [
+        ("hosts, backend", f"{len(hosts)}, {dist.get_backend()}"),
+        ("symmetric memory", refusal(cp.comm) or "possible: ContextParallel(transport='symmetric')"),
+        ("set-up", f"{seconds:.2f} s, the measurement included"),
+    ]
+    for pattern in ("hop", "swap", "gather", "exchange"):
+        line = getattr(cp.cost, pattern)
+        lines.append((f"  {pattern}", f"α {line.alpha * 1e6:.0f} µs, β {line.beta / 1e9:.2f} GB/s received by a rank"))
+    chain = Chain.of(cp.layout(64 * cp.size, args.layout))
+    shown: dict[str, list[str]] = {}
+    for name, op in OPS.items():
+        shown.setdefault(op.transition, []).append(name)
+    for kind, names in shown.items():
+        like = Affine(kind, None, torch.empty(1, args.heads, args.width, args.width, device="meta"))
+        best, seconds = cp.strategy(chain, like).name, cp.cost.predict(chain, like)
+        others = ", ".join(f"{name} {seconds[name] * 1e3:.2f}" for name in STRATEGIES if name != best)
+        lines.append((f"A {kind}", f"{best} {seconds[best] * 1e3:.2f} ms ({others}): {', '.join(names)}"))
+    return lines

@@ -1,0 +1,29 @@
+"""Joining the job that torchrun started, or a job of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def job() -> Iterator[None]:
+    """Within it torch.distributed is there: NCCL and this rank's GPU, or gloo and one thread a rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend, device = "nccl", torch.device("cuda", torch.cuda.current_device())
+    else:
+        torch.set_num_threads(1)
+        backend, device = "gloo", None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=device)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
