@@ -28,7 +28,7 @@ from .mixers import entry_of, make_forward
 
 
 def parallelize(
-    model: PreTrainedModel, cp: ContextParallel, *, kind: str = "zigzag", check: bool = True
+    model: PreTrainedModel, cp: ContextParallel, *, kind: str = "zigzag", average: bool = False, check: bool = True
 ) -> PreTrainedModel:
     """Make a causal language model of Transformers run on a split sequence; changed in place and returned.
 
@@ -53,7 +53,9 @@ def parallelize(
             other mixers are in `mixers.MIXERS`.
         cp: the group the sequence is split over.
         kind: the layout of whole batches, "zigzag" or "contiguous".
-        check: run the model three times on a few tokens to see that nothing else crosses the sequence. On a model
+        average: gradients averaged over the group, not summed, are those of one process: for DDP, FSDP, Accelerate and
+            the Trainer, which average over all ranks.
+        check: run the model a few times on a few tokens to see that nothing else crosses the sequence. On a model
             without memory (device "meta") it is done in the first call.
 
     Raises:
@@ -70,7 +72,7 @@ def parallelize(
     _refuse_by_config(model)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
-    parallel = Parallel(cp, kind)
+    parallel = Parallel(cp, kind, cp.size if average else 1)
     parallel.adopt(model)
     parallel.unchecked = check
     if check and not any(p.is_meta for p in model.parameters()):
@@ -83,14 +85,18 @@ class Parallel:
 
     Attributes:
         cp, kind: as given.
+        scale: what gradients of a call's results are multiplied by.
         call: the split call under way, or whose backward pass is; None in a call that is not split.
         unchecked: whether the check is still to be done.
         cache: the name of the model's argument and result that is its cache.
         loss: the model's own loss function.
     """
 
-    def __init__(self, cp: ContextParallel, kind: str) -> None:
-        self.cp, self.kind, self.call, self.unchecked, self.loss = cp, kind, None, False, None
+    def __init__(self, cp: ContextParallel, kind: str, scale: int) -> None:
+        self.cp, self.kind, self.scale = cp, kind, scale
+        self.call: Call | None = None
+        self.unchecked = False
+        self.loss: Callable = ForCausalLMLoss
         self._compared = False
         self.cache = "past_key_values"
         self._layouts: dict[tuple, ShardedLayout] = {}
@@ -293,7 +299,7 @@ def _wants_cache(model: PreTrainedModel, arguments: dict, call: Call) -> bool:
 
 
 class _Resume(torch.autograd.Function):
-    """The identity on a result of a call; its backward makes that call the current one again.
+    """The identity on a result of a call; its backward makes that call the current one again, and scales.
 
     It is the first step of the call's backward pass, before any checkpointed layer is computed again.
     """
@@ -307,7 +313,7 @@ class _Resume(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, grad: Tensor):
         ctx.parallel.call = ctx.call
-        return grad, None, None
+        return grad * ctx.parallel.scale, None, None
 
 
 def _marked(x: object, parallel: Parallel, call: Call) -> object:

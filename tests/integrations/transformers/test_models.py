@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-from .models import CASES, VOCABULARY
+from .models import CASES, VOCABULARY  # noqa: E402
 
 LENGTH = 37
 DOCUMENTS = (0, 9, 10, 24, 37)
@@ -59,6 +59,8 @@ def split(rank: int, name: str, packed: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("size", "packed"), [(2, False), (3, True)])
 def test_as_on_one_process(ranks, name, size, packed):
+    if not hasattr(transformers, CASES[name].model):
+        pytest.skip(f"this version of transformers has no {CASES[name].model}")
     expected = alone(name, packed)
     for result in ranks.run(size, split, name, packed):
         for key, x in expected.items():

@@ -1,0 +1,186 @@
+"""Parallelized models under the library's Trainer, PEFT, FSDP2 and torch.compile."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from .models import CASES, VOCABULARY
+from .test_calls import close, gradients, ids, parallel
+
+LENGTH, STEPS = 22, 2
+
+
+class Data(torch.utils.data.Dataset):
+    """Rows of random tokens; some labels are ignored."""
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        x = torch.randint(3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": x, "labels": x.where(x % 5 != i % 5, -100)}
+
+
+def train(rank: int, distributed: bool) -> dict[str, torch.Tensor]:
+    """Two steps of the Trainer on rows 0–3 and 4–7: by 2 data × 2 context ranks, or by one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils.data import DataLoader, DistributedSampler
+    from transformers import Trainer, TrainingArguments
+
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+
+    model = CASES["qwen3_next"].make()
+    if distributed:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+        parallelize(model, ring_la.ContextParallel(mesh["context"], scan="ring", attention="ring"), average=True)
+        data, replicas = mesh.get_local_rank("data"), 2
+    else:
+        data, replicas = 0, 1
+
+    class ContextTrainer(Trainer):
+        """The ranks of a context group get the same rows."""
+
+        def get_train_dataloader(self) -> DataLoader:
+            sampler = DistributedSampler(self.train_dataset, replicas, data, shuffle=False)
+            return DataLoader(self.train_dataset, self._train_batch_size, sampler=sampler)
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=4 // replicas,
+            max_steps=STEPS,
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        result = ContextTrainer(model=model, args=arguments, train_dataset=Data()).train()
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return weights | {"loss": torch.tensor(result.training_loss)}
+
+
+def train_distributed(rank: int) -> dict[str, torch.Tensor]:
+    from accelerate.state import AcceleratorState, PartialState
+
+    before = dict(os.environ)
+    try:
+        return train(rank, True)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_trainer_over_data_and_context(ranks):
+    pytest.importorskip("accelerate")
+    expected = train(0, False)
+    start = dict(CASES["qwen3_next"].make().named_parameters())
+    results, loss = ranks.run(4, train_distributed), expected.pop("loss")
+    close(sum(result["loss"] for result in results) / 4, loss)
+    for n, x in expected.items():
+        update = (x - start[n]).detach()
+        for result in results:
+            error = (result[n] - x).abs().max()
+            assert error <= 1e-3 * update.abs().max() + 1e-6, f"{n}: {error:.1e} of {update.abs().max():.1e}"
+    assert max(float((x - start[n]).detach().abs().max()) for n, x in expected.items()) > 0.02
+
+
+def lora(rank: int) -> None:
+    """Adapters put on a parallelized model, and on one that is parallelized afterwards."""
+    from peft import LoraConfig, get_peft_model
+
+    from ring_la.integrations.transformers import parallelize
+
+    x = ids(2)
+    model, cp = parallel("qwen3_next")
+    config = LoraConfig(r=2, target_modules=["q_proj", "in_proj_qkvz", "out_proj"], init_lora_weights=False)
+
+    def adapted(base):
+        torch.manual_seed(1)
+        return get_peft_model(base, config)
+
+    alone = adapted(CASES["qwen3_next"].make())
+    want = alone(input_ids=x, labels=x, use_cache=False)
+    want.loss.backward()
+    expected = gradients(alone)
+    after = adapted(CASES["qwen3_next"].make())
+    parallelize(after.get_base_model(), cp)
+    for split in (adapted(model), after):
+        got = split(input_ids=x, labels=x)
+        got.loss.backward()
+        close(got.loss, want.loss)
+        for n, g in gradients(split, cp).items():
+            close(g, expected[n], msg=lambda m, n=n: f"{n}: {m}")
+    assert any("lora" in n and bool(g.any()) for n, g in expected.items())
+
+
+def test_lora(ranks):
+    pytest.importorskip("peft")
+    ranks.run(2, lora)
+
+
+def compiled(rank: int) -> int:
+    """The same loss and gradients from a compiled model; returns the number of graphs."""
+    import torch._dynamo.testing
+
+    x = ids(2)
+    model, cp = parallel("qwen3_next")
+    model.model.layers = model.model.layers[:2]
+    want = model(input_ids=x, labels=x)
+    want.loss.backward()
+    expected = gradients(model, cp)
+    counter = torch._dynamo.testing.CompileCounter()
+    got = torch.compile(model, backend=counter)(input_ids=x, labels=x)
+    got.loss.backward()
+    close(got.loss, want.loss)
+    for n, g in gradients(model, cp).items():
+        close(g, expected[n], msg=lambda m, n=n: f"{n}: {m}")
+    torch._dynamo.reset()
+    return counter.frame_count
+
+
+def test_compile(ranks):
+    assert min(ranks.run(2, compiled)) > 3
+
+
+def sharded(rank: int) -> None:
+    """FSDP2 over the ranks of the context group, which averages gradients."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.distributed.pool import group
+
+    x = ids(2)
+    alone = CASES["qwen3_next"].make()
+    want = alone(input_ids=x, labels=x, use_cache=False)
+    want.loss.backward()
+    expected = gradients(alone)
+    model, _ = parallel("qwen3_next", average=True)
+    mesh = DeviceMesh.from_group(group(), "cpu")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    got = model(input_ids=x, labels=x)
+    got.loss.backward()
+    close(got.loss, want.loss)
+    for n, p in model.named_parameters():
+        grad = torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor()
+        close(grad, expected[n], msg=lambda m, n=n: f"{n}: {m}")
+
+
+def test_fsdp(ranks):
+    ranks.run(2, sharded)
