@@ -25,23 +25,17 @@ def words(ranks: int, chunk: int = CHUNK) -> int:
 
 
 @triton.jit
-def _now(CLOCK: tl.constexpr):
-    """Nanoseconds; without a clock (the interpreter) nothing ever is late."""
-    if CLOCK:
-        return tl.extra.cuda.globaltimer()
-    return 0
-
-
-@triton.jit
 def _wait(flag, value, patience, CLOCK: tl.constexpr):
-    """Wait until `flag` has `value`; returns whether it came within `patience` nanoseconds."""
+    """Wait until `flag` has `value`; returns whether it came within `patience` nanoseconds (without a clock, as in the
+    interpreter, nothing is ever late)."""
     seen = tl.atomic_cas(flag, value, value, sem="acquire", scope="sys")
-    start = _now(CLOCK)
     late = 0
+    if CLOCK:
+        start = tl.extra.cuda.globaltimer()
     while (seen != value) & (late == 0):
         seen = tl.atomic_cas(flag, value, value, sem="acquire", scope="sys")
         if CLOCK:
-            late = (_now(CLOCK) - start > patience).to(tl.int32)
+            late = (tl.extra.cuda.globaltimer() - start > patience).to(tl.int32)
     return seen == value
 
 
@@ -57,16 +51,17 @@ def _copy(source, target, n, STEP: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["me", "units", "send_stride", "receive_stride", "sends", "receives", "patience"])
 def exchange_kernel(
-    source, target, mailboxes, broken, report, me, units, send_stride, receive_stride, sends, receives, patience,
+    source, target, own, mailboxes, broken, report, me, units, send_stride, receive_stride, sends, receives, patience,
     P: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr,
     STEP: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Messages of one size to and from the ranks whose bits are set in `sends` and `receives`.
 
-    `units` is that size and the strides the distance from one message to the next in `source` and `target`, in 16
-    bytes; messages stand in the order of their ranks. A message to oneself is copied. Programs: put or take, peer,
-    block, so that what is sent starts first. A peer that is late for `patience` nanoseconds is marked in `broken` and,
-    for the host, in `report`.
+    `units` is that size, and the strides are the distances from one message to the next in `source` and `target`, in 16
+    bytes; messages stand in the order of their ranks. `mailboxes` holds how far each rank's mailboxes lie from this
+    rank's `own`, in 16 bytes too. A message to oneself is copied. Programs: put or take, peer, block, so that what is
+    sent starts first. A peer that is late for `patience` nanoseconds is marked in `broken` and, for the host, in
+    `report`.
     """
     program = tl.program_id(0)
     per_peer = tl.num_programs(0) // (2 * P)
@@ -95,7 +90,7 @@ def exchange_kernel(
         return
     owner = tl.where(put, peer, me)
     sender = tl.where(put, me, peer)
-    base = tl.load(mailboxes + owner).to(tl.pointer_type(tl.int32))
+    base = own + tl.load(mailboxes + owner) * 4
     mine = sender * SLOTS * BLOCKS + block
     data = base + P * SLOTS * BLOCKS * FLAG
     if tl.load(broken + peer) != 0:

@@ -72,20 +72,27 @@ class SymmetricTransport:
 
     Args:
         group: the group. torch: what carries the rest.
-        mailboxes: address of every rank's mailboxes, seen from here (`open` makes them).
+        own: this rank's mailboxes, int32. mailboxes: address of every rank's, seen from here (`open` makes them).
         keep: what owns that memory.
     """
 
     name = "symmetric"
 
     def __init__(
-        self, group: Group, torch_transport: TorchTransport, mailboxes: Sequence[int], keep: object, **constants: int
+        self,
+        group: Group,
+        torch_transport: TorchTransport,
+        own: Tensor,
+        mailboxes: Sequence[int],
+        keep: object,
+        **constants: int,
     ) -> None:
         from . import copy_kernel as kernel
 
-        self.group, self.torch, self._keep = group, torch_transport, keep
+        self.group, self.torch, self._own, self._keep = group, torch_transport, own, keep
         device = group.device
-        self._mailboxes = torch.tensor(list(mailboxes), dtype=torch.int64, device=device)
+        away = [(address - own.data_ptr()) // UNIT for address in mailboxes]
+        self._mailboxes = torch.tensor(away, dtype=torch.int64, device=device)
         self._broken = torch.zeros(group.size, dtype=torch.int32, device=device)
         self._report = torch.zeros(group.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._kernel = kernel.exchange_kernel
@@ -102,7 +109,7 @@ class SymmetricTransport:
 
         own, handle = allocate(group, 4 * kernel.words(group.size))
         addresses = [handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(group.size)]
-        return cls(group, torch_transport, addresses, (own, handle))
+        return cls(group, torch_transport, own.view(torch.int32), addresses, handle)
 
     def late(self) -> list[int]:
         """Ranks that have let a message of ours run into the timeout so far; read without synchronisation."""
@@ -188,8 +195,8 @@ class SymmetricTransport:
             source = source.clone()
         blocks = min(c["BLOCKS"], math.ceil(size / (4 * c["CHUNK"])))
         self._kernel[(2 * c["P"] * blocks,)](
-            _words(source), _words(target), self._mailboxes, self._broken, self._report, self.group.rank, size // UNIT,
-            send_stride // UNIT, receive_stride // UNIT, sends, receives, self._patience, **c, num_warps=4,
+            _words(source), _words(target), self._own, self._mailboxes, self._broken, self._report, self.group.rank,
+            size // UNIT, send_stride // UNIT, receive_stride // UNIT, sends, receives, self._patience, **c, num_warps=4,
         )  # fmt: skip
 
     def _beside(self, launch: Callable[[], None], keep: object = None) -> Work:

@@ -16,17 +16,8 @@ from torch import Tensor
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
 
-GLOO_MOVES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
-"""What gloo moves as it is; all else travels as bytes."""
+MOVED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
+"""What NCCL and gloo move as it is; all else travels as bytes."""
 
 
 class Work(Protocol):
@@ -104,7 +95,7 @@ class TorchTransport:
 
     def _moved(self, x: Tensor) -> Tensor:
         """`x` in a dtype the backend moves."""
-        return x if self.on_cuda or x.dtype in GLOO_MOVES else x.view(torch.uint8)
+        return x if x.dtype in MOVED else x.view(torch.uint8)
 
     def _works(self, *works: dist.Work) -> list[Work]:
         return [_TorchWork(work, self.timeout) for work in works]

@@ -36,7 +36,9 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0) -> Grou
     dist.barrier(group(size))
     boxes = [torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32) for r in range(size)]
     addresses = [b.data_ptr() for b in boxes]
-    own.transport = SymmetricTransport(own, own.transport, addresses, boxes, BLOCKS=BLOCKS, CHUNK=CHUNK, STEP=32)
+    own.transport = SymmetricTransport(
+        own, own.transport, boxes[rank], addresses, boxes, BLOCKS=BLOCKS, CHUNK=CHUNK, STEP=32
+    )
     return own
 
 
