@@ -135,14 +135,14 @@ class SymmetricTransport:
         if not carried(x.nbytes):
             return self.torch.all_gather(out, x)
         everyone = (1 << self.group.size) - 1
-        return [self._beside(lambda: self._launch(x, out, x.nbytes, 0, x.nbytes, everyone, everyone))]
+        return [self._beside(lambda: self._launch(x, out, x.nbytes, (0, x.nbytes), everyone, everyone))]
 
     def all_to_all(self, out: Tensor, x: Tensor) -> list[Work]:
         size = x.nbytes // self.group.size
         if not carried(size):
             return self.torch.all_to_all(out, x)
         everyone = (1 << self.group.size) - 1
-        return [self._beside(lambda: self._launch(x, out, size, size, size, everyone, everyone))]
+        return [self._beside(lambda: self._launch(x, out, size, (size, size), everyone, everyone))]
 
     def all_to_all_uneven(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> list[Work]:
         return self.torch.all_to_all_uneven(out, x, send, receive)
@@ -154,7 +154,7 @@ class SymmetricTransport:
         rows = out.new_empty(self.group.size, *out.shape)
 
         def add() -> None:
-            self._launch(out, rows, out.nbytes, 0, out.nbytes, everyone, everyone)
+            self._launch(out, rows, out.nbytes, (0, out.nbytes), everyone, everyone)
             torch.sum(rows, 0, dtype=out.dtype, out=out)
 
         return [self._beside(add, rows)]
@@ -175,28 +175,23 @@ class SymmetricTransport:
             rows = torch.empty(len(receives), size, dtype=torch.uint8, device=self.group.device)
             target, receive_stride = rows, size
         masks = [sum(1 << r for r in ranks) for ranks in (sends, receives)]
-        self._launch(source, target, size, send_stride, receive_stride, *masks)
+        self._launch(source, target, size, (send_stride, receive_stride), *masks)
         if rows is not None:
             for row, r in zip(rows, sorted(receives)):
                 receives[r].copy_(row.view(receives[r].dtype).view(receives[r].shape))
 
     def _launch(
-        self,
-        source: Tensor,
-        target: Tensor,
-        size: int,
-        send_stride: int,
-        receive_stride: int,
-        sends: int,
-        receives: int,
+        self, source: Tensor, target: Tensor, size: int, apart: tuple[int, int], sends: int, receives: int
     ) -> None:
+        """Messages of `size` bytes to and from the ranks whose bits are set, `apart` bytes apart there and here."""
         c = self._constants
         if source.data_ptr() % UNIT:
             source = source.clone()
         blocks = min(c["BLOCKS"], math.ceil(size / (4 * c["CHUNK"])))
+        units = (size // UNIT, *(stride // UNIT for stride in apart))
         self._kernel[(2 * c["P"] * blocks,)](
             _words(source), _words(target), self._own, self._mailboxes, self._broken, self._report, self.group.rank,
-            size // UNIT, send_stride // UNIT, receive_stride // UNIT, sends, receives, self._patience, **c, num_warps=4,
+            *units, sends, receives, self._patience, **c, num_warps=4,
         )  # fmt: skip
 
     def _beside(self, launch: Callable[[], None], keep: object = None) -> Work:
