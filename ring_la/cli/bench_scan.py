@@ -14,6 +14,7 @@ Writes bench_scan.json as it goes, a table, and bench_scan.png. The JSON is what
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import time
 from typing import Any
@@ -29,7 +30,7 @@ from ..scan import Chain
 from .job import job
 from .scan_cases import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
 from .scan_report import Case, Report
-from .timing import Step, captured, in_turns
+from .timing import Step, captured, in_turns, speeds
 
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 CHECKED_TOKENS, CHECKED_HEADS = 192, 2
@@ -76,6 +77,10 @@ def names(text: str) -> list[str]:
 def bench(team: Team, args: argparse.Namespace, report: Report) -> None:
     """All cases of one group size."""
     P, cuda = team.group.size, team.group.on_cuda
+    cost = team.contexts["auto"].cost if P > 1 else None
+    report.group(P, {name: dataclasses.astuple(line) for name, line in vars(cost).items()} if cost else {})
+    if not report.speeds:
+        report.speeds = speeds(team.group)
     lengths = [int(n) for n in names(args.lengths)] + [int(n) // P for n in names(args.totals)]
     for T in lengths or ([16384, 4096] if cuda else [256]):
         for name in names(args.ops):

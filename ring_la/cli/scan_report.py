@@ -39,6 +39,8 @@ class Report:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.start, self.rows, self.wrong = args, time.monotonic(), [], 0
         self.writes = dist.get_rank() == 0
+        self.speeds: dict[str, float] = {}
+        self.groups: dict[int, dict[str, tuple[float, float]]] = {}
         self.path = args.out / "bench_scan.json"
         cuda = torch.cuda.is_available()
         self.machine = dict(
@@ -48,6 +50,12 @@ class Report:
         )  # fmt: skip
         if self.writes:
             args.out.mkdir(parents=True, exist_ok=True)
+
+    def group(self, P: int, lines: dict[str, tuple[float, float]]) -> None:
+        """α and β of every pattern, as measured on P ranks."""
+        self.groups[P] = lines
+        shown = (f"{name} {alpha * 1e6:.1f} µs {beta / 1e9:.2f} G/s" for name, (alpha, beta) in lines.items())
+        self.say(f"{P} ranks: " + ", ".join(shown))
 
     def say(self, line: str) -> None:
         if self.writes:
@@ -71,7 +79,8 @@ class Report:
         self.rows.append(row)
         self.say(line(row))
         if self.writes:
-            self.path.write_text(json.dumps(dict(machine=self.machine, rows=self.rows), indent=1))
+            found = dict(machine=self.machine, speeds=self.speeds, groups=self.groups, rows=self.rows)
+            self.path.write_text(json.dumps(found, indent=1))
 
     def finish(self) -> None:
         for what in ("exchange", "forward", "forward+backward"):

@@ -58,6 +58,29 @@ def in_turns(
     return {name: sorted(row)[int(quantile * len(row))] for name, row in zip(names, slowest)}
 
 
+def speeds(group: Group) -> dict[str, float]:
+    """What this device reaches: matmul (operations a second), copy (bytes read and written a second), causal softmax
+    attention forward and backward (operations a second, half the square). bf16 on CUDA, fp32 on a CPU. Collective."""
+    cuda = group.on_cuda
+    n, T, H, D = (8192, 8192, 16, 128) if cuda else (512, 512, 2, 64)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    make = lambda *shape: torch.randn(shape, device=group.device, dtype=dtype)  # noqa: E731
+    a, b, wide = make(n, n), make(n, n), make(32 * n, n)
+    q, k, v, do = (make(1, H, T, D).requires_grad_() for _ in range(4))
+    forward = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+    o = forward()
+    backward = lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)  # noqa: E731
+    steps = {"matmul": lambda: a @ b, "copy": wide.clone, "forward": forward, "backward": backward}
+    times = in_turns(steps, group, rounds=5, inner=3)
+    flops = 2 * T * T * H * D
+    return {
+        "matmul": 2 * n**3 / times["matmul"],
+        "copy": 2 * wide.nbytes / times["copy"],
+        "attention_forward": flops / times["forward"],
+        "attention_backward": 2.5 * flops / times["backward"],
+    }
+
+
 def captured(steps: Mapping[str, Step]) -> tuple[dict[str, Step], dict[str, str]]:
     """(replays of CUDA graphs of these steps, {step: why it could not be captured}).
 
