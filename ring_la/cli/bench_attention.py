@@ -61,7 +61,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 
 def measure(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
-    """Forward, forward + backward (ms), and peak memory of the latter above what is held (GiB)."""
+    """Forward, forward + backward (ms), and peak memory of the latter above what is held (GiB), of the worst rank."""
     leaves = [t.detach().requires_grad_() for t in tensors]
 
     def both() -> None:
@@ -73,8 +73,15 @@ def measure(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     both()
-    peak = (torch.cuda.max_memory_allocated() - held) / 2**30
-    return dict(forward=forward, total=total, peak=peak)
+    peak = torch.tensor((torch.cuda.max_memory_allocated() - held) / 2**30, device="cuda")
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return dict(forward=forward, total=total, peak=peak.item())
+
+
+def mapped(cp: ring_la.ContextParallel) -> int:
+    """Bytes of symmetric memory a group holds, which PyTorch's allocator does not count."""
+    memory = cp.comm.__dict__.get("_mailbox")
+    return 0 if memory is None else memory.size
 
 
 def bound(T: int, P: int, H: int, groups: int, D: int, backend: str, share: float, softcap: float) -> dict[str, float]:
@@ -185,18 +192,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", default="ring,all_gather,ulysses")
     parser.add_argument("--backends", default="cudnn,flash,triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_attention.json"))
-    parser.add_argument("--transport", default="auto", choices=("auto", "torch", "symmetric"))
+    parser.add_argument("--transports", default="torch,symmetric", help="of the ring; the others go by the last one")
 
 
 def run(args: argparse.Namespace) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rank, P, rows = dist.get_rank(), dist.get_world_size(), []
-    cp = ring_la.ContextParallel(scan="ring", transport=args.transport)
+    contexts = {name: ring_la.ContextParallel(scan="ring", transport=name) for name in args.transports.split(",")}
     others = peers(P)
     for T in map(int, args.lengths.split(",")):
         for case in args.cases.split(","):
-            rows += bench(case, T, P, args, cp, others, rank)
+            rows += bench(case, T, P, args, contexts, others, rank)
     if rank == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(
@@ -205,21 +212,31 @@ def run(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def bench(case: str, T: int, P: int, args: argparse.Namespace, cp, others: dict[str, Call], rank: int) -> list[dict]:
+def bench(
+    case: str,
+    T: int,
+    P: int,
+    args: argparse.Namespace,
+    contexts: dict[str, ring_la.ContextParallel],
+    others: dict[str, Call],
+    rank: int,
+) -> list[dict]:
     how = dict(CASES[case])
     groups, packed = how.pop("groups", args.heads), how.pop("packed", False)
     cu = document_offsets(T * P) if packed else None
     share = share_of_scores(cu or [0, T * P], how.get("window", (-1,))[0])
-    layout = cp.layout(T * P, "zigzag", cu_seqlens=cu)
+    layouts = {name: cp.layout(T * P, "zigzag", cu_seqlens=cu) for name, cp in contexts.items()}
     torch.manual_seed(rank)
     q, do = (torch.randn(1, T, args.heads, args.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(1, T, groups, args.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     calls: dict[str, tuple[str | None, Call]] = {}
     for backend in args.backends.split(","):
         for strategy in args.strategies.split(","):
-            more = dict(layout=layout, backend=backend, strategy=strategy, **how)
-            calls[f"ring_la {strategy} {backend}"] = backend, lambda *x, more=more: attention(*x, **more).o
-    if case == "causal":
+            for transport in contexts if strategy == "ring" else [*contexts][-1:]:
+                more = dict(layout=layouts[transport], backend=backend, strategy=strategy, **how)
+                name = f"ring_la {strategy} {transport if strategy == 'ring' else ''} {backend}".replace("  ", " ")
+                calls[name] = backend, lambda *x, more=more: attention(*x, **more).o
+    if case in ("causal", "gqa 32:8"):
         calls |= {name: ("flash", call) for name, call in others.items()}
     rows, bounds, first = [], {}, None
     for name, (backend, call) in calls.items():
@@ -232,6 +249,8 @@ def bench(case: str, T: int, P: int, args: argparse.Namespace, cp, others: dict[
             if backend not in bounds:
                 bounds[backend] = bound(T, P, args.heads, groups, args.width, backend, share, how.get("softcap", 0.0))
             row = dict(case=case, T=T, P=P, name=name, backend=backend, apart=apart, **measure(call, [q, k, v], do))
+            if " symmetric " in name:
+                row["peak"] += mapped(contexts["symmetric"]) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
                 print(f"{case:12} {T:6} {name:36} {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)

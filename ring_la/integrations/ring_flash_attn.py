@@ -22,10 +22,10 @@ from ..softmax.strategies import AllGather
 from ..softmax.tokens import Run, Tokens
 from . import yunchang
 from .yunchang.call import Call, group_of, options
-from .yunchang.functions import recall, remember
+from .yunchang.functions import named, recall, remember
 
 
-def _without(function: type[torch.autograd.Function], varlen: bool) -> tuple[Callable, Callable, Callable]:
+def _without(function: type[torch.autograd.Function], name: str, varlen: bool) -> tuple[Callable, Callable, Callable]:
     """The plain, kvpacked and qkvpacked entry points over one of yunchang's Functions."""
 
     def dense(
@@ -62,10 +62,10 @@ def _without(function: type[torch.autograd.Function], varlen: bool) -> tuple[Cal
         masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
         return function.apply(q, k, v, cu_seqlens, max_seqlen, *masks, return_attn_probs, group)
 
-    return unpacking(packed if varlen else dense, 1 if varlen else 2)
+    return unpacking(name, packed if varlen else dense, 1 if varlen else 2)
 
 
-def unpacking(plain: Callable, dim: int) -> tuple[Callable, Callable, Callable]:
+def unpacking(name: str, plain: Callable, dim: int) -> tuple[Callable, Callable, Callable]:
     """`plain`, and the same for k and v, or all three, stacked along `dim`."""
 
     def kvpacked(q, kv, *args, **keywords):
@@ -74,26 +74,27 @@ def unpacking(plain: Callable, dim: int) -> tuple[Callable, Callable, Callable]:
     def qkvpacked(qkv, *args, **keywords):
         return plain(*qkv.unbind(dim), *args, **keywords)
 
-    return plain, kvpacked, qkvpacked
+    shape = "``[T, H, D]``" if dim == 1 else "``[B, T, H, D]``"
+    return named(name, plain, kvpacked, qkvpacked, shape, "ring-flash-attn")
 
 
 ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _without(
-    yunchang.RingFlashAttnFunc, False
+    yunchang.RingFlashAttnFunc, "ring_flash_attn", False
 )
 zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _without(
-    yunchang.ZigZagRingFlashAttnFunc, False
+    yunchang.ZigZagRingFlashAttnFunc, "zigzag_ring_flash_attn", False
 )
 stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _without(
-    yunchang.StripeFlashAttnFunc, False
+    yunchang.StripeFlashAttnFunc, "stripe_flash_attn", False
 )
 ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = _without(
-    yunchang.RingFlashAttnVarlenFunc, True
+    yunchang.RingFlashAttnVarlenFunc, "ring_flash_attn_varlen", True
 )
 (
     zigzag_ring_flash_attn_varlen_func,
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
-) = _without(yunchang.ZigZagRingFlashAttnVarlenFunc, True)
+) = _without(yunchang.ZigZagRingFlashAttnVarlenFunc, "zigzag_ring_flash_attn_varlen", True)
 
 
 # -- llama3 ------------------------------------------------------------------------------------------------
@@ -215,4 +216,4 @@ def _llama3(
     llama3_flash_attn_varlen_func,
     llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func,
-) = unpacking(_llama3, 1)
+) = unpacking("llama3_flash_attn_varlen", _llama3, 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .backends import exact
-from .merge import Gradients, Partial, row_sums, wide, zeros_like
+from .merge import Gradients, Partial, Sum, row_sums, wide
 from .strategies import Heads, Job, Strategy
 from .tokens import Tokens
 
@@ -75,8 +75,7 @@ def backward(plan: Plan, saved: Saved, do: Tensor | None, dlse: Tensor | None) -
     x, o, lse = saved
     if plan.heads is not None:
         do, dlse = _take_gradients(plan.heads, saved, do, dlse)
-    wide_grads = _block_gradients(plan, x, o, lse, do, dlse)
-    grads = Tensors(*(None if t is None else g.to(t.dtype) for t, g in zip(x, wide_grads)))
+    grads = _block_gradients(plan, x, o, lse, do, dlse)
     return grads if plan.heads is None else _give_gradients(plan.heads, grads)
 
 
@@ -91,10 +90,8 @@ def _blocks(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor]:
     return out.result()
 
 
-def _block_gradients(
-    plan: Plan, x: Tensors, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Wide gradients of all tensors."""
+def _block_gradients(plan: Plan, x: Tensors, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> Tensors:
+    """Gradients of all tensors, in their dtypes."""
     job = plan.job
     if dlse is not None and not job.backend.takes_delta:
         job = replace(job, backend=exact(job.backend))
@@ -103,13 +100,15 @@ def _block_gradients(
     split = plan.strategy.backward(job, do, x.q, x.k, x.v, o, lse, delta)
     dsinks = djoint_k = djoint_v = None
     if x.joint_k is not None:
-        djoint_k, djoint_v = zeros_like(x.joint_k), zeros_like(x.joint_v)
+        out = Gradients(split.dq, Sum.like(x.joint_k), Sum.like(x.joint_v))
         if x.q.numel() and x.joint_k.numel():
-            out, rows, keys = Gradients(split.dq, djoint_k, djoint_v), plan.joint_rows, plan.joint_keys
+            rows, keys = plan.joint_rows, plan.joint_keys
             job.backend.backward(do, x.q, x.joint_k, x.joint_v, o, lse, delta, job.scores, rows, keys, out)
+        djoint_k, djoint_v = out.dk.result(x.joint_k.dtype), out.dv.result(x.joint_v.dtype)
     if x.sinks is not None:
-        dsinks = -(torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse) * delta).sum((0, 2))
-    return split.dq, split.dk, split.dv, dsinks, djoint_k, djoint_v
+        dsinks = -(torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse) * delta).sum((0, 2)).to(x.sinks.dtype)
+    inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
+    return Tensors(*inputs, dsinks, djoint_k, djoint_v)
 
 
 # -- heads for tokens, and back ----------------------------------------------------------------------------

@@ -1,43 +1,86 @@
-"""The merge of a partial result into the accumulators in one pass over memory: a Triton kernel and its launcher."""
+"""Partial results put together in one pass over memory: Triton kernels and their launchers.
+
+Parts are the results of single blocks, in the inputs' dtype or wide; each is read once, and what they make is written
+once, accumulated in fp32.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+MOST = 6
+"""Parts that one launch takes."""
 ROWS = 16
 
 
 @triton.jit(do_not_specialize=("T",))
 def _merge(
-    O, L, o, l, T, H, V,
-    O_b, O_t, O_h, L_b, L_h, o_b, o_t, o_h, l_b, l_h, l_t,
-    R: tl.constexpr, BV: tl.constexpr,
+    O, L, parts, lses, strides, lse_strides, T, H, V,
+    O_b, O_t, O_h, L_b, L_h,
+    N: tl.constexpr, R: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     rows, bh = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    columns, inside = tl.arange(0, BV), rows < T
-    old_at = L + b * L_b + h * L_h + rows
-    old = tl.load(old_at, mask=inside, other=-float("inf"))
-    new = tl.load(l + b * l_b + h * l_h + rows * l_t, mask=inside, other=-float("inf"))
-    top = tl.maximum(old, new)
-    safe = tl.where(top == -float("inf"), 0.0, top)
-    keep, take = tl.exp(old - safe), tl.exp(new - safe)
-    total = tl.where(keep + take > 0, keep + take, 1.0)
+    columns, inside, row = tl.arange(0, BV), rows < T, rows.to(tl.int64)
     mask = inside[:, None] & (columns < V)[None, :]
-    row = rows[:, None].to(tl.int64)
-    into = O + b * O_b + h * O_h + row * O_t + columns[None, :]
-    x = tl.load(into, mask=mask, other=0.0)
-    y = tl.load(o + b * o_b + h * o_h + row * o_t + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(into, (x * keep[:, None] + y * take[:, None]) / total[:, None], mask=mask)
-    tl.store(old_at, tl.where(keep + take > 0, safe + tl.log(total), -float("inf")), mask=inside)
+    top = tl.full((R,), -float("inf"), tl.float32)
+    total = tl.zeros((R,), tl.float32)
+    o = tl.zeros((R, BV), tl.float32)
+    for i in tl.static_range(N):
+        at = lses[i] + b * lse_strides[i][0] + h * lse_strides[i][1] + row * lse_strides[i][2]
+        lse = tl.load(at, mask=inside, other=-float("inf"))
+        x_at = parts[i] + b * strides[i][0] + row[:, None] * strides[i][1] + h * strides[i][2] + columns[None, :]
+        x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
+        new = tl.maximum(top, lse)
+        safe = tl.where(new == -float("inf"), 0.0, new)
+        keep, take = tl.exp(top - safe), tl.exp(lse - safe)
+        o = o * keep[:, None] + x * take[:, None]
+        total = total * keep + take
+        top = new
+    some = total > 0
+    o = o / tl.where(some, total, 1.0)[:, None]
+    lse = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), -float("inf"))
+    tl.store(L + b * L_b + h * L_h + row, lse, mask=inside)
+    into = O + b * O_b + h * O_h + row[:, None] * O_t + columns[None, :]
+    tl.store(into, o.to(O.dtype.element_ty), mask=mask)
 
 
-def merge(O: Tensor, L: Tensor, o: Tensor, lse: Tensor) -> None:
-    """``(o, lse)`` into fp32 ``O [B, T, H, V]`` and ``L [B, H, T]`` in place; last dimensions contiguous."""
-    B, T, H, V = O.shape
-    o = o if o.stride(3) == 1 else o.contiguous()
-    grid = (triton.cdiv(T, ROWS), B * H)
-    strides = (*O.stride()[:3], *L.stride()[:2], *o.stride()[:3], lse.stride(0), lse.stride(1), lse.stride(2))
-    _merge[grid](O, L, o, lse, T, H, V, *strides, R=ROWS, BV=triton.next_power_of_2(V), num_warps=4)
+def merge(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write what at most MOST `parts` (o, lse) make of the same rows into ``o [B, T, H, V]``, fp32 ``lse [B, H, T]``.
+
+    The last dimension of `lse` and of every o is contiguous. A part may be what is written to.
+    """
+    B, T, H, V = o.shape
+    parts = [(x if x.stride(3) == 1 else x.contiguous(), l) for x, l in parts]
+    tensors, lses = zip(*parts)
+    _merge[triton.cdiv(T, ROWS), B * H](
+        o, lse, tensors, lses, tuple(x.stride()[:3] for x in tensors), tuple(x.stride() for x in lses),
+        T, H, V, *o.stride()[:3], *lse.stride()[:2],
+        N=len(parts), R=ROWS, BV=triton.next_power_of_2(V), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("pairs",))
+def _add(OUT, parts, strides, pairs, H, D, OUT_b, OUT_t, OUT_h, N: tl.constexpr, R: tl.constexpr, BD: tl.constexpr):
+    pair, b = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1).to(tl.int64)
+    t, h, columns = (pair // H).to(tl.int64)[:, None], (pair % H)[:, None], tl.arange(0, BD)[None, :]
+    mask = (pair < pairs)[:, None] & (columns < D)
+    total = tl.zeros((R, BD), tl.float32)
+    for i in tl.static_range(N):
+        at = parts[i] + b * strides[i][0] + t * strides[i][1] + h * strides[i][2] + columns
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(OUT + b * OUT_b + t * OUT_t + h * OUT_h + columns, total.to(OUT.dtype.element_ty), mask=mask)
+
+
+def add(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the sum of at most MOST `parts` into ``out [B, T, H, D]``, whose last dimension is contiguous."""
+    B, T, H, D = out.shape
+    parts = tuple(x if x.stride(3) == 1 else x.contiguous() for x in parts)
+    _add[triton.cdiv(T * H, ROWS), B](
+        out, parts, tuple(x.stride()[:3] for x in parts), T * H, H, D, *out.stride()[:3],
+        N=len(parts), R=ROWS, BD=triton.next_power_of_2(D), num_warps=4,
+    )  # fmt: skip

@@ -29,7 +29,18 @@ class ShardedCall:
     backend: str | None
 
     def plan(self, x: Tensors) -> Plan:
-        """Who holds what, how it travels, and which kernel computes it."""
+        """Who holds what, how it travels, and which kernel computes it; made once for a layout and kind of call."""
+        if self.scores.alibi_slopes is not None or self.scores.dropout_p:  # slopes and seeds come anew with each call
+            return self._plan(x)
+        kept = self.layout.__dict__.setdefault("_attention_plans", {})
+        tensors = tuple(None if t is None else t.shape for t in x)
+        other = None if self.kv_layout is self.layout else self.kv_layout.key
+        key = (tensors, x.q.dtype, x.q.device, other, self.scores, self.joint, self.strategy, self.backend)
+        if key not in kept:
+            kept[key] = self._plan(x)
+        return kept[key]
+
+    def _plan(self, x: Tensors) -> Plan:
         name = pick(self.strategy, x, self.layout, self.kv_layout)
         place, scores = Placement.kept(name, self.layout, self.kv_layout), self.scores
         heads = self._heads(place, x)
@@ -45,9 +56,13 @@ class ShardedCall:
         if self.layout.cp.deterministic:
             rows = place.rows[place.rank]
             backend = Canonical({rows: place.whole_rows} | {r: w for r, w in whole.items() if r is not rows})
-        pull = self.layout.cp.transport == "symmetric"
-        job = Job(backend, scores, place.rows, place.keys, gathered, order, place.ring, pull)
-        return Plan(job, STRATEGIES["all_gather" if name == "all_gather" else "ring"], joint_rows, joint_keys, heads)
+        job = Job(backend, scores, place.rows, place.keys, gathered, order, place.ring)
+        way = "all_gather" if name == "all_gather" else "pulled" if self._pulls(place) else "ring"
+        return Plan(job, STRATEGIES[way], joint_rows, joint_keys, heads)
+
+    def _pulls(self, place: Placement) -> bool:
+        """Whether keys are copied from their owner's memory, rather than handed on by messages."""
+        return self.layout.cp.transport == "symmetric" and place.ring is not None
 
     def _heads(self, place: Placement, x: Tensors) -> Heads | None:
         if place.heads is None:

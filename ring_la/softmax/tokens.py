@@ -157,6 +157,15 @@ class Tokens:
             offset += len(part)
         return cls(runs, offset, parts[0].device)
 
+    def cut(self, start: int, stop: int) -> Tokens:
+        """Rows ``start … stop − 1``."""
+        runs = []
+        for run in self.runs or ():
+            a, b = max(start, run.offset), min(stop, run.offset + run.length)
+            if a < b:
+                runs.append(run.part(a - run.offset, b - a, a - start))
+        return Tokens(runs, stop - start, self.device)
+
     def sorted(self) -> tuple[Tokens, Tensor]:
         """The same rows in the order of the sequence, and the row each of them comes from, int64 ``[T]``."""
         order = torch.argsort(self.index.cpu(), stable=True)

@@ -7,8 +7,9 @@ Each rank of yunchang holds equally many tokens; `draw` makes the whole sequence
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
+import pathlib
 import textwrap
 
 import pytest
@@ -577,6 +578,19 @@ def test_signatures_are_upstreams():
     for name in (n for n in dir(theirs) if n.endswith("_func") and hasattr(yunchang, n)):
         wanted = list(inspect.signature(getattr(theirs, name)).parameters)
         assert list(inspect.signature(getattr(yunchang, name)).parameters)[: len(wanted)] == wanted, name
+
+
+def test_signatures_are_ring_flash_attns():
+    """Read from its source: the package cannot be imported without flash-attn."""
+    found = importlib.util.find_spec("ring_flash_attn")
+    if found is None:
+        pytest.skip("needs ring-flash-attn")
+    files = pathlib.Path(found.submodule_search_locations[0]).glob("*_attn*.py")
+    functions = [n for f in files for n in ast.parse(f.read_text()).body if isinstance(n, ast.FunctionDef)]
+    public = {f.name: [a.arg for a in f.args.args] for f in functions if f.name.endswith("_func")}
+    assert len(public) >= 18, "too few found: the test is blind"
+    for name, wanted in public.items():
+        assert list(inspect.signature(getattr(ring_flash_attn, name)).parameters)[: len(wanted)] == wanted, name
 
 
 def test_install_and_uninstall():

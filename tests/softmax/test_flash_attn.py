@@ -18,7 +18,7 @@ from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.backends.aten import Flash
 from ring_la.softmax.backends.varlen import VarlenBackend
-from ring_la.softmax.merge import Gradients, Partial, row_sums, zeros_like
+from ring_la.softmax.merge import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.tokens import Tokens
 from tests.softmax.cases import error
@@ -223,11 +223,11 @@ def test_blocks_of_any_layout(on_the_cpu, backend, kind, cu):
             q, k, v, do = (torch.randn(*s, dtype=torch.float64) for s in shapes)
             results = []
             for name in (backend, "torch"):
-                out, grads = Partial((1, len(rows), 4, 8), q.dtype, cpu), Gradients(*map(zeros_like, (q, k, v)))
+                out, grads = Partial((1, len(rows), 4, 8), q.dtype, cpu), Gradients.of(q, k, v)
                 BACKENDS[name].forward(q, k, v, scores, rows, keys, out)
                 o, lse = out.result()
                 BACKENDS[name].backward(do, q, k, v, o, lse, row_sums(do, o, None), scores, rows, keys, grads)
-                results.append([o, lse, *vars(grads).values()])
+                results.append([o, lse, *(total.result(q.dtype) for total in vars(grads).values())])
             assert all(error(a, b) < 1e-9 for a, b in zip(*results)), (left, right, rank, owner)
     joined = cu is not None and backend != "flash_attn_4" and kind != "striped"
     assert ("varlen" in calls) >= joined

@@ -1,64 +1,77 @@
-"""The ring that copies keys and values from their owner's memory: its order of copies and barriers, on files shared by
-the ranks in place of symmetric memory. The GPU's own check is ``tests.gpu.check_attention --transport symmetric``."""
+"""Keys pulled from their owner's memory and gradients pushed into it: order of copies, barriers and places in the
+mailbox, on files shared by the ranks in place of symmetric memory. The GPU's own check is
+``tests.gpu.check_attention --transport symmetric``."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from math import prod
+from functools import cache
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ring_la
-from ring_la.softmax.strategies import courier
+from ring_la.comm import Pending
+from ring_la.softmax.strategies import mailbox
 from tests.distributed.pool import group
-from tests.softmax.cases import draw, truth
+from tests.softmax.cases import DOCUMENTS, draw, truth
 from tests.softmax.test_sharded import KINDS, compare
 
 
-class Stream:
-    """A stream of a machine that does everything at once."""
-
-    def wait_stream(self, other) -> None: ...
-    def wait_event(self, event) -> None: ...
-    def record_event(self) -> str:
-        return "done"
-
-
 class Shared:
-    """Memory of all ranks, as files."""
+    """Memory of all ranks, as files; copies are done at once."""
 
     def __init__(self, folder: str, own, size: int) -> None:
-        self.folder, self.group, self.size = folder, own, size
+        self.group, self.size = own.group, size
+        self.seen = [
+            torch.from_file(f"{folder}/{own.size}-{size}-{r}", shared=True, size=size, dtype=torch.uint8)
+            for r in range(own.size)
+        ]
+        self.barrier()
 
-    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        path = f"{self.folder}/{self.size}-{rank}"
-        return (
-            torch.from_file(path, shared=True, size=self.size, dtype=torch.uint8).view(dtype)[: prod(shape)].view(shape)
-        )
+    def of(self, rank: int) -> torch.Tensor:
+        return self.seen[rank]
 
     def barrier(self) -> None:
         dist.barrier(self.group)
 
+    def beside(self, *read: torch.Tensor):
+        return nullcontext()
 
-def check_pull(rank: int, folder: str) -> list[str]:
-    cp = ring_la.ContextParallel(group(3), scan="ring")
-    cp.transport, cp.comm.side_stream = "symmetric", Stream()  # past the check that asks for NCCL
-    with (
-        mock.patch.object(courier, "symmetric_memory", lambda own, size: Shared(folder, own.group, size)),
-        mock.patch.object(torch.cuda, "current_stream", return_value=Stream()),
-        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
-    ):
-        bad = []
+    def mark(self) -> Pending:
+        return Pending(lambda: None)
+
+    last_barrier = barrier
+
+    def wait(self) -> None: ...
+
+
+def check_pull(rank: int, P: int, folder: str, documents: str, features: tuple[str, ...]) -> list[str]:
+    cp = ring_la.ContextParallel(group(P), scan="ring")
+    cp.transport = "symmetric"  # past the check that asks for NCCL
+    memory = cache(lambda own, size: Shared(folder, own, size))
+    T, cu = DOCUMENTS[documents]
+    bad = []
+    with mock.patch.object(mailbox.Memory, "kept", memory):
         for kind in KINDS:
-            layout = cp.layout(67, kind)
-            for feature in ("causal", "all", "values narrower", "window"):
-                errors = compare(layout, draw("uneven", feature), truth("uneven", feature), "ring")
+            layout = cp.layout(T, kind, cu_seqlens=cu)
+            for feature in features:
+                errors = compare(layout, draw(documents, feature), truth(documents, feature), "ring")
                 bad += [f"{kind} {feature} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
     return bad
 
 
-def test_pulled_is_whole(ranks, tmp_path):
-    bad = ranks.run(3, check_pull, str(tmp_path))
+@pytest.mark.parametrize(
+    ("P", "documents", "features"),
+    [
+        (2, "short", ("causal", "two for one")),
+        (3, "uneven", ("causal", "all", "values narrower", "window")),
+        (4, "packed", ("two for one", "all rear", "window both sides")),
+        (4, "many", ("causal", "full")),
+    ],
+)
+def test_pulled_is_whole(ranks, tmp_path, P, documents, features):
+    bad = ranks.run(P, check_pull, P, str(tmp_path), documents, features)
     assert not any(bad), bad

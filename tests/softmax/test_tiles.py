@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ring_la.layout import Layout
 from ring_la.softmax.backends.packs import packs
-from ring_la.softmax.backends.triton.plan import plan
+from ring_la.softmax.backends.triton.plan import of_keys, of_queries
 from ring_la.softmax.backends.varlen import Window
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.strategies import HeadSplit
@@ -121,8 +121,8 @@ def test_lists_of_the_triton_kernels(case, blocks):
     if not len(rows) or not len(keys):
         return
     (bm, bn), want = blocks, wanted(scores, rows, keys)
-    lists = plan(scores, rows, keys, bm, bn)
-    for side, mask, a, b in ((lists.of_queries, want, bm, bn), (lists.of_keys, want.T, bn, bm)):
+    for lists, mask, a, b in ((of_queries, want, bm, bn), (of_keys, want.T, bn, bm)):
+        side = lists(scores, rows, keys, bm, bn)
         for i, (order, (whole, count)) in enumerate(zip(side.tiles.tolist(), side.counts.tolist())):
             band = mask[i * a : (i + 1) * a]
             for n, j in enumerate(order):

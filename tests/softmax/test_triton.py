@@ -12,7 +12,7 @@ import torch
 
 from ring_la.layout import Layout
 from ring_la.softmax.backends import BACKENDS
-from ring_la.softmax.merge import Gradients, Partial, row_sums, zeros_like
+from ring_la.softmax.merge import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.tokens import Tokens
 from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
@@ -21,14 +21,15 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from ring_la.softmax import attention
-from ring_la.softmax.backends.triton import launch
+from ring_la.softmax import attention, fused
+from ring_la.softmax.backends.triton import launch, table
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", True)
-    monkeypatch.setattr(launch, "BLOCKS", {w: (32, 16, 4) for w in launch.BLOCKS})
+    for name, (rows, keys) in dict(FORWARD=(32, 16), BACKWARD_KEYS=(16, 32), BACKWARD_QUERIES=(32, 32)).items():
+        monkeypatch.setattr(table, name, {w: table.Launch(rows, keys, 4, 2) for w in getattr(table, name)})
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -52,10 +53,10 @@ def block(backend: str, scores: Scores, tensors, rows: Tokens, keys: Tokens) -> 
     for _ in range(2):  # the second call merges
         BACKENDS[backend].forward(q, k, v, scores, rows, keys, out)
     o, lse = out.result()
-    grads = Gradients(*map(zeros_like, (q, k, v)))
+    grads = Gradients.of(q, k, v)
     for _ in range(2):  # the second call adds
         BACKENDS[backend].backward(do, q, k, v, o, lse, row_sums(do, o, None), scores, rows, keys, grads)
-    return [o, lse, grads.dq, grads.dk, grads.dv]
+    return [o, lse, *(s.result(torch.float32) for s in (grads.dq, grads.dk, grads.dv))]
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
@@ -72,16 +73,19 @@ def test_blocks_of_any_layout(kind, cu):
             assert error(got, want) < 1e-5
 
 
-def test_fused_merge():
-    from ring_la.softmax.fused import merge
-
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_parts_in_one_pass(count):
+    """The fused merge and sum, of strided parts in other dtypes, against autograd's own operators."""
     torch.manual_seed(0)
-    whole, part = Partial((2, 37, 3, 12), torch.float32, torch.device("cpu")), slice(5, 30)
-    o, lse = torch.randn(2, 37, 3, 12), torch.randn(2, 3, 37)
-    lse[:, :, 7:9] = -torch.inf  # rows that had seen nothing
-    whole.add(o * (lse > -torch.inf).mT[..., None], lse)
-    O, L = (x.clone() for x in whole.wide())
-    new, new_lse = torch.randn(2, 12, 3, 25).permute(0, 3, 2, 1), torch.randn(2, 25, 3).mT
-    merge(O[:, part], L[:, :, part], new, new_lse)
-    whole.add(new, new_lse, part)
-    torch.testing.assert_close((O, L), whole.wide())
+    parts = [(torch.randn(2, 12, 3, 37).permute(0, 3, 2, 1), torch.randn(2, 37, 3).mT) for _ in range(count)]
+    parts[0] = parts[0][0].bfloat16(), parts[0][1]
+    for _, lse in parts:
+        lse[:, :, 7:9] = -torch.inf  # rows that see nothing
+    o, lse, total = torch.empty(2, 37, 3, 12), torch.empty(2, 3, 37), torch.empty(2, 37, 3, 12)
+    fused.merge(o, lse, parts)
+    fused.add(total, [x for x, _ in parts])
+    weights = torch.stack([x for _, x in parts]).softmax(0).nan_to_num()
+    values = torch.stack([x.float() for x, _ in parts])
+    torch.testing.assert_close(o, (weights.mT.unsqueeze(-1) * values).sum(0))
+    torch.testing.assert_close(lse, torch.stack([x for _, x in parts]).logsumexp(0))
+    torch.testing.assert_close(total, values.sum(0))

@@ -251,7 +251,7 @@ def _dense(function: type[torch.autograd.Function], name: str) -> tuple[Callable
     def qkvpacked(qkv, *args, **keywords):
         return plain(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *args, **keywords)
 
-    return _named(name, plain, kvpacked, qkvpacked, "``[B, T, H, D]``")
+    return named(name, plain, kvpacked, qkvpacked, "``[B, T, H, D]``")
 
 
 def _varlen(function: type[torch.autograd.Function], name: str) -> tuple[Callable, Callable, Callable]:
@@ -282,10 +282,13 @@ def _varlen(function: type[torch.autograd.Function], name: str) -> tuple[Callabl
     def qkvpacked(qkv, *args, **keywords):
         return plain(qkv[:, 0], qkv[:, 1], qkv[:, 2], *args, **keywords)
 
-    return _named(name, plain, kvpacked, qkvpacked, "``[T, H, D]``")
+    return named(name, plain, kvpacked, qkvpacked, "``[T, H, D]``")
 
 
-def _named(name: str, plain: Callable, kvpacked: Callable, qkvpacked: Callable, shape: str) -> tuple:
+def named(
+    name: str, plain: Callable, kvpacked: Callable, qkvpacked: Callable, shape: str, whose: str = "yunchang"
+) -> tuple:
+    """The three entry points with upstream's names and signatures."""
     packing = {
         "": (plain, ""),
         "kvpacked_": (kvpacked, ", k and v in one tensor"),
@@ -297,7 +300,7 @@ def _named(name: str, plain: Callable, kvpacked: Callable, qkvpacked: Callable, 
         tensors = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in first[infix]]
         f.__signature__ = inspect.Signature([*tensors, *own])
         f.__name__ = f.__qualname__ = f"{name}_{infix}func"
-        f.__doc__ = f"yunchang's {f.__name__} over ring_la; tensors {shape}{how}."
+        f.__doc__ = f"{whose}'s {f.__name__} over ring_la; tensors {shape}{how}."
     return plain, kvpacked, qkvpacked
 
 

@@ -55,10 +55,12 @@ class Backend(ABC):
     Attributes:
         takes_delta: whether its backward uses the given Δ, rather than forming ``do·o`` itself; only then can a
             gradient flow into lse.
+        sums_wide: whether its gradients of a block come wide, rather than in the inputs' dtype.
     """
 
     name: str
     takes_delta = True
+    sums_wide = True
 
     @abstractmethod
     def refuses(self, ask: Ask) -> str:
@@ -98,6 +100,7 @@ class TileBackend(Backend):
     """
 
     takes_delta = False
+    sums_wide = False
     square_only = True
 
     def refuses(self, ask: Ask) -> str:

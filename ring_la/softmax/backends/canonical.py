@@ -41,7 +41,7 @@ class Canonical(Backend):
         whole, blocks = self.whole[tq], tq.index // CANONICAL_CHUNK
         before, all_rows = copy(out), torch.arange(len(tq), device=q.device)
         for number in blocks.unique().tolist():
-            block = _slice(whole, number * CANONICAL_CHUNK, min(len(whole), (number + 1) * CANONICAL_CHUNK))
+            block = whole.cut(number * CANONICAL_CHUNK, min(len(whole), (number + 1) * CANONICAL_CHUNK))
             mine = all_rows[blocks == number]
             at = tq.index[mine] - number * CANONICAL_CHUNK
             rows = q.new_zeros(q.shape[0], len(block), *q.shape[2:]).index_copy_(1, at, q.index_select(1, mine))
@@ -65,13 +65,3 @@ class Canonical(Backend):
         out: Gradients,
     ) -> None:
         self.block.backward(do, q, k, v, o, lse, delta, scores, tq, tk, out)
-
-
-def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
-    """Rows ``start … stop−1`` of rows in order."""
-    runs = []
-    for run in tokens.runs or ():
-        a, b = max(start, run.offset), min(stop, run.offset + run.length)
-        if a < b:
-            runs.append(run.part(a - run.offset, b - a, a - start))
-    return Tokens(runs, stop - start, tokens.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Pending
-from ..merge import Gradients, Partial, zeros_like
+from ..merge import Gradients, Partial, Sum
 from .job import Job, KeyValues
 
 
@@ -21,15 +21,19 @@ class AllGather:
 
     def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
         k, v = _gather(job, k, v).wait()
-        job.forward_all(q, k, v, out)
+        job.forward_to(q, k, v, job.all_keys, out)
 
     def backward(
         self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
     ) -> Gradients:
         all_k, all_v = _gather(job, k, v).wait()
-        grads = Gradients(zeros_like(q), zeros_like(all_k), zeros_like(all_v))
-        job.backward_all(do, q, all_k, all_v, o, lse, delta, grads)
-        return Gradients(grads.dq, *_scatter(job, grads.dk, grads.dv, k, v).wait())
+        grads = Gradients.of(q, all_k, all_v)
+        job.backward_to(do, q, o, lse, delta, all_k, all_v, job.all_keys, grads)
+        dtype, own = job.message_dtype(k.dtype), Gradients(grads.dq, Sum.like(k), Sum.like(v))
+        for part in _scatter(job, grads.dk.result(dtype), grads.dv.result(dtype), k, v).wait():
+            own.dk.add(part.k)
+            own.dv.add(part.v)
+        return own
 
 
 def _gather(job: Job, k: Tensor, v: Tensor) -> Pending:
@@ -52,20 +56,16 @@ def _gather(job: Job, k: Tensor, v: Tensor) -> Pending:
 
 
 def _scatter(job: Job, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Pending:
-    """Post: each rank's part of the gradients to it; the result is the sum of what came for this rank."""
+    """Post: each rank's part of the gradients to it; the result is what came for this rank, of each rank."""
     dk, dv = (_unordered(x, job.order) for x in (dk, dv))
     if job.size == 1:
-        return Pending(lambda: (dk, dv))
+        return Pending(lambda: [KeyValues.of(dk, dv)])
     tokens = [len(keys) for keys in job.keys]
     parts = [KeyValues.of(a, b).flat for a, b in zip(dk.split(tokens, 1), dv.split(tokens, 1))]
     own = parts[job.rank].numel()
     pending = job.group.all_to_all_uneven(torch.cat(parts), [len(p) for p in parts], [own] * job.size)
 
-    def add_up() -> tuple[Tensor, Tensor]:
-        total = KeyValues(pending.wait().view(job.size, own).sum(0), k.shape[1], k, v)
-        return total.k, total.v
-
-    return Pending(add_up)
+    return Pending(lambda: [KeyValues(flat, k.shape[1], k, v) for flat in pending.wait().view(job.size, own)])
 
 
 def _ordered(x: Tensor, order: Tensor | None) -> Tensor:

@@ -29,7 +29,6 @@ class Job:
         all_keys: the keys of all ranks together, where they are gathered.
         order: the row of the ranks' keys, one after the other, that each of `all_keys` is; None: the same.
         group: None on one device.
-        pull: whether a ring copies keys and values from their owner's symmetric memory.
     """
 
     backend: Backend
@@ -39,7 +38,6 @@ class Job:
     all_keys: Tokens | None = None
     order: Tensor | None = None
     group: Group | None = None
-    pull: bool = False
 
     @property
     def rank(self) -> int:
@@ -53,6 +51,10 @@ class Job:
     def sees(self) -> tuple[tuple[bool, ...], ...]:
         """Whether any query of rank r sees any key of rank s, at [r][s]."""
         return tuple(tuple(sees(self.scores, rows, keys) for keys in self.keys) for rows in self.rows)
+
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What a rank's share of a key's gradient is sent in: the dtype in which the kernel gives it."""
+        return wide(dtype) if self.backend.sums_wide else dtype
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, owner: int, out: Partial) -> None:
         """Add attention over the keys of `owner`."""
@@ -76,18 +78,26 @@ class Job:
             rows, keys = self.rows[self.rank], self.keys[owner]
             self.backend.backward(do, q, k, v, o, lse, delta, self.scores, rows, keys, out)
 
-    def forward_all(self, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
-        """Add attention over all keys, gathered."""
+    def forward_to(self, q: Tensor, k: Tensor, v: Tensor, keys: Tokens, out: Partial) -> None:
+        """Add attention over keys that stand as `keys` says."""
         if q.numel() and k.numel():
-            self.backend.forward(q, k, v, self.scores, self.rows[self.rank], self.all_keys, out)
+            self.backend.forward(q, k, v, self.scores, self.rows[self.rank], keys, out)
 
-    def backward_all(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor, out: Gradients
+    def backward_to(
+        self,
+        do: Tensor,
+        q: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tokens,
+        out: Gradients,
     ) -> None:
-        """Add the gradients of attention over all keys, gathered."""
+        """Add the gradients of attention over keys that stand as `keys` says."""
         if q.numel() and k.numel():
-            rows = self.rows[self.rank]
-            self.backend.backward(do, q, k, v, o, lse, delta, self.scores, rows, self.all_keys, out)
+            self.backend.backward(do, q, k, v, o, lse, delta, self.scores, self.rows[self.rank], keys, out)
 
 
 class Strategy(Protocol):
@@ -119,13 +129,6 @@ class KeyValues:
     def of(cls, k: Tensor, v: Tensor) -> KeyValues:
         """A message with these values."""
         return cls(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape[1], k, v)
-
-    @classmethod
-    def zeros(cls, tokens: int, k: Tensor, v: Tensor) -> KeyValues:
-        """Wide accumulators for the gradients of `tokens` keys shaped as `k` and `v` else."""
-        out = cls.empty(tokens, k, v, wide(k.dtype))
-        out.flat.zero_()
-        return out
 
     @classmethod
     def empty(cls, tokens: int, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> KeyValues:

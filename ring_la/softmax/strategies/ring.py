@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..merge import Gradients, Partial, zeros_like
-from .courier import courier, exchange
+from ...comm import Pending
+from ..merge import Gradients, Partial, Sum, wide
 from .job import Job, KeyValues
 
 
 class Ring:
-    """One holder's keys at a time."""
+    """One holder's keys at a time, handed on to the right."""
 
     name = "ring"
 
@@ -26,39 +26,43 @@ class Ring:
         if steps == 1:
             job.forward(q, k, v, job.rank, out)
             return
-        messages = courier(job, k, v)
+        kv = KeyValues.of(k, v)
         for step in range(steps):
-            arriving = messages.post(step + 1) if step + 1 < steps else None
-            job.forward(q, k, v, (job.rank - step) % job.size, out)
+            arriving = _hand_on(job, kv, step + 1, k, v) if step + 1 < steps else None
+            job.forward(q, kv.k, kv.v, (job.rank - step) % job.size, out)
             if arriving is not None:
                 kv = arriving.wait()
-                k, v = kv.k, kv.v
-        messages.close()
 
     def backward(
         self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
     ) -> Gradients:
-        steps, dq = _steps(job), zeros_like(q)
+        steps, dq = _steps(job), Sum.like(q)
         if steps == 1:
-            own = Gradients(dq, zeros_like(k), zeros_like(v))
+            own = Gradients(dq, Sum.like(k), Sum.like(v))
             job.backward(do, q, k, v, o, lse, delta, job.rank, own)
             return own
-        messages, following, grads = courier(job, k, v), None, None
+        kv, following, message = KeyValues.of(k, v), None, None
         for step in range(steps):
             owner = (job.rank - step) % job.size
-            arriving = messages.post(step + 1) if step + 1 < steps else None
-            grads = KeyValues.zeros(len(job.keys[owner]), k, v)
-            job.backward(do, q, k, v, o, lse, delta, owner, Gradients(dq, grads.k, grads.v))
+            arriving = _hand_on(job, kv, step + 1, k, v) if step + 1 < steps else None
+            grads = Gradients(dq, Sum.like(kv.k), Sum.like(kv.v))
+            job.backward(do, q, kv.k, kv.v, o, lse, delta, owner, grads)
             if following is not None:
-                grads.flat.add_(following.wait().flat)
+                came = following.wait()
+                grads.dk.add(came.k)
+                grads.dv.add(came.v)
+            message = KeyValues.empty(len(job.keys[owner]), k, v, wide(k.dtype))
+            grads.dk.write(message.k)
+            grads.dv.write(message.v)
             if arriving is not None:
-                following = exchange(job, grads, job.rank + 1, (owner - 1) % job.size, job.rank - 1, k, v)
+                following = _exchange(job, message, job.rank + 1, (owner - 1) % job.size, job.rank - 1, k, v)
                 kv = arriving.wait()
-                k, v = kv.k, kv.v
-        messages.close()
         away = steps - 1  # the gradients at hand belong to the rank this far to the left, mine are as far to the right
-        mine = exchange(job, grads, job.rank - away, job.rank, job.rank + away, k, v).wait()
-        return Gradients(dq, mine.k, mine.v)
+        mine = _exchange(job, message, job.rank - away, job.rank, job.rank + away, k, v).wait()
+        own = Gradients(dq, Sum.like(k), Sum.like(v))
+        own.dk.add(mine.k)
+        own.dv.add(mine.v)
+        return own
 
 
 def _steps(job: Job) -> int:
@@ -66,3 +70,17 @@ def _steps(job: Job) -> int:
     p = job.size
     used = (n for n in range(p) if any(job.sees[r][(r - n) % p] for r in range(p)))
     return max(used, default=0) + 1
+
+
+def _hand_on(job: Job, held: KeyValues, step: int, k: Tensor, v: Tensor) -> Pending:
+    """Post: the keys and values held go to the right, those of the rank `step` to the left come."""
+    return _exchange(job, held, job.rank + 1, (job.rank - step) % job.size, job.rank - 1, k, v)
+
+
+def _exchange(job: Job, message: KeyValues, to: int, coming: int, source: int, k: Tensor, v: Tensor) -> Pending:
+    """Post: send a message, receive what belongs to the rank `coming`. An empty message is not sent."""
+    room = KeyValues.empty(len(job.keys[coming]), k, v, message.flat.dtype)
+    sends = {to % job.size: message.flat} if message.flat.numel() else {}
+    receives = {source % job.size: room.flat} if room.flat.numel() else {}
+    pending = job.group.exchange(sends, receives)
+    return Pending(lambda: (pending.wait(), room)[1])

@@ -13,7 +13,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-CHANGING = ("Tq", "Tk", "tiles", "left", "right", "threshold", "seed_lo", "seed_hi")
+CHANGING = ("Tq", "Tk", "H", "groups", "tiles", "slope_rows", "left", "right", "threshold", "seed_lo", "seed_hi")
 """Arguments that change from call to call: no kernel is compiled anew for them."""
 
 
@@ -61,12 +61,16 @@ def seen(qd, kd, distance, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr)
 
 
 @triton.jit
-def load_rows(X, rows, columns, count, width, stride, FULL: tl.constexpr):
-    """``X[rows, columns]``, zero outside."""
-    mask = (rows < count)[:, None]
-    if not FULL:
-        mask = mask & (columns < width)[None, :]
-    return tl.load(X + rows[:, None].to(tl.int64) * stride + columns[None, :], mask=mask, other=0.0)
+def load_rows(X, rows, columns, count, width, stride, FULL: tl.constexpr, INSIDE: tl.constexpr = False):
+    """``X[rows, columns]``, zero outside; FULL: no column is outside, INSIDE: no row is."""
+    at = X + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    if FULL and INSIDE:
+        return tl.load(at)
+    if INSIDE:
+        return tl.load(at, mask=(columns < width)[None, :], other=0.0)
+    if FULL:
+        return tl.load(at, mask=(rows < count)[:, None], other=0.0)
+    return tl.load(at, mask=(rows < count)[:, None] & (columns < width)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -101,29 +105,31 @@ def forward(
     whole, count = tl.load(COUNTS + 2 * tile), tl.load(COUNTS + 2 * tile + 1)
     K += b.to(tl.int64) * k_b + g * k_h
     V += b.to(tl.int64) * v_b + g * v_h
-    for n in range(count):
-        keys = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BN + tl.arange(0, BN)
-        k = load_rows(K, keys, ck, Tk, KW, k_t, FULL_K)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        s, _ = capped(s, cap, CAP)
-        kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
-        if ALIBI:
-            s -= slope * tl.abs(kp - qp).to(tl.float32)
-        s *= LOG2E
-        if n >= whole:
-            kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
-            s = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), s, -float("inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(p, 1)
-        if DROP:
-            ki = tl.load(KI + keys, mask=keys < Tk, other=0)[None, :]
-            p = tl.where(kept(key, qi, ki, threshold), p * keep_scale, 0.0)
-        v = load_rows(V, keys, cv, Tk, VW, v_t, FULL_V)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = new
+    for border in tl.static_range(2):  # tiles that are seen whole, then those that need their mask
+        for n in range(border * whole, whole + border * (count - whole)):
+            keys = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BN + tl.arange(0, BN)
+            k = load_rows(K, keys, ck, Tk, KW, k_t, FULL_K, border == 0)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            s, _ = capped(s, cap, CAP)
+            if ALIBI or border == 1:
+                kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
+            if ALIBI:
+                s -= slope * tl.abs(kp - qp).to(tl.float32)
+            s *= LOG2E
+            if border == 1:
+                kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
+                s = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), s, -float("inf"))
+            new = tl.maximum(top, tl.max(s, 1))
+            safe = tl.where(new == -float("inf"), 0.0, new)
+            p = tl.exp2(s - safe[:, None])
+            shrink = tl.exp2(top - safe)
+            total = total * shrink + tl.sum(p, 1)
+            if DROP:
+                ki = tl.load(KI + keys, mask=keys < Tk, other=0)[None, :]
+                p = tl.where(kept(key, qi, ki, threshold), p * keep_scale, 0.0)
+            v = load_rows(V, keys, cv, Tk, VW, v_t, FULL_V, border == 0)
+            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            top = new
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, -float("inf"))
@@ -165,37 +171,43 @@ def backward_keys(
     ki = tl.load(KI + keys, mask=keys < Tk, other=0)[:, None]
     dk, dv = tl.zeros((BN, BK), tl.float32), tl.zeros((BN, BV), tl.float32)
     whole, count = tl.load(COUNTS + 2 * tile), tl.load(COUNTS + 2 * tile + 1)
-    ratio = H // groups
-    for n in range(count * ratio):
-        h = g * ratio + n // count
-        rows = tl.load(LIST + tile.to(tl.int64) * tiles + n % count) * BM + tl.arange(0, BM)
-        q = load_rows(Q + b.to(tl.int64) * q_b + h * q_h, rows, ck, Tq, KW, q_t, FULL_K)
-        do = load_rows(DO + b.to(tl.int64) * o_b + h * o_h, rows, cv, Tq, VW, o_t, FULL_V)
-        at = (b * H + h).to(tl.int64) * Tq + rows
-        lse = tl.load(L + at, mask=rows < Tq, other=float("inf"))
-        lse = tl.where(lse == -float("inf"), float("inf"), lse)[None, :]
-        delta = tl.load(DELTA + at, mask=rows < Tq, other=0.0)[None, :]
-        qp = tl.load(QP + rows, mask=rows < Tq, other=0)[None, :]
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
-        s, slope_of_cap = capped(s, cap, CAP)
+    for h in range(g * (H // groups), (g + 1) * (H // groups)):
+        of_head = b * H + h
         if ALIBI:
-            s -= tl.load(SLOPES + (b % slope_rows) * H + h) * tl.abs(kp - qp).to(tl.float32)
-        p = tl.exp2((s - lse) * LOG2E)
-        if n % count >= whole:
-            qd = tl.load(QD + rows, mask=rows < Tq, other=-4)[None, :]
-            p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        dropped = p
+            slope = tl.load(SLOPES + (b % slope_rows) * H + h)
         if DROP:
-            qi = tl.load(QI + rows, mask=rows < Tq, other=0)[None, :]
-            keep = kept(dropout_key(b, tl.load(HEADS + h), seed_lo, seed_hi), qi, ki, threshold)
-            dropped = tl.where(keep, p * keep_scale, 0.0)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        dv += tl.dot(dropped.to(do.dtype), do, input_precision=PRECISION)
-        ds = p * (dp - delta)
-        if CAP:
-            ds *= slope_of_cap
-        dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
+            key = dropout_key(b, tl.load(HEADS + h), seed_lo, seed_hi)
+        for border in tl.static_range(2):
+            for n in range(border * whole, whole + border * (count - whole)):
+                rows = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BM + tl.arange(0, BM)
+                q = load_rows(Q + b.to(tl.int64) * q_b + h * q_h, rows, ck, Tq, KW, q_t, FULL_K)
+                do = load_rows(DO + b.to(tl.int64) * o_b + h * o_h, rows, cv, Tq, VW, o_t, FULL_V)
+                at = of_head.to(tl.int64) * Tq + rows
+                lse = tl.load(L + at, mask=rows < Tq, other=float("inf"))
+                lse = tl.where(lse == -float("inf"), float("inf"), lse)[None, :]
+                delta = tl.load(DELTA + at, mask=rows < Tq, other=0.0)[None, :]
+                s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+                s, slope_of_cap = capped(s, cap, CAP)
+                if ALIBI or border == 1:
+                    qp = tl.load(QP + rows, mask=rows < Tq, other=0)[None, :]
+                if ALIBI:
+                    s -= slope * tl.abs(kp - qp).to(tl.float32)
+                p = tl.exp2((s - lse) * LOG2E)
+                if border == 1:
+                    qd = tl.load(QD + rows, mask=rows < Tq, other=-4)[None, :]
+                    p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                dropped = p
+                if DROP:
+                    qi = tl.load(QI + rows, mask=rows < Tq, other=0)[None, :]
+                    keep = kept(key, qi, ki, threshold)
+                    dropped = tl.where(keep, p * keep_scale, 0.0)
+                    dp = tl.where(keep, dp * keep_scale, 0.0)
+                dv += tl.dot(dropped.to(do.dtype), do, input_precision=PRECISION)
+                ds = p * (dp - delta)
+                if CAP:
+                    ds *= slope_of_cap
+                dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
     row = (b * Tk + keys).to(tl.int64)[:, None] * groups + g
     for_k, for_v = DK + row * KW + ck[None, :], DV + row * VW + cv[None, :]
     k_mask, v_mask = (keys < Tk)[:, None] & (ck < KW)[None, :], (keys < Tk)[:, None] & (cv < VW)[None, :]
@@ -238,27 +250,29 @@ def backward_queries(
     whole, count = tl.load(COUNTS + 2 * tile), tl.load(COUNTS + 2 * tile + 1)
     K += b.to(tl.int64) * k_b + g * k_h
     V += b.to(tl.int64) * v_b + g * v_h
-    for n in range(count):
-        keys = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BN + tl.arange(0, BN)
-        k = load_rows(K, keys, ck, Tk, KW, k_t, FULL_K)
-        v = load_rows(V, keys, cv, Tk, VW, v_t, FULL_V)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        s, slope_of_cap = capped(s, cap, CAP)
-        kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
-        if ALIBI:
-            s -= slope * tl.abs(kp - qp).to(tl.float32)
-        p = tl.exp2((s - lse) * LOG2E)
-        if n >= whole:
-            kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
-            p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if DROP:
-            ki = tl.load(KI + keys, mask=keys < Tk, other=0)[None, :]
-            dp = tl.where(kept(key, qi, ki, threshold), dp * keep_scale, 0.0)
-        ds = p * (dp - delta)
-        if CAP:
-            ds *= slope_of_cap
-        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+    for border in tl.static_range(2):
+        for n in range(border * whole, whole + border * (count - whole)):
+            keys = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BN + tl.arange(0, BN)
+            k = load_rows(K, keys, ck, Tk, KW, k_t, FULL_K, border == 0)
+            v = load_rows(V, keys, cv, Tk, VW, v_t, FULL_V, border == 0)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            s, slope_of_cap = capped(s, cap, CAP)
+            if ALIBI or border == 1:
+                kp = tl.load(KP + keys, mask=keys < Tk, other=0)[None, :]
+            if ALIBI:
+                s -= slope * tl.abs(kp - qp).to(tl.float32)
+            p = tl.exp2((s - lse) * LOG2E)
+            if border == 1:
+                kd = tl.load(KD + keys, mask=keys < Tk, other=-3)[None, :]
+                p = tl.where(seen(qd, kd, kp - qp, left, right, LEFT, RIGHT), p, 0.0)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if DROP:
+                ki = tl.load(KI + keys, mask=keys < Tk, other=0)[None, :]
+                dp = tl.where(kept(key, qi, ki, threshold), dp * keep_scale, 0.0)
+            ds = p * (dp - delta)
+            if CAP:
+                ds *= slope_of_cap
+            dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
     into = DQ + ((b * Tq + rows).to(tl.int64)[:, None] * H + h) * KW + ck[None, :]
     mask = (rows < Tq)[:, None] & (ck < KW)[None, :]
     tl.store(into, tl.load(into, mask=mask, other=0.0) + dq * scale, mask=mask)

@@ -11,12 +11,9 @@ from ...merge import Gradients, Partial, has_triton
 from ...scores import Scores
 from ...tokens import Tokens
 from ..backend import Ask, Backend
-from . import plan as planning
+from . import plan, table
 
-BLOCKS = {32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 32, 8)}
-"""Widest of K and V: rows, keys and warps of a tile. Chosen by register count, not yet measured."""
 WIDEST = 256
-STAGES = 2
 interpreted = False
 """Set by tests that run the kernels in Triton's interpreter, on the CPU."""
 
@@ -48,11 +45,7 @@ class TritonBackend(Backend):
         else:
             o, lse = out.wide()
         call = _Call(scores, q, k, v, o, tq, tk)
-        lists = call.plan.of_queries
-        kernels.forward[call.grid(q)](
-            q, k, v, o, lse, *lists, *call.common(lists), **call.constants, MERGE=not first, num_warps=call.warps,
-            num_stages=STAGES,
-        )  # fmt: skip
+        call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse, MERGE=not first)
         if first:
             out.add(o, lse)
 
@@ -74,56 +67,58 @@ class TritonBackend(Backend):
 
         q, k, v, do = (_dense_rows(x) for x in (q, k, v, do))
         call = _Call(scores, q, k, v, do, tq, tk)
-        results = lse.contiguous(), delta.contiguous()
-        for kernel, of, into, grid in (
-            (kernels.backward_keys, call.plan.of_keys, (out.dk, out.dv), call.grid(k)),
-            (kernels.backward_queries, call.plan.of_queries, (out.dq,), call.grid(q)),
-        ):
-            own = [x if x.is_contiguous() else x.contiguous() for x in into]
-            kernel[grid](
-                q, k, v, do, *results, *own, *of, *call.common(of), **call.constants, num_warps=call.warps,
-                num_stages=STAGES,
-            )  # fmt: skip
-            for x, y in zip(into, own):
-                if x is not y:
-                    x.copy_(y)
+        inputs = (q, k, v, do, lse.contiguous(), delta.contiguous())
+        call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, out.dk.wide(), out.dv.wide())
+        call.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, out.dq.wide())
 
 
 class _Call:
     """What the three kernels have in common."""
 
     def __init__(self, scores: Scores, q: Tensor, k: Tensor, v: Tensor, o: Tensor, tq: Tokens, tk: Tokens) -> None:
-        self.scores, self.q, self.k, self.v, self.o = scores, q, k, v, o
-        self.key_width, self.value_width = q.shape[3], v.shape[3]
-        bk, bv = (max(16, 1 << (w - 1).bit_length()) for w in (self.key_width, self.value_width))
-        self.bm, self.bn, self.warps = BLOCKS[max(32, bk, bv)]
-        if q.dtype == torch.float32:
-            self.bm, self.bn = self.bm // 2, self.bn // 2
-        self.plan = planning.plan(scores, tq, tk, self.bm, self.bn)
-        self.constants: dict[str, Any] = dict(
-            BM=self.bm,
-            BN=self.bn,
-            BK=bk,
-            BV=bv,
-            FULL_K=bk == self.key_width,
-            FULL_V=bv == self.value_width,
-            CAP=scores.softcap > 0,
-            ALIBI=scores.alibi_slopes is not None,
-            DROP=scores.dropout_p > 0,
-            LEFT=scores.left is not None,
-            RIGHT=scores.right is not None,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        )
+        self.scores, self.q, self.k, self.v, self.o, self.tq, self.tk = scores, q, k, v, o, tq, tk
 
-    def grid(self, side: Tensor) -> tuple[int, int]:
-        """Tiles of the rows of `side`, for each of its heads."""
-        size = self.bn if side is self.k else self.bm
-        return -(-side.shape[1] // size), side.shape[0] * side.shape[2]
+    def over_queries(self, kernel: Any, settings: dict[int, table.Launch], *tensors: Tensor, **constants: Any) -> None:
+        """Launch one program for each tile of queries of a head."""
+        how = self._settings(settings)
+        lists = plan.of_queries(self.scores, self.tq, self.tk, how.rows, how.keys)
+        self._launch(kernel, how, lists, -(-self.q.shape[1] // how.rows), self.q.shape[2], tensors, constants)
 
-    def common(self, lists: planning.TileLists) -> list:
+    def over_keys(self, kernel: Any, settings: dict[int, table.Launch], *tensors: Tensor) -> None:
+        """Launch one program for each tile of keys of a key head."""
+        how = self._settings(settings)
+        lists = plan.of_keys(self.scores, self.tq, self.tk, how.rows, how.keys)
+        self._launch(kernel, how, lists, -(-self.k.shape[1] // how.keys), self.k.shape[2], tensors, {})
+
+    def _settings(self, settings: dict[int, table.Launch]) -> table.Launch:
+        return table.launch(settings, max(map(_padded, (self.q.shape[3], self.v.shape[3]))), self.q.dtype)
+
+    def _launch(
+        self,
+        kernel: Any,
+        how: table.Launch,
+        lists: plan.TileLists,
+        tiles: int,
+        heads: int,
+        tensors: tuple[Tensor, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        s, widths = self.scores, (self.q.shape[3], self.v.shape[3])
+        bk, bv = map(_padded, widths)
+        kernel[tiles, self.q.shape[0] * heads](
+            *tensors, *lists, *self._common(lists),
+            BM=how.rows, BN=how.keys, BK=bk, BV=bv, FULL_K=bk == widths[0], FULL_V=bv == widths[1],
+            CAP=s.softcap > 0, ALIBI=s.alibi_slopes is not None, DROP=s.dropout_p > 0,
+            LEFT=s.left is not None, RIGHT=s.right is not None,
+            PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32",
+            **constants, num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+
+    def _common(self, lists: plan.TileLists) -> list:
         """The arguments that follow the lists, in the kernels' order."""
         s, q, k, v = self.scores, self.q, self.k, self.v
-        none = self.plan.q[0]  # any tensor, where the kernel reads none
+        rows, keys = plan.columns(self.tq), plan.columns(self.tk)
+        none = rows[0]  # any tensor, where the kernel reads none
         slopes = none if s.alibi_slopes is None else s.alibi_slopes.float().contiguous()
         heads = none
         if s.dropout_p:
@@ -131,12 +126,17 @@ class _Call:
             heads = heads.to(torch.int32)
         keep_scale, threshold = 1 / (1 - s.dropout_p), int(s.dropout_p * 2**32)
         return [
-            *self.plan.q, *self.plan.k, slopes, heads,
+            *rows, *keys, slopes, heads,
             s.scale, s.softcap, s.left or 0, s.right or 0, keep_scale, *map(_signed, (threshold, s.seed, s.seed >> 32)),
             q.shape[1], k.shape[1], q.shape[2], k.shape[2], lists.tiles.shape[1], 1 if slopes is none else len(slopes),
             *(stride for x in (q, k, v, self.o) for stride in x.stride()[:3]),
-            self.key_width, self.value_width,
+            q.shape[3], v.shape[3],
         ]  # fmt: skip
+
+
+def _padded(width: int) -> int:
+    """Columns of a tile that holds `width`."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def _signed(x: int) -> int:

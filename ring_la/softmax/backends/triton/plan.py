@@ -23,25 +23,25 @@ class TileLists(NamedTuple):
     counts: Tensor
 
 
-class Plan(NamedTuple):
-    """Lists for queries, lists for keys, and the rows' (position, document, index) on both sides, int32."""
-
-    of_queries: TileLists
-    of_keys: TileLists
-    q: tuple[Tensor, Tensor, Tensor]
-    k: tuple[Tensor, Tensor, Tensor]
-
-
-def plan(scores: Scores, tq: Tokens, tk: Tokens, bm: int, bn: int) -> Plan:
-    """The lists for two sides and a mask, made once."""
-    kept, key = tq.tiles.setdefault(tk, {}), ("triton", scores.left, scores.right, bm, bn)
+def of_queries(scores: Scores, tq: Tokens, tk: Tokens, bm: int, bn: int) -> TileLists:
+    """For each tile of `bm` queries the tiles of `bn` keys it meets; made once for two sides, a mask and a size."""
+    kept, key = tq.tiles.setdefault(tk, {}), ("queries", scores.left, scores.right, bm, bn)
     if key not in kept:
-        seen, whole = _meet(scores, tq, tk, bm, bn)
-        kept[key] = Plan(_lists(seen, whole), _lists(seen.T, whole.T), _columns(tq), _columns(tk))
+        kept[key] = _lists(*_meet(scores, tq, tk, bm, bn))
     return kept[key]
 
 
-def _columns(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+def of_keys(scores: Scores, tq: Tokens, tk: Tokens, bm: int, bn: int) -> TileLists:
+    """For each tile of `bn` keys the tiles of `bm` queries it meets."""
+    kept, key = tq.tiles.setdefault(tk, {}), ("keys", scores.left, scores.right, bm, bn)
+    if key not in kept:
+        seen, whole = _meet(scores, tq, tk, bm, bn)
+        kept[key] = _lists(seen.T, whole.T)
+    return kept[key]
+
+
+def columns(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """(position, document, index) of each row, int32."""
     if "_int32" not in t.__dict__:
         t.__dict__["_int32"] = tuple(x.to(torch.int32).contiguous() for x in (t.positions, t.documents, t.index))
     return t.__dict__["_int32"]

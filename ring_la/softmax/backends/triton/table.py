@@ -1,0 +1,32 @@
+"""Block sizes and launch settings of the kernels, by the wider of K and V (rounded up to a power of two).
+
+Half as many rows and keys for fp32, whose tiles are twice as large.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    """Queries and keys of a tile, warps, and depth of the software pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FORWARD = {32: Launch(128, 64, 4, 2), 64: Launch(128, 64, 4, 2), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)}
+BACKWARD_KEYS = dict(FORWARD)
+BACKWARD_QUERIES = dict(FORWARD)
+
+
+def launch(table: dict[int, Launch], width: int, dtype: torch.dtype) -> Launch:
+    """The settings of a kernel for tensors whose wider one has `width` columns, rounded up to a power of two."""
+    chosen = table[max(32, width)]
+    if dtype == torch.float32:
+        return chosen._replace(rows=chosen.rows // 2, keys=chosen.keys // 2)
+    return chosen

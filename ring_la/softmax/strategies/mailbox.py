@@ -1,0 +1,186 @@
+"""Keys and values in memory that every rank of a host can reach, and an inbox for their gradients.
+
+A mailbox holds [keys and values of this rank | inbox], on every rank alike, and is kept with the group. Two barriers on
+the device stand in each use: one after every rank has published, before anybody copies; one after the last copy, before
+anybody publishes again. Copies run on a stream of high priority beside the current one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...comm import Group, Pending
+from ..merge import Gradients
+from .job import Job, KeyValues
+
+if TYPE_CHECKING:
+    from .pulled import Letter, Span
+
+
+class Mailbox:
+    """One use of the memory: published keys, copies, letters.
+
+    Args:
+        job: whose ranks and tokens. k, v: this rank's, for their shapes.
+        memory: the symmetric memory. received: rows of the largest inbox. dtype: of its gradients.
+    """
+
+    def __init__(self, job: Job, k: Tensor, v: Tensor, memory: Memory, received: int, dtype: torch.dtype) -> None:
+        self.job, self.k, self.v, self.memory, self.dtype = job, k, v, memory, dtype
+        self.most, self.room = max(len(keys) for keys in job.keys), received
+
+    @classmethod
+    def open(cls, job: Job, k: Tensor, v: Tensor, received: int = 0, dtype: torch.dtype | None = None) -> Mailbox:
+        """The mailbox of a job's group, with room for an inbox of `received` rows. Collective."""
+        dtype = k.dtype if dtype is None else dtype
+        most = max(len(keys) for keys in job.keys)
+        size = _aligned(KeyValues.size(most, k, v) * k.element_size()) + KeyValues.size(received, k, v) * dtype.itemsize
+        return cls(job, k, v, Memory.kept(job.group, size), received, dtype)
+
+    def publish(self, k: Tensor, v: Tensor) -> None:
+        """Let the others copy this rank's keys and values."""
+        mine = self._keys_of(self.job.rank)
+        for room, x in zip(mine, (k, v)):
+            room[:, : x.shape[1]].copy_(x)
+        self.memory.barrier()
+
+    def pull(self, spans: Sequence[Span]) -> Pending:
+        """Start to copy stretches of the owners' keys and values, one after the other."""
+        kv = KeyValues.empty(sum(s.stop - s.start for s in spans), self.k, self.v)
+        with self.memory.beside():
+            offset = 0
+            for owner, a, b in spans:
+                for into, source in zip((kv.k, kv.v), self._keys_of(owner)):
+                    _copy(into[:, offset : offset + b - a], source[:, a:b])
+                offset += b - a
+            there = self.memory.mark()
+
+        def take() -> KeyValues:
+            there.wait()
+            return kv
+
+        return Pending(take)
+
+    def push(self, letters: Sequence[Letter], grads: Gradients) -> None:
+        """Start to send the gradients of a round's keys to their owners' inboxes."""
+        for which, total in enumerate((grads.dk, grads.dv)):
+            for a, b, rows in total.pieces(self.dtype):
+                with self.memory.beside(rows):
+                    offset = 0  # of a letter among the round's keys
+                    for x in letters:
+                        first, last = max(a, offset), min(b, offset + x.stop - x.start)
+                        if first < last:
+                            place = slice(x.place + first - offset, x.place + last - offset)
+                            _copy(self._inbox_of(x.owner)[which][:, place], rows[:, first - a : last - a])
+                        offset += x.stop - x.start
+
+    def close(self) -> None:
+        """All copies of this rank have been asked for."""
+        self.memory.last_barrier()
+
+    def leave(self) -> None:
+        """Wait until all ranks' copies are done. What was received must be read before the next use."""
+        self.memory.wait()
+
+    def received(self, letter: Letter) -> tuple[Tensor, ...]:
+        """Gradients of keys and values that were sent to this rank."""
+        rows = slice(letter.place, letter.place + letter.stop - letter.start)
+        return tuple(x[:, rows] for x in self._inbox_of(self.job.rank))
+
+    def _keys_of(self, rank: int) -> tuple[Tensor, Tensor]:
+        """A rank's published keys and values, ``[B, most, Hk, ·]``."""
+        return self._rooms(rank, 0, self.most, self.k.dtype)
+
+    def _inbox_of(self, rank: int) -> tuple[Tensor, Tensor]:
+        first = KeyValues.size(self.most, self.k, self.v) * self.k.element_size()
+        return self._rooms(rank, _aligned(first), self.room, self.dtype)
+
+    def _rooms(self, rank: int, first: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        out, whole = [], self.memory.of(rank)
+        for x in (self.k, self.v):
+            shape = x.shape[0], rows, *x.shape[2:]
+            size = prod(shape) * dtype.itemsize
+            out.append(whole[first : first + size].view(dtype).view(shape))
+            first += size
+        return tuple(out)
+
+
+def _aligned(size: int) -> int:
+    """Bytes up to where the next tensor may begin."""
+    return -(-size // 256) * 256
+
+
+def _copy(into: Tensor, source: Tensor) -> None:
+    """A copy in contiguous stretches, which copy engines do."""
+    for a, b in zip(into, source) if len(into) > 1 else ((into, source),):
+        a.copy_(b, non_blocking=True)
+
+
+class Memory:
+    """As many bytes on every rank of a group, mapped by all.
+
+    Args:
+        group: the ranks. size: bytes, the same on every rank.
+    """
+
+    def __init__(self, group: Group, size: int) -> None:
+        self.group, self.size = group, size
+        self._own, self._handle = allocate(group, size)
+        self._seen = [self._handle.get_buffer(r, (size,), torch.uint8) for r in range(group.size)]
+        self._stream = torch.cuda.Stream(group.device, priority=-1)
+        self._done: Any = None
+        self._patience = int(group.timeout.total_seconds() * 1000)
+
+    @classmethod
+    def kept(cls, group: Group, size: int) -> Memory:
+        """The memory kept with a group, of at least `size` bytes. Collective when it must grow."""
+        memory = group.__dict__.get("_mailbox")
+        if memory is None or memory.size < size:
+            if memory is not None:
+                torch.cuda.synchronize(group.device)  # nobody copies from the old one any more
+            group.__dict__["_mailbox"] = None
+            memory = group.__dict__["_mailbox"] = cls(group, max(1 << 20, size))
+        return memory
+
+    def of(self, rank: int) -> Tensor:
+        """The bytes of a rank."""
+        return self._seen[rank]
+
+    def barrier(self) -> None:
+        """All ranks' streams stand here, on the device; a rank that does not come is a CUDA error after the timeout."""
+        self._handle.barrier(0, self._patience)
+
+    def beside(self, *read: Tensor) -> Any:
+        """A context on the side stream, after what the current stream has so far; tensors that it reads are kept."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.group.device))
+        for x in read:
+            x.record_stream(self._stream)
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Pending:
+        """What the side stream has so far; waiting for it orders the current stream."""
+        there = self._stream.record_event()
+        return Pending(lambda: torch.cuda.current_stream(self.group.device).wait_event(there))
+
+    def last_barrier(self) -> None:
+        """On the side stream, after this rank's last copy: no rank copies any more."""
+        with torch.cuda.stream(self._stream):
+            self.barrier()
+            self._done = self.mark()
+
+    def wait(self) -> None:
+        """Order the current stream after the last barrier."""
+        self._done.wait()
+
+
+def allocate(group: Group, size: int) -> tuple[Tensor, Any]:
+    """`size` bytes on every rank, mapped by all: this rank's, and the handle. Collective."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    own = symmetric.empty(size, dtype=torch.uint8, device=group.device)
+    return own, symmetric.rendezvous(own, group.group.group_name)

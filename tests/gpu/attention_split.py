@@ -1,0 +1,148 @@
+"""The calls of `check_attention` split over the GPUs of a torchrun job: strategies × layouts × transports × kernels.
+
+Kernels are compiled first, by processes side by side; inputs and fp64 references are made once a (feature, width,
+dtype). The matrix is covered in order of worth until the time is up; what was not reached is said, and is no pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import ring_la
+from ring_la import ContextParallel
+from ring_la.softmax import attention
+from ring_la.softmax.backends import BACKENDS
+from tests.gpu.check_attention import FEATURES, Report, T, draw, limits, one_device, run, truth
+from tests.softmax.cases import error
+
+KINDS, STRATEGIES = ("contiguous", "zigzag", "striped"), ("ring", "all_gather", "ulysses")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def split(cp: ContextParallel, backend: str, feature: str, D: int, dtype: torch.dtype, kind: str, strategy: str | None):
+    """Errors of one call under a layout, of this rank's part of everything; or why the kernel refuses."""
+    tensors, how, cu, do, dlse = draw(feature, D, dtype)
+    want, layout = truth(feature, D, dtype), cp.layout(T, kind, cu_seqlens=cu)
+    local = {n: (layout.shard(t) if n in "qkv" else t).to(dtype) for n, t in tensors.items()}
+    more = dict(layout=layout, strategy=strategy, backend=backend)
+    try:
+        got = run(attention, local, layout.shard(do), layout.shard(dlse, dim=2), **how, **more)
+    except ring_la.UnsupportedError as e:
+        return str(e)
+    shared = {
+        n: cp.comm.all_reduce(g.float()).wait() for n, g in got.items() if n in ("dsinks", "djoint_k", "djoint_v")
+    }
+    parts = {n: layout.shard(t, dim=2 if n == "lse" else 1) for n, t in want.items() if n not in shared}
+    return {n: error(shared.get(n, g), parts.get(n, want[n])) for n, g in got.items()}
+
+
+def matrix(groups: list[str], backends: list[str], widths: list[int]) -> Iterator[tuple]:
+    """(group, backend, feature, D, dtype, kind, strategy), the most telling first."""
+    whole = [g for g in groups if g in ("torch", "symmetric")]
+    kernels = list(itertools.product(widths, HALVES, backends))
+    for D, dtype, backend in kernels:  # every strategy × layout × kernel × width × dtype, by one feature
+        for kind in KINDS:
+            yield from ((g, backend, "gqa", D, dtype, kind, "ring") for g in whole)
+            yield from ((whole[0], backend, "gqa", D, dtype, kind, s) for s in STRATEGIES[1:])
+    turns = itertools.cycle(itertools.product(KINDS, STRATEGIES))
+    for D, dtype, backend in kernels:
+        yield from ((g, backend, "gqa", D, dtype, "zigzag", None) for g in groups if g == "mesh")
+        yield from ((g, backend, "gqa", D, dtype, *next(turns)) for g in groups if g.startswith("half"))
+    for D, backend, (n, feature) in itertools.product((128, 64), backends, enumerate(FEATURES)):  # every feature
+        for strategy, kind in zip(STRATEGIES, KINDS[n % 3 :] + KINDS[: n % 3]):
+            yield (whole[-1] if strategy == "ring" else whole[0]), backend, feature, D, HALVES[0], kind, strategy
+
+
+def compile_part(part: int, parts: int, device: int, backends: list[str], widths: list[int]) -> None:
+    """One device's calls with and without accumulators to merge into: the kernels that splits will want."""
+    torch.cuda.set_device(device)
+    wanted = [(f, D, d) for D in widths for d in HALVES for f in FEATURES if f == "gqa" or (d == HALVES[0] and D < 256)]
+    for feature, D, dtype in wanted[part::parts]:
+        if "triton" not in backends:
+            return
+        one_device("triton", feature, D, dtype)
+        forward = BACKENDS["triton"].forward
+
+        def twice(q, k, v, scores, rows, keys, out, forward=forward):
+            out.wide()
+            forward(q, k, v, scores, rows, keys, out)
+
+        BACKENDS["triton"].forward = twice
+        one_device("triton", feature, D, dtype)
+        BACKENDS["triton"].forward = forward
+
+
+def contexts(transports: list[str]) -> dict[str, ContextParallel]:
+    """The whole group by each transport, a 2 × n mesh, and the half of the ranks that this one is in."""
+    P, rank = dist.get_world_size(), dist.get_rank()
+    out = {name: ContextParallel(scan="ring", transport=name) for name in transports}
+    if P % 2 == 0 and P > 2:
+        mesh = init_device_mesh("cuda", (P // 2, 2), mesh_dim_names=("ring", "ulysses"))
+        out["mesh"] = ContextParallel(mesh, scan="ring", attention="usp", transport=transports[-1])
+        halves = [dist.new_group(list(range(first, P, 2))) for first in (0, 1)]
+        for name in transports:
+            out[f"half {name}"] = ContextParallel(halves[rank % 2], scan="ring", transport=name)
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default="cudnn,flash,triton,torch")
+    parser.add_argument("--widths", default="64,128,256")
+    parser.add_argument("--transports", default="torch,symmetric")
+    parser.add_argument("--jobs", type=int, default=10, help="processes a rank that compile")
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    start, rank, local = time.time(), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    P, backends, widths = int(os.environ["WORLD_SIZE"]), args.backends.split(","), [*map(int, args.widths.split(","))]
+    parts = P * args.jobs
+    spawn = multiprocessing.get_context("spawn")
+    jobs = [
+        spawn.Process(target=compile_part, args=(rank * args.jobs + i, parts, local, backends, widths))
+        for i in range(args.jobs)
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    groups, report = contexts(args.transports.split(",")), Report(rank, quiet=True)
+    if rank == 0:
+        print(f"compiled and connected after {time.time() - start:.0f} s", flush=True)
+    todo, late, counts = list(matrix(list(groups), backends, widths)), torch.zeros(1, device="cuda"), {}
+    reached = 0
+    for group, backend, feature, D, dtype, kind, strategy in todo:
+        late.fill_(time.time() - start)
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        if late.item() > args.seconds:
+            break
+        cp = groups[group]
+        name = f"{group} P{cp.size} {kind} {strategy or 'usp'} {backend} {feature} D{D} {str(dtype)[6:]}"
+        before = report.done
+        report.attempt(name, limits(dtype, D), split, cp, backend, feature, D, dtype, kind, strategy)
+        by = counts.setdefault(f"{group} {strategy or 'usp'} {backend}", 0)
+        counts[f"{group} {strategy or 'usp'} {backend}"] = by + report.done - before
+        reached += 1
+    totals = torch.tensor([report.bad, report.worst], device="cuda", dtype=torch.float64)
+    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        summary = dict(P=P, device=torch.cuda.get_device_name(), torch=torch.__version__, compared=report.done)
+        summary |= dict(off=int(totals[0]), worst=float(totals[1]), reached=reached, planned=len(todo), by=counts)
+        print(f"{json.dumps(summary)}\n{time.time() - start:.0f} s", flush=True)
+        if args.out:
+            with open(args.out, "w") as file:
+                json.dump(summary, file, indent=1)
+    dist.destroy_process_group()
+    return int(totals[0] > 0 or reached < len(todo))
