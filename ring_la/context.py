@@ -74,7 +74,7 @@ class ContextParallel:
                 "scan", '"auto" or "ring" with deterministic=True', repr(scan), "States fold in one order"
             )
         self.comm = Group(_process_group(group), timeout, transport)
-        self.grid = Grid.of(group, self.comm) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
+        self.grid = Grid.of(group, self.comm, transport) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
         if attention == "usp" and self.grid is None:
             raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))
         self.scan, self.attention, self.transport = scan, attention, transport
@@ -153,9 +153,10 @@ class Grid:
     holders: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, whole: Group) -> Grid:
+    def of(cls, mesh: DeviceMesh, whole: Group, transport: str) -> Grid:
         """The axes of `mesh`, whose ranks are those of `whole`."""
-        ulysses, ring = (Group(mesh.get_group(axis), whole.timeout) for axis in ("ulysses", "ring"))
+        carried = "torch" if transport == "torch" else "auto"
+        ulysses, ring = (Group(mesh.get_group(axis), whole.timeout, carried) for axis in ("ulysses", "ring"))
         by_ring = mesh.mesh if mesh.mesh_dim_names == ("ring", "ulysses") else mesh.mesh.T
         rows = [sorted(row) for row in by_ring.tolist()]
         lines = [next(row for row in rows if rank in row) for rank in ring.global_ranks]

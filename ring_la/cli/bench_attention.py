@@ -192,7 +192,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", default="ring,all_gather,ulysses")
     parser.add_argument("--backends", default="cudnn,flash,triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_attention.json"))
-    parser.add_argument("--transports", default="torch,symmetric", help="of the ring; the others go by the last one")
+    parser.add_argument("--transports", default="torch,auto", help="of the ring; the others go by the last one")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -234,8 +234,10 @@ def bench(
         for strategy in args.strategies.split(","):
             for transport in contexts if strategy == "ring" else [*contexts][-1:]:
                 more = dict(layout=layouts[transport], backend=backend, strategy=strategy, **how)
-                name = f"ring_la {strategy} {transport if strategy == 'ring' else ''} {backend}".replace("  ", " ")
-                calls[name] = backend, lambda *x, more=more: attention(*x, **more).o
+                way = strategy
+                if strategy == "ring":
+                    way += ", copied" if contexts[transport].comm.copies else ", sent"
+                calls[f"ring_la {way} {backend}"] = backend, lambda *x, more=more: attention(*x, **more).o
     if case in ("causal", "gqa 32:8"):
         calls |= {name: ("flash", call) for name, call in others.items()}
     rows, bounds, first = [], {}, None
@@ -249,8 +251,8 @@ def bench(
             if backend not in bounds:
                 bounds[backend] = bound(T, P, args.heads, groups, args.width, backend, share, how.get("softcap", 0.0))
             row = dict(case=case, T=T, P=P, name=name, backend=backend, apart=apart, **measure(call, [q, k, v], do))
-            if " symmetric " in name:
-                row["peak"] += mapped(contexts["symmetric"]) / 2**30
+            if ", copied" in name:
+                row["peak"] += max(map(mapped, contexts.values())) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
                 print(f"{case:12} {T:6} {name:36} {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)

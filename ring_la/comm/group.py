@@ -47,6 +47,7 @@ class Group:
 
     Attributes:
         transport: the `Transport` in use.
+        copies: whether large tensors may be copied from and to other ranks' memory.
         bytes_sent: payload bytes this rank has sent, for tests and benchmarks.
         wait_seconds: host time spent waiting for messages (on CPU, where waiting blocks).
     """
@@ -70,6 +71,7 @@ class Group:
         by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
         self.transport: Transport = by_torch
         self._name = self._make_name()
+        self.copies = transport == "symmetric"
         if transport == "symmetric":
             self.transport = self._symmetric(by_torch)
 

@@ -67,6 +67,20 @@ def refusal(group: Group) -> str:
     return ""
 
 
+def copies(group: Group) -> bool:
+    """Whether every rank can copy from every other's memory, as far as the driver says. Collective.
+
+    It says so of GPUs that this process sees; where each process sees its own alone, the answer is no.
+    """
+    if group.size == 1 or refusal(group):
+        return False
+    devices = [int(d) for d in group.tell(str(group.device.index))]
+    here, seen = group.device.index, torch.cuda.device_count()
+    others = [d for r, d in enumerate(devices) if r != group.rank]
+    mine = all(d < seen and d != here and torch.cuda.can_device_access_peer(here, d) for d in others)
+    return all(answer == "yes" for answer in group.tell("yes" if mine else "no"))
+
+
 class SymmetricTransport:
     """Mailboxes in the memory of every rank of a group.
 

@@ -57,12 +57,8 @@ class ShardedCall:
             rows = place.rows[place.rank]
             backend = Canonical({rows: place.whole_rows} | {r: w for r, w in whole.items() if r is not rows})
         job = Job(backend, scores, place.rows, place.keys, gathered, order, place.ring)
-        way = "all_gather" if name == "all_gather" else "pulled" if self._pulls(place) else "ring"
+        way = "all_gather" if name == "all_gather" else "pulled" if place.ring and place.ring.copies else "ring"
         return Plan(job, STRATEGIES[way], joint_rows, joint_keys, heads)
-
-    def _pulls(self, place: Placement) -> bool:
-        """Whether keys are copied from their owner's memory, rather than handed on by messages."""
-        return self.layout.cp.transport == "symmetric" and place.ring is not None
 
     def _heads(self, place: Placement, x: Tensors) -> Heads | None:
         if place.heads is None:

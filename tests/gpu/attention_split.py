@@ -48,7 +48,7 @@ def split(cp: ContextParallel, backend: str, feature: str, D: int, dtype: torch.
 
 def matrix(groups: list[str], backends: list[str], widths: list[int]) -> Iterator[tuple]:
     """(group, backend, feature, D, dtype, kind, strategy), the most telling first."""
-    whole = [g for g in groups if g in ("torch", "symmetric")]
+    whole = [g for g in groups if g in ("torch", "auto")]
     kernels = list(itertools.product(widths, HALVES, backends))
     for D, dtype, backend in kernels:  # every strategy × layout × kernel × width × dtype, by one feature
         for kind in KINDS:
@@ -99,7 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="cudnn,flash,triton,torch")
     parser.add_argument("--widths", default="64,128,256")
-    parser.add_argument("--transports", default="torch,symmetric")
+    parser.add_argument("--transports", default="torch,auto")
     parser.add_argument("--jobs", type=int, default=10, help="processes a rank that compile")
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--out")

@@ -15,7 +15,7 @@ from ...softmax.backends import Ask, choose
 from ...softmax.core import Plan, Tensors
 from ...softmax.merge import wide
 from ...softmax.scores import Scores
-from ...softmax.strategies import Heads, Job, Ring
+from ...softmax.strategies import STRATEGIES, Heads, Job
 from ...softmax.tokens import Run, Tokens
 
 KERNELS = {
@@ -111,7 +111,7 @@ class Call:
         shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
         ask = Ask(device, x.q.dtype, *shapes, scores, packed=cu is not None, repeatable=bool(self.deterministic))
         job = Job(choose(ask, kernel_of(self.attn_type)), scores, rows, keys, group=group)
-        return Plan(job, Ring(), joint_rows, joint_keys, heads)
+        return Plan(job, STRATEGIES["pulled" if group.copies else "ring"], joint_rows, joint_keys, heads)
 
 
 def kernel_of(attn_type: object) -> str | None:

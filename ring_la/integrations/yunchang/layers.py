@@ -223,7 +223,7 @@ class UlyssesAttention(nn.Module):
 class Alone:
     """A ring of one rank: nothing is sent."""
 
-    size, rank = 1, 0
+    size, rank, copies = 1, 0, False
 
 
 def _check_dims(scatter_idx: int, gather_idx: int) -> None:

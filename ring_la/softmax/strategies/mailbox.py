@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...comm import Group, Pending
+from ...comm import Group
+from ...comm.symmetric import allocate
 from ..merge import Gradients
 from .job import Job, KeyValues
 
@@ -44,33 +45,27 @@ class Mailbox:
 
     def publish(self, k: Tensor, v: Tensor) -> None:
         """Let the others copy this rank's keys and values."""
-        mine = self._keys_of(self.job.rank)
+        mine = self.keys_of(self.job.rank)
         for room, x in zip(mine, (k, v)):
             room[:, : x.shape[1]].copy_(x)
         self.memory.barrier()
+        self.published = self.memory.now()
 
-    def pull(self, spans: Sequence[Span]) -> Pending:
-        """Start to copy stretches of the owners' keys and values, one after the other."""
-        kv = KeyValues.empty(sum(s.stop - s.start for s in spans), self.k, self.v)
-        with self.memory.beside():
-            offset = 0
-            for owner, a, b in spans:
-                for into, source in zip((kv.k, kv.v), self._keys_of(owner)):
-                    _copy(into[:, offset : offset + b - a], source[:, a:b])
-                offset += b - a
-            there = self.memory.mark()
+    def expect(self, spans: Sequence[Span]) -> Arrival:
+        """Room for stretches of the owners' keys and values, one after the other."""
+        return Arrival(self, spans)
 
-        def take() -> KeyValues:
-            there.wait()
-            return kv
-
-        return Pending(take)
+    def pull(self, spans: Sequence[Span]) -> Arrival:
+        """Start to copy stretches of the owners' keys and values, after what the current stream has so far."""
+        arrival = Arrival(self, spans)
+        arrival.start(self.memory.now())
+        return arrival
 
     def push(self, letters: Sequence[Letter], grads: Gradients) -> None:
         """Start to send the gradients of a round's keys to their owners' inboxes."""
         for which, total in enumerate((grads.dk, grads.dv)):
             for a, b, rows in total.pieces(self.dtype):
-                with self.memory.beside(rows):
+                with self.memory.beside(self.memory.now(), rows):
                     offset = 0  # of a letter among the round's keys
                     for x in letters:
                         first, last = max(a, offset), min(b, offset + x.stop - x.start)
@@ -80,19 +75,16 @@ class Mailbox:
                         offset += x.stop - x.start
 
     def close(self) -> None:
-        """All copies of this rank have been asked for."""
-        self.memory.last_barrier()
-
-    def leave(self) -> None:
-        """Wait until all ranks' copies are done. What was received must be read before the next use."""
-        self.memory.wait()
+        """Wait, on the device, until no rank copies any more. What was received must be read before the next use."""
+        self.memory.join()
+        self.memory.barrier()
 
     def received(self, letter: Letter) -> tuple[Tensor, ...]:
         """Gradients of keys and values that were sent to this rank."""
         rows = slice(letter.place, letter.place + letter.stop - letter.start)
         return tuple(x[:, rows] for x in self._inbox_of(self.job.rank))
 
-    def _keys_of(self, rank: int) -> tuple[Tensor, Tensor]:
+    def keys_of(self, rank: int) -> tuple[Tensor, Tensor]:
         """A rank's published keys and values, ``[B, most, Hk, ·]``."""
         return self._rooms(rank, 0, self.most, self.k.dtype)
 
@@ -108,6 +100,30 @@ class Mailbox:
             out.append(whole[first : first + size].view(dtype).view(shape))
             first += size
         return tuple(out)
+
+
+class Arrival:
+    """Keys and values that come from their owners, into room that is there from the start."""
+
+    def __init__(self, box: Mailbox, spans: Sequence[Span]) -> None:
+        self.box, self.spans = box, spans
+        self.kv = KeyValues.empty(sum(s.stop - s.start for s in spans), box.k, box.v)
+        self._there: Any = None
+
+    def start(self, after: Any = None) -> None:
+        """Start to copy, after a point of the current stream; None: after the keys were published."""
+        with self.box.memory.beside(self.box.published if after is None else after):
+            offset = 0
+            for owner, a, b in self.spans:
+                for into, source in zip((self.kv.k, self.kv.v), self.box.keys_of(owner)):
+                    _copy(into[:, offset : offset + b - a], source[:, a:b])
+                offset += b - a
+            self._there = self.box.memory.now()
+
+    def wait(self) -> KeyValues:
+        """Order the current stream after the copy."""
+        self.box.memory.wait(self._there)
+        return self.kv
 
 
 def _aligned(size: int) -> int:
@@ -133,7 +149,6 @@ class Memory:
         self._own, self._handle = allocate(group, size)
         self._seen = [self._handle.get_buffer(r, (size,), torch.uint8) for r in range(group.size)]
         self._stream = torch.cuda.Stream(group.device, priority=-1)
-        self._done: Any = None
         self._patience = int(group.timeout.total_seconds() * 1000)
 
     @classmethod
@@ -155,32 +170,21 @@ class Memory:
         """All ranks' streams stand here, on the device; a rank that does not come is a CUDA error after the timeout."""
         self._handle.barrier(0, self._patience)
 
-    def beside(self, *read: Tensor) -> Any:
-        """A context on the side stream, after what the current stream has so far; tensors that it reads are kept."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.group.device))
+    def now(self) -> Any:
+        """What the current stream has so far."""
+        return torch.cuda.current_stream(self.group.device).record_event()
+
+    def wait(self, point: Any) -> None:
+        """Order the current stream after a point of another."""
+        torch.cuda.current_stream(self.group.device).wait_event(point)
+
+    def beside(self, after: Any, *read: Tensor) -> Any:
+        """A context on the side stream, after a point of the current one; tensors that it reads are kept."""
+        self._stream.wait_event(after)
         for x in read:
             x.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Pending:
-        """What the side stream has so far; waiting for it orders the current stream."""
-        there = self._stream.record_event()
-        return Pending(lambda: torch.cuda.current_stream(self.group.device).wait_event(there))
-
-    def last_barrier(self) -> None:
-        """On the side stream, after this rank's last copy: no rank copies any more."""
-        with torch.cuda.stream(self._stream):
-            self.barrier()
-            self._done = self.mark()
-
-    def wait(self) -> None:
-        """Order the current stream after the last barrier."""
-        self._done.wait()
-
-
-def allocate(group: Group, size: int) -> tuple[Tensor, Any]:
-    """`size` bytes on every rank, mapped by all: this rank's, and the handle. Collective."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    own = symmetric.empty(size, dtype=torch.uint8, device=group.device)
-    return own, symmetric.rendezvous(own, group.group.group_name)
+    def join(self) -> None:
+        """Order the current stream after what the side stream has so far."""
+        torch.cuda.current_stream(self.group.device).wait_stream(self._stream)

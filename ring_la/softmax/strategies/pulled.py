@@ -41,18 +41,16 @@ class Pulled:
             return
         box, rounds = Mailbox.open(job, k, v), schedule.rounds(job)
         box.publish(k, v)
-        coming = [box.pull(r.spans) for r in rounds[:AHEAD]]
-        if len(rounds) <= AHEAD:
-            box.close()
-        job.forward(q, k, v, job.rank, out)
+        coming = [box.expect(r.spans) for r in rounds[:AHEAD]]
+        job.forward(q, k, v, job.rank, out)  # launched before the copies are: they need not wait for it
+        for arrival in coming:
+            arrival.start()
         for n, r in enumerate(rounds):
             if n + AHEAD < len(rounds):
                 coming.append(box.pull(rounds[n + AHEAD].spans))
-                if n + AHEAD + 1 == len(rounds):
-                    box.close()
             kv, coming[n] = coming[n].wait(), None
             job.forward_to(q, kv.k, kv.v, r.keys, out)
-        box.leave()
+        box.close()
 
     def backward(
         self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
@@ -64,15 +62,16 @@ class Pulled:
         dtype = job.message_dtype(k.dtype)
         box, rounds = Mailbox.open(job, k, v, schedule.most_received, dtype), schedule.rounds(job)[::-1]
         box.publish(k, v)
-        coming = box.pull(rounds[0].spans) if rounds else None
+        coming = box.expect(rounds[0].spans) if rounds else None
         job.backward(do, q, k, v, o, lse, delta, job.rank, own)
+        if coming is not None:
+            coming.start()
         for n, r in enumerate(rounds):
             kv, coming = coming.wait(), box.pull(rounds[n + 1].spans) if n + 1 < len(rounds) else None
             grads = Gradients(own.dq, Sum.like(kv.k), Sum.like(kv.v))
             job.backward_to(do, q, o, lse, delta, kv.k, kv.v, r.keys, grads)
             box.push(r.letters, grads)
         box.close()
-        box.leave()
         for letter in schedule.inbox(job.rank):
             rows = slice(letter.start, letter.stop)
             for total, came in zip((own.dk, own.dv), box.received(letter)):
