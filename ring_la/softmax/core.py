@@ -95,7 +95,7 @@ def _block_gradients(plan: Plan, x: Tensors, o: Tensor, lse: Tensor, do: Tensor 
     job = plan.job
     if dlse is not None and not job.backend.takes_delta:
         job = replace(job, backend=exact(job.backend))
-    delta = row_sums(do, o, dlse)
+    delta = row_sums(do, o, dlse) if job.backend.takes_delta or x.sinks is not None else None
     do = torch.zeros_like(o) if do is None else do.to(o.dtype)
     split = plan.strategy.backward(job, do, x.q, x.k, x.v, o, lse, delta)
     dsinks = djoint_k = djoint_v = None

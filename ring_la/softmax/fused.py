@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -55,6 +56,8 @@ def merge(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Non
     The last dimension of `lse` and of every o is contiguous. A part may be what is written to.
     """
     B, T, H, V = o.shape
+    if not o.numel():
+        return
     parts = [(x if x.stride(3) == 1 else x.contiguous(), l) for x, l in parts]
     tensors, lses = zip(*parts)
     _merge[triton.cdiv(T, ROWS), B * H](
@@ -79,8 +82,32 @@ def _add(OUT, parts, strides, pairs, H, D, OUT_b, OUT_t, OUT_h, N: tl.constexpr,
 def add(out: Tensor, parts: Sequence[Tensor]) -> None:
     """Write the sum of at most MOST `parts` into ``out [B, T, H, D]``, whose last dimension is contiguous."""
     B, T, H, D = out.shape
+    if not out.numel():
+        return
     parts = tuple(x if x.stride(3) == 1 else x.contiguous() for x in parts)
     _add[triton.cdiv(T * H, ROWS), B](
         out, parts, tuple(x.stride()[:3] for x in parts), T * H, H, D, *out.stride()[:3],
         N=len(parts), R=ROWS, BD=triton.next_power_of_2(D), num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("T",))
+def _row_sums(DO, O, OUT, T, H, V, DO_b, DO_t, DO_h, O_b, O_t, O_h, R: tl.constexpr, BV: tl.constexpr):
+    rows, bh = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
+    b, h, columns, row = (bh // H).to(tl.int64), bh % H, tl.arange(0, BV)[None, :], rows.to(tl.int64)[:, None]
+    mask = (rows < T)[:, None] & (columns < V)
+    do = tl.load(DO + b * DO_b + row * DO_t + h * DO_h + columns, mask=mask, other=0.0).to(tl.float32)
+    o = tl.load(O + b * O_b + row * O_t + h * O_h + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(OUT + bh.to(tl.int64) * T + rows, tl.sum(do * o, 1), mask=rows < T)
+
+
+def row_sums(do: Tensor, o: Tensor) -> Tensor:
+    """``do · o`` of each row, fp32 ``[B, H, T]``, of tensors ``[B, T, H, V]``."""
+    B, T, H, V = o.shape
+    do, o = (x if x.stride(3) == 1 else x.contiguous() for x in (do, o))
+    out = o.new_empty(B, H, T, dtype=torch.float32)
+    if out.numel():
+        _row_sums[triton.cdiv(T, ROWS), B * H](
+            do, o, out, T, H, V, *do.stride()[:3], *o.stride()[:3], R=ROWS, BV=triton.next_power_of_2(V), num_warps=4
+        )
+    return out

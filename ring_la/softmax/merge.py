@@ -261,7 +261,11 @@ class Gradients:
 def row_sums(do: Tensor | None, o: Tensor, dlse: Tensor | None) -> Tensor:
     """``Δ_i = do_i · o_i − dlse_i``, wide ``[B, H, T]``: what the backward pass subtracts from every ``do_i · v_j``."""
     dtype = wide(o.dtype)
-    if do is None:
+    if do is not None and fuses(o.device, dtype):
+        from . import fused
+
+        delta = fused.row_sums(do, o)
+    elif do is None:
         delta = torch.zeros(o.shape[0], o.shape[2], o.shape[1], dtype=dtype, device=o.device)
     else:
         delta = (do.to(dtype) * o.to(dtype)).sum(-1).transpose(1, 2).contiguous()

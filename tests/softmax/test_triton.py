@@ -89,3 +89,4 @@ def test_parts_in_one_pass(count):
     torch.testing.assert_close(o, (weights.mT.unsqueeze(-1) * values).sum(0))
     torch.testing.assert_close(lse, torch.stack([x for _, x in parts]).logsumexp(0))
     torch.testing.assert_close(total, values.sum(0))
+    torch.testing.assert_close(fused.row_sums(o, total), (o * total).sum(-1).mT)

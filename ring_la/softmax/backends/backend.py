@@ -83,13 +83,16 @@ class Backend(ABC):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         scores: Scores,
         tq: Tokens,
         tk: Tokens,
         out: Gradients,
     ) -> None:
-        """Add the block's gradients to `out`; o, lse and ``delta = do·o − dlse`` are those over all keys."""
+        """Add the block's gradients to `out`; o, lse and ``delta = do·o − dlse`` are those over all keys.
+
+        A kernel that does not take delta may get None.
+        """
 
 
 class TileBackend(Backend):
@@ -147,7 +150,7 @@ class TileBackend(Backend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         scores: Scores,
         tq: Tokens,
         tk: Tokens,

@@ -58,7 +58,7 @@ class Canonical(Backend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         scores: Scores,
         tq: Tokens,
         tk: Tokens,

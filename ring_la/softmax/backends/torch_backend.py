@@ -64,7 +64,7 @@ class TorchBackend(Backend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         scores: Scores,
         tq: Tokens,
         tk: Tokens,

@@ -106,7 +106,7 @@ class VarlenBackend(TileBackend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         scores: Scores,
         tq: Tokens,
         tk: Tokens,

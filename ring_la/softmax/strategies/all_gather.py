@@ -24,7 +24,7 @@ class AllGather:
         job.forward_to(q, k, v, job.all_keys, out)
 
     def backward(
-        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
     ) -> Gradients:
         all_k, all_v = _gather(job, k, v).wait()
         grads = Gradients.of(q, all_k, all_v)

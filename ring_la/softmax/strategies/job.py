@@ -69,7 +69,7 @@ class Job:
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         owner: int,
         out: Gradients,
     ) -> None:
@@ -89,7 +89,7 @@ class Job:
         q: Tensor,
         o: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         k: Tensor,
         v: Tensor,
         keys: Tokens,
@@ -110,7 +110,7 @@ class Strategy(Protocol):
         ...
 
     def backward(
-        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
     ) -> Gradients:
         """The gradients of this rank's q, k and v, wide."""
         ...

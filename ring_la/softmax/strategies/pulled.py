@@ -53,7 +53,7 @@ class Pulled:
         box.close()
 
     def backward(
-        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
     ) -> Gradients:
         schedule, own = Schedule.of(job), Gradients.of(q, k, v)
         if not schedule.any:

@@ -34,7 +34,7 @@ class Ring:
                 kv = arriving.wait()
 
     def backward(
-        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
     ) -> Gradients:
         steps, dq = _steps(job), Sum.like(q)
         if steps == 1:

@@ -57,7 +57,7 @@ class TritonBackend(Backend):
         v: Tensor,
         o: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
         scores: Scores,
         tq: Tokens,
         tk: Tokens,
