@@ -99,7 +99,10 @@ def attention(
 def _split(
     x: Tensors, options: Options, layout: ShardedLayout, kv_layout: ShardedLayout | None, cu_seqlens: Tensor | None
 ) -> AttentionOutput:
-    """On a split sequence: check, agree, run."""
+    """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
+    known, call = layout.__dict__.setdefault("_attention_calls", {}), _kind_of_call(x, options, kv_layout, cu_seqlens)
+    if call is not None and layout.cp.validate != "always" and call in known:
+        return AttentionOutput(*sharded.attention(known[call], x))
     error = None
     try:
         _check(x, options, layout, kv_layout, cu_seqlens)
@@ -117,8 +120,10 @@ def _split(
         0 if seed is None else int(seed),
     )
     strategy = options.strategy or layout.cp.attention
-    call = sharded.ShardedCall(layout, kv_layout or layout, scores, options.joint, strategy, options.backend)
-    return AttentionOutput(*sharded.attention(call.plan(x), x))
+    plan = sharded.ShardedCall(layout, kv_layout or layout, scores, options.joint, strategy, options.backend).plan(x)
+    if call is not None:
+        known[call] = plan
+    return AttentionOutput(*sharded.attention(plan, x))
 
 
 _split_outside_graphs = torch._disable_dynamo(_split)  # a compiled caller breaks its graph here, at the exchange
@@ -303,6 +308,22 @@ def _check_offsets(cu: object, B: int, Tq: int, Tk: int, device: torch.device) -
         raise ArgumentError("cu_seqlens", f"a tensor on {device}", cu.device)
     if cu.device.type == "cpu" and not torch.compiler.is_compiling():
         check_cu_seqlens(cu, Tk)
+
+
+def _kind_of_call(x: Tensors, options: Options, kv_layout: object, cu_seqlens: object) -> tuple | None:
+    """All that checks, agreement and plan depend on; None where that is more than shapes and flags."""
+    if options.alibi_slopes is not None or options.dropout_p or cu_seqlens is not None:
+        return None
+    if not all(t is None or isinstance(t, Tensor) for t in x):
+        return None
+    tensors = (None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x)
+    other = None if kv_layout is None else (kv_layout, getattr(kv_layout, "cp", None))
+    call = (*tensors, other, torch.is_grad_enabled(), *vars(options).values())
+    try:
+        hash(call)
+    except TypeError:  # a window given as a list
+        return None
+    return call
 
 
 def _signature(x: Tensors, options: Options, kv_layout: ShardedLayout | None) -> tuple:

@@ -10,6 +10,7 @@ The backward pass starts from the global o and lse, so each block's gradient is 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -60,7 +61,8 @@ class Saved(NamedTuple):
 
 def forward(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor, Saved]:
     """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
-    with torch.autocast(x.q.device.type, enabled=False):
+    device = x.q.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         if plan.heads is not None:
             x = _take_heads(plan.heads, x)
         o, lse = _blocks(plan, x)

@@ -29,18 +29,7 @@ class ShardedCall:
     backend: str | None
 
     def plan(self, x: Tensors) -> Plan:
-        """Who holds what, how it travels, and which kernel computes it; made once for a layout and kind of call."""
-        if self.scores.alibi_slopes is not None or self.scores.dropout_p:  # slopes and seeds come anew with each call
-            return self._plan(x)
-        kept = self.layout.__dict__.setdefault("_attention_plans", {})
-        tensors = tuple(None if t is None else t.shape for t in x)
-        other = None if self.kv_layout is self.layout else self.kv_layout.key
-        key = (tensors, x.q.dtype, x.q.device, other, self.scores, self.joint, self.strategy, self.backend)
-        if key not in kept:
-            kept[key] = self._plan(x)
-        return kept[key]
-
-    def _plan(self, x: Tensors) -> Plan:
+        """Who holds what, how it travels, and which kernel computes it."""
         name = pick(self.strategy, x, self.layout, self.kv_layout)
         place, scores = Placement.kept(name, self.layout, self.kv_layout), self.scores
         heads = self._heads(place, x)

@@ -30,8 +30,8 @@ class Shared:
         ]
         self.barrier()
 
-    def of(self, rank: int) -> torch.Tensor:
-        return self.seen[rank]
+    def rooms(self, rank: int, first: int, shapes: tuple, dtype: torch.dtype) -> list[torch.Tensor]:
+        return mailbox.cut(self.seen[rank], first, shapes, dtype)
 
     def barrier(self) -> None:
         dist.barrier(self.group)

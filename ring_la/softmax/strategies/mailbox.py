@@ -84,22 +84,17 @@ class Mailbox:
         rows = slice(letter.place, letter.place + letter.stop - letter.start)
         return tuple(x[:, rows] for x in self._inbox_of(self.job.rank))
 
-    def keys_of(self, rank: int) -> tuple[Tensor, Tensor]:
+    def keys_of(self, rank: int) -> list[Tensor]:
         """A rank's published keys and values, ``[B, most, Hk, ·]``."""
         return self._rooms(rank, 0, self.most, self.k.dtype)
 
-    def _inbox_of(self, rank: int) -> tuple[Tensor, Tensor]:
+    def _inbox_of(self, rank: int) -> list[Tensor]:
         first = KeyValues.size(self.most, self.k, self.v) * self.k.element_size()
         return self._rooms(rank, _aligned(first), self.room, self.dtype)
 
-    def _rooms(self, rank: int, first: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        out, whole = [], self.memory.of(rank)
-        for x in (self.k, self.v):
-            shape = x.shape[0], rows, *x.shape[2:]
-            size = prod(shape) * dtype.itemsize
-            out.append(whole[first : first + size].view(dtype).view(shape))
-            first += size
-        return tuple(out)
+    def _rooms(self, rank: int, first: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
+        shapes = tuple((x.shape[0], rows, *x.shape[2:]) for x in (self.k, self.v))
+        return self.memory.rooms(rank, first, shapes, dtype)
 
 
 class Arrival:
@@ -131,6 +126,16 @@ def _aligned(size: int) -> int:
     return -(-size // 256) * 256
 
 
+def cut(memory: Tensor, first: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors one after the other in bytes of memory from `first` on."""
+    out = []
+    for shape in shapes:
+        size = prod(shape) * dtype.itemsize
+        out.append(memory[first : first + size].view(dtype).view(shape))
+        first += size
+    return out
+
+
 def _copy(into: Tensor, source: Tensor) -> None:
     """A copy in contiguous stretches, which copy engines do."""
     for a, b in zip(into, source) if len(into) > 1 else ((into, source),):
@@ -147,6 +152,7 @@ class Memory:
     def __init__(self, group: Group, size: int) -> None:
         self.group, self.size = group, size
         self._own, self._handle = allocate(group, size)
+        self._rooms: dict[tuple, list[Tensor]] = {}
         self._seen = [self._handle.get_buffer(r, (size,), torch.uint8) for r in range(group.size)]
         self._stream = torch.cuda.Stream(group.device, priority=-1)
         self._patience = int(group.timeout.total_seconds() * 1000)
@@ -162,9 +168,12 @@ class Memory:
             memory = group.__dict__["_mailbox"] = cls(group, max(1 << 20, size))
         return memory
 
-    def of(self, rank: int) -> Tensor:
-        """The bytes of a rank."""
-        return self._seen[rank]
+    def rooms(self, rank: int, first: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
+        """Tensors in the memory of a rank from its byte `first` on; views are kept."""
+        key = (rank, first, shapes, dtype)
+        if key not in self._rooms:
+            self._rooms[key] = cut(self._seen[rank], first, shapes, dtype)
+        return self._rooms[key]
 
     def barrier(self) -> None:
         """All ranks' streams stand here, on the device; a rank that does not come is a CUDA error after the timeout."""
