@@ -6,7 +6,7 @@
 #
 # WARM: seconds for the first part (0: none). OPS: what to measure. GPUS: how many (default: all).
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 . launch/setup.sh demo
 
 WARM="${WARM:-100}"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: finds or makes a Python with torch and the modules given, and leaves it in $PYTHON.
 #
 #   . launch/setup.sh demo matplotlib tqdm        # the extra of pyproject.toml, and the modules that must import
@@ -39,7 +40,7 @@ setup() {
         echo "setup: $base has no venv module (on Debian and Ubuntu: the package python3-venv)" >&2
         return 1
     }
-    "$PYTHON" -m pip install --quiet -c "$ROOT/launch/constraints.txt" -e "$ROOT[$extra]" || return 1
+    "$PYTHON" -m pip install --quiet -c "$ROOT/launch/constraints.txt" -e "${ROOT}[$extra]" || return 1
     has_all "$PYTHON" "$@" || { echo "setup: the installation in $ROOT/.venv is incomplete: remove it and try again" >&2; return 1; }
 }
 
