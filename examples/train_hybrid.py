@@ -50,6 +50,8 @@ class Model:
         layers: names from ring_la.nn.LAYERS; `repeat` times, one after the other.
         vocab_size: default: the tokenizer's.
         options: further keywords of layers, by name.
+        transformers: a causal model of Transformers instead: a folder or name with its configuration, and with weights
+            unless `scratch`. Its loss holds this rank's logits whole.
     """
 
     dim: int = 128
@@ -62,9 +64,11 @@ class Model:
     vocab_size: int | None = None
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     mlp_options: dict[str, Any] = field(default_factory=dict)
+    transformers: str | None = None
+    scratch: bool = False
 
     def config(self, vocab_size: int) -> HybridConfig:
-        fields = asdict(self)
+        fields = {k: v for k, v in asdict(self).items() if k not in ("transformers", "scratch")}
         fields["layers"] = self.layers * fields.pop("repeat")
         return HybridConfig(**fields | {"vocab_size": self.vocab_size or vocab_size})
 
@@ -247,16 +251,11 @@ class Trainer:
         self.folder, self.first = Path(run.folder), dist.get_rank() == 0
         corpus = self._corpus()
         self.sequences = PackedSequences(corpus, data.seq_len, data.seed, data.max_document)
-        shape = config.model.config(corpus.vocab_size)
-        if shape.vocab_size < corpus.vocab_size:
-            raise SystemExit(f"model.vocab_size: at least {corpus.vocab_size}, the tokenizer's")
-        self.flops, self.peak = StepFlops(shape), peak_flops(device)
         torch.manual_seed(run.seed)  # the same parameters on every rank and for every split
-        with device:
-            self.model = HybridLM(shape)
-        recompute(self.model, memory.recompute, mlp_chunk=memory.mlp_chunk)
         dtype = getattr(torch, memory.dtype)
-        shard_parameters(self.model, mesh, dtype=None if dtype == torch.float32 else dtype)
+        make = self._transformers if config.model.transformers else self._hybrid
+        self.model = make(corpus.vocab_size, None if dtype == torch.float32 else dtype)
+        self.peak = peak_flops(device)
         self.optimizer = self._optimizer()
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=run.keep, background=run.background)
         self.step, self.tokens = 0, 0
@@ -273,6 +272,42 @@ class Trainer:
             prepare()
         dist.barrier()
         return Corpus(prepare())
+
+    def _hybrid(self, vocab_size: int, dtype: torch.dtype | None) -> torch.nn.Module:
+        """A HybridLM, sharded."""
+        shape, memory = self.config.model.config(vocab_size), self.config.memory
+        if shape.vocab_size < vocab_size:
+            raise SystemExit(f"model.vocab_size: at least {vocab_size}, the tokenizer's")
+        self.flops = StepFlops(shape)
+        with self.device:
+            model = HybridLM(shape)
+        recompute(model, memory.recompute, mlp_chunk=memory.mlp_chunk)
+        return shard_parameters(model, self.mesh, dtype=dtype)
+
+    def _transformers(self, vocab_size: int, dtype: torch.dtype | None) -> torch.nn.Module:
+        """A model of Transformers, parallelized and sharded."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from ring_la.integrations.transformers import parallelize
+
+        name, memory = self.config.model.transformers, self.config.memory
+        if memory.mlp_chunk or memory.rounds > 1:
+            raise SystemExit("memory.mlp_chunk, memory.rounds: for a HybridLM alone")
+        with self.device:
+            if self.config.model.scratch:
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        if model.config.vocab_size < vocab_size:
+            raise SystemExit(
+                f"data.tokenizer: its {vocab_size} ids are more than the model's {model.config.vocab_size}"
+            )
+        self.flops = StepFlops.of_weights(model, exclude=model.get_input_embeddings())
+        parallelize(model, self.cp, kind=self.config.parallel.layout).train()
+        if memory.recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+        return shard_parameters(model, self.mesh, blocks=layers, dtype=dtype, methods=())
 
     def _optimizer(self) -> torch.optim.Optimizer:
         o, parameters = self.config.optimizer, list(self.model.parameters())
@@ -345,6 +380,8 @@ class Trainer:
             part.backward()
             loss += part.detach()
         dist.all_reduce(loss)
+        if self.config.model.transformers:  # its loss is the whole sequence's on each rank that shares it
+            loss /= self.cp.size
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         rate = self.learning_rate(self.step)
@@ -377,6 +414,8 @@ class Trainer:
         following = ids.roll(-1)
         following[torch.tensor(cu[1:]) - 1] = IGNORE
         mine, labels = (layout.shard(x[None]).to(self.device, non_blocking=True) for x in (ids, following))
+        if self.config.model.transformers:
+            return self.model(mine, shift_labels=labels, layout=layout, num_items_in_batch=total, use_cache=False).loss
         return self.model.loss(mine, labels, layout=layout, total=total, chunk=memory.loss_chunk)
 
     def _resume(self) -> None:

@@ -26,7 +26,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B
 
 
 class StepFlops:
-    """FLOPs of passes through a model of this config.
+    """FLOPs of passes through a `HybridLM` of this config.
 
     Attributes:
         parameters: all of the model's. per_token: forward FLOPs of a token but for softmax attention.
@@ -35,18 +35,24 @@ class StepFlops:
     def __init__(self, config: HybridConfig) -> None:
         with torch.device("meta"):
             model = HybridLM(config)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        weights = config.vocab_size * config.dim
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and module is not model.head:
-                weights += module.weight.numel()
-            elif isinstance(module, MixtureOfExperts):
-                experts = sum(p.numel() for p in module.experts.parameters())
-                weights += experts * module.top_k // module.router.out_features
         states = {name: _state(config, name) for name in set(config.layers)}
+        weights = config.vocab_size * config.dim + _weights(model, exclude=model.head)
+        self.parameters = sum(p.numel() for p in model.parameters())
         self.per_token = 2.0 * weights + sum(states[name] for name in config.layers)
         layers = (block.layer for block in model.blocks)
         self._attention = [(layer.widths[0], layer.window) for layer in layers if isinstance(layer, Attention)]
+
+    @classmethod
+    def of_weights(cls, model: nn.Module, exclude: nn.Module | None = None) -> StepFlops:
+        """A lower bound for a model of any make: its linear layers alone, without attention and recurrences.
+
+        Args:
+            exclude: a module whose weight is looked up, not multiplied.
+        """
+        self = cls.__new__(cls)
+        self.parameters, self._attention = sum(p.numel() for p in model.parameters()), []
+        self.per_token = 2.0 * _weights(model, exclude)
+        return self
 
     def __call__(self, cu_seqlens: Sequence[int]) -> float:
         """FLOPs of one forward and backward pass over packed documents with these offsets ``[N+1]``."""
@@ -55,6 +61,18 @@ class StepFlops:
         for width, window in self._attention:
             forward += 4.0 * width * sum(pairs(n, window) for n in lengths)
         return 3 * forward
+
+
+def _weights(model: nn.Module, exclude: nn.Module | None) -> int:
+    """Weights of matrix products that a token meets."""
+    weights = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not exclude:
+            weights += module.weight.numel()
+        elif isinstance(module, MixtureOfExperts):
+            experts = sum(p.numel() for p in module.experts.parameters())
+            weights += experts * module.top_k // module.router.out_features
+    return weights
 
 
 def _state(config: HybridConfig, name: str) -> float:
