@@ -7,16 +7,14 @@ Where a shard is shorter than the kernel the lead comes from several ranks at on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import outside_graphs
 from .comm import Replicated, SumOverRanks
 from .context import ShardedLayout
 from .errors import ArgumentError, RingLAError, UnsupportedError
+from .kernels.short_conv import Rows, convolve
 from .outputs import ShortConvOutput, TokenShiftOutput
 from .recurrences.recurrence import FLOATS, check_split, describe_tensor
 
@@ -121,10 +119,11 @@ def _short_conv(
         (width, activation, _shape_of(bias), _shape_of(initial_state), output_final_state),
     )
     initial = None if initial_state is None else initial_state.mT
-    tail = Tail.of(flat, width - 1, initial, layout, cu_seqlens)
-    o = _convolve(tail, weight, bias, flat)
-    o = F.silu(o) if activation == "silu" else o
-    o, final = o.to(x.dtype).view(x.shape), tail.final(initial).mT.to(x.dtype) if output_final_state else None
+    lead, cu = _leads(flat, width - 1, initial, layout, cu_seqlens)
+    o, ends = convolve(flat, weight, bias, lead, cu, activation == "silu", output_final_state)
+    o, final = o.view(x.shape), None
+    if output_final_state:
+        final = _final(ends, initial, layout, cu_seqlens is not None).mT.to(x.dtype)
     return ShortConvOutput(*(_Together.apply(o, final) if layout is not None and final is not None else (o, final)))
 
 
@@ -144,9 +143,10 @@ def _token_shift(
         error = e
     _agree("token_shift", layout, error, x, (_shape_of(initial_state), output_final_state))
     initial = None if initial_state is None else initial_state[:, None]
-    tail = Tail.of(flat, 1, initial, layout, cu_seqlens)
-    o = tail.rows.index_select(1, tail.token)
-    o, final = o.view(x.shape), tail.final(initial)[:, 0].to(x.dtype) if output_final_state else None
+    rows = Rows.of(flat, 1, *_leads(flat, 1, initial, layout, cu_seqlens))
+    o, final = rows.before.view(x.shape), None
+    if output_final_state:
+        final = _final(rows.ends, initial, layout, cu_seqlens is not None)[:, 0].to(x.dtype)
     return TokenShiftOutput(*(_Together.apply(o, final) if layout is not None and final is not None else (o, final)))
 
 
@@ -166,105 +166,43 @@ class _Together(torch.autograd.Function):
         return do, dfinal
 
 
-@dataclass
-class Tail:
-    """Tokens with a lead of `width` rows before each piece.
+def _leads(
+    x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The `width` rows before each piece ``[B, pieces, width, D]`` (None: zeros), and the pieces' offsets (None: one).
 
-    Attributes:
-        rows: ``[B, T + pieces·width, D]``, lead and tokens of the first piece, then of the second, …
-        token: for each token, where the row `width` places before it is, int64 ``[T]``.
-        last: for each piece, where its last `width` rows begin, int64 ``[pieces]``.
+    `initial` is ``[N, width, D]``. Before a document stands its initial state, before another piece what other ranks
+    hold of it.
     """
-
-    rows: Tensor
-    token: Tensor
-    last: Tensor
-    width: int
-    layout: ShardedLayout | None
-    packed: bool
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        width: int,
-        initial: Tensor | None,
-        layout: ShardedLayout | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tail:
-        """The tail of ``x [B, T, D]``; `initial` is ``[N, width, D]``."""
-        packed = cu_seqlens is not None if layout is None else layout.packed
-        if layout is None:
-            cu = torch.tensor([0, x.shape[1]], device=x.device) if cu_seqlens is None else cu_seqlens.long()
-            leads = _own_leads(x, width, initial, cu.shape[0] - 1, packed)
-        else:
-            cu = layout.cu_pieces.to(x.device).long()
-            leads = _leads(x, width, initial, layout)
-        pieces = cu.shape[0] - 1
-        t = torch.arange(x.shape[1], device=x.device)
-        token = t + width * torch.searchsorted(cu[1:], t, right=True)
-        if pieces == 1:
-            rows = torch.cat([leads[:, 0].to(x.dtype), x], 1)
-        else:
-            piece = torch.arange(pieces, device=x.device)
-            lead = (cu[:-1] + width * piece)[:, None] + torch.arange(width, device=x.device)
-            rows = x.new_zeros(x.shape[0], x.shape[1] + pieces * width, x.shape[2])
-            rows = rows.index_copy(1, token + width, x).index_copy(1, lead.flatten(), leads.to(x.dtype).flatten(1, 2))
-        last = cu[1:] + width * torch.arange(pieces, device=x.device)
-        return cls(rows, token, last, width, layout, packed)
-
-    def final(self, initial: Tensor | None) -> Tensor:
-        """Each document's last `width` rows ``[N, width, D]``, on every rank."""
-        places = self.last[:, None] + torch.arange(self.width, device=self.rows.device)
-        ends = self.rows.index_select(1, places.flatten()).unflatten(1, places.shape)  # [B, pieces, width, D]
-        layout = self.layout
-        if layout is None:
-            return ends[0] if self.packed else ends[:, 0]
-        pieces = [(i, p.document) for i, p in enumerate(layout.pieces) if p.last]
-        out = ends.new_zeros(ends.shape[0], layout.num_documents, *ends.shape[2:])
-        index = [torch.tensor([p[n] for p in pieces], dtype=torch.int64, device=ends.device) for n in (0, 1)]
-        out = out.index_copy(1, index[1], ends.index_select(1, index[0]))
-        out = SumOverRanks.apply(out, layout.cp.comm)
-        empty = [n for n, (a, b) in enumerate(zip(layout.cu_seqlens, layout.cu_seqlens[1:])) if a == b]
-        if initial is not None and empty:
-            index = torch.tensor(empty, device=out.device)
-            own = Replicated.apply(initial, layout.cp.comm).to(out.dtype).index_select(0, index)
-            out = out.index_copy(1, index, own[None])
-        return out[0] if self.packed else out[:, 0]
-
-
-def _convolve(tail: Tail, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """The convolution at every token, accumulated in fp32 or wider."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rows, w = tail.rows.to(wide), weight.to(wide)
-    n = max(0, rows.shape[1] - tail.width)  # 0 on a rank without tokens
-    o = w[:, 0] * rows[:, :n]
-    for j in range(1, w.shape[1]):
-        o = o + w[:, j] * rows[:, j : j + n]
-    if bias is not None:
-        o = o + bias.to(wide)
-    return o if o.shape[1] == x.shape[1] else o.index_select(1, tail.token)
-
-
-def _own_leads(x: Tensor, width: int, initial: Tensor | None, pieces: int, packed: bool) -> Tensor:
-    """Leads ``[B, pieces, width, D]`` of whole documents: their initial states."""
-    if initial is None:
-        return x.new_zeros(x.shape[0], pieces, width, x.shape[2])
-    return initial[None] if packed else initial[:, None]
-
-
-def _leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout) -> Tensor:
-    """Leads of this rank's pieces: the tokens before them, and initial states before documents."""
+    if layout is None:
+        packed = cu_seqlens is not None
+        return None if initial is None else initial[None] if packed else initial[:, None], cu_seqlens
     ranks = range(layout.world_size)
     route = layout.route(("lead", width), lambda: [_before(layout, r, width)[0] for r in ranks], neighbours=True)
     halo = route(x, 1)
-    pieces = len(layout.pieces)
     if initial is not None:
         rows = (initial[None] if layout.packed else initial[:, None]).flatten(1, 2)
         place = _before(layout, layout.rank, width)[1].to(x.device)
         mine = Replicated.apply(rows, layout.cp.comm).index_select(1, place.clamp(min=0))
         halo = halo + mine.to(x.dtype).masked_fill((place < 0)[:, None], 0)
-    return halo.unflatten(1, (pieces, width))
+    return halo.unflatten(1, (len(layout.pieces), width)), layout.cu_pieces.to(x.device)
+
+
+def _final(ends: Tensor, initial: Tensor | None, layout: ShardedLayout | None, packed: bool) -> Tensor:
+    """Each document's last rows ``[N, width, D]`` on every rank, from those of this rank's pieces."""
+    if layout is None:
+        return ends[0] if packed else ends[:, 0]
+    pieces = [(i, p.document) for i, p in enumerate(layout.pieces) if p.last]
+    out = ends.new_zeros(ends.shape[0], layout.num_documents, *ends.shape[2:])
+    index = [torch.tensor([p[n] for p in pieces], dtype=torch.int64, device=ends.device) for n in (0, 1)]
+    out = out.index_copy(1, index[1], ends.index_select(1, index[0]))
+    out = SumOverRanks.apply(out, layout.cp.comm)
+    empty = [n for n, (a, b) in enumerate(zip(layout.cu_seqlens, layout.cu_seqlens[1:])) if a == b]
+    if initial is not None and empty:
+        index = torch.tensor(empty, device=out.device)
+        own = Replicated.apply(initial, layout.cp.comm).to(out.dtype).index_select(0, index)
+        out = out.index_copy(1, index, own[None])
+    return out[0] if layout.packed else out[:, 0]
 
 
 def _before(layout: ShardedLayout, rank: int, width: int) -> tuple[Tensor, Tensor]:

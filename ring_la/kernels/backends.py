@@ -29,7 +29,7 @@ def triton_refuses(rule: Rule, inputs: Inputs) -> str:
     """Why the Triton backend cannot run this, or an empty string."""
     if not inputs.q.is_cuda:
         return "tensors are not on a CUDA device"
-    if not _triton_installed():
+    if not triton_installed():
         return "triton is not installed"
     from .triton.local import unsupported
 
@@ -37,7 +37,7 @@ def triton_refuses(rule: Rule, inputs: Inputs) -> str:
 
 
 @functools.cache
-def _triton_installed() -> bool:
+def triton_installed() -> bool:
     return find_spec("triton") is not None
 
 
@@ -45,7 +45,7 @@ def triton_tokens_refuses(inputs: Inputs) -> str:
     """Why the Triton kernel of the recurrent mode cannot run this, or an empty string."""
     if not inputs.q.is_cuda:
         return "tensors are not on a CUDA device"
-    if not _triton_installed():
+    if not triton_installed():
         return "triton is not installed"
     from .triton.decode import unsupported
 

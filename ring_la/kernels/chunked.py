@@ -144,7 +144,7 @@ class ChunkedRecurrence:
         entering, leaves, S = [], [], start[:, 0]
         for i in range(c.count):
             if c.packed:
-                S = torch.where(c.first[i], start[:, c.known[i]], S)
+                S = torch.where(c.first[i], start.index_select(1, c.known[i : i + 1])[:, 0], S)
             entering.append(S)
             S = act(kind, None if t.A is None else t.A[:, i], S) + t.b[:, i]
             leaves.append(S)
@@ -164,7 +164,7 @@ class ChunkedRecurrence:
         into: list[Tensor] = []
         for i in reversed(range(c.count)):
             if c.packed:
-                G = torch.where(c.last[i], end[:, c.known[i]], G)
+                G = torch.where(c.last[i], end.index_select(1, c.known[i : i + 1])[:, 0], G)
             leaving.append(G)
             G = act(kind, None if A is None else A[:, i], G) + own[:, i]
             into.append(G)
@@ -180,7 +180,7 @@ class ChunkedRecurrence:
         t, c, kind = self.state, self.chunks, self.rule.transition
         if t.A is None:
             return None
-        unit = torch.ones(()).to(t.A) if kind != "dense" else torch.eye(t.A.shape[-1]).to(t.A)
+        unit = t.A.new_ones(()) if kind != "dense" else torch.eye(t.A.shape[-1], dtype=t.A.dtype, device=t.A.device)
         products, P = [], unit.expand_as(t.A[:, 0])
         for i in range(c.count):
             if c.packed:

@@ -95,12 +95,12 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     own = inspect.signature(describe)
     fields = inspect.signature(Options).parameters.values()
     common = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
-    names = {p.name for p in common}
+    names = tuple(p.name for p in common)
     unknown_scale = "1" if describe.__name__ == "mamba2" else "K**-0.5"
 
     @functools.wraps(describe)
     def function(*args, **keywords) -> LinearAttentionOutput:
-        options = Options(**{k: keywords.pop(k) for k in names & keywords.keys()})
+        options = Options(**{k: keywords.pop(k) for k in names if k in keywords})
         bound = own.bind(*args, **keywords)  # a TypeError for missing and unknown arguments, before anything is sent
         if options.backend == "reference":
             return _reference(describe.__name__, args, keywords, options)
@@ -137,9 +137,19 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options, flags:
         sides = (options.initial_state, options.output_final_state, options.layout, options.cu_seqlens)
         out = bidirectional(inputs, float(scale), *sides)
     else:
-        keywords = {k: v for k, v in vars(options).items() if k not in ("scale", "use_qk_l2norm")}
-        out = linear.run(r.rule, inputs, scale=float(scale), **keywords)
-    return out._replace(o=r.readout(out.o))
+        out = linear.run(
+            r.rule,
+            inputs,
+            scale=float(scale),
+            initial_state=options.initial_state,
+            output_final_state=options.output_final_state,
+            layout=options.layout,
+            cu_seqlens=options.cu_seqlens,
+            mode=options.mode,
+            backend=options.backend,
+            in_place=options.in_place,
+        )
+    return LinearAttentionOutput(r.readout(out.o), out.final_state)
 
 
 def _own_heads(x: Inputs) -> Inputs:

@@ -23,20 +23,19 @@ from tests.kernels.triton_cases import Case
 def one_token(copy: float) -> dict[str, list]:
     """The three best (share of copy bandwidth, columns, warps, ms) of each rule."""
     state = torch.randn(64, 32, 128, 128, device="cuda")
-    moved, found = 2 * state.numel() * 4, {}
-    chosen = decode.BLOCK_V, decode.WARPS
+    moved, found, chosen = 2 * state.numel() * 4, {}, dict(decode.TILE)
     for name in ("additive_scalar", "delta_scalar", "delta_diagonal", "dplr_diagonal"):
         case = Case(name, 64, 1, 32, 32, 128, 128, torch.bfloat16)
         step = partial(decode.run, Rule.parse(name), case.inputs("cuda"), state, 0.1, into=state)
         shares = []
         for block in (16, 32, 64):
             for warps in (2, 4, 8):
-                decode.BLOCK_V, decode.WARPS = block, warps
+                decode.TILE[Rule.parse(name).write] = block, warps
                 ms = milliseconds(step, budget=0.01)
                 shares.append((round(moved / (ms / 1e3) / copy, 3), block, warps, ms))
         found[name] = sorted(shares, reverse=True)[:3]
         print(name, found[name], flush=True)
-    decode.BLOCK_V, decode.WARPS = chosen
+    decode.TILE |= chosen
     return found
 
 

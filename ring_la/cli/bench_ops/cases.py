@@ -14,6 +14,8 @@ import ring_la
 
 GROUPS = 8
 """Groups of Mamba-2's B and C, where they divide the heads."""
+SHARED_INPUTS = ("dA", "ddt_bias", "dweight")
+"""Gradients of what all tokens share."""
 Inputs = dict[str, Tensor]
 Draw = Callable[..., Tensor]
 

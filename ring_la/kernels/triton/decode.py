@@ -20,8 +20,9 @@ from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs, Local
 from ring_la.kernels.triton.table import width
 
-BLOCK_V, WARPS = 32, 4
-"""Columns of a state a program takes: short loads of whole rows' segments, many in flight; swept by bench_decode."""
+TILE = {"additive": (64, 4), "delta": (64, 4), "dplr": (32, 2)}
+"""By the rule's write, columns of a state a program takes and its warps: the best of 16 to 64 and 2 to 8 for 64
+sequences of 32 heads, K = V = 128, on an H200 (bench_decode)."""
 DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
 
 
@@ -127,7 +128,8 @@ def run(
             else state.new_empty(B, N, H, K, V)
         )
     o = torch.empty_like(v)
-    block = min(BLOCK_V, triton.next_power_of_2(V))
+    block, warps = TILE[rule.write]
+    block = min(block, triton.next_power_of_2(V))
     programs = B * N * H * triton.cdiv(V, block)
     if programs:
         tokens_kernel[(programs,)](
@@ -135,7 +137,7 @@ def run(
             into if cu is None else cu, o, scale, T, N, H=H, HK=HK, K=K, V=V, BK=width(K), BV=block,
             DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
             HAS_STATE=state is not None, INDEXED=rows is not None, PACKED=cu is not None,
-            SINGLE=cu is None and T == 1, num_warps=WARPS,
+            SINGLE=cu is None and T == 1, num_warps=warps,
         )  # fmt: skip
     return o, into
 
