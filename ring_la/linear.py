@@ -25,7 +25,7 @@ from .comm import Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
 from .outputs import LinearAttentionOutput
-from .scan import Chain, Link
+from .scan import Chain, Horizon, Link
 
 
 def run(
@@ -40,8 +40,12 @@ def run(
     mode: str,
     backend: str | None,
     in_place: bool = False,
+    decays: tuple[float, ...] | None = None,
 ) -> LinearAttentionOutput:
-    """Run a rule over checked inputs; see `recurrences.recurrence` for the arguments. States are ``[N, H, K, V]``."""
+    """Run a rule over checked inputs; see `recurrences.recurrence` for the arguments. States are ``[N, H, K, V]``.
+
+    `decays` are the heads' log-decays, where every token's are the same and the host knows them.
+    """
     if layout is None:
         packed = cu_seqlens is not None
         S0 = None if initial_state is None else _with_rows(initial_state, packed)
@@ -50,7 +54,7 @@ def run(
             return LinearAttentionOutput(o, initial_state)
         o, S_end = linear_recurrence(*inputs, S0, cu_seqlens, str(rule), scale, mode, backend)
         return LinearAttentionOutput(o, _without_rows(S_end, packed) if output_final_state else None)
-    call = ShardedCall(rule, layout, scale, mode, backend, output_final_state)
+    call = ShardedCall(rule, layout, scale, mode, backend, output_final_state, decays)
     o, final = _Sharded.apply(call, initial_state, *inputs)
     return LinearAttentionOutput(o, final if output_final_state else None)
 
@@ -90,6 +94,19 @@ class Seams:
         where = [[i for i, p in enumerate(pieces) if p.segment == s] for s in self.links]
         self.segments = [(w[0], w[-1]) for w in where]
         self.pieces = max(1, len(pieces))
+        self._horizons: dict[object, Horizon | None] = {}
+        self._device, self._deterministic = layout.cp.device, layout.cp.deterministic
+        lengths = [s.stop - s.start for s in layout.segments]
+        self._shortest = min((n for n, passes in zip(lengths, self.chain.passes) if passes), default=0)
+
+    def horizon(self, decays: tuple[float, ...], dtype: torch.dtype) -> Horizon | None:
+        """The heads of these log-decays that forget within every link; None: there are none, or the canonical fold
+        goes through every chunk."""
+        if self._deterministic:
+            return None
+        if (decays, dtype) not in self._horizons:
+            self._horizons[decays, dtype] = Horizon.of(decays, self._shortest, dtype, self._device)
+        return self._horizons[decays, dtype]
 
     @classmethod
     def of(cls, layout: ShardedLayout) -> Seams:
@@ -109,6 +126,7 @@ class ShardedCall:
     mode: str
     backend: str | None
     output_final_state: bool
+    decays: tuple[float, ...] | None = None
 
     @cached_property
     def seams(self) -> Seams:
@@ -137,7 +155,14 @@ class ShardedCall:
     def exchange(self, chain: Chain, links: list[Link], like: Tensor) -> Pending:
         """Post the scan of `links`; its result is the state entering each owned link, in chain order."""
         cp, maps = self.layout.cp, Affine(self.kind, None, like)
+        horizon = self.horizon(like.dtype)
+        if horizon is not None and horizon.pays(chain, maps, cp.strategy):
+            return horizon.start(chain, links, maps, cp.comm, cp.strategy)
         return cp.strategy(chain, maps).start(chain, links, maps, cp.comm)
+
+    def horizon(self, dtype: torch.dtype) -> Horizon | None:
+        """Which heads forget within every segment, under decays the host knows."""
+        return None if self.decays is None else self.seams.horizon(self.decays, dtype)
 
 
 class _Sharded(torch.autograd.Function):
@@ -148,7 +173,8 @@ class _Sharded(torch.autograd.Function):
         inputs, seams, packed = Inputs(*tensors), call.seams, call.layout.packed
         local = call.local(inputs, call.mode)
         S0 = entering_states(call, inputs, initial_state)
-        through = any(seams.chain.passes[s] for s in seams.links)
+        horizon = call.horizon(state_dtype(*inputs))
+        through = any(seams.chain.passes[s] for s in seams.links) and not (horizon and horizon.all_near)
         A, S_end = local.summary(S0, through)
         links = _links(call, A, S_end, lambda piece: _push(local, S0, S_end, piece))
         pending = call.exchange(seams.chain, links, S_end[:, 0])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import linear, reference
 from ..algebra import Rule
@@ -39,6 +40,7 @@ class Recurrence:
         causal: False: every token reads the state after its document's last token.
         readout: what becomes of ``scale · Sᵀ q``.
         names: the caller's names of the inputs where they differ, for messages.
+        decays: the heads' log-decays where every token's are the same: numbers, or the caller's tensor ``[H]``.
     """
 
     rule: Rule
@@ -47,6 +49,7 @@ class Recurrence:
     causal: bool = True
     readout: Callable[[Tensor], Tensor] = lambda o: o
     names: Mapping[str, str] = field(default_factory=dict)
+    decays: tuple[float, ...] | Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,10 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options, flags:
         check(r, options)
     except RingLAError as e:
         error = e
+    decays = None
     if isinstance(options.layout, ShardedLayout):
-        options.layout.agree(name, None if error else signature(r, options, flags), error)
+        decays = None if error else known(r.decays, options.layout)
+        options.layout.agree(name, None if error else (*signature(r, options, flags), decays), error)
     elif error is not None:
         raise error
     q = r.inputs.q
@@ -148,8 +153,24 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options, flags:
             mode=options.mode,
             backend=options.backend,
             in_place=options.in_place,
+            decays=decays,
         )
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
+
+
+def known(decays: tuple[float, ...] | Tensor | None, layout: ShardedLayout) -> tuple[float, ...] | None:
+    """Static decays as the host knows them: a tensor's are read once and kept with the layout; None for those that
+    are learned, and change with every step."""
+    if not isinstance(decays, Tensor):
+        return decays
+    if decays.requires_grad or decays.is_inference():  # nobody tells when these change
+        return None
+    read = layout.__dict__.setdefault("_decays", WeakTensorKeyDictionary())
+    version, values = read.get(decays, (None, None))
+    if version != decays._version:
+        values = tuple(decays.tolist())
+        read[decays] = decays._version, values
+    return values
 
 
 def _own_heads(x: Inputs) -> Inputs:

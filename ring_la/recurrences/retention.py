@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +27,12 @@ def lightning_decay(heads: int, layer_idx: int = 0, num_layers: int = 1, device:
     return -(8 / heads) * (1 - layer_idx / num_layers) * torch.arange(heads, dtype=torch.float64, device=device)
 
 
+@functools.lru_cache(maxsize=256)
+def _numbers(decay: Callable[..., Tensor], *arguments: int) -> tuple[float, ...]:
+    """A paper's log-decays as numbers of the host."""
+    return tuple(decay(*arguments).tolist())
+
+
 def _static(g: Tensor, v: Tensor) -> Tensor:
     """One log-decay a head as a gate of every token, in the precision of the states."""
     if not isinstance(v, Tensor) or v.dim() != 4:
@@ -41,9 +50,11 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
         q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
         g: static log-decay ``log γ_h``, ``[H]``, ≤ 0; None: the paper's γ_h = 1 − 2^(−5−h), h = 0 … H−1.
     """
+    decays = g
     if g is None and isinstance(v, Tensor) and v.dim() == 4:
+        decays = _numbers(retention_decay, v.shape[2])
         g = retention_decay(v.shape[2], v.device)
-    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)))
+    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)), decays=decays)
 
 
 @recurrence
@@ -59,9 +70,11 @@ def lightning_attention(
             instead: pass them.
         layer_idx, num_layers: the layer the default decay is for.
     """
+    decays = g
     if g is None and isinstance(v, Tensor) and v.dim() == 4:
+        decays = _numbers(lightning_decay, v.shape[2], layer_idx, num_layers)
         g = lightning_decay(v.shape[2], layer_idx, num_layers, v.device)
-    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)))
+    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)), decays=decays)
 
 
 @recurrence

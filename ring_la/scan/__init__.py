@@ -2,6 +2,7 @@
 
 from .auto import STRATEGIES, CostModel
 from .chain import Chain
+from .horizon import Horizon
 from .strategy import Cost, Link, Scan
 
-__all__ = ["STRATEGIES", "Chain", "Cost", "CostModel", "Link", "Scan"]
+__all__ = ["STRATEGIES", "Chain", "Cost", "CostModel", "Horizon", "Link", "Scan"]

@@ -52,6 +52,11 @@ class Chain:
         passes = tuple(p and n for p, n in zip(self.passes[::-1], followed))
         return Chain(self.owners[::-1], followed, passes)
 
+    @cached_property
+    def forgetful(self) -> Chain:
+        """The chain of heads that forget within every link: nothing passes."""
+        return Chain(self.owners, self.needs, (False,) * len(self))
+
     def feeds(self, link: int) -> bool:
         """Whether the successor of `link` needs its outgoing state."""
         return link + 1 < len(self) and self.needs[link + 1]
