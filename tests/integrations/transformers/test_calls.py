@@ -195,6 +195,16 @@ def test_ranks_with_different_batches(ranks):
 
 REFUSED = {
     "MambaForCausalLM": (dict(state_size=4), r"layers\.0\.mixer \(MambaMixer\), whose result at one token depends"),
+    "JambaForCausalLM": (
+        dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=2, num_key_value_heads=4),
+        r"layers\.0\.mamba \(JambaMambaMixer\), whose result at one token depends",
+    ),
+    "RecurrentGemmaForCausalLM": (
+        dict(block_types=["recurrent", "attention"], head_dim=8, lru_width=32),
+        r"\(RecurrentGemmaRecurrentBlock\), whose result at one token depends",
+    ),
+    "RwkvForCausalLM": (dict(), r"blocks\.0\.attention\S* \(\w+\), whose result at one token depends"),
+    "xLSTMForCausalLM": (dict(num_heads=4, num_blocks=2), r"\(xLSTM\w+\), whose result at one token depends"),
     "BloomForCausalLM": (dict(n_head=4), r"h\.0\.self_attention \(BloomAttention\), whose result at one token depends"),
     "Llama4ForCausalLM": (
         dict(no_rope_layers=[1, 0], num_local_experts=2, intermediate_size_mlp=48, num_key_value_heads=4, head_dim=8),
