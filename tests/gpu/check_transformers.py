@@ -130,6 +130,7 @@ def main() -> None:
     cp, start = ring_la.ContextParallel(), time.monotonic()
     results: dict[str, object] = {"transformers": transformers.__version__, "ranks": cp.size}
     names = arguments.names or [*FIRST, *(n for n in RECURRENT if n not in FIRST)]
+    names = [n for n in names if hasattr(transformers, RECURRENT[n].model)]
     for name in names:
         for packed in (False, True):
             late = torch.tensor(time.monotonic() - start > arguments.seconds, dtype=torch.int32, device="cuda")
