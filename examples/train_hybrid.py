@@ -111,7 +111,7 @@ class Parallel:
     fsdp: int = 1
     context: int = -1
     layout: str = "zigzag"
-    scan: str = "all_gather"
+    scan: str = "all_to_all"
     attention: str = "auto"
     transport: str = "auto"
     validate: Literal["first", "always", "never"] = "first"
