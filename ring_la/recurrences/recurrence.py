@@ -40,7 +40,7 @@ class Recurrence:
         causal: False: every token reads the state after its document's last token.
         readout: what becomes of ``scale · Sᵀ q``.
         names: the caller's names of the inputs where they differ, for messages.
-        decays: the heads' log-decays where every token's are the same: numbers, or the caller's tensor ``[H]``.
+        decays: the heads' log-decays where every token's are the same: what gives them, or the caller's tensor.
     """
 
     rule: Rule
@@ -49,7 +49,7 @@ class Recurrence:
     causal: bool = True
     readout: Callable[[Tensor], Tensor] = lambda o: o
     names: Mapping[str, str] = field(default_factory=dict)
-    decays: tuple[float, ...] | Tensor | None = None
+    decays: Callable[[], tuple[float, ...]] | Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,11 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options, flags:
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
 
 
-def known(decays: tuple[float, ...] | Tensor | None, layout: ShardedLayout) -> tuple[float, ...] | None:
+def known(decays: Callable[[], tuple[float, ...]] | Tensor | None, layout: ShardedLayout) -> tuple[float, ...] | None:
     """Static decays as the host knows them: a tensor's are read once and kept with the layout; None for those that
     are learned, and change with every step."""
     if not isinstance(decays, Tensor):
-        return decays
+        return decays if decays is None else decays()
     if decays.requires_grad or decays.is_inference():  # nobody tells when these change
         return None
     read = layout.__dict__.setdefault("_decays", WeakTensorKeyDictionary())

@@ -52,7 +52,7 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
     """
     decays = g
     if g is None and isinstance(v, Tensor) and v.dim() == 4:
-        decays = _numbers(retention_decay, v.shape[2])
+        decays = functools.partial(_numbers, retention_decay, v.shape[2])
         g = retention_decay(v.shape[2], v.device)
     return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)), decays=decays)
 
@@ -72,7 +72,7 @@ def lightning_attention(
     """
     decays = g
     if g is None and isinstance(v, Tensor) and v.dim() == 4:
-        decays = _numbers(lightning_decay, v.shape[2], layer_idx, num_layers)
+        decays = functools.partial(_numbers, lightning_decay, v.shape[2], layer_idx, num_layers)
         g = lightning_decay(v.shape[2], layer_idx, num_layers, v.device)
     return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)), decays=decays)
 
