@@ -143,11 +143,21 @@ def _token_shift(
         error = e
     _agree("token_shift", layout, error, x, (_shape_of(initial_state), output_final_state))
     initial = None if initial_state is None else initial_state[:, None]
-    rows = Rows.of(flat, 1, *_leads(flat, 1, initial, layout, cu_seqlens))
+    rows = behind(flat, 1, initial, layout, cu_seqlens)
     o, final = rows.before.view(x.shape), None
     if output_final_state:
         final = _final(rows.ends, initial, layout, cu_seqlens is not None)[:, 0].to(x.dtype)
     return TokenShiftOutput(*(_Together.apply(o, final) if layout is not None and final is not None else (o, final)))
+
+
+def behind(
+    x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+) -> Rows:
+    """The tokens of ``x [B, T, D]``, of any dtype, behind the `width` before them.
+
+    `initial` are the rows before each document ``[N, width, D]``; None: zeros.
+    """
+    return Rows.of(x, width, *_leads(x, width, initial, layout, cu_seqlens))
 
 
 _short_conv_split, _token_shift_split = outside_graphs(_short_conv), outside_graphs(_token_shift)

@@ -226,6 +226,23 @@ RECURRENT: dict[str, Case] = {
     "lfm2": hybrid("Lfm2ForCausalLM", "CFC", conv_bias=True),
     "lfm2_moe": hybrid("Lfm2MoeForCausalLM", "CFC", num_experts=4, num_dense_layers=1, **EXPERTS),
     "lfm3": hybrid("Lfm3ForCausalLM", "SCF", sliding_window=5),
+    "xlstm": case(
+        "xLSTMForCausalLM",
+        skip=("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+        num_heads=4,
+        chunk_size=8,
+        ffn_round_up_to_multiple_of=8,
+    ),
+    "zaya": case(
+        "ZayaForCausalLM",
+        skip=("intermediate_size",),
+        layer_types=["hybrid", "hybrid_sliding"],
+        sliding_window=5,
+        moe_intermediate_size=16,
+        num_experts=4,
+        router_hidden_size=8,
+        attention_bias=True,
+    ),
     "glm5_next": case(
         "Glm5NextForConditionalGeneration",
         skip=tuple(SMALL),

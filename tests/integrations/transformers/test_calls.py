@@ -204,7 +204,6 @@ REFUSED = {
         r"\(RecurrentGemmaRecurrentBlock\), whose result at one token depends",
     ),
     "RwkvForCausalLM": (dict(), r"blocks\.0\.attention\S* \(\w+\), whose result at one token depends"),
-    "xLSTMForCausalLM": (dict(num_heads=4, num_blocks=2), r"\(xLSTM\w+\), whose result at one token depends"),
     "BloomForCausalLM": (dict(n_head=4), r"h\.0\.self_attention \(BloomAttention\), whose result at one token depends"),
     "Llama4ForCausalLM": (
         dict(no_rope_layers=[1, 0], num_local_experts=2, intermediate_size_mlp=48, num_key_value_heads=4, head_dim=8),

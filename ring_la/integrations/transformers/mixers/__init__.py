@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ....errors import UnsupportedError
-from . import convolution, delta, indexed, lightning, mamba, qwen4_exp
+from . import convolution, delta, indexed, lightning, mamba, qwen4_exp, xlstm, zaya
 
 if TYPE_CHECKING:
     from ..model import Parallel
@@ -32,6 +32,8 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **lightning.MIXERS,
     **indexed.MIXERS,
     **qwen4_exp.MIXERS,
+    **xlstm.MIXERS,
+    **zaya.MIXERS,
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 

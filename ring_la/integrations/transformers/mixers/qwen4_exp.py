@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from ....conv import Tail, short_conv
+from ....conv import behind, short_conv
 from ....errors import UnsupportedError
 from ..call import Call
 from .indexed import Overriding
@@ -21,9 +21,9 @@ def ngram_embedding(call: Call, layer: nn.Module, input_ids: Tensor, past_key_va
     if call.layout is None or call.layout.packed:
         documents = len(call.cu_seqlens if call.layout is None else call.layout.cu_seqlens) - 1
     before = input_ids.new_full((documents, layer.context_len, 1), layer.eos_token_id)
-    tail = Tail.of(input_ids[..., None], layer.context_len, before, call.layout, call.cu_seqlens)
-    out = inspect.unwrap(type(layer).forward)(layer, tail.rows[..., 0], None)
-    return out.index_select(1, tail.token + tail.width)
+    ids = behind(input_ids[..., None], layer.context_len, before, call.layout, call.cu_seqlens)
+    out = inspect.unwrap(type(layer).forward)(layer, ids.rows[..., 0], None)
+    return out.index_select(1, ids.token + ids.width)
 
 
 def ple_layer(call: Call, layer: nn.Module, *args, **keywords) -> Tensor:
