@@ -31,8 +31,8 @@ STRATEGIES: dict[str, Scan] = {
 """Every scan strategy by name; tests and ``scan="auto"`` go through this table."""
 
 SMALL, LARGE = 16 * 1024, {"cpu": 2 * 2**20, "cuda": 16 * 2**20}
-PATIENCE, MOST = 0.7, 30
-"""Seconds to measure for, after all has run twice, and how often at most."""
+SWEEP, PATIENCE, MOST = 0.2, 0.7, 30
+"""Seconds all probes may take once, seconds to repeat them for, and how often at most."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,17 @@ class CostModel:
     @classmethod
     def measure(cls, group: Group) -> CostModel:
         """Measure `group`; collective, well under two seconds on one host."""
-        probes = _messages(group) | _maps(group.device)
-        points = [(name, size) for name, probe in probes.items() for size in (probe.small, probe.large)]
-
-        def sweep() -> list[float]:
-            """All points once: in turns, so that whatever else the machine does hits all alike."""
-            return [_seconds(probes[name].run, size, group) * probes[name].share for name, size in points]
-
-        sweep()
-        start = time.perf_counter()
-        first = sweep()
-        lasted = _slowest([time.perf_counter() - start], group)[0]
-        times = [first, *(sweep() for _ in range(min(MOST, int(PATIENCE / lasted))))]
-        slowest = dict(zip(points, _slowest([sorted(column)[len(column) // 4] for column in zip(*times)], group)))
-        ends = {n: [(size, slowest[n, size]) for size in (p.small, p.large)] for n, p in probes.items()}
-        return cls(**{name: Line.through(*both) for name, both in ends.items()})
+        scale = 1 / 8
+        for _ in range(2):  # once to open connections and to learn which sizes this group can afford
+            probes = _messages(group, scale) | _maps(group.device)
+            start = time.perf_counter()
+            first = _sweep(probes, group)
+            lasted = _slowest([time.perf_counter() - start], group)[0]
+            scale = min(1.0, SWEEP / 8 / lasted)
+        times = [first, *(_sweep(probes, group) for _ in range(min(MOST, int(PATIENCE / lasted))))]
+        quartiles = iter(_slowest([sorted(column)[len(column) // 4] for column in zip(*times)], group))
+        points = {name: [(size, next(quartiles)) for size in (p.small, p.large)] for name, p in probes.items()}
+        return cls(**{name: Line.through(*both) for name, both in points.items()})
 
     def seconds(self, cost: Cost, like: Affine) -> float:
         """Seconds of an exchange of this cost, for maps like `like`."""
@@ -117,10 +113,11 @@ class Probe(NamedTuple):
     share: float = 1.0
 
 
-def _messages(group: Group) -> dict[str, Probe]:
-    """One message of each pattern, by the bytes a rank receives."""
+def _messages(group: Group, scale: float) -> dict[str, Probe]:
+    """One message of each pattern, by the bytes a rank receives; `scale` makes the large ones smaller."""
     P, rank, device = group.size, group.rank, group.device
-    right, left, large = (rank + 1) % P, (rank - 1) % P, LARGE[device.type]
+    right, left = (rank + 1) % P, (rank - 1) % P
+    large = max(4 * SMALL, int(LARGE[device.type] * scale))
 
     def block(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
@@ -168,6 +165,11 @@ def _maps(device: torch.device) -> dict[str, Probe]:
         "add": Probe(add, SMALL, LARGE[device.type], 1 / times),
         "matmul": Probe(matmul, 2 * width**3, 2 * width**3 * large, 1 / times),
     }
+
+
+def _sweep(probes: dict[str, Probe], group: Group) -> list[float]:
+    """Seconds of all probes once, small and large: in turns, so that what else the machine does hits all alike."""
+    return [_seconds(p.run, size, group) * p.share for p in probes.values() for size in (p.small, p.large)]
 
 
 def _seconds(run: Callable[[int], None], size: int, group: Group) -> float:

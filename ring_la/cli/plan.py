@@ -1,0 +1,242 @@
+"""Step time, memory and the best split of a hybrid model on a cluster, predicted from measured rates.
+
+    ring-la plan --layers gdn,gdn,gdn,attention --repeat 8 --dim 2048 --heads 16 --length 262144 --gpus 8,64,1024
+    ring-la plan --config model.json --length 1048576 --gpus 512 --rates docs/benchmarks/scan-h200x4.json
+
+One line for each number of ranks P a sequence can be split over; the other GPUs hold replicas with sequences of their
+own, and weights, gradients and optimiser states are sharded over all. docs/planning.md says what is counted and how far
+the predictions were checked. --rates is a file `ring-la bench scan` wrote; without it, the table for an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ArgumentError
+from ..layout import Layout
+from ..models import HybridConfig
+from ..scan import Chain, CostModel
+from ..scan.auto import Line
+from .cluster import Cluster
+from .rates import H200, Rates
+from .workload import Work, Workload
+
+STATE_BYTES = 16
+"""A parameter in bf16 with its gradient, and Adam's master copy and two moments in fp32."""
+PASSES = 3
+"""How often what is saved for the backward pass is moved by elementwise work, forward and backward."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help="JSON of a HybridConfig; replaces the next six")
+    parser.add_argument("--layers", default="gdn,gdn,gdn,attention", help="names of ring_la.nn.LAYERS")
+    parser.add_argument("--repeat", type=int, default=8, help="the list of layers so often")
+    parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--mlp-dim", type=int, default=None)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--length", type=int, default=262144, help="tokens of one sequence")
+    parser.add_argument("--gpus", default="8", help="GPUs of the cluster, comma-separated")
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--inside", default="10,300", help="a hop in a node: latency (µs), bandwidth (GB/s, one way)")
+    parser.add_argument("--between", default="20,45", help="a hop between nodes, for one GPU; default: 400 Gb/s a GPU")
+    parser.add_argument("--launch", type=float, default=40.0, help="host time of a message (µs); 0: CUDA graphs")
+    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"))
+    parser.add_argument("--rates", type=Path, help="bench_scan.json; default: the table for an H200")
+    parser.add_argument("--memory", type=float, help="GiB of one GPU; default: the rates'")
+    parser.add_argument("--forward", action="store_true", help="prefill: no backward, no optimiser")
+    parser.add_argument("--recompute", action="store_true", help="keep only each block's input for the backward pass")
+    parser.add_argument("--out", type=Path, help="also write the table as JSON")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for every line of the table."""
+
+    work: Workload
+    rates: Rates
+    cluster: Cluster
+    length: int
+    layout: str = "zigzag"
+    backward: bool = True
+    recompute: bool = False
+    memory: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One split.
+
+    Attributes:
+        seconds: of a step on one sequence a replica. compute, exchange, attention, weights: their parts: one rank's
+            own work, the recurrences' exchanges (nothing hidden), and what is not hidden of moving keys and values and
+            of gathering weights and summing gradients.
+        memory: bytes of one GPU.
+        strategies: of the recurrences' exchange, by layer.
+        throughput: tokens a second of one GPU.
+    """
+
+    gpus: int
+    P: int
+    seconds: float
+    compute: float
+    exchange: float
+    attention: float
+    weights: float
+    memory: float
+    fits: bool
+    throughput: float
+    strategies: dict[str, str]
+
+
+def run(args: argparse.Namespace) -> None:
+    setting = read(args)
+    w = setting.work
+    print(f"{len(w.blocks)} blocks, {w.parameters / 1e9:.2f} G parameters, {setting.length} tokens a sequence")
+    print(f"rates: {setting.rates.source}")
+    print("    GPUs     P  tokens/rank      step    compute   exchange  attention    weights    memory  tokens/s/GPU")
+    table = []
+    for gpus in sizes(args.gpus):
+        lines = [predict(setting, gpus, P) for P in splits(gpus, setting.length)]
+        fitting = [line for line in lines if line.fits]
+        best = max(fitting, key=lambda line: line.throughput) if fitting else None
+        for line in lines:
+            print(shown(line, setting.length) + ("  <- best" if line is best else ""))
+        if best is None:
+            print(f"  {gpus} GPUs: no split fits {setting.memory / 2**30:.0f} GiB" + " (try --recompute)")
+        table += [vars(line) | {"best": line is best} for line in lines]
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(dict(rates=setting.rates.source, length=setting.length, rows=table), indent=1))
+
+
+def read(args: argparse.Namespace) -> Setting:
+    """The setting the options describe.
+
+    Raises:
+        ArgumentError: naming the option.
+    """
+    if args.config:
+        try:
+            config = HybridConfig(**json.loads(args.config.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ArgumentError("--config", "JSON of a HybridConfig", f"{args.config} ({error})") from error
+    else:
+        layers = args.layers.split(",") * args.repeat
+        config = HybridConfig(args.vocab, args.dim, layers, args.heads, mlp_dim=args.mlp_dim)
+    for name, value in (("--length", args.length), ("--per-node", args.per_node)):
+        if value < 1:
+            raise ArgumentError(name, "a number ≥ 1", value)
+    rates = Rates.read(args.rates) if args.rates else H200
+    links = link("--inside", args.inside), link("--between", args.between)
+    return Setting(
+        Workload.of(config), rates, Cluster(args.per_node, *links, args.launch * 1e-6), args.length, args.layout,
+        not args.forward, args.recompute, args.memory * 2**30 if args.memory else rates.memory,
+    )  # fmt: skip
+
+
+def link(name: str, text: str) -> Line:
+    """ "10,300" as 10 µs and 300 GB/s."""
+    try:
+        alpha, beta = map(float, text.split(","))
+    except ValueError:
+        alpha, beta = -1.0, 0.0
+    if alpha < 0 or beta <= 0:
+        raise ArgumentError(name, "latency in µs and bandwidth in GB/s, such as 10,300", repr(text))
+    return Line(alpha * 1e-6, beta * 1e9)
+
+
+def sizes(text: str) -> list[int]:
+    if not all(word.isdigit() and int(word) for word in text.split(",")):
+        raise ArgumentError("--gpus", "numbers ≥ 1, comma-separated", repr(text))
+    return [int(word) for word in text.split(",")]
+
+
+def splits(gpus: int, length: int) -> list[int]:
+    """Powers of two that divide the GPUs, and all of them, while every rank has a chunk of tokens."""
+    powers = {2**n for n in range(gpus.bit_length()) if gpus % 2**n == 0} | {gpus}
+    return sorted(P for P in powers if length // P >= 64) or [1]
+
+
+def predict(setting: Setting, gpus: int, P: int) -> Prediction:
+    """Step time and memory with a sequence split over P of `gpus` GPUs."""
+    work, rates, cluster = setting.work, setting.rates, setting.cluster
+    tokens = setting.length / P
+    model = cluster.model(P, rates) if P > 1 else None
+    chain = Chain.of(Layout(setting.length, setting.layout, P, 0)) if P > 1 else None
+    compute = matmuls(setting, work.ends, tokens)
+    exchange, attention, strategies = 0.0, 0.0, {}
+    for block in work.blocks:
+        own = local(setting, block, tokens)
+        compute += own
+        if model is None:
+            continue
+        if block.recurrence:
+            by_name = model.predict(chain, block.state)
+            strategies[block.layer] = min(by_name, key=by_name.__getitem__)
+            exchange += (2 if setting.backward else 1) * by_name[strategies[block.layer]]
+        else:
+            attention += max(0.0, rotation(setting, model, block, tokens, P) - own)
+    weights = max(0.0, sharding(setting, gpus) - compute)
+    seconds = compute + exchange + attention + weights
+    memory = held(setting, gpus, tokens)
+    fits = memory <= setting.memory
+    parts = compute, exchange, attention, weights
+    return Prediction(gpus, P, seconds, *parts, memory, fits, tokens / seconds, strategies)
+
+
+def matmuls(setting: Setting, parameters: int, tokens: float) -> float:
+    """Seconds of multiplying tokens with parameters: 2 operations each, 3 times that with a backward pass."""
+    passes = (4 if setting.recompute else 3) if setting.backward else 1
+    return 2 * passes * parameters * tokens / setting.rates.matmul
+
+
+def local(setting: Setting, block: Work, tokens: float) -> float:
+    """Seconds of one block's own work on this rank's tokens."""
+    rates, backward = setting.rates, setting.backward
+    seconds = matmuls(setting, block.multiplied, tokens)
+    seconds += (PASSES if backward else 1) * block.saved * tokens / rates.copy
+    if block.recurrence:
+        mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
+        again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
+    else:
+        operations = 2 * tokens * setting.length * block.heads * block.K  # causal: half of all pairs, two products
+        mixing, again = rates.attention(operations, backward), rates.attention(operations, False)
+    return seconds + mixing + (again if setting.recompute and backward else 0.0)
+
+
+def rotation(setting: Setting, model: CostModel, block: Work, tokens: float, P: int) -> float:
+    """Seconds of the ring of keys and values, P − 1 swaps forward; backward their gradients travel too."""
+    return (P - 1) * model.swap(block.kv * tokens) * (3 if setting.backward else 1)
+
+
+def sharding(setting: Setting, gpus: int) -> float:
+    """Seconds of gathering bf16 weights for forward and backward and scattering gradients over all GPUs."""
+    if gpus == 1:
+        return 0.0
+    model = setting.cluster.model(gpus, setting.rates)
+    return (3 if setting.backward else 1) * model.gather(2 * setting.work.parameters * (gpus - 1) / gpus)
+
+
+def held(setting: Setting, gpus: int, tokens: float) -> float:
+    """Bytes of one GPU: its shard of the training state, one block's gathered weights, what backward needs."""
+    work = setting.work
+    largest = max(work.blocks, key=lambda block: block.parameters)
+    if not setting.backward:
+        return 2 * work.parameters / gpus + 2 * largest.parameters + tokens * max(b.saved for b in work.blocks)
+    if setting.recompute:
+        kept = 2 * work.dim * len(work.blocks) + max(block.saved for block in work.blocks)
+    else:
+        kept = sum(block.saved for block in work.blocks)
+    logits = 4 * work.vocabulary * min(tokens, 8192)
+    return STATE_BYTES * work.parameters / gpus + 4 * largest.parameters + kept * tokens + logits
+
+
+def shown(line: Prediction, length: int) -> str:
+    times = (line.seconds, line.compute, line.exchange, line.attention, line.weights)
+    text = f"{line.gpus:8}{line.P:6}{length // line.P:13}" + "".join(f"{t * 1e3:8.1f} ms" for t in times)
+    text += f"{line.memory / 2**30:6.1f} GiB{line.throughput:14.0f}"
+    return text + ("" if line.fits else "  does not fit") + "".join(f"  {n}: {s}" for n, s in line.strategies.items())

@@ -1,0 +1,121 @@
+"""What a `HybridLM` asks of one rank: parameters, operations, states and saved bytes a token, read off the model.
+
+The model is built on the meta device, so that no size is too large: parameters are counted, states have the shape one
+token leaves behind, and the bytes saved for the backward pass are those autograd keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..algebra import Affine
+from ..models import HybridConfig, HybridLM
+from ..models.hybrid import Block
+from ..nn import Attention, MixtureOfExperts
+from .scan_cases import OPS
+
+RECURRENCES = {
+    "linear_attention": "linear_attention", "retention": "retention", "lightning": "retention", "gla": "gla",
+    "hgrn2": "gla", "mamba2": "simple_gla", "deltanet": "delta_rule", "gdn": "gated_delta_rule", "kda": "kda",
+    "rwkv7": "kda",
+}  # fmt: skip
+"""Layer: the recurrence of `ring-la bench scan` whose rate stands for it (the same rule, or the next dearer one)."""
+PROBE = 128
+
+
+@dataclass(frozen=True)
+class Work:
+    """One block: a layer along the sequence and its MLP.
+
+    Attributes:
+        parameters: of the block. multiplied: those a token is multiplied with (of experts, the active ones).
+        saved: bytes kept for the backward pass, a token.
+        recurrence: name in `OPS`; "" for attention.
+        heads, K, V: of the state; of attention, query heads and their width twice.
+        kv: bytes of keys and values, a token (attention).
+    """
+
+    layer: str
+    parameters: int
+    multiplied: int
+    saved: float
+    recurrence: str
+    heads: int
+    K: int
+    V: int
+    kv: int = 0
+
+    @property
+    def state(self) -> Affine:
+        """A map of this layer's state."""
+        return Affine(OPS[self.recurrence].transition, None, torch.empty(1, self.heads, self.K, self.V, device="meta"))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model: its blocks, and the embedding with the output projection."""
+
+    dim: int
+    blocks: tuple[Work, ...]
+    ends: int
+    """Parameters of embedding, last norm and head."""
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        return self.ends + sum(block.parameters for block in self.blocks)
+
+    @classmethod
+    def of(cls, config: HybridConfig) -> Workload:
+        """Read off the model of this configuration, in bf16."""
+        kinds: dict[str, Work] = {}
+        for name in dict.fromkeys(config.layers):
+            one = HybridConfig(**config.to_dict() | {"layers": [name], "vocab_size": 1})
+            with torch.device("meta"):
+                kinds[name] = _work(name, HybridLM(one).blocks[0].bfloat16(), config)
+        ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2) + config.dim
+        return cls(config.dim, tuple(kinds[name] for name in config.layers), ends, config.vocab_size)
+
+
+def _work(name: str, block: Block, config: HybridConfig) -> Work:
+    parameters = sum(p.numel() for p in block.parameters())
+    multiplied = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
+    saved = 8 * config.dim  # the norms' inputs, and those normalised
+    if isinstance(block.mlp, MixtureOfExperts):
+        top_k, hidden = config.mlp_options["top_k"], config.mlp_dim or 32 * -(-8 * config.dim // (3 * 32))
+        stacked = sum(p.numel() for m in block.modules() for p in m.parameters(recurse=False) if p.dim() == 3)
+        multiplied += stacked * top_k // config.mlp_options["experts"]
+        saved += 2 * top_k * (2 * config.dim + 4 * hidden)
+    else:
+        saved += _saved(block.mlp, config.dim)
+    layer = block.layer
+    if isinstance(layer, Attention):
+        heads, width = layer.num_heads, layer.widths[0] // layer.num_heads
+        saved += 2 * (config.dim + 2 * sum(layer.widths) + heads * width)  # x; q, k, v before and after RoPE; o
+        return Work(name, parameters, multiplied, saved, "", heads, width, width, 2 * sum(layer.widths[1:]))
+    x = torch.empty(1, 1, config.dim, device="meta", dtype=torch.bfloat16)
+    _, heads, K, V = layer(x, output_state=True).state.recurrent.shape
+    saved += _saved(layer, config.dim)
+    return Work(name, parameters, multiplied, saved, RECURRENCES[name], heads, K, V)
+
+
+def _saved(module: nn.Module, dim: int) -> float:
+    """Bytes autograd keeps a token: the slope between two lengths, so that weights do not count."""
+
+    def held(tokens: int) -> int:
+        storages = {}
+
+        def keep(t: torch.Tensor) -> torch.Tensor:
+            storages[t.untyped_storage()._cdata] = t.untyped_storage()
+            return t
+
+        x = torch.empty(1, tokens, dim, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = module(x)
+        del out
+        return sum(s.nbytes() for s in storages.values())
+
+    return (held(2 * PROBE) - held(PROBE)) / PROBE
