@@ -14,7 +14,6 @@ Writes bench_scan.json as it goes, a table, and bench_scan.png. The JSON is what
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import pathlib
 import time
 from typing import Any
@@ -78,7 +77,7 @@ def bench(team: Team, args: argparse.Namespace, report: Report) -> None:
     """All cases of one group size."""
     P, cuda = team.group.size, team.group.on_cuda
     cost = team.contexts["auto"].cost if P > 1 else None
-    report.group(P, {name: dataclasses.astuple(line) for name, line in vars(cost).items()} if cost else {})
+    report.group(P, cost)
     if not report.speeds:
         report.speeds = speeds(team.group)
     lengths = [int(n) for n in names(args.lengths)] + [int(n) // P for n in names(args.totals)]

@@ -12,7 +12,7 @@ own share of the network. From a latency and a bandwidth of both kinds of link:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..scan import CostModel
 from ..scan.auto import Line
@@ -20,8 +20,8 @@ from .rates import Rates
 
 PEER = 0.5e-6
 """Seconds an all-to-all takes for each rank more: assumed, not measured."""
-MAPS = Line(8e-6, 1.4e12), Line(10e-6, 30e12)
-"""Elementwise map over bytes, dense map over operations, where the rates have none: launches and the memory's speed."""
+MAPS = Line(3e-6, 1.4e12), Line(3e-6, 30e12)
+"""Elementwise map over bytes and dense map over operations, where the rates have none: estimates for an H200."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,19 @@ class Cluster:
     Attributes:
         per_node: GPUs of one node.
         inside, between: one hop's latency (s) and bandwidth (bytes/s, one way, of one GPU) in a node and across nodes.
-        launch: host time of one message or collective (s); near zero under CUDA graphs.
+        post, launch: host time of one message and of one tensor operation (s); zero under CUDA graphs.
     """
 
     per_node: int
     inside: Line
     between: Line
-    launch: float
+    post: float = 30e-6
+    launch: float = 20e-6
 
     def model(self, P: int, rates: Rates) -> CostModel:
         """The cost model of a group of P > 1 ranks: as measured if the rates have it and it is on one node."""
         if P <= self.per_node and P in rates.groups:
-            return rates.groups[P]
+            return rates.groups[P] if self.launch else replace(rates.groups[P], post=0.0, launch=0.0)
         measured = next(iter(rates.groups.values()), None)
         add, matmul = (measured.add, measured.matmul) if measured else MAPS
         crossings = -(-P // self.per_node) - 1
@@ -54,10 +55,12 @@ class Cluster:
         through = max(outside / self.between.beta, (1 - outside) / self.inside.beta)
         together = min(self.inside.beta, self.per_node * self.between.beta) if crossings else self.inside.beta
         return CostModel(
-            hop=Line(alpha + self.launch / (P - 1), beta),
-            swap=Line(slow.alpha + self.launch, slow.beta),
-            gather=Line(self.launch + math.ceil(math.log2(P)) * slow.alpha, together),
-            exchange=Line(self.launch + slow.alpha + (P - 1) * PEER, 1 / through),
+            hop=Line(alpha, beta),
+            swap=slow,
+            gather=Line(math.ceil(math.log2(P)) * slow.alpha, together),
+            exchange=Line(slow.alpha + (P - 1) * PEER, 1 / through),
             add=add,
             matmul=matmul,
+            post=self.post,
+            launch=self.launch,
         )

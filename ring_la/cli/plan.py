@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--inside", default="10,300", help="a hop in a node: latency (µs), bandwidth (GB/s, one way)")
     parser.add_argument("--between", default="20,45", help="a hop between nodes, for one GPU; default: 400 Gb/s a GPU")
-    parser.add_argument("--launch", type=float, default=40.0, help="host time of a message (µs); 0: CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="steps are CUDA graphs: the host launches nothing")
     parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"))
     parser.add_argument("--rates", type=Path, help="bench_scan.json; default: the table for an H200")
     parser.add_argument("--memory", type=float, help="GiB of one GPU; default: the rates'")
@@ -131,10 +131,11 @@ def read(args: argparse.Namespace) -> Setting:
         if value < 1:
             raise ArgumentError(name, "a number ≥ 1", value)
     rates = Rates.read(args.rates) if args.rates else H200
+    host = {"post": 0.0, "launch": 0.0} if args.graphs else {}
     links = link("--inside", args.inside), link("--between", args.between)
     return Setting(
-        Workload.of(config), rates, Cluster(args.per_node, *links, args.launch * 1e-6), args.length, args.layout,
-        not args.forward, args.recompute, args.memory * 2**30 if args.memory else rates.memory,
+        Workload.of(config), rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
+        args.recompute, args.memory * 2**30 if args.memory else rates.memory,
     )  # fmt: skip
 
 

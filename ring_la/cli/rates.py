@@ -51,7 +51,7 @@ class Rates:
                     seconds = row["ms"]["local"] / 1e3
                     tokens = row["T"] * machine["heads"]
                     points[tokens] = min(seconds, points.get(tokens, seconds))
-            groups = {int(P): _model(lines) for P, lines in found["groups"].items() if lines}
+            groups = {int(P): CostModel.from_dict(values) for P, values in found["groups"].items()}
             source = f"{path}, measured on {machine['device']}, torch {machine['torch']}, {machine['dtype']}"
             lines = [{op: _line(points) for op, points in by_op.items()} for by_op in times.values()]
             memory = machine.get("memory", H200.memory)
@@ -82,10 +82,6 @@ def _line(points: Mapping[int, float]) -> Line:
     beta = (large - small) / (points[large] - points[small])
     alpha = points[small] - small / beta
     return Line(alpha, beta) if alpha > 0 else Line(0.0, large / points[large])
-
-
-def _model(lines: Mapping[str, tuple[float, float]]) -> CostModel:
-    return CostModel(**{name: Line(*pair) for name, pair in lines.items()})
 
 
 def _table(milliseconds: Mapping[str, float]) -> dict[str, Line]:

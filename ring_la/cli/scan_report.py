@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..scan import STRATEGIES
+from ..scan import STRATEGIES, CostModel
 from .scan_cases import UNSPLIT
 
 CLOSE = 1.05
@@ -40,7 +40,7 @@ class Report:
         self.args, self.start, self.rows, self.wrong = args, time.monotonic(), [], 0
         self.writes = dist.get_rank() == 0
         self.speeds: dict[str, float] = {}
-        self.groups: dict[int, dict[str, tuple[float, float]]] = {}
+        self.groups: dict[int, dict] = {}
         self.path = args.out / "bench_scan.json"
         cuda = torch.cuda.is_available()
         self.machine = dict(
@@ -51,11 +51,14 @@ class Report:
         if self.writes:
             args.out.mkdir(parents=True, exist_ok=True)
 
-    def group(self, P: int, lines: dict[str, tuple[float, float]]) -> None:
+    def group(self, P: int, cost: CostModel | None) -> None:
         """α and β of every pattern, as measured on P ranks."""
-        self.groups[P] = lines
-        shown = (f"{name} {alpha * 1e6:.1f} µs {beta / 1e9:.2f} G/s" for name, (alpha, beta) in lines.items())
-        self.say(f"{P} ranks: " + ", ".join(shown))
+        if cost is None:
+            return
+        self.groups[P] = cost.to_dict()
+        lines = [(n, x) for n, x in self.groups[P].items() if isinstance(x, list)]
+        shown = [f"{n} {alpha * 1e6:.1f} µs {beta / 1e9:.2f} G/s" for n, (alpha, beta) in lines]
+        self.say(f"{P} ranks: {', '.join(shown)}, post {cost.post * 1e6:.1f} µs, launch {cost.launch * 1e6:.1f} µs")
 
     def say(self, line: str) -> None:
         if self.writes:
@@ -71,7 +74,7 @@ class Report:
     ) -> None:
         """One case's arms: seconds, the model's seconds of the exchange, and what was not timed and why."""
         self.wrong += sum(why.startswith("wrong") for why in failed.values())
-        key = dict(**case._asdict(), mode=mode)
+        key = dict(**case._asdict(), mode=mode, at=round(time.monotonic() - self.start, 1))
         row: dict[str, Any] = key | dict(ms={n: round(t * 1e3, 4) for n, t in times.items()}, failed=dict(failed))
         if predicted:
             row["exchange_ms"] = {n: round(t * 1e3, 4) for n, t in predicted.items()}

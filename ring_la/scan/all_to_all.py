@@ -30,8 +30,10 @@ class AllToAll:
         state, transition = sizes(Parts(like, chain.ranks).like())
         rows = (chain.ranks - 1) * chain.slots()
         there, back = rows * (state + transition), rows * state
-        applied = chain.applied(range(len(chain))) / chain.ranks
-        return Cost(there + back, (Messages("exchange", there), Messages("exchange", back)), applied)
+        path = Messages("exchange", there), Messages("exchange", back)
+        applied = chain.applied(range(len(chain)))
+        operations = 5 + chain.ranks + len(chain) + applied
+        return Cost(there + back, path, applied / chain.ranks, posted=2, operations=operations)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

@@ -1,14 +1,15 @@
 """The cost model behind ``scan="auto"``: what a group's messages and a rank's maps cost, measured once.
 
 A message of n bytes costs α + n/β seconds. Each strategy says what is on its critical path (`Scan.cost`): so many
-messages of a pattern, so many maps applied or composed. `CostModel.measure` finds α and β of each pattern from two
-sizes, and the speed of the device at maps; the slowest rank's figures are used by all ranks, so that all choose alike.
+messages of a pattern, so many maps applied or composed; and what its host launches, for on a GPU the host is often what
+the exchange waits for. `CostModel.measure` finds α and β of each pattern from two sizes, the device's speed at maps and
+the host's at launching; the slowest rank's figures are used by all ranks, so that all choose alike.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..algebra import Affine
 from ..comm import Group
-from .all_gather import AllGather
+from .all_gather import AllGather, pack, unpack
 from .all_to_all import AllToAll
 from .chain import Chain
 from .doubling import Doubling
@@ -60,6 +61,8 @@ class CostModel:
         hop, swap, gather, exchange: messages of each pattern (`Messages`), over bytes received.
         add: an elementwise map applied to a state, over the state's bytes.
         matmul: a dense map applied, over floating-point operations.
+        post, launch: seconds the host takes to launch a message, and a tensor operation with its views, where a device
+            runs beside it; else 0, for the above hold them.
     """
 
     hop: Line
@@ -68,6 +71,8 @@ class CostModel:
     exchange: Line
     add: Line
     matmul: Line
+    post: float = 0.0
+    launch: float = 0.0
 
     @classmethod
     def measure(cls, group: Group) -> CostModel:
@@ -79,10 +84,23 @@ class CostModel:
             first = _sweep(probes, group)
             lasted = _slowest([time.perf_counter() - start], group)[0]
             scale = min(1.0, SWEEP / 8 / lasted)
-        times = [first, *(_sweep(probes, group) for _ in range(min(MOST, int(PATIENCE / lasted))))]
-        quartiles = iter(_slowest([sorted(column)[len(column) // 4] for column in zip(*times)], group))
-        points = {name: [(size, next(quartiles)) for size in (p.small, p.large)] for name, p in probes.items()}
-        return cls(**{name: Line.through(*both) for name, both in points.items()})
+        sweeps = [first, *(_sweep(probes, group) for _ in range(min(MOST, int(PATIENCE / lasted))))]
+        quartiles = iter(_slowest([sorted(column)[len(column) // 4] for column in zip(*sweeps)], group))
+        lines, posting = {}, {}
+        for name, probe in probes.items():
+            (small, posting[name]), (large, _) = ((next(quartiles), next(quartiles)) for _ in range(2))
+            lines[name] = Line.through((probe.small, small), (probe.large, large))
+        del lines["launch"]
+        return cls(**lines, post=posting["gather"], launch=posting["launch"])
+
+    def to_dict(self) -> dict[str, list[float] | float]:
+        """Plain values, for a file: (alpha, beta) of the lines."""
+        return {n: [x.alpha, x.beta] if isinstance(x, Line) else x for n, x in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Sequence[float] | float]) -> CostModel:
+        """The inverse of `to_dict`."""
+        return cls(**{n: x if isinstance(x, (int, float)) else Line(*x) for n, x in values.items()})
 
     def seconds(self, cost: Cost, like: Affine) -> float:
         """Seconds of an exchange of this cost, for maps like `like`."""
@@ -92,7 +110,8 @@ class CostModel:
         if like.kind == "dense":
             apply += self.matmul(2 * heads * k * k * v)
             compose = self.matmul(2 * heads * k * k * k)
-        return messages + cost.applied * apply + cost.composed * (apply + compose)
+        host = cost.posted * self.post + cost.operations * self.launch
+        return messages + cost.applied * apply + cost.composed * (apply + compose) + host
 
     def predict(self, chain: Chain, like: Affine) -> dict[str, float]:
         """Seconds each strategy takes to exchange maps like `like` over `chain`."""
@@ -148,8 +167,9 @@ def _messages(group: Group, scale: float) -> dict[str, Probe]:
 
 
 def _maps(device: torch.device) -> dict[str, Probe]:
-    """A map applied to a state: elementwise by its bytes, dense by its operations."""
+    """A map applied to a state: elementwise by its bytes, dense by its operations; and what launching one takes."""
     width, times, large = 128, 4, {"cpu": 8, "cuda": 64}[device.type]
+    one = Affine("scalar", torch.ones(1, device=device), torch.ones(1, 8, 8, device=device))
 
     def add(size: int) -> None:
         x = torch.ones(size // 4, device=device)
@@ -161,27 +181,43 @@ def _maps(device: torch.device) -> dict[str, Probe]:
         for _ in range(times):
             x = x @ x
 
+    def launch(size: int) -> None:
+        for _ in range(size):
+            unpack(pack([one], 1, one)[0], one)(one.b)
+
     return {
         "add": Probe(add, SMALL, LARGE[device.type], 1 / times),
         "matmul": Probe(matmul, 2 * width**3, 2 * width**3 * large, 1 / times),
+        "launch": Probe(launch, 4, 8, 1 / 8),
     }
 
 
 def _sweep(probes: dict[str, Probe], group: Group) -> list[float]:
-    """Seconds of all probes once, small and large: in turns, so that what else the machine does hits all alike."""
-    return [_seconds(p.run, size, group) * p.share for p in probes.values() for size in (p.small, p.large)]
+    """All probes once, small and large: what the device takes beyond the host, and what the host takes to launch it.
+
+    In turns, so that what else the machine does hits all alike. On a CPU the host's time is 0.
+    """
+    times = []
+    for probe in probes.values():
+        for size in (probe.small, probe.large):
+            host, device = _seconds(probe.run, size, group)
+            times += [device * probe.share, host * probe.share]
+    return times
 
 
-def _seconds(run: Callable[[int], None], size: int, group: Group) -> float:
-    """Seconds of one call on this rank, from when all ranks are there."""
+def _seconds(run: Callable[[int], None], size: int, group: Group) -> tuple[float, float]:
+    """Seconds of one call on this rank, from when all ranks are there: until it returns, and from then on."""
     group.all_reduce(torch.zeros(1, device=group.device)).wait()
-    if group.on_cuda:
-        torch.cuda.synchronize(group.device)
+    if not group.on_cuda:
+        start = time.perf_counter()
+        run(size)
+        return 0.0, time.perf_counter() - start
+    torch.cuda.synchronize(group.device)
     start = time.perf_counter()
     run(size)
-    if group.on_cuda:
-        torch.cuda.synchronize(group.device)
-    return time.perf_counter() - start
+    returned = time.perf_counter()
+    torch.cuda.synchronize(group.device)
+    return returned - start, time.perf_counter() - returned
 
 
 def _slowest(seconds: list[float], group: Group) -> list[float]:

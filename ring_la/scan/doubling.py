@@ -34,7 +34,9 @@ class Doubling:
                 composed += 2 * chain.slots()  # the map of the links before, and with this one
             received = {rank: n + into[rank] for rank, n in received.items()}
             distance *= 2
-        return Cost(max(received.values()) * sum(sizes(like)), tuple(rounds), 0, composed)
+        received = max(received.values()) * sum(sizes(like))
+        operations = 6 * chain.slots() * len(rounds)
+        return Cost(received, tuple(rounds), 0, composed, posted=2 * len(rounds), operations=operations)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

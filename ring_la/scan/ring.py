@@ -32,7 +32,10 @@ class Ring:
         depth = chain.hops + self.blocks - 1 if chain.hops else 0
         pattern = "hop" if self.blocks == 1 else "swap"  # in blocks, ranks send while they receive
         path = Messages(pattern, state / self.blocks, depth)
-        return Cost(chain.arrivals * state, (path,), (depth - 1) / self.blocks if chain.hops > 1 else 0.0)
+        applied = (depth - 1) / self.blocks if chain.hops > 1 else 0.0
+        posted = 2 * chain.arrivals * self.blocks
+        cuts = 0 if self.blocks == 1 else chain.slots() * self.blocks + chain.arrivals
+        return Cost(chain.arrivals * state, (path,), applied, posted=posted, operations=posted + cuts)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

@@ -1,11 +1,11 @@
-"""The planner's links against real ones: gloo between network namespaces whose links a token bucket slows down.
+"""The planner's links against real ones: gloo between network namespaces behind a token bucket.
 
-    python -m tests.scan.check_links [--nodes 2 --per-node 2 --mbit 400,100] [--out FILE.json]     (root, Linux, iproute2)
+    python -m tests.scan.check_links [--nodes 4 --per-node 1] [--mbit 100,20] [--out FILE.json]
 
-Every namespace is a node with `--per-node` ranks, behind a veth of `--mbit` (tc's tbf; netem's delays are used too
-where the kernel has them). The cluster handed to the cost model is what was asked of tc (a GPU's share of its node's
-link), and for the rest what was measured on an unshaped group. Shown beside the times of every strategy: the
-predictions, the winner, and the bytes that really crossed the interfaces beside the bytes counted.
+Needs root on Linux and iproute2. Every namespace is a node with `--per-node` ranks behind a veth of `--mbit` (tc's
+tbf; a delay would need netem). The cluster handed to the cost model is what was asked of tc (a GPU's share of its
+node's link), and for the rest what was measured. Shown beside the times of every strategy: the predictions, the winner,
+and the bytes that really crossed the interfaces over the bytes counted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def build(nodes: int) -> None:
 def shape(nodes: int, mbit: float) -> None:
     for n in range(nodes):
         subprocess.run(f"tc -n ringla{n} qdisc del dev eth0 root", shell=True, capture_output=True)
-        sh(f"tc -n ringla{n} qdisc add dev eth0 root tbf rate {mbit}mbit burst 64kb latency 2000ms")
+        sh(f"tc -n ringla{n} qdisc add dev eth0 root tbf rate {mbit}mbit burst 10kb latency 2000ms")
 
 
 def tear_down(nodes: int) -> None:
@@ -80,8 +81,8 @@ def rank_main(rank: int, args: argparse.Namespace, mbit: float) -> None:
     mates = dist.new_subgroups(args.per_node)[0] if args.per_node > 1 else None
     near = CostModel.measure(Group(mates, timedelta(seconds=60))) if mates is not None else own
     share = mbit * 1e6 / 8 / args.per_node
-    cluster = Cluster(args.per_node, near.hop, Line(near.hop.alpha, share), launch=0.0)
-    rates = H200.__class__(**vars(H200) | {"groups": {0: own}})
+    cluster = Cluster(args.per_node, near.hop, Line(near.hop.alpha, share), 0.0, 0.0)
+    rates = replace(H200, groups={0: own})
     declared = cluster.model(world, rates)
     chain = Chain.of(Layout(64 * world, "contiguous", world, rank))
     rows = []
@@ -123,13 +124,11 @@ def report(rows: list[dict]) -> None:
         print(f"the pick by {key[:-3]} links is the winner or within 5 % in {right} of {len(rows)}")
     for row in rows:
         print(
-            f"{row['mbit']:6} Mbit/s {row['kind']:9}{row['heads']:3} × {row['width']}²  (ms: real, declared, measured links)"
+            f"{row['mbit']:6} Mbit/s {row['kind']:9}{row['heads']:3} × {row['width']}²: ms real, by declared, by measured"
         )
         for n, real in row["ms"].items():
-            wire = f"{row['crossed'][n] / max(1, row['counted'][n]):.2f}"
-            print(
-                f"   {n:12}{real:9.1f}{row['declared_ms'][n]:9.1f}{row['measured_ms'][n]:9.1f}   crossed / counted {wire}"
-            )
+            times = "".join(f"{t:9.1f}" for t in (real, row["declared_ms"][n], row["measured_ms"][n]))
+            print(f"   {n:12}{times}   crossed / counted {row['crossed'][n] / max(1, row['counted'][n]):.2f}")
 
 
 def main() -> None:
@@ -150,8 +149,9 @@ def main() -> None:
         build(args.nodes)
         for mbit in map(float, args.mbit.split(",")):
             shape(args.nodes, mbit)
-            command = [sys.executable, "-m", "tests.scan.check_links", "--nodes", str(args.nodes), "--per-node",
-                       str(args.per_node), "--mbit", str(mbit), "--rounds", str(args.rounds), "--out", str(args.out)]  # fmt: skip
+            same = ("nodes", "per_node", "rounds", "out")
+            options = [word for n in same for word in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
+            command = [sys.executable, "-m", "tests.scan.check_links", *options, "--mbit", str(mbit)]
             ranks = range(args.nodes * args.per_node)
             started = [
                 subprocess.Popen(["ip", "netns", "exec", f"ringla{r // args.per_node}", *command, "--rank", str(r)])

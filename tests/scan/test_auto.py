@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from math import ceil, log2
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_la
 from ring_la.algebra import Affine, Transition
 from ring_la.layout import Layout
-from ring_la.scan import STRATEGIES, Chain, CostModel
+from ring_la.scan import STRATEGIES, Chain, CostModel, Link
 from ring_la.scan.auto import Line
 from tests.distributed.pool import group
 
@@ -90,6 +92,52 @@ def test_maps_count():
     assert seconds["ring"] == pytest.approx(2 * apply, rel=1e-3)
     assert seconds["all_gather"] == pytest.approx(2 * apply, rel=1e-3)
     assert seconds["doubling"] > 2 * seconds["all_gather"], "composing costs a dense product more"
+
+
+class Launches(TorchDispatchMode):
+    """Counts the tensor operations that launch a kernel: neither views nor messages."""
+
+    VIEWS = ("view", "unbind", "select", "slice", "split", "permute", "transpose", "expand", "unsqueeze", "alias", "t.")
+    MESSAGES = ("send", "recv", "_allgather", "alltoall", "allgather")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.lstrip("_")
+        self.count += not name.startswith((*self.VIEWS, "unsafe_view", *(m.lstrip("_") for m in self.MESSAGES)))
+        return function(*args, **(kwargs or {}))
+
+
+def check_launches(rank: int, kind: str) -> dict[str, tuple[int, int]]:
+    """By strategy: operations this rank launched, and what the busiest is said to launch."""
+    cp = ring_la.ContextParallel(group(), scan="ring", validate="never")
+    steps = Chain.of(cp.layout(64 * cp.size, kind))
+    like = Affine("scalar", None, torch.zeros(1, 4, 8, 8))
+    links = [Link(Affine("scalar", torch.ones(1, 4), torch.ones(1, 4, 8, 8))) for _ in steps.local(rank)]
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        with Launches() as seen:
+            strategy.start(steps, links, like, cp.comm).wait()
+        found[name] = seen.count, strategy.cost(steps, like).operations
+    return found
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_launches(ranks, kind):
+    by_rank = ranks.run(4, check_launches, kind)
+    for name in STRATEGIES:
+        most, said = max(found[name][0] for found in by_rank), by_rank[0][name][1]
+        assert abs(most - said) <= max(2, 0.2 * most), (name, most, said)
+
+
+def test_the_host_counts_where_it_launches():
+    """With a slow host the ring, which launches least, beats what would move the state faster."""
+    quick, like = model(1e-6, 1e11), maps("identity", 32, 128)
+    assert quick.best(chain(8), like) == "all_to_all"
+    assert replace(quick, post=30e-6, launch=20e-6).best(chain(8), like) in ("ring", "all_gather")
+    assert CostModel.from_dict(quick.to_dict()) == quick
 
 
 def check_measured(rank: int) -> tuple[CostModel, float, str]:
