@@ -250,7 +250,7 @@ class Trainer:
         )
         self.folder, self.first = Path(run.folder), dist.get_rank() == 0
         corpus = self._corpus()
-        self.sequences = PackedSequences(corpus, data.seq_len, data.seed, data.max_document)
+        self.corpus = corpus
         torch.manual_seed(run.seed)  # the same parameters on every rank and for every split
         dtype = getattr(torch, memory.dtype)
         make = self._transformers if config.model.transformers else self._hybrid
@@ -334,20 +334,11 @@ class Trainer:
         if run.rehearse:
             self._rehearse(run.rehearse)
         size = data.sequences // mesh.replicas
-        loader = batches(
-            self.sequences,
-            start=self.step,
-            stop=run.steps,
-            size=size,
-            replica=mesh.replica,
-            replicas=mesh.replicas,
-            workers=data.workers,
-        )
-        log, sequences, began = (
-            Log(self.config, self.folder, self.step) if self.first else None,
-            iter(loader),
-            time.time(),
-        )
+        packed = PackedSequences(self.corpus, data.seq_len, data.seed, data.max_document, begin=self.tokens)
+        keywords = dict(replica=mesh.replica, replicas=mesh.replicas, workers=data.workers)
+        sequences = iter(batches(packed, steps=run.steps - self.step, size=size, **keywords))
+        log = Log(self.config, self.folder, self.step) if self.first else None
+        began = time.time()
         bar = tqdm(total=run.steps, initial=self.step, unit="step", disable=not self.first)
         with Profile(run.profile, self.folder) as profile:
             while self.step < run.steps:
@@ -429,7 +420,7 @@ class Trainer:
 
     def _rehearse(self, tokens: int) -> None:
         """Forward and backward over a short sequence, without an update."""
-        ids = self.sequences[0][0].repeat(-(-tokens // self.config.data.seq_len))[:tokens]
+        ids = PackedSequences(self.corpus, tokens)[0][0]
         self.loss(ids, [0, tokens], torch.tensor(tokens, device=self.device)).backward()
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
@@ -467,7 +458,10 @@ class Log:
         if config.run.wandb:
             import wandb
 
-            self.wandb = wandb.init(project=config.run.wandb, dir=str(folder), config=asdict(config), resume="allow")
+            name = folder.resolve().name  # the run a restart goes on with
+            self.wandb = wandb.init(
+                project=config.run.wandb, id=name, dir=str(folder), config=asdict(config), resume="allow"
+            )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step} | metrics) + "\n")

@@ -2,8 +2,8 @@
 
 The tokens of all documents lie in one memory-mapped file. Epoch e is the documents in an order drawn from (seed, e),
 one after the other; sequence i is tokens ``i·T … (i+1)·T − 1`` of the epochs in a row, cut wherever that falls, with
-the offsets of the documents in it. So the state of a loader is one number, the same for any number of ranks, and a run
-that goes on with another split sees the same sequences.
+the offsets of the documents in it. So the state of a loader is one number, the tokens seen so far, the same for any
+number of ranks, and a run that goes on with another split, or with longer sequences, repeats and skips nothing.
 """
 
 from __future__ import annotations
@@ -153,13 +153,17 @@ class PackedSequences(Dataset):
     Args:
         corpus: the documents. seq_len: T. seed: of the documents' order.
         max_document: longer documents are cut into pieces of this many tokens; None: they are not.
+        begin: the token sequence 0 starts at.
     """
 
-    def __init__(self, corpus: Corpus, seq_len: int, seed: int = 0, max_document: int | None = None) -> None:
+    def __init__(
+        self, corpus: Corpus, seq_len: int, seed: int = 0, max_document: int | None = None, begin: int = 0
+    ) -> None:
         for name, value in (("seq_len", seq_len), ("max_document", max_document)):
             if value is not None and value < 2:
                 raise ArgumentError(name, "at least 2 tokens", value)
         self.corpus, self.seq_len, self.seed, self.max_document = corpus, seq_len, seed, max_document
+        self.begin = begin
         self._epoch = lru_cache(2)(self._order)
 
     def _order(self, epoch: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +173,7 @@ class PackedSequences(Dataset):
         return order, self.corpus.offsets.diff()[order].cumsum(0)
 
     def __getitem__(self, i: int) -> tuple[Tensor, list[int]]:
-        parts, cu, at, missing = [], [0], i * self.seq_len, self.seq_len
+        parts, cu, at, missing = [], [0], self.begin + i * self.seq_len, self.seq_len
         while missing:
             epoch, place = divmod(at, self.corpus.size)
             order, ends = self._epoch(epoch)
@@ -188,18 +192,17 @@ class PackedSequences(Dataset):
 def batches(
     sequences: PackedSequences,
     *,
-    start: int,
-    stop: int,
+    steps: int,
     size: int,
     replica: int = 0,
     replicas: int = 1,
     workers: int = 0,
 ) -> DataLoader:
-    """This replica's share of steps ``start … stop−1``: iterating gives `size` sequences a step, one after the other.
+    """This replica's share of so many steps: iterating gives `size` sequences a step, one after the other.
 
     Sequence j of step s on replica r is number ``(s·replicas + r)·size + j``, so with the same `size` × `replicas` a
     step sees the same sequences on any number of replicas.
     """
-    first = [(s * replicas + replica) * size for s in range(start, stop)]
+    first = [(s * replicas + replica) * size for s in range(steps)]
     indices = [n + j for n in first for j in range(size)]
     return DataLoader(sequences, batch_size=None, sampler=indices, num_workers=workers, persistent_workers=False)

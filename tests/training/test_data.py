@@ -65,12 +65,14 @@ def test_long_documents_are_cut(corpus):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_replicas_share_a_step_and_go_on_where_they_stopped(corpus, workers):
-    packed = PackedSequences(corpus, 8)
-    one = [ids.tolist() for ids, _ in batches(packed, start=0, stop=4, size=4, workers=workers)]
+    one = [ids.tolist() for ids, _ in batches(PackedSequences(corpus, 8), steps=4, size=4, workers=workers)]
     for start in (0, 3):
-        two = [list(batches(packed, start=start, stop=4, size=2, replica=r, replicas=2)) for r in range(2)]
+        packed = PackedSequences(corpus, 8, begin=start * 4 * 8)
+        two = [list(batches(packed, steps=4 - start, size=2, replica=r, replicas=2)) for r in range(2)]
         steps = [two[r][2 * s + j][0].tolist() for s in range(4 - start) for r in range(2) for j in range(2)]
         assert steps == one[4 * start :]
+    longer = PackedSequences(corpus, 16, begin=3 * 8)[0][0].tolist()
+    assert longer == one[3] + one[4]
 
 
 def test_parquet_and_jsonl(tmp_path):
