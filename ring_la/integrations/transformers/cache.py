@@ -9,7 +9,6 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from ...comm import Group
 from ...context import ShardedLayout
-from ...errors import UnsupportedError
 
 
 class Recorder(Cache):
@@ -40,10 +39,6 @@ class Recorder(Cache):
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Keep MiniMax's final state, which every rank has."""
         self.records.append(("set_linear_cache", (), (layer_idx, linear_cache), {}))
-
-    def update_indexer(self, *args, **keywords):
-        """Refused: an indexer's keys are not split."""
-        raise UnsupportedError("use_cache", "False for a model with an indexer", "True")
 
     def get_conv_state(self, *args, **keywords) -> None:
         """There is no earlier state."""

@@ -24,7 +24,7 @@ from .call import Call
 from .inputs import read
 from .loss import cross_entropy, gather_router_logits, gather_tokens
 from .masks import make_mask
-from .mixers import entry_of, make_forward
+from .mixers import entry_of, make_forward, uncached
 
 
 def parallelize(
@@ -89,6 +89,7 @@ class Parallel:
         call: the split call under way, or whose backward pass is; None in a call that is not split.
         unchecked: whether the check is still to be done.
         cache: the name of the model's argument and result that is its cache.
+        uncached: the class that keeps it from having one after a split call, or None.
         loss: the model's own loss function.
     """
 
@@ -98,7 +99,7 @@ class Parallel:
         self.unchecked = False
         self.loss: Callable = ForCausalLMLoss
         self._compared = False
-        self.cache = "past_key_values"
+        self.cache, self.uncached = "past_key_values", None
         self._layouts: dict[tuple, ShardedLayout] = {}
         self._forwards: dict[type, Callable] = {}
         self._attention: list[tuple[object, str]] = []
@@ -121,6 +122,7 @@ class Parallel:
         backbone = _backbone(model)
         if backbone is not model:
             backbone.register_forward_hook(_after_backbone)
+        self.uncached = uncached(model)
         if "cache_params" in inspect.signature(type(model).forward).parameters:
             self.cache = "cache_params"
         self.loss = model.loss_function
@@ -291,6 +293,7 @@ def _wants_cache(model: PreTrainedModel, arguments: dict, call: Call) -> bool:
         "labels": call.targets is not None,
         "packed documents": call.layout.packed,
         "padding": call.padded,
+        f"layers like {model._ring_la.uncached}": model._ring_la.uncached is not None,
     }
     reasons = [name for name, holds in against.items() if holds]
     if asked and explicit and reasons:

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from .models import RECURRENT
 from .test_models import LENGTH, batch
 
-INDEXED = {"glm5_next", "qwen4_exp"}  # their indexers' keys are not kept by a split call
+UNCACHED = {"glm5_next", "qwen4_exp", "xlstm", "zaya"}
 PROMPT = LENGTH - 2
 
 
@@ -33,12 +33,28 @@ def split(rank: int, name: str) -> list[torch.Tensor]:
     return decoded(parallelize(RECURRENT[name].make(), ring_la.ContextParallel(group(), scan="ring", attention="ring")))
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", [name for name in RECURRENT if name not in UNCACHED])
 def test_decodes_after_a_split_prompt(ranks, name):
-    if name in INDEXED:
-        pytest.skip("refused: use_cache with an indexer")
     expected = decoded(RECURRENT[name].make())
     for results in ranks.run(2, split, name):
         for x, y in zip(results, expected, strict=True):
             error, scale = float((x - y).abs().max()), float(y.abs().max())
             assert error <= 1e-4 * scale, f"{error:.1e} of {scale:.1e}"
+
+
+def refused(rank: int) -> None:
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+    from tests.distributed.pool import group
+
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring")
+    for name in sorted(UNCACHED):
+        model = parallelize(RECURRENT[name].make(), cp, check=False).eval()
+        with torch.no_grad():
+            assert model(input_ids=batch(2)).get(model._ring_la.cache) is None, name
+            with pytest.raises(ring_la.UnsupportedError, match="use_cache: expected False with layers like"):
+                model(input_ids=batch(2), use_cache=True)
+
+
+def test_caches_that_a_split_prompt_cannot_leave(ranks):
+    ranks.run(2, refused)

@@ -37,10 +37,19 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
+UNCACHED = {*indexed.UNCACHED, *qwen4_exp.UNCACHED, *xlstm.UNCACHED, *zaya.UNCACHED}
+"""Classes whose state a split call cannot put into a cache."""
+
 
 def entry_of(kind: type) -> Mapping[str, Callable] | Callable | None:
     """The entry of a class or the nearest of its parents that has one."""
     return next((MIXERS[c.__name__] for c in kind.__mro__ if c.__name__ in MIXERS), None)
+
+
+def uncached(model: nn.Module) -> str | None:
+    """The name of the first class in a model that is in `UNCACHED`."""
+    kinds = (c.__name__ for module in model.modules() for c in type(module).__mro__)
+    return next((name for name in kinds if name in UNCACHED), None)
 
 
 def make_forward(kind: type, parallel: Parallel) -> Callable:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ....errors import UnsupportedError
 from ....layout import Layout
 from ..call import Call
 
@@ -46,9 +45,7 @@ class Documents:
 class WholeSequence:
     """What an indexed layer sees as its cache: it answers with the keys of the whole sequence."""
 
-    def __init__(self, documents: Documents, cache: object) -> None:
-        if cache is not None:
-            raise UnsupportedError("use_cache", "False for a model with an indexer", "True")
+    def __init__(self, documents: Documents) -> None:
         self.documents, self.keys = documents, None
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -107,9 +104,7 @@ def masked_forward(layer: nn.Module) -> types.FunctionType:
 def glm5_next_attention(call: Call, layer: nn.Module, hidden_states: Tensor, past_key_values=None, **keywords):
     """``Glm5NextTextAttention``: latents are gathered, not heads."""
     documents = Documents(call, hidden_states.shape[1], hidden_states.device)
-    return masked_forward(layer)(
-        layer, hidden_states, past_key_values=WholeSequence(documents, past_key_values), **keywords
-    )
+    return masked_forward(layer)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
 
 
 @torch.no_grad()
@@ -161,9 +156,7 @@ def qwen4_exp_attention(
     # keys' angles are read by their place in the sequence, queries' from the end
     angles = tuple(torch.cat([documents.gather(x, 1), x], 1).expand(batch, -1, -1) for x in position_embeddings)
     mask = documents.visible.expand(batch, 1, -1, -1)
-    return masked_forward(layer)(
-        layer, hidden_states, angles, mask, WholeSequence(documents, past_key_values), **keywords
-    )
+    return masked_forward(layer)(layer, hidden_states, angles, mask, WholeSequence(documents), **keywords)
 
 
 def qwen4_exp_indexer(
@@ -211,3 +204,4 @@ MIXERS = {
     "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
 }
+UNCACHED = {"Glm5NextTextAttention", "Qwen4ExpTextAttention"}

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ....conv import behind, short_conv
-from ....errors import UnsupportedError
 from ..call import Call
 from .indexed import Overriding
 
 
 def ngram_embedding(call: Call, layer: nn.Module, input_ids: Tensor, past_key_values: object = None) -> Tensor:
     """``Qwen4ExpTextNGramEmbedding``: the ids before this rank's tokens come from their owner."""
-    if past_key_values is not None:
-        raise UnsupportedError("use_cache", "False for a model with n-gram embeddings", "True")
     documents = input_ids.shape[0]
     if call.layout is None or call.layout.packed:
         documents = len(call.cu_seqlens if call.layout is None else call.layout.cu_seqlens) - 1
@@ -39,3 +36,4 @@ def ple_layer(call: Call, layer: nn.Module, *args, **keywords) -> Tensor:
 
 
 MIXERS = {"Qwen4ExpTextNGramEmbedding": ngram_embedding, "Qwen4ExpTextPLELayer": ple_layer}
+UNCACHED = {"Qwen4ExpTextNGramEmbedding"}

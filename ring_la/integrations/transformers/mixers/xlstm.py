@@ -33,8 +33,8 @@ def mlstm(
     if layer.config.gate_soft_cap is None:
         raise UnsupportedError("model", "an xLSTM with gate_soft_cap", "one without: its weights may overflow")
     if c_initial is not None:
-        hint = "Set config.max_inference_chunksize to the length of the prompt, and use_cache=False"
-        raise UnsupportedError("model", "one call of the memory for all tokens", "chunks of a prompt or a cache", hint)
+        hint = "Set config.max_inference_chunksize to the length of the prompt"
+        raise UnsupportedError("model", "one call of the memory for all tokens", "a prompt cut into chunks", hint)
     q, k, v, i, f = (x.transpose(1, 2).float() for x in (query, key, value, igate, fgate))
     forget = F.logsigmoid(f)
     k, v = k * i.exp()[..., None], F.pad(v, (0, 1), value=1.0)  # one more value column is the normaliser's
@@ -60,3 +60,4 @@ def _largest(call: Call, i: Tensor, forget: Tensor) -> Tensor:
 
 
 MIXERS = {"xLSTMBackend": mlstm}
+UNCACHED = {"xLSTMBackend"}

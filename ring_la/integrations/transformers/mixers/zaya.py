@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from ....conv import behind, token_shift
-from ....errors import UnsupportedError
 from ..call import Call
 
 
@@ -14,8 +13,6 @@ def cca_projection(
     call: Call, layer: nn.Module, hidden_states: Tensor, past_key_values: object = None, conv_mask: None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``ZayaCCAProjection``: q ``[B, T, H, D]``, k and v ``[B, T, Hk, D]``."""
-    if past_key_values is not None:
-        raise UnsupportedError("use_cache", f"False for {type(layer).__name__}", "True")
     groups, D = layer.num_key_value_groups, layer.head_dim
     q, k = layer.q_proj(hidden_states), layer.k_proj(hidden_states)
     qk = behind(torch.cat([q, k], -1), layer.conv_kernel_size, None, call.layout, call.cu_seqlens)
@@ -40,3 +37,4 @@ def _first(call: Call, x: Tensor) -> Tensor:
 
 
 MIXERS = {"ZayaCCAProjection": cca_projection}
+UNCACHED = {"ZayaCCAProjection"}
