@@ -14,6 +14,7 @@ Writes bench_scan.json as it goes, a table, and bench_scan.png. The JSON is what
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 import time
 from typing import Any
@@ -32,7 +33,7 @@ from .scan_report import Case, Report
 from .timing import Step, captured, in_turns, speeds
 
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-CHECKED_TOKENS, CHECKED_HEADS = 192, 2
+CHECKED_TOKENS, CHECKED_HEADS = 192, 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,29 +123,33 @@ def checked(
     team: Team, case: Case, dtype: torch.dtype, args: argparse.Namespace
 ) -> tuple[dict[str, Call], dict[str, str]]:
     """(arms to time, {arm: why it is not timed}): an arm must agree with the whole sequence's fp64 run first."""
-    small = (CHECKED_TOKENS * team.group.size, CHECKED_HEADS * team.group.size, args.width)
-    whole = tokens(case.op, case.gates, small, dtype, team.group.device, seed=7)
-    draw = torch.Generator(team.group.device).manual_seed(8)
-    do = torch.randn(whole[2].shape, generator=draw, device=team.group.device).to(dtype)
-    true = truth(case.op, whole, do)
-    which = names(args.arms)
-    short, calls, failed = team.arms(case.op, CHECKED_TOKENS, which), team.arms(case.op, case.T, which), {}
-    for label in list(calls):
-        if label in UNSPLIT:
-            continue
+    calls = team.arms(case.op, case.T, names(args.arms))
+    known = team.refused.setdefault((case.op, case.gates), {})
+    for label, why in refusals(team, case, dtype, args, [n for n in calls if n not in (*UNSPLIT, *known)]).items():
+        known[label] = why
+    if args.heads % team.group.size:
+        known["Ulysses pattern"] = f"{args.heads} heads do not divide among {team.group.size} ranks"
+    failed = {label: known[label] for label in calls if known.get(label)}
+    return {label: call for label, call in calls.items() if label not in failed}, failed
+
+
+def refusals(team: Team, case: Case, dtype: torch.dtype, args: argparse.Namespace, labels: list[str]) -> dict[str, str]:
+    """Why each of these arms must not be timed, or an empty string: on a short sequence, against the whole in fp64."""
+    if not labels:
+        return {}
+    P, device = team.group.size, team.group.device
+    heads = CHECKED_HEADS * P // math.gcd(CHECKED_HEADS, P)
+    whole = tokens(case.op, case.gates, (CHECKED_TOKENS * P, heads, args.width), dtype, device, seed=7)
+    draw = torch.Generator(device).manual_seed(8)
+    do = torch.randn(whole[2].shape, generator=draw, device=device).to(dtype)
+    true, calls, why = truth(case.op, whole, do), team.arms(case.op, CHECKED_TOKENS, labels), {}
+    for label in labels:
         try:
-            off = error(short[label], whole, true, do, team.group)
+            off = error(calls[label], whole, true, do, team.group)
+            why[label] = "" if off <= LIMITS[dtype] else f"wrong: error {off:.1e}"
         except Exception as e:  # the same on every rank: what cannot run is a line of the table
-            failed[label] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
-        else:
-            if not off <= LIMITS[dtype]:
-                failed[label] = f"wrong: error {off:.1e}"
-        if label in failed:
-            del calls[label]
-    if "Ulysses pattern" in calls and args.heads % team.group.size:
-        failed["Ulysses pattern"] = f"{args.heads} heads do not divide among {team.group.size} ranks"
-        del calls["Ulysses pattern"]
-    return calls, failed
+            why[label] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
+    return why
 
 
 def passes(calls: dict[str, Call], x: list[Tensor], do: Tensor) -> dict[str, dict[str, Step]]:

@@ -151,6 +151,7 @@ class Team:
     Attributes:
         group: its messages.
         contexts: by the arm's label.
+        refused: for each op and gates, why arms are not timed, as found so far; empty for those that may be.
     """
 
     def __init__(self, ranks: dist.ProcessGroup, alone: dist.ProcessGroup, transport: str = "auto") -> None:
@@ -163,6 +164,7 @@ class Team:
             unhidden = {"LASP pattern": "ring", "LASP-2 pattern": "all_gather"}
             self.contexts |= {label: make(scan, Unhidden) for label, scan in unhidden.items()}
         self.group = make("ring").comm
+        self.refused: dict[tuple[str, str], dict[str, str]] = {}
 
     def arms(self, name: str, T: int, which: Sequence[str] = ()) -> dict[str, Call]:
         """The function of the tensors giving the output, by label, of every arm this op and team have.

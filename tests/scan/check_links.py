@@ -123,12 +123,12 @@ def report(rows: list[dict]) -> None:
             right += row["ms"][pick] <= 1.05 * min(row["ms"].values())
         print(f"the pick by {key[:-3]} links is the winner or within 5 % in {right} of {len(rows)}")
     for row in rows:
-        print(
-            f"{row['mbit']:6} Mbit/s {row['kind']:9}{row['heads']:3} × {row['width']}²: ms real, by declared, by measured"
-        )
+        state = f"{row['kind']:9}{row['heads']:3} × {row['width']}²"
+        print(f"{row['mbit']:6} Mbit/s {state}: ms real, by declared links, by measured links")
         for n, real in row["ms"].items():
             times = "".join(f"{t:9.1f}" for t in (real, row["declared_ms"][n], row["measured_ms"][n]))
-            print(f"   {n:12}{times}   crossed / counted {row['crossed'][n] / max(1, row['counted'][n]):.2f}")
+            over = row["crossed"][n] / max(1, row["counted"][n])
+            print(f"   {n:12}{times}   crossed / counted {over:.2f}")
 
 
 def main() -> None:
