@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.gates import decay_gate
 from ..recurrences import delta_rule, gated_delta_rule, kda
 from .layer import Call, Layer, LayerOutput, LayerState, divide, inverse_softplus, merge_heads, split_heads, wide
 from .parts import GatedRMSNorm, RMSNorm, ShortConv
@@ -114,7 +114,7 @@ class GatedDeltaNet(_DeltaLayer):
         self.norm = GatedRMSNorm(self.V)
 
     def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
-        g = -wide(self.A_log).exp() * F.softplus(wide(self.decay_proj(x)) + self.dt_bias)
+        g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
         return gated_delta_rule(q, k, v, g, beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ class KimiDeltaAttention(_DeltaLayer):
         self.norm = GatedRMSNorm(V, "sigmoid")
 
     def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
-        step = split_heads(F.softplus(wide(self.decay_proj(x)) + self.dt_bias), self.num_value_heads)
-        return kda(q, k, v, -wide(self.A_log).exp()[:, None] * step, beta, **keywords)
+        g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
+        return kda(q, k, v, split_heads(g, self.num_value_heads), beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor) -> Tensor:
         return self.norm(o, split_heads(self.gate_proj(x), self.num_value_heads))

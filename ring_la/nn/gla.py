@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
+from ..kernels.gates import decay_gate
 from ..recurrences import gla, hgrn2
-from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
+from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads
 from .parts import GatedRMSNorm, RMSNorm
 
 
@@ -48,12 +49,12 @@ class GatedLinearAttention(Layer):
 
     def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
         q, k, v, r = (split_heads(y, self.num_heads) for y in self.qkvr_proj(x).split(self.widths, -1))
-        g = split_heads(F.logsigmoid(wide(self.decay_proj(x))) / self.temperature, self.num_heads)
+        g = decay_gate(self.decay_proj(x), sign=-1.0, factor=1 / self.temperature)  # logsigmoid / τ
         o, S = gla(
             q,
             k,
             v,
-            g,
+            split_heads(g, self.num_heads),
             initial_state=None if state is None else state.recurrent,
             mode=self.mode,
             backend=self.backend,
@@ -95,7 +96,7 @@ class HGRN2(Layer):
 
     def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
         q, f, i = self.qfi_proj(x).chunk(3, -1)
-        g = F.logsigmoid(wide(f))
+        g = decay_gate(f, sign=-1.0)  # logsigmoid
         if self.lower_bound:
             g = torch.log(self.lower_bound + (1 - self.lower_bound) * g.exp())
         o, S = hgrn2(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..conv import token_shift
+from ..kernels.gates import l2norm
 from ..recurrences import rwkv7
-from ..recurrences.recurrence import l2norm
 from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
 from .parts import HeadNorm
 

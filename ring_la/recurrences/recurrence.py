@@ -22,6 +22,7 @@ from ..autograd import outside_graphs
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError
 from ..kernels import Inputs, check_choice, state_dtype
+from ..kernels.gates import l2norm
 from ..layout import check_cu_seqlens
 from ..outputs import LinearAttentionOutput
 from .bidirectional import bidirectional
@@ -184,12 +185,6 @@ def _own_heads(x: Inputs) -> Inputs:
 
 
 _run_outside_graphs = outside_graphs(_run)
-
-
-def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """``x · rsqrt(Σ x² + eps)`` over the last dimension, in fp32 or wider."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _reference(name: str, args: tuple, keywords: dict, options: Options) -> LinearAttentionOutput:

@@ -9,41 +9,62 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds, peak
-from ring_la.kernels import short_conv
+from ring_la.kernels import gates, short_conv
 from tests.kernels import test_triton_conv as conv_cases
+from tests.kernels import test_triton_gates as gates_cases
 
-Rows = list[dict]
+Row = dict
 
 
 def apart(got: list[Tensor], true: list[Tensor]) -> list[float]:
-    return [error(x, t) for x, t in zip(got, true, strict=True) if t.numel()]
+    pairs = zip(got, true, strict=True)
+    return [error(x, t) for x, t in pairs if t.numel()]
 
 
-def conv_errors() -> Rows:
-    shapes = {
-        **conv_cases.CASES,
-        "long": dict(B=2, T=3000, D=520, W=4, bias=True),
-        "long packed": dict(T=5000, D=264, W=4, cu=(0, 1, 1, 700, 4999, 5000), lead=True, ends=True),
-        "eight taps": dict(T=2049, D=128, W=8, cu=(0, 1000, 2049), lead=True, ends=True, bias=True),
-    }
-    rows = []
-    for name, case in shapes.items():
+def conv_case(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    case = CONV[name] | {"dtype": dtype}
+    true = conv_cases.both(case, conv_cases.in_fp64, conv_cases.by_autograd)
+    got = conv_cases.both(case, conv_cases.conv.forward, conv_cases.conv.backward)
+    return true, got, conv_cases.both(case, short_conv.plain_convolve, short_conv.plain_convolve_backward)
+
+
+CONV = {
+    **conv_cases.CASES,
+    "long": dict(B=2, T=3000, D=520, W=4, bias=True),
+    "long packed": dict(T=5000, D=264, W=4, cu=(0, 1, 1, 700, 4999, 5000), lead=True, ends=True),
+    "eight taps": dict(T=2049, D=128, W=8, cu=(0, 1000, 2049), lead=True, ends=True, bias=True),
+}
+CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list[Tensor]]]] = {
+    **{f"conv {name}": partial(conv_case, name) for name in CONV},
+    **{f"decay {name}": partial(gates_cases.decay_case, name, times=40) for name in gates_cases.CASES},
+    **{f"unit {D}": partial(gates_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
+}
+"""name: what gives (true, by the kernels, by PyTorch)."""
+
+
+def work(part: int, parts: int) -> None:
+    """Every `parts`-th check, a line of JSON each."""
+    for i, (name, check) in enumerate(CHECKS.items()):
+        if i % parts != part:
+            continue
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            case = case | {"dtype": dtype}
-            true = conv_cases.both(case, conv_cases.in_fp64, conv_cases.by_autograd)
-            got = conv_cases.both(case, conv_cases.conv.forward, conv_cases.conv.backward)
-            plain = conv_cases.both(case, short_conv.plain_convolve, short_conv.plain_convolve_backward)
-            ours, theirs = apart(got, true), apart(plain, true)
-            ok = all(a < 1.5 * b + 2e-6 for a, b in zip(ours, theirs))
-            rows.append(dict(what="conv", case=name, dtype=str(dtype), ok=ok, ours=ours, plain=theirs))
-    return rows
+            row = dict(what=name, dtype=str(dtype))
+            try:
+                true, got, plain = check(dtype=dtype)
+                ours, theirs = apart(got, true), apart(plain, true)
+                row |= dict(ok=all(a < 1.5 * b + 3e-6 for a, b in zip(ours, theirs)), ours=ours, plain=theirs)
+            except Exception as e:  # the others still say something
+                row |= dict(ok=False, failed=f"{type(e).__name__}: {str(e)[-600:]}")
+            print(json.dumps(row), flush=True)
 
 
 def timed(what: str, ours: Callable, plain: Callable, given: list[Tensor], moved: tuple[int, int], copy: float) -> dict:
@@ -64,52 +85,57 @@ def timed(what: str, ours: Callable, plain: Callable, given: list[Tensor], moved
     return row
 
 
-def conv_times(copy: float) -> Rows:
-    rows = []
+def conv_times(copy: float) -> Iterator[Row]:
     for T, D in ((32768, 12288), (32768, 3072), (8192, 3072)):
         x = torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(D, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         size = x.numel() * 2
 
         def run(function: Callable) -> Callable:
-            return lambda x, w: function(x, w, None, None, None, True, False)[0]
+            return lambda y, w: function(y, w, None, None, None, True, False)[0]
 
-        rows.append(
-            timed(
-                f"conv {T}x{D}",
-                run(short_conv.convolve),
-                run(short_conv.plain_convolve),
-                [x, weight],
-                (2 * size, 3 * size),
-                copy,
-            )
-        )
-    return rows
+        ours, plain = run(short_conv.convolve), run(short_conv.plain_convolve)
+        yield timed(f"conv {T}x{D}", ours, plain, [x, weight], (2 * size, 3 * size), copy)
 
 
-PARTS: tuple[Callable[[], Rows], ...] = (conv_errors,)
-TIMES: tuple[Callable[[float], Rows], ...] = (conv_times,)
+def gates_times(copy: float) -> Iterator[Row]:
+    q = torch.randn(1, 32768, 3 * 4096, device="cuda", dtype=torch.bfloat16)[..., :4096].unflatten(2, (32, 128))
+    for sizes in ((32,), (4096,)):
+        a = torch.randn(1, 32768, *sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        A_log, bias = (torch.randn(n, device="cuda", requires_grad=True) for n in (32, sizes[0]))
+        moved = 6 * a.numel(), 8 * a.numel()
+        plain = lambda *x: gates.plain_log_decay(*x, 1.0, 1.0)  # noqa: E731
+        yield timed(f"decay {sizes[0]}", gates.decay_gate, plain, [a, A_log, bias], moved, copy)
+    moved = 4 * q.numel(), 6 * q.numel()
+    plain = lambda x: gates.plain_unit_length(x, 1e-6)  # noqa: E731
+    yield timed("unit 128", gates.l2norm, plain, [q.requires_grad_()], moved, copy)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out")
+    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--part", type=int)
     args = parser.parse_args()
-    copy, rows, start = bandwidth(), [], time.time()
-    for part in (*PARTS, *TIMES):
-        try:
-            rows += part() if part in PARTS else part(copy)
-        except Exception as e:  # the others still say something
-            rows.append(dict(what=part.__name__, ok=False, failed=f"{type(e).__name__}: {str(e)[-600:]}"))
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump(rows, f, indent=1)
+    if args.part is not None:
+        return work(args.part, args.jobs)
+    command = [sys.executable, "-m", "tests.gpu.check_fused", "--jobs", str(args.jobs), "--part"]
+    running = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(args.jobs)]
+    rows = [json.loads(line) for p in running for line in p.communicate()[0].splitlines() if line.startswith("{")]
     for row in rows:
-        if "floor" in row or not row.get("ok", True):
+        if not row["ok"]:
             print(json.dumps(row), flush=True)
-    checks = [r for r in rows if "ok" in r]
-    print(f"{sum(r['ok'] for r in checks)} of {len(checks)} right in {time.time() - start:.0f} s")
-    raise SystemExit(not all(r["ok"] for r in checks))
+    wanted = 3 * len(CHECKS)
+    print(f"{sum(r['ok'] for r in rows)} of {wanted} right", flush=True)
+    copy = bandwidth()
+    for times in (conv_times, gates_times):
+        for row in times(copy):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if args.out:
+        with open(args.out, "w") as f:
+            json.dump(rows, f, indent=1)
+    raise SystemExit(sum(r.get("ok", False) for r in rows) < wanted)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,195 @@
+"""What recurrences are given, from what projections give: q and k of unit length, log-decays.
+
+    ring_la::unit_length   ring_la::log_decay   and their …_backward
+
+On CUDA registered operators, by Triton where it can; elsewhere PyTorch's own operations, which have derivatives of
+every order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import SecondDerivativeError
+from .backends import triton_installed
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x · rsqrt(Σ x² + eps)`` over the last dimension, in fp32 or wider."""
+    return unit_length(x, eps) if x.is_cuda and x.dim() == 4 else plain_unit_length(x, eps)
+
+
+def decay_gate(
+    a: Tensor, A_log: Tensor | None = None, bias: Tensor | None = None, *, sign: float = 1.0, factor: float = 1.0
+) -> Tensor:
+    """The log-decay ``g = −factor · e^{A_log} · softplus(sign · (a + bias))``, fp32 (fp64 for fp64), shaped like `a`.
+
+    With sign −1 and no A_log it is ``factor · logsigmoid(a + bias)``.
+
+    Args:
+        a: ``[…, C]``. A_log: ``[H]``, shared by C / H consecutive channels; None: zeros. bias: ``[C]``.
+    """
+    if a.is_cuda:
+        return log_decay(a, A_log, bias, sign, factor)
+    return plain_log_decay(a, A_log, bias, sign, factor)
+
+
+# -- in PyTorch ----------------------------------------------------------------------------------------------
+
+
+def plain_unit_length(x: Tensor, eps: float) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def plain_unit_length_backward(dy: Tensor, x: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y, g = x.to(wide), dy.to(wide)
+    r = torch.rsqrt((y * y).sum(-1, keepdim=True) + eps)
+    return (r * (g - y * (r * r) * (y * g).sum(-1, keepdim=True))).to(x.dtype)
+
+
+def _pieces(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float) -> tuple[Tensor, Tensor]:
+    """What the softplus is of, and what multiplies it."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    y = a.to(wide) if bias is None else a.to(wide) + bias.to(wide)
+    scale = torch.full((), -factor, dtype=wide, device=a.device)
+    if A_log is not None:
+        scale = (-factor * A_log.to(wide).exp()).repeat_interleave(a.shape[-1] // A_log.shape[0])
+    return y if sign == 1 else sign * y, scale
+
+
+def plain_log_decay(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float) -> Tensor:
+    y, scale = _pieces(a, A_log, bias, sign, factor)
+    return scale * F.softplus(y)
+
+
+def plain_log_decay_backward(
+    dg: Tensor, a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of a, A_log and bias."""
+    y, scale = _pieces(a, A_log, bias, sign, factor)
+    da = dg * scale * sign * torch.sigmoid(y)
+    dA, dbias = None, None
+    if A_log is not None:
+        dA = (dg * scale * F.softplus(y)).flatten(0, -2).sum(0).view(A_log.shape[0], -1).sum(1).to(A_log.dtype)
+    if bias is not None:
+        dbias = da.flatten(0, -2).sum(0).to(bias.dtype)
+    return da.to(a.dtype), dA, dbias
+
+
+# -- the operators -------------------------------------------------------------------------------------------
+
+
+def _refuse(ctx, *grads):
+    raise SecondDerivativeError(
+        "on CUDA ring_la's gates have exact first derivatives only; a second derivative was asked for "
+        "(create_graph=True and a backward through it)"
+    )
+
+
+def _triton_norm(x: Tensor) -> bool:
+    if not (x.is_cuda and triton_installed()):
+        return False
+    from .triton.norm import unsupported
+
+    return not unsupported(x)
+
+
+@torch.library.custom_op("ring_la::unit_length", mutates_args=())
+def unit_length(x: Tensor, eps: float) -> Tensor:
+    """`l2norm` of ``x [B, T, H, D]``."""
+    if _triton_norm(x):
+        from .triton.norm import unit
+
+        return unit(x, eps)
+    return plain_unit_length(x, eps).contiguous()
+
+
+@torch.library.custom_op("ring_la::unit_length_backward", mutates_args=())
+def unit_length_backward(dy: Tensor, x: Tensor, eps: float) -> Tensor:
+    if _triton_norm(x):
+        from .triton.norm import unit
+
+        return unit(x, eps, dy)
+    return plain_unit_length_backward(dy, x, eps).contiguous()
+
+
+@unit_length.register_fake
+def _(x, eps):
+    return x.new_empty(x.shape)
+
+
+@unit_length_backward.register_fake
+def _(dy, x, eps):
+    return x.new_empty(x.shape)
+
+
+def _setup_unit(ctx, inputs, output) -> None:
+    x, ctx.eps = inputs
+    ctx.save_for_backward(x)
+
+
+def _unit_backward(ctx, dy: Tensor):
+    return unit_length_backward(dy, *ctx.saved_tensors, ctx.eps), None
+
+
+unit_length.register_autograd(_unit_backward, setup_context=_setup_unit)
+unit_length_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+def _triton_decay(a: Tensor) -> bool:
+    if not (a.is_cuda and triton_installed()):
+        return False
+    from .triton.decay import unsupported
+
+    return not unsupported(a)
+
+
+@torch.library.custom_op("ring_la::log_decay", mutates_args=())
+def log_decay(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float) -> Tensor:
+    """See `decay_gate`."""
+    if _triton_decay(a):
+        from .triton.decay import forward
+
+        return forward(a, A_log, bias, sign, factor)
+    return plain_log_decay(a, A_log, bias, sign, factor).contiguous()
+
+
+@torch.library.custom_op("ring_la::log_decay_backward", mutates_args=())
+def log_decay_backward(
+    dg: Tensor, a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float
+) -> list[Tensor]:
+    """Gradients of a, then of A_log and the bias where they are given."""
+    if _triton_decay(a):
+        from .triton.decay import backward
+    else:
+        backward = plain_log_decay_backward
+    return [g.contiguous() for g in backward(dg, a, A_log, bias, sign, factor) if g is not None]
+
+
+@log_decay.register_fake
+def _(a, A_log, bias, sign, factor):
+    return a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, torch.float32))
+
+
+@log_decay_backward.register_fake
+def _(dg, a, A_log, bias, sign, factor):
+    return [t.new_empty(t.shape) for t in (a, A_log, bias) if t is not None]
+
+
+def _setup_decay(ctx, inputs, output) -> None:
+    *tensors, ctx.sign, ctx.factor = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _decay_backward(ctx, dg: Tensor):
+    tensors = ctx.saved_tensors
+    grads = iter(log_decay_backward(dg, *tensors, ctx.sign, ctx.factor))
+    return (*(None if t is None else next(grads) for t in tensors), None, None)
+
+
+log_decay.register_autograd(_decay_backward, setup_context=_setup_decay)
+log_decay_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)

@@ -1,0 +1,59 @@
+"""Rows of unit length, ``y = x · rsqrt(Σ x² + eps)``, and the gradient: one pass each.
+
+With r = rsqrt(Σ x² + eps):  dx = r dy − r³ x (x · dy). Rows of x may lie apart (heads cut out of a wider projection); y
+and the gradient are contiguous.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS, WARPS = 4096, 4
+"""Of a program's tile."""
+
+
+def unsupported(x: Tensor) -> str:
+    """Why these kernels cannot take a call, or an empty string."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype}"
+    return "" if 1 <= x.shape[-1] <= 2048 else f"rows of {x.shape[-1]}"
+
+
+@triton.jit(do_not_specialize=("T", "rows"))
+def unit_kernel(
+    x, dy, out, T, rows, eps, sb, st, sh, H: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """BR rows of [B, T, H] of D: y, or (BACK) dx from the rows of dy."""
+    i = (tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
+    d = tl.arange(0, BD)[None, :]
+    inside = (i < rows) & (d < D)
+    token = i // H
+    at = token // T * sb + token % T * st + i % H * sh + d
+    y = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
+    if BACK:
+        g = tl.load(dy + i * D + d, inside, other=0.0).to(tl.float32)
+        y = r * (g - y * (r * r) * tl.sum(y * g, 1)[:, None])
+    else:
+        y *= r
+    tl.store(out + i * D + d, y.to(out.dtype.element_ty), inside)
+
+
+def unit(x: Tensor, eps: float, dy: Tensor | None = None) -> Tensor:
+    """``x [B, T, H, D]`` with rows of unit length, or the gradient of x given that of the result; contiguous."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    B, T, H, D = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(D)
+    tall = max(1, ELEMENTS // block)
+    rows = B * T * H
+    if rows:
+        unit_kernel[(triton.cdiv(rows, tall),)](
+            x, x if dy is None else dy.contiguous(), out, T, rows, eps, *x.stride()[:3], H=H, D=D, BR=tall, BD=block,
+            BACK=dy is not None, num_warps=WARPS,
+        )  # fmt: skip
+    return out

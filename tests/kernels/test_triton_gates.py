@@ -1,0 +1,81 @@
+"""The kernels of gates against PyTorch's own operations and their autograd: interpreted without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_la.kernels import gates
+from tests.kernels.triton_cases import error, interpreted
+
+interpreted()
+
+from ring_la.kernels.triton import decay, norm  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor
+    "a head": (2, 50, 8, 8, True, 1.0, 1.0),
+    "a channel": (1, 40, 48, 4, True, 1.0, 1.0),
+    "logsigmoid": (2, 33, 20, None, False, -1.0, 0.0625),
+}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, device=DEVICE)).to(dtype)
+
+
+def of_autograd(function, tensors: list[Tensor | None], grad: Tensor) -> list[Tensor]:
+    """The result in fp64, and the gradients of the tensors that are there."""
+    wide = [None if t is None else t.double().requires_grad_() for t in tensors]
+    out = function(*wide)
+    return [out.detach(), *torch.autograd.grad(out, [t for t in wide if t is not None], grad.double())]
+
+
+def decay_case(name: str, dtype: torch.dtype = torch.float32, times: int = 1) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): g and the gradients."""
+    torch.manual_seed(0)
+    B, T, C, heads, biased, sign, factor = CASES[name]
+    a = draw(B, T * times, C + 3, dtype=dtype, scale=4.0)[..., :C]
+    A_log, bias = None if heads is None else draw(heads), draw(C) - 3 if biased else None
+    dg = draw(B, T * times, C)
+    true = of_autograd(lambda *x: gates.plain_log_decay(*x, sign, factor), [a, A_log, bias], dg)
+
+    def results(forward, backward) -> list[Tensor]:
+        return [g for g in (forward(a, A_log, bias, sign, factor), *backward(dg, a, A_log, bias, sign, factor))
+                if g is not None]  # fmt: skip
+
+    ours = results(decay.forward, decay.backward)
+    return true, ours, results(gates.plain_log_decay, gates.plain_log_decay_backward)
+
+
+def unit_case(D: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): y and dx."""
+    torch.manual_seed(0)
+    x = draw(2, T, 3 * D + 8, dtype=dtype)[..., : 3 * D].unflatten(2, (3, D))
+    dy = draw(2, T, 3, D, dtype=dtype)
+    true = of_autograd(lambda y: gates.plain_unit_length(y, 1e-6), [x], dy)
+    plain = [gates.plain_unit_length(x, 1e-6), gates.plain_unit_length_backward(dy, x, 1e-6)]
+    return true, [norm.unit(x, 1e-6), norm.unit(x, 1e-6, dy)], plain
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_decay(name: str) -> None:
+    true, *both = decay_case(name)
+    for got in both:
+        assert [g.shape for g in got] == [t.shape for t in true]
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+@pytest.mark.parametrize("D", [5, 64])
+def test_unit_length(D: int) -> None:
+    true, *both = unit_case(D)
+    for got in both:
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+def test_small_decays_keep_their_digits() -> None:
+    a = torch.linspace(-30, 30, 61, device=DEVICE)[None, None]
+    got = decay.forward(a, None, None, 1.0, 1.0)
+    true = -torch.log1p(a.double().exp())
+    assert ((got - true) / true).abs().max() < 5e-6
