@@ -172,6 +172,12 @@ def hybrid(model: str, kinds: str = "LFL", argument: str = "layer_types", **keyw
 RECURRENT: dict[str, Case] = {
     "qwen3_next": hybrid("Qwen3NextForCausalLM", router=True, **GATED_DELTA, **SHARED),
     "qwen3_5": hybrid("Qwen3_5ForCausalLM", **GATED_DELTA),
+    "qwen3_5_with_images": case(
+        "Qwen3_5ForConditionalGeneration",
+        skip=tuple(SMALL),
+        text_config=SMALL | GATED_DELTA | dict(layer_types=[LINEAR, FULL]),
+        vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32),
+    ),
     "qwen3_5_moe": hybrid("Qwen3_5MoeForCausalLM", "FLL", router=True, **GATED_DELTA, **SHARED),
     "olmo_hybrid": hybrid("OlmoHybridForCausalLM", **GATED_DELTA),
     "kimi_linear": hybrid("KimiLinearForCausalLM", linear_head_dim=8, linear_num_heads=2, **LATENT, **GROUPED),
