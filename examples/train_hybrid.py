@@ -249,12 +249,11 @@ class Trainer:
             validate=parallel.validate,
         )
         self.folder, self.first = Path(run.folder), dist.get_rank() == 0
-        corpus = self._corpus()
-        self.corpus = corpus
+        self.corpus = self._corpus()
         torch.manual_seed(run.seed)  # the same parameters on every rank and for every split
         dtype = getattr(torch, memory.dtype)
         make = self._transformers if config.model.transformers else self._hybrid
-        self.model = make(corpus.vocab_size, None if dtype == torch.float32 else dtype)
+        self.model = make(self.corpus.vocab_size, None if dtype == torch.float32 else dtype)
         self.peak = peak_flops(device)
         self.optimizer = self._optimizer()
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=run.keep, background=run.background)
@@ -365,6 +364,7 @@ class Trainer:
         if self.mesh.replicas > 1:
             dist.all_reduce(targets)
             targets //= self.cp.size
+        targets.clamp_(min=1)
         loss = torch.zeros((), device=self.device)
         for ids, cu in sequences:
             part = self.loss(ids, cu, targets)
