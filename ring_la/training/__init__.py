@@ -12,6 +12,7 @@ checkpoints that fit any number of ranks, and FLOPs.
 from .checkpoint import Checkpoints
 from .data import Corpus, PackedSequences, batches
 from .flops import StepFlops, peak_flops
+from .gradients import sum_gradients
 from .mesh import TrainingMesh, shard_parameters
 from .recompute import recompute
 
@@ -25,4 +26,5 @@ __all__ = [
     "peak_flops",
     "recompute",
     "shard_parameters",
+    "sum_gradients",
 ]

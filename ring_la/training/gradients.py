@@ -1,0 +1,53 @@
+"""The sum of gradients over context ranks, for a loop without FSDP2 or DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..context import ContextParallel
+from ..errors import ArgumentError
+
+BUCKET = 1 << 25
+"""Numbers in one message."""
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> None:
+    """Replace each gradient by the sum over the ranks: from this rank's part to that of one process. Collective.
+
+    A rank without a gradient counts as zero; where no rank has one there is none. Gradients of one dtype travel
+    together.
+
+    Raises:
+        ArgumentError: a sparse gradient.
+    """
+    wanted = [p for p in parameters if p.requires_grad]
+    if cp.size == 1 or not wanted:
+        return
+    for p in wanted:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ArgumentError("parameters", "dense gradients", p.grad.layout)
+    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=cp.device)
+    present = cp.comm.all_reduce(present).wait().tolist()
+    wanted = [p for p, ranks in zip(wanted, present) if ranks]
+    for bucket in _buckets(wanted):
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        whole = cp.comm.all_reduce(torch.cat([g.reshape(-1) for g in parts])).wait()
+        for p, grad in zip(bucket, whole.split([p.numel() for p in bucket])):
+            p.grad = grad.view(p.shape) if p.grad is None else p.grad.copy_(grad.view(p.shape))
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters of one dtype, in order, of about BUCKET numbers together."""
+    out: list[list[nn.Parameter]] = []
+    size: dict[torch.dtype, tuple[int, list[Tensor]]] = {}
+    for p in parameters:
+        numbers, bucket = size.get(p.dtype, (BUCKET, []))
+        if numbers >= BUCKET:
+            numbers, bucket = 0, []
+            out.append(bucket)
+        bucket.append(p)
+        size[p.dtype] = (numbers + p.numel(), bucket)
+    return out
