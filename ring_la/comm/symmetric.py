@@ -11,7 +11,10 @@ a `PeerError` that names it. The group is then of no more use.
 
 from __future__ import annotations
 
+import base64
+import inspect
 import math
+import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -20,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
+from ..errors import UnsupportedError
 from .transport import TorchTransport, Work
 
 if TYPE_CHECKING:
@@ -45,13 +50,42 @@ def memory(group: Group, size: int) -> Any:
 
 
 def allocate(group: Group, size: int) -> tuple[Tensor, Any]:
-    """`size` zero bytes on every rank, mapped by all: this rank's, and the handle. Collective."""
+    """`size` zero bytes of torch's symmetric memory on every rank: this rank's, and the handle. Collective; every rank
+    must have taken part in as many rendezvous of torch before, in whatever groups."""
     import torch.distributed._symmetric_memory as symmetric
 
     own = symmetric.empty(size, dtype=torch.uint8, device=group.device)
     own.zero_()
     torch.cuda.synchronize(group.device)  # before any rank may write into it
     return own, symmetric.rendezvous(own, group.group.group_name)
+
+
+def share(group: Group, own: Tensor) -> list[Tensor]:
+    """Every rank's tensor `own`, its memory mapped here by CUDA's interprocess handles. Collective; one host.
+
+    Not torch's rendezvous: that makes multicast objects where it can, and hangs in groups whose ranks have been in
+    different numbers of rendezvous before.
+    """
+    torch.cuda.synchronize(group.device)  # what is in it now is seen by all
+    rebuild, arguments = reduce_tensor(own)
+    names = list(inspect.signature(rebuild).parameters)
+    told = group.tell(base64.b64encode(pickle.dumps(arguments)).decode())
+    mapped, failure = [], ""
+    for rank, text in enumerate(told):
+        if rank == group.rank:
+            mapped.append(own)
+            continue
+        theirs = dict(zip(names, pickle.loads(base64.b64decode(text))))
+        theirs |= {"storage_device": group.device.index, "event_sync_required": False}
+        try:
+            mapped.append(rebuild(**theirs))
+        except RuntimeError as error:
+            failure = f"rank {group.rank} cannot map the memory of rank {rank}: {str(error).splitlines()[0]}"
+            break
+    failures = [f for f in group.tell(failure) if f]
+    if failures:
+        raise UnsupportedError("transport", "'auto' or 'torch' for this group", f"'symmetric': {failures[0]}")
+    return mapped
 
 
 def refusal(group: Group) -> str:
@@ -121,9 +155,9 @@ class SymmetricTransport:
         """The transport of a group that has no `refusal`. Collective."""
         from . import copy_kernel as kernel
 
-        own, handle = allocate(group, 4 * kernel.words(group.size))
-        addresses = [handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(group.size)]
-        return cls(group, torch_transport, own.view(torch.int32), addresses, handle)
+        own = torch.zeros(kernel.words(group.size), dtype=torch.int32, device=group.device)
+        mapped = share(group, own)
+        return cls(group, torch_transport, own, [x.data_ptr() for x in mapped], mapped)
 
     def late(self) -> list[int]:
         """Ranks that have let a message of ours run into the timeout so far; read without synchronisation."""
