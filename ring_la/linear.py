@@ -177,7 +177,8 @@ class _Sharded(torch.autograd.Function):
         through = any(seams.chain.passes[s] for s in seams.links) and not (horizon and horizon.all_near)
         A, S_end = local.summary(S0, through)
         links = _links(call, A, S_end, lambda piece: _push(local, S0, S_end, piece))
-        pending = call.exchange(seams.chain, links, S_end[:, 0])
+        with call.layout.cp.comm.in_order(not local.prepares):
+            pending = call.exchange(seams.chain, links, S_end[:, 0])
         local.prepare()
         S0 = with_arrived(S0, S_end, [first for first, _ in seams.segments], pending.wait())
         o, S_end = local.output(S0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -67,6 +68,7 @@ class Group:
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self.side_stream = torch.cuda.Stream(self.device) if self.on_cuda and self.size > 1 else None
+        self._in_order = False
         self._agreements = self._failures = 0
         by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
         self.transport: Transport = by_torch
@@ -82,6 +84,22 @@ class Group:
         if why:
             raise UnsupportedError("transport", "'auto' or 'torch' for this group", f"'symmetric': {why}")
         return SymmetricTransport.open(self, by_torch) if self.size > 1 else by_torch
+
+    # -- order on the device -------------------------------------------------------------------------------
+
+    @property
+    def beside(self) -> torch.cuda.Stream | None:
+        """The stream messages run on beside the current one; None: they stand in the current stream's order."""
+        return None if self._in_order else self.side_stream
+
+    @contextmanager
+    def in_order(self, wanted: bool = True) -> Iterator[None]:
+        """What is exchanged here has nothing to run beside: it spares the switch to another stream and back."""
+        before, self._in_order = self._in_order, wanted or self._in_order
+        try:
+            yield
+        finally:
+            self._in_order = before
 
     # -- messages ------------------------------------------------------------------------------------------
 

@@ -148,6 +148,7 @@ class SymmetricTransport:
             P=group.size, BLOCKS=kernel.BLOCKS, SLOTS=kernel.SLOTS, CHUNK=kernel.CHUNK, FLAG=kernel.FLAG, STEP=4096,
             CLOCK=device.type == "cuda",
         ) | constants  # fmt: skip
+        self._aside = False  # whether messages may be under way on the side stream
         self._patience = int(group.timeout.total_seconds() * 1e9)
 
     @classmethod
@@ -243,19 +244,35 @@ class SymmetricTransport:
         )  # fmt: skip
 
     def _beside(self, launch: Callable[[], None], keep: object = None) -> Work:
-        """Run `launch` on the side stream, after what the current stream has so far."""
+        """Run `launch` on the side stream after what the current stream has so far, or in the current stream's order."""
         side = self.group.side_stream
         if side is None:
             launch()
             return Done()
         current = torch.cuda.current_stream(self.group.device)
-        if current == side:
+        if self.group.beside is None or current == side:
+            if current == side:
+                self._aside = True
+            elif self._aside:
+                self._aside = False
+                _join(current, side)
             launch()
             return Done()
+        self._aside = True
         side.wait_stream(current)
         with torch.cuda.stream(side):
             launch()
             return Beside(side.record_event(), keep)
+
+
+def _join(current: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
+    """Messages of both streams pass through the same mailboxes: have `current` wait for those aside. A capture waits
+    only for what it has captured; what ran before it is over."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    with torch.cuda.stream(side):
+        same = torch.cuda.is_current_stream_capturing() == capturing
+    if same:
+        current.wait_stream(side)
 
 
 class Done:

@@ -28,6 +28,8 @@ class ChunkedRecurrence:
     `size` and `lead` override the chunk length and align chunks (see `Chunks`).
     """
 
+    prepares = True
+
     def __init__(
         self,
         rule: Rule,

@@ -33,7 +33,12 @@ class Local(Protocol):
 
     Made by ``Backend(rule, inputs, cu, scale)``: `cu` holds the offsets ``[N+1]`` of the pieces in the tokens, the
     same for every batch row, as an integer tensor on their device; None: one piece.
+
+    Attributes:
+        prepares: whether `prepare` has anything to do.
     """
+
+    prepares: bool
 
     def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
         """The transition of each piece (None for the identity, or unless `through`) and the state leaving it."""

@@ -36,10 +36,8 @@ class AllGather:
             return
         pending = group.all_gather(pack([link.map for link in links], chain.slots(), like))
         yield
-        rows = pending.wait()
-        owned = {i: rows[r, slot] for r in range(group.size) for slot, i in enumerate(chain.local(r))}
-        maps = {i: unpack(row, like) for i, row in owned.items()}
-        result[:] = fold(chain, maps, chain.local(group.rank))
+        maps = unpack(pending.wait().flatten(0, 1), like)
+        result[:] = fold(chain, [maps[row] for row in chain.rows], chain.local(group.rank))
 
 
 def pack(maps: Sequence[Affine], slots: int, like: Affine) -> Tensor:
@@ -56,7 +54,10 @@ def pack(maps: Sequence[Affine], slots: int, like: Affine) -> Tensor:
     return torch.cat(parts).view(slots, state + transition)
 
 
-def unpack(row: Tensor, like: Affine) -> Affine:
-    """The map in a row, shaped as `like`."""
-    n, shape = like.b.numel(), transition_shape(like.kind, like.b.shape)
-    return Affine(like.kind, None if shape is None else row[n:].view(shape), row[:n].view(like.b.shape))
+def unpack(rows: Tensor, like: Affine) -> list[Affine]:
+    """The maps in rows ``[n, S+M]``, each shaped as `like`."""
+    shape, count = transition_shape(like.kind, like.b.shape), len(rows)
+    state = like.b.numel()
+    b = rows[:, :state].view(count, *like.b.shape).unbind(0)
+    A = [None] * count if shape is None else rows[:, state:].view(count, *shape).unbind(0)
+    return [Affine(like.kind, *m) for m in zip(A, b)]

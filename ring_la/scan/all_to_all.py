@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
-from .all_gather import pack, unpack
+from .all_gather import unpack
 from .chain import Chain
 from .strategy import Cost, Link, Messages, Steps, fold, sizes
 
@@ -32,7 +32,7 @@ class AllToAll:
         there, back = rows * (state + transition), rows * state
         path = Messages("exchange", there), Messages("exchange", back)
         applied = chain.applied(range(len(chain)))
-        operations = 5 + chain.ranks + len(chain) + applied
+        operations = 3 + 3 * chain.slots() + applied
         return Cost(there + back, path, applied / chain.ranks, posted=2, operations=operations)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
@@ -45,28 +45,23 @@ class AllToAll:
     ) -> Iterator[None]:
         if not any(chain.needs):
             return
-        parts, slots, ranks = Parts(like, group.size), chain.slots(), range(group.size)
-        part, cut = parts.like(), [parts.split(link.map) for link in links]
-        pending = group.all_to_all(torch.stack([pack([c[r] for c in cut], slots, part) for r in ranks]))
+        parts, slots = Parts(like, group.size), chain.slots()
+        part = parts.like()
+        pending = group.all_to_all(parts.split([link.map for link in links], slots))
         yield
-        rows = pending.wait()
-        owned = [(r, slot, i) for r in ranks for slot, i in enumerate(chain.local(r))]
-        maps = {i: unpack(rows[r, slot], part) for r, slot, i in owned}
-        entering = fold(chain, maps, range(len(chain)))
-        back = like.b.new_zeros(group.size, slots, *part.b.shape)
-        for r, slot, i in owned:
-            if entering[i] is not None:
-                back[r, slot] = entering[i]
-        pending = group.all_to_all(back)
+        maps = unpack(pending.wait().view(group.size * slots, -1), part)
+        entering = fold(chain, [maps[row] for row in chain.rows], range(len(chain)))
+        back: list[Tensor | None] = [None] * (group.size * slots)
+        for row, state in zip(chain.rows, entering):
+            back[row] = state
+        if None in back:
+            nothing = torch.zeros_like(part.b)
+            back = [nothing if state is None else state for state in back]
+        pending = group.all_to_all(torch.stack(back).unflatten(0, (group.size, slots)))
         yield
-        states = pending.wait()
+        states = pending.wait().unbind(1)
         for slot, i in enumerate(chain.local(group.rank)):
-            result[slot] = parts.join(states[:, slot]) if chain.needs[i] else None
-
-
-def _numel(m: Affine) -> int:
-    shape = transition_shape(m.kind, m.b.shape)
-    return 0 if shape is None else shape.numel()
+            result[slot] = parts.join(states[slot]) if chain.needs[i] else None
 
 
 class Parts:
@@ -87,26 +82,38 @@ class Parts:
         *lead, _, k, v = self.full.b.shape
         return Affine(self.full.kind, None, self.full.b.new_empty(*lead, self.per_rank, k, v // self.blocks))
 
-    def split(self, m: Affine) -> list[Affine]:
-        """The part of `m` each rank folds."""
-        b = rearrange(m.b, "... h k (n v) -> ... (h n) k v", n=self.blocks)
-        b = self._pad(b, -3).chunk(self.ranks, -3)
-        if m.A is None:
-            return [Affine(m.kind, None, part) for part in b]
-        dim = {"scalar": -1, "diagonal": -2, "dense": -3}[m.kind]
-        A = self._pad(m.A.repeat_interleave(self.blocks, dim), dim).chunk(self.ranks, dim)
-        return [Affine(m.kind, a, part) for a, part in zip(A, b)]
+    def split(self, maps: Sequence[Affine], slots: int) -> Tensor:
+        """What each rank folds of each map, ``[P, slots·(S+M)/P]``: its part of the first b and A, of the next …"""
+        kind, dim = self.full.kind, {"scalar": -1, "diagonal": -2, "dense": -3}.get(self.full.kind)
+        part = self.like()
+        shape = transition_shape(kind, part.b.shape)
+        transition = 0 if shape is None else shape.numel()
+        columns = []
+        for m in maps:
+            b = m.b if self.blocks == 1 else rearrange(m.b, "... h k (n v) -> ... (h n) k v", n=self.blocks)
+            columns.append(self._cut(b, -3))
+            if m.A is not None and dim is not None:
+                columns.append(self._cut(m.A.repeat_interleave(self.blocks, dim) if self.blocks > 1 else m.A, dim))
+            elif transition:
+                columns.append(b.new_zeros(self.ranks, transition))
+        missing = (slots - len(maps)) * (part.b.numel() + transition)
+        if missing:
+            columns.append(self.full.b.new_zeros(self.ranks, missing))
+        return torch.cat(columns, 1)
 
     def join(self, states: Tensor) -> Tensor:
-        """The whole state ``[…, H, K, V]`` from the parts ``[P, …, units, K, V/blocks]``."""
-        units = rearrange(states, "p ... u k v -> ... (p u) k v")
+        """The whole state ``[B, H, K, V]`` from the parts ``[P, B, units, K, V/blocks]``."""
+        units = states.movedim(0, -4).flatten(-4, -3)
+        if self.blocks == 1:
+            return units.narrow(-3, 0, self.heads)
         units = units.narrow(-3, 0, self.heads * self.blocks)
-        return rearrange(units, "... (h n) k v -> ... h k (n v)", n=self.blocks).contiguous()
+        return rearrange(units, "... (h n) k v -> ... h k (n v)", n=self.blocks)
 
-    def _pad(self, x: Tensor, dim: int) -> Tensor:
-        missing = self.ranks * self.per_rank - x.shape[dim]
-        if not missing:
-            return x
-        shape = list(x.shape)
-        shape[dim] = missing
-        return torch.cat([x, x.new_zeros(shape)], dim)
+    def _cut(self, units: Tensor, dim: int) -> Tensor:
+        """The units along `dim`, shared out evenly: ``[P, numbers of one rank]``."""
+        missing = self.ranks * self.per_rank - units.shape[dim]
+        if missing:
+            shape = list(units.shape)
+            shape[dim] = missing
+            units = torch.cat([units, units.new_zeros(shape)], dim)
+        return units.unflatten(dim, (self.ranks, self.per_rank)).movedim(dim - 1, 0).reshape(self.ranks, -1)

@@ -43,7 +43,16 @@ class Chain:
 
     def local(self, rank: int) -> tuple[int, ...]:
         """Links owned by `rank`, in order."""
-        return tuple(i for i, owner in enumerate(self.owners) if owner == rank)
+        return self._owned.get(rank, ())
+
+    @cached_property
+    def _owned(self) -> dict[int, tuple[int, ...]]:
+        return {r: tuple(i for i, owner in enumerate(self.owners) if owner == r) for r in set(self.owners)}
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Where each link stands when every rank brings as many rows as the most links one owns, in order of ranks."""
+        return tuple(owner * self.slots() + self.local(owner).index(i) for i, owner in enumerate(self.owners))
 
     @cached_property
     def reversed(self) -> Chain:

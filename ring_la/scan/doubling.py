@@ -80,8 +80,8 @@ class Doubling:
         pending = group.exchange(sends, receives)
 
         def received() -> dict[int, Affine]:
-            rows = {peer: iter(t) for peer, t in pending.wait().items()}
-            return local | {i: unpack(next(rows[chain.owners[i - distance]]), like) for i in into}
+            maps = {peer: iter(unpack(t, like)) for peer, t in pending.wait().items()}
+            return local | {i: next(maps[chain.owners[i - distance]]) for i in into}
 
         return received
 

@@ -103,12 +103,13 @@ class Scan(Protocol):
 class Steps(Pending):
     """An exchange written as a generator that yields before each wait.
 
-    On the CPU it runs to its first wait when posted and to its end in ``wait()``; on CUDA it is queued whole on
-    a side stream when posted, so that it runs beside the caller's kernels without the host.
+    On the CPU, and in order (`Group.in_order`), it runs to its first wait when posted and to its end in ``wait()``;
+    else on CUDA it is queued whole on a side stream when posted, so that it runs beside the caller's kernels without
+    the host.
     """
 
     def __init__(self, steps: Iterator[None], result: list[Tensor | None], keep: object, group: Group) -> None:
-        self._stream = group.side_stream
+        self._stream = group.beside
         self._keep = keep  # tensors the side stream reads, until the caller's stream has waited for it
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(group.device))
@@ -119,8 +120,9 @@ class Steps(Pending):
             next(steps, None)
 
         def finish() -> list[Tensor | None]:
-            for _ in steps:
-                pass
+            with group.in_order():
+                for _ in steps:
+                    pass
             if self._stream is not None:
                 current = torch.cuda.current_stream(group.device)
                 current.wait_stream(self._stream)
@@ -133,7 +135,7 @@ class Steps(Pending):
         super().__init__(finish)
 
 
-def fold(chain: Chain, maps: dict[int, Affine], links: Sequence[int]) -> list[Tensor | None]:
+def fold(chain: Chain, maps: Sequence[Affine], links: Sequence[int]) -> list[Tensor | None]:
     """The state entering each of `links` (in chain order), folded from the maps of all links before them in one go."""
     wanted = [i for i in links if chain.needs[i]]
     entering: dict[int, Tensor] = {}

@@ -151,6 +151,8 @@ class TritonTokens:
         in_place: the states that leave may be written over those that enter.
     """
 
+    prepares = False
+
     def __init__(
         self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, chunked: Callable[[], Local], in_place: bool
     ) -> None:

@@ -78,6 +78,8 @@ class Intra(NamedTuple):
 class TritonRecurrence:
     """One rank's tokens under one rule."""
 
+    prepares = False
+
     def __init__(self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float) -> None:
         dtype = inputs.v.dtype
         given = inputs
