@@ -78,6 +78,24 @@ def measure(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
     return dict(forward=forward, total=total, peak=peak.item())
 
 
+def replayed(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
+    """Forward and forward + backward (ms) as replays of CUDA graphs."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+
+    def both() -> None:
+        torch.autograd.grad(call(*leaves), leaves, do)
+
+    out = {}
+    for name, function in (("forward", torch.no_grad()(lambda: call(*leaves))), ("total", both)):
+        function()  # memory and kernels that a graph may not make
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+        out[f"graph_{name}"] = milliseconds(graph.replay)
+    return out
+
+
 def mapped(cp: ring_la.ContextParallel) -> int:
     """Bytes of symmetric memory a group holds, which PyTorch's allocator does not count."""
     memory = cp.comm.__dict__.get("_mailbox")
@@ -185,7 +203,7 @@ def peers(P: int) -> dict[str, Call]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", default="16384,4096", help="tokens a rank")
+    parser.add_argument("--lengths", default="4096,16384", help="tokens a rank, the shortest first (memory is kept)")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--cases", default=",".join(CASES))
@@ -252,6 +270,7 @@ def bench(
                 bounds[backend] = bound(T, P, args.heads, groups, args.width, backend, share, how.get("softcap", 0.0))
             row = dict(case=case, T=T, P=P, name=name, backend=backend, apart=apart, **measure(call, [q, k, v], do))
             if ", copied" in name:
+                row |= replayed(call, [q, k, v], do)
                 row["peak"] += max(map(mapped, contexts.values())) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
@@ -259,6 +278,7 @@ def bench(
             continue
         limit = bounds[backend]
         row |= {f"share_{n}": limit[n] / row[n] for n in ("forward", "total")}
+        row |= {f"share_graph_{n}": limit[n] / row[f"graph_{n}"] for n in ("forward", "total") if f"graph_{n}" in row}
         rows.append(row)
         if rank == 0:
             print(
@@ -266,6 +286,12 @@ def bench(
                 f"{row['total']:8.2f} ms {row['share_total']:4.0%}   peak {row['peak']:5.2f} GiB   apart {apart:.1e}",
                 flush=True,
             )
+            if "graph_total" in row:
+                print(
+                    f"{'in a CUDA graph':56} fwd {row['graph_forward']:8.2f} ms {row['share_graph_forward']:4.0%}   "
+                    f"fwd+bwd {row['graph_total']:8.2f} ms {row['share_graph_total']:4.0%}",
+                    flush=True,
+                )
     return rows
 
 

@@ -44,11 +44,11 @@ class Group:
         group: a ProcessGroup; None for the default group.
         timeout: how long a peer may take before a wait becomes a `PeerError`.
         transport: what carries the messages: "torch" (the group's backend, NCCL or gloo), "symmetric" (peer-to-peer
-            memory of the GPUs of one host), or "auto", today the group's backend. Collective.
+            memory of the GPUs of one host), or "auto", the group's backend. Collective.
 
     Attributes:
         transport: the `Transport` in use.
-        copies: whether large tensors may be copied from and to other ranks' memory.
+        copies: whether large tensors may be copied from and to other ranks' memory ("auto": if the driver lets them).
         bytes_sent: payload bytes this rank has sent, for tests and benchmarks.
         wait_seconds: host time spent waiting for messages (on CPU, where waiting blocks).
     """
@@ -73,9 +73,13 @@ class Group:
         by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
         self.transport: Transport = by_torch
         self._name = self._make_name()
-        self.copies = transport == "symmetric"
+        self.copies = transport == "symmetric" and self.size > 1
         if transport == "symmetric":
             self.transport = self._symmetric(by_torch)
+        elif transport == "auto" and self.on_cuda:
+            from .symmetric import copies
+
+            self.copies = copies(self)
 
     def _symmetric(self, by_torch: TorchTransport) -> Transport:
         from .symmetric import SymmetricTransport, refusal

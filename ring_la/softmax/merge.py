@@ -123,6 +123,9 @@ class Partial:
             return self._parts[0].x.to(dtype).contiguous(), self._parts[0].lse.to(wide(self.dtype)).contiguous()
         o = torch.empty(self.shape, dtype=dtype, device=self.device)
         lse = torch.empty((B, H, T), dtype=wide(self.dtype), device=self.device)
+        if self._parts and fuses(self.device, lse.dtype):
+            _in_one_pass(o, lse, self._parts)
+            return o, lse
         for a, b, parts in segments(self._parts, T):
             if parts:
                 _merge(o[:, a:b], lse[:, :, a:b], parts)
@@ -135,17 +138,26 @@ def _rows(parts: Sequence[Part]) -> int:
     return sum(p.stop - p.start for p in parts)
 
 
+def _in_one_pass(o: Tensor, lse: Tensor | None, parts: Sequence[Part]) -> None:
+    """Write what parts make into `o` and, of attention, `lse`: fused, some at a time if they are many."""
+    from . import fused
+
+    while len(parts) > fused.MOST:
+        first, last = min(p.start for p in parts[: fused.MOST]), max(p.stop for p in parts[: fused.MOST])
+        moved = [p._replace(start=p.start - first, stop=p.stop - first) for p in parts[: fused.MOST]]
+        some = Part(
+            torch.empty_like(o[:, first:last], dtype=torch.float32),
+            None if lse is None else torch.empty_like(lse[:, :, first:last]),
+            first,
+            last,
+        )
+        fused.add(some.x, moved) if lse is None else fused.merge(some.x, some.lse, moved)
+        parts = [*parts[fused.MOST :], some]
+    fused.add(o, parts) if lse is None else fused.merge(o, lse, parts)
+
+
 def _merge(o: Tensor, lse: Tensor, parts: Sequence[Part]) -> None:
     """Write what parts of the same rows make into `o` and `lse`."""
-    if fuses(o.device, lse.dtype):
-        from . import fused
-
-        while len(parts) > fused.MOST:
-            part = Part(torch.empty_like(o, dtype=lse.dtype), torch.empty_like(lse), 0, o.shape[1])
-            fused.merge(part.x, part.lse, [p[:2] for p in parts[: fused.MOST]])
-            parts = [part, *parts[fused.MOST :]]
-        fused.merge(o, lse, [p[:2] for p in parts])
-        return
     total = torch.logsumexp(torch.stack([p.lse.to(lse.dtype) for p in parts]), 0)
     safe = torch.where(torch.isneginf(total), 0.0, total)
     out = torch.zeros_like(o, dtype=lse.dtype)
@@ -205,8 +217,11 @@ class Sum:
 
     def write(self, out: Tensor) -> None:
         """The sum into ``out [B, T, H, D]`` of any dtype."""
+        if len(self._parts) > 1 and fuses(out.device, out.dtype):
+            _in_one_pass(out, None, self._parts)
+            return
         for a, b, parts in segments(self._parts, self.shape[1]):
-            _add(out[:, a:b], [p.x for p in parts])
+            _add(out[:, a:b], parts)
 
     def pieces(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
         """The sum as (start, stop, rows in `dtype`), without a copy of rows that have one part."""
@@ -215,26 +230,20 @@ class Sum:
                 yield a, b, parts[0].x
             else:
                 rows = torch.empty((self.shape[0], b - a, *self.shape[2:]), dtype=dtype, device=self.device)
-                _add(rows, [p.x for p in parts])
+                _add(rows, parts)
                 yield a, b, rows
 
 
-def _add(out: Tensor, parts: list[Tensor]) -> None:
-    """Write the sum of parts into `out`."""
+def _add(out: Tensor, parts: Sequence[Part]) -> None:
+    """Write the sum of parts of the same rows into `out`."""
     if len(parts) < 2:
-        out.copy_(parts[0]) if parts else out.zero_()
+        out.copy_(parts[0].x) if parts else out.zero_()
     elif fuses(out.device, out.dtype):
-        from . import fused
-
-        while len(parts) > fused.MOST:
-            some = torch.empty_like(out, dtype=wide(out.dtype))
-            fused.add(some, parts[: fused.MOST])
-            parts = [some, *parts[fused.MOST :]]
-        fused.add(out, parts)
+        _in_one_pass(out, None, [p._replace(start=0, stop=out.shape[1]) for p in parts])
     else:
-        total = parts[0].to(wide(out.dtype), copy=True)
+        total = parts[0].x.to(wide(out.dtype), copy=True)
         for part in parts[1:]:
-            total += part
+            total += part.x
         out.copy_(total)
 
 

@@ -162,13 +162,13 @@ class Report:
     """Prints a line a case and counts."""
 
     def __init__(self, rank: int = 0, quiet: bool = False) -> None:
-        self.rank, self.quiet, self.done, self.bad, self.worst = rank, quiet, 0, 0, 0.0
+        self.rank, self.quiet, self.done, self.bad, self.failed, self.worst = rank, quiet, 0, 0, 0, 0.0
 
     def attempt(self, name: str, limit: dict[str, float], function, *arguments) -> None:
         try:
             errors = function(*arguments)
         except Exception:  # a table of all failures is the point of this script
-            self.bad += 1
+            self.bad, self.failed = self.bad + 1, self.failed + 1
             print(f"FAILED  {name} (rank {self.rank})\n{traceback.format_exc(limit=-4)}", flush=True)
             return
         if isinstance(errors, str):

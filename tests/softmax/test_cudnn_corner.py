@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ring_la.softmax.backends.aten import CuDNN
 
 
-def test_one_query_one_key_of_a_longer_row():
+@pytest.mark.parametrize("groups", [3, 1])
+def test_one_query_one_key_of_a_longer_row(groups):
     """The tile's gradients from the global o and lse, against autograd through a row of three keys."""
     torch.manual_seed(0)
     q = torch.randn(2, 1, 3, 8, requires_grad=True)
-    k, v = (torch.randn(2, 3, 3, 8, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(2, 3, groups, 8, requires_grad=True) for _ in range(2))
     do = torch.randn(2, 1, 3, 8)
-    scores = 0.4 * torch.einsum("bihd,bjhd->bhij", q, k)
-    o = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    every_k, every_v = (x.repeat_interleave(3 // groups, 2) for x in (k, v))
+    scores = 0.4 * torch.einsum("bihd,bjhd->bhij", q, every_k)
+    o = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), every_v)
     lse = scores.logsumexp(-1)
     dq, dk, dv = torch.autograd.grad((o * do).sum(), (q, k, v))
     parts = [CuDNN().tile_backward(do, q, k[:, [j]], v[:, [j]], o, lse, 0.4, None) for j in range(3)]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ring_la.layout import Layout
+from ring_la.softmax import merge
 from ring_la.softmax.backends import BACKENDS
-from ring_la.softmax.merge import Gradients, Partial, row_sums
+from ring_la.softmax.merge import Gradients, Partial, Sum, row_sums
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.tokens import Tokens
 from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
@@ -73,20 +74,27 @@ def test_blocks_of_any_layout(kind, cu):
             assert error(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_parts_in_one_pass(count):
-    """The fused merge and sum, of strided parts in other dtypes, against autograd's own operators."""
+def test_parts_in_one_pass(monkeypatch):
+    """The fused merge and sum of parts of some rows, strided and in other dtypes, against PyTorch's operators."""
     torch.manual_seed(0)
-    parts = [(torch.randn(2, 12, 3, 37).permute(0, 3, 2, 1), torch.randn(2, 37, 3).mT) for _ in range(count)]
-    parts[0] = parts[0][0].bfloat16(), parts[0][1]
-    for _, lse in parts:
-        lse[:, :, 7:9] = -torch.inf  # rows that see nothing
-    o, lse, total = torch.empty(2, 37, 3, 12), torch.empty(2, 3, 37), torch.empty(2, 37, 3, 12)
-    fused.merge(o, lse, parts)
-    fused.add(total, [x for x, _ in parts])
-    weights = torch.stack([x for _, x in parts]).softmax(0).nan_to_num()
-    values = torch.stack([x.float() for x, _ in parts])
-    torch.testing.assert_close(o, (weights.mT.unsqueeze(-1) * values).sum(0))
-    torch.testing.assert_close(lse, torch.stack([x for _, x in parts]).logsumexp(0))
-    torch.testing.assert_close(total, values.sum(0))
-    torch.testing.assert_close(fused.row_sums(o, total), (o * total).sum(-1).mT)
+    spans = [(0, 37), (5, 30), (0, 12), (36, 37), (12, 37), (3, 4), (0, 37), (20, 25)]  # more than one launch takes
+    out, total, shape = [], [], (2, 37, 3, 12)
+    for fuses in (False, True):
+        monkeypatch.setattr(merge, "fuses", lambda device, dtype, fuses=fuses: fuses)
+        rng = torch.Generator().manual_seed(0)
+        partial, added = (
+            Partial(shape, torch.float32, torch.device("cpu")),
+            Sum(shape, torch.float32, torch.device("cpu")),
+        )
+        for n, (a, b) in enumerate(spans):
+            x = torch.randn(2, 12, 3, b - a, generator=rng).permute(0, 3, 2, 1)
+            lse = torch.randn(2, b - a, 3, generator=rng).mT
+            lse[:, :, :1] = -torch.inf  # rows that see nothing
+            x = x.bfloat16() if n % 2 else x
+            partial.add(x * (lse > -torch.inf).mT.unsqueeze(-1), lse, slice(a, b))
+            added.add(x, slice(a, b))
+        out.append(partial.result())
+        total.append(added.result(torch.float32))
+    for got, want in zip((*out[1], total[1]), (*out[0], total[0])):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(fused.row_sums(out[0][0], total[0]), (out[0][0] * total[0]).sum(-1).mT)

@@ -133,9 +133,11 @@ class CuDNN(TileBackend):
 def _one_by_one(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a tile of one query and one key, ``[B, 1, H, D]``: a weight a head."""
-    dtype = q.dtype
-    do, q, k, v, o = (x.float() for x in (do, q, k, v, o))
-    weight = (scale * (q * k).sum(-1, keepdim=True) - lse.transpose(1, 2)[..., None]).exp()
+    """The gradients of a tile of one query ``[B, 1, H, D]`` and one key ``[B, 1, Hk, D]``: a weight a head."""
+    dtype, groups = q.dtype, k.shape[2]
+    do, q, o = (x.float().unflatten(2, (groups, -1)) for x in (do, q, o))  # [B, 1, Hk, H // Hk, D]
+    k, v = (x.float().unsqueeze(3) for x in (k, v))
+    log_weight = scale * (q * k).sum(-1, keepdim=True) - lse.transpose(1, 2).unflatten(2, (groups, -1))[..., None]
+    weight = log_weight.exp()
     score = scale * weight * (do * (v - o)).sum(-1, keepdim=True)
-    return (score * k).to(dtype), (score * q).to(dtype), (weight * do).to(dtype)
+    return (score * k).flatten(2, 3).to(dtype), (score * q).sum(3).to(dtype), (weight * do).sum(3).to(dtype)

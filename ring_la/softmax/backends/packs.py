@@ -16,6 +16,9 @@ from ..scores import Scores
 from ..tiles import Tile, tiles
 from ..tokens import Tokens
 
+LARGE = 1 << 20
+"""Scores of a tile that is worth a call of its own: it fills a GPU, and its rows need not be gathered."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -72,7 +75,8 @@ def _packs(todo: list[Tile], device: torch.device) -> tuple[list[Pack], list[Til
     groups: dict[tuple[bool, int], list[Tile]] = {}
     single: list[Tile] = []
     for t in todo:
-        if not t.band or t.lo is not None or not (t.full or bottom_right(t)):
+        large = (t.q1 - t.q0) * (t.k1 - t.k0) >= LARGE
+        if large or not t.band or t.lo is not None or not (t.full or bottom_right(t)):
             single.append(t)
             continue
         layer = 0  # tiles of the same rows go into different calls, whose results merge

@@ -63,16 +63,16 @@ class Mailbox:
 
     def push(self, letters: Sequence[Letter], grads: Gradients) -> None:
         """Start to send the gradients of a round's keys to their owners' inboxes."""
-        for which, total in enumerate((grads.dk, grads.dv)):
-            for a, b, rows in total.pieces(self.dtype):
-                with self.memory.beside(self.memory.now(), rows):
-                    offset = 0  # of a letter among the round's keys
-                    for x in letters:
-                        first, last = max(a, offset), min(b, offset + x.stop - x.start)
-                        if first < last:
-                            place = slice(x.place + first - offset, x.place + last - offset)
-                            _copy(self._inbox_of(x.owner)[which][:, place], rows[:, first - a : last - a])
-                        offset += x.stop - x.start
+        pieces = [(which, *p) for which, s in enumerate((grads.dk, grads.dv)) for p in s.pieces(self.dtype)]
+        with self.memory.beside(self.memory.now(), *(rows for *_, rows in pieces)):
+            for which, a, b, rows in pieces:
+                offset = 0  # of a letter among the round's keys
+                for x in letters:
+                    first, last = max(a, offset), min(b, offset + x.stop - x.start)
+                    if first < last:
+                        place = slice(x.place + first - offset, x.place + last - offset)
+                        _copy(self._inbox_of(x.owner)[which][:, place], rows[:, first - a : last - a])
+                    offset += x.stop - x.start
 
     def close(self) -> None:
         """Wait, on the device, until no rank copies any more. What was received must be read before the next use."""
@@ -154,7 +154,7 @@ class Memory:
         self._own, self._handle = allocate(group, size)
         self._rooms: dict[tuple, list[Tensor]] = {}
         self._seen = [self._handle.get_buffer(r, (size,), torch.uint8) for r in range(group.size)]
-        self._stream = torch.cuda.Stream(group.device, priority=-1)
+        self._stream, self._busy = torch.cuda.Stream(group.device, priority=-1), False
         self._patience = int(group.timeout.total_seconds() * 1000)
 
     @classmethod
@@ -190,10 +190,13 @@ class Memory:
     def beside(self, after: Any, *read: Tensor) -> Any:
         """A context on the side stream, after a point of the current one; tensors that it reads are kept."""
         self._stream.wait_event(after)
+        self._busy = True
         for x in read:
             x.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
         """Order the current stream after what the side stream has so far."""
-        torch.cuda.current_stream(self.group.device).wait_stream(self._stream)
+        if self._busy:  # a stream that has done nothing may not join a graph being captured
+            torch.cuda.current_stream(self.group.device).wait_stream(self._stream)
+        self._busy = False
