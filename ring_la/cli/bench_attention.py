@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
+from ring_la.comm.memory import Memory
 from ring_la.softmax import attention
 
 ROUNDS, WARM = 7, 3
@@ -94,12 +95,6 @@ def replayed(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
             function()
         out[f"graph_{name}"] = milliseconds(graph.replay)
     return out
-
-
-def mapped(cp: ring_la.ContextParallel) -> int:
-    """Bytes of symmetric memory a group holds, which PyTorch's allocator does not count."""
-    memory = cp.comm.__dict__.get("_mailbox")
-    return 0 if memory is None else memory.size
 
 
 def bound(T: int, P: int, H: int, groups: int, D: int, backend: str, share: float, softcap: float) -> dict[str, float]:
@@ -271,7 +266,7 @@ def bench(
             row = dict(case=case, T=T, P=P, name=name, backend=backend, apart=apart, **measure(call, [q, k, v], do))
             if ", copied" in name:
                 row |= replayed(call, [q, k, v], do)
-                row["peak"] += max(map(mapped, contexts.values())) / 2**30
+                row["peak"] += max(Memory.held(cp.comm) for cp in contexts.values()) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
                 print(f"{case:12} {T:6} {name:36} {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from ring_la.softmax.strategies import mailbox
+from ring_la.comm.memory import Memory, cut
 from tests.distributed.pool import group
 from tests.softmax.cases import DOCUMENTS, draw, truth
 from tests.softmax.test_sharded import KINDS, compare
@@ -31,7 +31,7 @@ class Shared:
         self.barrier()
 
     def rooms(self, rank: int, first: int, shapes: tuple, dtype: torch.dtype) -> list[torch.Tensor]:
-        return mailbox.cut(self.seen[rank], first, shapes, dtype)
+        return cut(self.seen[rank], first, shapes, dtype)
 
     def barrier(self) -> None:
         dist.barrier(self.group)
@@ -52,7 +52,7 @@ def check_pull(rank: int, P: int, folder: str, documents: str, features: tuple[s
     memory = cache(lambda own, size: Shared(folder, own, size))
     T, cu = DOCUMENTS[documents]
     bad = []
-    with mock.patch.object(mailbox.Memory, "kept", memory):
+    with mock.patch.object(Memory, "kept", memory):
         for kind in KINDS:
             layout = cp.layout(T, kind, cu_seqlens=cu)
             for feature in features:
