@@ -214,14 +214,14 @@ def run(args: argparse.Namespace) -> None:
     rank, P, rows = dist.get_rank(), dist.get_world_size(), []
     contexts = {name: ring_la.ContextParallel(scan="ring", transport=name) for name in args.transports.split(",")}
     others = peers(P)
-    for T in map(int, args.lengths.split(",")):
-        for case in args.cases.split(","):
-            rows += bench(case, T, P, args, contexts, others, rank)
+    facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
     if rank == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(
-            json.dumps(dict(device=torch.cuda.get_device_name(), torch=torch.__version__, rows=rows), indent=1)
-        )
+    for case in args.cases.split(","):
+        for T in map(int, args.lengths.split(",")):
+            rows += bench(case, T, P, args, contexts, others, rank)
+            if rank == 0:
+                args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
     dist.destroy_process_group()
 
 
