@@ -244,7 +244,7 @@ class SymmetricTransport:
         )  # fmt: skip
 
     def _beside(self, launch: Callable[[], None], keep: object = None) -> Work:
-        """Run `launch` on the side stream after what the current stream has so far, or in the current stream's order."""
+        """Run `launch` on the side stream after what the current one has so far, or in the current stream's order."""
         side = self.group.side_stream
         if side is None:
             launch()

@@ -35,7 +35,7 @@ from tests.distributed import pool
 
 TRANSPORTS = ("torch", "symmetric")
 CASES = (("simple_gla", 16384), ("gated_delta_rule", 16384), ("simple_gla", 4096), ("gated_delta_rule", 4096))
-LIMIT = {"messages": 40, "strategies": 70, "latency": 40, "graph": 90, "exposed": 90, "late": 30}
+LIMIT = {"messages": 30, "strategies": 45, "latency": 40, "graph": 60, "exposed": 75, "late": 30}
 
 
 def groups() -> dict[str, Group]:
@@ -50,7 +50,7 @@ def messages() -> dict:
     checked = 0
     for n in (20, 1024, 100_000, 524_288, 3_000_000, 12_000_000):
         for dtype in (torch.float32, torch.bfloat16, torch.int16):
-            for repeat in range(3):
+            for repeat in range(2):
                 torch.cuda._sleep(int(torch.randint(1, 400_000, (), generator=random)))
                 x = torch.randint(-999, 999, (n,), generator=random).to(device, dtype)
                 rows = x[: n // P * P].view(P, -1)
@@ -102,7 +102,7 @@ def strategies() -> dict:
                     worst = max(e for by in errors.values() for e in by.values())
                     out[f"P={P} {name} {documents} {kind} {transport}"] = worst
                     assert worst < 1e-9, (P, name, documents, kind, transport, errors)
-                assert sent["torch"] == sent["symmetric"], sent
+                assert len(set(sent.values())) == 1, sent
     return {"checks": len(out), "worst": max(out.values(), default=0.0), "documents": list(DOCUMENTS)}
 
 
@@ -200,7 +200,8 @@ def both_ways(name: str, x: dict, do: torch.Tensor, layout) -> list[torch.Tensor
 def graph() -> dict:
     """Replay on new inputs is the eager call on them."""
     out = {}
-    for transport, scans in (("symmetric", tuple(STRATEGIES)), ("torch", ("ring", "all_gather"))):
+    for transport in TRANSPORTS[::-1]:
+        scans = ("ring", "all_gather") if transport == "torch" else tuple(STRATEGIES)
         for name in ("simple_gla", "gated_delta_rule"):
             for scan in scans:
                 out[f"{transport} {name} {scan}"] = row = replayed(
@@ -373,8 +374,9 @@ def main() -> None:
             about = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "ranks": world}
             (args.out / "symmetric.json").write_text(json.dumps(about | result, indent=1))
             print(f"{part}: {'ok' if not bad else 'FAILED'} in {result[part]['seconds']} s", flush=True)
-        if bad and part in ("messages", "late"):
-            break
+        if bad and part == "messages":  # the rest is then of interest by torch's own backend only
+            global TRANSPORTS
+            TRANSPORTS = ("torch",)
     if rank == 0:
         print({p: r["ok"] for p, r in result.items()}, flush=True)
     os._exit(0)  # a rank whose peers are late would wait in NCCL's shutdown
