@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,13 +91,10 @@ class Worker:
         self.process.wait()
 
 
-def plan(names: Iterable[str], shapes: list[str], device: str) -> list[tuple[str, str]]:
-    """(operator, shape), shape by shape; a step and Mamba-2's own shape come last."""
-    names = list(names)
-    whole = [n for n in names if not CASES[n].step]
-    out = [(n, s) for s in shapes for n in whole]
-    out += [("mamba2", MAMBA[device])] if "mamba2" in names and device == "cuda" else []
-    return out + [(n, STEPS[device]) for n in names if CASES[n].step]
+def plan(names: Sequence[str], shapes: list[str], device: str) -> list[tuple[str, str]]:
+    """(operator, shape), shape by shape; then Mamba-2 and the steps, which have shapes of their own."""
+    own = {n: STEPS[device] for n in names if CASES[n].step} | {"mamba2": MAMBA[device]}
+    return [(n, s) for s in shapes for n in names if n not in own] + [(n, own[n]) for n in names if n in own]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
