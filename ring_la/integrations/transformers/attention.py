@@ -71,6 +71,10 @@ def attend(
         got = f"window {sliding_window} with {attention_mask}"
         raise UnsupportedError("model", f"one window in the mask and the keywords of {where}", got)
     call = module._ring_la.call
+    if call is None:
+        raise UnsupportedError(
+            "model", "a call of the parallelized model itself", f"one of {where} or a part around it"
+        )
     window = (-1, -1) if attention_mask.window is None else (attention_mask.window - 1, 0)
     keywords = {"scale": scaling, "softcap": softcap or 0.0, "window": window, "sinks": s_aux, "dropout_p": dropout}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

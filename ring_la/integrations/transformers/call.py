@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from ...context import ShardedLayout
 
@@ -25,6 +26,9 @@ class Call:
         keep: the tokens of the whole sequence that logits are wanted of, int64 ``[n]``; None: this rank's.
         padded: whether there is padding.
         losses: how often the loss function was asked.
+        chunk: the tokens of this rank that the head works on; None: all.
+        hidden: the backbone's last hidden state ``[B, T_local, D]`` and `result` its class, where there is a chunk.
+        backbone: what the backbone is to return without running, where only the head is run.
     """
 
     layout: ShardedLayout | None
@@ -36,12 +40,21 @@ class Call:
     keep: Tensor | None = None
     padded: bool = False
     losses: int = 0
+    chunk: slice | None = None
+    hidden: Tensor | None = None
+    result: type[ModelOutput] | None = None
+    backbone: ModelOutput | None = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
     @cached_property
     def split(self) -> dict[str, object]:
         """The keywords that tell ring_la's functions how the sequence is split."""
         return {"cu_seqlens": self.cu_seqlens} if self.layout is None else {"layout": self.layout}
+
+    def of_head(self, hidden: Tensor, chunk: slice) -> Call:
+        """A call that runs the head alone, on a chunk of what the backbone returned."""
+        output = self.result(last_hidden_state=hidden)
+        return replace(self, losses=0, chunk=chunk, hidden=None, backbone=output)
 
     def chunked(self, size: int) -> dict[str, object]:
         """`split` with every document cut into pieces of `size` tokens that do not see each other."""

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(call: Call, logits: Tensor, vocab_size: int) -> Tensor:
-    """The mean cross-entropy of the whole batch, the same on all ranks; its gradient is this rank's part."""
-    logits, targets = logits.float().reshape(-1, vocab_size), call.targets.reshape(-1).to(logits.device)
+    """The mean cross-entropy of the whole batch, the same on all ranks; its gradient is this rank's part.
+
+    Where only the head is run it is this rank's part at the head's tokens.
+    """
+    targets = call.targets if call.chunk is None else call.targets[:, call.chunk]
+    logits, targets = logits.float().reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
     part = F.cross_entropy(logits, targets, ignore_index=call.ignore_index, reduction="sum") / call.divisor
-    return part if call.layout is None else _Whole.apply(part, call.layout.cp.comm)
+    return part if call.layout is None or call.backbone is not None else Whole.apply(part, call.layout.cp.comm)
 
 
-class _Whole(torch.autograd.Function):
+class Whole(torch.autograd.Function):
     """The sum over ranks of their parts; each rank's gradient goes back into its own part."""
 
     @staticmethod

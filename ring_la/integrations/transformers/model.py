@@ -12,23 +12,29 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils import ModelOutput
 
-from ...autograd import first_derivative_only
 from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, PeerError, RingLAError, UnsupportedError
 from . import probe
 from .attention import NAME, attend
-from .cache import Recorder
 from .call import Call
+from .forward import known, model_forward
+from .head import after_backbone, backbone_forward
 from .inputs import read
-from .loss import cross_entropy, gather_router_logits, gather_tokens
+from .loss import cross_entropy
 from .masks import make_mask
 from .mixers import entry_of, make_forward, uncached
+from .rotary import goes_by_length, rotary_forward
 
 
 def parallelize(
-    model: PreTrainedModel, cp: ContextParallel, *, kind: str = "zigzag", average: bool = False, check: bool = True
+    model: PreTrainedModel,
+    cp: ContextParallel,
+    *,
+    kind: str = "zigzag",
+    average: bool = False,
+    loss_chunk: int | None = None,
+    check: bool = True,
 ) -> PreTrainedModel:
     """Make a causal language model of Transformers run on a split sequence; changed in place and returned.
 
@@ -55,6 +61,8 @@ def parallelize(
         kind: the layout of whole batches, "zigzag" or "contiguous".
         average: gradients averaged over the group, not summed, are those of one process: for DDP, FSDP, Accelerate and
             the Trainer, which average over all ranks.
+        loss_chunk: with labels, logits exist for about this many tokens at once, forward and backward, and are not
+            returned; None: for all of this rank's.
         check: run the model a few times on a few tokens to see that nothing else crosses the sequence. On a model
             without memory (device "meta") it is done in the first call.
 
@@ -67,16 +75,19 @@ def parallelize(
         raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
     if kind not in ("zigzag", "contiguous"):
         raise ArgumentError("kind", "zigzag or contiguous", repr(kind))
+    if loss_chunk is not None and (not isinstance(loss_chunk, int) or loss_chunk < 1):
+        raise ArgumentError("loss_chunk", "an int ≥ 1 or None", repr(loss_chunk))
     if hasattr(model, "_ring_la"):
         raise ArgumentError("model", "one that is not parallelized", "one that is")
     _refuse_by_config(model)
+    _refuse_head(model, model.loss_function)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
-    parallel = Parallel(cp, kind, cp.size if average else 1)
+    parallel = Parallel(cp, kind, cp.size if average else 1, loss_chunk)
     parallel.adopt(model)
     parallel.unchecked = check
     if check and not any(p.is_meta for p in model.parameters()):
-        _check(model, parallel)
+        parallel.check(model)
     return model
 
 
@@ -84,7 +95,7 @@ class Parallel:
     """What `parallelize` leaves in a model, under the name ``_ring_la`` of each of its modules.
 
     Attributes:
-        cp, kind: as given.
+        cp, kind, loss_chunk: as given.
         scale: what gradients of a call's results are multiplied by.
         call: the split call under way, or whose backward pass is; None in a call that is not split.
         unchecked: whether the check is still to be done.
@@ -93,8 +104,8 @@ class Parallel:
         loss: the model's own loss function.
     """
 
-    def __init__(self, cp: ContextParallel, kind: str, scale: int) -> None:
-        self.cp, self.kind, self.scale = cp, kind, scale
+    def __init__(self, cp: ContextParallel, kind: str, scale: int, loss_chunk: int | None) -> None:
+        self.cp, self.kind, self.scale, self.loss_chunk = cp, kind, scale, loss_chunk
         self.call: Call | None = None
         self.unchecked = False
         self.loss: Callable = ForCausalLMLoss
@@ -117,17 +128,18 @@ class Parallel:
             if entry_of(type(module)) is not None:
                 self.forward_of(type(module))
                 module.forward = types.MethodType(_mixer_forward, module)
-            elif _goes_by_length(module):
-                module.forward = types.MethodType(_rotary_forward, module)
+            elif goes_by_length(module):
+                module.forward = types.MethodType(rotary_forward, module)
         backbone = _backbone(model)
         if backbone is not model:
-            backbone.register_forward_hook(_after_backbone)
+            backbone.forward = types.MethodType(backbone_forward, backbone)
+            backbone.register_forward_hook(after_backbone)
         self.uncached = uncached(model)
         if "cache_params" in inspect.signature(type(model).forward).parameters:
             self.cache = "cache_params"
         self.loss = model.loss_function
         model.loss_function = functools.partial(_loss, self)
-        model.forward = types.MethodType(_model_forward(type(model).forward), model)
+        model.forward = types.MethodType(model_forward(type(model).forward), model)
 
     def forward_of(self, kind: type) -> Callable:
         """The forward of mixers of a class."""
@@ -164,6 +176,26 @@ class Parallel:
             self._compared = True
         return call, local
 
+    def check(self, model: PreTrainedModel) -> None:
+        """Refuse a model of which something uncovered crosses the sequence."""
+        embedding, original = model.get_input_embeddings(), type(model).forward
+
+        def run(ids: Tensor, positions: Tensor | None, offsets: Sequence[int]) -> object:
+            self.call = Call(None, torch.tensor(offsets, dtype=torch.int32, device=ids.device))
+            keywords = {"position_ids": positions, "use_cache": False, "return_dict": True}
+            return original(model, input_ids=ids, **known(original, keywords))
+
+        try:
+            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or probe.TOKENS
+            probe.check(model, run, embedding.num_embeddings, longest, embedding.weight.device)
+        finally:
+            self.leave()
+        self.unchecked = False
+
+    def leave(self) -> None:
+        """No call is under way any more."""
+        self.call = None
+
     def use_attention(self, split: bool) -> None:
         """Name our attention function in the model's configurations, or the one the model came with."""
         for config, name in self._attention:
@@ -183,148 +215,6 @@ def _loss(parallel: Parallel, logits: Tensor, labels: Tensor, vocab_size: int, *
     return cross_entropy(call, logits, vocab_size)
 
 
-def _goes_by_length(module: nn.Module) -> bool:
-    """Whether rotary frequencies depend on the largest position of a call."""
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
-    return any(kind in ("dynamic", "longrope") for kind in kinds)
-
-
-def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args, **keywords) -> tuple[Tensor, ...]:
-    """Sines and cosines of this rank's positions, by frequencies for the longest document of the whole batch."""
-    call, own = self._ring_la.call, type(self).forward
-    if call is None or call.last_position is None:
-        return own(self, x, position_ids, *args, **keywords)
-    last = torch.as_tensor(call.last_position, device=position_ids.device).expand(*position_ids.shape[:-1], 1)
-    out = own(self, x, torch.cat([position_ids, last.to(position_ids.dtype)], -1), *args, **keywords)
-    return tuple(t[..., :-1, :] for t in out)
-
-
-def _after_backbone(module: nn.Module, args: tuple, output: object) -> None:
-    """Forward hook of the model without its head: what the head needs whole."""
-    call = module._ring_la.call
-    if call is None or call.layout is None or not isinstance(output, ModelOutput):
-        return
-    x = output[0]
-    routers = output.get("router_logits")
-    if routers:
-        if call.padded:
-            raise UnsupportedError("attention_mask", "ones with output_router_logits", "zeros", "Or pack documents")
-        whole = (None if r is None else gather_router_logits(r, len(x), call.layout) for r in routers)
-        output["router_logits"] = tuple(whole)
-    if call.keep is not None:
-        output["last_hidden_state"] = gather_tokens(x, call.keep, call.layout)
-
-
-def _model_forward(original: Callable) -> Callable:
-    """The forward of a parallelized model of a class."""
-    names = list(inspect.signature(original).parameters)[1:]
-
-    @functools.wraps(original)
-    @_not_compiled
-    def forward(self: PreTrainedModel, *args, **keywords):
-        arguments = dict(zip(names, args)) | keywords
-        parallel = self._ring_la
-        cache = arguments.get(parallel.cache)
-        if cache is not None and _filled(cache):
-            return _whole(self, parallel, original, arguments)
-        if parallel.unchecked:
-            _check(self, parallel)
-        return _split(self, parallel, original, arguments)
-
-    return forward
-
-
-def _not_compiled(function: Callable) -> Callable:
-    """Run by the interpreter under torch.compile, while what it calls is compiled."""
-    return torch._dynamo.disable(function, recursive=False)
-
-
-def _filled(cache: object) -> bool:
-    if getattr(cache, "linear_cache", None):  # MiniMax's, whose first layer may hold no keys
-        return True
-    try:
-        return cache.get_seq_length() > 0
-    except ValueError:  # a cache of recurrent states only
-        return cache.has_previous_state()
-
-
-def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
-    """A call that is not split: the tokens after a prefill, on every rank."""
-    if arguments.get("layout") is not None or arguments.get("cu_seqlens") is not None:
-        raise UnsupportedError("past_key_values", "an empty cache with layout or cu_seqlens", "a filled one")
-    parallel.call = None
-    parallel.use_attention(split=False)
-    try:
-        return original(model, **{n: x for n, x in arguments.items() if n not in ("layout", "cu_seqlens")})
-    finally:
-        parallel.use_attention(split=True)
-
-
-def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
-    """A call on this rank's tokens."""
-    call, local = parallel.read(arguments)
-    if call.targets is not None and parallel.loss is not ForCausalLMLoss:
-        raise UnsupportedError("labels", "a model with the loss of a causal language model", parallel.loss)
-    recorder = Recorder() if _wants_cache(model, arguments, call) else None
-    local |= {"use_cache": recorder is not None, parallel.cache: recorder, "return_dict": True}
-    parallel.call = call
-    out = original(model, **_known(original, local))
-    if call.targets is not None and call.losses != 1:
-        raise UnsupportedError("labels", "None for a model that does not call its loss_function once", call.losses)
-    if recorder is not None:
-        cache = arguments.get(parallel.cache)
-        cache = recorder.new_cache(model.config) if cache is None else cache
-        recorder.replay(cache, call.layout)
-        out[parallel.cache] = cache
-    for name, x in out.items():
-        out[name] = _marked(x, parallel, call)
-    return out.to_tuple() if arguments.get("return_dict") is False else out
-
-
-def _wants_cache(model: PreTrainedModel, arguments: dict, call: Call) -> bool:
-    asked = arguments.get("use_cache")
-    if asked is None and arguments.get(model._ring_la.cache) is None:
-        asked, explicit = getattr(model.config.get_text_config(), "use_cache", False), False
-    else:
-        asked, explicit = asked is not False, True
-    against = {
-        "gradients": torch.is_grad_enabled(),
-        "labels": call.targets is not None,
-        "packed documents": call.layout.packed,
-        "padding": call.padded,
-        f"layers like {model._ring_la.uncached}": model._ring_la.uncached is not None,
-    }
-    reasons = [name for name, holds in against.items() if holds]
-    if asked and explicit and reasons:
-        raise UnsupportedError("use_cache", f"False with {' and '.join(reasons)}", True)
-    return bool(asked) and not reasons
-
-
-class _Resume(torch.autograd.Function):
-    """The identity on a result of a call; its backward makes that call the current one again, and scales.
-
-    It is the first step of the call's backward pass, before any checkpointed layer is computed again.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, parallel: Parallel, call: Call) -> Tensor:
-        ctx.parallel, ctx.call = parallel, call
-        return x.view_as(x)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, grad: Tensor):
-        ctx.parallel.call = ctx.call
-        return grad * ctx.parallel.scale, None, None
-
-
-def _marked(x: object, parallel: Parallel, call: Call) -> object:
-    if isinstance(x, Tensor) and x.requires_grad:
-        return _Resume.apply(x, parallel, call)
-    return tuple(_marked(y, parallel, call) for y in x) if type(x) is tuple else x
-
-
 # -- before the first step -------------------------------------------------------------------------------------
 
 
@@ -336,22 +226,11 @@ def _refuse_by_config(model: PreTrainedModel) -> None:
         raise UnsupportedError("model", "causal attention", f"{name} with is_causal=False")
 
 
-def _check(model: PreTrainedModel, parallel: Parallel) -> None:
-    """Refuse a model of which something uncovered crosses the sequence."""
-    base = _backbone(model)
-    embedding = model.get_input_embeddings()
-
-    def run(ids: Tensor, positions: Tensor | None, offsets: Sequence[int]) -> object:
-        parallel.call = Call(None, torch.tensor(offsets, dtype=torch.int32, device=ids.device))
-        keywords = {"input_ids": ids, "position_ids": positions, "use_cache": False, "return_dict": True}
-        return type(base).forward(base, **_known(type(base).forward, keywords))
-
-    try:
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or probe.TOKENS
-        probe.check(base, run, embedding.num_embeddings, longest, embedding.weight.device)
-    finally:
-        parallel.call = None
-    parallel.unchecked = False
+def _refuse_head(model: PreTrainedModel, loss: Callable) -> None:
+    """Refuse heads that pool tokens or compare labels in another way."""
+    if _backbone(model) is not model and loss is not ForCausalLMLoss:
+        got = f"{type(model).__name__} with {getattr(loss, '__name__', loss)}"
+        raise UnsupportedError("model", "a language model's head with ForCausalLMLoss, or none", got)
 
 
 def _backbone(model: PreTrainedModel) -> PreTrainedModel:
@@ -359,10 +238,3 @@ def _backbone(model: PreTrainedModel) -> PreTrainedModel:
     if model.base_model is not model:
         return model.base_model
     return next((m for m in model.children() if isinstance(m, PreTrainedModel)), model)
-
-
-def _known(function: Callable, keywords: dict[str, object]) -> dict[str, object]:
-    """The keywords a model's forward takes. One without position_ids passes the check only if it needs none."""
-    parameters = inspect.signature(function).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {n: x for n, x in keywords.items() if anything or n in parameters}

@@ -178,7 +178,10 @@ class _Probe:
             for hook in hooks:
                 hook.remove()
         whole = _sketch(output, len(ids))
-        return found if whole is None else found | {"": Trace(None, whole)}
+        if whole is None:
+            got = f"{type(self.model).__name__}, which does not"
+            raise UnsupportedError("model", "a model that returns logits or hidden states for every token", got)
+        return found | {"": Trace(None, whole)}
 
     def _far(self, a: Tensor, b: Tensor) -> Tensor:
         """Where rows differ by more than rounding, bool ``[T]``."""
@@ -247,7 +250,8 @@ def _called_from(package: str) -> bool:
 
 def _sketch(x: object, length: int, integers: bool = True) -> Tensor | None:
     """A tensor with one row a token (or the first of a module's results), projected: ``[length, SKETCH]``."""
-    x = getattr(x, "last_hidden_state", None) if not isinstance(x, (Tensor, tuple, list)) else x
+    if not isinstance(x, (Tensor, tuple, list)):
+        x = getattr(x, "last_hidden_state", getattr(x, "logits", None))
     x = x[0] if isinstance(x, (tuple, list)) and x else x
     if not isinstance(x, Tensor):
         return None

@@ -92,6 +92,27 @@ def test_losses(ranks):
     ranks.run(2, losses)
 
 
+def chunks(rank: int) -> None:
+    """Logits that never exist whole: the same loss and gradients, experts' loss and softcapped logits included."""
+    for name, options in (("qwen3_next", {"output_router_logits": True}), ("gemma2", {})):
+        x = ids(2)
+        model, cp = parallel(name, loss_chunk=6)
+        alone = CASES[name].make()
+        want = alone(input_ids=x, labels=x, use_cache=False, **options)
+        want.loss.backward()
+        got = model(input_ids=x, labels=x, **options)
+        got.loss.backward()
+        assert got.logits is None
+        close(got.loss, want.loss)
+        for (n, a), b in zip(gradients(model, cp).items(), gradients(alone).values()):
+            close(a, b, msg=lambda m, n=n: f"{n}: {m}")
+        assert model(input_ids=x).logits is not None
+
+
+def test_loss_in_chunks(ranks):
+    ranks.run(3, chunks)
+
+
 # -- backward ----------------------------------------------------------------------------------------------
 
 
@@ -170,6 +191,8 @@ def refused_calls(rank: int) -> list[str]:
         with pytest.raises(UnsupportedError) as error:
             model(input_ids=x, **keywords)
         said.append(str(error.value).partition(":")[0])
+    with pytest.raises(UnsupportedError, match="a call of the parallelized model itself"):
+        model.model(input_ids=x)
     with pytest.raises(UnsupportedError, match="copy"):
         copy.deepcopy(model)
     return said
@@ -209,9 +232,16 @@ REFUSED = {
         dict(no_rope_layers=[1, 0], num_local_experts=2, intermediate_size_mlp=48, num_key_value_heads=4, head_dim=8),
         r"layers\.1\.self_attn \(Llama4TextAttention\), which goes by the place",
     ),
-    "RobertaForCausalLM": (dict(is_decoder=True), r"positions that count from 0 .*RobertaModel, which counts them"),
-    "BertForMaskedLM": ({}, r"masks that are causal.*BertModel: a mask made by 'bidirectional"),
+    "RobertaForCausalLM": (
+        dict(is_decoder=True),
+        r"positions that count from 0 .*RobertaForCausalLM, which counts them",
+    ),
+    "BertModel": ({}, r"masks that are causal.*BertModel: a mask made by 'bidirectional"),
     "DogeForCausalLM": ({}, r"layers\.0\.self_attn \(DogeAttention\), which failed"),
+    "LlamaForSequenceClassification": (
+        {},
+        r"a language model's head .*LlamaForSequenceClassification with ForSequence",
+    ),
     "T5ForConditionalGeneration": (dict(d_kv=8), r"a decoder, got .*encoder-decoder"),
 }
 

@@ -1,0 +1,161 @@
+"""The calls of a parallelized model: split over the ranks, or whole on every rank."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ...autograd import first_derivative_only
+from ...errors import UnsupportedError
+from .cache import Recorder
+from .call import Call
+from .head import loss_in_chunks
+
+if TYPE_CHECKING:
+    from .model import Parallel
+
+
+def model_forward(original: Callable) -> Callable:
+    """The forward of a parallelized model of a class."""
+    names = list(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    @_not_compiled
+    def forward(self: PreTrainedModel, *args, **keywords):
+        arguments = dict(zip(names, args)) | keywords
+        parallel = self._ring_la
+        cache = arguments.get(parallel.cache)
+        if cache is not None and _filled(cache):
+            return _whole(self, parallel, original, arguments)
+        if parallel.unchecked:
+            parallel.check(self)
+        return _split(self, parallel, original, arguments)
+
+    return forward
+
+
+def _not_compiled(function: Callable) -> Callable:
+    """Run by the interpreter under torch.compile, while what it calls is compiled."""
+    return torch._dynamo.disable(function, recursive=False)
+
+
+def _filled(cache: object) -> bool:
+    if getattr(cache, "linear_cache", None):  # MiniMax's, whose first layer may hold no keys
+        return True
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:  # a cache of recurrent states only
+        return cache.has_previous_state()
+
+
+def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
+    """A call that is not split: the tokens after a prefill, on every rank."""
+    if arguments.get("layout") is not None or arguments.get("cu_seqlens") is not None:
+        raise UnsupportedError("past_key_values", "an empty cache with layout or cu_seqlens", "a filled one")
+    parallel.call = None
+    parallel.use_attention(split=False)
+    try:
+        return original(model, **{n: x for n, x in arguments.items() if n not in ("layout", "cu_seqlens")})
+    finally:
+        parallel.use_attention(split=True)
+
+
+def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
+    """A call on this rank's tokens."""
+    call, local = parallel.read(arguments)
+    recorder = Recorder() if _wants_cache(model, arguments, call) else None
+    local |= known(original, {"use_cache": recorder is not None, parallel.cache: recorder, "return_dict": True})
+    if "position_ids" not in known(original, {"position_ids": None}):
+        del local["position_ids"]
+
+    def run(call: Call, head_only: bool = False) -> ModelOutput:
+        keywords = local
+        if head_only:
+            keywords = local | {n: False for n in ("output_hidden_states", "output_router_logits") if n in local}
+        with _current(parallel, call):
+            out = original(model, **keywords)
+        if call.targets is not None and call.losses != 1:
+            expected = "None for a model that does not call its loss_function once"
+            raise UnsupportedError("labels", expected, f"{call.losses} calls")
+        return out
+
+    chunked = call.targets is not None and parallel.loss_chunk is not None
+    out = loss_in_chunks(run, call, parallel.loss_chunk) if chunked else run(call)
+    if recorder is not None:
+        cache = arguments.get(parallel.cache)
+        cache = recorder.new_cache(model.config) if cache is None else cache
+        recorder.replay(cache, call.layout)
+        out[parallel.cache] = cache
+    for name, x in out.items():
+        out[name] = _marked(x, parallel, call)
+    return out.to_tuple() if arguments.get("return_dict") is False else out
+
+
+@contextmanager
+def _current(parallel: Parallel, call: Call) -> Iterator[None]:
+    """The call that layers find as theirs."""
+    before, parallel.call = parallel.call, call
+    try:
+        yield
+    finally:
+        parallel.call = before
+
+
+def _wants_cache(model: PreTrainedModel, arguments: dict, call: Call) -> bool:
+    asked = arguments.get("use_cache")
+    if asked is None and arguments.get(model._ring_la.cache) is None:
+        asked, explicit = getattr(model.config.get_text_config(), "use_cache", False), False
+    else:
+        asked, explicit = asked is not False, True
+    against = {
+        "gradients": torch.is_grad_enabled(),
+        "labels": call.targets is not None,
+        "packed documents": call.layout.packed,
+        "padding": call.padded,
+        f"layers like {model._ring_la.uncached}": model._ring_la.uncached is not None,
+    }
+    reasons = [name for name, holds in against.items() if holds]
+    if asked and explicit and reasons:
+        raise UnsupportedError("use_cache", f"False with {' and '.join(reasons)}", True)
+    return bool(asked) and not reasons
+
+
+class _Resume(torch.autograd.Function):
+    """The identity on a result of a call; its backward makes that call the current one again, and scales.
+
+    It is the first step of the call's backward pass, before any checkpointed layer is computed again.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, parallel: Parallel, call: Call) -> Tensor:
+        ctx.parallel, ctx.call = parallel, call
+        return x.view_as(x)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, grad: Tensor):
+        parallel = ctx.parallel
+        parallel.call = ctx.call
+        torch.autograd.Variable._execution_engine.queue_callback(parallel.leave)  # when the whole pass is done
+        return grad * parallel.scale, None, None
+
+
+def _marked(x: object, parallel: Parallel, call: Call) -> object:
+    if isinstance(x, Tensor) and x.requires_grad:
+        return _Resume.apply(x, parallel, call)
+    return tuple(_marked(y, parallel, call) for y in x) if type(x) is tuple else x
+
+
+def known(function: Callable, keywords: dict[str, object]) -> dict[str, object]:
+    """The keywords a model's forward takes. One without position_ids passes the check only if it needs none."""
+    parameters = inspect.signature(function).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {n: x for n, x in keywords.items() if anything or n in parameters}

@@ -1,0 +1,23 @@
+"""Rotary frequencies that depend on the longest document of a call (dynamic NTK, LongRoPE)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def goes_by_length(module: nn.Module) -> bool:
+    """Whether a module's frequencies depend on the largest position it is given."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args, **keywords) -> tuple[Tensor, ...]:
+    """Cosines and sines of this rank's positions, by frequencies for the longest document of the whole batch."""
+    call, own = self._ring_la.call, type(self).forward
+    if call is None or call.last_position is None:
+        return own(self, x, position_ids, *args, **keywords)
+    last = torch.as_tensor(call.last_position, device=position_ids.device).expand(*position_ids.shape[:-1], 1)
+    out = own(self, x, torch.cat([position_ids, last.to(position_ids.dtype)], -1), *args, **keywords)
+    return tuple(t[..., :-1, :] for t in out)
