@@ -96,6 +96,7 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
         out[parallel.cache] = cache
     for name, x in out.items():
         out[name] = _marked(x, parallel, call)
+    out.layout = call.layout
     return out.to_tuple() if arguments.get("return_dict") is False else out
 
 

@@ -50,7 +50,8 @@ def parallelize(
             documents are put one after the other.
         attention_mask: ones, or zeros on the right, where labels must be ignored.
         shift_labels: the label each token should predict, instead of labels.
-        layout: the tokens, labels and positions given are this rank's already.
+        layout: the tokens, labels and positions given are this rank's already. The result's `layout` says in any case
+            which tokens its logits and hidden states are of.
         use_cache: in a first call without gradients every rank gets the cache one process would have, and
             logits_to_keep counts in the whole sequence; calls with a filled cache run whole on every rank.
 

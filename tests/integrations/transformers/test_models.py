@@ -48,8 +48,7 @@ def split(rank: int, case: Case, packed: bool, kind: str = "zigzag") -> dict[str
     documents = {"cu_seqlens": torch.tensor(DOCUMENTS)} if packed else {}
     out = model(input_ids=ids, labels=ids, **router, **documents)
     out.loss.backward()
-    layout = model._ring_la.call.layout
-    logits = layout.gather(out.logits.detach())
+    logits = out.layout.gather(out.logits.detach())
     grads = {}
     for n, p in model.named_parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad
