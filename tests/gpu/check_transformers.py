@@ -94,7 +94,7 @@ def split(name: str, dtype: torch.dtype, ids: torch.Tensor, packed: bool, cp) ->
     documents = {"cu_seqlens": torch.tensor(DOCUMENTS)} if packed else {}
     out = model(input_ids=ids, labels=ids, **documents)
     out.loss.backward()
-    logits = model._ring_la.call.layout.gather(out.logits.detach().float().contiguous())
+    logits = out.layout.gather(out.logits.detach().float().contiguous())
     summed = {n: cp.comm.all_reduce(g.contiguous()).wait() for n, g in gradients(model).items()}
     return {"loss": out.loss.detach().float(), "logits": logits} | summed
 

@@ -126,7 +126,7 @@ def check(rank: int, kind: str) -> tuple[str, str]:
     except Exception:
         return "crashed", " | ".join(traceback.format_exc().strip().splitlines()[-3:])[:400]
     out.loss.backward()
-    layout = model._ring_la.call.layout
+    layout = out.layout
     errors = {"loss": _error(out.loss.detach(), expected.loss.detach())}
     if out.logits is not None and expected.logits.shape[1] == LENGTH:
         errors["logits"] = _error(layout.gather(out.logits.detach().contiguous()), expected.logits.detach())
