@@ -93,8 +93,9 @@ def tokens(
 
 
 def gate_kinds(name: str, wanted: list[Gates]) -> list[Gates]:
-    """The kinds of gates an op has: one without gates of its own has only one case."""
-    return wanted if OPS[name].gate else wanted[:1]
+    """The kinds of gates to measure an op with: an additive one that never forgets is linear attention."""
+    op = OPS[name]
+    return wanted if op.gate and op.beta else wanted[:1]
 
 
 class Unhidden(ContextParallel):
