@@ -1,0 +1,178 @@
+"""``ring-la plan``: rates from a benchmark's file, links as cost models, what a model asks, and sums of all that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ring_la.cli import plan
+from ring_la.cli.cluster import Cluster
+from ring_la.cli.rates import H200, Rates
+from ring_la.cli.workload import RECURRENCES, Workload
+from ring_la.errors import ArgumentError
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.nn import LAYERS
+from ring_la.scan import CostModel
+from ring_la.scan.auto import Line
+
+NEAR, FAR = Line(1e-5, 3e11), Line(2e-5, 4.5e10)
+CLUSTER = Cluster(8, NEAR, FAR, post=0.0, launch=0.0)
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def config(*layers: str, **more) -> HybridConfig:
+    return HybridConfig(vocab_size=64, dim=32, layers=layers, num_heads=2, **more)
+
+
+def setting(*layers: str, length: int = 4096, **more) -> plan.Setting:
+    return plan.Setting(Workload.of(config(*layers)), H200, CLUSTER, length, memory=H200.memory, **more)
+
+
+def written(tmp_path, **changes) -> Rates:
+    """Rates read back from a file as the benchmark writes it."""
+    rows = [
+        dict(op="gla", gates="trained", T=T, what=what, mode="eager", ms={"local": ms})
+        for what, times in (("forward", {1000: 1.0, 2000: 1.5}), ("forward+backward", {1000: 4.0}))
+        for T, ms in times.items()
+    ]
+    speeds = dict(matmul=1e12, copy=1e11, attention_forward=5e11, attention_backward=4e11)
+    line = [1e-5, 1e9]
+    model = dict(hop=line, swap=line, gather=line, exchange=line, add=line, matmul=line, post=1e-6, launch=0.0)
+    machine = dict(device="d", torch="t", dtype="bfloat16", heads=4, width=64)
+    path = tmp_path / "bench_scan.json"
+    path.write_text(json.dumps(dict(machine=machine, speeds=speeds, groups={"4": model}, rows=rows) | changes))
+    return Rates.read(path)
+
+
+def test_rates_from_a_file(tmp_path):
+    rates = written(tmp_path)
+    assert rates.recurrence("gla", 8000, 64, 64, backward=False) == pytest.approx(1.5e-3)
+    assert rates.recurrence("gla", 16000, 64, 64, backward=False) == pytest.approx(2.5e-3), "the line goes on"
+    assert rates.recurrence("gla", 8000, 64, 64, backward=True) == pytest.approx(8e-3), "one point: through the origin"
+    assert rates.recurrence("gla", 4000, 64, 128, backward=True) == pytest.approx(8e-3), "work grows with K·V"
+    assert rates.groups[4] == CostModel(*[Line(1e-5, 1e9)] * 6, post=1e-6)
+    with pytest.raises(ArgumentError, match="figures for kda"):
+        rates.recurrence("kda", 1, 64, 64, False)
+    with pytest.raises(ArgumentError, match="--rates: expected a bench_scan.json"):
+        written(tmp_path, speeds={})
+
+
+def test_links():
+    inside, across = CLUSTER.model(8, H200), CLUSTER.model(16, H200)
+    assert inside.hop == inside.swap == NEAR
+    assert across.hop.alpha == pytest.approx((14 * 1e-5 + 2e-5) / 15)
+    assert across.hop.beta == pytest.approx(15 / (14 / 3e11 + 1 / 4.5e10))
+    assert across.swap == FAR
+    assert across.gather.beta == pytest.approx(3e11), "eight links of 45 GB/s carry a node's share"
+    assert CLUSTER.model(1024, H200).exchange.beta == pytest.approx(4.5e10 * 1023 / 1016)
+    measured = CostModel(*[Line(1.0, 1.0)] * 6, post=1.0)
+    known = replace(H200, groups={4: measured})
+    assert Cluster(8, NEAR, FAR).model(4, known) == measured
+    assert CLUSTER.model(4, known) == replace(measured, post=0.0), "graphs: the host launches nothing"
+    assert CLUSTER.model(8, known).hop == NEAR, "another size is composed of links"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_a_layer_asks(name):
+    work = Workload.of(config(name, name))
+    model = HybridLM(config(name, name))
+    assert work.parameters == sum(p.numel() for p in model.parameters())
+    block = work.blocks[0]
+    assert 0 < block.multiplied <= block.parameters
+    assert block.saved > 4 * 32
+    if name == "attention":
+        assert (block.recurrence, block.heads, block.K, block.kv) == ("", 2, 16, 2 * 2 * 32)
+    else:
+        state = model.blocks[0].layer(torch.randn(1, 2, 32), output_state=True).state.recurrent
+        assert block.state.b.shape == state.shape
+        assert block.recurrence == RECURRENCES[name]
+
+
+def test_experts_count_by_the_active_ones():
+    moe = config("gla", mlp="moe", mlp_dim=32, mlp_options=dict(experts=8, top_k=2))
+    block = Workload.of(moe).blocks[0]
+    all_experts = 8 * 3 * 32 * 32
+    assert block.parameters - block.multiplied >= all_experts * 6 / 8
+    assert block.multiplied > all_experts * 2 / 8
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    one = setting("gla", length=65536)
+    block = one.work.blocks[0]
+    alone = plan.predict(one, 1, 1)
+    assert (alone.exchange, alone.attention, alone.weights, alone.strategies) == (0.0, 0.0, 0.0, {})
+    matmuls = 6 * 65536 * (block.multiplied + one.work.ends) / H200.matmul
+    mixing = H200.recurrence("gla", 65536 * block.heads, block.K, block.V, True)
+    assert alone.seconds == pytest.approx(matmuls + mixing + 3 * block.saved * 65536 / H200.copy)
+    split = plan.predict(one, 8, 8)
+    assert split.compute == pytest.approx(alone.compute / 8)
+    by_name = CLUSTER.model(8, H200).predict(plan.Chain.of(plan.Layout(65536, "zigzag", 8, 0)), block.state)
+    assert split.exchange == pytest.approx(2 * min(by_name.values()))
+    assert split.strategies == {"gla": min(by_name, key=by_name.get)}
+    assert split.memory < alone.memory
+    assert plan.predict(replace(one, backward=False), 8, 8).exchange == pytest.approx(split.exchange / 2)
+
+
+def test_attention_moves_keys_where_compute_does_not_hide_it():
+    both = setting("attention", length=1 << 20)
+    assert plan.predict(both, 8, 8).attention == 0.0, "a long sequence computes longer than its keys travel"
+    slow = replace(both, cluster=replace(CLUSTER, per_node=1, between=Line(1e-3, 1e8)), length=1 << 14)
+    assert plan.predict(slow, 8, 8).attention > 0.0
+
+
+def test_thousands_of_gpus():
+    big = setting("gla", "attention", length=1 << 22)
+    for gpus in (8, 512, 4096):
+        lines = [plan.predict(big, gpus, P) for P in plan.splits(gpus, big.length)]
+        assert [line.P for line in lines][-1] == gpus
+        assert all(a.compute > b.compute and a.memory > b.memory for a, b in zip(lines, lines[1:]))
+        assert all(line.seconds > 0 and line.throughput > 0 for line in lines)
+    assert plan.splits(6, 4096) == [1, 2, 6]
+    assert plan.splits(1024, 256) == [1, 2, 4]
+
+
+def test_recomputing_trades_time_for_memory():
+    kept, again = setting("gla", "gla"), setting("gla", "gla", recompute=True)
+    assert plan.predict(again, 8, 2).memory < plan.predict(kept, 8, 2).memory
+    assert plan.predict(again, 8, 2).compute > plan.predict(kept, 8, 2).compute
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(config("gla", "attention").to_dict()))
+    plan.run(options("--config", str(file), "--length", "8192", "--gpus", "4,16", "--out", str(tmp_path / "t.json")))
+    out = capsys.readouterr().out
+    assert out.count("<- best") == 2
+    assert H200.source in out
+    table = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert [(row["gpus"], row["P"]) for row in table] == [(4, p) for p in (1, 2, 4)] + [
+        (16, p) for p in (1, 2, 4, 8, 16)
+    ]
+    plan.run(options("--config", str(file), "--length", "8192", "--memory", "0.001"))
+    assert "no split fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpus", "8,no"), "--gpus: expected numbers"),
+        (("--inside", "10"), "--inside: expected latency"),
+        (("--between", "10,-3"), "--between: expected latency"),
+        (("--length", "0"), "--length: expected a number"),
+        (("--layers", "banana"), "layers: expected names out of"),
+        (("--config", "/nonexistent.json"), "--config: expected JSON of a HybridConfig"),
+        (("--rates", "/nonexistent.json"), "--rates: expected a bench_scan.json"),
+    ],
+)
+def test_bad_options(words, message):
+    with pytest.raises(ArgumentError, match=message):
+        plan.run(options("--layers", "gla", "--repeat", "1", "--dim", "32", "--heads", "2", *words))
