@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from .workload import Work, Workload
 
 STATE_BYTES = 16
 """A parameter in bf16 with its gradient, and Adam's master copy and two moments in fp32."""
+COLUMNS = ("step", "compute", "exchange", "attention", "weights", "memory", "tokens/s/GPU")
 PASSES = 3
 """How often what is saved for the backward pass is moved by elementwise work, forward and backward."""
 
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
     w = setting.work
     print(f"{len(w.blocks)} blocks, {w.parameters / 1e9:.2f} G parameters, {setting.length} tokens a sequence")
     print(f"rates: {setting.rates.source}")
-    print("    GPUs     P  tokens/rank      step    compute   exchange  attention    weights    memory  tokens/s/GPU")
+    print("    GPUs     P  tokens/rank" + "".join(f"{name:>12}" for name in COLUMNS))
     table = []
     for gpus in sizes(args.gpus):
         lines = [predict(setting, gpus, P) for P in splits(gpus, setting.length)]
@@ -170,17 +172,17 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
     chain = Chain.of(Layout(setting.length, setting.layout, P, 0)) if P > 1 else None
     compute = matmuls(setting, work.ends, tokens)
     exchange, attention, strategies = 0.0, 0.0, {}
-    for block in work.blocks:
+    for block, times in Counter(work.blocks).items():
         own = local(setting, block, tokens)
-        compute += own
+        compute += times * own
         if model is None:
             continue
         if block.recurrence:
             by_name = model.predict(chain, block.state)
             strategies[block.layer] = min(by_name, key=by_name.__getitem__)
-            exchange += (2 if setting.backward else 1) * by_name[strategies[block.layer]]
+            exchange += times * (2 if setting.backward else 1) * by_name[strategies[block.layer]]
         else:
-            attention += max(0.0, rotation(setting, model, block, tokens, P) - own)
+            attention += times * max(0.0, rotation(setting, model, block, tokens, P) - own)
     weights = max(0.0, sharding(setting, gpus) - compute)
     seconds = compute + exchange + attention + weights
     memory = held(setting, gpus, tokens)
@@ -238,6 +240,6 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
 
 def shown(line: Prediction, length: int) -> str:
     times = (line.seconds, line.compute, line.exchange, line.attention, line.weights)
-    text = f"{line.gpus:8}{line.P:6}{length // line.P:13}" + "".join(f"{t * 1e3:8.1f} ms" for t in times)
-    text += f"{line.memory / 2**30:6.1f} GiB{line.throughput:14.0f}"
+    text = f"{line.gpus:8}{line.P:6}{length // line.P:13}" + "".join(f"{t * 1e3:9.1f} ms" for t in times)
+    text += f"{line.memory / 2**30:8.1f} GiB{line.throughput:12.0f}"
     return text + ("" if line.fits else "  does not fit") + "".join(f"  {n}: {s}" for n, s in line.strategies.items())

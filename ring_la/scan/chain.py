@@ -7,9 +7,11 @@ messages that would carry nothing are never sent. The backward pass is the same 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from ..layout import Layout
 
@@ -47,7 +49,10 @@ class Chain:
 
     @cached_property
     def _owned(self) -> dict[int, tuple[int, ...]]:
-        return {r: tuple(i for i, owner in enumerate(self.owners) if owner == r) for r in set(self.owners)}
+        owned: dict[int, list[int]] = {}
+        for i, owner in enumerate(self.owners):
+            owned.setdefault(owner, []).append(i)
+        return {rank: tuple(links) for rank, links in owned.items()}
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
@@ -73,7 +78,7 @@ class Chain:
     @cached_property
     def ranks(self) -> int:
         """The number of ranks that own links."""
-        return len(set(self.owners))
+        return len(self._owned)
 
     @cached_property
     def hops(self) -> int:
@@ -87,22 +92,33 @@ class Chain:
     @cached_property
     def arrivals(self) -> int:
         """The most states any rank receives when each link gets its predecessor's."""
-        crossing = [o for i, o in enumerate(self.owners) if i and self.needs[i] and self.owners[i - 1] != o]
-        return max((crossing.count(rank) for rank in set(crossing)), default=0)
+        crossing = Counter(o for i, o in enumerate(self.owners) if i and self.needs[i] and self.owners[i - 1] != o)
+        return max(crossing.values(), default=0)
 
     def applied(self, links: Sequence[int]) -> int:
         """How many maps a fold applies to a state, that finds what enters each of `links` from the maps of all."""
         wanted = [i for i in links if self.needs[i]]
-        start = min(map(self.first_source, wanted), default=0)
-        return sum(self.passes[i] for i in range(start + 1, max(wanted, default=0)))
+        if not wanted:
+            return 0
+        passing = self._passing
+        return passing[max(wanted)] - passing[min(map(self.first_source, wanted)) + 1]
+
+    @cached_property
+    def _passing(self) -> tuple[int, ...]:
+        """How many of the links before each pass a state on."""
+        return tuple(accumulate(self.passes, initial=0))
 
     def slots(self) -> int:
         """The most links one rank owns."""
-        return max(self.owners.count(r) for r in set(self.owners))
+        return max(map(len, self._owned.values()))
 
     def first_source(self, link: int) -> int:
         """The earliest link whose own contribution reaches the state that enters `link`."""
-        source = link - 1
-        while self.passes[source]:
-            source -= 1
-        return source
+        return self._sources[link]
+
+    @cached_property
+    def _sources(self) -> tuple[int, ...]:
+        sources = [-1]
+        for i, passes in enumerate(self.passes):
+            sources.append(sources[i] if passes else i)
+        return tuple(sources)

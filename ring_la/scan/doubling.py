@@ -88,4 +88,4 @@ class Doubling:
 
 def _reaches(chain: Chain, link: int, distance: int) -> bool:
     """Whether anything from `distance` links back and beyond can reach the state entering `link`."""
-    return chain.needs[link] and all(chain.passes[i] for i in range(link - distance + 1, link))
+    return chain.needs[link] and chain.first_source(link) <= link - distance

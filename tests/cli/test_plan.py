@@ -62,7 +62,7 @@ def test_rates_from_a_file(tmp_path):
     assert rates.groups[4] == CostModel(*[Line(1e-5, 1e9)] * 6, post=1e-6)
     with pytest.raises(ArgumentError, match="figures for kda"):
         rates.recurrence("kda", 1, 64, 64, False)
-    with pytest.raises(ArgumentError, match="--rates: expected a bench_scan.json"):
+    with pytest.raises(ArgumentError, match=r"--rates: expected a bench_scan.json"):
         written(tmp_path, speeds={})
 
 
