@@ -183,7 +183,7 @@ def _maps(device: torch.device) -> dict[str, Probe]:
 
     def launch(size: int) -> None:
         for _ in range(size):
-            unpack(pack([one], 1, one)[0], one)(one.b)
+            unpack(pack([one], 1, one), one)[0](one.b)
 
     return {
         "add": Probe(add, SMALL, LARGE[device.type], 1 / times),
