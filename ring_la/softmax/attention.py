@@ -12,7 +12,7 @@ from ..context import ATTENTION, ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError
 from ..layout import check_cu_seqlens
 from ..outputs import AttentionOutput
-from . import local, sharded
+from . import function, local, sharded
 from .backends import BACKENDS
 from .core import Tensors
 from .merge import wide
@@ -92,8 +92,11 @@ def attention(
     _check(x, options, layout, kv_layout, cu_seqlens)
     if backend == "reference":
         return _reference(x, options, cu_seqlens)
-    rest = (alibi_slopes, cu_seqlens, options.seed(), options.scale_of(q), float(softcap), *options.bounds)
-    return AttentionOutput(*local.attention(*x, *rest, float(dropout_p), joint, backend))
+    rest = (alibi_slopes, cu_seqlens, options.seed(), options.scale_of(q), float(softcap))
+    if local.needs_operator(x):
+        return AttentionOutput(*local.attention(*x, *rest, *options.bounds, float(dropout_p), joint, backend))
+    plan = local.plan(x, *rest, options.bounds, float(dropout_p), joint, backend)
+    return AttentionOutput(*function.attention(plan, x))
 
 
 def _split(
@@ -102,7 +105,7 @@ def _split(
     """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
     known, call = layout.__dict__.setdefault("_attention_calls", {}), _kind_of_call(x, options, kv_layout, cu_seqlens)
     if call is not None and layout.cp.validate != "always" and call in known:
-        return AttentionOutput(*sharded.attention(known[call], x))
+        return AttentionOutput(*function.attention(known[call], x))
     error = None
     try:
         _check(x, options, layout, kv_layout, cu_seqlens)
@@ -123,7 +126,7 @@ def _split(
     plan = sharded.ShardedCall(layout, kv_layout or layout, scores, options.joint, strategy, options.backend).plan(x)
     if call is not None:
         known[call] = plan
-    return AttentionOutput(*sharded.attention(plan, x))
+    return AttentionOutput(*function.attention(plan, x))
 
 
 _split_outside_graphs = torch._disable_dynamo(_split)  # a compiled caller breaks its graph here, at the exchange

@@ -1,17 +1,13 @@
-"""Softmax attention on a split sequence: its plan from a layout, and its autograd Function."""
+"""Softmax attention on a split sequence: its plan from a layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ..context import ShardedLayout
-from . import core
 from .backends import Ask, Backend, choose
 from .backends.canonical import Canonical
-from .core import Plan, Saved, Tensors
+from .core import Plan, Tensors
 from .placement import Placement
 from .scores import Scores
 from .strategies import STRATEGIES, Heads, HeadSplit, Job
@@ -90,24 +86,3 @@ def pick(strategy: str, x: Tensors, layout: ShardedLayout, kv_layout: ShardedLay
     if Hk % p == 0 and (queries + keys) / p < keys:
         return "ulysses"
     return "all_gather" if 4 * keys <= queries else "ring"
-
-
-def attention(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor]:
-    """o and lse of this rank's queries."""
-    return _Sharded.apply(plan, *x)
-
-
-class _Sharded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, plan: Plan, *tensors: Tensor | None):
-        o, lse, saved = core.forward(plan, Tensors(*tensors))
-        ctx.plan = plan
-        ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do: Tensor | None, dlse: Tensor | None):
-        *tensors, o, lse = ctx.saved_tensors
-        return None, *core.backward(ctx.plan, Saved(Tensors(*tensors), o, lse), do, dlse)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...comm import Group
 from ...errors import ArgumentError, UnsupportedError
-from ...softmax import sharded
+from ...softmax import function
 from ...softmax.core import Tensors
 from ...softmax.strategies import Heads, HeadSplit
 from ...softmax.tokens import Tokens
@@ -159,7 +159,7 @@ def attend(
         tokens = {side: [t.shape[1]] * ulysses.size for side, t in (("q", x.q), ("k", x.k))}
         split = HeadSplit(x.q.shape[2], x.k.shape[2], ulysses.size)
         heads = Heads(ulysses, split, tokens, {"q": None, "k": None})
-    return sharded.attention(call.plan(x, ring, heads, joint_rows=joint_rows, joint_keys=joint_keys), x)[0]
+    return function.attention(call.plan(x, ring, heads, joint_rows=joint_rows, joint_keys=joint_keys), x)[0]
 
 
 class LongContextAttentionQKVPacked(LongContextAttention):
