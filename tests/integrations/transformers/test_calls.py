@@ -113,6 +113,60 @@ def test_loss_in_chunks(ranks):
     ranks.run(3, chunks)
 
 
+def dropped(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients with dropout in attention; ranks are seeded alike."""
+    model, cp = parallel("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.4
+    torch.manual_seed(5)
+    out = model(input_ids=ids(2), labels=ids(2))
+    out.loss.backward()
+    return out.loss.detach(), gradients(model, cp)
+
+
+def test_dropout_does_not_depend_on_the_split(ranks):
+    ((loss, grads),) = ranks.run(1, dropped)
+    for other, others in ranks.run(3, dropped):
+        close(other, loss)
+        for n, g in grads.items():
+            close(others[n], g, msg=lambda m, n=n: f"{n}: {m}")
+    model = CASES["llama"].make()
+    assert abs(loss - model(input_ids=ids(2), labels=ids(2)).loss) > 1e-3  # something was dropped
+
+
+def checked_late(rank: int, folder: str) -> None:
+    """A model made on the device "meta" is checked when it has its weights; checkpoints are as ever."""
+    import transformers
+
+    from ring_la.errors import UnsupportedError
+    from ring_la.integrations.transformers import parallelize
+
+    model, cp = parallel("llama")
+    kinds = transformers.MambaForCausalLM, transformers.LlamaForCausalLM
+    mamba = kinds[0].config_class(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with torch.device("meta"):
+        late = [parallelize(kind(config), cp) for kind, config in zip(kinds, (mamba, model.config))]
+    for m in late:
+        m.to_empty(device="cpu")
+        m.apply(m._init_weights)
+    with pytest.raises(UnsupportedError, match="MambaMixer"):
+        late[0](input_ids=ids())
+    late[1].load_state_dict(model.state_dict())
+    late[1].model.rotary_emb.load_state_dict(model.model.rotary_emb.state_dict())
+    late[1].model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq)
+    close(late[1](input_ids=ids(), labels=ids()).loss, model(input_ids=ids(), labels=ids()).loss)
+    if rank == 0:
+        model.save_pretrained(folder)
+        again = kinds[1].from_pretrained(folder)
+        assert again.config._attn_implementation != "ring_la"
+        want = CASES["llama"].make().eval()(input_ids=ids()).logits
+        close(again.eval()(input_ids=ids()).logits, want)
+
+
+def test_checked_in_the_first_call_and_saved(ranks, tmp_path):
+    ranks.run(2, checked_late, str(tmp_path))
+
+
 # -- backward ----------------------------------------------------------------------------------------------
 
 
