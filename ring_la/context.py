@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -293,10 +293,14 @@ class ShardedLayout(Layout):
 
     def route(self, name: object, wants: Callable[[], Sequence[Tensor]], neighbours: bool = False) -> Route:
         """A route for rows of this layout, made once and kept under `name`."""
-        routes = self.__dict__.setdefault("_routes", {})
-        if name not in routes:
-            routes[name] = Route(self, wants(), self.cp.comm, neighbours)
-        return routes[name]
+        return self.kept(("route", name), lambda: Route(self, wants(), self.cp.comm, neighbours))
+
+    def kept(self, name: object, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once for this layout and kept under `name`."""
+        kept = self.__dict__.setdefault("_kept", {})
+        if name not in kept:
+            kept[name] = make()
+        return kept[name]
 
     def _agree_on_tokens(self, call: str, x: Tensor, dim: int, *rest: object, name: str = "x") -> None:
         """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""

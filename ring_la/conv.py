@@ -15,6 +15,7 @@ from .comm import Replicated, SumOverRanks
 from .context import ShardedLayout
 from .errors import ArgumentError, RingLAError, UnsupportedError
 from .kernels.short_conv import Rows, convolve
+from .linear import Seams
 from .outputs import ShortConvOutput, TokenShiftOutput
 from .recurrences.recurrence import FLOATS, check_split, describe_tensor
 
@@ -192,7 +193,7 @@ def _leads(
     halo = route(x, 1)
     if initial is not None:
         rows = (initial[None] if layout.packed else initial[:, None]).flatten(1, 2)
-        place = _before(layout, layout.rank, width)[1].to(x.device)
+        place = layout.kept(("rows before", width), lambda: _before(layout, layout.rank, width)[1].to(x.device))
         mine = Replicated.apply(rows, layout.cp.comm).index_select(1, place.clamp(min=0))
         halo = halo + mine.to(x.dtype).masked_fill((place < 0)[:, None], 0)
     return halo.unflatten(1, (len(layout.pieces), width)), layout.cu_pieces.to(x.device)
@@ -202,16 +203,14 @@ def _final(ends: Tensor, initial: Tensor | None, layout: ShardedLayout | None, p
     """Each document's last rows ``[N, width, D]`` on every rank, from those of this rank's pieces."""
     if layout is None:
         return ends[0] if packed else ends[:, 0]
-    pieces = [(i, p.document) for i, p in enumerate(layout.pieces) if p.last]
+    seams = Seams.of(layout)
+    pieces, documents = seams.ends
     out = ends.new_zeros(ends.shape[0], layout.num_documents, *ends.shape[2:])
-    index = [torch.tensor([p[n] for p in pieces], dtype=torch.int64, device=ends.device) for n in (0, 1)]
-    out = out.index_copy(1, index[1], ends.index_select(1, index[0]))
+    out = out.index_copy(1, documents, ends.index_select(1, pieces))
     out = SumOverRanks.apply(out, layout.cp.comm)
-    empty = [n for n, (a, b) in enumerate(zip(layout.cu_seqlens, layout.cu_seqlens[1:])) if a == b]
-    if initial is not None and empty:
-        index = torch.tensor(empty, device=out.device)
-        own = Replicated.apply(initial, layout.cp.comm).to(out.dtype).index_select(0, index)
-        out = out.index_copy(1, index, own[None])
+    if initial is not None and len(seams.empty):
+        own = Replicated.apply(initial, layout.cp.comm).to(out.dtype).index_select(0, seams.empty)
+        out = out.index_copy(1, seams.empty, own[None])
     return out[0] if layout.packed else out[:, 0]
 
 

@@ -111,9 +111,7 @@ class Seams:
     @classmethod
     def of(cls, layout: ShardedLayout) -> Seams:
         """The seams of a layout, made once."""
-        if "_seams" not in layout.__dict__:
-            layout.__dict__["_seams"] = cls(layout)
-        return layout.__dict__["_seams"]
+        return layout.kept("seams", lambda: cls(layout))
 
 
 @dataclass(frozen=True)

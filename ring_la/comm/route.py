@@ -85,12 +85,16 @@ class Route:
 
 
 class _Routed(torch.autograd.Function):
+    """Posted and waited for at once: in the stream's own order."""
+
     @staticmethod
     def forward(ctx, x: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return route.start(x).wait()
+        with route.group.in_order():
+            return route.start(x).wait()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
-        return ctx.route.start_back(grad).wait(), None
+        with ctx.route.group.in_order():
+            return ctx.route.start_back(grad).wait(), None

@@ -166,7 +166,7 @@ def known(decays: Callable[[], tuple[float, ...]] | Tensor | None, layout: Shard
         return decays if decays is None else decays()
     if decays.requires_grad or decays.is_inference():  # nobody tells when these change
         return None
-    read = layout.__dict__.setdefault("_decays", WeakTensorKeyDictionary())
+    read = layout.kept("decays", WeakTensorKeyDictionary)
     version, values = read.get(decays, (None, None))
     if version != decays._version:
         values = tuple(decays.tolist())
@@ -233,7 +233,7 @@ def check(r: Recurrence, options: Options) -> None:
     if options.in_place:
         check_in_place(r, options)
     if options.layout is not None and options.layout.cp.validate == "always":
-        check_values(r)
+        check_values(r, state)
 
 
 def check_in_place(r: Recurrence, options: Options) -> None:
@@ -292,6 +292,8 @@ def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torc
         if cu_seqlens is not None:
             raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
         layout.require_runs("a recurrence")
+        if device != layout.cp.device:
+            raise ArgumentError("layout", f"one whose group works on {device}, where the inputs are", layout.cp.device)
         if T != layout.local_length:
             raise ArgumentError("layout", f"one with {T} tokens on this rank, the T of the inputs", layout.local_length)
         if layout.packed and B != 1:
@@ -318,9 +320,9 @@ def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torc
     return cu_seqlens.shape[0] - 1
 
 
-def check_values(r: Recurrence) -> None:
-    """Refuse gates above zero and NaN anywhere; synchronises."""
-    for f, x in r.inputs._asdict().items():
+def check_values(r: Recurrence, state: Tensor | None) -> None:
+    """Refuse gates above zero and NaN anywhere, the initial state included; synchronises."""
+    for f, x in (*r.inputs._asdict().items(), ("initial_state", state)):
         if x is None:
             continue
         name = r.names.get(f, f)

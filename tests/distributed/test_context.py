@@ -298,10 +298,13 @@ def check_disagreement(rank: int, validate: str) -> dict[str, str]:
     out["dtype"] = caught(call(g=-torch.rand(1, n, 2, 6)))
     out["refused"] = caught(call(k=torch.zeros(1, n, 2, 7, dtype=torch.float64)))
     out["option"] = caught(call(output_final_state=True))
+    out["device"] = caught(call(**{name: t.to("meta") for name, t in x.items()}))
     out["gradient"] = caught(call(q=x["q"].detach()))
     if validate == "always":
         out["gate"] = caught(call(g=x["g"] + 5))
         out["nan"] = caught(call(v=x["v"] * float("nan")))
+        state = torch.full((1, 2, 6, 5), float("nan") if odd else 0.0)
+        out["nan in the state"] = caught(lambda: ring_la.gla(**x, initial_state=state, layout=layout))
     out["fine"] = caught(call())
     return out
 
