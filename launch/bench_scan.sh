@@ -19,7 +19,8 @@ scan() {  # devices, ranks, arguments
 }
 warm() {  # devices, ranks, op, arms
     timeout "$WARM" bash -c "$(declare -f scan); PYTHON='$PYTHON'; scan $1 $2 --ops $3 --gates trained \
-        --lengths $LENGTHS --rounds 1 --inner 1 --arms '$4' --out runs/warm/$3-${4%% *}" >"runs/warm/$3-${4%% *}.log" 2>&1 ||
+        --lengths $LENGTHS --rounds 1 --inner 1 --arms '$4' --out runs/warm/$3-${4%% *}" >"runs/warm/$3-${4%% *}.log" 2>&1 &&
+        echo compiled >"runs/warm/$3-${4%% *}/done" ||
         echo "bench_scan: not all of $3 ($4) was compiled within $WARM s" >&2
 }
 if [ "$WARM" -gt 0 ]; then
@@ -32,4 +33,8 @@ if [ "$WARM" -gt 0 ]; then
     case "$OPS" in *kda*) warm "$((GPUS > 3 ? 2 : 0)),$((GPUS > 3 ? 3 : 1))" 2 kda "FLA" & esac
     wait
 fi
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$GPUS" -m ring_la bench scan --ops "$OPS" "$@"
+skip=""  # what fla-core did not finish tuning would tune on while others wait
+for op in gated_delta_rule kda; do
+    [ "$WARM" -eq 0 ] || [ -s "runs/warm/$op-FLA/done" ] || skip="$skip$op:FLA,"
+done
+exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$GPUS" -m ring_la bench scan --ops "$OPS" --skip "$skip" "$@"

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", default="", help="tokens a rank, comma-separated; default 16384,4096 (CPU: 256)")
     parser.add_argument("--totals", default="", help="tokens of the whole sequence, comma-separated")
     parser.add_argument("--arms", default="", help="only arms whose names start with one of these, comma-separated")
+    parser.add_argument("--skip", default="", help="op:arm, comma-separated, such as kda:FLA")
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128, help="K and V")
@@ -125,6 +126,8 @@ def checked(
     """(arms to time, {arm: why it is not timed}): an arm must agree with the whole sequence's fp64 run first."""
     calls = team.arms(case.op, case.T, names(args.arms))
     known = team.refused.setdefault((case.op, case.gates), {})
+    for op, arm in (word.split(":", 1) for word in names(args.skip)):
+        known |= {label: "skipped" for label in calls if op == case.op and label.startswith(arm)}
     for label, why in refusals(team, case, dtype, args, [n for n in calls if n not in (*UNSPLIT, *known)]).items():
         known[label] = why
     if args.heads % team.group.size:
