@@ -15,6 +15,23 @@ outside_graphs = torch._disable_dynamo
 not import the compiler."""
 
 
+def traced(x: Tensor) -> bool:
+    """Whether anything (a compiler, a mode, a function transform, a subclass) looks at single operators."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def bare(*tensors: Tensor | None) -> bool:
+    """Whether a call on these, of which the first is there, needs nothing of an operator's dispatch, which takes the
+    host longer than a launch: nothing traces, and no gradient is wanted."""
+    wanting = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return not wanting and not traced(tensors[0])
+
+
 def first_derivative_only(backward: Callable) -> Callable:
     """A Function's backward that runs without recording and refuses to be differentiated itself.
 

@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd import bare
 from ..errors import SecondDerivativeError
 from .backends import triton_installed
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x · rsqrt(Σ x² + eps)`` over the last dimension, in fp32 or wider."""
-    return unit_length(x, eps) if x.is_cuda and x.dim() == 4 else plain_unit_length(x, eps)
+    if not x.is_cuda or x.dim() != 4:
+        return plain_unit_length(x, eps)
+    return (_unit_length if bare(x) else unit_length)(x, eps)
 
 
 def decay_gate(
@@ -31,9 +34,9 @@ def decay_gate(
     Args:
         a: ``[…, C]``. A_log: ``[H]``, shared by C / H consecutive channels; None: zeros. bias: ``[C]``.
     """
-    if a.is_cuda:
-        return log_decay(a, A_log, bias, sign, factor)
-    return plain_log_decay(a, A_log, bias, sign, factor)
+    if not a.is_cuda:
+        return plain_log_decay(a, A_log, bias, sign, factor)
+    return (_log_decay if bare(a, A_log, bias) else log_decay)(a, A_log, bias, sign, factor)
 
 
 # -- in PyTorch ----------------------------------------------------------------------------------------------
@@ -98,14 +101,16 @@ def _triton_norm(x: Tensor) -> bool:
     return not unsupported(x)
 
 
-@torch.library.custom_op("ring_la::unit_length", mutates_args=())
-def unit_length(x: Tensor, eps: float) -> Tensor:
+def _unit_length(x: Tensor, eps: float) -> Tensor:
     """`l2norm` of ``x [B, T, H, D]``."""
     if _triton_norm(x):
         from .triton.norm import unit
 
         return unit(x, eps)
     return plain_unit_length(x, eps).contiguous()
+
+
+unit_length = torch.library.custom_op("ring_la::unit_length", _unit_length, mutates_args=())
 
 
 @torch.library.custom_op("ring_la::unit_length_backward", mutates_args=())
@@ -148,14 +153,16 @@ def _triton_decay(a: Tensor) -> bool:
     return not unsupported(a)
 
 
-@torch.library.custom_op("ring_la::log_decay", mutates_args=())
-def log_decay(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float) -> Tensor:
+def _log_decay(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float) -> Tensor:
     """See `decay_gate`."""
     if _triton_decay(a):
         from .triton.decay import forward
 
         return forward(a, A_log, bias, sign, factor)
     return plain_log_decay(a, A_log, bias, sign, factor).contiguous()
+
+
+log_decay = torch.library.custom_op("ring_la::log_decay", _log_decay, mutates_args=())
 
 
 @torch.library.custom_op("ring_la::log_decay_backward", mutates_args=())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
+from ..autograd import traced
 from ..errors import SecondDerivativeError
 from .backends import make_local
 from .local import Inputs
@@ -125,8 +126,7 @@ def _refuse(ctx, *grads):
 linear_recurrence_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
 
 
-@torch.library.custom_op("ring_la::linear_recurrence_in_place", mutates_args=("state",))
-def linear_recurrence_in_place(
+def overwrite(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -153,6 +153,14 @@ def linear_recurrence_in_place(
     return o.contiguous()
 
 
-@linear_recurrence_in_place.register_fake
+overwrite_op = torch.library.custom_op("ring_la::linear_recurrence_in_place", overwrite, mutates_args=("state",))
+
+
+def linear_recurrence_in_place(q: Tensor, *rest) -> Tensor:
+    """`overwrite`, as the registered operator where something traces."""
+    return (overwrite_op if traced(q) else overwrite)(q, *rest)
+
+
+@overwrite_op.register_fake
 def _(q, k, v, g, beta, a, b, state, cu, rule, scale, form, backend):
     return v.new_empty(v.shape)

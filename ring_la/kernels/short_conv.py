@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd import bare
 from ..errors import SecondDerivativeError
 from .backends import triton_installed
 
@@ -34,7 +35,8 @@ def convolve(
         (o ``[B, T, D]``, the rows or None), in x's dtype.
     """
     if x.is_cuda:
-        o, last = short_conv(x, weight, bias, lead, cu, silu, ends)
+        run = _short_conv if bare(x, weight, bias, lead) else short_conv
+        o, last = run(x, weight, bias, lead, cu, silu, ends)
         return o, last if ends else None
     return plain_convolve(x, weight, bias, lead, cu, silu, ends)
 
@@ -151,8 +153,7 @@ def _by_triton(x: Tensor) -> bool:
     return not unsupported(x)
 
 
-@torch.library.custom_op("ring_la::short_conv", mutates_args=())
-def short_conv(
+def _short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, lead: Tensor | None, cu: Tensor | None, silu: bool, ends: bool
 ) -> tuple[Tensor, Tensor]:
     """`convolve`; the rows are an empty tensor unless `ends`."""
@@ -162,6 +163,9 @@ def short_conv(
         return forward(x, weight, bias, lead, cu, silu, ends)
     o, last = plain_convolve(x, weight, bias, lead, cu, silu, ends)
     return o.contiguous(), x.new_empty(0) if last is None else last.contiguous()
+
+
+short_conv = torch.library.custom_op("ring_la::short_conv", _short_conv, mutates_args=())
 
 
 @short_conv.register_fake
