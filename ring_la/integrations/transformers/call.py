@@ -25,6 +25,7 @@ class Call:
         last_position: the largest position of the whole batch.
         keep: the tokens of the whole sequence that logits are wanted of, int64 ``[n]``; None: this rank's.
         padded: whether there is padding.
+        fingerprint: a number that is the same on all ranks if they were given the same batch.
         losses: how often the loss function was asked.
         chunk: the tokens of this rank that the head works on; None: all.
         hidden: the backbone's last hidden state ``[B, T_local, D]`` and `result` its class, where there is a chunk.
@@ -39,6 +40,7 @@ class Call:
     last_position: Tensor | int | None = None
     keep: Tensor | None = None
     padded: bool = False
+    fingerprint: Tensor | int = 0
     losses: int = 0
     chunk: slice | None = None
     hidden: Tensor | None = None

@@ -76,10 +76,11 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
     if "position_ids" not in known(original, {"position_ids": None}):
         del local["position_ids"]
 
+    names = inspect.signature(original).parameters
+
     def run(call: Call, head_only: bool = False) -> ModelOutput:
-        keywords = local
-        if head_only:
-            keywords = local | {n: False for n in ("output_hidden_states", "output_router_logits") if n in local}
+        extra = ("output_hidden_states", "output_router_logits") if head_only else ()
+        keywords = local | {n: False for n in extra if n in local or n in names}
         with _current(parallel, call):
             out = original(model, **keywords)
         if call.targets is not None and call.losses != 1:

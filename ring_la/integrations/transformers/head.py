@@ -62,7 +62,7 @@ def loss_in_chunks(run: Callable[[Call, bool], ModelOutput], call: Call, tokens:
         chunk = slice(start, start + step)
         loss = loss + checkpoint(_part, run, call.hidden[:, chunk], call, chunk, use_reentrant=False)
     fields = {n: x for n, x in out.items() if n != "logits"}
-    return type(out)(**fields | {"loss": out["loss"] + Whole.apply(loss, call.layout.cp.comm)})
+    return type(out)(**fields | {"loss": out["loss"] + Whole.apply(loss, call.layout.cp.comm, call.fingerprint)})
 
 
 def _part(run: Callable, hidden: Tensor, call: Call, chunk: slice) -> Tensor:

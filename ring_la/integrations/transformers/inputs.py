@@ -13,6 +13,7 @@ from ...context import ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
 from ...layout import check_cu_seqlens
 from .call import Call
+from .loss import fingerprint
 
 TOKENS = ("input_ids", "inputs_embeds")
 PASSED = {"output_hidden_states", "output_router_logits"}
@@ -69,6 +70,7 @@ def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[C
         call.last_position = positions.max()
         positions = layout.shard(positions, dim=-1)
     if labels is not None:
+        call.fingerprint = fingerprint(given.get("input_ids"), labels)
         call.targets = layout.shard(labels)
         call.divisor = given.get("num_items_in_batch", (labels != call.ignore_index).sum())
     return call, {name: layout.shard(tokens), "position_ids": positions}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...comm import Group
 from ...context import ShardedLayout
+from ...errors import DisagreementError
 
 if TYPE_CHECKING:
     from .call import Call
@@ -23,19 +24,46 @@ def cross_entropy(call: Call, logits: Tensor, vocab_size: int) -> Tensor:
     targets = call.targets if call.chunk is None else call.targets[:, call.chunk]
     logits, targets = logits.float().reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
     part = F.cross_entropy(logits, targets, ignore_index=call.ignore_index, reduction="sum") / call.divisor
-    return part if call.layout is None or call.backbone is not None else Whole.apply(part, call.layout.cp.comm)
+    return (
+        part
+        if call.layout is None or call.backbone is not None
+        else Whole.apply(part, call.layout.cp.comm, call.fingerprint)
+    )
 
 
 class Whole(torch.autograd.Function):
-    """The sum over ranks of their parts; each rank's gradient goes back into its own part."""
+    """The sum over ranks of their parts; each rank's gradient goes back into its own part.
+
+    Ranks also compare what they were given (`fingerprint`). Where it differs a DisagreementError is raised on the CPU;
+    on GPUs, where looking would wait for the device, loss and gradients are NaN.
+    """
 
     @staticmethod
-    def forward(ctx, part: Tensor, group: Group) -> Tensor:
-        return group.all_reduce(part).wait()
+    def forward(ctx, part: Tensor, group: Group, fingerprint: Tensor | int) -> Tensor:
+        mine = torch.as_tensor(fingerprint, device=part.device).double()
+        total, first, second = group.all_reduce(torch.stack([part.double(), mine, mine * mine])).wait()
+        same = group.size * second == first * first
+        if not group.on_cuda and not same:
+            raise DisagreementError(
+                "the ranks of this group disagree on the batch, which every rank must be given whole"
+            )
+        ctx.same = same
+        return torch.where(same, total, torch.nan).to(part.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return torch.where(ctx.same, grad, torch.nan), None, None
+
+
+def fingerprint(*tensors: Tensor | None) -> Tensor | int:
+    """A number below 2**16 that differs, in all likelihood, between batches of ids or labels ``[B, T]``."""
+    out: Tensor | int = 0
+    for x in tensors:
+        if x is not None and not x.is_floating_point():
+            weights = torch.arange(1, x.shape[-1] + 1, device=x.device) * 40503 % 65521
+            rows = torch.arange(1, x[..., 0].numel() + 1, device=x.device).view(x.shape[:-1])
+            out = (out + ((x.long() * weights).sum(-1) % 65521 * rows).sum()) % 65521
+    return out
 
 
 class GatherForAll(torch.autograd.Function):

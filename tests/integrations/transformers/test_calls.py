@@ -94,10 +94,12 @@ def test_losses(ranks):
 
 def chunks(rank: int) -> None:
     """Logits that never exist whole: the same loss and gradients, experts' loss and softcapped logits included."""
-    for name, options in (("qwen3_next", {"output_router_logits": True}), ("gemma2", {})):
+    for name, options in (("qwen3_next", {"output_router_logits": True}), ("qwen3_next", {}), ("gemma2", {})):
         x = ids(2)
         model, cp = parallel(name, loss_chunk=6)
         alone = CASES[name].make()
+        if name == "qwen3_next":
+            model.config.output_router_logits = alone.config.output_router_logits = not options
         want = alone(input_ids=x, labels=x, use_cache=False, **options)
         want.loss.backward()
         got = model(input_ids=x, labels=x, **options)
@@ -264,6 +266,9 @@ def different_batches(rank: int) -> None:
     model, _ = parallel("llama")
     with pytest.raises(DisagreementError, match="the whole batch, which every rank must be given"):
         model(input_ids=ids(seed=rank))
+    model(input_ids=ids(), labels=ids())
+    with pytest.raises(DisagreementError, match="disagree on the batch"):
+        model(input_ids=ids(seed=rank), labels=ids(seed=rank))
 
 
 def test_ranks_with_different_batches(ranks):
