@@ -51,7 +51,7 @@ class Model:
         vocab_size: default: the tokenizer's.
         options: further keywords of layers, by name.
         transformers: a causal model of Transformers instead: a folder or name with its configuration, and with weights
-            unless `scratch`. Its loss holds this rank's logits whole.
+            unless `scratch`.
     """
 
     dim: int = 128
@@ -302,7 +302,7 @@ class Trainer:
                 f"data.tokenizer: its {vocab_size} ids are more than the model's {model.config.vocab_size}"
             )
         self.flops = StepFlops.of_weights(model, exclude=model.get_input_embeddings())
-        parallelize(model, self.cp, kind=self.config.parallel.layout).train()
+        parallelize(model, self.cp, kind=self.config.parallel.layout, loss_chunk=memory.loss_chunk).train()
         if memory.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
