@@ -187,7 +187,8 @@ class Parallel:
             return original(model, input_ids=ids, **known(original, keywords))
 
         try:
-            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or probe.TOKENS
+            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+            longest = longest if longest > 0 else probe.TOKENS  # XLNet's -1: any
             probe.check(model, run, embedding.num_embeddings, longest, embedding.weight.device)
         finally:
             self.leave()
