@@ -1,0 +1,52 @@
+"""The registered operators around the recurrence, as PyTorch computes them: schemas, fakes, gradients by differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_la.errors import SecondDerivativeError
+from ring_la.kernels import gates, ops, short_conv
+
+CU = torch.tensor([0, 3, 3, 8])
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    ).requires_grad_()
+
+
+CASES = {
+    "short_conv": (short_conv.short_conv, (leaf(1, 8, 3), leaf(3, 4), leaf(3), leaf(1, 3, 3, 3), CU, True, True)),
+    "short_conv, bare": (short_conv.short_conv, (leaf(2, 5, 3), leaf(3, 2), None, None, None, False, False)),
+    "unit_length": (gates.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
+    "log_decay": (gates.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
+    "logsigmoid": (gates.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operators(name):
+    op, given = CASES[name]
+    torch.library.opcheck(op, given)
+    wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+
+    def of(*leaves: Tensor) -> Tensor | tuple[Tensor, ...]:
+        rest = iter(leaves)
+        return op(*(next(rest) if isinstance(x, Tensor) and x.requires_grad else x for x in given))
+
+    assert torch.autograd.gradcheck(of, wanted)
+    out = of(*wanted)
+    out = out[0] if isinstance(out, tuple) else out
+    (grad,) = torch.autograd.grad(out.sum(), wanted[:1], create_graph=True)
+    with pytest.raises(SecondDerivativeError):
+        grad.sum().backward()
+
+
+def test_the_state_is_said_to_be_overwritten():
+    q, k, v = (leaf(1, 8, 2, 4).detach() for _ in range(3))
+    state = leaf(1, 3, 2, 4, 4).detach()
+    given = (q, k, v, None, None, None, None, state, CU, "additive_none", 0.5, "chunk", "torch")
+    torch.library.opcheck(ops.overwrite_op, given)
