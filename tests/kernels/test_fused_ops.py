@@ -1,4 +1,4 @@
-"""The registered operators around the recurrence, as PyTorch computes them: schemas, fakes, gradients by differences."""
+"""The registered operators around the recurrence, as PyTorch computes them: schemas, fakes, gradients."""
 
 from __future__ import annotations
 
