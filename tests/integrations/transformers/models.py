@@ -293,6 +293,13 @@ RECURRENT: dict[str, Case] = {
         **SHARED,
     ),
 }
-CASES: dict[str, Case] = SOFTMAX | RECURRENT
+DSA = LATENT | dict(q_lora_rank=8, index_topk=8, index_head_dim=8, index_n_heads=12, n_group=1, topk_group=1)
+INDEXED: dict[str, Case] = {
+    "deepseek_v32": case("DeepseekV32ForCausalLM", n_routed_experts=4, first_k_dense_replace=1, **DSA, **EXPERTS),
+    "glm_moe_dsa": case("GlmMoeDsaForCausalLM", n_routed_experts=4, indexer_types=["full", "shared"], **DSA, **EXPERTS),
+    "hy_v4": case("HYV4ForCausalLM", num_experts=4, num_local_experts=4, **DSA, **EXPERTS),
+    "axk2": case("AXK2ForCausalLM", n_routed_experts=4, **DSA, **EXPERTS),
+}
+CASES: dict[str, Case] = SOFTMAX | RECURRENT | INDEXED
 
 Factory = Callable[[], torch.nn.Module]

@@ -1,4 +1,4 @@
-"""Sparse attention that picks each token's keys by an index of all of them: GLM-5-Next and Qwen4-Exp.
+"""Sparse attention that picks each token's keys by an index of all of them: DeepSeek's DSA, GLM-5-Next, Qwen4-Exp.
 
 What is picked depends on every earlier token, so index vectors, keys and values are gathered; queries stay. The layers
 run their own forward: where they ask their cache for earlier keys they get the whole sequence's, and what is visible
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,17 @@ class Masked:
     """In place of the registry of attention functions: the keys are whole here and the mask says everything."""
 
     @staticmethod
-    def get_interface(*_: object):
-        return sdpa_attention_forward
+    def get_interface(name: str, eager: Callable) -> Callable:
+        """PyTorch's attention, or the library's plain one where there are sinks."""
+
+        def attend(module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **keywords) -> tuple[Tensor, ...]:
+            if keywords.get("s_aux") is None:
+                return sdpa_attention_forward(module, q, k, v, mask, **keywords)
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+            return eager(module, q, k, v, mask, **keywords)
+
+        return attend
 
 
 class Overriding:
@@ -96,6 +106,25 @@ def masked_forward(layer: nn.Module) -> types.FunctionType:
     own = inspect.unwrap(type(layer).forward)
     scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": Masked}
     return types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
+
+
+# -- DeepSeek sparse attention -----------------------------------------------------------------------------
+
+
+def sparse_latent_attention(
+    call: Call,
+    layer: nn.Module,
+    hidden_states: Tensor,
+    attention_mask: object = None,
+    past_key_values: object = None,
+    **keywords,
+):
+    """``DeepseekV32Attention`` and its like: the `index_topk` keys that score highest among those the mask shows."""
+    documents = Documents(call, hidden_states.shape[1], hidden_states.device)
+    mask = documents.visible.expand(len(hidden_states), 1, -1, -1)
+    own = Overriding(layer, config=types.SimpleNamespace(_attn_implementation="sdpa"))  # a choice becomes a mask
+    cache = WholeSequence(documents)
+    return masked_forward(layer)(own, hidden_states, attention_mask=mask, past_key_values=cache, **keywords)
 
 
 # -- GLM-5-Next --------------------------------------------------------------------------------------------
@@ -198,10 +227,13 @@ def qwen4_exp_indexer(
     return (mask | (rest & documents.visible))[:, None]
 
 
+DSA = ("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention")
+
 MIXERS = {
+    **dict.fromkeys(DSA, sparse_latent_attention),
     "Qwen4ExpTextQSAIndexer": qwen4_exp_indexer,
     "Glm5NextTextAttention": glm5_next_attention,
     "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
 }
-UNCACHED = {"Glm5NextTextAttention", "Qwen4ExpTextAttention"}
+UNCACHED = {*DSA, "Glm5NextTextAttention", "Qwen4ExpTextAttention"}
