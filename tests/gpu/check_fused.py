@@ -1,8 +1,8 @@
 """The fused kernels on the GPU against fp64, and their times: `python -m tests.gpu.check_fused [--out FILE]`.
 
 Convolution, unit length and decays: forward and every gradient, several dtypes and shapes, packed and not; the error
-beside that of PyTorch's own operations in the same dtype, which it may not exceed by more than half. Then ms of forward
-and of both, by the kernels and by PyTorch, over the bytes that must move.
+beside that of PyTorch's own operations in the same dtype, which it may exceed by half, or up to what two roundings give.
+Then ms of forward and of both, by the kernels and by PyTorch, over the bytes that must move.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ def work(part: int, parts: int) -> None:
         if i % parts != part:
             continue
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            row = dict(what=name, dtype=str(dtype))
+            row, rounding = dict(what=name, dtype=str(dtype)), 0.4 * torch.finfo(dtype).eps
             try:
                 true, got, plain = check(dtype=dtype)
                 ours, theirs = apart(got, true), apart(plain, true)
-                row |= dict(ok=all(a < 1.5 * b + 3e-6 for a, b in zip(ours, theirs)), ours=ours, plain=theirs)
+                row |= dict(
+                    ok=all(a < max(1.5 * b, rounding) + 3e-6 for a, b in zip(ours, theirs)), ours=ours, plain=theirs
+                )
             except Exception as e:  # the others still say something
                 row |= dict(ok=False, failed=f"{type(e).__name__}: {str(e)[-600:]}")
             print(json.dumps(row), flush=True)
