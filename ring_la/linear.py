@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Affine, Rule, Transition, transpose
-from .autograd import first_derivative_only
+from .autograd import first_derivative_only, traced
 from .comm import Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
@@ -52,11 +52,50 @@ def run(
         if in_place:
             o = linear_recurrence_in_place(*inputs, S0, cu_seqlens, str(rule), scale, mode, backend)
             return LinearAttentionOutput(o, initial_state)
-        o, S_end = linear_recurrence(*inputs, S0, cu_seqlens, str(rule), scale, mode, backend)
+        o, S_end = _one_device(rule, inputs, S0, cu_seqlens, scale, mode, backend)
         return LinearAttentionOutput(o, _without_rows(S_end, packed) if output_final_state else None)
     call = ShardedCall(rule, layout, scale, mode, backend, output_final_state, decays)
     o, final = _Sharded.apply(call, initial_state, *inputs)
     return LinearAttentionOutput(o, final if output_final_state else None)
+
+
+def _one_device(
+    rule: Rule, inputs: Inputs, S0: Tensor | None, cu: Tensor | None, scale: float, mode: str, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """o and the states leaving the pieces. What traces the call sees the registered operator; an eager one spares its
+    dispatch, and its backward has what the forward made."""
+    if traced(inputs.q) or inputs.q.shape[1] == 0:
+        return linear_recurrence(*inputs, S0, cu, str(rule), scale, mode, backend)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, S0)):
+        return _OneDevice.apply((rule, scale, mode, backend), cu, S0, *inputs)
+    return make_local(rule, inputs, cu, scale, mode, backend).output(S0)
+
+
+class _OneDevice(torch.autograd.Function):
+    """`linear_recurrence` and its gradients for eager calls."""
+
+    @staticmethod
+    def forward(ctx, call: tuple[Rule, float, str, str | None], cu: Tensor | None, S0: Tensor | None, *tensors):
+        rule, scale, mode, backend = call
+        local = make_local(rule, Inputs(*tensors), cu, scale, mode, backend)
+        out = local.output(S0)
+        ctx.call = call
+        ctx.save_for_backward(cu, S0, *tensors, *local.kept())
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do: Tensor | None, dS_end: Tensor | None):
+        rule, scale, _, backend = ctx.call
+        cu, S0, *rest = ctx.saved_tensors
+        inputs, kept = Inputs(*rest[: len(Inputs._fields)]), tuple(rest[len(Inputs._fields) :])
+        local = make_local(rule, inputs, cu, scale, "chunk", backend, kept=kept)
+        do = torch.zeros_like(inputs.v) if do is None else do
+        gate = ctx.needs_input_grad[3 + Inputs._fields.index("g")]
+        grads, dS0 = local.gradients(S0, do, dS_end, gate)
+        grads = [None if x is None or d is None else d.to(x.dtype) for x, d in zip(inputs, grads)]
+        return None, None, None if S0 is None else dS0.to(S0.dtype), *grads
 
 
 def _with_rows(state: Tensor, packed: bool) -> Tensor:

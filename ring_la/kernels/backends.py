@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from importlib.util import find_spec
 
+from torch import Tensor
+
 from ..algebra import Rule
 from ..errors import ArgumentError, UnsupportedError
 from .chunked import ChunkedRecurrence
@@ -60,12 +62,14 @@ def make_local(
     mode: str = "auto",
     backend: str | None = None,
     in_place: bool = False,
+    kept: tuple[Tensor | None, ...] = (),
     **canonical,
 ) -> Local:
     """The backend object for one rank's tokens.
 
-    `in_place` allows the output to write the leaving states over the entering ones. `canonical` (chunk length and
-    alignment, for results that do not depend on the split) is the PyTorch backend's.
+    `kept` is what `Local.kept` of the one that made the output gave, for the gradients. `in_place` allows the output to
+    write the leaving states over the entering ones. `canonical` (chunk length and alignment, for results that do not
+    depend on the split) is the PyTorch backend's.
 
     Raises:
         UnsupportedError: backend="triton" was asked for and cannot run this.
@@ -81,7 +85,7 @@ def make_local(
         if not why:
             from .triton.local import TritonRecurrence
 
-            return TritonRecurrence(rule, inputs, cu, scale)
+            return TritonRecurrence(rule, inputs, cu, scale, kept)
         if backend == "triton":
             raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     kind = TokenRecurrence if recurrent else ChunkedRecurrence

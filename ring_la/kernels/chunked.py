@@ -76,7 +76,12 @@ class ChunkedRecurrence:
         with full_precision(self.inputs.q):
             self._back = self._differentiable_terms(), self._scan(S0)[0]
 
-    def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
+    def kept(self) -> tuple[Tensor | None, ...]:
+        return ()
+
+    def gradients(
+        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
+    ) -> tuple[Inputs, Tensor]:
         with full_precision(self.inputs.q):
             if self._back is None:
                 self.prepare_gradients(S0)

@@ -61,6 +61,15 @@ class Local(Protocol):
         and `gradients`, with the same `S0`."""
         ...
 
-    def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
-        """The gradients of the inputs (None where an input is) and of the states that enter."""
+    def gradients(
+        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
+    ) -> tuple[Inputs, Tensor]:
+        """The gradients of the inputs (None where an input is) and of the states that enter.
+
+        gate=False allows to leave out g's, where nobody wants it.
+        """
+        ...
+
+    def kept(self) -> tuple[Tensor | None, ...]:
+        """What, given to `make_local` with the same tokens, spares `gradients` what `output` has computed."""
         ...

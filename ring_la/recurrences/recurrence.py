@@ -105,12 +105,15 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     @functools.wraps(describe)
     def function(*args, **keywords) -> LinearAttentionOutput:
         options = Options(**{k: keywords.pop(k) for k in names if k in keywords})
-        bound = own.bind(*args, **keywords)  # a TypeError for missing and unknown arguments, before anything is sent
         if options.backend == "reference":
             return _reference(describe.__name__, args, keywords, options)
-        run = _run_outside_graphs if options.layout is not None and torch.compiler.is_compiling() else _run
+        call = functools.partial(describe, *args, **keywords)
+        if options.layout is None:
+            return _run(describe.__name__, call, options, ())
+        bound = own.bind(*args, **keywords)  # a TypeError for missing and unknown arguments, before anything is sent
         flags = tuple((n, x) for n, x in bound.arguments.items() if not isinstance(x, Tensor))
-        return run(describe.__name__, functools.partial(describe, *args, **keywords), options, flags)
+        run = _run_outside_graphs if torch.compiler.is_compiling() else _run
+        return run(describe.__name__, call, options, flags)
 
     function.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput

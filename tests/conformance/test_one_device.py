@@ -94,18 +94,16 @@ def test_any_packing_any_chunk_length(name, lengths, size, seed):
     want = getattr(reference, name)(**x, cu_seqlens=cu, output_final_state=True)
     seen = {}
 
-    def spy(q, k, v, g, beta, a, b, S0, offsets, rule, scale, mode, backend):
-        local = ChunkedRecurrence(
-            ring_la.algebra.Rule.parse(rule), Inputs(q, k, v, g, beta, a, b), offsets, scale, size=size
-        )
+    def spy(rule, inputs, offsets, scale, mode, backend):
+        local = ChunkedRecurrence(rule, inputs, offsets, scale, size=size)
         seen["count"] = local.chunks.count
-        return local.output(S0)
+        return local
 
-    original, ring_la.linear.linear_recurrence = ring_la.linear.linear_recurrence, spy
+    original, ring_la.linear.make_local = ring_la.linear.make_local, spy
     try:
         got = getattr(ring_la, name)(**x, cu_seqlens=cu, output_final_state=True)
     finally:
-        ring_la.linear.linear_recurrence = original
+        ring_la.linear.make_local = original
     assert seen["count"] >= sum(-(-n // size) for n in lengths)
     assert error(got.o, want.o) < 1e-10
     assert error(got.final_state, want.final_state) < 1e-10

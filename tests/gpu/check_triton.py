@@ -17,6 +17,7 @@ import time
 
 import torch
 
+from ring_la.algebra import Rule
 from tests.kernels.triton_cases import RULES, Case, errors
 
 PACKED = (0, 1, 1, 130, 257, 300)
@@ -41,9 +42,9 @@ def cases(rules: list[str]) -> list[Case]:
 
 def work(part: int, parts: int, rules: list[str]) -> None:
     """Check every `parts`-th case; one line of JSON each, so that a crash loses only what follows it."""
-    from ring_la.kernels.triton import local
+    from ring_la.kernels.triton import local, table
 
-    local.LEAST = 1
+    table.LEAST = 1
     for i, case in enumerate(cases(rules)):
         if i % parts != part:
             continue
@@ -57,6 +58,36 @@ def work(part: int, parts: int, rules: list[str]) -> None:
             row |= {"ok": False, "errors": {}, "failed": f"{type(e).__name__}: {str(e)[-400:]}"}
         row["seconds"] = round(time.time() - start, 1)
         print(json.dumps(row), flush=True)
+
+
+def wide(rule: str, T: int = 560_000, H: int = 32, D: int = 128) -> dict:
+    """More than 2^31 elements a tensor: the last head's last tokens, of every result, are those of the head alone."""
+    rows = {"case": dict(rule=rule, B="1", T=str(T), H=str(H), Hk=str(H), K=str(D), V=str(D), dtype="torch.bfloat16",
+            cu="None", decay="0.1"), "seconds": 0}  # fmt: skip
+    if torch.cuda.mem_get_info()[0] < 110e9:
+        return rows | {"ok": True, "errors": {}, "failed": "skipped: needs 110 GB of GPU memory"}
+    from ring_la.kernels.local import Inputs
+    from ring_la.kernels.triton.local import TritonRecurrence
+
+    torch.manual_seed(0)
+    write, decay = rule.split("_")
+    q, k, v, do = (torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k = q.mul_(D**-0.5), k.mul_(D**-0.5)
+    gate = (1, T, H) if decay == "scalar" else (1, T, H, D)
+    g = None if decay == "none" else torch.rand(*gate, device="cuda", dtype=torch.bfloat16).neg_()
+    x = Inputs(q, k, v, g, torch.rand(1, T, H, device="cuda", dtype=torch.bfloat16) if write == "delta" else None)
+
+    def results(x: Inputs, do: torch.Tensor) -> list[torch.Tensor]:
+        run = TritonRecurrence(Rule.parse(rule), x, None, 1.0)
+        o, end = run.output(None)
+        grads, _ = run.gradients(None, do, None)
+        return [t[:, -300:, -1] for t in (o, *grads) if t is not None] + [end[:, :, -1]]
+
+    whole = results(x, do)
+    alone = results(Inputs(*(None if t is None else t[:, :, -1:].contiguous() for t in x)), do[:, :, -1:].contiguous())
+    names = ["o", *(f"d{n}" for n, t in x._asdict().items() if t is not None), "S"]
+    errs = {n: ((a.double() - b.double()).norm() / b.double().norm()).item() for n, a, b in zip(names, whole, alone)}
+    return rows | {"errors": errs, "ok": all(e < 1.2e-2 for e in errs.values())}
 
 
 def show(row: dict) -> str:
@@ -74,8 +105,9 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--part", type=int)
     parser.add_argument("--limit", type=float, help="seconds after which what is not done is left out")
+    parser.add_argument("--wide", default="", help="rules to check beyond 2^31 elements (110 GB)")
     args = parser.parse_args()
-    rules = args.rules.split(",")
+    rules = [r for r in args.rules.split(",") if r]
     if args.part is not None:
         work(args.part, args.jobs, rules)
         return
@@ -88,6 +120,11 @@ def main() -> None:
     rows = []
     for p in running:
         rows += [json.loads(line) for line in p.communicate()[0].decode().splitlines() if line.startswith("{")]
+    if args.wide:
+        for rule in args.wide.split(","):
+            rows.append(wide(rule))
+            torch.cuda.empty_cache()
+            print(show(rows[-1]), flush=True)
     rows.sort(key=lambda r: (r["ok"], str(r["case"])), reverse=True)
     for row in rows:
         if not row["ok"]:

@@ -1,7 +1,8 @@
-"""Time launch configurations of each kernel: `python -m tests.gpu.tune_triton --what attend,pass --out FILE`.
+"""Time launch configurations of each kernel: `python -m tests.gpu.tune_triton --what ATTEND,GRADIENT --out FILE`.
 
 Each configuration is compiled by a pool of processes first (on a short sequence: no kernel is compiled for a length),
-then timed alone in this one. Medians of CUDA events, in ms.
+then timed alone in this one, launch by launch. Medians of CUDA events, in ms. Its results are checked against the fp64
+token loop at head sizes 64 and 128: what the compiler gets wrong depends on the configuration.
 """
 
 from __future__ import annotations
@@ -9,156 +10,165 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ring_la.algebra import Rule
-from ring_la.kernels.triton import local, table
+from ring_la.kernels.triton import base, general, local, simple, table
+from ring_la.kernels.triton.launch import launch as plain
 from ring_la.kernels.triton.table import Launch
-from tests.kernels.triton_cases import Case
+from tests.kernels.triton_cases import Case, errors
 
 PASSES = [(64, 4, 1), (64, 4, 2), (64, 4, 2, 168), (64, 4, 3), (128, 8, 1), (128, 8, 2)]
+ROWS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2)]
+GRADIENTS = [(32, 4, 1), (64, 4, 1), (64, 8, 1)]
 GRID = {
     "SUMMARISE": [(64, 4, 2), (64, 4, 3), (128, 4, 3), (128, 8, 2), (128, 8, 3)],
-    "ATTEND": [(64, 4, 1), (64, 4, 2), (64, 4, 2, 168), (128, 8, 1), (128, 8, 2), (128, 8, 3), (128, 8, 1, 128)],
-    "PASS": PASSES,
-    "GRADIENT": [(64, 4, 2), (64, 4, 1, 168), (128, 8, 2), (128, 8, 3)],
-    "GRADIENT_DIAGONAL": [(32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1), (64, 8, 2), (32, 4, 2)],
-    "INTRA_DIAGONAL": [(64, 4, 1), (32, 4, 1), (64, 4, 2), (32, 4, 2), (64, 8, 1)],
+    "ATTEND": [(64, 4, 1), (64, 4, 2), (128, 8, 2), (128, 8, 3), (128, 8, 4)],
+    "ATTEND_DOTS": ROWS,
+    "ATTEND_DOTS_BACK": ROWS,
+    "SUMMARY": PASSES, "OUTPUT": PASSES, "KEEP": PASSES, "BACK_SUMMARY": PASSES, "BACKWARD": PASSES,
+    "PAIRS": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (64, 4, 2, 168)],
+    "GRADIENT": ROWS,
+    "GRADIENT_DIAGONAL": GRADIENTS,
+    "INTRA": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (32, 4, 1)],
+    "INTRA_DIAGONAL": [(32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (32, 4, 1, 168)],
     "WAVES": [132, 264, 528, 1056],
-}
-PASS = ("SUMMARY", "OUTPUT", "KEEP", "BACK_SUMMARY", "BACKWARD")  # timed apart, so varied together
+}  # fmt: skip
+DELTA, DIAGONAL = ["delta_none", "delta_scalar"], ["delta_diagonal", "additive_diagonal"]
+RULES = {
+    "SUMMARISE": ["additive_none", "additive_scalar"], "ATTEND": ["additive_none", "additive_scalar"],
+    "ATTEND_DOTS": ["additive_scalar"], "ATTEND_DOTS_BACK": ["additive_scalar"], "GRADIENT": DELTA, "INTRA": DELTA,
+    "PAIRS": DIAGONAL, "GRADIENT_DIAGONAL": DIAGONAL, "INTRA_DIAGONAL": DIAGONAL,
+}  # fmt: skip
+FLAGS = ("SUMMARY", "KEEP", "OUT", "REVERSE", "TRANSPOSED", "LEVELLED")
 
 
-class Timed(local.TritonRecurrence):
-    """Times each launcher's calls."""
+@contextmanager
+def marked(marks: dict[str, list]) -> Iterator[None]:
+    """Events around every launch, by kernel and what it does."""
 
-    def __init__(self, *args) -> None:
-        self.marks: dict[str, list] = {}
-        super().__init__(*args)
+    def timed(kernel, grid, *args, **constants):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        plain(kernel, grid, *args, **constants)
+        b.record()
+        name = kernel.__name__.removesuffix("_kernel")
+        marks.setdefault(" ".join([name, *(f.lower() for f in FLAGS if constants.get(f))]), []).append((a, b))
 
-
-def instrument() -> None:
-    for name in ("_summarise_simple", "_attend", "_prefix", "_forward", "_backward", "_cumulate", "_factors"):
-        plain = getattr(local.TritonRecurrence, name)
-
-        def timed(self, *args, _plain=plain, _name=name, **kw):
-            if _name in ("_forward", "_backward"):
-                _ = self.intra
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            out = _plain(self, *args, **kw)
-            b.record()
-            tag = "".join(f" {k}" for k in ("summary", "keep", "reverse", "transposed", "dots") if kw.get(k))
-            tag += " o" if kw.get("o") is not None else ""
-            self.marks.setdefault(_name + tag, []).append((a, b))
-            return out
-
-        setattr(Timed, name, timed)
+    for module in (simple, general, base):
+        module.launch = timed
+    try:
+        yield
+    finally:
+        for module in (simple, general, base):
+            module.launch = plain
 
 
-def parts(rule: str, shape: tuple[int, ...], dtype=torch.bfloat16, reps: int = 6) -> dict[str, float]:
-    """Median ms of each launch of one forward and backward, and of the whole, by name."""
+def both(rule: Rule, x, do: torch.Tensor, gate: bool, between: torch.cuda.Event | None = None) -> None:
+    """One forward and one backward, as an eager call runs them."""
+    scale = x.q.shape[-1] ** -0.5
+    run = local.TritonRecurrence(rule, x, None, scale)
+    run.output(None)
+    if between is not None:
+        between.record()
+    local.TritonRecurrence(rule, x, None, scale, run.kept()).gradients(None, do, None, gate)
+
+
+def times(name: str, shape: tuple[int, ...], reps: int, gate: bool = True) -> dict[str, float]:
+    """Median ms of forward, of forward and backward (issued ahead of the GPU), and of each launch."""
     B, T, H, D = shape
-    case = Case(rule, B, T, H, H, D, D, dtype, decay=0.1)
-    x = case.inputs("cuda")
+    rule = Rule.parse(name)
+    x = Case(name, B, T, H, H, D, D, torch.bfloat16, decay=0.1).inputs("cuda")
     do = torch.randn_like(x.v)
-    times: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {}
     for _ in range(reps):
-        run = Timed(Rule.parse(rule), x, None, D**-0.5)
-        ev = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
-        ev[0].record()
-        if not run.simple:
-            _ = run.intra
-        ev[1].record()
-        run.output(None)
-        ev[2].record()
-        run.gradients(None, do, None)
-        ev[3].record()
+        marks: dict[str, list] = {}
+        with marked(marks):
+            both(rule, x, do, gate)
         torch.cuda.synchronize()
-        for name, pairs in run.marks.items():
-            times.setdefault(name, []).append(sum(a.elapsed_time(b) for a, b in pairs))
-        for name, i in (("=intra", 0), ("=output", 1), ("=gradients", 2)):
-            times.setdefault(name, []).append(ev[i].elapsed_time(ev[i + 1]))
-    return {n: round(sorted(t)[len(t) // 2], 4) for n, t in times.items()}
+        for launch, pairs in marks.items():
+            found.setdefault(launch, []).append(sum(a.elapsed_time(b) for a, b in pairs))
+        ev = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        torch.cuda._sleep(2_000_000)
+        ev[0].record()
+        both(rule, x, do, gate, ev[1])
+        ev[2].record()
+        torch.cuda.synchronize()
+        for what, last in (("=forward", ev[1]), ("=both", ev[2])):
+            found.setdefault(what, []).append(ev[0].elapsed_time(last))
+    return {n: round(statistics.median(t), 4) for n, t in sorted(found.items())}
 
 
-def settings(what: list[str]) -> list[tuple[str, Launch | int]]:
-    return [(name, Launch(*entry) if isinstance(entry, tuple) else entry) for name in what for entry in GRID[name]]
+@contextmanager
+def applied(name: str, launch: Launch | int | None) -> Iterator[None]:
+    """One table's entries for head sizes up to 128 replaced."""
+    entries = getattr(table, name or "WAVES")
+    kept = dict(entries)
+    if isinstance(launch, int):
+        entries.update(additive=launch, delta=launch)
+    elif launch is not None:
+        entries.update({k: launch for k in entries if k not in (256,) and (not isinstance(k, tuple) or k[1] < 256)})
+    try:
+        yield
+    finally:
+        entries.clear()
+        entries.update(kept)
 
 
-def apply(name: str, launch: Launch | int, D: int) -> None:
-    if name == "WAVES":
-        table.WAVES.update(additive=launch, delta=launch)
-    for one in PASS if name == "PASS" else (name,):
-        if name != "WAVES":
-            getattr(table, one)[D] = launch
-
-
-def rules_of(name: str) -> list[str]:
-    return {
-        "SUMMARISE": ["additive_scalar"], "ATTEND": ["additive_scalar", "additive_none"],
-        "PASS": ["delta_scalar", "delta_diagonal", "additive_diagonal"], "GRADIENT": ["delta_scalar"],
-        "GRADIENT_DIAGONAL": ["delta_diagonal", "additive_diagonal"], "INTRA_DIAGONAL": ["additive_diagonal",
-        "delta_diagonal"],
-        "WAVES": ["additive_scalar", "delta_scalar", "delta_diagonal", "additive_diagonal"],
-    }[name]  # fmt: skip
+def worst(name: str) -> list[float]:
+    """The largest error of anything the rule computes, at head sizes 64 and 128."""
+    cases = [Case(name, 1, 300, 4, 4, D, D, torch.bfloat16, states=False) for D in (64, 128)]
+    return [float(f"{max(errors(c, local.TritonRecurrence, 'cuda').values()):.1e}") for c in cases]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--what", default=",".join(GRID))
-    parser.add_argument("--D", type=int, default=128)
-    parser.add_argument("--chunks", default="64")
-    parser.add_argument("--shapes", default="1x32768x32")
+    parser.add_argument("--what", default=",".join(["", *GRID]), help="tables; an empty name: as they are")
+    parser.add_argument("--rules", default="additive_none,additive_scalar,additive_diagonal,delta_none,delta_scalar,"
+                        "delta_diagonal,dplr_diagonal", help="rules of the empty name")  # fmt: skip
+    parser.add_argument("--shapes", default="1x32768x32x128")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--part", type=int)
-    parser.add_argument("--budget", type=float, default=200)
+    parser.add_argument("--budget", type=float, default=200, help="seconds after which nothing is started")
     parser.add_argument("--out")
     args = parser.parse_args()
-    instrument()
-    todo = [
-        (int(c), name, launch, rule)
-        for c in args.chunks.split(",")
-        for name, launch in settings(args.what.split(","))
-        for rule in rules_of(name)
-    ]
-    shapes = [(*map(int, s.split("x")), args.D) for s in args.shapes.split(",")]
+    todo = []
+    for what in args.what.split(","):
+        for entry in GRID.get(what, [None]):
+            launch = Launch(*entry) if isinstance(entry, tuple) else entry
+            for rule in RULES.get(what, args.rules.split(",") if not what else [*DELTA, *DIAGONAL]):
+                todo += [(what, launch, rule, tuple(map(int, s.split("x")))) for s in args.shapes.split(",")]
+    if args.part is not None:
+        for what, launch, rule, shape in todo[args.part :: args.jobs]:
+            with applied(what, launch):
+                times(rule, (shape[0], 512, *shape[2:]), 1)
+        return
     start, rows = time.time(), []
-    if args.part is None:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        pool = [subprocess.Popen([sys.executable, "-m", "tests.gpu.tune_triton", *sys.argv[1:], "--part", str(i)],
-        env=env)
-                for i in range(args.jobs)]  # fmt: skip
-        for p in pool:
-            p.wait()
-        print("compiled", round(time.time() - start, 1), "s")
-    for i, (chunk, name, launch, rule) in enumerate(todo):
-        if args.part is not None and i % args.jobs != args.part:
-            continue
-        kept = {n: dict(getattr(table, n)) for n in (*PASS, *GRID) if n != "PASS"}
-        apply(name, launch, args.D)
-        local.CHUNK = chunk
-        for shape in [(1, 512, shapes[0][2], args.D)] if args.part is not None else shapes:
-            if args.part is None and time.time() - start > args.budget:
-                break
-            try:
-                times = parts(rule, shape, reps=1 if args.part is not None else 6)
-            except Exception as e:
-                times = {"failed": f"{type(e).__name__}: {str(e)[-160:]}"}
-            rows.append(dict(chunk=chunk, table=name, launch=str(launch), rule=rule, shape=shape, times=times))
-            if args.part is None:
-                label = (
-                    launch if isinstance(launch, int) else (launch.block, launch.warps, launch.stages, launch.registers)
-                )
-                print(name, label, rule, shape[1:3], *(f"{k}:{v}" for k, v in times.items()), flush=True)
-        for n, entries in kept.items():
-            getattr(table, n).update(entries)
-    if args.out and args.part is None:
-        json.dump(rows, open(args.out, "w"), indent=1)
+    command = [sys.executable, "-m", "tests.gpu.tune_triton", *sys.argv[1:], "--part"]
+    pool = [subprocess.Popen([*command, str(i)], env=os.environ | {"OMP_NUM_THREADS": "1"}) for i in range(args.jobs)]
+    for p in pool:
+        p.wait()
+    print("compiled", round(time.time() - start, 1), "s", flush=True)
+    for what, launch, rule, shape in todo:
+        if time.time() - start > args.budget:
+            break
+        torch.manual_seed(0)
+        try:
+            with applied(what, launch):
+                found = {"times": times(rule, shape, 7), "errors": worst(rule) if launch else []}
+        except Exception as e:  # the rest of the table is still wanted
+            found = {"failed": f"{type(e).__name__}: {str(e)[-160:]}"}
+        rows.append(dict(table=what, launch=str(launch), rule=rule, shape=shape) | found)
+        print(what, launch, rule, shape, found, flush=True)
+        if args.out:
+            json.dump(rows, open(args.out, "w"), indent=1)
 
 
 if __name__ == "__main__":

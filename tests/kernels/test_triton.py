@@ -12,7 +12,7 @@ from tests.kernels.triton_cases import RULES, Case, errors, interpreted
 
 interpreted()
 
-from ring_la.kernels.triton import local  # noqa: E402
+from ring_la.kernels.triton import local, table  # noqa: E402
 
 SHAPES = {
     "one segment": dict(T=30, states=False),
@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    monkeypatch.setattr(local, "LEAST", 1)
+    monkeypatch.setattr(table, "LEAST", 1)
     torch.manual_seed(0)
 
 
@@ -43,8 +43,8 @@ def test_non_contiguous_inputs() -> None:
     case = Case("additive_scalar", T=40)
 
     class Strided(local.TritonRecurrence):
-        def __init__(self, rule, inputs, cu, scale):
+        def __init__(self, rule, inputs, cu, scale, *kept):
             spread = (None if x is None else x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs)
-            super().__init__(rule, type(inputs)(*spread), cu, scale)
+            super().__init__(rule, type(inputs)(*spread), cu, scale, *kept)
 
     assert max(errors(case, Strided, DEVICE).values()) < 1e-4

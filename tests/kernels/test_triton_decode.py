@@ -18,7 +18,7 @@ SHAPES = {"one token": dict(B=3, T=1), "some": dict(B=2, T=5), "packed": dict(T=
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rule", [*RULES, "dplr_diagonal"])
+@pytest.mark.parametrize("rule", RULES)
 def test_against_token_loop(rule: str, shape: str) -> None:
     torch.manual_seed(0)
     case = Case(rule, H=4, Hk=2, K=24, V=40, **SHAPES[shape])

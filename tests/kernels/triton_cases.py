@@ -13,7 +13,8 @@ from torch import Tensor
 from ring_la.algebra import Rule, act
 from ring_la.kernels.local import Inputs
 
-RULES = ("additive_none", "additive_scalar", "additive_diagonal", "delta_none", "delta_scalar", "delta_diagonal")
+RULES = ("additive_none", "additive_scalar", "additive_diagonal", "delta_none", "delta_scalar", "delta_diagonal",
+         "dplr_diagonal")  # fmt: skip
 
 
 def interpreted() -> None:
@@ -131,7 +132,8 @@ def errors(case: Case, backend, device: str = "cpu") -> dict[str, float]:
     cu = None if case.cu is None else torch.tensor(case.cu, device=device)
     local = backend(rule, x, cu, scale)
     got_o, got_end = local.output(S0)
-    grads, dS0 = local.gradients(S0, do, dS)
+    kept = () if case.states else (local.kept(),)  # with and without what the output left, as callers do
+    grads, dS0 = backend(rule, x, cu, scale, *kept).gradients(S0, do, dS)
     out = {"o": error(got_o, o), "S": error(got_end, end)}
     out |= {f"d{n}": error(getattr(grads, n), true[f"d{n}"]) for n in names}
     if case.states:

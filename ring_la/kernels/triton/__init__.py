@@ -11,6 +11,8 @@ Importing this package does not import Triton: `ring_la.kernels.triton.local` do
     forward.py     the pass that carries the state of every other rule
     backward.py    the pass that carries its gradient
     gradient.py    a chunk's gradients, from the states around it
-    local.py       the launchers behind the `Local` protocol
+    dplr.py        diagonal plus low rank: its chunks' products and gradients
+    base.py, simple.py, general.py   the launches, by what they share
+    local.py       the `Local` protocol over them
     decode.py      one token a sequence
 """

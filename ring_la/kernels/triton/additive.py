@@ -72,19 +72,15 @@ def summarise_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def attend_kernel(
-    X, Y, Z, F, entering, O, leaving, W, DOT, ADJ, EDGE, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr,
-    HX: tl.constexpr,
-    HY: tl.constexpr, HZ: tl.constexpr, HW: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr, BX: tl.constexpr,
-    BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr,
-    TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, DOTS: tl.constexpr, EDGES: tl.constexpr,
-    PREC: tl.constexpr, VARLEN: tl.constexpr,
+    X, Y, Z, F, entering, O, leaving, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr, HX: tl.constexpr,
+    HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr,
+    LEAVE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """The operation above for one segment and BZ columns of z.
 
     The state is held as Sᵀ [BZ, BX]: as the left operand of a product it never leaves the registers. TRANSPOSED: states
-    lie in memory as [DZ, DX]. LEAVE stores the scan's last state. DOTS: DOT = out·W by token without the token's own
-    term (j = i), which no decay touches: in q·dq − k·dk it would only leave its rounding. EDGES: EDGE = <state after
-    the segment, ADJ>.
+    lie in memory as [DZ, DX]. LEAVE stores the scan's last state.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
@@ -101,7 +97,6 @@ def attend_kernel(
     y_ = head(Y, b, start, h, T, HY, H, DX)
     z_ = head(Z, b, start, h, T, HZ, H, DZ)
     o_ = head(O, b, start, h, T, H, H, DZ)
-    w_ = head(W, b, start, h, T, HW, H, DZ)
     f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
     row = (b.to(tl.int64) * NS + s) * H + h
     inside = (e < DZ)[:, None] & (d < DX)[None, :]
@@ -112,7 +107,6 @@ def attend_kernel(
     n = (end - start + C - 1) // C
     left = end - start
     causal = t[:, None] >= t[None, :] if REVERSE else t[:, None] <= t[None, :]  # [j, i]
-    same = t[:, None] == t[None, :]
     for m in range(n):
         i = n - 1 - m if REVERSE else m
         c = i * C
@@ -137,19 +131,9 @@ def attend_kernel(
                 zw = (zw.to(tl.float32) * scale).to(z.dtype)
             else:
                 o *= scale
-        p = A.to(z.dtype)
-        o = tl.dot(tl.trans(z), p, o, input_precision=PREC)
+        o = tl.dot(tl.trans(z), A.to(z.dtype), o, input_precision=PREC)
         S = tl.dot(zw, y, S, input_precision=PREC)
         put(o_ + c * (H * DZ), tl.trans(o), t, left - c, e, H * DZ, DZ)
-        if DOTS:
-            w = tl.trans(tile(w_ + c * (HW * DZ), t, left - c, e, HW * DZ, DZ)).to(tl.float32)
-            own = tl.sum(tl.where(same, p.to(tl.float32), 0.0), 0)
-            dots = DOT + ((iz * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + c + t) * H + h
-            tl.store(dots, tl.sum((o - own[None, :] * tl.trans(z).to(tl.float32)) * w, 0), t < left - c)
-    if EDGES:
-        adj = tl.load(ADJ + row * (DX * DZ) + at, inside, other=0.0)
-        edge = ((iz * (tl.num_programs(1) // H) + b).to(tl.int64) * NS + s) * H + h
-        tl.store(EDGE + edge, tl.sum(S * adj))
     if LEAVE and (first if REVERSE else last):
         own = ((b.to(tl.int64) * N + piece) * H + h) * (DX * DZ)
         tl.store(leaving + own + at, S, inside)

@@ -16,9 +16,10 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    q, kr, kw, do, F, G, A, M, state, dr, states, leaving, log_a, table, T, NS, NC, N, LENGTH, scale,
+    q, kr, kw, kv, do, F, G, A, Av, L, M, state, dr, dv_, states, leaving, log_a, table, T, NS, NC, N, LENGTH, scale,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, SUMMARY: tl.constexpr, ALL: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, SUMMARY: tl.constexpr,
+    ALL: tl.constexpr,
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment, BV columns, everything transposed as in `forward`. SUMMARY: state ← what the segment adds. Otherwise
@@ -75,7 +76,7 @@ def backward_kernel(
             gc = tl.load(g_ + (tl.minimum(c + C, left) - 1) * (H * K) + d, d < K, other=0.0)
             total += gc
             S *= tl.exp2(gc)[None, :]
-        if DELTA or not SUMMARY:
+        if DELTA or DPLR or not SUMMARY:
             x = tile(kw_ + c * (HK * K), t, left - c, d, HK * K, K)
             du = tl.dot(Sx, tl.trans(x), input_precision=PREC)
             if DECAY == 1:
@@ -91,11 +92,19 @@ def backward_kernel(
                 else:
                     p = tl.where(causal, pf, 0.0).to(x.dtype)
                 du = tl.dot(z, p, du, input_precision=PREC)
-            if DELTA:
+            if DELTA or DPLR:
                 m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
                 du = tl.dot(du.to(x.dtype), m, input_precision=PREC)
             if not SUMMARY:
                 put(dr_ + c * (H * V), tl.trans(du), t, left - c, e, H * V, V)
+                if DPLR:
+                    p = tile(head(Av, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
+                    dv = tl.dot(z, p, input_precision=PREC) * scale
+                    p = tile(head(L, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
+                    dv = tl.dot(du.to(x.dtype), p, dv, input_precision=PREC)
+                    p = tile(head(kv, b, start, h, T, HK, H, K) + c * (HK * K), t, left - c, d, HK * K, K)
+                    dv = tl.dot(Sx, tl.trans(p), dv, input_precision=PREC)
+                    put(head(dv_, b, start, h, T, H, H, V) + c * (H * V), tl.trans(dv), t, left - c, e, H * V, V)
         S = tl.dot(zf.to(y.dtype), y, S, input_precision=PREC)
         if DELTA:
             be = tl.load(f + 3 * C + t)
@@ -104,9 +113,12 @@ def backward_kernel(
                 dv *= read
             xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K) if DECAY == 2 else x
             S = tl.dot(dv.to(x.dtype), xr, S, input_precision=PREC)
+        if DPLR:
+            xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K)
+            S = tl.dot(du.to(x.dtype), xr, S, input_precision=PREC)
     if SUMMARY:
         tl.store(state + row * (K * V) + at, S, inside)
-        if DECAY == 2 and not DELTA and iv == 0:
+        if DECAY == 2 and not (DELTA or DPLR) and iv == 0:
             tl.store(log_a + row * K + d, total, d < K)
     elif first:
         tl.store(leaving + ((b.to(tl.int64) * N + piece) * H + h) * (K * V) + at, S, inside)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.launch import launch
 from ring_la.kernels.triton.tiles import SIZES
 
 
@@ -62,5 +63,5 @@ class Cut:
         count = T // length + n
         table = torch.zeros(count, 6, dtype=torch.int32, device=cu.device)
         first = torch.empty(n, 2, dtype=torch.int32, device=cu.device)
-        cut_kernel[(n,)](cu, table, first, length, C=chunk, BN=256, BS=64)
+        launch(cut_kernel, (n,), cu, table, first, length, C=chunk, BN=256, BS=64)
         return cls(length, chunk, count, n, table, first)

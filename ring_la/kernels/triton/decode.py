@@ -176,5 +176,10 @@ class TritonTokens:
     def prepare_gradients(self, S0: Tensor | None) -> None:
         """Nothing: the gradients are those of the chunked form."""
 
-    def gradients(self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None) -> tuple[Inputs, Tensor]:
-        return self.chunked().gradients(S0, do, dS_end)
+    def gradients(
+        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
+    ) -> tuple[Inputs, Tensor]:
+        return self.chunked().gradients(S0, do, dS_end, gate)
+
+    def kept(self) -> tuple[Tensor | None, ...]:
+        return ()

@@ -21,19 +21,21 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, kr, kw, v, F, G, A, M, state, o, u, states, leaving, trans, log_a, table, T, NS, NC, N, LENGTH, scale,
+    q, kr, kw, kv, v, F, G, A, Av, L, M, state, o, u, states, leaving, trans, log_a, table, T, NS, NC, N, LENGTH, scale,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, SUMMARY: tl.constexpr, ALL: tl.constexpr,
-    OUT: tl.constexpr, KEEP: tl.constexpr, HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, SUMMARY: tl.constexpr,
+    ALL: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, HAS_STATE: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment, BV columns of the state. q and kr are read against the state, kw is written to it (HK heads).
 
     SUMMARY: state ← b and, by the programs beyond V's columns, trans ← A; ALL: also what no later segment of this
     launch needs. Otherwise `state` is read, OUT writes o and the piece's last state, KEEP writes U and the state
-    before each chunk, [V, K]. DECAY: 0 none, 1 scalar, 2 per key channel (G [B, T, H, K]); F: `factors`.
+    before each chunk, [V, K]. DPLR: U is Y, and V a second stream with its own kv, Av and L (`dplr`). DECAY: 0 none,
+    1 scalar, 2 per key channel (G [B, T, H, K]); F: `factors`.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    COLUMNS: tl.constexpr = NV + ((K + BV - 1) // BV if SUMMARY and DELTA else 0)
+    COLUMNS: tl.constexpr = NV + ((K + BV - 1) // BV if SUMMARY and (DELTA or DPLR) else 0)
     iv = tl.program_id(0) % COLUMNS
     s = tl.program_id(0) // COLUMNS
     b = tl.program_id(1) // H
@@ -96,6 +98,15 @@ def forward_kernel(
             m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
             uf = tl.dot(r.to(x.dtype), tl.trans(m), input_precision=PREC)
             ux = uf.to(x.dtype)
+        elif DPLR:
+            xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K)
+            m = tile(head(L, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
+            r = tl.dot(w, tl.trans(m), input_precision=PREC)
+            r = tl.dot(Sx, tl.trans(xr), r, input_precision=PREC)
+            m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
+            uf = tl.dot(r.to(x.dtype), tl.trans(m), input_precision=PREC)
+            ux = uf.to(x.dtype)
+        if DELTA or DPLR:
             if KEEP:
                 put(u_ + c * (H * V), tl.trans(ux), t, left - c, e, H * V, V)
         else:
@@ -116,16 +127,22 @@ def forward_kernel(
                 else:
                     p = tl.where(causal, pf, 0.0).to(x.dtype)
             acc = tl.dot(ux, p, acc, input_precision=PREC)
+            if DPLR:
+                p = tl.trans(tile(head(Av, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C))
+                acc = tl.dot(w, p, acc, input_precision=PREC)
             put(o_ + c * (H * V), tl.trans(acc * scale), t, left - c, e, H * V, V)
         if DECAY == 1:
             ux = (uf * tl.load(f + 2 * C + t)[None, :]).to(x.dtype)
         S = tl.dot(ux, x, S, input_precision=PREC)
+        if DPLR:
+            x = tile(head(kv, b, start, h, T, HK, H, K) + c * (HK * K), t, left - c, d, HK * K, K)
+            S = tl.dot(w, x, S, input_precision=PREC)
     if SUMMARY:
         if eye:
             tl.store(trans + row * (K * K) + d[None, :] * K + e[:, None], S, (e < K)[:, None] & (d < K)[None, :])
         else:
             tl.store(state + row * (K * V) + at, S, inside)
-        if DECAY == 2 and not DELTA and iv == 0:
+        if DECAY == 2 and not (DELTA or DPLR) and iv == 0:
             tl.store(log_a + row * K + d, total, d < K)
     elif OUT and last:
         tl.store(leaving + ((b.to(tl.int64) * N + piece) * H + h) * (K * V) + at, S, inside)

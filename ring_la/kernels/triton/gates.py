@@ -12,8 +12,30 @@ import triton.language as tl
 from ring_la.kernels.triton.tiles import SIZES, span
 
 
+@triton.jit
+def running(g, C: tl.constexpr, PREC: tl.constexpr):
+    """Σ g / ln 2 over the tokens up to each, [C, D], as a product with ones: the terms are exact, the sum fp32."""
+    t = tl.arange(0, C)
+    ones = t[:, None] >= t[None, :]
+    if PREC == "tf32x3":
+        G = tl.dot(ones.to(tl.float32), g.to(tl.float32), input_precision=PREC)
+    elif g.dtype != tl.float32:
+        G = tl.dot(ones.to(g.dtype), g)
+    else:  # in three parts of eight bits: tensor cores take fp32 only by the long way
+        ones = ones.to(tl.bfloat16)
+        part = g.to(tl.bfloat16)
+        G = tl.dot(ones, part)
+        g -= part.to(tl.float32)
+        part = g.to(tl.bfloat16)
+        G = tl.dot(ones, part, G)
+        G = tl.dot(ones, (g - part.to(tl.float32)).to(tl.bfloat16), G)
+    return G * 1.4426950408889634
+
+
 @triton.jit(do_not_specialize=SIZES)
-def cumulate_kernel(g, out, table, T, WIDTH, C: tl.constexpr, BW: tl.constexpr, VARLEN: tl.constexpr):
+def cumulate_kernel(
+    g, out, table, T, WIDTH, C: tl.constexpr, BW: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr
+):
     """out[t] = Σ g / ln 2 over the tokens of t's chunk up to t. g and out are [B, T, WIDTH]: heads × key channels."""
     s = tl.program_id(0)
     w = tl.program_id(1) * BW + tl.arange(0, BW)
@@ -21,14 +43,13 @@ def cumulate_kernel(g, out, table, T, WIDTH, C: tl.constexpr, BW: tl.constexpr, 
     t = start + tl.arange(0, C)
     at = (tl.program_id(2).to(tl.int64) * T + t)[:, None] * WIDTH + w[None, :]
     live = (t < end)[:, None] & (w < WIDTH)[None, :]
-    x = tl.load(g + at, live, other=0.0).to(tl.float32)
-    tl.store(out + at, tl.cumsum(x, 0) * 1.4426950408889634, live)
+    tl.store(out + at, running(tl.load(g + at, live, other=0.0), C, PREC), live)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def factors_kernel(
-    g, beta, out, table, T, NC, H, scale, C: tl.constexpr, BH: tl.constexpr, GATED: tl.constexpr, DELTA: tl.constexpr,
-    VARLEN: tl.constexpr,
+    g, beta, out, table, T, NC, scale, H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, GATED: tl.constexpr,
+    DELTA: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """By token, chunk by chunk [B, NC, H, 4, C]: G / ln 2, scale · e^G, e^{G_C − G} of a scalar decay, and β.
 
@@ -51,36 +72,3 @@ def factors_kernel(
         tl.store(out + at + 2 * C, tl.exp2(tl.cumsum(x, 1, reverse=True) - x), inside)
     if DELTA:
         tl.store(out + at + 3 * C, tl.load(beta + token, live, other=0.0).to(tl.float32), inside)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def gate_gradient_kernel(
-    reads, writes, edge, out, table, T, H, NS, LENGTH, NR: tl.constexpr, NW: tl.constexpr,
-    C: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
-    """dg_t = Σ_{s≥t} (reads_s − writes_s) + edge over a segment; reads = q·dq and writes = k·dk = v·dv, by token.
-
-    edge = <S, dS> at the segment's end. reads [NR, B, T, H], writes [NW, B, T, H], edge [NR, B, NS, H] hold partial
-    sums.
-    """
-    s = tl.program_id(0)
-    h = tl.program_id(1) * BH + tl.arange(0, BH)
-    b = tl.program_id(2).to(tl.int64)
-    B = tl.num_programs(2)
-    start, end, _, _, _, _ = span(table, s, T, LENGTH, C, VARLEN)
-    carry = tl.zeros([BH], tl.float32)
-    for i in tl.static_range(NR):
-        carry += tl.load(edge + ((i * B + b) * NS + s) * H + h, h < H, other=0.0)
-    n = (end - start + C - 1) // C
-    for j in range(n):
-        t = start + (n - 1 - j) * C + tl.arange(0, C)
-        live = (t < end)[:, None] & (h < H)[None, :]
-        x = tl.zeros([C, BH], tl.float32)
-        for i in tl.static_range(NR):
-            x += tl.load(reads + ((i * B + b) * T + t)[:, None] * H + h[None, :], live, other=0.0)
-        for i in tl.static_range(NW):
-            x -= tl.load(writes + ((i * B + b) * T + t)[:, None] * H + h[None, :], live, other=0.0)
-        total = tl.sum(x, 0)
-        y = total[None, :] - tl.cumsum(x, 0) + x + carry[None, :]
-        tl.store(out + (b * T + t)[:, None] * H + h[None, :], y.to(out.dtype.element_ty), live)
-        carry += total

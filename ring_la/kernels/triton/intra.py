@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ring_la.kernels.triton.gates import running
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 
@@ -47,12 +48,6 @@ def middle(t, n, m):
 def gates_at(g_, rows, d, STRIDE: tl.constexpr, D: tl.constexpr):
     """G of the given tokens."""
     return tl.load(g_ + rows[:, None] * STRIDE + d[None, :], (d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def gates_across(g_, rows, d, STRIDE: tl.constexpr, D: tl.constexpr):
-    """`gates_at`, transposed."""
-    return tl.load(g_ + rows[None, :] * STRIDE + d[:, None], (d < D)[:, None], other=0.0)
 
 
 @triton.jit
@@ -117,23 +112,32 @@ def inverse_kernel(
         x = tile(k_, t, n, m + tl.arange(0, BK), HK * K, K)
         L = tl.dot(x, tl.trans(x), L, input_precision=PREC)
     lower = t[:, None] > t[None, :]
+    f = F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C)
     if GATED:
-        g = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + t)
+        g = tl.load(f + t)
         L *= tl.exp2(tl.where(lower, g[:, None] - g[None, :], 0.0))
-    be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
+    be = tl.load(f + 3 * C + t)
     P = invert(tl.where(lower, L * be[:, None], 0.0), C, PREC)
     put(head(M, b, start, h, T, H, H, C), P, t, n, t, H * C, C)
 
 
+@triton.jit
+def row_of(x, t, i):
+    """Row i of x, by token t."""
+    return tl.sum(tl.where((t == i)[:, None], x, 0.0), 0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
-    q, k, F, G, A, M, qr_, kr_, kw_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    q, k, g_, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
 
-    Also what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, [B, T, H, K].
+    Also G (in units of ln 2) and what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, all
+    [B, T, H, K]. One reference serves the whole chunk: low [B, NC, H] says LEVELS where it may, else −1, and what is
+    computed here is then replaced by `levels_kernel`.
     """
     s = tl.program_id(0)
     b = tl.program_id(1) // H
@@ -145,42 +149,149 @@ def products_kernel(
     t = tl.arange(0, C)
     q_ = head(q, b, start, h, T, HK, H, K)
     k_ = head(k, b, start, h, T, HK, H, K)
-    g_ = head(G, b, start, h, T, H, H, K)
+    at = ((b.to(tl.int64) * T + start) * H + h) * K
+    dt = k.dtype.element_ty
     a = tl.zeros([C, C], tl.float32)
     L = tl.zeros([C, C], tl.float32)
+    own = tl.zeros([C], tl.float32)
+    spread = 0.0
+    half = tl.minimum(C // 2, n - 1)
+    for m in range(0, K, BK):
+        d = m + tl.arange(0, BK)
+        g = running(tile(g_ + at, t, n, d, H * K, K), C, PREC)  # past the chunk's end the sum stays what it was
+        put(G + at, g, t, n, d, H * K, K)
+        x = tile(q_, t, n, d, HK * K, K)
+        y = tile(k_, t, n, d, HK * K, K)
+        own += tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+        ref = row_of(g, t, half)
+        rest = row_of(g, t, C - 1) - ref
+        g -= ref[None, :]
+        spread = tl.maximum(spread, tl.max(tl.max(tl.abs(g), 1), 0))
+        ref = tl.exp2(ref)[None, :]
+        up = tl.exp2(g)
+        yw = y * tl.exp2(-g)
+        put(kw_ + at, yw * tl.exp2(rest)[None, :], t, n, d, H * K, K)
+        yw = tl.trans(yw.to(dt))
+        xw = x * up
+        put(qr_ + at, xw * ref, t, n, d, H * K, K)
+        a = tl.dot(xw.to(dt), yw, a, input_precision=PREC)
+        if DELTA:
+            xw = y * up
+            put(kr_ + at, xw * ref, t, n, d, H * K, K)
+            L = tl.dot(xw.to(dt), yw, L, input_precision=PREC)
+    tl.store(low_ + (b.to(tl.int64) * NC + s) * H + h, tl.where(spread <= LIMIT, LEVELS, -1))
+    a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
+    put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
+    if DELTA:
+        be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
+        L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
+        put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def levels_kernel(
+    q, k, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """What `products_kernel` computes, level by level, for the chunks it left (low < 0); low ← their `reach`."""
+    s = tl.program_id(0)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    n = end - start
+    if n <= 0:
+        return
+    low_ += (b.to(tl.int64) * NC + s) * H + h
+    if tl.load(low_) >= 0:
+        return
+    t = tl.arange(0, C)
+    q_ = head(q, b, start, h, T, HK, H, K)
+    k_ = head(k, b, start, h, T, HK, H, K)
+    at = ((b.to(tl.int64) * T + start) * H + h) * K
+    G_ = G + at
+    dt = k.dtype.element_ty
+    a = tl.zeros([C, C], tl.float32)
+    L = tl.zeros([C, C], tl.float32)
+    least = LEVELS
     for m in range(0, K, BK):
         d = m + tl.arange(0, BK)
         x = tile(q_, t, n, d, HK * K, K)
         y = tile(k_, t, n, d, HK * K, K)
-        g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
-        gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
-        eg = tl.exp2(g)
-        put(head(qr_, b, start, h, T, H, H, K), x * eg, t, n, d, H * K, K)
-        put(head(kw_, b, start, h, T, H, H, K), y * tl.exp2(gc[None, :] - g), t, n, d, H * K, K)
-        if DELTA:
-            put(head(kr_, b, start, h, T, H, H, K), y * eg, t, n, d, H * K, K)
+        g = gates_at(G_, tl.minimum(t, n - 1), d, H * K, K)
+        gc = tl.load(G_ + (n - 1) * (H * K) + d, d < K, other=0.0)
         own = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
         a += tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
-        low = reach(g, g_, t, n, d, H * K, K, LEVELS, LIMIT)
-        dev = g - gates_at(g_, middle(t, n, low), d, H * K, K)
-        mask = direct_mask(t, low)
-        up = tl.exp2(dev)
-        yw = (y * tl.exp2(-dev)).to(k.dtype.element_ty)
-        xw = (x * up).to(k.dtype.element_ty)
-        a += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
+        put(kw_ + at, y * tl.exp2(gc[None, :] - g), t, n, d, H * K, K)
+        up = tl.exp2(g)
+        put(qr_ + at, x * up, t, n, d, H * K, K)
         if DELTA:
-            xw = (y * up).to(k.dtype.element_ty)
-            L += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
-        for i in range(low, LEVELS):
-            w = tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, H * K, K)))
-            mask = level_mask(t, i)
-            xw = (x * w).to(k.dtype.element_ty)
-            yw = (y * w).to(k.dtype.element_ty)
-            a += tl.where(mask, tl.dot(xw, tl.trans(yw), input_precision=PREC), 0.0)
+            put(kr_ + at, y * up, t, n, d, H * K, K)
+        low = reach(g, G_, t, n, d, H * K, K, LEVELS, LIMIT)
+        least = tl.minimum(least, low)
+        for i in range(low - 1, LEVELS):
+            if i < low:  # the pairs that share their block's middle
+                up = g - gates_at(G_, middle(t, n, low), d, H * K, K)
+                down = tl.exp2(-up)
+                up = tl.exp2(up)
+                mask = direct_mask(t, low)
+            else:
+                up = tl.exp2(-tl.abs(g - gates_at(G_, level_border(t, n, i), d, H * K, K)))
+                down = up
+                mask = level_mask(t, i)
+            yw = tl.trans((y * down).to(dt))
+            a += tl.where(mask, tl.dot((x * up).to(dt), yw, input_precision=PREC), 0.0)
             if DELTA:
-                L += tl.where(mask, tl.dot(yw, tl.trans(yw), input_precision=PREC), 0.0)
+                L += tl.where(mask, tl.dot((y * up).to(dt), yw, input_precision=PREC), 0.0)
+    tl.store(low_, least)
     put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
     if DELTA:
         be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
-        P = invert(L * be[:, None], C, PREC)
-        put(head(M, b, start, h, T, H, H, C), P, t, n, t, H * C, C)
+        L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
+        put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def weigh_kernel(
+    q, kr, kw, kv, G, qr_, kr_, kw_, kv_, table, T, H: tl.constexpr, HK: tl.constexpr, HR: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """What the passes read and write, again from G: e^G q, e^G kr (dplr: with the G before), e^{G_C−G} kw and kv.
+
+    q (and kv) have HK heads, kr and kw HR.
+    """
+    s = tl.program_id(0)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    n = end - start
+    if n <= 0:
+        return
+    t = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    g_ = head(G, b, start, h, T, H, H, K)
+    g = tile(g_, t, n, d, H * K, K)
+    gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
+    eg = tl.exp2(g)
+    put(
+        head(qr_, b, start, h, T, H, H, K),
+        tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K) * eg,
+        t,
+        n,
+        d,
+        H * K,
+        K,
+    )
+    y = tile(head(kw, b, start, h, T, HR, H, K), t, n, d, HR * K, K)
+    eg_c = tl.exp2(gc[None, :] - g)
+    put(head(kw_, b, start, h, T, H, H, K), y * eg_c, t, n, d, H * K, K)
+    if DELTA:
+        put(head(kr_, b, start, h, T, H, H, K), y * eg, t, n, d, H * K, K)
+    if DPLR:
+        before = tl.load(
+            g_ + (t[:, None] - 1) * (H * K) + d[None, :], ((t > 0) & (t < n))[:, None] & (d < K)[None, :], other=0.0
+        )
+        x = tile(head(kr, b, start, h, T, HR, H, K), t, n, d, HR * K, K)
+        put(head(kr_, b, start, h, T, H, H, K), x * tl.exp2(before), t, n, d, H * K, K)
+        y = tile(head(kv, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+        put(head(kv_, b, start, h, T, H, H, K), y * eg_c, t, n, d, H * K, K)

@@ -20,6 +20,13 @@ def _runs(first, n, NS, VARLEN: tl.constexpr):
     return 0, NS
 
 
+@triton.jit
+def _block(A, k, c, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A[k, c], or A[c, k] as such."""
+    at = c[None, :] * K + k[:, None] if TRANSPOSED else k[:, None] * K + c[None, :]
+    return tl.load(A + at, (k < K)[:, None] & (c < K)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def prefix_kernel(
     b_, log_a, S0, entering, leaving, first, NS, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -57,7 +64,8 @@ def prefix_dense_kernel(
     BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, HAS_B: tl.constexpr,
     EYE: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Dense transitions A [B, NS, H, K, K]; the state lives in `entering`, from where A's columns meet it BJ at a time.
+    """Dense transitions A [B, NS, H, K, K]. Where A is too large for one tile (BJ < BK), its columns meet the state BJ
+    at a time, from `entering`.
 
     EYE starts from the identity (V = K): `leaving` is then the product of the piece's transitions.
     """
@@ -80,20 +88,24 @@ def prefix_dense_kernel(
         s = lo + (count - 1 - i if REVERSE else i)
         row = (b * NS + s) * H + h
         tl.store(entering + row * K * V + k[:, None] * V + v[None, :], S, live)
-        tl.debug_barrier()
         acc = tl.zeros([BK, BV], tl.float32)
         if HAS_B:
             acc = tl.load(b_ + row * K * V + k[:, None] * V + v[None, :], live, other=0.0)
-        for m in range(0, K if (HAS_S0 or EYE) or i > 0 else 0, BJ):
-            c = m + j
-            inside = (k < K)[:, None] & (c < K)[None, :]
-            if REVERSE:
-                a = tl.load(A_ + row * K * K + c[None, :] * K + k[:, None], inside, other=0.0)
+        first_step = i == 0 if not (HAS_S0 or EYE) else False
+        if not first_step:
+            if BJ == BK:
+                S = tl.dot(_block(A_ + row * K * K, k, k, K, REVERSE), S, acc, input_precision="tf32x3")
             else:
-                a = tl.load(A_ + row * K * K + k[:, None] * K + c[None, :], inside, other=0.0)
-            part = tl.load(
-                entering + row * K * V + c[:, None] * V + v[None, :], (c < K)[:, None] & (v < V)[None, :], other=0.0
-            )
-            acc += tl.dot(a, part, input_precision="tf32x3")
-        S = acc
+                tl.debug_barrier()
+                for m in range(0, K, BJ):
+                    c = m + j
+                    part = tl.load(
+                        entering + row * K * V + c[:, None] * V + v[None, :],
+                        (c < K)[:, None] & (v < V)[None, :],
+                        other=0.0,
+                    )
+                    acc += tl.dot(_block(A_ + row * K * K, k, c, K, REVERSE), part, input_precision="tf32x3")
+                S = acc
+        else:
+            S = acc
     tl.store(leaving + own, S, live)

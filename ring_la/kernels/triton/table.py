@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,31 +23,71 @@ class Launch:
         return options | {"maxnreg": self.registers} if self.registers else options
 
 
-# Widest power of two of the two head sizes -> launch. First guesses on an H200, to be replaced by measurements.
-SUMMARISE = {64: Launch(64, 4, 3), 128: Launch(128, 8, 2), 256: Launch(64, 8, 2)}
-ATTEND = {64: Launch(64, 4, 2), 128: Launch(128, 8, 3), 256: Launch(64, 8, 1)}
-SUMMARY = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1)}
-OUTPUT = {64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1)}
-KEEP = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
-BACK_SUMMARY = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
-BACKWARD = {64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1)}
-GRADIENT = {64: Launch(64, 4, 1), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1)}
-GRADIENT_DIAGONAL = {64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1)}
-INTRA = {64: Launch(64, 4, 1), 128: Launch(64, 4, 1), 256: Launch(64, 4, 1)}
-INTRA_DIAGONAL = {64: Launch(64, 4, 1), 128: Launch(64, 4, 2), 256: Launch(64, 4, 2)}
+# Widest power of two of the two head sizes -> launch, and (rule, width) where a rule differs. Measured on an H200 at
+# B 1, T 32768, 32 heads, bf16, by tests.gpu.tune_triton; entries for 64 and 256 are guesses from those for 128.
+Table = dict[int | tuple[str, int], Launch]
+SUMMARISE: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 2), 256: Launch(64, 8, 2)}
+ATTEND: Table = {64: Launch(64, 4, 2), 128: Launch(128, 8, 3), 256: Launch(64, 8, 1)}
+ATTEND_DOTS: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(32, 8, 1)}
+ATTEND_DOTS_BACK: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 1), 256: Launch(32, 8, 1)}
+SUMMARY: Table = {
+    64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1),
+    ("delta_diagonal", 128): Launch(64, 4, 2), ("additive_diagonal", 128): Launch(64, 4, 2),
+}  # fmt: skip
+OUTPUT: Table = {
+    64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 2)
+}  # fmt: skip
+KEEP: Table = {
+    64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 3)
+}  # fmt: skip
+BACK_SUMMARY: Table = {
+    64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1), ("delta_diagonal", 128): Launch(128, 8, 2),
+    ("additive_diagonal", 128): Launch(64, 4, 3),
+}  # fmt: skip
+BACKWARD: Table = {
+    64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 2)
+}  # fmt: skip
+PAIRS: Table = {64: Launch(64, 4, 2), 128: Launch(128, 4, 1), 256: Launch(128, 4, 1)}
+GRADIENT: Table = {64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(64, 4, 2)}
+INNER = {0: 64, 1: 32}
+"""Value channels a step of `delta_gradient`, without a decay and with a scalar one."""
+# One stage only: with more the compiler's pipeline made wrong gradients, not every time.
+GRADIENT_DIAGONAL: Table = {
+    64: Launch(32, 4, 1), 128: Launch(32, 4, 1), 256: Launch(32, 4, 1), ("additive_diagonal", 128): Launch(64, 4, 1)
+}  # fmt: skip
+INTRA: Table = {64: Launch(64, 4, 1), 128: Launch(128, 4, 1), 256: Launch(64, 4, 1)}
+INTRA_DIAGONAL: Table = {64: Launch(32, 4, 2), 128: Launch(32, 4, 2), 256: Launch(32, 4, 2)}
+
+CHUNK = 64
+"""Tokens a chunk; 32 in fp32."""
+
+LEAST = 4
+"""Chunks a segment, at least."""
 
 WAVES = {"additive": 528, "delta": 264}
 """Programs wanted in a pass over segments: eight a multiprocessor of 132, two where a segment's transition is dense."""
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up (`triton.cdiv` takes several microseconds)."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+@functools.cache
 def width(n: int) -> int:
     """A head size as a tile is wide: the next power of two, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, power_of_2(n))
 
 
-def pick(table: dict[int, Launch], K: int, V: int, dtype: torch.dtype) -> Launch:
+def pick(table: Table, rule: str, K: int, V: int, dtype: torch.dtype) -> Launch:
     """The entry for head sizes K and V; fp32 operands take half the columns and no prefetching."""
-    launch = table[max(64, width(K), width(V))]
+    wide = max(64, width(K), width(V))
+    launch = table.get((rule, wide)) or table[wide]
     if dtype == torch.float32:
         return Launch(max(16, min(launch.block, 32)), launch.warps, 1)
     return launch

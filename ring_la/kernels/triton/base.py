@@ -1,0 +1,197 @@
+"""What the launches of every rule share: shapes, gates, and the scan over segments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_la.algebra import Rule
+from ring_la.kernels.local import Inputs
+from ring_la.kernels.triton import table
+from ring_la.kernels.triton.cut import Cut
+from ring_la.kernels.triton.gates import cumulate_kernel, factors_kernel
+from ring_la.kernels.triton.launch import aligned, launch
+from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel
+from ring_la.kernels.triton.table import Launch, cdiv, power_of_2, width
+
+DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
+
+
+class Kept(NamedTuple):
+    """What the gradients need again of what the output made; None where a rule has no such thing."""
+
+    F: Tensor | None = None
+    G: Tensor | None = None
+    A: Tensor | None = None
+    M: Tensor | None = None
+    low: Tensor | None = None
+    Av: Tensor | None = None
+    L: Tensor | None = None
+    transition: Tensor | None = None
+    entering: Tensor | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def segment_length(rows: int, T: int, H: int, K: int, V: int, chunk: int, waves: int, least: int) -> int:
+    """Tokens a segment: enough segments to fill the GPU, a power of two of chunks, a segment's offsets in 31 bits."""
+    wanted = max(1, waves // (rows * max(1, V // 64)))
+    chunks = power_of_2(max(1, round(max(T / wanted, least * chunk) / chunk)))
+    most = (2**31 - 1) // (H * max(K, V, chunk) * chunk)
+    return max(1, min(chunks, power_of_2(cdiv(T, chunk)), 1 << (max(1, most).bit_length() - 1))) * chunk
+
+
+class Base:
+    """One rank's tokens under one rule, cut into chunks and segments."""
+
+    def __init__(self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, kept: Kept | None = None) -> None:
+        dtype = inputs.v.dtype
+        self.rule, self.name, self.given, self.scale = rule, str(rule), inputs, float(scale)
+        q, k, v, g, beta, a, b = (None if x is None else aligned(x) for x in inputs)
+        q, k, a, b = (x if x is None or x.dtype == dtype else x.to(dtype) for x in (q, k, a, b))
+        self.inputs = Inputs(q, k, v, g, beta, a, b)
+        self.B, self.T, self.H, self.V = inputs.v.shape
+        self.HK, self.K = inputs.q.shape[2:]
+        self.cu = None if cu is None else aligned(cu.to(device=inputs.v.device, dtype=torch.int32))
+        self.device = inputs.v.device
+        self.decay = DECAY[rule.decay]
+        self.delta = rule.write == "delta"
+        self.dplr = rule.write == "dplr"
+        self.dense = self.delta or self.dplr
+        self.simple = rule.write == "additive" and self.decay < 2
+        self.precision = "tf32x3" if dtype == torch.float32 else "tf32"
+        self.chunk = 32 if dtype == torch.float32 else table.CHUNK
+        waves = table.WAVES["additive" if rule.write == "additive" else "delta"]
+        length = segment_length(self.B * self.H, self.T, self.H, self.K, self.V, self.chunk, waves, table.LEAST)
+        self.segments = Cut.of(self.T, length, self.chunk, self.cu)
+        self.chunks = Cut.of(self.T, self.chunk, self.chunk, self.cu) if self.decay or not self.simple else None
+        self._kept = kept or Kept()
+        self.F = self.G = self.inputs.v  # where a rule has none, any tensor
+        if self.decay == 1 or self.delta:
+            self.F = self._factors() if self._kept.F is None else self._kept.F
+        if self._kept.G is not None:
+            self.G = self._kept.G
+
+    # -- shapes --------------------------------------------------------------------------------------------
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=dtype)
+
+    def _state(self, S: Tensor | None) -> Tensor | None:
+        return None if S is None else aligned(S.to(torch.float32))
+
+    def _cotangent(self, do: Tensor) -> Tensor:
+        return aligned(do.to(self.inputs.v.dtype))
+
+    def _pieces(self) -> Tensor:
+        return self._new(self.B, self.segments.pieces, self.H, self.K, self.V)
+
+    def _as_given(self, grads: Inputs) -> Inputs:
+        """Gradients of value heads summed over the heads that share a q/k head, in the inputs' dtypes."""
+        out = []
+        for name, x, grad in zip(Inputs._fields, self.given, grads):
+            if x is None or grad is None:
+                out.append(None)
+                continue
+            if name in ("q", "k") and self.HK != self.H:
+                grad = grad.view(self.B, self.T, self.HK, -1, self.K).sum(3, dtype=torch.float32)
+            out.append(grad.to(x.dtype))
+        return Inputs(*out)
+
+    @property
+    def _packed(self) -> bool:
+        return self.cu is not None
+
+    @property
+    def _NC(self) -> int:
+        return self.chunks.count if self.chunks is not None else 0
+
+    @property
+    def _rows(self) -> int:
+        return self.B * self.H
+
+    def _pick(self, entries: dict[int, Launch]) -> Launch:
+        found = table.pick(entries, self.name, self.K, self.V, self.inputs.v.dtype)
+        # dplr's second stream fills the shared memory that prefetching would take
+        return dataclasses.replace(found, stages=1, registers=0) if self.dplr else found
+
+    # -- scans over segments -------------------------------------------------------------------------------
+
+    def _factors(self) -> Tensor:
+        """By token, chunk by chunk: a scalar decay's factors and β (see `gates`)."""
+        i, cut = self.inputs, self.chunks
+        out = self._new(self.B, cut.count, self.H, 4, self.chunk)
+        block = min(16, power_of_2(self.H))
+        launch(
+            factors_kernel, (cut.count, cdiv(self.H, block), self.B), i.g if self.decay == 1 else i.v,
+            i.beta if self.delta else i.v, out, cut.table, self.T, cut.count, self.scale if self.simple else 1.0,
+            H=self.H, C=self.chunk, BH=block, GATED=self.decay == 1, DELTA=self.delta, VARLEN=self._packed, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def _cumulate(self) -> Tensor:
+        """Running log-decays inside each chunk, by token and key channel."""
+        g, cut = self.inputs.g, self.chunks
+        out = self._new(*g.shape)
+        channels = self.H * self.K
+        block = min(64, power_of_2(channels))
+        launch(
+            cumulate_kernel, (cut.count, cdiv(channels, block), self.B), g, out, cut.table, self.T, channels,
+            C=self.chunk, BW=block, PREC=self.precision, VARLEN=self._packed, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def _prefix(
+        self, own: Tensor, transition: Tensor | None, S0: Tensor | None, reverse: bool
+    ) -> tuple[Tensor, Tensor]:
+        cut = self.segments
+        entering, leaving = self._new(*own.shape), self._pieces()
+        kw = dict(H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, REVERSE=reverse, VARLEN=self._packed)
+        init = own if S0 is None else S0
+        if self.dense:
+            block = 16
+            launch(
+                prefix_dense_kernel, (cdiv(self.V, block), cut.pieces, self._rows), own, transition, init,
+                entering, leaving, cut.first, cut.count, cut.pieces, **kw, BK=width(self.K), BV=block, HAS_B=True,
+                EYE=False, **self._dense,
+            )  # fmt: skip
+        else:
+            block = 1024
+            launch(
+                prefix_kernel, (cdiv(self.K * self.V, block), cut.pieces, self._rows), own,
+                own if transition is None else transition, init, entering, leaving, cut.first, cut.count, cut.pieces,
+                **kw, DECAY=self.decay, BLK=block, num_warps=4,
+            )  # fmt: skip
+        return entering, leaving
+
+    @property
+    def _dense(self) -> dict[str, int]:
+        """How a dense transition is read: whole up to 128 channels."""
+        if width(self.K) <= 128:
+            return {"BJ": width(self.K), "num_warps": 4 if self.K <= 64 else 8, "num_stages": 2}
+        return {"BJ": 32, "num_warps": 4, "num_stages": 1}
+
+    def _through(self, transition: Tensor | None) -> Tensor | None:
+        """The product of each piece's transitions, from its segments'."""
+        if transition is None:
+            return None
+        cut = self.segments
+        if self.dense:
+            scratch = torch.empty_like(transition)
+            out = self._new(self.B, cut.pieces, self.H, self.K, self.K)
+            launch(
+                prefix_dense_kernel, (cdiv(self.K, 32), cut.pieces, self._rows), transition, transition,
+                transition, scratch, out, cut.first, cut.count, cut.pieces, H=self.H, K=self.K, V=self.K,
+                HAS_S0=False, REVERSE=False, VARLEN=self._packed, BK=width(self.K), BV=32, HAS_B=False, EYE=True,
+                **self._dense,
+            )  # fmt: skip
+            return out
+        if not self._packed:
+            return transition.sum(1, keepdim=True).exp2()
+        piece = self.segments.table[:, 2].long()
+        live = (self.segments.table[:, 1] > self.segments.table[:, 0]).view(1, -1, *[1] * (transition.dim() - 2))
+        out = torch.zeros(self.B, cut.pieces, *transition.shape[2:], device=self.device)
+        return out.index_add_(1, piece, torch.where(live, transition, 0.0)).exp2()

@@ -1,0 +1,97 @@
+"""A chunk's gradients under delta writes with a scalar decay or none: `gradient`'s equations, with the pairs found on
+the way.
+
+All channels of a token share its decays, so P, E and the rest come from one loop over the value channels. What k is
+written with is held transposed: its products then need P and E as right operands only, since accumulators must not be
+transposed into left ones (see docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_gradient_kernel(
+    q, k, v, F, do, u, dr, states, adjoints, dq_, dk_, dv_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
+    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """One chunk, BK key channels. dq, dk per value head; dβ and dg per block of channels, [NK, B, T, H].
+
+    `states` and `adjoints` hold S and dS of every chunk, [V, K].
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    ik = tl.program_id(0) % NK
+    s = tl.program_id(0) // NK
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    n = end - start
+    if n <= 0:
+        return
+    t = tl.arange(0, C)
+    d = ik * BK + tl.arange(0, BK)
+    at = ((b.to(tl.int64) * T + start) * H + h) * V
+    f = F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C)
+    at_chunk = ((b.to(tl.int64) * NC + s) * H + h) * (K * V)
+    p = tl.zeros([C, C], tl.float32)
+    r = tl.zeros([C, C], tl.float32)
+    dq = tl.zeros([C, BK], tl.float32)
+    dread = tl.zeros([C, BK], tl.float32)
+    dw = tl.zeros([BK, C], tl.float32)
+    edges = tl.zeros([BV], tl.float32)
+    dbe = tl.zeros([C], tl.float32)
+    be = tl.load(f + 3 * C + t)
+    for m in range(0, V, BV):
+        e = m + tl.arange(0, BV)
+        x = tile(do + at, t, n, e, H * V, V)
+        y = tile(dr + at, t, n, e, H * V, V)
+        w = tl.trans(tile(u + at, t, n, e, H * V, V))
+        S = tile(states + at_chunk, e, V, d, K, K)
+        dS = tile(adjoints + at_chunk, e, V, d, K, K)
+        p = tl.dot(x, w, p, input_precision=PREC)
+        r = tl.dot(y, w, r, input_precision=PREC)
+        dq = tl.dot(x, S, dq, input_precision=PREC)
+        dread = tl.dot(y, S, dread, input_precision=PREC)
+        dw = tl.dot(tl.trans(dS), w, dw, input_precision=PREC)
+        if GATED:
+            edges += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        if ik == 0:
+            yf = y.to(tl.float32)
+            dbe += tl.sum(yf * tile(v + at, t, n, e, H * V, V).to(tl.float32), 1)
+            put(dv_ + at, yf * be[:, None], t, n, e, H * V, V)
+    x = tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+    y = tile(head(k, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+    part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
+    p *= scale
+    dq *= scale
+    if GATED:
+        g = tl.load(f + t)
+        down = tl.exp2(tl.where(t[:, None] >= t[None, :], g[:, None] - g[None, :], float("-inf")))
+        p *= down
+        r *= down
+        w = tl.load(f + C + t)[:, None]
+        dq *= w
+        dread *= w
+        dw *= tl.load(f + 2 * C + t)[None, :]
+        passed = tl.sum(edges, 0) * tl.exp2(tl.load(f + C - 1))
+        passed += tl.sum(tl.sum(tl.trans(y).to(tl.float32) * dw, 0), 0)
+    p = tl.where(t[:, None] >= t[None, :], p, 0.0).to(x.dtype)
+    r = tl.where(t[:, None] > t[None, :], r, 0.0)
+    dq = tl.dot(p, y, dq, input_precision=PREC)
+    dw = tl.dot(tl.trans(x), p, dw, input_precision=PREC)
+    dread = tl.dot(r.to(x.dtype), y, dread, input_precision=PREC)
+    dw = tl.dot(tl.trans(y), (r * -be[:, None]).to(x.dtype), dw, input_precision=PREC)
+    put(head(dq_, b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
+    yf = y.to(tl.float32)
+    tl.store(dbeta_ + part, dbe - tl.sum(yf * dread, 1), t < n)
+    dread *= be[:, None]
+    dk = tl.trans(dw)
+    put(head(dk_, b, start, h, T, H, H, K), dk - dread, t, n, d, H * K, K)
+    if GATED:
+        rows = tl.sum(x.to(tl.float32) * dq - yf * (dk + dread), 1)
+        tl.store(dg_ + part, tl.cumsum(rows, 0, reverse=True) + passed, t < n)

@@ -1,0 +1,197 @@
+"""Diagonal plus low rank, S_t = (D_t + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ: what its chunks compute, and their gradients.
+
+With y_t = S_{t−1}ᵀ a_t the state obeys S_t = D_t S_{t−1} + b_t y_tᵀ + k_t v_tᵀ: additive, with two streams. Over a
+chunk, G the running log-decay and a's reads at G' = G_{t−1}:
+
+    Y = M (e^{G'} a S + L V),   M = (I − N)⁻¹,   N_ts = a_t·e^{G'_t−G_s} b_s,   L_ts = a_t·e^{G'_t−G_s} k_s    (s < t)
+    O = scale · (e^G q S + A_b Y + A_k V),        A_ts = q_t·e^{G_t−G_s} (b_s or k_s)                          (s ≤ t)
+
+(RWKV-7, Peng et al. 2025, arXiv:2503.14456, has this transition; the chunk form is the WY form's.) `forward` and
+`backward` run it as the delta rule's U = Y with a second stream. Gradients, with P = scale · dO Yᵀ, P' = scale · dO
+Vᵀ, E = dR Yᵀ and
+E' = dR Vᵀ, where R is what M is applied to:
+
+    dq = scale e^G S dO + P b + P' k        dk = e^{G_C−G} dS V + P'ᵀ q + E'ᵀ a
+    da =     e^{G'} S dR + E b + E' k       db = e^{G_C−G} dS Y + Pᵀ q + Eᵀ a         (decays inside the sums)
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ring_la.kernels.triton.intra import direct_mask, gates_at, invert, level_border, level_mask, middle, reach
+from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+
+
+@triton.jit
+def gates_before(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr):
+    """G of the token before; 0 for the chunk's first."""
+    before = gates_at(g_, tl.minimum(tl.maximum(t - 1, 0), n - 1), d, STRIDE, D)
+    return tl.where((t == 0)[:, None], 0.0, before)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dplr_products_kernel(
+    q, k, a, b, G, Ab, Ak, L, M, qr_, ar_, bw_, kw_, low_, table, T, NC, H: tl.constexpr, HK: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """A_b, A_k, L and M of one chunk [B, T, H, C]; e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K]; the chunk's
+    `reach`."""
+    s = tl.program_id(0)
+    i_b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    n = end - start
+    if n <= 0:
+        return
+    t = tl.arange(0, C)
+    dt = k.dtype.element_ty
+    g_ = head(G, i_b, start, h, T, H, H, K)
+    qb = tl.zeros([C, C], tl.float32)
+    qk = tl.zeros([C, C], tl.float32)
+    ab = tl.zeros([C, C], tl.float32)
+    ak = tl.zeros([C, C], tl.float32)
+    same = t[:, None] == t[None, :]
+    least = LEVELS
+    for m in range(0, K, BK):
+        d = m + tl.arange(0, BK)
+        xq = tile(head(q, i_b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+        yk = tile(head(k, i_b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+        xa = tile(head(a, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
+        yb = tile(head(b, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
+        g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
+        gp = gates_before(g, g_, t, n, d, H * K, K)
+        gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
+        w = tl.exp2(gc[None, :] - g)
+        put(head(qr_, i_b, start, h, T, H, H, K), xq * tl.exp2(g), t, n, d, H * K, K)
+        put(head(ar_, i_b, start, h, T, H, H, K), xa * tl.exp2(gp), t, n, d, H * K, K)
+        put(head(bw_, i_b, start, h, T, H, H, K), yb * w, t, n, d, H * K, K)
+        put(head(kw_, i_b, start, h, T, H, H, K), yk * w, t, n, d, H * K, K)
+        qk += tl.where(same, tl.sum(xq.to(tl.float32) * yk.to(tl.float32), 1)[:, None], 0.0)
+        qb += tl.where(same, tl.sum(xq.to(tl.float32) * yb.to(tl.float32), 1)[:, None], 0.0)
+        low = reach(g, g_, t, n, d, H * K, K, LEVELS, LIMIT)
+        least = tl.minimum(least, low)
+        for i in range(low - 1, LEVELS):
+            if i < low:  # the pairs that share their block's middle; a block's first token has none before it
+                mask = direct_mask(t, low)
+                ref = gates_at(g_, middle(t, n, low), d, H * K, K)
+                wq = tl.exp2(g - ref)
+                wa = tl.exp2(tl.minimum(gp - ref, LIMIT))
+                wk = tl.exp2(ref - g)
+            else:
+                mask = level_mask(t, i)
+                ref = gates_at(g_, level_border(t, n, i), d, H * K, K)
+                wq = tl.exp2(-tl.abs(g - ref))
+                wa = tl.exp2(-tl.abs(gp - ref))
+                wk = wq
+            q_ = (xq * wq).to(dt)
+            a_ = (xa * wa).to(dt)
+            k_ = tl.trans((yk * wk).to(dt))
+            b_ = tl.trans((yb * wk).to(dt))
+            qk += tl.where(mask, tl.dot(q_, k_, input_precision=PREC), 0.0)
+            qb += tl.where(mask, tl.dot(q_, b_, input_precision=PREC), 0.0)
+            ak += tl.where(mask, tl.dot(a_, k_, input_precision=PREC), 0.0)
+            ab += tl.where(mask, tl.dot(a_, b_, input_precision=PREC), 0.0)
+    tl.store(low_ + (i_b * NC + s) * H + h, least)
+    put(head(Ab, i_b, start, h, T, H, H, C), qb, t, n, t, H * C, C)
+    put(head(Ak, i_b, start, h, T, H, H, C), qk, t, n, t, H * C, C)
+    put(head(L, i_b, start, h, T, H, H, C), ak, t, n, t, H * C, C)
+    put(head(M, i_b, start, h, T, H, H, C), invert(-ab, C, PREC), t, n, t, H * C, C)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dplr_gradient_kernel(
+    q, k, a, b, v, G, low_, do, y, dr, P, E, Pv, Ev, own_, own_v, states, adjoints, dq_, dk_, da_, db_, dg_, table, T,
+    NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """One chunk, BK key channels; cf. `gradient_kernel`. P, E belong to Y; Pv, Ev to V."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    ik = tl.program_id(0) % NK
+    s = tl.program_id(0) // NK
+    i_b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    n = end - start
+    if n <= 0:
+        return
+    t = tl.arange(0, C)
+    d = ik * BK + tl.arange(0, BK)
+    dt = q.dtype.element_ty
+    at_chunk = ((i_b.to(tl.int64) * NC + s) * H + h) * (K * V)
+    dq = tl.zeros([C, BK], tl.float32)
+    da = tl.zeros([C, BK], tl.float32)
+    dk = tl.zeros([C, BK], tl.float32)
+    db = tl.zeros([C, BK], tl.float32)
+    edges = tl.zeros([BV, BK], tl.float32)
+    for m in range(0, V, BV):
+        e = m + tl.arange(0, BV)
+        S = tile(states + at_chunk, e, V, d, K, K)
+        dS = tile(adjoints + at_chunk, e, V, d, K, K)
+        dq = tl.dot(tile(head(do, i_b, start, h, T, H, H, V), t, n, e, H * V, V), S, dq, input_precision=PREC)
+        da = tl.dot(tile(head(dr, i_b, start, h, T, H, H, V), t, n, e, H * V, V), S, da, input_precision=PREC)
+        dk = tl.dot(tile(head(v, i_b, start, h, T, H, H, V), t, n, e, H * V, V), dS, dk, input_precision=PREC)
+        db = tl.dot(tile(head(y, i_b, start, h, T, H, H, V), t, n, e, H * V, V), dS, db, input_precision=PREC)
+        edges += S.to(tl.float32) * dS.to(tl.float32)
+    xq = tile(head(q, i_b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+    yk = tile(head(k, i_b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+    xa = tile(head(a, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
+    yb = tile(head(b, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
+    g_ = head(G, i_b, start, h, T, H, H, K)
+    g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
+    gp = gates_before(g, g_, t, n, d, H * K, K)
+    gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
+    own = tl.load(head(own_, i_b, start, h, T, H, H, 1) + t * H, t < n, other=0.0)[:, None]
+    own_k = tl.load(head(own_v, i_b, start, h, T, H, H, 1) + t * H, t < n, other=0.0)[:, None]
+    w = tl.exp2(gc[None, :] - g)
+    dk *= w
+    db *= w
+    edge = tl.sum(edges, 0) * tl.exp2(gc) + tl.sum(yk.to(tl.float32) * dk + yb.to(tl.float32) * db, 0)
+    dq = dq * scale * tl.exp2(g) + own * yb.to(tl.float32) + own_k * yk.to(tl.float32)
+    da *= tl.exp2(gp)
+    dk += own_k * xq.to(tl.float32)
+    db += own * xq.to(tl.float32)
+    low = tl.load(low_ + (i_b * NC + s) * H + h)
+    for i in range(low - 1, LEVELS):
+        if i < low:
+            mask = direct_mask(t, low)
+            ref = gates_at(g_, middle(t, n, low), d, H * K, K)
+            wq = tl.exp2(g - ref)
+            wa = tl.exp2(tl.minimum(gp - ref, LIMIT))
+            wk = tl.exp2(ref - g)
+        else:
+            mask = level_mask(t, i)
+            ref = gates_at(g_, level_border(t, n, i), d, H * K, K)
+            wq = tl.exp2(-tl.abs(g - ref))
+            wa = tl.exp2(-tl.abs(gp - ref))
+            wk = wq
+        q_ = (xq * wq).to(dt)
+        a_ = (xa * wa).to(dt)
+        k_ = (yk * wk).to(dt)
+        b_ = (yb * wk).to(dt)
+        p = tl.where(mask, tile(head(P, i_b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
+        r = tl.where(mask, tile(head(E, i_b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
+        dq += wq * tl.dot(p, b_, input_precision=PREC)
+        da += wa * tl.dot(r, b_, input_precision=PREC)
+        acc = tl.dot(tl.trans(p), q_, input_precision=PREC)
+        db += wk * tl.dot(tl.trans(r), a_, acc, input_precision=PREC)
+        p = tl.where(mask, tile(head(Pv, i_b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
+        r = tl.where(mask, tile(head(Ev, i_b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
+        dq += wq * tl.dot(p, k_, input_precision=PREC)
+        da += wa * tl.dot(r, k_, input_precision=PREC)
+        acc = tl.dot(tl.trans(p), q_, input_precision=PREC)
+        dk += wk * tl.dot(tl.trans(r), a_, acc, input_precision=PREC)
+    put(head(dq_, i_b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
+    put(head(dk_, i_b, start, h, T, H, H, K), dk, t, n, d, H * K, K)
+    put(head(da_, i_b, start, h, T, H, H, K), da, t, n, d, H * K, K)
+    put(head(db_, i_b, start, h, T, H, H, K), db, t, n, d, H * K, K)
+    dG = xq.to(tl.float32) * dq - yk.to(tl.float32) * dk - yb.to(tl.float32) * db
+    reads = xa.to(tl.float32) * da  # at G', so only from the next token on
+    from_here = (t[:, None] <= t[None, :]).to(tl.float32)
+    after = (t[:, None] < t[None, :]).to(tl.float32)
+    dg = tl.dot(from_here, dG, input_precision=PREC)
+    dg = tl.dot(after, reads, dg, input_precision=PREC) + edge[None, :]
+    put(head(dg_, i_b, start, h, T, H, H, K), dg, t, n, d, H * K, K)

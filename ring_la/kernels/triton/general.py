@@ -1,0 +1,255 @@
+"""Launches for every rule but the simple ones: chunks' own products, the two passes, the gradients."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_la.kernels.local import Inputs
+from ring_la.kernels.triton import table
+from ring_la.kernels.triton.backward import backward_kernel
+from ring_la.kernels.triton.base import Base, Kept
+from ring_la.kernels.triton.delta_gradient import delta_gradient_kernel
+from ring_la.kernels.triton.dplr import dplr_gradient_kernel, dplr_products_kernel
+from ring_la.kernels.triton.forward import forward_kernel
+from ring_la.kernels.triton.gradient import gradient_kernel, pairs_kernel
+from ring_la.kernels.triton.intra import inverse_kernel, levels_kernel, products_kernel, weigh_kernel
+from ring_la.kernels.triton.launch import launch
+from ring_la.kernels.triton.table import (
+    BACK_SUMMARY,
+    BACKWARD,
+    GRADIENT,
+    GRADIENT_DIAGONAL,
+    INTRA,
+    INTRA_DIAGONAL,
+    KEEP,
+    OUTPUT,
+    PAIRS,
+    SUMMARY,
+    cdiv,
+    width,
+)
+
+
+class Intra(NamedTuple):
+    """What chunks compute before a state arrives (see `intra`); what a rule does not have is any tensor."""
+
+    A: Tensor
+    M: Tensor
+    qr: Tensor
+    kr: Tensor
+    kw: Tensor
+    low: Tensor
+    kv: Tensor
+    Av: Tensor
+    L: Tensor
+
+
+class General(Base):
+    """Delta writes, diagonal decays and dplr."""
+
+    @cached_property
+    def intra(self) -> Intra:
+        """What the chunks compute before any state arrives."""
+        if self.decay != 2:  # delta writes
+            i = self.inputs
+            M = self._inverse() if self._kept.M is None else self._kept.M
+            return Intra(i.v, M, i.q, i.k, i.k, i.v, i.v, i.v, i.v)
+        if self._kept.A is not None:
+            return self._weigh(self._kept)
+        return self._dplr_products() if self.dplr else self._products()
+
+    def _squares(self, count: int) -> list[Tensor]:
+        shape = self.B, self.T, self.H, self.chunk
+        return [self._new(*shape, dtype=self.inputs.v.dtype) for _ in range(count)]
+
+    def _keys(self, count: int) -> list[Tensor]:
+        return [self._new(self.B, self.T, self.H, self.K, dtype=self.inputs.v.dtype) for _ in range(count)]
+
+    def _inverse(self) -> Tensor:
+        """M of every chunk under a scalar decay or none."""
+        i, how, (M,) = self.inputs, self._pick(INTRA), self._squares(1)
+        launch(
+            inverse_kernel, (self._NC, self._rows), i.k, self.F, M, self.chunks.table, self.T,
+            self._NC, H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk,
+            GATED=self.decay == 1, PREC=self.precision, VARLEN=self._packed, **how.options,
+        )  # fmt: skip
+        return M
+
+    def _products(self) -> Intra:
+        i, how, (A,) = self.inputs, self._pick(INTRA_DIAGONAL), self._squares(1)
+        self.G = self._new(*i.g.shape)
+        qr, kw_, kr = [*self._keys(3 if self.delta else 2), i.v][:3]
+        M = self._squares(1)[0] if self.delta else i.v
+        low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
+        kw = dict(
+            H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk, LEVELS=self._levels,
+            LIMIT=self._limit, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed,
+        )  # fmt: skip
+        out = self.F, self.G, A, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC
+        launch(products_kernel, (self._NC, self._rows), i.q, i.k, i.g, *out, **kw, **how.options)
+        launch(levels_kernel, (self._NC, self._rows), i.q, i.k, *out, **kw, num_warps=4, num_stages=1)
+        return Intra(A, M, qr, kr, kw_, low, i.v, i.v, i.v)
+
+    def _dplr_products(self) -> Intra:
+        i, how, (Ab, Ak, L, M) = self.inputs, self._pick(INTRA_DIAGONAL), self._squares(4)
+        self.G = self._cumulate()
+        qr, ar, bw, kw = self._keys(4)
+        low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
+        launch(
+            dplr_products_kernel, (self._NC, self._rows), i.q, i.k, i.a, i.b, self.G, Ab, Ak, L, M, qr, ar, bw, kw, low,
+            self.chunks.table, self.T, self._NC, H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)),
+            C=self.chunk, LEVELS=self._levels, LIMIT=self._limit, PREC=self.precision, VARLEN=self._packed,
+            **how.options,
+        )  # fmt: skip
+        return Intra(Ab, M, qr, ar, bw, low, kw, Ak, L)
+
+    def _weigh(self, kept: Kept) -> Intra:
+        """`intra` from what was kept of it: the keys and queries weighed again."""
+        i = self.inputs
+        reads, writes = (i.a, i.b) if self.dplr else (i.k, i.k)
+        qr, kw, kr, kv = [*self._keys(4 if self.dplr else 3 if self.delta else 2), i.v, i.v][:4]
+        launch(
+            weigh_kernel, (self._NC, self._rows), i.q, reads, writes, i.k, self.G, qr, kr, kw, kv, self.chunks.table,
+            self.T, H=self.H, HK=self.HK, HR=self.H if self.dplr else self.HK, K=self.K, BK=width(self.K),
+            C=self.chunk, DELTA=self.delta, DPLR=self.dplr, VARLEN=self._packed, num_warps=8,
+        )  # fmt: skip
+        A, M, low, Av, L = (i.v if x is None else x for x in kept[2:7])
+        return Intra(A, M, qr, kr, kw, low, kv, Av, L)
+
+    @property
+    def _levels(self) -> int:
+        return self.chunk.bit_length() - 1
+
+    @property
+    def _limit(self) -> int:
+        """How far, in powers of two, a token may be from a reference it shares (`intra.reach`)."""
+        return 4 if self.inputs.v.dtype == torch.float16 else 48
+
+    def _constants(self, block: int) -> dict:
+        return dict(
+            H=self.H, HK=self.H if self.decay == 2 else self.HK, K=self.K, V=self.V, BK=width(self.K), BV=block,
+            C=self.chunk, DECAY=self.decay, DELTA=self.delta, DPLR=self.dplr, PREC=self.precision, VARLEN=self._packed,
+        )  # fmt: skip
+
+    def _forward(
+        self, *, o=None, state=None, leaving=None, trans=None, keep=None, summary: bool = False, full: bool = False
+    ) -> None:
+        i, x, cut = self.inputs, self.intra, self.segments
+        how = self._pick(SUMMARY if summary else OUTPUT if o is not None else KEEP)
+        none = i.v
+        u, states = keep or (none, none)
+        block = min(how.block, width(self.V))
+        columns = cdiv(self.V, block) + (cdiv(self.K, block) if summary and self.dense else 0)
+        launch(
+            forward_kernel, (columns * cut.count, self._rows), x.qr, x.kr, x.kw, x.kv, i.v, self.F, self.G, x.A, x.Av,
+            x.L, x.M, none if state is None else state, none if o is None else o, u, states,
+            none if leaving is None else leaving, none if trans is None else trans, none if trans is None else trans,
+            cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length, self.scale,
+            **self._constants(block), SUMMARY=summary, ALL=full, OUT=o is not None, KEEP=keep is not None,
+            HAS_STATE=state is not None, **how.options,
+        )  # fmt: skip
+
+    def _backward(
+        self, do, state, *, dr=None, dv=None, states=None, leaving=None, log_a=None, summary: bool = False,
+        full: bool = False
+    ) -> None:  # fmt: skip
+        i, x, cut = self.inputs, self.intra, self.segments
+        how = self._pick(BACK_SUMMARY if summary else BACKWARD)
+        none = i.v
+        block = min(how.block, width(self.V))
+        launch(
+            backward_kernel, (cdiv(self.V, block) * cut.count, self._rows), x.qr, x.kr, x.kw, x.kv, do, self.F,
+            self.G, x.A, x.Av, x.L, x.M, none if state is None else state, none if dr is None else dr,
+            none if dv is None else dv, none if states is None else states, none if leaving is None else leaving,
+            none if log_a is None else log_a, cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length,
+            self.scale, **self._constants(block), SUMMARY=summary, ALL=full, HAS_STATE=state is not None,
+            **how.options,
+        )  # fmt: skip
+
+    def _carry(self, entering: Tensor | None) -> tuple[Tensor, Tensor]:
+        """U of every token and the state before every chunk, [V, K], in the inputs' dtype."""
+        states = self._new(self.B, self._NC, self.H, self.V, self.K, dtype=self.inputs.v.dtype)
+        u = torch.empty_like(self.inputs.v) if self.dense else self.inputs.v
+        self._forward(state=entering, keep=(u, states))
+        return u, states
+
+    def _general_gradients(self, carried, adjoint, do: Tensor, dS0: Tensor) -> Inputs:
+        u, states = carried
+        adjoints, dr = torch.empty_like(states), torch.empty_like(self.inputs.v)
+        dv = torch.empty_like(dr) if self.dplr else None
+        self._backward(do, adjoint, dr=dr, dv=dv, states=adjoints, leaving=dS0)
+        if self.dplr:
+            return self._dplr_gradients(do, u, dr, dv, states, adjoints)
+        if self.decay != 2:
+            return self._delta_gradients(do, u, dr, states, adjoints)
+        return self._chunk_gradients(do, u, dr, states, adjoints)
+
+    def _pairs(self, do, u, dr) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """(P, E, P's diagonal, dv, dβ) of every chunk; see `pairs_kernel`."""
+        i, how = self.inputs, self._pick(PAIRS)
+        B, T, H = self.B, self.T, self.H
+        P, E = [*self._squares(2 if self.dense else 1), i.v][:2]
+        dv = torch.empty_like(dr) if self.delta else dr
+        dbeta = self._new(B, T, H) if self.delta else None
+        own = self._new(B, T, H)
+        launch(
+            pairs_kernel, (self._NC, self._rows), i.v, self.F, do, u, dr, P, E, own, dv,
+            P if dbeta is None else dbeta, self.chunks.table, T, self._NC, self.scale, H=H, V=self.V,
+            BV=min(how.block, width(self.V)), C=self.chunk, DELTA=self.delta, READS=self.dense, PREC=self.precision,
+            VARLEN=self._packed, **how.options,
+        )  # fmt: skip
+        return P, E, own, dv, dbeta
+
+    def _delta_gradients(self, do, u, dr, states, adjoints) -> Inputs:
+        """The gradients of every chunk's inputs, all chunks at once: a scalar decay or none."""
+        i, K, how = self.inputs, self.K, self._pick(GRADIENT)
+        block = max(32, min(how.block, width(K)))  # the transposed products go wrong at 16 columns
+        nk = cdiv(K, block)
+        dq, dk = self._keys(2)
+        dv, dbeta = torch.empty_like(i.v), self._new(nk, self.B, self.T, self.H)
+        dg = torch.empty_like(dbeta) if self.decay else dbeta
+        launch(
+            delta_gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, i.v, self.F, do, u, dr, states, adjoints, dq,
+            dk, dv, dg, dbeta, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V,
+            BK=block, BV=min(table.INNER[self.decay], width(self.V)), C=self.chunk, GATED=self.decay == 1, PREC=self.precision,
+            VARLEN=self._packed, **how.options,
+        )  # fmt: skip
+        return Inputs(dq, dk, dv, dg.sum(0) if self.decay else None, dbeta.sum(0))
+
+    def _chunk_gradients(self, do, u, dr, states, adjoints) -> Inputs:
+        """The same for a decay per key channel."""
+        i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
+        P, E, own, dv, dbeta = self._pairs(do, u, dr)
+        block = max(32, min(how.block, width(K)))  # as above
+        nk = cdiv(K, block)
+        dq, dk = self._keys(2)
+        dread = self._new(nk, self.B, self.T, self.H) if self.delta else P
+        dg = self._new(self.B, self.T, self.H, K)
+        for levelled in (False, True):
+            launch(
+                gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, self.F, self.G, self.intra.low, own, do, u, dr,
+                P, E, states, adjoints, dq, dk, dg, dread, self.chunks.table, self.T, self._NC, self.scale, H=self.H,
+                HK=self.HK, K=K, V=self.V, BK=block, BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels,
+                LEVELLED=levelled, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed, **how.options,
+            )  # fmt: skip
+        return Inputs(dq, dk, dv, dg, dbeta + dread.sum(0) if self.delta else None)
+
+    def _dplr_gradients(self, do, y, dr, dv, states, adjoints) -> Inputs:
+        i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
+        P, E, own, _, _ = self._pairs(do, y, dr)
+        Pv, Ev, own_v, _, _ = self._pairs(do, i.v, dr)
+        block = min(how.block, width(K))
+        dq, dk, da, db = self._keys(4)
+        dg = self._new(self.B, self.T, self.H, K)
+        launch(
+            dplr_gradient_kernel, (self._NC * cdiv(K, block), self._rows), i.q, i.k, i.a, i.b, i.v, self.G,
+            self.intra.low, do, y, dr, P, E, Pv, Ev, own, own_v, states, adjoints, dq, dk, da, db, dg,
+            self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V, BK=block,
+            BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels, LIMIT=self._limit, PREC=self.precision,
+            VARLEN=self._packed, **how.options,
+        )  # fmt: skip
+        return Inputs(dq, dk, dv, dg, None, da, db)
