@@ -215,8 +215,8 @@ class General(Base):
         launch(
             delta_gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, i.v, self.F, do, u, dr, states, adjoints, dq,
             dk, dv, dg, dbeta, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V,
-            BK=block, BV=min(table.INNER[self.decay], width(self.V)), C=self.chunk, GATED=self.decay == 1, PREC=self.precision,
-            VARLEN=self._packed, **how.options,
+            BK=block, BV=min(table.INNER[self.decay], width(self.V)), C=self.chunk, GATED=self.decay == 1,
+            PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
         return Inputs(dq, dk, dv, dg.sum(0) if self.decay else None, dbeta.sum(0))
 
