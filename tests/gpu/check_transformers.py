@@ -9,6 +9,7 @@ it; in bf16 they stand beside those of the unmodified model in bf16. Rank 0 prin
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -119,16 +120,22 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seconds", type=float, default=240.0, help="start no check after this many")
     arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(arguments.seconds, repeat=False)  # where a rank that does not come back stands
     rank = int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    if rank == 0:
+        print("joined", flush=True)
     sys.modules["fla"] = None  # type: ignore[assignment]  # the library falls back on its PyTorch functions
     import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    cp, start = ring_la.ContextParallel(), time.monotonic()
+    start = time.monotonic()
+    cp = ring_la.ContextParallel()
     results: dict[str, object] = {"transformers": transformers.__version__, "ranks": cp.size}
+    if rank == 0:
+        print(f"context of {cp.size} ranks after {time.monotonic() - start:.1f} s", flush=True)
     names = arguments.names or [*FIRST, *(n for n in RECURRENT if n not in FIRST)]
     names = [n for n in names if hasattr(transformers, RECURRENT[n].model)]
     for name in names:
