@@ -1,7 +1,7 @@
 """The fused kernels on the GPU against fp64, and their times: `python -m tests.gpu.check_fused [--out FILE]`.
 
 Convolution, unit length and decays: forward and every gradient, several dtypes and shapes, packed and not; the error
-beside that of PyTorch's own operations in the same dtype, which it may exceed by half, or up to what two roundings give.
+beside that of PyTorch's own operations in the same dtype, which it may exceed by half, or up to that of two roundings.
 Then ms of forward and of both, by the kernels and by PyTorch, over the bytes that must move.
 """
 
