@@ -7,7 +7,7 @@ On one device: the registered operator. On a split sequence, forward and backwar
     finish      outputs (forward) or gradients (backward) given the entering states
 
 The gradient of the state obeys ``G_in = Aᵀ G_out + c`` from right to left, with the A of the forward pass kept and c
-the gradient this rank's outputs send to its entering state, so backward only states travel.
+the gradient this rank's outputs send to its entering state.
 """
 
 from __future__ import annotations
