@@ -30,6 +30,7 @@ class Call:
         chunk: the tokens of this rank that the head works on; None: all.
         hidden: the backbone's last hidden state ``[B, T_local, D]`` and `result` its class, where there is a chunk.
         backbone: what the backbone is to return without running, where only the head is run.
+        documents: what layers with an index need of the whole sequence, kept from the first of them for the others.
     """
 
     layout: ShardedLayout | None
@@ -46,6 +47,7 @@ class Call:
     hidden: Tensor | None = None
     result: type[ModelOutput] | None = None
     backbone: ModelOutput | None = None
+    documents: object = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
     @cached_property

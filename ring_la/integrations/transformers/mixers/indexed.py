@@ -38,6 +38,13 @@ class Documents:
         self.tokens, self.positions = tokens.to(device), layout.positions_of(tokens).to(device)
         self.every = layout.positions_of(every).to(device)
 
+    @classmethod
+    def of(cls, call: Call, hidden_states: Tensor) -> Documents:
+        """Those of a call, made once."""
+        if call.documents is None:
+            call.documents = cls(call, hidden_states.shape[1], hidden_states.device)
+        return call.documents
+
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' rows of x along `dim`, in order."""
         return x if self.call.layout is None else self.call.layout.gather(x, dim)
@@ -120,7 +127,7 @@ def sparse_latent_attention(
     **keywords,
 ):
     """``DeepseekV32Attention`` and its like: the `index_topk` keys that score highest among those the mask shows."""
-    documents = Documents(call, hidden_states.shape[1], hidden_states.device)
+    documents = Documents.of(call, hidden_states)
     mask = documents.visible.expand(len(hidden_states), 1, -1, -1)
     own = Overriding(layer, config=types.SimpleNamespace(_attn_implementation="sdpa"))  # a choice becomes a mask
     cache = WholeSequence(documents)
@@ -132,7 +139,7 @@ def sparse_latent_attention(
 
 def glm5_next_attention(call: Call, layer: nn.Module, hidden_states: Tensor, past_key_values=None, **keywords):
     """``Glm5NextTextAttention``: latents are gathered, not heads."""
-    documents = Documents(call, hidden_states.shape[1], hidden_states.device)
+    documents = Documents.of(call, hidden_states)
     return masked_forward(layer)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
 
 
@@ -180,8 +187,7 @@ def qwen4_exp_attention(
     **keywords,
 ):
     """``Qwen4ExpTextAttention``: its indexer reads from the mask which tokens there are to pick from."""
-    batch, length = hidden_states.shape[:2]
-    documents = Documents(call, length, hidden_states.device)
+    batch, documents = len(hidden_states), Documents.of(call, hidden_states)
     # keys' angles are read by their place in the sequence, queries' from the end
     angles = tuple(torch.cat([documents.gather(x, 1), x], 1).expand(batch, -1, -1) for x in position_embeddings)
     mask = documents.visible.expand(batch, 1, -1, -1)
