@@ -41,6 +41,12 @@ class Memory:
         return memory
 
     @staticmethod
+    def release(group: Group) -> None:
+        """Give a group's memory back; the next use makes it anew. Every rank calls, and no CUDA graph may use it."""
+        if group.__dict__.pop("_memory", None) is not None:
+            torch.cuda.synchronize(group.device)
+
+    @staticmethod
     def held(group: Group) -> int:
         """Bytes a group holds so, which PyTorch's allocator does not count."""
         memory = group.__dict__.get("_memory")
