@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument("--transports", default="torch,auto")
     parser.add_argument("--jobs", type=int, default=10, help="processes a rank that compile")
     parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--skip", type=int, default=0, help="cases of the matrix to leave out, the first ones")
     parser.add_argument("--out")
     args = parser.parse_args()
     start, rank, local = time.time(), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -124,7 +125,8 @@ def main() -> int:
     groups, report = contexts(args.transports.split(",")), Report(rank, quiet=True)
     if rank == 0:
         print(f"compiled and connected after {time.time() - start:.0f} s", flush=True)
-    todo, late, counts = list(matrix(list(groups), backends, widths)), torch.zeros(1, device="cuda"), {}
+    todo = list(matrix(list(groups), backends, widths))[args.skip :]
+    late, counts = torch.zeros(1, device="cuda"), {}
     reached = 0
     for group, backend, feature, D, dtype, kind, strategy in todo:
         late.fill_(time.time() - start)
