@@ -18,7 +18,7 @@ from .autograd import first_derivative_only, outside_graphs
 from .comm import TRANSPORTS, Group, Route
 from .errors import ArgumentError, PeerError, RingLAError
 from .layout import Layout
-from .scan import STRATEGIES, Chain, CostModel, Scan
+from .scan import STRATEGIES, Chain, Cost, CostModel, Scan
 
 ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
 VALIDATE = ("first", "always", "never")
@@ -137,6 +137,10 @@ class ContextParallel:
         if key not in self._chosen:
             self._chosen[key] = STRATEGIES[self.cost.best(chain, like)]
         return self._chosen[key]
+
+    def price(self, cost: Cost, like: Affine) -> float:
+        """What an exchange of maps like `like` costs: seconds where the group was measured, else bytes received."""
+        return self.cost.seconds(cost, like) if self.cost else cost.received
 
 
 @dataclass(frozen=True)

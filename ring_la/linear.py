@@ -193,7 +193,7 @@ class ShardedCall:
         """Post the scan of `links`; its result is the state entering each owned link, in chain order."""
         cp, maps = self.layout.cp, Affine(self.kind, None, like)
         horizon = self.horizon(like.dtype)
-        if horizon is not None and horizon.pays(chain, maps, cp.strategy):
+        if horizon is not None and horizon.pays(chain, maps, cp.strategy, cp.price):
             return horizon.start(chain, links, maps, cp.comm, cp.strategy)
         return cp.strategy(chain, maps).start(chain, links, maps, cp.comm)
 

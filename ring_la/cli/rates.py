@@ -85,18 +85,29 @@ def _line(points: Mapping[int, float]) -> Line:
 
 
 def _table(milliseconds: Mapping[str, float]) -> dict[str, Line]:
-    """Proportional to the tokens: figures of T 32,768, 32 heads."""
-    return {name: Line(0.0, 32768 * 32 / (ms / 1e3)) for name, ms in milliseconds.items()}
+    """Proportional to the tokens: figures of T 16,384, 32 heads."""
+    return {name: Line(0.0, 16384 * 32 / (ms / 1e3)) for name, ms in milliseconds.items()}
 
 
 H200 = Rates(
-    source="built in, NVIDIA H200, torch 2.11, bf16, K = V = 128 (docs/benchmarks.md, 2026-11-21)",
-    matmul=790e12,
-    copy=4.2e12,
-    attention_forward=602e12,
-    attention_backward=547e12,
+    source="built in, NVIDIA H200, torch 2.11, bf16, K = V = 128 (docs/planning.md, 2026-11-21)",
+    matmul=769e12,
+    copy=4.27e12,
+    attention_forward=542e12,
+    attention_backward=459e12,
     memory=139 * 2**30,
-    forward=_table({"linear_attention": 0.431, "retention": 0.626, "simple_gla": 0.605, "gla": 1.826}),
-    both=_table({"linear_attention": 1.654, "retention": 2.911, "simple_gla": 2.886, "gla": 9.795}),
-)
-"""Matmul, copy and cuDNN attention as PyTorch's own calls reach them."""
+    forward=_table(
+        {
+            "linear_attention": 0.342, "retention": 0.336, "simple_gla": 0.441, "gla": 0.932, "delta_rule": 0.675,
+            "gated_delta_rule": 0.687,
+        }
+    ),
+    both=_table(
+        {
+            "linear_attention": 1.595, "retention": 1.517, "simple_gla": 1.885, "gla": 4.951, "delta_rule": 2.816,
+            "gated_delta_rule": 3.210,
+        }
+    ),
+)  # fmt: skip
+"""As `ring-la bench scan` measured them: retention, gla and gated_delta_rule replayed as CUDA graphs, the others eager,
+which at this size is the host's time more than the device's. KDA was not measured."""

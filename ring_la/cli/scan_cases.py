@@ -29,7 +29,7 @@ from ring_la.algebra import Affine, Transition, transition_shape
 from ring_la.comm import Group, Pending
 from ring_la.context import ContextParallel
 from ring_la.recurrences.retention import retention_decay
-from ring_la.scan import STRATEGIES, Chain, Link, Scan
+from ring_la.scan import STRATEGIES, Chain, Cost, Link, Scan
 
 HALF_LIVES = (16, 65536)
 """Tokens: half-lives of trained gates, log-uniform over the heads."""
@@ -110,6 +110,9 @@ class Waited:
     """A strategy that has finished when `start` returns."""
 
     inner: Scan
+
+    def cost(self, chain: Chain, like: Affine) -> Cost:
+        return self.inner.cost(chain, like)
 
     def start(self, chain: Chain, links: list[Link], like: Affine, group: Group) -> Pending:
         result = self.inner.start(chain, links, like, group).wait()

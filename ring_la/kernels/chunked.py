@@ -8,7 +8,7 @@ Backward, right to left: ``G_c = A_cᵀ G_{c+1} + Q_cᵀ do_c``; then the chunk'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -221,4 +221,5 @@ def recording() -> Iterator[None]:
 
 def full_precision(x: Tensor):
     """Autocast off: states and everything that feeds them stay in the backend's own precision."""
-    return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -22,7 +22,8 @@ class AllGather:
             return Cost()
         received = (chain.ranks - 1) * chain.slots() * sum(sizes(like))
         applied = max(chain.applied(chain.local(rank)) for rank in set(chain.owners))
-        return Cost(received, (Messages("gather", received),), applied, posted=1, operations=2 + applied)
+        copied = chain.slots() * sum(sizes(like))
+        return Cost(received, (Messages("gather", received),), applied, 0, copied, 1, 2 + applied)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

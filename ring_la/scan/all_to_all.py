@@ -33,7 +33,8 @@ class AllToAll:
         path = Messages("exchange", there), Messages("exchange", back)
         applied = chain.applied(range(len(chain)))
         operations = 3 + 3 * chain.slots() + applied
-        return Cost(there + back, path, applied / chain.ranks, posted=2, operations=operations)
+        copied = chain.slots() * (sum(sizes(like)) + 2 * like.b.nbytes)
+        return Cost(there + back, path, applied / chain.ranks, 0, copied, 2, operations)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

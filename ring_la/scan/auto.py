@@ -34,6 +34,8 @@ STRATEGIES: dict[str, Scan] = {
 SMALL, LARGE = 16 * 1024, {"cpu": 2 * 2**20, "cuda": 16 * 2**20}
 SWEEP, PATIENCE, MOST = 0.2, 0.7, 30
 """Seconds all probes may take once, seconds to repeat them for, and how often at most."""
+QUANTILE = 25
+"""Which of the repetitions counts, %: not the middle, for other work only ever adds time."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Line:
 
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Line:
-        """The line through two points (size, seconds)."""
-        beta = (large[0] - small[0]) / max(large[1] - small[1], 1e-9)
+        """The line through two points (size, seconds); a tenth of the large one's time at least is due to its size."""
+        beta = (large[0] - small[0]) / max(large[1] - small[1], large[1] / 10, 1e-9)
         return cls(max(small[1] - small[0] / beta, 1e-7), beta)
 
 
@@ -85,10 +87,10 @@ class CostModel:
             lasted = _slowest([time.perf_counter() - start], group)[0]
             scale = min(1.0, SWEEP / 8 / lasted)
         sweeps = [first, *(_sweep(probes, group) for _ in range(min(MOST, int(PATIENCE / lasted))))]
-        quartiles = iter(_slowest([sorted(column)[len(column) // 4] for column in zip(*sweeps)], group))
+        middle = iter(_slowest([sorted(column)[QUANTILE * len(column) // 100] for column in zip(*sweeps)], group))
         lines, posting = {}, {}
         for name, probe in probes.items():
-            (small, posting[name]), (large, _) = ((next(quartiles), next(quartiles)) for _ in range(2))
+            (small, posting[name]), (large, _) = ((next(middle), next(middle)) for _ in range(2))
             lines[name] = Line.through((probe.small, small), (probe.large, large))
         del lines["launch"]
         return cls(**lines, post=posting["gather"], launch=posting["launch"])
@@ -110,6 +112,7 @@ class CostModel:
         if like.kind == "dense":
             apply += self.matmul(2 * heads * k * k * v)
             compose = self.matmul(2 * heads * k * k * k)
+        messages += cost.copied / self.add.beta
         host = cost.posted * self.post + cost.operations * self.launch
         return messages + cost.applied * apply + cost.composed * (apply + compose) + host
 

@@ -36,7 +36,8 @@ class Doubling:
             distance *= 2
         received = max(received.values()) * sum(sizes(like))
         operations = 6 * chain.slots() * len(rounds)
-        return Cost(received, tuple(rounds), 0, composed, posted=2 * len(rounds), operations=operations)
+        copied = chain.slots() * len(rounds) * sum(sizes(like))
+        return Cost(received, tuple(rounds), 0, composed, copied, 2 * len(rounds), operations)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

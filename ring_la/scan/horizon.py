@@ -17,10 +17,12 @@ from ..algebra import Affine
 from ..comm import Group, Pending
 from .chain import Chain
 from .neighbours import Neighbours
-from .strategy import Link, Scan
+from .strategy import Cost, Link, Scan
 
 FLOOR = {torch.float32: -30.0, torch.float64: -50.0}
 """ln of the unit roundoff, and 14 more: what is left is lost also beside states a million times smaller."""
+CUTS = 6
+"""Tensor operations that cut a link's heads in two and join what enters it."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,23 @@ class Horizon:
         index = [torch.tensor(heads, dtype=torch.int64, device=device) for heads in (near, far)]
         return cls(*index, (len(near), len(far))) if near else None
 
-    def pays(self, chain: Chain, like: Affine, choose: Callable[[Chain, Affine], Scan]) -> bool:
-        """Whether two exchanges bring a rank fewer bytes than one (a ring's are as many), or nothing passes at all."""
+    def pays(
+        self,
+        chain: Chain,
+        like: Affine,
+        choose: Callable[[Chain, Affine], Scan],
+        price: Callable[[Cost, Affine], float],
+    ) -> bool:
+        """Whether two exchanges cost less than one, heads cut and joined included, or nothing passes at all."""
         if self.all_near:
             return True
         key = (chain, like.b.shape)
         if key not in self._paid:
             near, rest = (_like(like, n) for n in self.counts)
-            split = Neighbours().cost(chain.forgetful, near).received + choose(chain, rest).cost(chain, rest).received
-            self._paid[key] = split < choose(chain, like).cost(chain, like).received
+            cut = Cost(operations=CUTS * chain.slots())
+            split = price(Neighbours().cost(chain.forgetful, near), near) + price(cut, near)
+            split += price(choose(chain, rest).cost(chain, rest), rest)
+            self._paid[key] = split < price(choose(chain, like).cost(chain, like), like)
         return self._paid[key]
 
     def start(

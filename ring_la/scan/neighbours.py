@@ -20,7 +20,9 @@ class Neighbours:
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
         state = sizes(like)[0]
-        return Cost(chain.arrivals * state, (Messages("swap", state),) if chain.arrivals else ())
+        if not chain.arrivals:
+            return Cost()
+        return Cost(chain.arrivals * state, (Messages("swap", state),), copied=state, posted=2, operations=2)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         me, mine = group.rank, chain.local(group.rank)

@@ -35,7 +35,8 @@ class Ring:
         applied = (depth - 1) / self.blocks if chain.hops > 1 else 0.0
         posted = 2 * chain.arrivals * self.blocks
         cuts = 0 if self.blocks == 1 else chain.slots() * self.blocks + chain.arrivals
-        return Cost(chain.arrivals * state, (path,), applied, posted=posted, operations=posted + cuts)
+        copied = 2 * state * chain.slots() if cuts else 0
+        return Cost(chain.arrivals * state, (path,), applied, 0, copied, posted, posted + cuts)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)

@@ -63,6 +63,7 @@ class Cost:
         messages: the messages of the critical path.
         applied: states sent through a map on the critical path, in whole states (a fold of P maps: P − 1).
         composed: maps composed with maps, likewise.
+        copied: bytes packed, cut and joined on the way.
         posted, operations: messages and tensor operations the busiest rank's host launches: where the device is fast,
             the host's time is what counts.
     """
@@ -71,6 +72,7 @@ class Cost:
     messages: tuple[Messages, ...] = ()
     applied: float = 0.0
     composed: float = 0.0
+    copied: float = 0.0
     posted: int = 0
     operations: int = 0
 
