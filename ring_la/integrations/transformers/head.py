@@ -11,7 +11,6 @@ from transformers.utils import ModelOutput
 from ...errors import UnsupportedError
 from .call import Call
 from .loss import Whole, gather_router_logits, gather_tokens
-from .mixers import entry_of
 
 
 def backbone_forward(self: nn.Module, *args, **keywords) -> ModelOutput:
@@ -19,8 +18,7 @@ def backbone_forward(self: nn.Module, *args, **keywords) -> ModelOutput:
     parallel = self._ring_la
     if parallel.call is not None and parallel.call.backbone is not None:
         return parallel.call.backbone
-    own = type(self).forward if entry_of(type(self)) is None else parallel.forward_of(type(self))
-    return own(self, *args, **keywords)
+    return parallel.forward_of(type(self))(self, *args, **keywords)
 
 
 def after_backbone(module: nn.Module, args: tuple, output: object) -> None:

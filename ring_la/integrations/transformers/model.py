@@ -7,6 +7,7 @@ import inspect
 import types
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,8 @@ def parallelize(
             without memory (device "meta") it is done in the first call.
 
     Raises:
-        ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name.
+        ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
+            then left as it was.
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", "a PreTrainedModel", type(model).__name__, "Wrap it (PEFT, DDP, FSDP) afterwards")
@@ -85,10 +87,12 @@ def parallelize(
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     parallel = Parallel(cp, kind, cp.size if average else 1, loss_chunk)
-    parallel.adopt(model)
-    parallel.unchecked = check
-    if check and not any(p.is_meta for p in model.parameters()):
-        parallel.check(model)
+    with ExitStack() as undo:
+        parallel.adopt(model, undo)
+        parallel.unchecked = check
+        if check and not any(p.is_meta for p in model.parameters()):
+            parallel.check(model)
+        undo.pop_all()  # accepted
     return model
 
 
@@ -119,33 +123,48 @@ class Parallel:
     def __deepcopy__(self, memo: dict) -> Parallel:
         raise UnsupportedError("model", "a copy made before parallelize", "a parallelized one")
 
-    def adopt(self, model: PreTrainedModel) -> None:
-        """Turn the model's attention, mixers, loss and call to ours."""
+    def adopt(self, model: PreTrainedModel, undo: ExitStack) -> None:
+        """Turn the model's attention, mixers, loss and call to ours; `undo` takes the way back."""
         configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
         self._attention = [(c, c._attn_implementation) for c in configs.values()]
+        undo.callback(self.use_attention, split=False)
         model.set_attn_implementation(NAME)
         for module in model.modules():
             module._ring_la = self
-            if entry_of(type(module)) is not None:
-                self.forward_of(type(module))
-                module.forward = types.MethodType(_mixer_forward, module)
-            elif goes_by_length(module):
-                module.forward = types.MethodType(rotary_forward, module)
+            undo.callback(delattr, module, "_ring_la")
         backbone = _backbone(model)
-        if backbone is not model:
-            backbone.forward = types.MethodType(backbone_forward, backbone)
-            backbone.register_forward_hook(after_backbone)
+        for name, module in model.named_modules():
+            if module is model:
+                forward = model_forward(self.forward_of(type(model)))
+            elif module is backbone:
+                forward = backbone_forward
+                undo.callback(module.register_forward_hook(after_backbone).remove)
+            elif entry_of(type(module)) is not None:
+                forward = _mixer_forward
+            elif goes_by_length(module):
+                forward = rotary_forward
+            else:
+                continue
+            if "forward" in vars(module):
+                got = f"{name or type(model).__name__} with a forward of its own"
+                raise UnsupportedError("model", "modules as their classes make them, no hooks of Accelerate", got)
+            self.forward_of(type(module))
+            module.forward = types.MethodType(forward, module)
+            undo.callback(delattr, module, "forward")
         self.uncached = uncached(model)
         if "cache_params" in inspect.signature(type(model).forward).parameters:
             self.cache = "cache_params"
         self.loss = model.loss_function
+        if "_loss_function" in vars(model):
+            undo.callback(setattr, model, "_loss_function", self.loss)
+        else:
+            undo.callback(delattr, model, "_loss_function")
         model.loss_function = functools.partial(_loss, self)
-        model.forward = types.MethodType(model_forward(type(model).forward), model)
 
     def forward_of(self, kind: type) -> Callable:
-        """The forward of mixers of a class."""
+        """The forward of modules of a class, ours inside where it has an entry."""
         if kind not in self._forwards:
-            self._forwards[kind] = make_forward(kind, self)
+            self._forwards[kind] = kind.forward if entry_of(kind) is None else make_forward(kind, self)
         return self._forwards[kind]
 
     def layout(self, seq_len: int, offsets: tuple[int, ...] | None) -> ShardedLayout:
@@ -179,7 +198,7 @@ class Parallel:
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a model of which something uncovered crosses the sequence."""
-        embedding, original = model.get_input_embeddings(), type(model).forward
+        embedding, original = model.get_input_embeddings(), self.forward_of(type(model))
 
         def run(ids: Tensor, positions: Tensor | None, offsets: Sequence[int]) -> object:
             self.call = Call(None, torch.tensor(offsets, dtype=torch.int32, device=ids.device))

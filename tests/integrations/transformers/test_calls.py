@@ -319,8 +319,12 @@ def refused_models(rank: int) -> None:
     for kind, (options, message) in REFUSED.items():
         if hasattr(transformers, kind):
             model = case(kind, skip=("head_dim", "num_key_value_heads"), **options).make()
+            before = {n: set(vars(m)) for n, m in model.named_modules()}, model.config._attn_implementation
             with pytest.raises(UnsupportedError, match=message):
                 parallelize(model, cp)
+            after = {n: set(vars(m)) for n, m in model.named_modules()}, model.config._attn_implementation
+            assert before == after  # it is as it was
+            assert not model.base_model._forward_hooks
 
 
 def test_refused_models(ranks):
