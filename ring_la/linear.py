@@ -180,14 +180,15 @@ class ShardedCall:
     def kind(self) -> Transition:
         return self.rule.transition
 
-    def local(self, inputs: Inputs, mode: str) -> Local:
+    def local(self, inputs: Inputs, mode: str, kept: tuple[Tensor | None, ...] = ()) -> Local:
+        """What computes this rank's tokens; `kept` is what the forward's `Local.kept` gave."""
         layout = self.layout
         single = len(layout.pieces) <= 1 and (not self.canonical or not layout.pieces)
         cu = None if single else layout.cu_pieces.to(inputs.q.device)
         canonical = {} if single else self.canonical
         if layout.cp.deterministic and mode == "auto":
             mode = "chunk"  # whatever this rank's length
-        return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, **canonical)
+        return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, kept=kept, **canonical)
 
     def exchange(self, chain: Chain, links: list[Link], like: Tensor) -> Pending:
         """Post the scan of `links`; its result is the state entering each owned link, in chain order."""
@@ -225,7 +226,7 @@ class _Sharded(torch.autograd.Function):
             ctx.final_shape = final.shape
         ctx.call, ctx.has_initial = call, initial_state is not None
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-        ctx.save_for_backward(S0, *(link.map.A for link in links), *inputs)
+        ctx.save_for_backward(S0, *(link.map.A for link in links), *inputs, *local.kept())
         ctx.set_materialize_grads(False)
         return o, final
 
@@ -234,11 +235,11 @@ class _Sharded(torch.autograd.Function):
     def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
         call: ShardedCall = ctx.call
         seams, packed, comm = call.seams, call.layout.packed, call.layout.cp.comm
-        n = len(seams.links)
+        n, width = len(seams.links), len(Inputs._fields)
         S0, *rest = ctx.saved_tensors
-        transitions, inputs = rest[:n], Inputs(*rest[n:])
+        transitions, inputs, kept = rest[:n], Inputs(*rest[n : n + width]), tuple(rest[n + width :])
         do = torch.zeros_like(inputs.v) if do is None else do
-        local = call.local(inputs, "chunk")
+        local = call.local(inputs, "chunk", kept)
         dS_end = None
         if call.output_final_state:  # on every rank, used or not: the sum is collective
             dS_end = inputs.q.new_zeros(states_shape(call, inputs), dtype=state_dtype(*inputs))
@@ -253,8 +254,8 @@ class _Sharded(torch.autograd.Function):
         pending = call.exchange(seams.chain.reversed, links, dS0[:, 0])
         local.prepare_gradients(S0)
         dS_end = with_arrived(dS_end, dS0, [last for _, last in seams.segments], pending.wait()[::-1])
-        grads, dS0 = local.gradients(S0, do, dS_end)
-        grads = [None if x is None else d.to(x.dtype) for x, d in zip(inputs, grads)]
+        grads, dS0 = local.gradients(S0, do, dS_end, ctx.needs_input_grad[2 + Inputs._fields.index("g")])
+        grads = [None if x is None or d is None else d.to(x.dtype) for x, d in zip(inputs, grads)]
         dinitial = None
         if ctx.has_initial and ctx.needs_input_grad[1]:
             dinitial = initial_gradient(call, dS0, dfinal).to(ctx.initial_dtype)
