@@ -33,6 +33,8 @@ class Kept(NamedTuple):
     L: Tensor | None = None
     transition: Tensor | None = None
     entering: Tensor | None = None
+    whole: Tensor | None = None
+    """The transitions of a call whose pieces states enter; `transition` lacks each piece's first."""
 
 
 @functools.lru_cache(maxsize=4096)

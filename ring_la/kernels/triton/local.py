@@ -73,7 +73,7 @@ class TritonRecurrence(Simple, General):
         if self.decay == 1 or self.delta:
             found["F"] = self.F
         if self.dense and self._own is not None:
-            found["transition"] = self._own[2]
+            found["whole" if self._own[0] else "transition"] = self._own[2]
         if not self.simple:
             x = self.intra
             if self.decay == 2:
@@ -151,9 +151,10 @@ class TritonRecurrence(Simple, General):
         return own, transition
 
     def _dense_transition(self, full: bool) -> Tensor:
-        # a map kept from a call without states lacks what only a call with them reads
-        known = self._kept.transition
-        return known if known is not None and not full else self._summarise(full)[1]
+        known = self._kept.whole
+        if known is None and not full:
+            known = self._kept.transition
+        return self._summarise(full)[1] if known is None else known
 
     def _maps(self) -> Tensor:
         return self._new(self.B, self.segments.count, self.H, self.K, self.V)
