@@ -8,7 +8,8 @@ import torch
 import ring_la
 from ring_la import reference
 from ring_la.algebra import Affine
-from ring_la.scan import STRATEGIES, Chain, Horizon
+from ring_la.scan import STRATEGIES, Chain, CostModel, Horizon
+from ring_la.scan.auto import Line
 from ring_la.scan.neighbours import Neighbours
 from tests.conformance.cases import error, make_inputs
 from tests.distributed.pool import group
@@ -73,6 +74,19 @@ def test_exact_with_fewer_bytes(ranks, decays, layout):
                 assert max(most, most_back) < whole, scan
             if not far:
                 assert most == chain.arrivals * near * state == Neighbours().cost(chain.forgetful, like).received
+
+
+@pytest.mark.parametrize(("host", "pays"), [(0.0, True), (1e-4, False)])
+def test_two_exchanges_only_where_they_take_less_time(host, pays):
+    """Fewer bytes are worth a second exchange on a slow link, not where the host is what costs."""
+    split = ring_la.layout.Layout(64 * 8, "contiguous", 8, 0)
+    chain, like = Chain.of(split), Affine("scalar", None, torch.empty(1, 4, 32, 32, device="meta"))
+    line, free = Line(1e-6, 1e9), Line(0.0, float("inf"))
+    model = CostModel(line, line, line, line, free, free, post=host, launch=host)
+    horizon = Horizon.of(DECAYS["some"], 64, torch.float32, torch.device("cpu"))
+    choose = lambda chain, like: STRATEGIES["all_gather"]  # noqa: E731
+    assert horizon.counts == (2, 2)
+    assert horizon.pays(chain, like, choose, model.seconds) == pays
 
 
 def test_learned_decays_are_not_read():
