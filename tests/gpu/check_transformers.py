@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from tests.integrations.transformers.models import RECURRENT, SMALL, VOCABULARY
+from tests.integrations.transformers.models import INDEXED, RECURRENT, SMALL, VOCABULARY, Case
 
 WIDE = dict(
     hidden_size=256,
@@ -54,6 +54,7 @@ WIDE = dict(
     sliding_window=100,
     max_position_embeddings=2048,
 )
+ARCHITECTURES: dict[str, Case] = RECURRENT | INDEXED
 LENGTH, DOCUMENTS = 1024, (0, 100, 101, 700, 1024)
 FIRST = ["qwen3_next", "kimi_linear", "mamba2", "minimax", "lfm2", "olmo_hybrid", "bamba"]
 
@@ -64,7 +65,7 @@ def widened(options: dict) -> dict:
 
 
 def make(name: str, dtype: torch.dtype) -> torch.nn.Module:
-    case = RECURRENT[name]
+    case = ARCHITECTURES[name]
     small = {n: x for n, x in widened(SMALL).items() if n not in case.skip}
     extra = {"head_dim": 64} if name == "mamba2" else {}
     return replace(case, options=small | widened(case.options) | extra).make().to("cuda", dtype)
@@ -117,9 +118,11 @@ def errors(got: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; default: all")
     parser.add_argument("--seconds", type=float, default=240.0, help="start no check after this many")
     arguments = parser.parse_args()
+    if unknown := set(arguments.names) - ARCHITECTURES.keys():
+        parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
     faulthandler.dump_traceback_later(arguments.seconds, repeat=False)  # where a rank that does not come back stands
     rank = int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(rank)
@@ -136,8 +139,8 @@ def main() -> None:
     results: dict[str, object] = {"transformers": transformers.__version__, "ranks": cp.size}
     if rank == 0:
         print(f"context of {cp.size} ranks after {time.monotonic() - start:.1f} s", flush=True)
-    names = arguments.names or [*FIRST, *(n for n in RECURRENT if n not in FIRST)]
-    names = [n for n in names if hasattr(transformers, RECURRENT[n].model)]
+    names = arguments.names or [*FIRST, *(n for n in ARCHITECTURES if n not in FIRST)]
+    names = [n for n in names if hasattr(transformers, ARCHITECTURES[n].model)]
     for name in names:
         for packed in (False, True):
             late = torch.tensor(time.monotonic() - start > arguments.seconds, dtype=torch.int32, device="cuda")
