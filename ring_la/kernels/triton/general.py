@@ -228,7 +228,7 @@ class General(Base):
         nk = cdiv(K, block)
         dq, dk = self._keys(2)
         dread = self._new(nk, self.B, self.T, self.H) if self.delta else P
-        dg = self._new(self.B, self.T, self.H, K)
+        dg = torch.empty_like(i.g)
         for levelled in (False, True):
             launch(
                 gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, self.F, self.G, self.intra.low, own, do, u, dr,
@@ -244,7 +244,7 @@ class General(Base):
         Pv, Ev, own_v, _, _ = self._pairs(do, i.v, dr)
         block = min(how.block, width(K))
         dq, dk, da, db = self._keys(4)
-        dg = self._new(self.B, self.T, self.H, K)
+        dg = torch.empty_like(i.g)
         launch(
             dplr_gradient_kernel, (self._NC * cdiv(K, block), self._rows), i.q, i.k, i.a, i.b, i.v, self.G,
             self.intra.low, do, y, dr, P, E, Pv, Ev, own, own_v, states, adjoints, dq, dk, da, db, dg,
