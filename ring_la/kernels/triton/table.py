@@ -51,8 +51,8 @@ PAIRS: Table = {64: Launch(64, 4, 2), 128: Launch(128, 4, 1), 256: Launch(128, 4
 GRADIENT: Table = {64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(64, 4, 2)}
 INNER = {0: 64, 1: 32}
 """Value channels a step of `delta_gradient`, without a decay and with a scalar one."""
-# One stage and 64 channels under 8 warps: with pipelined loads, or 32 channels under 4 warps, what the compiler makes of
-# the delta rule's gradient is wrong at times, or reads outside of its memory.
+# One stage and 64 channels under 8 warps: with pipelined loads, or 32 channels under 4 warps, what the compiler makes
+# of the delta rule's gradient is wrong at times, or reads outside of its memory.
 GRADIENT_DIAGONAL: Table = {
     64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 1)
 }  # fmt: skip
