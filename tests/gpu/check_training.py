@@ -93,7 +93,7 @@ def overlay(file: Path, runs: list[dict]) -> None:
             apart = [abs(a - b) / b for a, b in zip(losses, first)]
             bottom.semilogy(apart, linewidth=0.8, color=f"C{i}")
             print(f"{name}: {len(apart)} steps, relative difference at most {max(apart):.1e}, last {apart[-1]:.1e}")
-    top.set(ylabel="cross-entropy (nats a byte)", title="One sequence of 8,192 tokens a step, bf16: split and whole")
+    top.set(ylabel="cross-entropy (nats a byte)", title="The same training, its sequences whole and split")
     top.legend()
     bottom.set(xlabel="step", ylabel="relative\ndifference")
     for axes in (top, bottom):
