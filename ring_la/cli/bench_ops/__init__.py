@@ -3,8 +3,8 @@
     ring-la bench ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--warm SECONDS] [--out FILE.json] [--png FILE.png]
 
 Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by name. Each side of an operator is a
-process of its own. All compile at once (and FLA tunes itself) for at most --warm seconds, and compare themselves with
-fp64; then one after the other is timed alone, but for a side whose error is off. Times are medians of CUDA events;
+process of its own. They compile side by side (and FLA tunes itself) for at most --warm seconds, and compare themselves
+with fp64; then one after the other is timed alone, but for a side whose error is off. Times are medians of CUDA events;
 memory is the peak beyond the inputs; the host's time is that of a forward call, and of the replay of one as a CUDA
 graph. --cold measures the first forward and backward with empty caches, both sides at once. FLA's guard against the
 gated backward on this Triton (#640) is switched off; its errors are checked like all others.
@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -101,6 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(CASES), help="comma-separated (default: all)")
     parser.add_argument("--shapes", help="BxTxHxK or BxTxHxKxV, comma-separated")
     parser.add_argument("--warm", type=float, default=600, metavar="SECONDS", help="time to compile in (default 600)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes compiling at a time (default: cores)"
+    )
     parser.add_argument("--row", type=float, default=60, metavar="SECONDS", help="time for one side of a row")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="no row starts after this")
     parser.add_argument("--cold", default="", metavar="OPS", help="operators to start from empty caches first")
@@ -122,9 +126,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cold:
         found["cold"] = cold(args.cold.split(","), sides, shapes[0], args.cold_limit)
     rows_planned = plan(names, shapes, device)
-    workers = start(rows_planned, sides)
-    deadline = time.monotonic() + args.warm
-    ready = {key: worker.ready(deadline) for key, worker in workers.items()}
+    workers, ready = prepare(rows_planned, sides, args.jobs, time.monotonic() + args.warm)
     found["warm_s"] = round(time.monotonic() - started, 1)
     found["copy_bytes_per_second"] = bandwidth(device)
     for name, shape in rows_planned:
@@ -170,13 +172,23 @@ def _key(name: str, side: str, shape: str) -> tuple[str, str, str]:
     return name, side, "" if side == "ring_la" else shape.split("x", 2)[2]
 
 
-def start(rows: list[tuple[str, str]], sides: dict[str, list[str]]) -> dict[tuple[str, str, str], Worker]:
-    """All workers at once."""
+def prepare(
+    rows: list[tuple[str, str]], sides: dict[str, list[str]], jobs: int, deadline: float
+) -> tuple[dict[tuple[str, str, str], Worker], dict[tuple[str, str, str], dict[str, dict[str, Any]]]]:
+    """Workers by their keys, and what each says of its shapes: ours first, at most `jobs` compiling at a time."""
     shapes: dict[tuple[str, str, str], list[str]] = {}
     for name, shape in rows:
         for side in ("ring_la", *sides[name]):
             shapes.setdefault(_key(name, side, shape), []).append(shape)
-    return {key: Worker(key[0], key[1], own) for key, own in shapes.items()}
+
+    def one(key: tuple[str, str, str]) -> tuple[Worker, dict[str, dict[str, Any]]]:
+        worker = Worker(key[0], key[1], shapes[key])
+        return worker, worker.ready(deadline)
+
+    keys = sorted(shapes, key=lambda key: key[1] != "ring_la")
+    with ThreadPoolExecutor(jobs) as pool:
+        found = dict(zip(keys, pool.map(one, keys)))
+    return {key: worker for key, (worker, _) in found.items()}, {key: said for key, (_, said) in found.items()}
 
 
 def side_row(worker: Worker, ready: dict[str, Any], shape: str, seconds: float) -> dict[str, Any]:
@@ -212,5 +224,8 @@ def save(found: dict[str, Any], out: pathlib.Path | None) -> None:
 def machine(device: str) -> dict[str, str]:
     """What a figure depends on."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    root = pathlib.Path(__file__).parents[3]
+    git = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "--short", "HEAD"]
+    said = subprocess.run(git, capture_output=True, text=True).stdout.split()
+    commit = said[1] if said and pathlib.Path(said[0]) == root else "unknown"
     return {"device": name, "commit": commit} | versions()
