@@ -87,7 +87,7 @@ def overlay(file: Path, runs: list[dict]) -> None:
     first = [m["loss"] for m in runs[0]["steps"]]
     for i, run in enumerate(runs):
         losses = [m["loss"] for m in run["steps"]]
-        name = f"{run['gpus']} GPU" + "s" * (run["gpus"] > 1)
+        name = f"{run['gpus']} rank" + "s" * (run["gpus"] > 1)
         top.plot(losses, label=name, linewidth=3 if i == 0 else 1, alpha=0.4 if i == 0 else 1)
         if i:
             apart = [abs(a - b) / b for a, b in zip(losses, first)]
