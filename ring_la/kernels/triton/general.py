@@ -224,7 +224,8 @@ class General(Base):
         """The same for a decay per key channel."""
         i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
         P, E, own, dv, dbeta = self._pairs(do, u, dr)
-        block = max(32, min(how.block, width(K)))  # as above
+        least = 64 if self.delta and i.v.dtype != torch.float32 else 32  # the compiler's faults, see `table`
+        block = max(least, min(how.block, width(K)))
         nk = cdiv(K, block)
         dq, dk = self._keys(2)
         dread = self._new(nk, self.B, self.T, self.H) if self.delta else P
