@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig
 
 from ring_la.nn import LAYERS
 from ring_la.recurrences import RECURRENCES
@@ -19,7 +20,7 @@ def blocks() -> list[str]:
 
 
 def check(rank: int) -> None:
-    quickstart, moves, layers, model = blocks()
+    quickstart, moves, layers, model, transformers = blocks()
     quickstart = re.sub(r"dist\.init_process_group\(.*?\)", "pass", quickstart)
     quickstart = quickstart.replace("ContextParallel()", "ContextParallel(pool_group)")
     names: dict = {"pool_group": group()}
@@ -32,6 +33,10 @@ def check(rank: int) -> None:
     exec(layers, names)
     names |= {"ids": ids}
     exec(model.replace("max_new_tokens=100", "max_new_tokens=3"), names)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names |= {"config": LlamaConfig(vocab_size=256, **sizes)}
+    exec(transformers.replace("from_pretrained(name)", "from_config(config)"), names)
+    assert torch.isfinite(names["loss"])
 
 
 def test_code_runs(ranks):

@@ -27,6 +27,11 @@ def unsupported(rule: Rule, inputs: Inputs) -> str | None:
         return f"batch × heads {v.shape[0] * v.shape[2]}: the kernels take at most 65535"
     if v.shape[1] == 0 or v.shape[0] == 0:
         return "no tokens"
+    widths = q.shape[-1], v.shape[-1]
+    if (rule.write, rule.decay) == ("additive", "scalar") and max(widths) > 128:
+        return f"head sizes {widths[0]} and {widths[1]}: above 128 these launches were not shown right on a GPU"
+    if (rule.write, rule.decay) == ("delta", "diagonal") and min(widths) < 64:
+        return f"head sizes {widths[0]} and {widths[1]}: below 64 these launches were not shown right on a GPU"
     return None
 
 
