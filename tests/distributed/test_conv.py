@@ -22,7 +22,7 @@ def check_conv(rank: int, P: int, documents: str, W: int, with_state: bool) -> l
         torch.randn(*s, generator=rng, dtype=torch.float64)
         for s in ((B, T, D), (D, W), (D,), (N, D, W - 1), (B, T, D), (N, D, W - 1))
     )
-    cp = ring_la.ContextParallel(group(P))
+    cp = ring_la.ContextParallel(group(P), scan="ring")
     bad = []
     for op in ("short_conv", "token_shift"):
         if op == "token_shift":

@@ -12,7 +12,7 @@ CASES = [(29, None), (1003, None), (3, None), (40, (0, 0, 1, 17, 18, 40))]
 
 
 def check_moves(rank: int, P: int, T: int, cu) -> None:
-    cp = ring_la.ContextParallel(group(P))
+    cp = ring_la.ContextParallel(group(P), scan="ring")
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(2, T, 3, generator=rng, dtype=torch.float64)
     weights = torch.randn(P, 2, T, 3, generator=rng, dtype=torch.float64)
@@ -39,7 +39,7 @@ def check_moves(rank: int, P: int, T: int, cu) -> None:
 
 
 def check_targets(rank: int, P: int, T: int, cu) -> None:
-    cp = ring_la.ContextParallel(group(P))
+    cp = ring_la.ContextParallel(group(P), scan="ring")
     ids = torch.arange(100, 100 + T)[None].repeat(2 if cu is None else 1, 1)
     want = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -7)], 1)
     for end in (cu or (0, T))[1:]:
@@ -65,7 +65,7 @@ def test_moves(ranks, P, T, cu):
 
 
 def check_bad_moves(rank: int) -> None:
-    cp = ring_la.ContextParallel(group())
+    cp = ring_la.ContextParallel(group(), scan="ring")
     layout, longer = cp.layout(12), cp.layout(14)
     with pytest.raises(ring_la.ArgumentError, match=r"^x: expected 12 along dimension 1"):
         layout.shard(torch.zeros(1, 13, 2))
