@@ -103,11 +103,6 @@ class Tokens:
         return (torch.cat(columns) if columns else torch.zeros(0, dtype=torch.int64)).to(self.device)
 
     @cached_property
-    def one_document(self) -> bool:
-        """Whether all rows are known to be of one document."""
-        return self.runs is not None and len({r.document for r in self.runs}) <= 1
-
-    @cached_property
     def by_document(self) -> dict[int, list[Run]]:
         """The runs of each document."""
         out: dict[int, list[Run]] = {}

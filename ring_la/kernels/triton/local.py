@@ -35,10 +35,6 @@ def unsupported(rule: Rule, inputs: Inputs) -> str | None:
     return None
 
 
-def supports(rule: Rule, inputs: Inputs) -> bool:
-    return unsupported(rule, inputs) is None
-
-
 class TritonRecurrence(Simple, General):
     """One rank's tokens under one rule. `kept`: what `kept()` of the one that made the output gave."""
 
