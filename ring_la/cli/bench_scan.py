@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ring_la
+
 from ..algebra import Affine
 from ..comm.group import TRANSPORTS
 from ..errors import ArgumentError
@@ -33,7 +35,8 @@ from .scan_report import Case, Report
 from .timing import Step, captured, in_turns, speeds
 
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-CHECKED_TOKENS, CHECKED_HEADS = 192, 8
+CHECKED = {"cuda": 1024, "cpu": 192}
+"""Tokens a rank when an arm is compared: on GPUs enough for retention's first heads to forget within one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inner", type=int, default=3, help="calls in a row between two barriers")
     parser.add_argument("--quantile", type=float, default=0.5, help="of the rounds; lower where others use the machine")
     parser.add_argument("--graph", action="store_true", help="also replayed as CUDA graphs")
+    parser.add_argument("--compile", action="store_true", help="only run the kernels once, on one device; no torchrun")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case is started")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_scan"), help="folder")
 
@@ -59,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
     for name in names(args.ops):
         if name not in OPS:
             raise ArgumentError("--ops", f"names out of {', '.join(OPS)}", name)
+    if args.compile:
+        compile_all(names(args.ops), (CHECKED["cuda"], args.heads, args.width))
+        return 0
     with job():
         report = Report(args)
         for P in sorted({int(n) for n in names(args.ranks)} or {dist.get_world_size()}, reverse=True):
@@ -69,6 +76,17 @@ def run(args: argparse.Namespace) -> int:
         dist.barrier()
         report.finish()
     return 1 if report.wrong else 0
+
+
+def compile_all(ops: list[str], shape: tuple[int, int, int]) -> None:
+    """Run each op's kernels as a split call would, with states that enter and leave: what Triton compiles, it keeps."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for name in ops:
+        x = tokens(name, "trained", shape, torch.bfloat16, device, seed=0)
+        state = torch.zeros(1, shape[1], shape[2], shape[2], device=device, requires_grad=True)
+        for keywords in ({}, {"initial_state": state, "output_final_state": True}):
+            out = getattr(ring_la, name)(*x, **keywords)
+            sum(t.float().sum() for t in out if t is not None).backward()
 
 
 def names(text: str) -> list[str]:
@@ -141,11 +159,11 @@ def refusals(team: Team, case: Case, dtype: torch.dtype, args: argparse.Namespac
     if not labels:
         return {}
     P, device = team.group.size, team.group.device
-    heads = CHECKED_HEADS * P // math.gcd(CHECKED_HEADS, P)
-    whole = tokens(case.op, case.gates, (CHECKED_TOKENS * P, heads, args.width), dtype, device, seed=7)
+    T, heads = CHECKED[device.type], args.heads * P // math.gcd(args.heads, P)
+    whole = tokens(case.op, case.gates, (T * P, heads, args.width), dtype, device, seed=7)
     draw = torch.Generator(device).manual_seed(8)
     do = torch.randn(whole[2].shape, generator=draw, device=device).to(dtype)
-    true, calls, why = truth(case.op, whole, do), team.arms(case.op, CHECKED_TOKENS, labels), {}
+    true, calls, why = truth(case.op, whole, do), team.arms(case.op, T, labels), {}
     for label in labels:
         try:
             off = error(calls[label], whole, true, do, team.group)
