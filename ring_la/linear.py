@@ -252,9 +252,10 @@ class _Sharded(torch.autograd.Function):
             Link(Affine(kind, transpose(kind, A), dS0[:, first])) for (first, _), A in zip(seams.segments, transitions)
         ][::-1]
         pending = call.exchange(seams.chain.reversed, links, dS0[:, 0])
-        local.prepare_gradients(S0)
+        gate = ctx.needs_input_grad[2 + Inputs._fields.index("g")]
+        local.prepare_gradients(S0, do, gate)
         dS_end = with_arrived(dS_end, dS0, [last for _, last in seams.segments], pending.wait()[::-1])
-        grads, dS0 = local.gradients(S0, do, dS_end, ctx.needs_input_grad[2 + Inputs._fields.index("g")])
+        grads, dS0 = local.gradients(S0, do, dS_end, gate)
         grads = [None if x is None or d is None else d.to(x.dtype) for x, d in zip(inputs, grads)]
         dinitial = None
         if ctx.has_initial and ctx.needs_input_grad[1]:

@@ -72,7 +72,7 @@ class ChunkedRecurrence:
         with full_precision(self.inputs.q):
             return self._scan_back(self._cotangent(do), dS_end)[1]
 
-    def prepare_gradients(self, S0: Tensor | None) -> None:
+    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
         with full_precision(self.inputs.q):
             self._back = self._differentiable_terms(), self._scan(S0)[0]
 
@@ -84,7 +84,7 @@ class ChunkedRecurrence:
     ) -> tuple[Inputs, Tensor]:
         with full_precision(self.inputs.q):
             if self._back is None:
-                self.prepare_gradients(S0)
+                self.prepare_gradients(S0, do, gate)
             (back, entering), self._back = self._back, None
             do = self._cotangent(do)
             leaving, dS0 = self._scan_back(do, dS_end)

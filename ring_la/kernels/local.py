@@ -56,9 +56,9 @@ class Local(Protocol):
         """The gradient reaching the states that enter, given those of the output and of the states that leave."""
         ...
 
-    def prepare_gradients(self, S0: Tensor | None) -> None:
+    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
         """Work of the gradients that needs no arriving gradient, for while an exchange is under way; between `adjoint`
-        and `gradients`, with the same `S0`."""
+        and `gradients`, with the same `S0`, `do` and `gate`."""
         ...
 
     def gradients(

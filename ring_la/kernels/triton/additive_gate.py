@@ -15,22 +15,23 @@ from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 @triton.jit(do_not_specialize=SIZES)
 def attend_dots_kernel(
-    X, Y, Z, F, entering, O, W, DOT, BORDER, ADJ, EDGE, table, T, NS, NC, LENGTH, scale, H: tl.constexpr,
-    HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr, BX: tl.constexpr,
-    BZ: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr, EDGES: tl.constexpr,
+    X, Y, Z, F, entering, O, W, DOT, BORDER, before, leaving, EDGE, table, T, NS, NC, N, LENGTH, scale,
+    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
+    BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr,
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment and BZ columns of z; states lie in memory as [DZ, DX]. DOT [NZ, B, H, T] = out·W, W with z's heads.
 
-    Forward also BORDER [NZ, B, H, NC], the part of a chunk's sum that comes in with the state, and with EDGES
-    EDGE [NZ, B, H, NS] = <state after the segment, ADJ>.
+    Forward also BORDER [NZ, B, H, NC], the part of a chunk's sum that comes in with the state, and `leaving`, the state
+    after each piece. Reverse with a state also EDGE [NZ, B, H, NS] = <that state, the one after the segment>, the
+    latter from `leaving`, or from `before`, the forward's states before the segments.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
     s = tl.program_id(0) // NZ
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    start, end, _, chunk, _, _ = span(table, s, T, LENGTH, C, VARLEN)
+    start, end, piece, chunk, _, last = span(table, s, T, LENGTH, C, VARLEN)
     left = end - start
     if left <= 0:
         return
@@ -47,9 +48,14 @@ def attend_dots_kernel(
     part = (iz * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     inside = (d < DX)[:, None] & (e < DZ)[None, :]
     at = e[None, :] * DX + d[:, None]
+    own_state = leaving + ((b.to(tl.int64) * N + piece) * H + h) * (DX * DZ) + at
     S = tl.zeros([BX, BZ], tl.float32)
     if HAS_STATE:
         S = tl.load(entering + row * (DX * DZ) + at, inside, other=0.0)
+        if REVERSE:
+            after = tl.load(own_state, inside & last, other=0.0)
+            after += tl.load(before + (row + H) * (DX * DZ) + at, inside & (last == 0), other=0.0)
+            tl.store(EDGE + part * NS + s, tl.sum(tl.sum(S * after, 1), 0))
     n = (left + C - 1) // C
     sees = t[:, None] <= t[None, :] if REVERSE else t[:, None] >= t[None, :]  # [i, j]
     same = t[:, None] == t[None, :]
@@ -76,9 +82,8 @@ def attend_dots_kernel(
         S = tl.dot(tl.trans(y), zw, S, input_precision=PREC)
         tl.store(DOT + part * T + start + c + t, tl.sum(o * w, 1), t < left - c)
         put(o_ + c * (H * DZ), o + own[:, None] * z.to(tl.float32), t, left - c, e, H * DZ, DZ)
-    if EDGES:
-        adj = tl.load(ADJ + row * (DX * DZ) + at, inside, other=0.0)
-        tl.store(EDGE + part * NS + s, tl.sum(tl.sum(S * adj, 1), 0))
+    if not REVERSE:
+        tl.store(own_state, S, inside & last)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -147,11 +147,13 @@ class Base:
         return out
 
     def _prefix(
-        self, own: Tensor, transition: Tensor | None, S0: Tensor | None, reverse: bool
+        self, own: Tensor, transition: Tensor | None, S0: Tensor | None, reverse: bool, enter: bool = True
     ) -> tuple[Tensor, Tensor]:
+        """The states entering the segments (not `enter`: any tensor), and those leaving the pieces."""
         cut = self.segments
-        entering, leaving = self._new(*own.shape), self._pieces()
-        kw = dict(H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, REVERSE=reverse, VARLEN=self._packed)
+        entering, leaving = self._new(*own.shape) if enter or self._in_parts else own, self._pieces()
+        kw = dict(H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, ENTER=enter, REVERSE=reverse)
+        kw["VARLEN"] = self._packed
         init = own if S0 is None else S0
         if self.dense:
             block = 16
@@ -176,19 +178,24 @@ class Base:
             return {"BJ": width(self.K), "num_warps": 4 if self.K <= 64 else 8, "num_stages": 2}
         return {"BJ": 32, "num_warps": 4, "num_stages": 1}
 
+    @property
+    def _in_parts(self) -> bool:
+        """Whether a dense transition meets the state in parts, which it finds in `entering`."""
+        return self.dense and self._dense["BJ"] < width(self.K)
+
     def _through(self, transition: Tensor | None) -> Tensor | None:
         """The product of each piece's transitions, from its segments'."""
         if transition is None:
             return None
         cut = self.segments
         if self.dense:
-            scratch = torch.empty_like(transition)
+            scratch = torch.empty_like(transition) if self._in_parts else transition
             out = self._new(self.B, cut.pieces, self.H, self.K, self.K)
             launch(
                 prefix_dense_kernel, (cdiv(self.K, 32), cut.pieces, self._rows), transition, transition,
                 transition, scratch, out, cut.first, cut.count, cut.pieces, H=self.H, K=self.K, V=self.K,
-                HAS_S0=False, REVERSE=False, VARLEN=self._packed, BK=width(self.K), BV=32, HAS_B=False, EYE=True,
-                **self._dense,
+                HAS_S0=False, ENTER=False, REVERSE=False, VARLEN=self._packed, BK=width(self.K), BV=32, HAS_B=False,
+                EYE=True, **self._dense,
             )  # fmt: skip
             return out
         if not self._packed:

@@ -173,7 +173,7 @@ class TritonTokens:
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
         return self.chunked().adjoint(do, dS_end)
 
-    def prepare_gradients(self, S0: Tensor | None) -> None:
+    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
         """Nothing: the gradients are those of the chunked form."""
 
     def gradients(

@@ -13,7 +13,7 @@ from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs
 from ring_la.kernels.triton.base import Kept
 from ring_la.kernels.triton.general import General
-from ring_la.kernels.triton.simple import Simple
+from ring_la.kernels.triton.simple import Early, Simple
 
 
 def unsupported(rule: Rule, inputs: Inputs) -> str | None:
@@ -47,11 +47,11 @@ class TritonRecurrence(Simple, General):
         self._own: tuple[bool, Tensor, Tensor | None] | None = None  # the segments' maps, see `_summarise`
         self._own_back: tuple[Tensor, bool, Tensor, Tensor | None] | None = None
         self._entered: tuple[Tensor | None] | None = (self._kept.entering,) if kept else None
-        self._carried: tuple[Tensor, Tensor] | None = None
+        self._early: Early | tuple[Tensor, Tensor] | None = None  # see `prepare_gradients`
 
     def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
         own, transition = self._summarise(True)
-        _, leaving = self._prefix(own, transition, self._state(S0), False)
+        _, leaving = self._prefix(own, transition, self._state(S0), False, enter=False)
         return (self._through(transition) if through else None), leaving
 
     def prepare(self) -> None:
@@ -86,12 +86,15 @@ class TritonRecurrence(Simple, General):
         return Kept(**found)
 
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
-        return self._prefix(*self._summarise_back(do, True), self._state(dS_end), True)[1]
+        return self._prefix(*self._summarise_back(do, True), self._state(dS_end), True, enter=False)[1]
 
-    def prepare_gradients(self, S0: Tensor | None) -> None:
-        """The part of `gradients` that needs no gradient of a state: U and the states before the chunks."""
-        if not self.simple:
-            self._carried = self._carry(self._enter_once(S0))
+    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
+        """The part of `gradients` that needs no gradient of a state: dq, or U and the states before the chunks."""
+        entering = self._enter_once(S0)
+        if self.simple:
+            self._early = self._early_gradients(entering, self._cotangent(do), gate)
+        else:
+            self._early = self._carry(entering)
 
     def gradients(
         self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
@@ -102,11 +105,14 @@ class TritonRecurrence(Simple, General):
             adjoint, dS0 = dS_end, self._pieces()
         else:
             adjoint, dS0 = self._prefix(*self._summarise_back(do, dS_end is not None), dS_end, True)
+        if self._early is None:
+            self.prepare_gradients(S0, do, gate)
+        early, self._early = self._early, None
         do = self._cotangent(do)
         if self.simple:
-            grads = self._simple_gradients(self._enter_once(S0), adjoint, do, dS0, gate)
+            grads = self._late_gradients(early, self._enter_once(S0), adjoint, do, dS0)
         else:
-            grads = self._general_gradients(self._carried or self._carry(self._enter_once(S0)), adjoint, do, dS0)
+            grads = self._general_gradients(early, adjoint, do, dS0)
         return self._as_given(grads), dS0
 
     # -- segments' own maps --------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The scan over the segments of each piece: from every segment's own map to the state that enters it.
 
 Forward  S ← A_s S + b_s over s = first … last; the adjoint runs last … first with A_sᵀ. `entering[s]` is the state
-before segment s (in the direction of the scan), `leaving[n]` the state after the last one of piece n. Without S0 the
-first transition is not read: the passes leave it out.
+before segment s (in the direction of the scan; ENTER), `leaving[n]` the state after the last one of piece n. Without S0
+the first transition is not read: the passes leave it out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def _block(A, k, c, K: tl.constexpr, TRANSPOSED: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def prefix_kernel(
     b_, log_a, S0, entering, leaving, first, NS, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    DECAY: tl.constexpr, HAS_S0: tl.constexpr, REVERSE: tl.constexpr, BLK: tl.constexpr, VARLEN: tl.constexpr,
+    DECAY: tl.constexpr, HAS_S0: tl.constexpr, ENTER: tl.constexpr, REVERSE: tl.constexpr, BLK: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Transitions none (DECAY 0), scalar (1: log2 A [B, NS, H]) or diagonal (2: [B, NS, H, K]), state by state."""
     e = tl.program_id(0) * BLK + tl.arange(0, BLK)
@@ -48,7 +49,8 @@ def prefix_kernel(
         s = lo + (count - 1 - i if REVERSE else i)
         row = (b * NS + s) * H + h
         x = tl.load(b_ + row * K * V + e, live, other=0.0)
-        tl.store(entering + row * K * V + e, S, live)
+        if ENTER:
+            tl.store(entering + row * K * V + e, S, live)
         if DECAY != 0 and (HAS_S0 or i > 0):
             if DECAY == 1:
                 S = S * tl.exp2(tl.load(log_a + row))
@@ -61,8 +63,8 @@ def prefix_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def prefix_dense_kernel(
     b_, A_, S0, entering, leaving, first, NS, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, HAS_B: tl.constexpr,
-    EYE: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, ENTER: tl.constexpr,
+    HAS_B: tl.constexpr, EYE: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Dense transitions A [B, NS, H, K, K]. Where A is too large for one tile (BJ < BK), its columns meet the state BJ
     at a time, from `entering`.
@@ -87,7 +89,8 @@ def prefix_dense_kernel(
     for i in range(count):
         s = lo + (count - 1 - i if REVERSE else i)
         row = (b * NS + s) * H + h
-        tl.store(entering + row * K * V + k[:, None] * V + v[None, :], S, live)
+        if ENTER or BJ < BK:
+            tl.store(entering + row * K * V + k[:, None] * V + v[None, :], S, live)
         acc = tl.zeros([BK, BV], tl.float32)
         if HAS_B:
             acc = tl.load(b_ + row * K * V + k[:, None] * V + v[None, :], live, other=0.0)
