@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,8 +33,15 @@ def bare(*tensors: Tensor | None) -> bool:
     return not wanting and not traced(tensors[0])
 
 
+def full_precision(*tensors: Tensor | None) -> AbstractContextManager:
+    """Autocast off on the device of the first of these that is there: states and what feeds them keep their dtype."""
+    kind = next((t.device.type for t in tensors if t is not None), "meta")
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
+
+
 def first_derivative_only(backward: Callable) -> Callable:
-    """A Function's backward that runs without recording and refuses to be differentiated itself.
+    """A Function's backward that runs without recording or autocast, and refuses to be differentiated itself.
 
     With ``create_graph=True`` the gradients come out as usual; a backward through them raises
     `SecondDerivativeError`.
@@ -42,7 +50,7 @@ def first_derivative_only(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def once(ctx, *grads):
         recording = torch.is_grad_enabled()
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(*grads):
             out = backward(ctx, *grads)
         if not recording:
             return out

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Affine, Rule, Transition, transpose
-from .autograd import first_derivative_only, traced
+from .autograd import first_derivative_only, full_precision, traced
 from .comm import Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
@@ -55,7 +55,8 @@ def run(
         o, S_end = _one_device(rule, inputs, S0, cu_seqlens, scale, mode, backend)
         return LinearAttentionOutput(o, _without_rows(S_end, packed) if output_final_state else None)
     call = ShardedCall(rule, layout, scale, mode, backend, output_final_state, decays)
-    o, final = _Sharded.apply(call, initial_state, *inputs)
+    with full_precision(inputs.q):
+        o, final = _Sharded.apply(call, initial_state, *inputs)
     return LinearAttentionOutput(o, final if output_final_state else None)
 
 
@@ -66,9 +67,10 @@ def _one_device(
     dispatch, and its backward has what the forward made."""
     if traced(inputs.q) or inputs.q.shape[1] == 0:
         return linear_recurrence(*inputs, S0, cu, str(rule), scale, mode, backend)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, S0)):
-        return _OneDevice.apply((rule, scale, mode, backend), cu, S0, *inputs)
-    return make_local(rule, inputs, cu, scale, mode, backend).output(S0)
+    with full_precision(inputs.q):
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, S0)):
+            return _OneDevice.apply((rule, scale, mode, backend), cu, S0, *inputs)
+        return make_local(rule, inputs, cu, scale, mode, backend).output(S0)
 
 
 class _OneDevice(torch.autograd.Function):

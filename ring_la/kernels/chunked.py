@@ -8,12 +8,13 @@ Backward, right to left: ``G_c = A_cᵀ G_{c+1} + Q_cᵀ do_c``; then the chunk'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ..algebra import Rule, act, outer, product, transpose
+from ..autograd import full_precision
 from .chunking import Chunks
 from .local import Inputs
 from .terms import Decay, StateTerms, output_terms, state_terms
@@ -217,9 +218,3 @@ def recording() -> Iterator[None]:
     guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
     with guard, torch.enable_grad():
         yield
-
-
-def full_precision(x: Tensor):
-    """Autocast off: states and everything that feeds them stay in the backend's own precision."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

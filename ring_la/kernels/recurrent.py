@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
-from .chunked import ChunkedRecurrence, full_precision
+from ..autograd import full_precision
+from .chunked import ChunkedRecurrence
 from .local import Inputs
 
 

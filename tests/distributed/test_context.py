@@ -131,7 +131,7 @@ def check_checkpoint(rank: int) -> None:
 
 
 def check_autocast(rank: int) -> None:
-    """Under autocast a layer's bf16 projections go in; states and gates stay fp32."""
+    """Under autocast a layer's bf16 projections go in; states, gates and what maps of states do stay fp32."""
     cp = ring_la.ContextParallel(group())
     layout = cp.layout(64)
     torch.manual_seed(0)
@@ -148,6 +148,15 @@ def check_autocast(rank: int) -> None:
         plain = ring_la.simple_gla(q, k, v, g, layout=layout, output_final_state=True)
     assert torch.equal(out.o, plain.o)
     assert torch.equal(out.final_state, plain.final_state)
+    for name in ("simple_gla", "gated_delta_rule"):
+        results = []
+        for enabled in (False, True):
+            inputs = shard(layout, make_inputs(name, 1, 64, dtype=torch.float32))
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                o = getattr(ring_la, name)(**inputs, layout=layout).o
+                grads = torch.autograd.grad(o.square().sum(), [x for x in inputs.values() if x.requires_grad])
+            results.append([o, *grads])
+        assert all(torch.equal(a, b) for a, b in zip(*results)), name
 
 
 def check_second_derivative(rank: int) -> None:
