@@ -266,15 +266,18 @@ def from_rank_0(value: object) -> object:
 
 
 def save(out: Path, model: HybridLM, optimizer: torch.optim.Optimizer, losses: list[float], say: Callable) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = {"config": model.config.to_dict(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(checkpoint, out / "checkpoint.pt")
     (out / "losses.json").write_text(json.dumps(losses))
+    try:
+        import matplotlib
+    except ImportError:
+        say(f"left {out / 'checkpoint.pt'} and {out / 'losses.json'}; no picture: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     axes.plot(losses, alpha=0.4, label="each step (another piece of text)")
     axes.plot(

@@ -10,6 +10,7 @@ it goes on from the newest complete checkpoint, also on another number of ranks.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from ring_la import ContextParallel
+from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.models.loss import IGNORE
 from ring_la.training import (
@@ -137,7 +138,10 @@ class Memory:
 
 @dataclass
 class Optimizer:
-    """AdamW with linear warm-up and a cosine to `final` · lr; gradients clipped to norm `clip` over all axes."""
+    """AdamW with linear warm-up and a cosine to `final` · lr; gradients clipped to norm `clip` over all axes.
+
+    The first steps of a wide model need a small rate: `lr / warmup` of about 5e-6 at 2,560 channels.
+    """
 
     lr: float = 1e-3
     final: float = 0.1
@@ -147,6 +151,13 @@ class Optimizer:
     beta2: float = 0.95
     eps: float = 1e-8
     clip: float = 1.0
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of step 0, 1, … of so many: a function of the step alone, so there is nothing to resume."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
+        return self.lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 @dataclass
@@ -191,9 +202,14 @@ def main(args: list[str] | None = None) -> None:
     from jsonargparse import auto_cli
 
     config = auto_cli(Config, args=args, as_positional=False)
+    for option, module in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
+        if getattr(config.run, option) and importlib.util.find_spec(module) is None:
+            raise SystemExit(f"run.{option}: needs the package {module}, which is not installed")
     device = join()
     try:
         Trainer(config, device).train()
+    except (ArgumentError, UnsupportedError) as e:  # a matter of the configuration, which is named
+        raise SystemExit(f"rank {dist.get_rank()}: {e}") from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -240,7 +256,7 @@ class Trainer:
             device.type, data=parallel.data, fsdp=parallel.fsdp, context=parallel.context
         )
         if data.sequences % mesh.replicas:
-            raise SystemExit(f"data.sequences: {data.sequences} do not divide by data × fsdp = {mesh.replicas}")
+            raise ArgumentError("data.sequences", f"a multiple of data × fsdp = {mesh.replicas}", data.sequences)
         self.cp = ContextParallel(
             mesh.context,
             scan=parallel.scan,
@@ -276,7 +292,7 @@ class Trainer:
         """A HybridLM, sharded."""
         shape, memory = self.config.model.config(vocab_size), self.config.memory
         if shape.vocab_size < vocab_size:
-            raise SystemExit(f"model.vocab_size: at least {vocab_size}, the tokenizer's")
+            raise ArgumentError("model.vocab_size", f"at least {vocab_size}, the tokenizer's", shape.vocab_size)
         self.flops = StepFlops(shape)
         with self.device:
             model = HybridLM(shape)
@@ -291,16 +307,14 @@ class Trainer:
 
         name, memory = self.config.model.transformers, self.config.memory
         if memory.mlp_chunk or memory.rounds > 1:
-            raise SystemExit("memory.mlp_chunk, memory.rounds: for a HybridLM alone")
+            raise UnsupportedError("memory", "neither mlp_chunk nor rounds with model.transformers", memory)
         with self.device:
             if self.config.model.scratch:
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
             else:
                 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         if model.config.vocab_size < vocab_size:
-            raise SystemExit(
-                f"data.tokenizer: its {vocab_size} ids are more than the model's {model.config.vocab_size}"
-            )
+            raise ArgumentError("data.tokenizer", f"at most the model's {model.config.vocab_size} ids", vocab_size)
         self.flops = StepFlops.of_weights(model, exclude=model.get_input_embeddings())
         parallelize(model, self.cp, kind=self.config.parallel.layout, loss_chunk=memory.loss_chunk).train()
         if memory.recompute:
@@ -315,14 +329,6 @@ class Trainer:
             {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
-
-    def learning_rate(self, step: int) -> float:
-        """Of step 0, 1, …: a function of the step alone, so there is nothing to resume."""
-        o, steps = self.config.optimizer, self.config.run.steps
-        if step < o.warmup:
-            return o.lr * (step + 1) / o.warmup
-        done = min(1.0, (step - o.warmup) / max(1, steps - o.warmup))
-        return o.lr * (o.final + (1 - o.final) * 0.5 * (1 + math.cos(math.pi * done)))
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -375,7 +381,7 @@ class Trainer:
             loss /= self.cp.size
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        rate = self.learning_rate(self.step)
+        rate = self.config.optimizer.rate(self.step, self.config.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -410,13 +416,28 @@ class Trainer:
         return self.model.loss(mine, labels, layout=layout, total=total, chunk=memory.loss_chunk)
 
     def _resume(self) -> None:
-        progress = self.checkpoints.load(self.model, self.optimizer) if self.config.run.resume else None
+        run, progress, changed = self.config.run, None, ""
+        if run.resume:
+            changed = self._changed() if self.checkpoints.steps() else ""
+            progress = self.checkpoints.load(self.model, self.optimizer)
         if progress:
             self.step, self.tokens = progress["step"], progress["tokens"]
         if self.first:
-            state = f"going on from step {self.step}" if progress else "starting"
+            state = f"going on from step {self.step} of {run.steps}{changed}" if progress else "starting"
             size = f"{self.flops.parameters / 1e6:,.1f} M parameters"
             print(f"{state}: {size}, {self.mesh}, sequences of {self.config.data.seq_len:,} tokens", flush=True)
+            if self.step >= run.steps:
+                print(f"nothing is left to do in {run.folder}: give more run.steps or another run.folder", flush=True)
+
+    def _changed(self) -> str:
+        """What of the data is not as it was when this folder's run last started; another model is refused."""
+        was, now = json.loads((self.folder / "config.json").read_text()), json.loads(json.dumps(asdict(self.config)))
+        other = {part: [k for k, v in now[part].items() if was[part].get(k) != v] for part in ("model", "data")}
+        if other["model"]:
+            name = other["model"][0]
+            expected = f"a folder of its own for a model with {name}={now['model'][name]}"
+            raise ArgumentError("run.folder", expected, f"{self.folder} with {name}={was['model'].get(name)}")
+        return "".join(f", data.{k} {now['data'][k]}" for k in other["data"] if k not in ("cache", "workers"))
 
     def _rehearse(self, tokens: int) -> None:
         """Forward and backward over a short sequence, without an update."""

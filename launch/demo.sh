@@ -5,7 +5,7 @@
 # On CPUs: 4 processes, whatever the number of cores. With GPUs: NCCL and one rank a GPU, at most 4.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. launch/setup.sh demo matplotlib tqdm
+. launch/setup.sh demo tqdm 'matplotlib?'
 
 gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
 ranks="${RANKS:-$((gpus == 0 || gpus > 4 ? 4 : gpus))}"

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh
-. launch/setup.sh train jsonargparse tqdm
+. launch/setup.sh train jsonargparse tqdm 'tensorboard?'
 
 gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
 ranks="${RANKS:-$((gpus > 0 ? gpus : 4))}"

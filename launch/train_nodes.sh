@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${HEAD:?host:port of one of the nodes}" "${NODES:?number of nodes, or MIN:MAX}"
 # shellcheck source=launch/setup.sh
-. launch/setup.sh train jsonargparse tqdm
+. launch/setup.sh train jsonargparse tqdm 'tensorboard?'
 
 # Each start of the ranks meets in a store of its own: torchrun's shared one keeps the addresses of those that died.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -11,9 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import RankError
 
 pytest.importorskip("jsonargparse")
 
@@ -141,15 +145,93 @@ def test_another_split_of_the_ranks_goes_on(ranks, whole, tmp_path, axes):
     check_close(folder, whole)
 
 
-def test_one_process_goes_on(whole, tmp_path):
+def test_two_ranks_go_on(whole, tmp_path):
     folder, log = interrupted(whole, tmp_path / "run"), tmp_path / "log.txt"
-    process = start(1, arguments(folder), log=log)
+    process = start(2, arguments(folder), log=log)
     try:
         assert process.wait(120) == 0, log.read_text()
     finally:
         process.kill()
-    assert "going on from step 6" in log.read_text()
+    assert "going on from step 6 of 12: " in log.read_text()
     check_close(folder, whole)
+
+
+def test_one_process_goes_on(whole, tmp_path):
+    folder = interrupted(whole, tmp_path / "run")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        train(0, arguments(folder))
+    finally:
+        dist.destroy_process_group()
+    check_close(folder, whole)
+
+
+def test_another_model_is_refused_and_other_data_is_said(ranks, whole, tmp_path, capfd):
+    folder = interrupted(whole, tmp_path / "run")
+    with pytest.raises(RankError, match=r"run.folder: expected a folder of its own .* dim=32, got .* with dim=16"):
+        ranks.run(4, train, arguments(folder, model__dim=32))
+    capfd.readouterr()
+    ranks.run(4, train, arguments(folder, data__seed=5, run__steps=6))
+    said = capfd.readouterr().out
+    assert "going on from step 6 of 6, data.seed 5: " in said
+    assert f"nothing is left to do in {folder}" in said
+
+
+def test_warm_up_and_cosine():
+    optimizer = example().Optimizer(lr=2.0, final=0.1, warmup=4)
+    rates = [optimizer.rate(step, 12) for step in range(14)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[8] == pytest.approx(2.0 * 0.55)
+    assert rates[12:] == pytest.approx([0.2, 0.2])
+
+
+class Board:
+    """What stands in for TensorBoard's writer and for wandb: keeps the calls."""
+
+    def __init__(self, *args: object, **keywords: object) -> None:
+        self.started, self.calls = (args, keywords), []
+
+    def add_scalar(self, *args: object) -> None:
+        self.calls.append(args)
+
+    def log(self, *args: object, **keywords: object) -> None:
+        self.calls.append((args, keywords))
+
+
+def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch):
+    script, made = example(), []
+
+    def init(*args: object, **keywords: object) -> Board:
+        made.append(Board(*args, **keywords))
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=init))
+    folder = tmp_path / "run-a"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 4, "loss": 1.5, "grad_norm": 1}\n{"step": 5, "loss": 1.4, "grad_norm": 1}\n{"step": 6, "lo'
+    )
+    config = script.Config(run=script.Run(tensorboard=True, wandb="project"))
+    log = script.Log(config, folder, 4)  # started again from the checkpoint of step 4
+    log.write(5, {"loss": 1.25, "grad_norm": 3.0})
+    log.file.close()
+    assert curve(folder) == {4: (1.5, 1), 5: (1.25, 3.0)}
+    board, wandb = made
+    assert board.started == ((str(folder / "tensorboard"),), {"purge_step": 4})
+    assert board.calls == [("loss", 1.25, 5), ("grad_norm", 3.0, 5)]
+    assert {k: wandb.started[1][k] for k in ("project", "id", "resume")} == {
+        "project": "project", "id": "run-a", "resume": "allow"
+    }  # fmt: skip
+    assert wandb.calls == [(({"loss": 1.25, "grad_norm": 3.0},), {"step": 5})]
+
+
+@pytest.mark.parametrize("option", ["tensorboard", "wandb"])
+def test_a_package_that_is_missing_is_named_before_anything_starts(option, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == option else find(name))
+    with pytest.raises(SystemExit, match=f"run.{option}: needs the package {option}"):
+        example().main([f"--run.{option}=true"])
 
 
 def test_a_model_of_transformers_trains_alike_on_any_split(ranks, tmp_path):

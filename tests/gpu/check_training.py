@@ -5,13 +5,17 @@
     python -m tests.gpu.check_training --plot loss.png one.json four.json       # the losses of "small", overlaid
 
 A part is a configuration of examples/configs with a time limit; what it logged is written after each part, also of one
-that failed or ran out of time. The parts on 1 GPU are shorter (see SHORT): they have the tokens a rank of the whole.
+that failed or ran out of time. It says every few seconds where it is; a run without a new step for STALL seconds leaves
+the stacks of all threads of all ranks in "tail". The parts on 1 GPU are shorter (see SHORT): they have the tokens a
+rank of the whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
-    "hybrid_1b": (["--config", "examples/configs/hybrid_1b.yaml"], 110),
+    "hybrid_1b": (["--config", "examples/configs/hybrid_1b.yaml"], 150),
     "linear_1b": (["--config", "examples/configs/linear_1b.yaml"], 110),
     "small": (["--config", "examples/configs/small.yaml", "--memory.dtype", "bfloat16", "--run.save_every", "0"], 70),
 }
@@ -29,6 +33,9 @@ SHORT = {
     "linear_1b": ["--data.seq_len", "262144", "--memory.rounds", "2", "--run.steps", "1"],
     "small": [],
 }
+
+STALL = 90.0
+"""Seconds without a new step after which a run is taken for stuck: a first step compiles its kernels."""
 
 
 def main() -> None:
@@ -49,31 +56,57 @@ def main() -> None:
         Path(args.out).write_text(json.dumps(results, indent=1))
     for name, result in results.items():
         steps = result["steps"]
-        print(f"{name}: {result['outcome']}, {result['seconds']:.0f} s", steps[-1] if steps else result["tail"])
+        last = steps[-1] if steps else result["tail"][-3000:]
+        print(f"{name}: {result['outcome']}, {result['seconds']:.0f} s", last)
 
 
 def part(name: str, gpus: int, limit: float | None, more: list[str]) -> dict:
+    """What the script logged with this part's options, how it ended, and the end of its output if that was not well."""
     options, seconds = PARTS[name]
-    options = options + (SHORT[name] if gpus == 1 else []) + more
+    options, seconds = options + (SHORT[name] if gpus == 1 else []) + more, limit or seconds
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
         command += ["examples/train_hybrid.py", *options, "--run.folder", folder]
-        start, log = time.monotonic(), Path(folder) / "log.txt"
+        start, log, metrics = time.monotonic(), Path(folder) / "log.txt", Path(folder) / "metrics.jsonl"
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1"}  # SIGABRT leaves the stacks
         with open(log, "w") as out:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment)
+            outcome = watch(process, name, metrics, seconds)
+        took = time.monotonic() - start
+        tail = log.read_text()[-30000:] if outcome != "exit 0" else ""
+        about = {"options": options, "gpus": gpus, "outcome": outcome, "seconds": took}
+        return about | {"steps": logged(metrics), "tail": tail}
+
+
+def watch(process: subprocess.Popen, name: str, metrics: Path, limit: float) -> str:
+    """How torchrun ended; it is stopped after `limit` seconds, and after STALL of them without a step."""
+    start = moved = said = time.monotonic()
+    steps = 0
+    while process.poll() is None:
+        time.sleep(0.2)
+        now, found = time.monotonic(), len(logged(metrics))
+        if found > steps:
+            steps, moved = found, now
+        if now - said > 5:
+            said = now
+            print(f"{name}: {now - start:.0f} s, {steps} steps", flush=True)
+        if now - start > limit or now - moved > STALL:
+            ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for rank in ranks:
+                os.kill(int(rank), signal.SIGABRT)
             try:
-                outcome = f"exit {process.wait(limit or seconds)}"
+                process.wait(10)
             except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun ends its ranks
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                outcome = f"stopped after {limit or seconds:.0f} s"
-        took, metrics = time.monotonic() - start, Path(folder) / "metrics.jsonl"
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        tail = log.read_text()[-3000:] if outcome != "exit 0" else ""
-        return {"options": options, "gpus": gpus, "outcome": outcome, "seconds": took, "steps": steps, "tail": tail}
+                process.kill()
+                process.wait()
+            return f"stopped after {now - start:.0f} s, {now - moved:.0f} s after its last step"
+    return f"exit {process.returncode}"
+
+
+def logged(metrics: Path) -> list[dict]:
+    """The steps of a metrics.jsonl, whole lines alone."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def overlay(file: Path, runs: list[dict]) -> None:
