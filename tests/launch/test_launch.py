@@ -109,3 +109,71 @@ def test_command_lines_in_comments_and_docs_are_the_example_s():
                 assert parsed([w for w in words if w != "..."]), line
                 seen += 1
     assert seen >= 4
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Runs a launch script where python3, srun and scontrol are stand-ins: what torchrun would be started with."""
+    stubs = {
+        "python3": 'case "$1" in -) cat >/dev/null ;; -c) echo 8 ;; *) env | grep ^TORCH_; echo "$@" ;; esac',
+        "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+        "scontrol": '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def start(script: str, *arguments: str, **environment: str):
+        from torch.distributed.run import get_args_parser
+
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        command = ["bash", str(ROOT / "launch" / script), *arguments]
+        done = subprocess.run(command, env={"PATH": path} | environment, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        words = shlex.split(done.stdout)
+        assert words[-len(arguments) :] == list(arguments)
+        module = words.index("torch.distributed.run")
+        return words[:module], get_args_parser().parse_args(words[module + 1 :])
+
+    return start
+
+
+def test_slurm_starts_one_torchrun_a_node(started):
+    slurm = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_NUM_NODES": "2"}
+    before, args = started("train.sbatch", "--run.steps", "5", SLURM_SUBMIT_DIR=str(ROOT), **slurm)
+    assert before == ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "-m"]  # a fresh store for each start of the ranks
+    assert (args.nnodes, args.nproc_per_node, args.max_restarts) == ("2", "8", 3)
+    assert (args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id) == ("c10d", "node3:23456", "slurm-123456")
+    assert parsed(args.training_script_args).run.folder == "runs/slurm-123456"
+    assert (ROOT / args.training_script).exists()
+
+
+def test_one_node_and_a_range_of_nodes(started):
+    _, args = started("train.sh", "--run.steps", "5", RANKS="3", RESTARTS="0")
+    assert (args.standalone, args.nproc_per_node, args.max_restarts) == (True, "3", 0)
+    _, args = started("train_nodes.sh", "--run.steps", "5", HEAD="a:1", NODES="2:4")
+    assert (args.nnodes, args.rdzv_endpoint, args.nproc_per_node) == ("2:4", "a:1", "8")
+
+
+SETUP = """
+has_all() {{ [[ "$1" == {python} ]] || return 1; shift; for m; do [[ " {there} " == *" $m "* ]] || return 1; done; }}
+install() {{ echo install "$1"; return 1; }}
+setup {arguments} && echo "$PYTHON"
+"""
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ("einops tqdm matplotlib", ["python3"]),
+        ("einops tqdm", ["install demo", "python3"]),  # without network: without what was only wished for
+        ("einops", ["install demo"]),
+    ],
+)
+def test_set_up_takes_what_is_there(there, said):
+    source = (ROOT / "launch/setup.sh").read_text()
+    function = source[source.index("setup() {") : source.index('setup "$@"')]
+    script = SETUP.format(python="python3", there=there, arguments="demo tqdm 'matplotlib?'")
+    done = subprocess.run(["bash", "-u", "-c", f"ROOT=/nowhere\n{function}{script}"], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:-1] == said, done.stderr
+    assert ("Needed: torch >= 2.9 and einops tqdm;" in done.stderr) == (there == "einops")
