@@ -26,6 +26,7 @@ class Call:
         keep: the tokens of the whole sequence that logits are wanted of, int64 ``[n]``; None: this rank's.
         padded: whether there is padding.
         fingerprint: a number that is the same on all ranks if they were given the same batch.
+        agreed: without labels, whether the fingerprint is the same on all ranks; a bool on this rank's device.
         losses: how often the loss function was asked.
         chunk: the tokens of this rank that the head works on; None: all.
         hidden: the backbone's last hidden state ``[B, T_local, D]`` and `result` its class, where there is a chunk.
@@ -42,6 +43,7 @@ class Call:
     keep: Tensor | None = None
     padded: bool = False
     fingerprint: Tensor | int = 0
+    agreed: Tensor | None = None
     losses: int = 0
     chunk: slice | None = None
     hidden: Tensor | None = None
@@ -54,6 +56,10 @@ class Call:
     def split(self) -> dict[str, object]:
         """The keywords that tell ring_la's functions how the sequence is split."""
         return {"cu_seqlens": self.cu_seqlens} if self.layout is None else {"layout": self.layout}
+
+    def poisoned(self, hidden: Tensor) -> Tensor:
+        """The hidden states, or NaN where the ranks were not given the same batch."""
+        return hidden if self.agreed is None else torch.where(self.agreed, hidden, torch.nan)
 
     def of_head(self, hidden: Tensor, chunk: slice) -> Call:
         """A call that runs the head alone, on a chunk of what the backbone returned."""

@@ -18,6 +18,7 @@ from ...errors import UnsupportedError
 from .cache import Recorder
 from .call import Call
 from .head import loss_in_chunks
+from .loss import agreed
 
 if TYPE_CHECKING:
     from .model import Parallel
@@ -32,6 +33,8 @@ def model_forward(original: Callable) -> Callable:
     def forward(self: PreTrainedModel, *args, **keywords):
         arguments = dict(zip(names, args)) | keywords
         parallel = self._ring_la
+        if getattr(self.config, "output_attentions", False):
+            arguments = {"output_attentions": True} | arguments
         cache = arguments.get(parallel.cache)
         if cache is not None and _filled(cache):
             return _whole(self, parallel, original, arguments)
@@ -60,6 +63,8 @@ def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
     """A call that is not split: the tokens after a prefill, on every rank."""
     if arguments.get("layout") is not None or arguments.get("cu_seqlens") is not None:
         raise UnsupportedError("past_key_values", "an empty cache with layout or cu_seqlens", "a filled one")
+    if torch.is_grad_enabled():
+        raise UnsupportedError(parallel.cache, "none, or an empty one, with gradients", "a filled cache")
     parallel.call = None
     parallel.use_attention(split=False)
     try:
@@ -71,6 +76,8 @@ def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
 def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
     """A call on this rank's tokens."""
     call, local = parallel.read(arguments)
+    if call.targets is None:
+        call.agreed = agreed(call.layout.cp.comm, call.fingerprint)
     recorder = Recorder() if _wants_cache(model, arguments, call) else None
     local |= known(original, {"use_cache": recorder is not None, parallel.cache: recorder, "return_dict": True})
     if "position_ids" not in known(original, {"position_ids": None}):
@@ -95,6 +102,8 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
         cache = recorder.new_cache(model.config) if cache is None else cache
         recorder.replay(cache, call.layout)
         out[parallel.cache] = cache
+    if model.base_model is model and "last_hidden_state" in out:
+        out["last_hidden_state"] = call.poisoned(out["last_hidden_state"])
     for name, x in out.items():
         out[name] = _marked(x, parallel, call)
     out.layout = call.layout

@@ -28,7 +28,7 @@ def after_backbone(module: nn.Module, args: tuple, output: object) -> None:
         return
     if not isinstance(output, ModelOutput) or "last_hidden_state" not in output:
         raise UnsupportedError("model", "a backbone that returns last_hidden_state", type(output).__name__)
-    x = output["last_hidden_state"]
+    x = output["last_hidden_state"] = call.poisoned(output["last_hidden_state"])
     routers = output.get("router_logits")
     if routers:
         if call.padded:
@@ -51,7 +51,7 @@ def loss_in_chunks(run: Callable[[Call, bool], ModelOutput], call: Call, tokens:
     Returns:
         What the model returns, without logits.
     """
-    batch, length = call.targets.shape
+    batch, length = call.targets.shape[0], max(call.layout.lengths)  # as often on every rank: FSDP may gather the head
     step = max(1, tokens // batch)
     call.chunk = slice(0, step)
     out = run(call, False)

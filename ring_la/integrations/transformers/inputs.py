@@ -52,9 +52,11 @@ def read(layouts: Callable, arguments: dict[str, object]) -> tuple[Call, dict[st
 def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Call, dict[str, Tensor]]:
     """The call for a batch that is whole on every rank."""
     batch, length = tokens.shape[:2]
+    _check_labels(given, (batch, length))
     padded = _check_padding(given.get("attention_mask"), given.get("labels"), given.get("shift_labels"), tokens)
     positions = given.get("position_ids")
     offsets = _documents(given, length, batch, positions)
+    _check_documents(given, offsets, length)
     labels = _whole_targets(given, offsets)
     if offsets is not None and batch > 1:  # one row of documents
         if positions is not None:
@@ -69,8 +71,8 @@ def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[C
     else:
         call.last_position = positions.max()
         positions = layout.shard(positions, dim=-1)
+    call.fingerprint = fingerprint(given.get("input_ids"), labels)
     if labels is not None:
-        call.fingerprint = fingerprint(given.get("input_ids"), labels)
         call.targets = layout.shard(labels)
         call.divisor = given.get("num_items_in_batch", (labels != call.ignore_index).sum())
     return call, {name: layout.shard(tokens), "position_ids": positions}
@@ -83,9 +85,10 @@ def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Ca
         raise ArgumentError("layout", "a layout made by ContextParallel.layout", type(layout).__name__)
     if tokens.shape[1] != layout.local_length:
         raise ArgumentError(name, f"this rank's {layout.local_length} tokens with layout=", list(tokens.shape))
-    for other in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx"):
+    for other in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "cache_position"):
         if other in given and not (other == "attention_mask" and bool(given[other].all())):
             raise ArgumentError(other, "None with layout=", "a tensor", "Documents are given to ContextParallel.layout")
+    _check_labels(given, tuple(tokens.shape[:2]))
     comm = layout.cp.comm
     call = Call(layout, ignore_index=given.get("ignore_index", -100))
     positions = given.get("position_ids")
@@ -120,6 +123,14 @@ def _check_names(given: dict[str, object]) -> None:
             raise UnsupportedError(name, "no such keyword on a split sequence", "a value")
     if "output_attentions" in given:
         raise UnsupportedError("output_attentions", "False", "True", "The weights never exist whole")
+
+
+def _check_labels(given: dict[str, object], shape: tuple[int, int]) -> None:
+    """Labels are one a token."""
+    for name in ("labels", "shift_labels"):
+        x = given.get(name)
+        if x is not None and (not isinstance(x, Tensor) or x.shape != shape):
+            raise ArgumentError(name, f"[B, T] = {list(shape)}, one label a token", getattr(x, "shape", x))
 
 
 def _tokens(given: dict[str, object]) -> tuple[str, Tensor]:
@@ -157,20 +168,35 @@ def _documents(given: dict, length: int, batch: int, positions: Tensor | None) -
             other = given.get("cu_seq_lens_k")
             if name == "cu_seq_lens_q" and other is not None and not torch.equal(given[name].cpu(), other.cpu()):
                 raise UnsupportedError("cu_seq_lens_k", "cu_seq_lens_q", "other offsets")
-            return check_cu_seqlens(given[name], batch * length, name)
+            offsets = check_cu_seqlens(given[name], batch * length, name)
+            if not set(range(0, batch * length, length)) <= set(offsets):
+                raise ArgumentError(name, f"offsets over all rows, a document in one row of {length}", list(offsets))
+            return offsets
     if positions is None:
-        if "seq_idx" in given:
-            raise ArgumentError("seq_idx", "None without cu_seq_lens_q or position_ids", "a tensor")
         return None
     if not isinstance(positions, Tensor) or positions.shape[-1] != length:
         raise ArgumentError("position_ids", f"{length} positions along the last dimension", positions)
     if positions.dim() != 2:
         expected = "[B, T], or cu_seqlens with positions of several axes"
         raise UnsupportedError("position_ids", expected, list(positions.shape))
+    if positions.shape[0] not in (1, batch):
+        raise ArgumentError("position_ids", f"[{batch}, {length}] or [1, {length}]", list(positions.shape))
     starts = F.pad(positions.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1)
     if int(starts.sum()) == batch:
         return None
     return (*starts.flatten().nonzero().flatten().tolist(), batch * length)
+
+
+def _check_documents(given: dict, offsets: tuple[int, ...] | None, length: int) -> None:
+    """What says the same as the offsets in another way must agree with them."""
+    cache_position, numbers = given.get("cache_position"), given.get("seq_idx")
+    if cache_position is not None and not torch.equal(cache_position.cpu().flatten(), torch.arange(length)):
+        raise UnsupportedError("cache_position", "None, or positions from 0 where the cache is empty", "others")
+    if numbers is not None:
+        rows = F.pad(numbers.cpu().diff(dim=-1) != 0, (1, 0), value=True)
+        starts = rows.flatten().nonzero().flatten().tolist()
+        if rows.shape[-1] != length or starts != list(offsets or range(0, rows.numel() + 1, length))[:-1]:
+            raise ArgumentError("seq_idx", "the documents of cu_seq_lens_q or position_ids", "others")
 
 
 def _whole_targets(given: dict, offsets: Sequence[int] | None) -> Tensor | None:

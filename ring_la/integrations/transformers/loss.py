@@ -40,19 +40,29 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, part: Tensor, group: Group, fingerprint: Tensor | int) -> Tensor:
-        mine = torch.as_tensor(fingerprint, device=part.device).double()
-        total, first, second = group.all_reduce(torch.stack([part.double(), mine, mine * mine])).wait()
-        same = group.size * second == first * first
-        if not group.on_cuda and not same:
-            raise DisagreementError(
-                "the ranks of this group disagree on the batch, which every rank must be given whole"
-            )
-        ctx.same = same
-        return torch.where(same, total, torch.nan).to(part.dtype)
+        total, ctx.same = _summed(part.double(), group, fingerprint)
+        return torch.where(ctx.same, total, torch.nan).to(part.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         return torch.where(ctx.same, grad, torch.nan), None, None
+
+
+def agreed(group: Group, fingerprint: Tensor | int) -> Tensor | None:
+    """Whether the ranks were given the same batch, as `Whole` finds it; None where there is nothing to compare."""
+    if not isinstance(fingerprint, Tensor):
+        return None
+    return _summed(torch.zeros((), dtype=torch.float64, device=fingerprint.device), group, fingerprint)[1]
+
+
+def _summed(part: Tensor, group: Group, fingerprint: Tensor | int) -> tuple[Tensor, Tensor]:
+    """The sum of the ranks' parts, fp64, and whether their fingerprints are the same."""
+    mine = torch.as_tensor(fingerprint, device=part.device).double()
+    total, first, second = group.all_reduce(torch.stack([part, mine, mine * mine])).wait()
+    same = group.size * second == first * first
+    if not group.on_cuda and not same:
+        raise DisagreementError("the ranks of this group disagree on the batch, which every rank must be given whole")
+    return total, same
 
 
 def fingerprint(*tensors: Tensor | None) -> Tensor | int:

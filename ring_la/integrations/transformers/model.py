@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -243,6 +244,9 @@ def _refuse_by_config(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError("model", "a decoder", f"{name}, an encoder-decoder")
+    if (getattr(model, "_tp_size", None) or 1) > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
+        hint = "Parallelize it first, then fully_shard; the library's tensor parallelism is not supported"
+        raise UnsupportedError("model", "whole parameters", f"{name}, whose parameters are sharded", hint)
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedError("model", "causal attention", f"{name} with is_causal=False")
 

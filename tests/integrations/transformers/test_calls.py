@@ -230,7 +230,7 @@ def test_prefill(ranks, name):
 
 
 def refused_calls(rank: int) -> list[str]:
-    from ring_la.errors import UnsupportedError
+    from ring_la.errors import ArgumentError, UnsupportedError
 
     model, _ = parallel("llama")
     x, said = ids(), []
@@ -243,10 +243,23 @@ def refused_calls(rank: int) -> list[str]:
         {"use_cache": True, "labels": x},
         {"logits_to_keep": 1},
         {"position_ids": torch.zeros(3, 1, LENGTH, dtype=torch.long)},
+        {"cache_position": torch.arange(LENGTH) + 1},
+        {"seq_idx": torch.ones_like(x).cumsum(1)},
+        {"labels": x[:, 1:]},
+        {"input_ids": ids(2), "position_ids": torch.arange(LENGTH).expand(3, -1)},
+        {"input_ids": ids(2), "cu_seqlens": [0, 30, 2 * LENGTH]},
     ):
-        with pytest.raises(UnsupportedError) as error:
-            model(input_ids=x, **keywords)
+        with pytest.raises((ArgumentError, UnsupportedError)) as error:
+            model(**{"input_ids": x} | keywords)
         said.append(str(error.value).partition(":")[0])
+    model.config._output_attentions = True  # as it was made, with eager attention
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        model(input_ids=x)
+    model.config._output_attentions = False
+    with torch.no_grad():
+        cache = model(input_ids=x, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedError, match="past_key_values: expected none, or an empty one, with gradients"):
+        model(input_ids=x, labels=x, past_key_values=cache)  # a prefix of PEFT's
     with pytest.raises(UnsupportedError, match="a call of the parallelized model itself"):
         model.model(input_ids=x)
     with pytest.raises(UnsupportedError, match="copy"):
@@ -256,8 +269,9 @@ def refused_calls(rank: int) -> list[str]:
 
 def test_refused_calls(ranks):
     names = ["pixel_values", "attention_mask", "labels", "output_attentions", "use_cache", "logits_to_keep"]
+    names += ["position_ids", "cache_position", "seq_idx", "labels", "position_ids", "cu_seqlens"]
     for said in ranks.run(2, refused_calls):
-        assert said == [*names, "position_ids"]
+        assert said == names
 
 
 def different_batches(rank: int) -> None:
@@ -269,6 +283,8 @@ def different_batches(rank: int) -> None:
     model(input_ids=ids(), labels=ids())
     with pytest.raises(DisagreementError, match="disagree on the batch"):
         model(input_ids=ids(seed=rank), labels=ids(seed=rank))
+    with pytest.raises(DisagreementError, match="disagree on the batch"):
+        model(input_ids=ids(seed=rank))
 
 
 def test_ranks_with_different_batches(ranks):
