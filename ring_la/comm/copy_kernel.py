@@ -25,7 +25,7 @@ def words(ranks: int, chunk: int = CHUNK) -> int:
 
 
 @triton.jit
-def _wait(flag, value, patience, CLOCK: tl.constexpr):
+def wait_for(flag, value, patience, CLOCK: tl.constexpr):
     """Wait until `flag` has `value`; returns whether it came within `patience` nanoseconds (without a clock, as in the
     interpreter, nothing is ever late)."""
     seen = tl.atomic_cas(flag, value, value, sem="acquire", scope="sys")
@@ -100,7 +100,7 @@ def exchange_kernel(
         flag = base + (mine + slot * BLOCKS) * FLAG
         chunk = data + (mine + slot * BLOCKS).to(tl.int64) * CHUNK
         at = i * CHUNK
-        ready = _wait(flag, tl.where(put, EMPTY, FULL), patience, CLOCK)
+        ready = wait_for(flag, tl.where(put, EMPTY, FULL), patience, CLOCK)
         if not ready:
             tl.store(broken + peer, 1)
             tl.store(report + peer, 1)

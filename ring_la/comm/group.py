@@ -125,6 +125,11 @@ class Group:
         what = f"exchanging with ranks {sorted({*sends, *receives})}"
         return self._pending(what, lambda: self.transport.exchange(sends, receives), lambda: (receives, sends)[0])
 
+    def sends(self, size: int) -> None:
+        """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
+        self._nobody_late("sending")
+        self.bytes_sent += size
+
     def all_gather(self, x: Tensor) -> Pending:
         """Every rank's `x`, stacked: ``[P, *x.shape]``."""
         if self.size == 1:
@@ -200,11 +205,7 @@ class Group:
 
     def _pending(self, what: str, post: Callable[[], Sequence[Work]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
-        late = self.transport.late()
-        if late:
-            raise PeerError(
-                f"rank {self.rank} of {self.size} before {what}: no message from {self._names(late)} in time"
-            )
+        self._nobody_late(what)
         try:
             works = post()
         except RuntimeError as error:
@@ -221,6 +222,13 @@ class Group:
             return result()
 
         return Pending(finish)
+
+    def _nobody_late(self, what: str) -> None:
+        late = self.transport.late()
+        if late:
+            raise PeerError(
+                f"rank {self.rank} of {self.size} before {what}: no message from {self._names(late)} in time"
+            )
 
     def _peer_error(self, what: str, error: Exception) -> PeerError:
         """Name the ranks that did not report this failure too: they died or stalled."""

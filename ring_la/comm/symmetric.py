@@ -122,6 +122,9 @@ class SymmetricTransport:
         group: the group. torch: what carries the rest.
         own: this rank's mailboxes, int32. mailboxes: address of every rank's, seen from here (`open` makes them).
         keep: what owns that memory.
+
+    Attributes:
+        own, mailboxes, broken, report, constants: as `copy_kernel.exchange_kernel` takes them. patience: nanoseconds.
     """
 
     name = "symmetric"
@@ -137,19 +140,19 @@ class SymmetricTransport:
     ) -> None:
         from . import copy_kernel as kernel
 
-        self.group, self.torch, self._own, self._keep = group, torch_transport, own, keep
+        self.group, self.torch, self.own, self._keep = group, torch_transport, own, keep
         device = group.device
         away = [(address - own.data_ptr()) // UNIT for address in mailboxes]
-        self._mailboxes = torch.tensor(away, dtype=torch.int64, device=device)
-        self._broken = torch.zeros(group.size, dtype=torch.int32, device=device)
-        self._report = torch.zeros(group.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.mailboxes = torch.tensor(away, dtype=torch.int64, device=device)
+        self.broken = torch.zeros(group.size, dtype=torch.int32, device=device)
+        self.report = torch.zeros(group.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._kernel = kernel.exchange_kernel
-        self._constants = dict(
+        self.constants = dict(
             P=group.size, BLOCKS=kernel.BLOCKS, SLOTS=kernel.SLOTS, CHUNK=kernel.CHUNK, FLAG=kernel.FLAG, STEP=4096,
             CLOCK=device.type == "cuda",
         ) | constants  # fmt: skip
         self._aside = False  # whether messages may be under way on the side stream
-        self._patience = int(group.timeout.total_seconds() * 1e9)
+        self.patience = int(group.timeout.total_seconds() * 1e9)
 
     @classmethod
     def open(cls, group: Group, torch_transport: TorchTransport) -> SymmetricTransport:
@@ -162,7 +165,7 @@ class SymmetricTransport:
 
     def late(self) -> list[int]:
         """Ranks that have let a message of ours run into the timeout so far; read without synchronisation."""
-        return [r for r, late in enumerate(self._report.tolist()) if late]
+        return [r for r, late in enumerate(self.report.tolist()) if late]
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -213,13 +216,13 @@ class SymmetricTransport:
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], size: int) -> None:
         source, send_stride = _together(sends, size)
         if not sends:
-            source = self._broken  # any memory: nothing is read
+            source = self.broken  # any memory: nothing is read
         elif source is None:
             source, send_stride = torch.stack([sends[r].reshape(-1).view(torch.uint8) for r in sorted(sends)]), size
         target, receive_stride = _together(receives, size)
         rows = None
         if not receives:
-            target = self._broken
+            target = self.broken
         elif target is None:
             rows = torch.empty(len(receives), size, dtype=torch.uint8, device=self.group.device)
             target, receive_stride = rows, size
@@ -233,15 +236,27 @@ class SymmetricTransport:
         self, source: Tensor, target: Tensor, size: int, apart: tuple[int, int], sends: int, receives: int
     ) -> None:
         """Messages of `size` bytes to and from the ranks whose bits are set, `apart` bytes apart there and here."""
-        c = self._constants
+        c = self.constants
         if source.data_ptr() % UNIT:
             source = source.clone()
         blocks = min(c["BLOCKS"], math.ceil(size / (4 * c["CHUNK"])))
         units = (size // UNIT, *(stride // UNIT for stride in apart))
         self._kernel[(2 * c["P"] * blocks,)](
-            _words(source), _words(target), self._own, self._mailboxes, self._broken, self._report, self.group.rank,
-            *units, sends, receives, self._patience, **c, num_warps=4,
+            _words(source), _words(target), self.own, self.mailboxes, self.broken, self.report, self.group.rank,
+            *units, sends, receives, self.patience, **c, num_warps=4,
         )  # fmt: skip
+
+    def order(self) -> None:
+        """Before a kernel that uses the mailboxes from the current stream: it stands behind the other stream's."""
+        side = self.group.side_stream
+        if side is None:
+            return
+        current = torch.cuda.current_stream(self.group.device)
+        if current == side:
+            self._aside = True
+        elif self._aside:
+            self._aside = False
+            _join(current, side)
 
     def _beside(self, launch: Callable[[], None], keep: object = None) -> Work:
         """Run `launch` on the side stream after what the current one has so far, or in the current stream's order."""
@@ -251,11 +266,7 @@ class SymmetricTransport:
             return Done()
         current = torch.cuda.current_stream(self.group.device)
         if self.group.beside is None or current == side:
-            if current == side:
-                self._aside = True
-            elif self._aside:
-                self._aside = False
-                _join(current, side)
+            self.order()
             launch()
             return Done()
         self._aside = True

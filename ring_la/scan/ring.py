@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..algebra import Affine
 from ..comm import Group, Pending
+from . import mailbox_ring
 from .chain import Chain
 from .strategy import Cost, Link, Messages, Steps, sizes
 
@@ -40,6 +41,8 @@ class Ring:
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
         result: list[Tensor | None] = [None] * len(links)
+        if self.blocks == 1 and mailbox_ring.carries(group, like) and not any(link.push for link in links):
+            return Steps(mailbox_ring.steps(chain, links, like, group, result), result, links, group)
         return Steps(self._steps(chain, links, group, result), result, links, group)
 
     def _steps(self, chain: Chain, links: Sequence[Link], group: Group, result: list[Tensor | None]) -> Iterator[None]:

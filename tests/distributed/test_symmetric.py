@@ -21,7 +21,7 @@ interpreted()
 BLOCKS, CHUNK = 2, 64  # few and small, so that messages of several chunks and rounds stay quick
 
 
-def over_files(rank: int, size: int, folder: str, timeout: float = 60.0) -> Group:
+def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: int = CHUNK) -> Group:
     """A gloo group whose messages go by mailboxes in files."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     interpreted()
@@ -29,7 +29,7 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0) -> Grou
     from ring_la.comm.symmetric import SymmetricTransport
 
     own = Group(group(size), timedelta(seconds=timeout))
-    n = copy_kernel.words(size, CHUNK)
+    n = copy_kernel.words(size, chunk)
     if rank == 0:
         for r in range(size):
             torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32).zero_()
@@ -37,7 +37,7 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0) -> Grou
     boxes = [torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32) for r in range(size)]
     addresses = [b.data_ptr() for b in boxes]
     own.transport = SymmetricTransport(
-        own, own.transport, boxes[rank], addresses, boxes, BLOCKS=BLOCKS, CHUNK=CHUNK, STEP=32
+        own, own.transport, boxes[rank], addresses, boxes, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
     )
     return own
 

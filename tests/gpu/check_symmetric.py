@@ -4,6 +4,8 @@ Parts, each with its own limit, each written to folder/symmetric.json when it is
 
     messages    every pattern of `Group`, equal to NCCL's to the bit, under delays that make ranks drift apart
     strategies  every recurrence of a few × scan × layout, fp64, against the token loop (1e-9), and bytes as NCCL's
+    links       the ring by one kernel a link, every kind of map and chain, against the serial recursion in fp64; and
+                microseconds of each strategy's exchange alone by either transport
     latency     microseconds of each pattern by size, eager and in a CUDA graph, beside NCCL
     graph       forward and backward of a sharded call captured and replayed on new inputs, equal to the eager call
     exposed     one call's time beside the local work alone, and by the profiler the time in which only messages run
@@ -27,15 +29,19 @@ import torch
 import torch.distributed as dist
 
 import ring_la
+from ring_la.algebra import Affine, transpose
+from ring_la.cli.scan_cases import exchanges
 from ring_la.comm import Group
-from ring_la.scan import STRATEGIES
+from ring_la.layout import Layout
+from ring_la.scan import STRATEGIES, Chain, Link
 from tests.conformance import test_sharded as sharded
 from tests.conformance.cases import DOCUMENTS
 from tests.distributed import pool
+from tests.scan import test_mailbox_ring as mailbox
 
 TRANSPORTS = ("torch", "symmetric")
 CASES = (("simple_gla", 16384), ("gated_delta_rule", 16384), ("simple_gla", 4096), ("gated_delta_rule", 4096))
-LIMIT = {"messages": 30, "strategies": 45, "latency": 40, "graph": 60, "exposed": 75, "late": 30}
+LIMIT = {"links": 60, "messages": 30, "strategies": 45, "latency": 40, "graph": 60, "exposed": 75, "late": 30}
 
 
 def groups() -> dict[str, Group]:
@@ -104,6 +110,39 @@ def strategies() -> dict:
                     assert worst < 1e-9, (P, name, documents, kind, transport, errors)
                 assert len(set(sent.values())) == 1, sent
     return {"checks": len(out), "worst": max(out.values(), default=0.0), "documents": list(DOCUMENTS)}
+
+
+def links() -> dict:
+    """By kind of map: the worst error of the ring's links, and µs, eager and in a graph, of each exchange alone."""
+    by, out = groups(), {}
+    g, shape = by["symmetric"], (1, 32, 128, 128)
+    random = torch.Generator().manual_seed(g.rank)
+    for kind in ("identity", "scalar", "diagonal", "dense"):
+        worst = 0.0
+        for layout, documents in (("contiguous", None), ("zigzag", None), ("zigzag", [0, 5, 16, 40, 48])):
+            whole = Chain.of(Layout(48, layout, g.size, g.rank, documents))
+            forward = mailbox.maps(whole, kind, shape, "cuda")
+            back = [Affine(kind, transpose(kind, m.A), m.b) for m in forward[::-1]]
+            for chain, maps in ((whole, forward), (whole.reversed, back)) * 2:
+                torch.cuda._sleep(int(torch.randint(1, 400_000, (), generator=random)))
+                mine = [Link(maps[i]) for i in chain.local(g.rank)]
+                got = STRATEGIES["ring"].start(chain, mine, Affine(kind, None, maps[0].b), g).wait()
+                wide = [Affine(kind, None if m.A is None else m.A.double(), m.b.double()) for m in maps]
+                want = mailbox.serial(chain, wide)
+                for i, state in zip(chain.local(g.rank), got):
+                    assert (state is None) == (want[i] is None), (kind, i)
+                    if state is not None:
+                        worst = max(worst, ((state - want[i]).norm() / want[i].norm()).item())
+        assert worst < 1e-6, (kind, worst)
+        row: dict = {"worst": worst}
+        for transport, group in by.items():
+            runs = exchanges(group, Affine(kind, None, torch.empty(shape, device="meta")))
+            row[transport] = {name: (microseconds(run), microseconds(captured(run))) for name, run in runs.items()}
+        out[kind] = row
+        if g.rank == 0:
+            print(kind, row, flush=True)
+    assert g.transport.late() == []
+    return out
 
 
 def microseconds(run, repeats: int = 20) -> float:
@@ -343,7 +382,7 @@ def late() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/symmetric"))
-    parser.add_argument("--parts", default="messages,strategies,exposed,graph,latency,late")
+    parser.add_argument("--parts", default="messages,links,strategies,exposed,graph,latency,late")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no part is started")
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

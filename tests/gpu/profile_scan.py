@@ -20,7 +20,7 @@ import torch.distributed as dist
 import ring_la
 from tests.gpu.check_symmetric import both_ways, captured, inputs, microseconds
 
-ARMS = ("local", "alone", "torch all_gather", "torch ring", "symmetric all_gather", "symmetric ring")
+ARMS = ("local", "alone", "torch all_gather", "symmetric all_gather", "symmetric ring", "torch ring")
 
 
 def layouts(T: int, arms: list[str], alone: dist.ProcessGroup) -> dict[str, object]:
@@ -37,7 +37,7 @@ def layouts(T: int, arms: list[str], alone: dist.ProcessGroup) -> dict[str, obje
 
 @functools.cache
 def context(scan: str, transport: str, group: object) -> ring_la.ContextParallel:
-    return ring_la.ContextParallel(group, scan=scan, transport=transport, validate="never")
+    return ring_la.ContextParallel(group, scan=scan, transport=transport, validate="never", timeout=20)
 
 
 def host(run, calls: int = 10) -> float:

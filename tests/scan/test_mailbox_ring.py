@@ -1,0 +1,100 @@
+"""The ring in one kernel a link, interpreted, on files the ranks share in place of symmetric memory."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_la.algebra import Affine, transition_shape, transpose
+from ring_la.layout import Layout
+from ring_la.scan import STRATEGIES, Chain, Link
+from tests.distributed.pool import group
+from tests.distributed.test_symmetric import over_files
+from tests.kernels.triton_cases import interpreted
+
+interpreted()
+
+CHAINS = {
+    "contiguous": ("contiguous", None),
+    "zigzag": ("zigzag", None),
+    "documents": ("zigzag", [0, 5, 16, 40, 48]),  # starts inside segments and on their borders
+}
+SHAPE = (1, 3, 5, 6)
+
+
+def maps(chain: Chain, kind: str, shape: tuple[int, ...] = SHAPE, device: str = "cpu") -> list[Affine]:
+    """A map for each link, the same on every rank; the second head forgets within every other link."""
+    rng = torch.Generator(device).manual_seed(3)
+    out = []
+    for i, passes in enumerate(chain.passes):
+        b = torch.randn(shape, generator=rng, device=device)
+        size = transition_shape(kind, b.shape)
+        A = None if size is None or not passes else torch.rand(size, generator=rng, device=device) / shape[-2]
+        if A is not None and i % 2:
+            A[:, 1] = 1e-20
+        out.append(Affine(kind, A, b))
+    return out
+
+
+def serial(chain: Chain, links: list[Affine]) -> list[torch.Tensor | None]:
+    """The state entering each link, one after the other."""
+    entering, left = [], None
+    for needs, passes, m in zip(chain.needs, chain.passes, links):
+        entering.append(left if needs else None)
+        left = m(left) if needs and passes else m.b
+    return entering
+
+
+def check_ring(rank: int, size: int, folder: str) -> int:
+    g, checked = over_files(rank, size, folder, chunk=256), 0
+    for kind_of_layout, documents in CHAINS.values():
+        whole = Chain.of(Layout(48, kind_of_layout, size, rank, documents))
+        for kind in ("identity", "scalar", "diagonal", "dense"):
+            forward = maps(whole, kind)
+            back = [Affine(kind, transpose(kind, m.A), m.b) for m in forward[::-1]]
+            for chain, links in ((whole, forward), (whole.reversed, back)):
+                before = g.bytes_sent
+                mine = [Link(links[i]) for i in chain.local(rank)]
+                like = Affine(kind, None, links[0].b)
+                got = STRATEGIES["ring"].start(chain, mine, like, g).wait()
+                for i, state in zip(chain.local(rank), got):
+                    want = serial(chain, links)[i]
+                    assert (state is None) == (want is None), (kind, i)
+                    assert want is None or torch.allclose(state, want, rtol=1e-5, atol=1e-6), (kind, i)
+                    checked += want is not None
+                crossing = [i for i in chain.local(rank) if chain.feeds(i) and chain.owners[i + 1] != rank]
+                assert g.bytes_sent - before == len(crossing) * like.b.nbytes
+    assert g.transport.late() == []
+    return checked
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_against_serial(ranks, tmp_path, size):
+    assert sum(ranks.run(size, check_ring, size, str(tmp_path))) > 20
+
+
+def check_horizon(rank: int, folder: str, forgets: bool) -> float:
+    """The first rank comes late; how long before that the last has what enters its link (negative: after)."""
+    g = over_files(rank, 3, folder)
+    chain = Chain((0, 1, 2), (False, True, True), (False, True, True))
+    b = torch.full((1, 1, 4, 4), 1.0 + rank)
+    link = Link(Affine("scalar", torch.full((1, 1), 0.0 if forgets else 0.5), b))
+    clock = torch.zeros(1, dtype=torch.float64)
+    dist.barrier(group(3))
+    if rank == 0:
+        time.sleep(1.5)
+        clock += time.monotonic()
+    (entering,) = STRATEGIES["ring"].start(chain, [link], Affine("scalar", None, b), g).wait()
+    done = time.monotonic()
+    dist.broadcast(clock, 0, group=group(3))
+    if rank == 2:
+        assert torch.equal(entering, torch.full_like(b, 2.0 if forgets else 2.5))
+    return clock.item() - done
+
+
+def test_a_link_that_forgets_waits_for_nobody(ranks, tmp_path):
+    assert ranks.run(3, check_horizon, str(tmp_path), True)[2] > 0.5
+    assert ranks.run(3, check_horizon, str(tmp_path), False)[2] < 0
