@@ -12,9 +12,10 @@ the gradient this rank's outputs send to its entering state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from .comm import Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
 from .outputs import LinearAttentionOutput
-from .scan import Chain, Horizon, Link
+from .scan import Chain, Exchange, Horizon, Link
 
 
 def run(
@@ -192,13 +193,27 @@ class ShardedCall:
             mode = "chunk"  # whatever this rank's length
         return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, kept=kept, **canonical)
 
-    def exchange(self, chain: Chain, links: list[Link], like: Tensor) -> Pending:
+    def exchange(self, links: list[Link], like: Tensor) -> Exchange:
         """Post the scan of `links`; its result is the state entering each owned link, in chain order."""
-        cp, maps = self.layout.cp, Affine(self.kind, None, like)
-        horizon = self.horizon(like.dtype)
-        if horizon is not None and horizon.pays(chain, maps, cp.strategy, cp.price):
+        cp, chain, maps = self.layout.cp, self.seams.chain, Affine(self.kind, None, like)
+        horizon = self._split(maps)
+        if horizon is not None:
             return horizon.start(chain, links, maps, cp.comm, cp.strategy)
         return cp.strategy(chain, maps).start(chain, links, maps, cp.comm)
+
+    def exchange_back(self, links: list[Link], like: Tensor, kept: Sequence[Tensor | None]) -> Pending:
+        """Post the scan of gradients, right to left, given what `exchange` kept."""
+        cp, chain, maps = self.layout.cp, self.seams.chain, Affine(self.kind, None, like)
+        horizon = self._split(maps)
+        if horizon is not None:
+            return horizon.start_back(chain, links, maps, cp.comm, kept, cp.strategy)
+        return cp.strategy(chain, maps).start_back(chain, links, maps, cp.comm, kept)
+
+    def _split(self, maps: Affine) -> Horizon | None:
+        """The horizon, if heads within it go by an exchange of their own."""
+        cp, horizon = self.layout.cp, self.horizon(maps.b.dtype)
+        pays = horizon is not None and horizon.pays(self.seams.chain, maps, cp.strategy, cp.price)
+        return horizon if pays else None
 
     def horizon(self, dtype: torch.dtype) -> Horizon | None:
         """Which heads forget within every segment, under decays the host knows."""
@@ -218,7 +233,7 @@ class _Sharded(torch.autograd.Function):
         A, S_end = local.summary(S0, through)
         links = _links(call, A, S_end, lambda piece: _push(local, S0, S_end, piece))
         with call.layout.cp.comm.in_order(not local.prepares):
-            pending = call.exchange(seams.chain, links, S_end[:, 0])
+            pending = call.exchange(links, S_end[:, 0])
         local.prepare()
         S0 = with_arrived(S0, S_end, [first for first, _ in seams.segments], pending.wait())
         o, S_end = local.output(S0)
@@ -228,7 +243,9 @@ class _Sharded(torch.autograd.Function):
             ctx.final_shape = final.shape
         ctx.call, ctx.has_initial = call, initial_state is not None
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-        ctx.save_for_backward(S0, *(link.map.A for link in links), *inputs, *local.kept())
+        maps = [link.map.A for link in links]
+        ctx.parts = len(maps), len(inputs), len(pending.kept)
+        ctx.save_for_backward(S0, *maps, *inputs, *pending.kept, *local.kept())
         ctx.set_materialize_grads(False)
         return o, final
 
@@ -237,9 +254,9 @@ class _Sharded(torch.autograd.Function):
     def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
         call: ShardedCall = ctx.call
         seams, packed, comm = call.seams, call.layout.packed, call.layout.cp.comm
-        n, width = len(seams.links), len(Inputs._fields)
         S0, *rest = ctx.saved_tensors
-        transitions, inputs, kept = rest[:n], Inputs(*rest[n : n + width]), tuple(rest[n + width :])
+        transitions, inputs, sent, kept = _cut(rest, ctx.parts)
+        inputs = Inputs(*inputs)
         do = torch.zeros_like(inputs.v) if do is None else do
         local = call.local(inputs, "chunk", kept)
         dS_end = None
@@ -253,7 +270,7 @@ class _Sharded(torch.autograd.Function):
         links = [
             Link(Affine(kind, transpose(kind, A), dS0[:, first])) for (first, _), A in zip(seams.segments, transitions)
         ][::-1]
-        pending = call.exchange(seams.chain.reversed, links, dS0[:, 0])
+        pending = call.exchange_back(links, dS0[:, 0], sent)
         gate = ctx.needs_input_grad[2 + Inputs._fields.index("g")]
         local.prepare_gradients(S0, do, gate)
         dS_end = with_arrived(dS_end, dS0, [last for _, last in seams.segments], pending.wait()[::-1])
@@ -263,6 +280,12 @@ class _Sharded(torch.autograd.Function):
         if ctx.has_initial and ctx.needs_input_grad[1]:
             dinitial = initial_gradient(call, dS0, dfinal).to(ctx.initial_dtype)
         return None, dinitial, *grads
+
+
+def _cut(tensors: list[Tensor | None], lengths: Sequence[int]) -> Iterator[tuple[Tensor | None, ...]]:
+    """Runs of these lengths, and the rest."""
+    rest = iter(tensors)
+    return iter([*(tuple(islice(rest, n)) for n in lengths), tuple(rest)])
 
 
 def place(into: Tensor, at: Tensor, source: Tensor, taken: Tensor) -> None:

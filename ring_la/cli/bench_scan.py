@@ -129,9 +129,9 @@ def measure(team: Team, case: Case, args: argparse.Namespace, report: Report) ->
     x = tokens(case.op, case.gates, (case.T, args.heads, args.width), dtype, group.device, seed=group.rank)
     do = torch.randn_like(x[2])
     state = torch.empty(1, args.heads, args.width, args.width, device="meta")
-    predicted = predictions(team, Affine(OPS[case.op].transition, None, state))
+    like = Affine(OPS[case.op].transition, None, state)
     for what, steps in passes(calls, x, do).items():
-        case = case._replace(what=what)
+        case, predicted = case._replace(what=what), predictions(team, like, "backward" in what)
         report.add(case, in_turns(steps, group, **how(args)), predicted, failed)
         if args.graph and group.on_cuda:
             graphs, refused = captured(steps)
@@ -192,7 +192,7 @@ def passes(calls: dict[str, Call], x: list[Tensor], do: Tensor) -> dict[str, dic
     }
 
 
-def predictions(team: Team, like: Affine) -> dict[str, float]:
-    """Seconds the cost model gives one exchange of each strategy, one link a rank."""
+def predictions(team: Team, like: Affine, backward: bool = False) -> dict[str, float]:
+    """Seconds the cost model gives the exchange of each strategy, one link a rank."""
     cp = team.contexts.get("auto")
-    return cp.cost.predict(Chain.of(cp.layout(cp.size, "contiguous")), like) if cp else {}
+    return cp.cost.predict(Chain.of(cp.layout(cp.size, "contiguous")), like, backward) if cp else {}

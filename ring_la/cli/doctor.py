@@ -145,7 +145,7 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
         shown.setdefault(op.transition, []).append(name)
     for kind, names in shown.items():
         like = Affine(kind, None, torch.empty(1, args.heads, args.width, args.width, device="meta"))
-        best, seconds = cp.strategy(chain, like).name, cp.cost.predict(chain, like)
+        best, seconds = cp.strategy(chain, like).name, cp.cost.predict(chain, like, backward=True)
         others = ", ".join(f"{name} {seconds[name] * 1e3:.2f}" for name in STRATEGIES if name != best)
         lines.append((f"A {kind}", f"{best} {seconds[best] * 1e3:.2f} ms ({others}): {', '.join(names)}"))
     return lines

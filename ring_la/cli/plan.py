@@ -178,9 +178,9 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
         if model is None:
             continue
         if block.recurrence:
-            by_name = model.predict(chain, block.state)
+            by_name = model.predict(chain, block.state, setting.backward)
             strategies[block.layer] = min(by_name, key=by_name.__getitem__)
-            exchange += times * (2 if setting.backward else 1) * by_name[strategies[block.layer]]
+            exchange += times * by_name[strategies[block.layer]]
         else:
             attention += times * max(0.0, rotation(setting, model, block, tokens, P) - own)
     weights = max(0.0, sharding(setting, gpus) - compute)

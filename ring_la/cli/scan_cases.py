@@ -29,7 +29,7 @@ from ring_la.algebra import Affine, Transition, transition_shape
 from ring_la.comm import Group, Pending
 from ring_la.context import ContextParallel
 from ring_la.recurrences.retention import retention_decay
-from ring_la.scan import STRATEGIES, Chain, Cost, Link, Scan
+from ring_la.scan import STRATEGIES, Chain, Cost, Exchange, Link, Scan
 
 HALF_LIVES = (16, 65536)
 """Tokens: half-lives of trained gates, log-uniform over the heads."""
@@ -114,9 +114,20 @@ class Waited:
     def cost(self, chain: Chain, like: Affine) -> Cost:
         return self.inner.cost(chain, like)
 
-    def start(self, chain: Chain, links: list[Link], like: Affine, group: Group) -> Pending:
-        result = self.inner.start(chain, links, like, group).wait()
-        return Pending(lambda: result)
+    def cost_back(self, chain: Chain, like: Affine) -> Cost:
+        return self.inner.cost_back(chain, like)
+
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
+        exchange = self.inner.start(chain, links, like, group)
+        exchange.wait()
+        return exchange
+
+    def start_back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
+    ) -> Pending:
+        pending = self.inner.start_back(chain, links, like, group, kept)
+        pending.wait()
+        return pending
 
 
 class Swap(torch.autograd.Function):

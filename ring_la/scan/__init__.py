@@ -3,6 +3,6 @@
 from .auto import STRATEGIES, CostModel
 from .chain import Chain
 from .horizon import Horizon
-from .strategy import Cost, Link, Scan
+from .strategy import Cost, Exchange, Link, Scan
 
-__all__ = ["STRATEGIES", "Chain", "Cost", "CostModel", "Horizon", "Link", "Scan"]
+__all__ = ["STRATEGIES", "Chain", "Cost", "CostModel", "Exchange", "Horizon", "Link", "Scan"]

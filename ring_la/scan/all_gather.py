@@ -1,5 +1,6 @@
 """All-gather (LASP-2, arXiv 2502.07563; also FLA's context parallelism): every rank gets every link's (A, b)
-and folds what precedes its own links. A rank receives (P−1)(S+M) bytes, in one collective."""
+and folds what precedes its own links. A rank receives (P−1)(S+M) bytes, in one collective; backward (P−1)S, for
+it keeps the transitions it will fold with."""
 
 from __future__ import annotations
 
@@ -8,30 +9,38 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..algebra import Affine, transition_shape
+from ..algebra import Affine, transition_shape, transpose
 from ..comm import Group, Pending
 from .chain import Chain
-from .strategy import Cost, Link, Messages, Steps, fold, sizes
+from .strategy import Cost, Exchange, Link, Messages, Steps, fold, sizes
 
 
 class AllGather:
     name = "all_gather"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
+        return self._cost(chain, sum(sizes(like)))
+
+    def cost_back(self, chain: Chain, like: Affine) -> Cost:
+        return self._cost(chain.reversed, sizes(like)[0])
+
+    @staticmethod
+    def _cost(chain: Chain, size: int) -> Cost:
+        """`size` bytes of each link are sent."""
         if not any(chain.needs):
             return Cost()
-        received = (chain.ranks - 1) * chain.slots() * sum(sizes(like))
+        received = (chain.ranks - 1) * chain.slots() * size
         applied = max(chain.applied(chain.local(rank)) for rank in set(chain.owners))
-        copied = chain.slots() * sum(sizes(like))
-        return Cost(received, (Messages("gather", received),), applied, 0, copied, 1, 2 + applied)
+        return Cost(received, (Messages("gather", received),), applied, 0, chain.slots() * size, 1, 2 + applied)
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         result: list[Tensor | None] = [None] * len(links)
-        return Steps(self._steps(chain, links, like, group, result), result, links, group)
+        kept: list[Tensor | None] = []
+        return Steps(self._steps(chain, links, like, group, result, kept), result, links, group, kept)
 
     @staticmethod
     def _steps(
-        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
+        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
     ) -> Iterator[None]:
         if not any(chain.needs):
             return
@@ -39,6 +48,43 @@ class AllGather:
         yield
         maps = unpack(pending.wait().flatten(0, 1), like)
         result[:] = fold(chain, [maps[row] for row in chain.rows], chain.local(group.rank))
+        if like.kind != "identity":
+            wanted = [maps[chain.rows[i]].A for i in folded_back(chain, group.rank)]
+            kept += [torch.stack(wanted)] if wanted else []  # a copy: all that was gathered is P times as much
+
+    def start_back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
+    ) -> Pending:
+        result: list[Tensor | None] = [None] * len(links)
+        return Steps(self._back(chain, links, like, group, kept, result), result, (links, kept), group)
+
+    @staticmethod
+    def _back(
+        chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence, result: list[Tensor | None]
+    ) -> Iterator[None]:
+        back = chain.reversed
+        if not any(back.needs):
+            return
+        pending = group.all_gather(pack([link.map for link in links], chain.slots(), bare(like)))
+        yield
+        gradients = unpack(pending.wait().flatten(0, 1), bare(like))
+        A = dict(zip(folded_back(chain, group.rank), kept[0] if kept else ()))
+        maps = [
+            Affine(like.kind, transpose(like.kind, A.get(len(chain) - 1 - i)), gradients[row].b)
+            for i, row in enumerate(back.rows)
+        ]
+        result[:] = fold(back, maps, back.local(group.rank))
+
+
+def folded_back(chain: Chain, rank: int) -> list[int]:
+    """The links of `chain` whose maps a rank applies when it folds gradients."""
+    back = chain.reversed
+    return [len(chain) - 1 - i for i in back.folded(back.local(rank))]
+
+
+def bare(like: Affine) -> Affine:
+    """A map like this one without a transition: what is sent where the other ranks know it."""
+    return Affine("identity", None, like.b)
 
 
 def pack(maps: Sequence[Affine], slots: int, like: Affine) -> Tensor:
@@ -52,7 +98,7 @@ def pack(maps: Sequence[Affine], slots: int, like: Affine) -> Tensor:
             parts.append(like.b.new_zeros(transition) if m.A is None else m.A.reshape(-1))
     if len(maps) < slots:
         parts.append(like.b.new_zeros((slots - len(maps)) * (state + transition)))
-    return torch.cat(parts).view(slots, state + transition)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(slots, state + transition)
 
 
 def unpack(rows: Tensor, like: Affine) -> list[Affine]:

@@ -1,7 +1,8 @@
 """All-to-all: each rank folds the whole chain for its own 1/P of the state, split over heads and value columns.
 
 Two all-to-alls: every rank gets its part of all links' summaries, folds them, and sends each rank the part of the
-state that enters its links. A rank receives (P−1)/P·(2S+M) bytes whatever P is. Heads are independent, and so
+state that enters its links. A rank receives (P−1)/P·(2S+M) bytes whatever P is, (P−1)/P·2S backward, for a rank's
+parts of the transitions stay with it. Heads are independent, and so
 are value columns under any transition, so the parts never meet; heads are cut into column blocks only as far as
 needed to give every rank an equal share (M is then repeated per block).
 """
@@ -16,53 +17,92 @@ from torch import Tensor
 
 from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
-from .all_gather import unpack
+from .all_gather import bare, unpack
 from .chain import Chain
-from .strategy import Cost, Link, Messages, Steps, fold, sizes
+from .strategy import Cost, Exchange, Link, Messages, Steps, fold, sizes
 
 
 class AllToAll:
     name = "all_to_all"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
+        return self._cost(chain, like, sizes(Parts(like, chain.ranks).like())[1])
+
+    def cost_back(self, chain: Chain, like: Affine) -> Cost:
+        return self._cost(chain.reversed, like, 0)
+
+    @staticmethod
+    def _cost(chain: Chain, like: Affine, transition: int) -> Cost:
+        """`transition` bytes of a part's map are sent beside its state."""
         if not any(chain.needs):
             return Cost()
-        state, transition = sizes(Parts(like, chain.ranks).like())
+        state, _ = sizes(Parts(like, chain.ranks).like())
         rows = (chain.ranks - 1) * chain.slots()
         there, back = rows * (state + transition), rows * state
         path = Messages("exchange", there), Messages("exchange", back)
         applied = chain.applied(range(len(chain)))
         operations = 3 + 3 * chain.slots() + applied
-        copied = chain.slots() * (sum(sizes(like)) + 2 * like.b.nbytes)
+        copied = chain.slots() * ((state + transition) * chain.ranks + 2 * like.b.nbytes)
         return Cost(there + back, path, applied / chain.ranks, 0, copied, 2, operations)
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         result: list[Tensor | None] = [None] * len(links)
-        return Steps(self._steps(chain, links, like, group, result), result, links, group)
+        kept: list[Tensor | None] = []
+        return Steps(self._steps(chain, links, like, group, result, kept), result, links, group, kept)
+
+    def start_back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
+    ) -> Pending:
+        result: list[Tensor | None] = [None] * len(links)
+        return Steps(self._back(chain, links, like, group, kept, result), result, (links, kept), group)
 
     @staticmethod
     def _steps(
-        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
+        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
     ) -> Iterator[None]:
         if not any(chain.needs):
             return
         parts, slots = Parts(like, group.size), chain.slots()
-        part = parts.like()
         pending = group.all_to_all(parts.split([link.map for link in links], slots))
         yield
-        maps = unpack(pending.wait().view(group.size * slots, -1), part)
+        rows = pending.wait().view(group.size * slots, -1)
+        if like.kind != "identity":
+            kept.append(rows)
+        maps = unpack(rows, parts.like())
         entering = fold(chain, [maps[row] for row in chain.rows], range(len(chain)))
-        back: list[Tensor | None] = [None] * (group.size * slots)
-        for row, state in zip(chain.rows, entering):
-            back[row] = state
-        if None in back:
-            nothing = torch.zeros_like(part.b)
-            back = [nothing if state is None else state for state in back]
-        pending = group.all_to_all(torch.stack(back).unflatten(0, (group.size, slots)))
+        yield from _return(chain, parts, entering, group, result)
+
+    @staticmethod
+    def _back(
+        chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence, result: list[Tensor | None]
+    ) -> Iterator[None]:
+        back = chain.reversed
+        if not any(back.needs):
+            return
+        parts, sent, slots = Parts(like, group.size), Parts(bare(like), group.size), chain.slots()
+        pending = group.all_to_all(sent.split([link.map for link in links], slots))
         yield
-        states = pending.wait().unbind(1)
-        for slot, i in enumerate(chain.local(group.rank)):
-            result[slot] = parts.join(states[slot]) if chain.needs[i] else None
+        gradients = unpack(pending.wait().view(group.size * slots, -1), sent.like())
+        forward = unpack(kept[0], parts.like()) if kept else gradients
+        maps = [forward[chain.rows[-1 - i]].adjoint(gradients[row].b) for i, row in enumerate(back.rows)]
+        yield from _return(back, parts, fold(back, maps, range(len(back))), group, result)
+
+
+def _return(
+    chain: Chain, parts: Parts, entering: list[Tensor | None], group: Group, result: list[Tensor | None]
+) -> Iterator[None]:
+    """Send each rank its parts of what enters its links."""
+    back: list[Tensor | None] = [None] * (group.size * chain.slots())
+    for row, state in zip(chain.rows, entering):
+        back[row] = state
+    if None in back:
+        nothing = torch.zeros_like(parts.like().b)
+        back = [nothing if state is None else state for state in back]
+    pending = group.all_to_all(torch.stack(back).unflatten(0, (group.size, chain.slots())))
+    yield
+    states = pending.wait().unbind(1)
+    for slot, i in enumerate(chain.local(group.rank)):
+        result[slot] = parts.join(states[slot]) if chain.needs[i] else None
 
 
 class Parts:

@@ -116,13 +116,17 @@ class CostModel:
         host = cost.posted * self.post + cost.operations * self.launch
         return messages + cost.applied * apply + cost.composed * (apply + compose) + host
 
-    def predict(self, chain: Chain, like: Affine) -> dict[str, float]:
-        """Seconds each strategy takes to exchange maps like `like` over `chain`."""
-        return {name: self.seconds(strategy.cost(chain, like), like) for name, strategy in STRATEGIES.items()}
+    def predict(self, chain: Chain, like: Affine, backward: bool = False) -> dict[str, float]:
+        """Seconds each strategy takes to exchange maps like `like` over `chain`; `backward`: and their gradients."""
+        out = {}
+        for name, strategy in STRATEGIES.items():
+            costs = [strategy.cost(chain, like), *([strategy.cost_back(chain, like)] if backward else [])]
+            out[name] = sum(self.seconds(cost, like) for cost in costs)
+        return out
 
     def best(self, chain: Chain, like: Affine) -> str:
-        """The strategy with the lowest prediction."""
-        predictions = self.predict(chain, like)
+        """The strategy with the lowest prediction, forward and back: one strategy does both."""
+        predictions = self.predict(chain, like, backward=True)
         return min(predictions, key=predictions.__getitem__)
 
 

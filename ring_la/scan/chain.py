@@ -103,6 +103,12 @@ class Chain:
         passing = self._passing
         return passing[max(wanted)] - passing[min(map(self.first_source, wanted)) + 1]
 
+    def folded(self, links: Sequence[int]) -> list[int]:
+        """The links whose maps such a fold applies."""
+        wanted = [i for i in links if self.needs[i]]
+        first = min(map(self.first_source, wanted), default=0)
+        return [i for i in range(first + 1, max(wanted, default=0)) if self.passes[i]]
+
     @cached_property
     def _passing(self) -> tuple[int, ...]:
         """How many of the links before each pass a state on."""

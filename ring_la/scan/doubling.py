@@ -3,88 +3,145 @@
 After round d every link knows the composite map of the 2^d links up to and including itself; in each round it
 receives its 2^d-th predecessor's composite and composes. log₂ n rounds of S+M bytes for n links: for long chains.
 The composite of the links *before* each link is carried along, so the scan is exclusive without another hop.
+
+Backward the same network is walked from its last round to its first, each message the other way. What travels is then
+the gradient of the composite's b, S bytes; the transitions it meets are those its rank composed with going forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..algebra import Affine
+from ..algebra import Affine, act, transpose
 from ..comm import Group, Pending
-from .all_gather import pack, unpack
+from .all_gather import bare, pack, unpack
 from .chain import Chain
-from .strategy import Cost, Link, Messages, Steps, sizes
+from .strategy import Cost, Exchange, Link, Messages, Steps, sizes
 
 
 class Doubling:
     name = "doubling"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
-        rounds, received, composed, distance = [], dict.fromkeys(chain.owners, 0), 0, 1
-        while distance < len(chain):
+        return self._cost(chain, like, sum(sizes(like)), 0, 2)
+
+    def cost_back(self, chain: Chain, like: Affine) -> Cost:
+        return self._cost(chain, like, sizes(like)[0], 2, 0)
+
+    @staticmethod
+    def _cost(chain: Chain, like: Affine, size: int, applied: int, composed: int) -> Cost:
+        """`size` bytes of a map are sent; maps applied and composed for each that is received."""
+        rounds, received, slots = [], dict.fromkeys(chain.owners, 0), chain.slots()
+        for distance, receivers in _rounds(chain):
             into = dict.fromkeys(chain.owners, 0)
-            receivers = [i for i in range(distance, len(chain)) if _reaches(chain, i, distance)]
             for i in receivers:
                 into[chain.owners[i]] += chain.owners[i] != chain.owners[i - distance]
-            if receivers:
-                rounds.append(Messages("swap", max(into.values()) * sum(sizes(like))))
-                composed += 2 * chain.slots()  # the map of the links before, and with this one
             received = {rank: n + into[rank] for rank, n in received.items()}
-            distance *= 2
-        received = max(received.values()) * sum(sizes(like))
-        operations = 6 * chain.slots() * len(rounds)
-        copied = chain.slots() * len(rounds) * sum(sizes(like))
-        return Cost(received, tuple(rounds), 0, composed, copied, 2 * len(rounds), operations)
+            rounds.append(Messages("swap", max(into.values()) * size))
+        n = len(rounds) * slots
+        most = max(received.values()) * size
+        return Cost(most, tuple(rounds), applied * n, composed * n, n * size, 2 * len(rounds), 6 * n)
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         result: list[Tensor | None] = [None] * len(links)
-        return Steps(self._rounds(chain, links, like, group, result), result, links, group)
+        kept: list[Tensor | None] = []
+        return Steps(self._forward(chain, links, like, group, result, kept), result, links, group, kept)
 
-    def _rounds(
-        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
+    def start_back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
+    ) -> Pending:
+        result: list[Tensor | None] = [None] * len(links)
+        return Steps(self._back(chain, links, like, group, kept, result), result, (links, kept), group)
+
+    @staticmethod
+    def _forward(
+        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
     ) -> Iterator[None]:
         mine = chain.local(group.rank)
         upto = dict(zip(mine, (link.map for link in links)))
         before: dict[int, Affine | None] = dict.fromkeys(mine)
-        distance = 1
-        while distance < len(chain):
-            receivers = [i for i in range(distance, len(chain)) if _reaches(chain, i, distance)]
-            received = self._round(chain, receivers, distance, upto, like, group)
+        for distance, receivers in _rounds(chain):
+            moved = {(i - distance, i): upto.get(i - distance) for i in receivers}
+            received = _post(chain, moved, like, group)
             yield
-            for i, earlier in received().items():
+            for (_, i), earlier in sorted(received().items(), key=lambda at: at[0]):
                 here = before[i]
+                kept += [None if here is None else here.A, upto[i].A]
                 before[i] = earlier if here is None else here.after(earlier)
                 if chain.passes[i]:
                     upto[i] = upto[i].after(earlier)
-            distance *= 2
         for slot, i in enumerate(mine):
             here = before[i]
             result[slot] = None if here is None else here.b
 
     @staticmethod
-    def _round(chain: Chain, receivers: list[int], distance: int, upto: dict[int, Affine], like: Affine, group: Group):
-        """Post one round; the returned function waits and gives the composite each owned receiver gets."""
-        me = group.rank
-        local = {i: upto[i - distance] for i in receivers if chain.owners[i] == me == chain.owners[i - distance]}
-        out = [i for i in receivers if chain.owners[i - distance] == me != chain.owners[i]]
-        into = [i for i in receivers if chain.owners[i] == me != chain.owners[i - distance]]
-        sends, receives = {}, {}
-        for peer in {chain.owners[i] for i in out}:
-            maps = [upto[i - distance] for i in out if chain.owners[i] == peer]
-            sends[peer] = pack(maps, len(maps), like)
-        for peer in {chain.owners[i - distance] for i in into}:
-            count = sum(chain.owners[i - distance] == peer for i in into)
-            receives[peer] = torch.empty_like(pack([], count, like))
-        pending = group.exchange(sends, receives)
+    def _back(
+        chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence, result: list[Tensor | None]
+    ) -> Iterator[None]:
+        """The rounds from the last to the first, each message the other way: the gradient of what it brought."""
+        mine, kind = chain.local(group.rank), like.kind
+        rounds = list(_rounds(chain))
+        owned = [[i for i in receivers if chain.owners[i] == group.rank] for _, receivers in rounds]
+        pairs = iter(zip(kept[::2], kept[1::2]))
+        transitions = [{i: next(pairs) for i in here} for here in owned]
+        before = dict(zip(mine, (link.map.b for link in links[::-1])))  # gradients of the states that enter
+        upto: dict[int, Tensor | None] = dict.fromkeys(mine)  # and of those that leave
+        first = {i: n for n, here in reversed([*enumerate(owned)]) for i in here}
+        for n in reversed(range(len(rounds))):
+            distance, receivers = rounds[n]
+            moved = {}
+            for i in owned[n]:
+                A, through = transitions[n][i]
+                g = before[i] if n == first[i] else act(kind, transpose(kind, A), before[i])
+                if chain.passes[i] and upto[i] is not None:
+                    g = Affine(kind, transpose(kind, through), g)(upto[i])
+                moved[i, i - distance] = g
+            moved = {(i, i - distance): moved.get((i, i - distance)) for i in receivers}
+            moved = {at: None if g is None else Affine("identity", None, g) for at, g in moved.items()}
+            received = _post(chain, moved, bare(like), group)
+            yield
+            for (_, i), m in received().items():
+                here = upto[i]
+                upto[i] = m.b if here is None else here + m.b
+        result[:] = [upto[i] for i in mine[::-1]]
 
-        def received() -> dict[int, Affine]:
-            maps = {peer: iter(unpack(t, like)) for peer, t in pending.wait().items()}
-            return local | {i: next(maps[chain.owners[i - distance]]) for i in into}
 
-        return received
+def _rounds(chain: Chain) -> Iterator[tuple[int, list[int]]]:
+    """(distance, links that receive from that far back) of each round with messages."""
+    distance = 1
+    while distance < len(chain):
+        receivers = [i for i in range(distance, len(chain)) if _reaches(chain, i, distance)]
+        if receivers:
+            yield distance, receivers
+        distance *= 2
+
+
+def _post(
+    chain: Chain, moved: dict[tuple[int, int], Affine | None], like: Affine, group: Group
+) -> Callable[[], dict[tuple[int, int], Affine]]:
+    """Post one round: maps that go from link to link, known where their source is owned. The returned function waits
+    and gives those that come to owned links."""
+    me, owners = group.rank, chain.owners
+    here = {(a, b): m for (a, b), m in moved.items() if owners[a] == me == owners[b]}
+    out = [(a, b) for a, b in moved if owners[a] == me != owners[b]]
+    into = [(a, b) for a, b in moved if owners[b] == me != owners[a]]
+    sends, receives = {}, {}
+    for peer in {owners[b] for _, b in out}:
+        maps = [moved[at] for at in out if owners[at[1]] == peer]
+        sends[peer] = pack(maps, len(maps), like)
+    for peer in {owners[a] for a, _ in into}:
+        count = sum(owners[a] == peer for a, _ in into)
+        receives[peer] = torch.empty_like(pack([], count, like))
+    pending = group.exchange(sends, receives)
+
+    def received() -> dict[tuple[int, int], Affine]:
+        maps = {peer: iter(unpack(t, like)) for peer, t in pending.wait().items()}
+        return here | {at: next(maps[owners[at[0]]]) for at in into}
+
+    return received
 
 
 def _reaches(chain: Chain, link: int, distance: int) -> bool:

@@ -17,7 +17,7 @@ from ..algebra import Affine
 from ..comm import Group, Pending
 from .chain import Chain
 from .neighbours import Neighbours
-from .strategy import Cost, Link, Scan
+from .strategy import Cost, Exchange, Link, Scan
 
 FLOOR = {torch.float32: -30.0, torch.float64: -50.0}
 """ln of the unit roundoff, and 14 more: what is left is lost also beside states a million times smaller."""
@@ -68,19 +68,36 @@ class Horizon:
 
     def start(
         self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, choose: Callable[[Chain, Affine], Scan]
-    ) -> Pending:
+    ) -> Exchange:
         """Post both exchanges; the result is that of `Scan.start`."""
-        forgetful = chain.forgetful
         if self.all_near:
-            return Neighbours().start(forgetful, links, like, group)
-        near = Neighbours().start(forgetful, _heads(links, self.near), _like(like, self.counts[0]), group)
+            return Neighbours().start(chain.forgetful, links, like, group)
+        near = Neighbours().start(chain.forgetful, _heads(links, self.near), _like(like, self.counts[0]), group)
         rest = _like(like, self.counts[1])
         far = choose(chain, rest).start(chain, _heads(links, self.far), rest, group)
+        return Exchange(lambda: self._together(near, far, like), far.kept)
 
-        def finish() -> list[Tensor | None]:
-            return [self._joined(n, f, like) for n, f in zip(near.wait(), far.wait())]
+    def start_back(
+        self,
+        chain: Chain,
+        links: Sequence[Link],
+        like: Affine,
+        group: Group,
+        kept: Sequence[Tensor | None],
+        choose: Callable[[Chain, Affine], Scan],
+    ) -> Pending:
+        """Post both exchanges of gradients; the result is that of `Scan.start_back`."""
+        forgetful = chain.forgetful
+        if self.all_near:
+            return Neighbours().start_back(forgetful, links, like, group, ())
+        near = _like(like, self.counts[0])
+        near = Neighbours().start_back(forgetful, _heads(links, self.near), near, group, ())
+        rest = _like(like, self.counts[1])
+        far = choose(chain, rest).start_back(chain, _heads(links, self.far), rest, group, kept)
+        return Pending(lambda: self._together(near, far, like))
 
-        return Pending(finish)
+    def _together(self, near: Pending, far: Pending, like: Affine) -> list[Tensor | None]:
+        return [self._joined(n, f, like) for n, f in zip(near.wait(), far.wait())]
 
     def _joined(self, near: Tensor | None, far: Tensor | None, like: Affine) -> Tensor | None:
         """Heads ``[B, H, K, V]`` together again."""

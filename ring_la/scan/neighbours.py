@@ -10,7 +10,7 @@ from torch import Tensor
 from ..algebra import Affine
 from ..comm import Group, Pending
 from .chain import Chain
-from .strategy import Cost, Link, Messages, sizes
+from .strategy import Cost, Exchange, Link, Messages, sizes
 
 
 class Neighbours:
@@ -24,7 +24,15 @@ class Neighbours:
             return Cost()
         return Cost(chain.arrivals * state, (Messages("swap", state),), copied=state, posted=2, operations=2)
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
+    def cost_back(self, chain: Chain, like: Affine) -> Cost:
+        return self.cost(chain.reversed, like)
+
+    def start_back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
+    ) -> Pending:
+        return self.start(chain.reversed, links, like, group)
+
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         me, mine = group.rank, chain.local(group.rank)
         own = {i: link.map.b for i, link in zip(mine, links)}
         crossing = [i for i in range(1, len(chain)) if chain.needs[i] and chain.owners[i - 1] != chain.owners[i]]
@@ -40,4 +48,4 @@ class Neighbours:
             states = {i: row for r, links_ in rooms.items() for i, row in zip(links_, receives[r])}
             return [states.get(i, own.get(i - 1)) if chain.needs[i] else None for i in mine]
 
-        return Pending(finish)
+        return Exchange(finish)

@@ -17,7 +17,7 @@ from ..algebra import Affine
 from ..comm import Group, Pending
 from . import mailbox_ring
 from .chain import Chain
-from .strategy import Cost, Link, Messages, Steps, sizes
+from .strategy import Cost, Exchange, Link, Messages, Steps, sizes
 
 PIPELINE_BLOCKS = 4
 
@@ -39,11 +39,19 @@ class Ring:
         copied = 2 * state * chain.slots() if cuts else 0
         return Cost(chain.arrivals * state, (path,), applied, 0, copied, posted, posted + cuts)
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
+    def cost_back(self, chain: Chain, like: Affine) -> Cost:
+        return self.cost(chain.reversed, like)
+
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         result: list[Tensor | None] = [None] * len(links)
         if self.blocks == 1 and mailbox_ring.carries(group, like) and not any(link.push for link in links):
             return Steps(mailbox_ring.steps(chain, links, like, group, result), result, links, group)
         return Steps(self._steps(chain, links, group, result), result, links, group)
+
+    def start_back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
+    ) -> Pending:
+        return self.start(chain.reversed, links, like, group)
 
     def _steps(self, chain: Chain, links: Sequence[Link], group: Group, result: list[Tensor | None]) -> Iterator[None]:
         """Walk the owned links in chain order; yields before each wait for a message."""

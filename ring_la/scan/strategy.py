@@ -83,12 +83,24 @@ def sizes(like: Affine) -> tuple[int, int]:
     return like.b.nbytes, 0 if shape is None else shape.numel() * like.b.element_size()
 
 
+class Exchange(Pending):
+    """A scan under way.
+
+    Attributes:
+        kept: once it was waited for, what `Scan.start_back` needs of it.
+    """
+
+    def __init__(self, finish: Callable[[], list[Tensor | None]], kept: Sequence[Tensor | None] = ()) -> None:
+        super().__init__(finish)
+        self.kept = kept
+
+
 class Scan(Protocol):
     """An exchange of states across ranks."""
 
     name: str
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Pending:
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         """Post the exchange; the result of ``wait()`` is a list with the state entering each owned link.
 
         An entry is None where the link needs no state. `links` holds the links owned by this rank, in chain
@@ -97,12 +109,23 @@ class Scan(Protocol):
         """
         ...
 
+    def start_back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
+    ) -> Pending:
+        """Post the scan of gradients over ``chain.reversed``, whose owned links, in its order, are `links`: the
+        transposed maps. `chain` and `kept` are those of the exchange forward, so that no transition is sent again."""
+        ...
+
     def cost(self, chain: Chain, like: Affine) -> Cost:
         """What one exchange over `chain` costs for maps like `like`, whose tensors may be on the meta device."""
         ...
 
+    def cost_back(self, chain: Chain, like: Affine) -> Cost:
+        """The same for the exchange of gradients, right to left."""
+        ...
 
-class Steps(Pending):
+
+class Steps(Exchange):
     """An exchange written as a generator that yields before each wait.
 
     On the CPU, and in order (`Group.in_order`), it runs to its first wait when posted and to its end in ``wait()``;
@@ -110,7 +133,14 @@ class Steps(Pending):
     the host.
     """
 
-    def __init__(self, steps: Iterator[None], result: list[Tensor | None], keep: object, group: Group) -> None:
+    def __init__(
+        self,
+        steps: Iterator[None],
+        result: list[Tensor | None],
+        keep: object,
+        group: Group,
+        kept: Sequence[Tensor | None] = (),
+    ) -> None:
         self._stream = group.beside
         self._keep = keep  # tensors the side stream reads, until the caller's stream has waited for it
         if self._stream is not None:
@@ -128,13 +158,13 @@ class Steps(Pending):
             if self._stream is not None:
                 current = torch.cuda.current_stream(group.device)
                 current.wait_stream(self._stream)
-                for t in result:
+                for t in (*result, *kept):
                     if t is not None:
                         t.record_stream(current)
             self._keep = None
             return result
 
-        super().__init__(finish)
+        super().__init__(finish, kept)
 
 
 def fold(chain: Chain, maps: Sequence[Affine], links: Sequence[int]) -> list[Tensor | None]:

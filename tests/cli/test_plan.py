@@ -115,11 +115,11 @@ def test_a_step_is_the_sum_of_its_parts():
     assert alone.seconds == pytest.approx(matmuls + mixing + 3 * block.saved * 65536 / H200.copy)
     split = plan.predict(one, 8, 8)
     assert split.compute == pytest.approx(alone.compute / 8)
-    by_name = CLUSTER.model(8, H200).predict(plan.Chain.of(plan.Layout(65536, "zigzag", 8, 0)), block.state)
-    assert split.exchange == pytest.approx(2 * min(by_name.values()))
+    by_name = CLUSTER.model(8, H200).predict(plan.Chain.of(plan.Layout(65536, "zigzag", 8, 0)), block.state, True)
+    assert split.exchange == pytest.approx(min(by_name.values()))
     assert split.strategies == {"gla": min(by_name, key=by_name.get)}
     assert split.memory < alone.memory
-    assert plan.predict(replace(one, backward=False), 8, 8).exchange == pytest.approx(split.exchange / 2)
+    assert plan.predict(replace(one, backward=False), 8, 8).exchange < 0.6 * split.exchange
 
 
 def test_attention_moves_keys_where_compute_does_not_hide_it():

@@ -255,19 +255,23 @@ def test_memory_falls_with_ranks(ranks):
     assert held[4] < 0.6 * held[2]
 
 
-def check_bytes(rank: int, name: str, kind: str) -> dict[str, tuple[int, float]]:
-    """By strategy: bytes this rank sent for one forward's exchange, and what the strategy says of the busiest rank."""
+def check_bytes(rank: int, name: str, kind: str) -> dict[str, tuple[int, ...]]:
+    """By strategy: bytes this rank sent forward and back, and what the strategy says of the busiest rank."""
     sent = {}
     for scan in STRATEGIES:
         cp = ring_la.ContextParallel(group(), scan=scan, validate="never")
         layout = cp.layout(64, kind)
         x = make_inputs(name, 1, 64, Hk=4, H=4, K=6, V=8, dtype=torch.float32)
-        x = {n: layout.shard(t.detach()) for n, t in x.items()}
-        before = cp.comm.bytes_sent
-        getattr(ring_la, name)(**x, layout=layout)
+        x = {n: layout.shard(t.detach()).requires_grad_() for n, t in x.items()}
+        counts = [cp.comm.bytes_sent]
+        o = getattr(ring_la, name)(**x, layout=layout).o
+        counts.append(cp.comm.bytes_sent)
+        o.sum().backward()
+        counts.append(cp.comm.bytes_sent)
         rule = {"linear_attention": "identity", "simple_gla": "scalar", "gla": "diagonal", "gated_delta_rule": "dense"}
         like = Affine(rule[name], None, torch.empty(1, 4, 6, 8, device="meta"))
-        sent[scan] = cp.comm.bytes_sent - before, STRATEGIES[scan].cost(Chain.of(layout), like).received
+        costs = STRATEGIES[scan].cost(Chain.of(layout), like), STRATEGIES[scan].cost_back(Chain.of(layout), like)
+        sent[scan] = counts[1] - counts[0], counts[2] - counts[1], *(cost.received for cost in costs)
     return sent
 
 
@@ -277,7 +281,9 @@ def test_bytes_sent_are_what_strategies_say(ranks, name, kind):
     """The busiest rank sends what the busiest rank is said to receive (chains are symmetric)."""
     by_rank = ranks.run(4, check_bytes, name, kind)
     for scan in STRATEGIES:
-        assert max(r[scan][0] for r in by_rank) == by_rank[0][scan][1] > 0, scan
+        forward, back = (max(r[scan][n] for r in by_rank) for n in (0, 1))
+        assert (forward, back) == by_rank[0][scan][2:], scan
+        assert 0 < back <= forward, scan
 
 
 # -- agreement and failures --------------------------------------------------------------------------------
