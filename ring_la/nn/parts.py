@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..conv import short_conv
+from ..kernels.rms import rms_norm
 from .layer import Call, wide
 
 
@@ -18,9 +19,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, eps=self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -29,12 +28,10 @@ class GatedRMSNorm(nn.Module):
     def __init__(self, dim: int, activation: str = "silu", eps: float = 1e-6) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
-        self.activation = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation]
+        self.silu = {"silu": True, "sigmoid": False}[activation]
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        y = wide(x)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight * self.activation(wide(gate))).to(x.dtype)
+        return rms_norm(x, self.weight, gate, silu=self.silu, eps=self.eps)
 
 
 class HeadNorm(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds, peak
-from ring_la.kernels import gates, short_conv
+from ring_la.kernels import gates, rms, short_conv
 from tests.kernels import test_triton_conv as conv_cases
 from tests.kernels import test_triton_gates as gates_cases
 
@@ -46,6 +46,10 @@ CONV = {
 CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list[Tensor]]]] = {
     **{f"conv {name}": partial(conv_case, name) for name in CONV},
     **{f"decay {name}": partial(gates_cases.decay_case, name, times=40) for name in gates_cases.CASES},
+    **{
+        f"rms {D} {gate}": partial(gates_cases.rms_case, D, gate, rows=3000)
+        for D, gate in ((128, "silu"), (128, "sigmoid"), (2048, None), (5000, None))
+    },
     **{f"unit {D}": partial(gates_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
 }
 """name: what gives (true, by the kernels, by PyTorch)."""
@@ -108,6 +112,10 @@ def gates_times(copy: float) -> Iterator[Row]:
         moved = 6 * a.numel(), 8 * a.numel()
         plain = lambda *x: gates.plain_log_decay(*x, 1.0, 1.0)  # noqa: E731
         yield timed(f"decay {sizes[0]}", gates.decay_gate, plain, [a, A_log, bias], moved, copy)
+    o, z = (torch.randn(1, 32768, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    weight = torch.randn(128, device="cuda", requires_grad=True)
+    plain = lambda *x: rms.plain_rms_norm(*x, True, 1e-6)  # noqa: E731
+    yield timed("rms 128 silu", rms.rms_norm, plain, [o, weight, z], (6 * o.numel(), 10 * o.numel()), copy)
     moved = 4 * q.numel(), 6 * q.numel()
     plain = lambda x: gates.plain_unit_length(x, 1e-6)  # noqa: E731
     yield timed("unit 128", gates.l2norm, plain, [q.requires_grad_()], moved, copy)

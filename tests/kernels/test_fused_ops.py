@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_la.errors import SecondDerivativeError
-from ring_la.kernels import gates, ops, short_conv
+from ring_la.kernels import gates, ops, rms, short_conv
 
 CU = torch.tensor([0, 3, 3, 8])
 
@@ -23,6 +23,7 @@ CASES = {
     "short_conv, bare": (short_conv.short_conv, (leaf(2, 5, 3), leaf(3, 2), None, None, None, False, False)),
     "unit_length": (gates.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
     "log_decay": (gates.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
+    "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),
     "logsigmoid": (gates.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
 }
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels import gates
+from ring_la.kernels import gates, rms
 from tests.kernels.triton_cases import error, interpreted
 
 interpreted()
 
 from ring_la.kernels.triton import decay, norm  # noqa: E402
+from ring_la.kernels.triton import rms as triton_rms  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor
@@ -57,6 +58,32 @@ def unit_case(D: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[l
     true = of_autograd(lambda y: gates.plain_unit_length(y, 1e-6), [x], dy)
     plain = [gates.plain_unit_length(x, 1e-6), gates.plain_unit_length_backward(dy, x, 1e-6)]
     return true, [norm.unit(x, 1e-6), norm.unit(x, 1e-6, dy)], plain
+
+
+def rms_case(
+    D: int, gate: str | None, dtype: torch.dtype = torch.float32, rows: int = 9
+) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): o and the gradients of x, weight and gate."""
+    torch.manual_seed(0)
+    x, weight, do = draw(2, rows, D, dtype=dtype), draw(D), draw(2, rows, D, dtype=dtype)
+    z = None if gate is None else draw(2, rows, D, dtype=dtype)
+    form = (gate == "silu", 1e-5)
+    true = of_autograd(lambda *t: rms.plain_rms_norm(*t, *form), [x, weight, z], do)
+
+    def results(forward, backward) -> list[Tensor]:
+        grads = backward(do, x, weight, z, *form)
+        return [t for t in (forward(x, weight, z, *form), *grads) if t is not None]
+
+    ours = results(triton_rms.forward, triton_rms.backward)
+    return true, ours, results(rms.plain_rms_norm, rms.plain_rms_norm_backward)
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
+def test_rms_norm(gate: str | None) -> None:
+    true, *both = rms_case(40, gate, rows=70)
+    for got in both:
+        assert [g.shape for g in got] == [t.shape for t in true]
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,118 @@
+"""RMS norm with an optional gate, ``o = x / rms(x) ⊙ weight ⊙ act(gate)`` over the last dimension.
+
+    ring_la::rms_norm   ring_la::rms_norm_backward
+
+On CUDA a registered operator, by Triton where it can; elsewhere PyTorch's own operations.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..autograd import bare
+from ..errors import SecondDerivativeError
+from .backends import triton_installed
+
+
+def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None = None, *, silu: bool = True, eps: float = 1e-6) -> Tensor:
+    """``x / rms(x) ⊙ weight``, and ``⊙ silu(gate)`` (or sigmoid) where there is a gate; computed in fp32 or wider.
+
+    Args:
+        x: ``[…, D]``. weight: ``[D]``. gate: like x.
+    """
+    if not x.is_cuda:
+        return plain_rms_norm(x, weight, gate, silu, eps)
+    return (_rms_norm if bare(x, weight, gate) else rms_norm_op)(x, weight, gate, silu, eps)
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight
+    if gate is not None:
+        y = y * (F.silu if silu else torch.sigmoid)(gate.to(wide))
+    return y.to(x.dtype)
+
+
+def plain_rms_norm_backward(
+    do: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, weight and gate."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y, g, w = x.to(wide), do.to(wide), weight.to(wide)
+    r = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y * r
+    a, dgate = torch.ones((), dtype=wide, device=x.device), None
+    if gate is not None:
+        z = gate.to(wide)
+        s = torch.sigmoid(z)
+        a = z * s if silu else s
+        dgate = (g * w * y * (s * (1 + z * (1 - s)) if silu else s * (1 - s))).to(gate.dtype)
+    h = g * w * a
+    dx = r * (h - y * (h * y).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (g * y * a).flatten(0, -2).sum(0).to(weight.dtype), dgate
+
+
+def _by_triton(x: Tensor) -> bool:
+    if not (x.is_cuda and triton_installed()):
+        return False
+    from .triton.rms import unsupported
+
+    return not unsupported(x)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float) -> Tensor:
+    if _by_triton(x):
+        from .triton.rms import forward
+
+        return forward(x, weight, gate, silu, eps)
+    return plain_rms_norm(x, weight, gate, silu, eps).contiguous()
+
+
+rms_norm_op = torch.library.custom_op("ring_la::rms_norm", _rms_norm, mutates_args=())
+
+
+@torch.library.custom_op("ring_la::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    do: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
+) -> list[Tensor]:
+    """Gradients of x and the weight, then of the gate where there is one."""
+    if _by_triton(x):
+        from .triton.rms import backward
+    else:
+        backward = plain_rms_norm_backward
+    return [g.contiguous() for g in backward(do, x, weight, gate, silu, eps) if g is not None]
+
+
+@rms_norm_op.register_fake
+def _(x, weight, gate, silu, eps):
+    return x.new_empty(x.shape)
+
+
+@rms_norm_backward.register_fake
+def _(do, x, weight, gate, silu, eps):
+    return [t.new_empty(t.shape) for t in (x, weight, gate) if t is not None]
+
+
+def _setup(ctx, inputs, output) -> None:
+    *tensors, ctx.silu, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, do: Tensor):
+    x, weight, gate = ctx.saved_tensors
+    grads = iter(rms_norm_backward(do, x, weight, gate, ctx.silu, ctx.eps))
+    return (*(None if t is None else next(grads) for t in (x, weight, gate)), None, None)
+
+
+def _refuse(ctx, *grads):
+    raise SecondDerivativeError(
+        "on CUDA ring_la's norms have exact first derivatives only; a second derivative was asked for "
+        "(create_graph=True and a backward through it)"
+    )
+
+
+rms_norm_op.register_autograd(_backward, setup_context=_setup)
+rms_norm_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
