@@ -48,7 +48,7 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
     **{f"decay {name}": partial(gates_cases.decay_case, name, times=40) for name in gates_cases.CASES},
     **{
         f"rms {D} {gate}": partial(gates_cases.rms_case, D, gate, rows=3000)
-        for D, gate in ((128, "silu"), (128, "sigmoid"), (2048, None), (5000, None))
+        for D, gate in ((128, "silu"), (128, "sigmoid"), (80, "silu"), (1, None), (2048, None), (5000, "silu"))
     },
     **{f"unit {D}": partial(gates_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
 }
@@ -116,6 +116,13 @@ def gates_times(copy: float) -> Iterator[Row]:
     weight = torch.randn(128, device="cuda", requires_grad=True)
     plain = lambda *x: rms.plain_rms_norm(*x, True, 1e-6)  # noqa: E731
     yield timed("rms 128 silu", rms.rms_norm, plain, [o, weight, z], (6 * o.numel(), 10 * o.numel()), copy)
+    x, weight = torch.randn(1, 32768, 2048, device="cuda", dtype=torch.bfloat16), torch.randn(2048, device="cuda")
+    given, moved = [x.requires_grad_(), weight.requires_grad_()], (4 * x.numel(), 6 * x.numel())
+    for what, plain in {
+        "rms 2048": lambda *x: rms.plain_rms_norm(*x, None, True, 1e-6),
+        "rms 2048 beside F.rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, (2048,), w.to(x.dtype), 1e-6),
+    }.items():
+        yield timed(what, rms.rms_norm, plain, given, moved, copy)
     moved = 4 * q.numel(), 6 * q.numel()
     plain = lambda x: gates.plain_unit_length(x, 1e-6)  # noqa: E731
     yield timed("unit 128", gates.l2norm, plain, [q.requires_grad_()], moved, copy)

@@ -1,10 +1,11 @@
 """Every operator on one GPU against its peers in one run: errors first, then times, memory and the host's share.
 
-    ring-la bench ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--warm SECONDS] [--out FILE.json] [--png FILE.png]
+    ring-la bench ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--tune SECONDS] [--out FILE.json] [--png FILE.png]
 
-Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by name. Each side of an operator is a
-process of its own. They compile side by side (and FLA tunes itself) for at most --warm seconds, and compare themselves
-with fp64; then one after the other is timed alone, but for a side whose error is off. Times are medians of CUDA events;
+Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by name. FLA is tuned first (see `tuning`),
+for at most --tune seconds. Each side of an operator is a process of its own. They compile side by side for at most
+--warm seconds and compare themselves with fp64; then one after the other is timed alone, but for a side whose error is
+off. Times are medians of CUDA events;
 memory is the peak beyond the inputs; the host's time is that of a forward call, and of the replay of one as a CUDA
 graph. --cold measures the first forward and backward with empty caches, both sides at once. FLA's guard against the
 gated backward on this Triton (#640) is switched off; its errors are checked like all others.
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from . import report
+from . import report, tuning
 from .cases import CASES, SHARED_INPUTS, Shape
 from .measure import bandwidth
 from .peers import peers_of, versions
@@ -51,7 +52,7 @@ class Worker:
         command = [sys.executable, "-m", "ring_la.cli.bench_ops.worker", name, side, ",".join(shapes)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+            env=os.environ | tuning.ENVIRONMENT | {"OMP_NUM_THREADS": "1"} | (env or {}),
         )  # fmt: skip
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.said: list[str] = []
@@ -101,6 +102,7 @@ def plan(names: Sequence[str], shapes: list[str], device: str) -> list[tuple[str
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(CASES), help="comma-separated (default: all)")
     parser.add_argument("--shapes", help="BxTxHxK or BxTxHxKxV, comma-separated")
+    parser.add_argument("--tune", type=float, default=300, metavar="SECONDS", help="time to tune fla-core in; 0: don't")
     parser.add_argument("--warm", type=float, default=600, metavar="SECONDS", help="time to compile in (default 600)")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="processes compiling at a time (default: cores)"
@@ -126,6 +128,10 @@ def run(args: argparse.Namespace) -> int:
     if args.cold:
         found["cold"] = cold(args.cold.split(","), sides, shapes[0], args.cold_limit)
     rows_planned = plan(names, shapes, device)
+    theirs = [row for row in rows_planned if "fla" in sides[row[0]]]
+    if theirs and args.tune:
+        found["tuning"] = tuning.tune(theirs, args.tune, args.jobs)
+        print(f"tuning fla-core: {json.dumps(found['tuning'])}", flush=True)
     workers, ready = prepare(rows_planned, sides, args.jobs, time.monotonic() + args.warm)
     found["warm_s"] = round(time.monotonic() - started, 1)
     found["copy_bytes_per_second"] = bandwidth(device)
