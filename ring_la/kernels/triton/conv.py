@@ -6,7 +6,8 @@ u + W − 1. With weight w [D, W]:
     z_u = Σ_j w_j y_{u+j} + bias,   o = z or silu(z),   ends_r = y_{n+r}
     dy_i = Σ_j w_j dz_{i−j} (where 0 ≤ i−j < n) + dends_{i−n} (where i ≥ n),   dw_j = Σ_u dz_u y_{u+j}
 
-Gradients of a SiLU take two passes: dz and the sums over tokens, then dx.
+A program is one warp that walks over a run of tokens with its channels' last W − 1 rows in registers: every row is read
+once, and sums over tokens are sums of a thread. The backward computes z again and is done in the same walk.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS, CHANNELS, WARPS = 32, 128, 4
-"""Tile of a program."""
-RUN = 512
-"""Tokens over which a program sums the gradients of the weight."""
+CHANNELS, STEP = 128, 4
+"""Of a program, one warp; and tokens whose rows are loaded together."""
+RUNS = 32, 256
+"""Fewest and most tokens a program walks over."""
+PROGRAMS = 4224
+"""As many as fill the GPU: 32 a multiprocessor of 132."""
 
 
 def unsupported(x: Tensor) -> str:
@@ -29,8 +32,10 @@ def unsupported(x: Tensor) -> str:
 
 @triton.jit
 def place(cu, t, T, N, STEPS, PACKED: tl.constexpr):
-    """(piece, its start, its end) of tokens t."""
+    """(piece, its start, its end) of token t."""
     piece = t * 0
+    start = piece
+    end = piece + T
     if PACKED:
         beyond = piece + N
         for _ in range(STEPS):
@@ -40,116 +45,198 @@ def place(cu, t, T, N, STEPS, PACKED: tl.constexpr):
             beyond = tl.where(after, beyond, middle)
         start = tl.load(cu + piece).to(tl.int32)
         end = tl.load(cu + piece + 1).to(tl.int32)
-    else:
-        start = piece
-        end = piece + T
     return piece, start, end
 
 
 @triton.jit
-def row(x, lead, t, u, piece, m: tl.constexpr, live, inside, d, st, ln, lr, lc, W: tl.constexpr, LEAD: tl.constexpr):
-    """The row m places before tokens t (u in their piece), fp32: a token, or a row of the lead."""
-    own = (live & (u >= m))[:, None] & inside[None, :]
-    y = tl.load(x + (t - m).to(tl.int64)[:, None] * st + d[None, :], own, other=0.0).to(tl.float32)
-    if LEAD and m > 0:
-        before = (live & (u < m))[:, None] & inside[None, :]
-        at = piece.to(tl.int64)[:, None] * ln + (W - 1 + u - m)[:, None] * lr + d[None, :] * lc
-        y += tl.load(lead + at, before, other=0.0).to(tl.float32)
-    return y
+def onward(cu, t, piece, start, end, N, PACKED: tl.constexpr):
+    """(piece, its start, its end) of token t, from those of an earlier one; the last piece's beyond it."""
+    if PACKED:
+        while (t >= end) & (piece < N - 1):
+            piece += 1
+            start = end
+            end = tl.load(cu + piece + 1).to(tl.int32)
+    return piece, start, end
 
 
-@triton.jit(do_not_specialize=("T", "N", "STEPS"))
+@triton.jit
+def rows(x, t, T, stride, d, inside, COUNT: tl.constexpr):
+    """Rows t, t + 1, … of x, zero from T on."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        out += (tl.load(x + (t + i).to(tl.int64) * stride + d, inside & (t + i < T), other=0.0),)
+    return out
+
+
+@triton.jit
+def taps(weight, d, inside, W: tl.constexpr):
+    """The weight's columns, fp32."""
+    out = ()
+    for j in tl.static_range(W):
+        out += (tl.load(weight + d * W + j, inside, other=0.0).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def before(x, t, start, stride, d, inside, W: tl.constexpr):
+    """Rows t − 1 to t − W + 1 of x, fp32, zero before `start`."""
+    out = ()
+    for m in tl.static_range(1, W):
+        y = tl.load(x + (t - m).to(tl.int64) * stride + d, inside & (t - m >= start), other=0.0)
+        out += (y.to(tl.float32),)
+    return out
+
+
+@triton.jit
+def window(
+    y, earlier, lead, u, piece, d, inside, ln, lr, lc, W: tl.constexpr, LEAD: tl.constexpr, PACKED: tl.constexpr
+):
+    """Row u of a piece and the W − 1 before it, given those before in the sequence: tokens, the lead's, or zeros."""
+    out = (y,)
+    for m in tl.static_range(1, W):
+        y = earlier[m - 1]
+        if PACKED:
+            y = tl.where(u >= m, y, 0.0)
+        if LEAD:
+            at = piece.to(tl.int64) * ln + (W - 1 + u - m) * lr + d * lc
+            y += tl.load(lead + at, inside & (u < m), other=0.0).to(tl.float32)
+        out += (y,)
+    return out
+
+
+@triton.jit
+def reading(ys, w, offset, W: tl.constexpr):
+    """z of a window."""
+    z = offset
+    for m in tl.static_range(W):
+        z += w[W - 1 - m] * ys[m]
+    return z
+
+
+@triton.jit
+def shifted(new, old, COUNT: tl.constexpr):
+    """The newest COUNT."""
+    out = ()
+    if COUNT > 0:
+        out += (new,)
+    for m in tl.static_range(COUNT - 1):
+        out += (old[m],)
+    return out
+
+
+@triton.jit(do_not_specialize=("T", "N", "STEPS", "RUN"))
 def forward_kernel(
-    x, weight, bias, lead, cu, o, T, N, STEPS, sb, st, lb, ln, lr, lc, D: tl.constexpr, W: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, LEAD: tl.constexpr,
+    x, weight, bias, lead, cu, o, T, N, STEPS, RUN, sb, st, lb, ln, lr, lc, D: tl.constexpr, W: tl.constexpr,
+    BD: tl.constexpr, STEP: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, LEAD: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
+    """o of RUN tokens, one after the other: the rows a token reads stay in registers."""
     columns: tl.constexpr = (D + BD - 1) // BD
     b = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0) // columns * BT + tl.arange(0, BT)
     d = tl.program_id(0) % columns * BD + tl.arange(0, BD)
-    live = t < T
     inside = d < D
-    piece, start, _ = place(cu, t, T, N, STEPS, PACKED)
-    z = tl.zeros([BT, BD], tl.float32)
+    begin = tl.program_id(0) // columns * RUN
+    stop = tl.minimum(begin + RUN, T)
+    piece, start, end = place(cu, begin, T, N, STEPS, PACKED)
+    x += b * sb
+    w = taps(weight, d, inside, W)
+    offset = tl.zeros([BD], tl.float32)
     if BIAS:
-        z += tl.load(bias + d, inside, other=0.0).to(tl.float32)[None, :]
-    for m in tl.static_range(W):
-        w = tl.load(weight + d * W + (W - 1 - m), inside, other=0.0).to(tl.float32)
-        y = row(x + b * sb, lead + b * lb, t, t - start, piece, m, live, inside, d, st, ln, lr, lc, W, LEAD)
-        z += w[None, :] * y
-    if SILU:
-        z = z * tl.sigmoid(z)
-    at = (b * T + t)[:, None] * D + d[None, :]
-    tl.store(o + at, z.to(o.dtype.element_ty), live[:, None] & inside[None, :])
+        offset += tl.load(bias + d, inside, other=0.0).to(tl.float32)
+    earlier = before(x, begin, start, st, d, inside, W)
+    for n in range(tl.cdiv(stop - begin, STEP)):
+        first = begin + n * STEP
+        new = rows(x, first, stop, st, d, inside, STEP)
+        for i in tl.static_range(STEP):
+            t = first + i
+            piece, start, end = onward(cu, t, piece, start, end, N, PACKED)
+            y = new[i].to(tl.float32)
+            ys = window(y, earlier, lead + b * lb, t - start, piece, d, inside, ln, lr, lc, W, LEAD, PACKED)
+            z = reading(ys, w, offset, W)
+            if SILU:
+                z = z * tl.sigmoid(z)
+            tl.store(o + (b * T + t) * D + d, z.to(o.dtype.element_ty), inside & (t < stop))
+            earlier = shifted(y, earlier, W - 1)
 
 
-@triton.jit(do_not_specialize=("T", "N", "STEPS"))
+@triton.jit(do_not_specialize=("T", "N", "STEPS", "RUN"))
 def backward_kernel(
-    x, weight, bias, lead, cu, do, dz, sums, T, N, STEPS, sb, st, lb, ln, lr, lc, D: tl.constexpr, W: tl.constexpr,
-    WP: tl.constexpr, RUN: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
-    LEAD: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """dz, and over RUN tokens the sums of dz · y (rows 0 to W−1 of `sums`) and of dz (row W)."""
-    columns: tl.constexpr = (D + BD - 1) // BD
-    b = tl.program_id(1).to(tl.int64)
-    run = tl.program_id(0) // columns
-    d = tl.program_id(0) % columns * BD + tl.arange(0, BD)
-    inside = d < D
-    which = tl.arange(0, WP)
-    total = tl.zeros([WP, BD], tl.float32)
-    for first in range(run * RUN, min(run * RUN + RUN, T), BT):
-        t = first + tl.arange(0, BT)
-        live = t < T
-        piece, start, _ = place(cu, t, T, N, STEPS, PACKED)
-        u = t - start
-        at = (b * T + t)[:, None] * D + d[None, :]
-        g = tl.load(do + at, live[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        if SILU:
-            z = tl.zeros([BT, BD], tl.float32)
-            if BIAS:
-                z += tl.load(bias + d, inside, other=0.0).to(tl.float32)[None, :]
-            for m in tl.static_range(W):
-                w = tl.load(weight + d * W + (W - 1 - m), inside, other=0.0).to(tl.float32)
-                y = row(x + b * sb, lead + b * lb, t, u, piece, m, live, inside, d, st, ln, lr, lc, W, LEAD)
-                z += w[None, :] * y
-            s = tl.sigmoid(z)
-            g *= s * (1 + z * (1 - s))
-            tl.store(dz + at, g.to(dz.dtype.element_ty), live[:, None] & inside[None, :])
-        for m in tl.static_range(W):
-            y = row(x + b * sb, lead + b * lb, t, u, piece, m, live, inside, d, st, ln, lr, lc, W, LEAD)
-            total += tl.where(which[:, None] == W - 1 - m, tl.sum(g * y, 0)[None, :], 0.0)
-        total += tl.where(which[:, None] == W, tl.sum(g, 0)[None, :], 0.0)
-    runs = (T + RUN - 1) // RUN
-    into = (b * runs + run) * ((W + 1) * D) + which[:, None] * D + d[None, :]
-    tl.store(sums + into, total, (which <= W)[:, None] & inside[None, :])
-
-
-@triton.jit(do_not_specialize=("T", "N", "STEPS"))
-def input_gradient_kernel(
-    dz, weight, dends, cu, dx, T, N, STEPS, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    x, weight, bias, lead, cu, do, dends, dx, heads, sums, T, N, STEPS, RUN, sb, st, lb, ln, lr, lc, D: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, LEAD: tl.constexpr,
     ENDS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dx of tokens: dy of their rows."""
+    """dx of RUN tokens, their sums for weight ``[D, W]`` and bias ``[D]``, and dz of the pieces' first W − 1 tokens.
+
+    A token's dx reads dz of the W − 1 after it, so the walk goes on for as many and is that much behind with dx.
+    """
     columns: tl.constexpr = (D + BD - 1) // BD
     b = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0) // columns * BT + tl.arange(0, BT)
     d = tl.program_id(0) % columns * BD + tl.arange(0, BD)
-    live = t < T
     inside = d < D
-    piece, _, end = place(cu, t, T, N, STEPS, PACKED)
-    acc = tl.zeros([BT, BD], tl.float32)
-    for m in tl.static_range(W):
-        w = tl.load(weight + d * W + (W - 1 - m), inside, other=0.0).to(tl.float32)
-        at = (b * T + t + m)[:, None] * D + d[None, :]
-        g = tl.load(dz + at, (live & (t + m < end))[:, None] & inside[None, :], other=0.0)
-        acc += w[None, :] * g.to(tl.float32)
-    if ENDS:
-        r = W - 1 - (end - t)
-        at = ((b * N + piece) * (W - 1) + r)[:, None] * D + d[None, :]
-        acc += tl.load(dends + at, (live & (r >= 0))[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    at = (b * T + t)[:, None] * D + d[None, :]
-    tl.store(dx + at, acc.to(dx.dtype.element_ty), live[:, None] & inside[None, :])
+    run = tl.program_id(0) // columns
+    begin = run * RUN
+    stop = tl.minimum(begin + RUN, T)
+    piece, start, end = place(cu, begin, T, N, STEPS, PACKED)
+    behind, since, last = place(cu, begin, T, N, STEPS, PACKED)
+    x += b * sb
+    w = taps(weight, d, inside, W)
+    zero = tl.zeros([BD], tl.float32)
+    offset = zero
+    if BIAS:
+        offset += tl.load(bias + d, inside, other=0.0).to(tl.float32)
+    earlier = before(x, begin, start, st, d, inside, W)
+    dzs = ()
+    dw = (zero,)
+    for _ in tl.static_range(1, W):
+        dzs += (zero,)
+        dw += (zero,)
+    dbias = zero
+    for n in range(tl.cdiv(stop + W - 1 - begin, STEP)):
+        first = begin + n * STEP
+        new = rows(x, first, T, st, d, inside, STEP)
+        given = rows(do + b * T * D, first, T, D, d, inside, STEP)
+        for i in tl.static_range(STEP):
+            t = first + i
+            piece, start, end = onward(cu, t, piece, start, end, N, PACKED)
+            u = t - start
+            y = new[i].to(tl.float32)
+            dz = given[i].to(tl.float32)
+            ys = window(y, earlier, lead + b * lb, u, piece, d, inside, ln, lr, lc, W, LEAD, PACKED)
+            if SILU:
+                z = reading(ys, w, offset, W)
+                s = tl.sigmoid(z)
+                dz *= s * (1 + z * (1 - s))
+            own = tl.where(t < stop, dz, 0.0)
+            more = ()
+            for j in tl.static_range(W):
+                more += (dw[j] + own * ys[W - 1 - j],)
+            dw = more
+            dbias += own
+            if LEAD:
+                at = ((b * N + piece) * (W - 1) + u) * D + d
+                tl.store(heads + at, dz, inside & (u < W - 1) & (t < stop))
+            late = t - (W - 1)
+            behind, since, last = onward(cu, late, behind, since, last, N, PACKED)
+            g = w[0] * dz
+            if PACKED:
+                g = tl.where(t < last, g, 0.0)
+            for k in tl.static_range(1, W):
+                more_g = w[k] * dzs[k - 1]
+                if PACKED:
+                    more_g = tl.where(t - k < last, more_g, 0.0)
+                g += more_g
+            out = (late >= begin) & (late < stop)
+            if ENDS:
+                r = W - 1 - (last - late)
+                at = ((b * N + behind) * (W - 1) + r) * D + d
+                g += tl.load(dends + at, inside & (r >= 0) & out, other=0.0).to(tl.float32)
+            tl.store(dx + (b * T + late) * D + d, g.to(dx.dtype.element_ty), inside & out)
+            earlier = shifted(y, earlier, W - 1)
+            dzs = shifted(dz, dzs, W - 1)
+    sums += (b * tl.num_programs(0) // columns + run) * ((W + 1) * D)
+    for j in tl.static_range(W):
+        tl.store(sums + d * W + j, dw[j], inside)
+    tl.store(sums + W * D + d, dbias, inside)
 
 
 @triton.jit(do_not_specialize=("T", "N"))
@@ -158,7 +245,8 @@ def edges_kernel(
     WP: tl.constexpr, BD: tl.constexpr, BACK: tl.constexpr, LEAD: tl.constexpr, ENDS: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """W − 1 rows a piece, ``out [B, N, W−1, D]``: its last ones, or (BACK) the gradient of those before its first."""
+    """W − 1 rows a piece, ``out [B, N, W−1, D]``: its last ones, or (BACK) the gradient of those before its first, from
+    dz of its first ones, shaped like `out`."""
     columns: tl.constexpr = (D + BD - 1) // BD
     b = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(0) // columns
@@ -173,7 +261,7 @@ def edges_kernel(
         for j in tl.static_range(W):
             u = r - j
             w = tl.load(weight + d * W + j, d < D, other=0.0).to(tl.float32)
-            at = (b * T + start + u) * D + d
+            at = ((b * N + piece) * (W - 1) + u) * D + d
             acc += w * tl.load(dz + at, inside & (u >= 0) & (u < length), other=0.0).to(tl.float32)
         if ENDS:
             at = ((b * N + piece) * (W - 1) + r - length) * D + d
@@ -200,12 +288,15 @@ class Call:
         self.weight, self.bias, self.lead, self.cu = weight.contiguous(), bias, lead, cu
         (self.B, self.T, self.D), self.W = x.shape, weight.shape[1]
         self.N = 1 if cu is None else cu.shape[0] - 1
-        self.block = min(CHANNELS, max(16, triton.next_power_of_2(self.D)))
+        self.block = min(CHANNELS, max(32, triton.next_power_of_2(self.D)))
         self.columns = triton.cdiv(self.D, self.block)
+        run = triton.cdiv(self.B * self.T * self.columns, PROGRAMS)
+        self.run = min(max(run, RUNS[0]), RUNS[1])
+        self.runs = triton.cdiv(self.T, self.run)
 
     @property
-    def lengths(self) -> tuple[int, int, int]:
-        return self.T, self.N, self.N.bit_length()
+    def lengths(self) -> tuple[int, int, int, int]:
+        return self.T, self.N, self.N.bit_length(), self.run
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -219,20 +310,17 @@ class Call:
 
     @property
     def shape(self) -> dict[str, int | bool]:
-        return dict(D=self.D, W=self.W, BD=self.block, PACKED=self.cu is not None, num_warps=WARPS)
+        return dict(D=self.D, W=self.W, BD=self.block, PACKED=self.cu is not None, num_warps=1)
 
     @property
     def present(self) -> dict[str, bool]:
         return dict(BIAS=self.bias is not None, LEAD=self.lead is not None)
 
-    def tiles(self, tokens: int) -> tuple[int, int]:
-        return triton.cdiv(self.T, tokens) * self.columns, self.B
-
     def forward(self, silu: bool) -> Tensor:
         o = self.x.new_empty(self.B, self.T, self.D)
         if o.numel():
-            forward_kernel[self.tiles(TOKENS)](
-                self.x, self.weight, *self.optional, o, *self.lengths, *self.strides, BT=TOKENS, SILU=silu,
+            forward_kernel[self.runs * self.columns, self.B](
+                self.x, self.weight, *self.optional, o, *self.lengths, *self.strides, STEP=STEP, SILU=silu,
                 **self.shape, **self.present,
             )  # fmt: skip
         return o
@@ -242,9 +330,27 @@ class Call:
         out = self.x.new_empty(self.B, self.N, self.W - 1, self.D)
         return self._edges(out, self.x, None, False)
 
-    def lead_gradient(self, dz: Tensor, dends: Tensor | None) -> Tensor:
-        out = torch.empty(self.B, self.N, self.W - 1, self.D, dtype=self.lead.dtype, device=dz.device)
-        return self._edges(out, dz, dends, True)
+    def backward(self, do: Tensor, dends: Tensor | None, silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of x, the weight, the bias and the lead, those of the weight and bias in fp32."""
+        do, D, W = do.contiguous(), self.D, self.W
+        dx = self.x.new_empty(self.B, self.T, D)
+        heads = dlead = None
+        if self.lead is not None:
+            heads = torch.empty(self.B, self.N, W - 1, D, device=do.device)
+            dlead = torch.empty(heads.shape, dtype=self.lead.dtype, device=do.device)
+        if not do.numel():
+            total = torch.zeros((W + 1) * D, device=do.device)
+        else:
+            sums = torch.empty(self.B * self.runs, (W + 1) * D, device=do.device)
+            backward_kernel[self.runs * self.columns, self.B](
+                self.x, self.weight, *self.optional, do, do if dends is None else dends, dx,
+                do if heads is None else heads, sums, *self.lengths, *self.strides, STEP=STEP, SILU=silu,
+                ENDS=dends is not None, **self.shape, **self.present,
+            )  # fmt: skip
+            total = sums.sum(0)
+        if dlead is not None:
+            self._edges(dlead, heads, dends, True)
+        return dx, total[: W * D].view(D, W), total[W * D :], dlead
 
     def _edges(self, out: Tensor, dz: Tensor, dends: Tensor | None, back: bool) -> Tensor:
         if out.numel():
@@ -255,29 +361,6 @@ class Call:
                 **self.shape,
             )  # fmt: skip
         return out
-
-    def backward(self, do: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
-        """dz, and the gradients of the weight's columns and of the bias in rows ``[W+1, D]``."""
-        do = do.contiguous()
-        dz = torch.empty_like(do) if silu else do
-        if not do.numel():
-            return dz, torch.zeros(self.W + 1, self.D, device=do.device)
-        runs = triton.cdiv(self.T, RUN)
-        sums = torch.empty(self.B * runs, self.W + 1, self.D, device=do.device)
-        backward_kernel[runs * self.columns, self.B](
-            self.x, self.weight, *self.optional, do, dz, sums, *self.lengths, *self.strides,
-            WP=triton.next_power_of_2(self.W + 1), RUN=RUN, BT=TOKENS, SILU=silu, **self.shape, **self.present,
-        )  # fmt: skip
-        return dz, sums.sum(0)
-
-    def input_gradient(self, dz: Tensor, dends: Tensor | None) -> Tensor:
-        dx = self.x.new_empty(self.B, self.T, self.D)
-        if dx.numel():
-            input_gradient_kernel[self.tiles(TOKENS)](
-                dz, self.weight, dz if dends is None else dends, self.optional[2], dx, *self.lengths, BT=TOKENS,
-                ENDS=dends is not None, **self.shape,
-            )  # fmt: skip
-        return dx
 
 
 def forward(
@@ -300,9 +383,5 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, weight, bias and lead."""
     call = Call(x, weight, bias, lead, cu)
-    dends = None if dends is None else dends.contiguous()
-    dz, sums = call.backward(do, silu)
-    dweight = sums[: call.W].t().to(weight.dtype)
-    dbias = None if bias is None else sums[call.W].to(bias.dtype)
-    dlead = None if lead is None else call.lead_gradient(dz, dends)
-    return call.input_gradient(dz, dends), dweight, dbias, dlead
+    dx, dweight, dbias, dlead = call.backward(do, None if dends is None else dends.contiguous(), silu)
+    return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype), dlead
