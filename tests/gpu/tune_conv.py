@@ -39,6 +39,14 @@ def call(x: torch.Tensor, weight: torch.Tensor, cu: torch.Tensor | None, do: tor
     return [o, *conv.backward(do, None, x, weight, None, None, cu, True)[:2]]
 
 
+def times(x: torch.Tensor, weight: torch.Tensor, cu: torch.Tensor | None, do: torch.Tensor) -> dict[str, float]:
+    ways = {
+        "forward": lambda: conv.forward(x, weight, None, None, cu, True, False),
+        "backward": lambda: conv.backward(do, None, x, weight, None, None, cu, True),
+    }
+    return {name: milliseconds(way, budget=0.03) for name, way in ways.items()}
+
+
 def compile_one(work: tuple[int, int]) -> None:
     for packed, shape in itertools.product((False, True), {s[2] for s in SHAPES}):
         choose(*work, RUNS[0])
@@ -65,10 +73,7 @@ def main() -> None:
             if runs == RUNS[0] and sizes == SIZES[0]:
                 first = dx, dw
             row["error"] = max(error(o[:, :, :64], true), error(dx, first[0]), error(dw, first[1]))
-            row["forward"] = milliseconds(lambda: conv.forward(x, weight, None, None, cu, True, False), budget=0.03)  # noqa: B023
-            row["backward"] = milliseconds(
-                lambda: conv.backward(do, None, x, weight, None, None, cu, True), budget=0.03
-            )  # noqa: B023, E501
+            row |= times(x, weight, cu, do)
             rows.append(row)
         here = rows[-len(SIZES) * len(RUNS) :]
         floors = [round(n * x.numel() * 2 / copy * 1e3, 4) for n in (2, 3)]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,15 +30,18 @@ ENVIRONMENT = {"TRITON_CACHE_AUTOTUNING": "1"}
 ENOUGH, MOST = 8e-3, 10
 """Seconds and calls after which a configuration has been timed."""
 Rows = Sequence[tuple[str, str]]
+Call = Callable[[str, str], None]
+"""Makes a row's calls."""
 
 
-def tune(rows: Rows, seconds: float, jobs: int) -> dict[str, Any]:
+def tune(rows: Rows, seconds: float, jobs: int, program: str = "ring_la.cli.bench_ops.tuning") -> dict[str, Any]:
     """Compile with `jobs` processes, then tune, the rows in their order, for at most so long; what was done.
 
-    Needs a GPU, Triton and fla-core. What is not compiled after 2/3 of the time is compiled as it is tuned.
+    Needs a GPU, Triton and fla-core. What is not compiled after 2/3 of the time is compiled as it is tuned. `program`
+    is a module that hands its command line to `main`.
     """
     start = time.monotonic()
-    command = [sys.executable, "-m", "ring_la.cli.bench_ops.tuning"]
+    command = [sys.executable, "-m", program]
     env = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     listed = ",".join(f"{name}:{shape}" for name, shape in rows)
     compiling = [
@@ -74,10 +77,10 @@ def _wait(process: subprocess.Popen, seconds: float) -> tuple[int | None, str]:
 # -- the processes -------------------------------------------------------------------------------------------
 
 
-def call(name: str, shape: Shape) -> None:
+def call(name: str, shape: str) -> None:
     """An operator's forward and backward by fla-core at the shape it is timed at, and at that of its errors."""
-    op = peers.load("fla", name)
-    for s in (shape, shape._replace(B=1, T=min(shape.T, TOKENS))):
+    op, timed = peers.load("fla", name), Shape.parse(shape)
+    for s in (timed, timed._replace(B=1, T=min(timed.T, TOKENS))):
         results(op, inputs(CASES[name], s, "cuda"))
 
 
@@ -95,8 +98,8 @@ def launching(tuned: Callable, plain: Callable) -> Iterator[None]:
         Autotuner.run, JITFunction.run = whole
 
 
-def launches(rows: Rows) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """What the ops' calls need compiled: (kernel, arguments, named arguments), each once, in the calls' order."""
+def launches(rows: Rows, call: Call, fake: bool) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """What the rows' calls need compiled: (kernel, arguments, named arguments), each once, in the calls' order."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from triton.runtime.jit import MockTensor
 
@@ -115,9 +118,10 @@ def launches(rows: Rows) -> list[tuple[Any, tuple, dict[str, Any]]]:
 
     tried: set[tuple] = set()
 
-    with FakeTensorMode(allow_non_fake_inputs=True), launching(tuned, lambda self, *a, **n: add(self, a, n)):
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    with mode, launching(tuned, lambda self, *a, **n: add(self, a, n)):
         for name, shape in rows:
-            call(name, Shape.parse(shape))
+            call(name, shape)
     return list(found.values())
 
 
@@ -160,11 +164,11 @@ def _class_of(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple:
     return function, *sorted(seen)
 
 
-def compile_share(part: int, parts: int, rows: Rows) -> int:
+def compile_share(part: int, parts: int, rows: Rows, call: Call, fake: bool) -> int:
     """Every `parts`-th configuration, and its launcher."""
     from triton.runtime import driver
 
-    share = launches(rows)[part::parts]
+    share = launches(rows, call, fake)[part::parts]
     for kernel, args, named in share:
         try:
             compiled = kernel.warmup(*args, grid=(1, 1, 1), **named)
@@ -189,14 +193,14 @@ def quick(kernel: Callable[[], Any], quantiles: Sequence[float] | None = None, *
     return [sorted(marks)[len(marks) // 2]] * len(quantiles or (0.5,))
 
 
-def tune_all(rows: Rows) -> None:
+def tune_all(rows: Rows, call: Call) -> None:
     """Tunes each in turn; a line on stdout when one is done."""
     from triton.runtime.autotuner import Autotuner
 
     Autotuner.do_bench = property(lambda self: quick)
     for name, shape in rows:
         try:
-            call(name, Shape.parse(shape))
+            call(name, shape)
             torch.cuda.synchronize()
         except torch.OutOfMemoryError as e:
             print(f"{name} {shape}: {e}", file=sys.stderr, flush=True)
@@ -204,13 +208,15 @@ def tune_all(rows: Rows) -> None:
         print(name, shape, flush=True)
 
 
-def main() -> None:
+def main(call: Call = call, fake: bool = True) -> None:
+    """The command line above. Where `call` reads values on the host its tensors cannot be `fake`."""
     what, *more, listed = sys.argv[1:]
     rows = [tuple(row.split(":")) for row in listed.split(",")]
     if what == "compile":
-        print(compile_share(*map(int, more), rows), flush=True)
+        part, parts = map(int, more)
+        print(compile_share(part, parts, rows, call, fake), flush=True)
     else:
-        tune_all(rows)
+        tune_all(rows, call)
 
 
 if __name__ == "__main__":
