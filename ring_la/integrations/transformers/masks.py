@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from transformers import masking_utils
 
 from ...errors import UnsupportedError
@@ -41,6 +42,9 @@ def _read(function: Callable) -> dict[str, int]:
         for part in inside["mask_functions"]:
             parts |= _read(part)
         return parts
+    if name == "or_masks":  # blocks of image tokens see each other; there are no images on a split sequence
+        parts = [part for part in inside["mask_functions"] if not _without_blocks(part)]
+        return _read(parts[0]) if len(parts) == 1 else _refuse(name)
     if name == "sliding_window_overlay":
         return {"window": int(inside["sliding_window"])}
     if name == "chunked_overlay":
@@ -49,7 +53,22 @@ def _read(function: Callable) -> dict[str, int]:
         return {}
     if name == "remap_positions_for_packed_sequence":
         return _read(inside["mask_function"])
-    raise UnsupportedError("model", "masks that are causal, sliding or chunked", f"a mask made by {name or function!r}")
+    return _refuse(name or repr(function))
+
+
+def _refuse(maker: str) -> dict[str, int]:
+    raise UnsupportedError("model", "masks that are causal, sliding or chunked", f"a mask made by {maker}")
+
+
+def _without_blocks(function: Callable) -> bool:
+    """Whether a function is the library's overlay for blocks, and no token is in one."""
+    if getattr(function, "__qualname__", "").partition(".<locals>")[0] != "blockwise_overlay":
+        return False
+    outside = (_closure(function)["block_sequence_ids"] < 0).all()
+    if outside.is_cuda:  # without waiting for the device
+        torch._assert_async(outside, "ring_la: blocks of tokens that see each other on a split sequence")
+        return True
+    return bool(outside)
 
 
 def _closure(function: Callable) -> dict[str, object]:

@@ -200,6 +200,8 @@ class Parallel:
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a model of which something uncovered crosses the sequence."""
         embedding, original = model.get_input_embeddings(), self.forward_of(type(model))
+        if not hasattr(embedding, "num_embeddings"):
+            raise UnsupportedError("model", "one table of input embeddings", f"a {type(embedding).__name__} of them")
 
         def run(ids: Tensor, positions: Tensor | None, offsets: Sequence[int]) -> object:
             self.call = Call(None, torch.tensor(offsets, dtype=torch.int32, device=ids.device))

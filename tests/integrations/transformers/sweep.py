@@ -15,9 +15,11 @@ import warnings
 
 import torch
 
+from .models import CASES
+
 LENGTH = 41
 SIZES = {
-    32: "hidden_size n_embd d_model dim embed_dim embedding_size word_embed_proj_dim n_inner",
+    32: "hidden_size n_embd d_model dim embed_dim embedding_size word_embed_proj_dim n_inner emb_dim",
     48: "intermediate_size ffn_dim ffn_hidden_size inner_dim d_ff encoder_ffn_dim decoder_ffn_dim mlp_size",
     4: "num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads n_heads "
     "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads mamba_n_heads "
@@ -38,8 +40,80 @@ SIZES = {
 """A small value for what a configuration may call its sizes."""
 
 
+EXTRA: dict[str, dict] = {
+    "big_bird": dict(attention_type="original_full"),
+    "blt": dict(encoder_hash_byte_group_vocab=40, encoder_hash_byte_group_size=[2, 3]),
+    "blt_global_transformer": dict(hidden_size=64),
+    "blt_local_encoder": dict(hidden_size_global=64),
+    "blt_local_decoder": dict(hidden_size_global=64),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            n: {"rope_type": "default", "rope_theta": 100.0} for n in ("sliding_attention", "full_attention")
+        },
+    ),
+    "dbrx": dict(
+        d_model=32,
+        n_heads=4,
+        n_layers=3,
+        attn_config=dict(kv_n_heads=2, rope_theta=100.0, clip_qkv=8.0),
+        ffn_config=dict(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
+    ),
+    "fuyu": dict(image_token_id=3),
+    "gemma3n_text": dict(num_kv_shared_layers=1, laurel_rank=4, layer_types=["full_attention"] * 3),
+    "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
+    "longcat_flash": dict(num_key_value_heads=4, zero_expert_num=2, head_dim=4),
+    "musicgen_decoder": dict(num_codebooks=1),
+    "musicgen_melody_decoder": dict(num_codebooks=1),
+    "phimoe": dict(router_jitter_noise=0.0, input_jitter_noise=0.0),
+    "reformer": dict(
+        axial_pos_embds=False,
+        attention_head_size=8,
+        feed_forward_size=48,
+        num_attention_heads=4,
+        attn_layers=["local", "lsh"],
+        num_buckets=2,
+        local_attn_chunk_length=8,
+        lsh_attn_chunk_length=8,
+        hash_seed=0,
+    ),
+    "roc_bert": dict(pronunciation_vocab_size=16, shape_vocab_size=16, pronunciation_embed_dim=8, shape_embed_dim=8),
+    "xlm": dict(n_heads=4, n_layers=2, causal=True, summary_first_dropout=0.0),
+    "xmod": dict(default_language="en_XX"),
+    "zamba": dict(
+        num_hidden_layers=6,
+        layers_block_type=["mamba", "hybrid"] * 3,
+        num_key_value_heads=4,
+        attention_hidden_size=64,
+        attention_head_dim=16,
+        n_mamba_heads=2,
+    ),
+}
+"""What a model type needs besides."""
+
+
 class Absent(Exception):
     """No small model of this architecture."""
+
+
+def sizes_of(config_class: type) -> dict[str, object]:
+    """Small values for the sizes a configuration knows, those of its parts included."""
+    known = getattr(config_class, "__dataclass_fields__", {})
+    attributes = getattr(config_class, "attribute_map", {})
+    sizes: dict[str, object] = {n: value for value, names in SIZES.items() for n in names.split() if n in known}
+    sizes = {n: x for n, x in sizes.items() if n not in attributes}
+    if "qk_rope_head_dim" in known:
+        sizes |= dict(qk_rope_head_dim=4, num_key_value_heads=4)
+    if "is_decoder" in known:
+        sizes["is_decoder"] = True
+    sizes |= {key: x for key, x in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2)) if key in known}
+    parts = getattr(config_class, "sub_configs", {})
+    default = config_class() if parts and not EXTRA.get(config_class.model_type, {}).keys() >= parts.keys() else None
+    for name in parts:
+        part = getattr(default, name, None)
+        if part is not None:
+            sizes[name] = sizes_of(type(part)) | {"model_type": part.model_type}
+    return sizes | EXTRA.get(config_class.model_type, {})
 
 
 def small(kind: str) -> torch.nn.Module:
@@ -48,25 +122,17 @@ def small(kind: str) -> torch.nn.Module:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-    model_class = getattr(transformers, name if isinstance(name, str) else name[0])
-    config_class = model_class.config_class
-    known = getattr(config_class, "__dataclass_fields__", {})
-    attributes = getattr(config_class, "attribute_map", {})
-    sizes = {n: value for value, names in SIZES.items() for n in names.split() if n in known}
-    sizes = {n: x for n, x in sizes.items() if n not in attributes}
-    if "qk_rope_head_dim" in known:
-        sizes |= dict(qk_rope_head_dim=4, num_key_value_heads=4)
-    if "is_decoder" in known:
-        sizes["is_decoder"] = True
-    for key, value in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2)):
-        if key in known:
-            sizes[key] = value
+    name = name if isinstance(name, str) else name[0]
+    case = next((case for case in CASES.values() if case.model == name), None)
+    if case is not None and kind not in EXTRA:
+        return case.make()
+    model_class = getattr(transformers, name)
     try:
-        config = config_class(**sizes)
+        config = model_class.config_class(**sizes_of(model_class.config_class))
         config._attn_implementation = "eager"
         with torch.device("meta"):
             count = sum(p.numel() for p in model_class(config).parameters())
-        if count > 5_000_000:
+        if count > 8_000_000:
             raise Absent(f"{count / 1e6:.0f}M parameters")
         torch.manual_seed(0)
         model = model_class(config)
@@ -104,6 +170,7 @@ def check(rank: int, kind: str) -> tuple[str, str]:
 
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=30)
     tokens = ids()
     try:
         whole = small(kind)
@@ -116,8 +183,11 @@ def check(rank: int, kind: str) -> tuple[str, str]:
     except Absent as e:
         return "skipped", str(e)
     except Exception as e:
+        try:
+            parallelize(small(kind), cp)
+        except ring_la.RingLAError as refusal:
+            return "refused", str(refusal)[:230]
         return "skipped", f"the library fails: {type(e).__name__}: {e}".splitlines()[0][:150]
-    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=30)
     try:
         model = parallelize(small(kind), cp)
         out = model(input_ids=tokens, labels=tokens, use_cache=False)

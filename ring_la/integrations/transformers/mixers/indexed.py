@@ -7,6 +7,7 @@ follows from the documents. As in the library, the choice is a mask ``[T_local, 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -134,6 +135,12 @@ def sparse_latent_attention(
     return masked_forward(layer)(own, hidden_states, attention_mask=mask, past_key_values=cache, **keywords)
 
 
+def dots3_note_attention(call: Call, layer: nn.Module, *args, **keywords):
+    """``Dots3NoteTextAttention``: as above where a layer has an index; its other layers have a window."""
+    run = type(layer).forward if layer.indexer is None else functools.partial(sparse_latent_attention, call)
+    return run(layer, *args, **keywords)
+
+
 # -- GLM-5-Next --------------------------------------------------------------------------------------------
 
 
@@ -237,9 +244,10 @@ DSA = ("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Atten
 
 MIXERS = {
     **dict.fromkeys(DSA, sparse_latent_attention),
+    "Dots3NoteTextAttention": dots3_note_attention,
     "Qwen4ExpTextQSAIndexer": qwen4_exp_indexer,
     "Glm5NextTextAttention": glm5_next_attention,
     "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
 }
-UNCACHED = {*DSA, "Glm5NextTextAttention", "Qwen4ExpTextAttention"}
+UNCACHED = {*DSA, "Dots3NoteTextAttention", "Glm5NextTextAttention", "Qwen4ExpTextAttention"}
