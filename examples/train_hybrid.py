@@ -352,8 +352,8 @@ class Trainer:
                 late = self._late(began)
                 if log:
                     log.write(self.step, metrics)
+                    bar.set_postfix_str(Log.line(metrics), refresh=False)
                     bar.update()
-                    bar.set_postfix_str(Log.line(metrics))
                 if run.save_every and (self.step % run.save_every == 0 or self.step == run.steps or late):
                     self.checkpoints.save(self.step, self.model, self.optimizer, {"tokens": self.tokens})
                 if late:
