@@ -111,6 +111,10 @@ class Waited:
 
     inner: Scan
 
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
     def cost(self, chain: Chain, like: Affine) -> Cost:
         return self.inner.cost(chain, like)
 
@@ -178,6 +182,9 @@ class Team:
             self.contexts |= {scan: make(scan) for scan in (*STRATEGIES, "auto")}
             unhidden = {"LASP pattern": "ring", "LASP-2 pattern": "all_gather"}
             self.contexts |= {label: make(scan, Unhidden) for label, scan in unhidden.items()}
+            for label, cp in self.contexts.items():
+                if label != "alone":  # what an exchange costs is then known to all alike
+                    cp.cost = self.contexts["auto"].cost
         self.group = make("ring").comm
         self.refused: dict[tuple[str, str], dict[str, str]] = {}
 
@@ -202,7 +209,7 @@ class Team:
 
 def exchanges(group: Group, like: Affine) -> dict[str, Callable[[], object]]:
     """Each strategy's exchange alone, of random maps like `like`, one link a rank."""
-    chain = Chain(tuple(range(group.size)), *[(False, *[True] * (group.size - 1))] * 2)
+    chain = Chain.line(group.size)
     shape = transition_shape(like.kind, like.b.shape)
     A = None if shape is None else torch.rand(shape, device=group.device) / like.b.shape[-2]
     b = torch.randn(like.b.shape, device=group.device)

@@ -12,26 +12,27 @@ from torch import Tensor
 from ..algebra import Affine, transition_shape, transpose
 from ..comm import Group, Pending
 from .chain import Chain
-from .strategy import Cost, Exchange, Link, Messages, Steps, fold, sizes
+from .strategy import Cost, Exchange, Link, Messages, Steps, applying, fold, sizes
 
 
 class AllGather:
     name = "all_gather"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
-        return self._cost(chain, sum(sizes(like)))
+        return self._cost(chain, like, sum(sizes(like)))
 
     def cost_back(self, chain: Chain, like: Affine) -> Cost:
-        return self._cost(chain.reversed, sizes(like)[0])
+        return self._cost(chain.reversed, like, sizes(like)[0])
 
     @staticmethod
-    def _cost(chain: Chain, size: int) -> Cost:
+    def _cost(chain: Chain, like: Affine, size: int) -> Cost:
         """`size` bytes of each link are sent."""
         if not any(chain.needs):
             return Cost()
         received = (chain.ranks - 1) * chain.slots() * size
         applied = max(chain.applied(chain.local(rank)) for rank in set(chain.owners))
-        return Cost(received, (Messages("gather", received),), applied, 0, chain.slots() * size, 1, 2 + applied)
+        path, operations = Messages("gather", received), 2 + applied * applying(like)
+        return Cost(received, (path,), applied, 0, chain.slots() * size, 1, operations)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         result: list[Tensor | None] = [None] * len(links)

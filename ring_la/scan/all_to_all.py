@@ -19,7 +19,7 @@ from ..algebra import Affine, transition_shape
 from ..comm import Group, Pending
 from .all_gather import bare, unpack
 from .chain import Chain
-from .strategy import Cost, Exchange, Link, Messages, Steps, fold, sizes
+from .strategy import Cost, Exchange, Link, Messages, Steps, applying, fold, sizes
 
 
 class AllToAll:
@@ -41,7 +41,7 @@ class AllToAll:
         there, back = rows * (state + transition), rows * state
         path = Messages("exchange", there), Messages("exchange", back)
         applied = chain.applied(range(len(chain)))
-        operations = 3 + 3 * chain.slots() + applied
+        operations = 3 + 3 * chain.slots() + applied * applying(like)
         copied = chain.slots() * ((state + transition) * chain.ranks + 2 * like.b.nbytes)
         return Cost(there + back, path, applied / chain.ranks, 0, copied, 2, operations)
 

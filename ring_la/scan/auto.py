@@ -19,12 +19,13 @@ from torch import Tensor
 
 from ..algebra import Affine
 from ..comm import Group
+from . import mailbox_ring
 from .all_gather import AllGather, pack, unpack
 from .all_to_all import AllToAll
 from .chain import Chain
 from .doubling import Doubling
 from .ring import PIPELINE_BLOCKS, Ring
-from .strategy import Cost, Scan
+from .strategy import Cost, Link, Scan
 
 STRATEGIES: dict[str, Scan] = {
     s.name: s for s in (Ring("ring"), Ring("pipelined", PIPELINE_BLOCKS), AllGather(), Doubling(), AllToAll())
@@ -63,6 +64,7 @@ class CostModel:
         hop, swap, gather, exchange: messages of each pattern (`Messages`), over bytes received.
         add: an elementwise map applied to a state, over the state's bytes.
         matmul: a dense map applied, over floating-point operations.
+        link: one link of a ring by mailboxes, over a state's bytes; None where messages go another way.
         post, launch: seconds the host takes to launch a message, and a tensor operation with its views, where a device
             runs beside it; else 0, for the above hold them.
     """
@@ -75,6 +77,7 @@ class CostModel:
     matmul: Line
     post: float = 0.0
     launch: float = 0.0
+    link: Line | None = None
 
     @classmethod
     def measure(cls, group: Group) -> CostModel:
@@ -95,14 +98,14 @@ class CostModel:
         del lines["launch"]
         return cls(**lines, post=posting["gather"], launch=posting["launch"])
 
-    def to_dict(self) -> dict[str, list[float] | float]:
+    def to_dict(self) -> dict[str, list[float] | float | None]:
         """Plain values, for a file: (alpha, beta) of the lines."""
         return {n: [x.alpha, x.beta] if isinstance(x, Line) else x for n, x in vars(self).items()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Sequence[float] | float]) -> CostModel:
+    def from_dict(cls, values: Mapping[str, Sequence[float] | float | None]) -> CostModel:
         """The inverse of `to_dict`."""
-        return cls(**{n: x if isinstance(x, (int, float)) else Line(*x) for n, x in values.items()})
+        return cls(**{n: Line(*x) if isinstance(x, Sequence) else x for n, x in values.items()})
 
     def seconds(self, cost: Cost, like: Affine) -> float:
         """Seconds of an exchange of this cost, for maps like `like`."""
@@ -120,7 +123,10 @@ class CostModel:
         """Seconds each strategy takes to exchange maps like `like` over `chain`; `backward`: and their gradients."""
         out = {}
         for name, strategy in STRATEGIES.items():
-            costs = [strategy.cost(chain, like), *([strategy.cost_back(chain, like)] if backward else [])]
+            how = {"mailboxes": True} if name == "ring" and self.link and mailbox_ring.fits(like) else {}
+            costs = [strategy.cost(chain, like, **how)]
+            if backward:
+                costs.append(strategy.cost_back(chain, like, **how))
             out[name] = sum(self.seconds(cost, like) for cost in costs)
         return out
 
@@ -165,7 +171,13 @@ def _messages(group: Group, scale: float) -> dict[str, Probe]:
     def exchange(size: int) -> None:
         group.all_to_all(block(size // (P - 1) * P).view(P, -1)).wait()
 
-    return {
+    def links(size: int) -> None:
+        b = torch.empty(1, size // 2**14, 64, 64, device=device)
+        line, like = Chain.line(P), Affine("identity", None, b)
+        STRATEGIES["ring"].start(line, [Link(like)], like, group).wait()
+
+    probes = {} if group.transport.name != "symmetric" else {"link": Probe(links, SMALL, large, 1 / (P - 1))}
+    return probes | {
         "hop": Probe(chain, SMALL, large, 1 / (P - 1)),
         "swap": Probe(swap, SMALL, large),
         "gather": Probe(gather, SMALL, large),

@@ -40,6 +40,12 @@ class Chain:
             passes.append(continues and len(layout.pieces_of(i)) == 1)
         return cls(tuple(s.owner for s in layout.segments), tuple(needs), tuple(passes))
 
+    @classmethod
+    def line(cls, ranks: int) -> Chain:
+        """One link a rank, all of one document."""
+        joined = (False, *[True] * (ranks - 1))
+        return cls(tuple(range(ranks)), joined, joined)
+
     def __len__(self) -> int:
         return len(self.owners)
 
@@ -94,6 +100,15 @@ class Chain:
         """The most states any rank receives when each link gets its predecessor's."""
         crossing = Counter(o for i, o in enumerate(self.owners) if i and self.needs[i] and self.owners[i - 1] != o)
         return max(crossing.values(), default=0)
+
+    @cached_property
+    def messages(self) -> int:
+        """The most messages any rank sends and receives then."""
+        ends = Counter()
+        for i in range(1, len(self)):
+            if self.needs[i] and self.owners[i - 1] != self.owners[i]:
+                ends.update((self.owners[i - 1], self.owners[i]))
+        return max(ends.values(), default=0)
 
     def applied(self, links: Sequence[int]) -> int:
         """How many maps a fold applies to a state, that finds what enters each of `links` from the maps of all."""

@@ -54,9 +54,12 @@ class Horizon:
         choose: Callable[[Chain, Affine], Scan],
         price: Callable[[Cost, Affine], float],
     ) -> bool:
-        """Whether two exchanges cost less than one, heads cut and joined included, or nothing passes at all."""
-        if self.all_near:
-            return True
+        """Whether two exchanges cost less than one, heads cut and joined included, or nothing passes at all.
+
+        A ring receives as much either way.
+        """
+        if self.all_near or choose(chain, like).name == "ring":
+            return self.all_near
         key = (chain, like.b.shape)
         if key not in self._paid:
             near, rest = (_like(like, n) for n in self.counts)

@@ -21,9 +21,12 @@ LEAST, WIDEST = 16, 128
 
 def carries(group: Group, like: Affine) -> bool:
     """Whether this group's links go by mailboxes; the same on every rank."""
-    if group.transport.name != "symmetric" or like.b.dtype != torch.float32:
-        return False
-    return like.kind != "dense" or like.b.shape[-2] <= WIDEST
+    return group.transport.name == "symmetric" and fits(like)
+
+
+def fits(like: Affine) -> bool:
+    """Whether the kernel takes such maps."""
+    return like.b.dtype == torch.float32 and (like.kind != "dense" or like.b.shape[-2] <= WIDEST)
 
 
 def steps(

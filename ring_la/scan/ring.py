@@ -17,7 +17,7 @@ from ..algebra import Affine
 from ..comm import Group, Pending
 from . import mailbox_ring
 from .chain import Chain
-from .strategy import Cost, Exchange, Link, Messages, Steps, sizes
+from .strategy import Cost, Exchange, Link, Messages, Steps, applying, sizes
 
 PIPELINE_BLOCKS = 4
 
@@ -28,19 +28,24 @@ class Ring:
     def __init__(self, name: str, blocks: int = 1) -> None:
         self.name, self.blocks = name, blocks
 
-    def cost(self, chain: Chain, like: Affine) -> Cost:
+    def cost(self, chain: Chain, like: Affine, mailboxes: bool = False) -> Cost:
+        """`mailboxes`: by one kernel a link (`mailbox_ring`)."""
         state, _ = sizes(like)
+        if mailboxes:
+            path = Messages("link", state, chain.hops)
+            return Cost(chain.arrivals * state, (path,) if chain.hops else (), posted=chain.slots())
         depth = chain.hops + self.blocks - 1 if chain.hops else 0
         pattern = "hop" if self.blocks == 1 else "swap"  # in blocks, ranks send while they receive
         path = Messages(pattern, state / self.blocks, depth)
         applied = (depth - 1) / self.blocks if chain.hops > 1 else 0.0
-        posted = 2 * chain.arrivals * self.blocks
+        posted = chain.messages * self.blocks
         cuts = 0 if self.blocks == 1 else chain.slots() * self.blocks + chain.arrivals
         copied = 2 * state * chain.slots() if cuts else 0
-        return Cost(chain.arrivals * state, (path,), applied, 0, copied, posted, posted + cuts)
+        operations = posted + cuts + (applied > 0) * self.blocks * (applying(like) - 1)
+        return Cost(chain.arrivals * state, (path,), applied, 0, copied, posted, operations)
 
-    def cost_back(self, chain: Chain, like: Affine) -> Cost:
-        return self.cost(chain.reversed, like)
+    def cost_back(self, chain: Chain, like: Affine, mailboxes: bool = False) -> Cost:
+        return self.cost(chain.reversed, like, mailboxes)
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         result: list[Tensor | None] = [None] * len(links)
@@ -75,7 +80,7 @@ class Ring:
                         yield
                         state = message.wait()
                     incoming.append(state)
-                if chain.passes[i]:
+                if chain.passes[i] and chain.feeds(i):
                     outgoing[i].append(part.out(state, True))
                     sends += self._send(chain, i, outgoing[i][-1:], group)
             if incoming:

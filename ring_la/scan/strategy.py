@@ -43,13 +43,13 @@ class Messages(NamedTuple):
     """Messages on the critical path of an exchange, one after the other.
 
     Attributes:
-        pattern: "hop" (from one rank to the next), "swap" (every rank sends one and receives one), "gather" or
-            "exchange" (all to all).
+        pattern: "hop" (from one rank to the next), "link" (the same by `mailbox_ring`, the map applied on the way),
+            "swap" (every rank sends one and receives one), "gather" or "exchange" (all to all).
         size: bytes a rank receives in each.
         count: how many.
     """
 
-    pattern: Literal["hop", "swap", "gather", "exchange"]
+    pattern: Literal["hop", "link", "swap", "gather", "exchange"]
     size: float
     count: int = 1
 
@@ -93,6 +93,11 @@ class Exchange(Pending):
     def __init__(self, finish: Callable[[], list[Tensor | None]], kept: Sequence[Tensor | None] = ()) -> None:
         super().__init__(finish)
         self.kept = kept
+
+
+def applying(like: Affine) -> int:
+    """Tensor operations of applying a map like this one: a product of matrices takes a host as long as three."""
+    return 3 if like.kind == "dense" else 1
 
 
 class Scan(Protocol):

@@ -35,6 +35,19 @@ def chain(ranks: int, kind: str = "contiguous", documents: tuple[int, ...] = ())
     return Chain.of(Layout(64 * ranks, kind, ranks, 0, (0, *documents, 64 * ranks)))
 
 
+def test_a_ring_by_mailboxes_is_one_launch_a_link():
+    """Where messages go by mailboxes, the ring's cost is that of its links: no host between hops, no map on top."""
+    linked = replace(model(20e-6, 1e11), add=Line(5e-6, 1e12), post=50e-6, launch=20e-6, link=Line(5e-6, 1e11))
+    like = maps("dense", 8, 64)
+    S = like.b.nbytes
+    assert linked.predict(chain(4), like)["ring"] == pytest.approx(50e-6 + 3 * (5e-6 + S / 1e11))
+    assert linked.best(chain(4), like) == "ring"
+    wide = maps("dense", 8, 256)  # wider than the kernel takes
+    assert linked.predict(chain(4), wide) == replace(linked, link=None).predict(chain(4), wide)
+    assert CostModel.from_dict(linked.to_dict()) == linked
+    assert CostModel.from_dict(model(1e-6, 1e9).to_dict()) == model(1e-6, 1e9)
+
+
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal", "dense"])
 def test_the_table(kind, P):

@@ -156,7 +156,7 @@ class Base:
         kw["VARLEN"] = self._packed
         init = own if S0 is None else S0
         if self.dense:
-            block = 16
+            block = 32
             launch(
                 prefix_dense_kernel, (cdiv(self.V, block), cut.pieces, self._rows), own, transition, init,
                 entering, leaving, cut.first, cut.count, cut.pieces, **kw, BK=width(self.K), BV=block, HAS_B=True,
