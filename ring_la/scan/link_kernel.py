@@ -59,13 +59,20 @@ def _take(flag, room, at, live, ready):
     return x
 
 
+@triton.jit
+def _columns(A, k, j, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A[k, j] of a matrix, or of its transpose."""
+    at = j[None, :] * K + k[:, None] if TRANSPOSED else k[:, None] * K + j[None, :]
+    return tl.load(A + at, (k < K)[:, None] & (j < K)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["me", "source", "target", "rows", "patience"])
 def link_kernel(
     A, b_, before, entering, leaving, own, mailboxes, broken, report, me, source, target, rows, patience,
-    KIND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr, PASSES: tl.constexpr,
-    SENDS: tl.constexpr, KEEPS: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
-    FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
+    KIND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    UNIT: tl.constexpr, TRANSPOSED: tl.constexpr, RECEIVES: tl.constexpr, HAS_BEFORE: tl.constexpr,
+    PASSES: tl.constexpr, SENDS: tl.constexpr, KEEPS: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """`rows` states [K, V] under the maps (A, b) of one link; `me`, `source` and `target` are ranks.
 
@@ -80,17 +87,19 @@ def link_kernel(
     get, here = _lane(own, mailboxes, me, source, lane, P, LANES, CHUNK, FLAG)
     for u in range(lane.to(tl.int64), rows * UNITS, LANES):
         row = u // UNITS
+        early = True
         if KIND == 3:
             k = tl.arange(0, BK)
             v = (u % UNITS) * UNIT + tl.arange(0, UNIT)
             at = k[:, None] * V + v[None, :]
             unit = k[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
             live = (k < K)[:, None] & (v < V)[None, :]
-            j = tl.arange(0, BK)
-            of = j[None, :] * K + k[:, None] if TRANSPOSED else k[:, None] * K + j[None, :]
-            a = tl.zeros([BK, BK], tl.float32)
-            if PASSES:
-                a = tl.load(A + row * (K * K) + of, (k < K)[:, None] & (j < K)[None, :], other=0.0)
+            if PASSES and (RECEIVES or HAS_BEFORE):
+                largest = 0.0
+                for c in range(0, K, BJ):
+                    a = _columns(A + row * (K * K), k, c + tl.arange(0, BJ), K, TRANSPOSED)
+                    largest = tl.maximum(largest, tl.max(tl.max(tl.abs(a), 1), 0))
+                early = largest < TINY
         else:
             unit = tl.arange(0, UNIT)
             at = (u % UNITS) * UNIT + unit
@@ -100,10 +109,9 @@ def link_kernel(
                 a *= tl.load(A + row)
             if PASSES and KIND == 2:
                 a = tl.load(A + row * K + at // V, live, other=0.0)
+            if PASSES and (RECEIVES or HAS_BEFORE):
+                early = tl.max(tl.abs(a), 0) < TINY
         b = tl.load(b_ + row * (K * V) + at, live, other=0.0)
-        early = True
-        if PASSES and (RECEIVES or HAS_BEFORE):
-            early = tl.max(tl.max(tl.abs(a), 1), 0) < TINY if KIND == 3 else tl.max(tl.abs(a), 0) < TINY
         free = True
         if SENDS:
             free = _ready(give, EMPTY, target, broken, report, patience, CLOCK)
@@ -111,15 +119,22 @@ def link_kernel(
                 _put(give, there, unit, b, live, free)
         x = tl.zeros_like(b)
         if RECEIVES:
-            come = _ready(get, FULL, source, broken, report, patience, CLOCK)
-            x = _take(get, here, unit, live, come)
+            x = _take(get, here, unit, live, _ready(get, FULL, source, broken, report, patience, CLOCK))
             tl.store(entering + row * (K * V) + at, x, live)
-        if HAS_BEFORE:
+        if HAS_BEFORE and KIND != 3:
             x = tl.load(before + row * (K * V) + at, live, other=0.0)
         if PASSES and (SENDS or KEEPS):
             if not early:
                 if KIND == 3:
-                    b = tl.dot(a, tl.where(live, x, 0.0), b, input_precision="tf32x3")
+                    tl.debug_barrier()  # what was stored is read again, in rows
+                    come = (before if HAS_BEFORE else entering) + row * (K * V)
+                    for c in range(0, K, BJ):
+                        j = c + tl.arange(0, BJ)
+                        a = _columns(A + row * (K * K), k, j, K, TRANSPOSED)
+                        part = tl.load(
+                            come + j[:, None] * V + v[None, :], (j < K)[:, None] & (v < V)[None, :], other=0.0
+                        )
+                        b = tl.dot(a, part, b, input_precision="tf32x3")
                 else:
                     b += a * x
                 if SENDS:

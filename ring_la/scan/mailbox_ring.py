@@ -15,8 +15,8 @@ from .strategy import Link
 KINDS = {"identity": 0, "scalar": 1, "diagonal": 2, "dense": 3}
 WORDS = 4096
 """Of a unit: small enough that a state is on its way to the next rank while the rest of it still arrives."""
-LEAST, WIDEST = 16, 128
-"""Columns of a unit under dense maps: as narrow as a product may be; and how wide a map a kernel holds."""
+LEAST, WIDEST = 16, 256
+"""Columns of a unit under dense maps: as narrow as a product may be; and the widest maps the kernel takes."""
 
 
 def carries(group: Group, like: Affine) -> bool:
@@ -86,9 +86,10 @@ def _launch(
         link_kernel, (lanes,), aligned(A), b, *(b if x is None else x for x in (before, entering, leaving)), boxes.own,
         boxes.mailboxes, boxes.broken, boxes.report, me, me if source is None else source,
         me if target is None else target, b.shape[:-2].numel(), min(boxes.patience // 1000, 2**31 - 1), KIND=kind, K=K,
-        V=V, BK=max(LEAST, _width(K)), UNIT=unit, TRANSPOSED=transposed, RECEIVES=source is not None,
-        HAS_BEFORE=before is not None, PASSES=passes, SENDS=target is not None, KEEPS=leaving is not None, P=c["P"],
-        LANES=lanes, CHUNK=c["CHUNK"], FLAG=c["FLAG"], CLOCK=c["CLOCK"], TINY=TINY, num_warps=8,
+        V=V, BK=max(LEAST, _width(K)), BJ=min(32, max(LEAST, _width(K))), UNIT=unit, TRANSPOSED=transposed,
+        RECEIVES=source is not None, HAS_BEFORE=before is not None, PASSES=passes, SENDS=target is not None,
+        KEEPS=leaving is not None, P=c["P"], LANES=lanes, CHUNK=c["CHUNK"], FLAG=c["FLAG"], CLOCK=c["CLOCK"],
+        TINY=TINY, num_warps=8,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def test_a_ring_by_mailboxes_is_one_launch_a_link():
     S = like.b.nbytes
     assert linked.predict(chain(4), like)["ring"] == pytest.approx(50e-6 + 3 * (5e-6 + S / 1e11))
     assert linked.best(chain(4), like) == "ring"
-    wide = maps("dense", 8, 256)  # wider than the kernel takes
+    wide = maps("dense", 8, 512)  # wider than the kernel takes
     assert linked.predict(chain(4), wide) == replace(linked, link=None).predict(chain(4), wide)
     assert CostModel.from_dict(linked.to_dict()) == linked
     assert CostModel.from_dict(model(1e-6, 1e9).to_dict()) == model(1e-6, 1e9)

@@ -22,7 +22,7 @@ CHAINS = {
     "zigzag": ("zigzag", None),
     "documents": ("zigzag", [0, 5, 16, 40, 48]),  # starts inside segments and on their borders
 }
-SHAPE = (1, 3, 5, 6)
+SHAPE = (1, 3, 40, 6)
 
 
 def maps(chain: Chain, kind: str, shape: tuple[int, ...] = SHAPE, device: str = "cpu") -> list[Affine]:
@@ -49,7 +49,7 @@ def serial(chain: Chain, links: list[Affine]) -> list[torch.Tensor | None]:
 
 
 def check_ring(rank: int, size: int, folder: str) -> int:
-    g, checked = over_files(rank, size, folder, chunk=256), 0
+    g, checked = over_files(rank, size, folder, chunk=1024), 0
     for kind_of_layout, documents in CHAINS.values():
         whole = Chain.of(Layout(48, kind_of_layout, size, rank, documents))
         for kind in ("identity", "scalar", "diagonal", "dense"):
