@@ -53,11 +53,11 @@ def _read(function: Callable) -> dict[str, int]:
         return {}
     if name == "remap_positions_for_packed_sequence":
         return _read(inside["mask_function"])
-    return _refuse(name or repr(function))
+    return _refuse(name or str(function))
 
 
 def _refuse(maker: str) -> dict[str, int]:
-    raise UnsupportedError("model", "masks that are causal, sliding or chunked", f"a mask made by {maker}")
+    raise UnsupportedError("model", "masks that are causal, sliding or chunked", f"a mask made by {maker!r}")
 
 
 def _without_blocks(function: Callable) -> bool:

@@ -169,6 +169,14 @@ def hybrid(model: str, kinds: str = "LFL", argument: str = "layer_types", **keyw
     return case(model, **keywords)
 
 
+NO_ATTENTION = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
 RECURRENT: dict[str, Case] = {
     "qwen3_next": hybrid("Qwen3NextForCausalLM", router=True, **GATED_DELTA, **SHARED),
     "qwen3_5": hybrid("Qwen3_5ForCausalLM", **GATED_DELTA),
@@ -191,6 +199,39 @@ RECURRENT: dict[str, Case] = {
         n_groups=2,
         chunk_size=8,
         time_step_limit=(0.01, 0.8),
+    ),
+    "mamba": case("MambaForCausalLM", skip=NO_ATTENTION, state_size=4, time_step_rank=3),
+    "falcon_mamba": case("FalconMambaForCausalLM", skip=NO_ATTENTION, state_size=4, time_step_rank=3),
+    "jamba": case(
+        "JambaForCausalLM",
+        num_hidden_layers=4,
+        router=True,
+        skip=("head_dim",),
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        num_experts=4,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+    ),
+    "zamba": case(
+        "ZambaForCausalLM",
+        skip=("head_dim",),
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        num_key_value_heads=4,
+        n_mamba_heads=2,
+        mamba_d_state=4,
+        attention_hidden_size=64,
+        attention_head_dim=16,
+    ),
+    "recurrent_gemma": case(
+        "RecurrentGemmaForCausalLM",
+        num_hidden_layers=3,
+        block_types=["recurrent", "attention", "recurrent"],
+        lru_width=32,
+        attention_window_size=5,
     ),
     "bamba": case("BambaForCausalLM", num_hidden_layers=3, attn_layer_indices=[1], **MAMBA),
     "falcon_h1": case("FalconH1ForCausalLM", mamba_d_ssm=64, mamba_rms_norm=True, **MAMBA),

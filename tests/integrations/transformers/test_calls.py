@@ -144,14 +144,14 @@ def checked_late(rank: int, folder: str) -> None:
     from ring_la.integrations.transformers import parallelize
 
     model, cp = parallel("llama")
-    kinds = transformers.MambaForCausalLM, transformers.LlamaForCausalLM
-    mamba = kinds[0].config_class(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
+    kinds = transformers.RwkvForCausalLM, transformers.LlamaForCausalLM
+    rwkv = kinds[0].config_class(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2)
     with torch.device("meta"):
-        late = [parallelize(kind(config), cp) for kind, config in zip(kinds, (mamba, model.config))]
+        late = [parallelize(kind(config), cp) for kind, config in zip(kinds, (rwkv, model.config))]
     for m in late:
         m.to_empty(device="cpu")
         m.apply(m._init_weights)
-    with pytest.raises(UnsupportedError, match="MambaMixer"):
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.attention"):
         late[0](input_ids=ids())
     late[1].load_state_dict(model.state_dict())
     late[1].model.rotary_emb.load_state_dict(model.model.rotary_emb.state_dict())
@@ -292,15 +292,6 @@ def test_ranks_with_different_batches(ranks):
 
 
 REFUSED = {
-    "MambaForCausalLM": (dict(state_size=4), r"layers\.0\.mixer \(MambaMixer\), whose result at one token depends"),
-    "JambaForCausalLM": (
-        dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=2, num_key_value_heads=4),
-        r"layers\.0\.mamba \(JambaMambaMixer\), whose result at one token depends",
-    ),
-    "RecurrentGemmaForCausalLM": (
-        dict(block_types=["recurrent", "attention"], head_dim=8, lru_width=32),
-        r"\(RecurrentGemmaRecurrentBlock\), whose result at one token depends",
-    ),
     "RwkvForCausalLM": (dict(), r"blocks\.0\.attention\S* \(\w+\), whose result at one token depends"),
     "BloomForCausalLM": (dict(n_head=4), r"h\.0\.self_attention \(BloomAttention\), whose result at one token depends"),
     "Llama4ForCausalLM": (

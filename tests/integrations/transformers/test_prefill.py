@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from .models import RECURRENT  # noqa: E402
 from .test_models import LENGTH, batch  # noqa: E402
 
-UNCACHED = {"glm5_next", "qwen4_exp", "xlstm", "zaya"}
+UNCACHED = {"glm5_next", "qwen4_exp", "recurrent_gemma", "xlstm", "zaya"}
 PROMPT = LENGTH - 2
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ....errors import UnsupportedError
-from . import convolution, delta, indexed, lightning, mamba, qwen4_exp, xlstm, zaya
+from . import channelwise, convolution, delta, indexed, lightning, mamba, qwen4_exp, xlstm, zaya
 
 if TYPE_CHECKING:
     from ..model import Parallel
@@ -34,10 +34,11 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **qwen4_exp.MIXERS,
     **xlstm.MIXERS,
     **zaya.MIXERS,
+    **channelwise.MIXERS,
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
-UNCACHED = {*indexed.UNCACHED, *qwen4_exp.UNCACHED, *xlstm.UNCACHED, *zaya.UNCACHED}
+UNCACHED = {*channelwise.UNCACHED, *indexed.UNCACHED, *qwen4_exp.UNCACHED, *xlstm.UNCACHED, *zaya.UNCACHED}
 """Classes whose state a split call cannot put into a cache."""
 
 

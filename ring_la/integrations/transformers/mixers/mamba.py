@@ -48,7 +48,8 @@ def chunk_scan(
 
 
 def no_fused_kernel(call: Call, *_: object, **__: object) -> None:
-    """For ``mamba_split_conv1d_scan_combined``, a whole mixer in one kernel: None, and the mixer goes step by step."""
+    """For a whole mixer in one kernel (``mamba_split_conv1d_scan_combined``, ``mamba_inner_fn``): None, and the mixer
+    goes step by step."""
 
 
 MAMBA2 = {
