@@ -49,11 +49,11 @@ def first_derivative_only(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def once(ctx, *grads):
-        recording = torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            with full_precision(*grads):
+                return backward(ctx, *grads)
         with torch.no_grad(), full_precision(*grads):
             out = backward(ctx, *grads)
-        if not recording:
-            return out
         single = not isinstance(out, tuple)
         wrapped = tuple(_refusing(x) for x in ((out,) if single else out))
         return wrapped[0] if single else wrapped

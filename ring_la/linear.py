@@ -80,7 +80,7 @@ class _OneDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: tuple[Rule, float, str, str | None], cu: Tensor | None, S0: Tensor | None, *tensors):
         rule, scale, mode, backend = call
-        local = make_local(rule, Inputs(*tensors), cu, scale, mode, backend)
+        local = make_local(rule, Inputs(*tensors), cu, scale, mode, backend, keep=True)
         out = local.output(S0)
         ctx.call = call
         ctx.save_for_backward(cu, S0, *tensors, *local.kept())
@@ -97,8 +97,14 @@ class _OneDevice(torch.autograd.Function):
         do = torch.zeros_like(inputs.v) if do is None else do
         gate = ctx.needs_input_grad[3 + Inputs._fields.index("g")]
         grads, dS0 = local.gradients(S0, do, dS_end, gate)
-        grads = [None if x is None or d is None else d.to(x.dtype) for x, d in zip(inputs, grads)]
-        return None, None, None if S0 is None else dS0.to(S0.dtype), *grads
+        return None, None, None if S0 is None else dS0.to(S0.dtype), *_in_dtypes(inputs, grads)
+
+
+def _in_dtypes(inputs: Inputs, grads: Inputs) -> list[Tensor | None]:
+    """Gradients in the dtypes of what they belong to."""
+    return [
+        None if x is None or d is None else d if d.dtype == x.dtype else d.to(x.dtype) for x, d in zip(inputs, grads)
+    ]
 
 
 def _with_rows(state: Tensor, packed: bool) -> Tensor:
@@ -183,15 +189,15 @@ class ShardedCall:
     def kind(self) -> Transition:
         return self.rule.transition
 
-    def local(self, inputs: Inputs, mode: str, kept: tuple[Tensor | None, ...] = ()) -> Local:
-        """What computes this rank's tokens; `kept` is what the forward's `Local.kept` gave."""
+    def local(self, inputs: Inputs, mode: str, kept: tuple[Tensor | None, ...] = (), keep: bool = False) -> Local:
+        """What computes this rank's tokens; `kept` is what `Local.kept` of the forward's (`keep`) gave."""
         layout = self.layout
         single = len(layout.pieces) <= 1 and (not self.canonical or not layout.pieces)
         cu = None if single else layout.cu_pieces.to(inputs.q.device)
         canonical = {} if single else self.canonical
         if layout.cp.deterministic and mode == "auto":
             mode = "chunk"  # whatever this rank's length
-        return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, kept=kept, **canonical)
+        return make_local(self.rule, inputs, cu, self.scale, mode, self.backend, kept=kept, keep=keep, **canonical)
 
     def exchange(self, links: list[Link], like: Tensor) -> Exchange:
         """Post the scan of `links`; its result is the state entering each owned link, in chain order."""
@@ -226,7 +232,7 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: ShardedCall, initial_state: Tensor | None, *tensors: Tensor | None):
         inputs, seams, packed = Inputs(*tensors), call.seams, call.layout.packed
-        local = call.local(inputs, call.mode)
+        local = call.local(inputs, call.mode, keep=any(ctx.needs_input_grad))
         S0 = entering_states(call, inputs, initial_state)
         horizon = call.horizon(state_dtype(*inputs))
         through = any(seams.chain.passes[s] for s in seams.links) and not (horizon and horizon.all_near)
@@ -275,11 +281,10 @@ class _Sharded(torch.autograd.Function):
         local.prepare_gradients(S0, do, gate)
         dS_end = with_arrived(dS_end, dS0, [last for _, last in seams.segments], pending.wait()[::-1])
         grads, dS0 = local.gradients(S0, do, dS_end, gate)
-        grads = [None if x is None or d is None else d.to(x.dtype) for x, d in zip(inputs, grads)]
         dinitial = None
         if ctx.has_initial and ctx.needs_input_grad[1]:
             dinitial = initial_gradient(call, dS0, dfinal).to(ctx.initial_dtype)
-        return None, dinitial, *grads
+        return None, dinitial, *_in_dtypes(inputs, grads)
 
 
 def _cut(tensors: list[Tensor | None], lengths: Sequence[int]) -> Iterator[tuple[Tensor | None, ...]]:

@@ -63,11 +63,12 @@ def make_local(
     backend: str | None = None,
     in_place: bool = False,
     kept: tuple[Tensor | None, ...] = (),
+    keep: bool = False,
     **canonical,
 ) -> Local:
     """The backend object for one rank's tokens.
 
-    `kept` is what `Local.kept` of the one that made the output gave, for the gradients. `in_place` allows the output to
+    `keep`: `Local.kept` will be asked for; `kept` is what it gave, for the gradients. `in_place` allows the output to
     write the leaving states over the entering ones. `canonical` (chunk length and alignment, for results that do not
     depend on the split) is the PyTorch backend's.
 
@@ -83,9 +84,9 @@ def make_local(
     if backend != "torch":
         why = "deterministic=True fixes the PyTorch backend's chunks" if canonical else triton_refuses(rule, inputs)
         if not why:
-            from .triton.local import TritonRecurrence
+            from .triton.replay import Replay
 
-            return TritonRecurrence(rule, inputs, cu, scale, kept)
+            return Replay(rule, inputs, cu, scale, kept, keep)
         if backend == "triton":
             raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     kind = TokenRecurrence if recurrent else ChunkedRecurrence

@@ -2,28 +2,76 @@
 
 Triton inspects every argument of every call, some 50 µs with the many arguments these kernels have. Here nothing can
 differ between two calls of one class (the same constants and dtypes): tensors are aligned to 16 bytes and sizes are not
-specialised. So what was compiled for a class is launched directly from the second call on.
+specialised. So what was compiled for a class is launched directly from the second call on, with addresses for tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton import JITFunction, knobs
+from triton.runtime import driver
 
 ALIGNMENT = 16
-_compiled: dict[tuple, tuple] = {}
 
 
 def aligned(x: Tensor) -> Tensor:
     """`x`, contiguous, on a 16-byte boundary and without its history; itself where it is so already."""
-    x = x.detach().contiguous()
+    x = (x.detach() if x.requires_grad else x).contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+class Compiled:
+    """A kernel compiled for one class of arguments, and its constants."""
+
+    def __init__(self, kernel: Any, rest: Sequence[Any]) -> None:
+        self._kernel, self._rest = kernel, tuple(rest)
+        self._run, self._function, self._metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[int | float]) -> None:
+        """Launch it on addresses and sizes. Profilers' launch hooks are called as ever."""
+        hook = knobs.runtime.launch_enter_hook
+        if getattr(hook, "calls", hook):
+            self._kernel[grid](*args, *self._rest, stream=stream)
+            return
+        self._run(*grid, stream, self._function, self._metadata, None, None, None, *args, *self._rest)
+
+
+class Interpreted:
+    """The same under Triton's interpreter, which takes tensors."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self._kernel, self._constants = kernel, constants
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[Any]) -> None:
+        with _disable_current_modes():  # it copies tensors about
+            self._kernel[grid](*args, **self._constants)
+
+
+class Recorder(Protocol):
+    """What wants to know of every launch."""
+
+    def launched(self, how: Compiled | Interpreted, grid: tuple[int, int, int], args: Sequence[Any]) -> None: ...
+
+
+recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
+_compiled: dict[tuple, Compiled] = {}
+
+
+def current_stream(device: torch.device) -> int:
+    """The current stream as launches take it."""
+    return driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     """``kernel[grid](*args, **constants)`` on the tensors' device: tensors and sizes by position, constants by name.
 
-    Sizes must be in the kernel's ``do_not_specialize``, tensors `aligned`. Profilers' launch hooks are called as ever.
+    Sizes must be in the kernel's ``do_not_specialize``, tensors `aligned`.
     """
     device = args[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -32,10 +80,14 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     grid = (*grid, 1, 1)[:3]
     key = (kernel.__name__, device, *constants, *constants.values(), *[getattr(x, "dtype", None) for x in args])
     found = _compiled.get(key)
-    if found is not None:
-        compiled, rest = found
-        compiled[grid](*args, *rest)
-        return
-    compiled = kernel[grid](*args, **constants)
-    if compiled is not None:  # nothing is compiled under the interpreter
-        _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
+    if found is None and isinstance(kernel, JITFunction):
+        rest = [constants[name] for name in kernel.arg_names[len(args) :]]
+        _compiled[key] = found = Compiled(kernel[grid](*args, **constants), rest)
+    elif isinstance(found, Compiled):
+        found(grid, current_stream(device), [x.data_ptr() if isinstance(x, Tensor) else x for x in args])
+    else:
+        found = Interpreted(kernel, constants)
+        found(grid, 0, args)
+    recorder = recording.get()
+    if recorder is not None:
+        recorder.launched(found, grid, args)

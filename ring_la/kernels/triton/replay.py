@@ -1,0 +1,223 @@
+"""The Triton backend as it is used: what a call does is written down the second time and replayed from the third on.
+
+A call is a few steps of the `Local` protocol in some order. Which launches they need depends on the rule, on shapes,
+dtypes and flags; so the steps form a tree whose nodes keep a `Tape` each, and a call that comes by again walks down it.
+One that leaves the tree starts over with `TritonRecurrence`, the code the tapes are made from.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_la.algebra import Rule
+from ring_la.kernels.local import Inputs
+from ring_la.kernels.triton.launch import ALIGNMENT, aligned
+from ring_la.kernels.triton.local import TritonRecurrence
+from ring_la.kernels.triton.tape import Playing, Recorder, Tape
+
+WIDTH = len(Inputs._fields)
+
+
+class Node:
+    """A step after certain others: its tape, once written, and the steps that have come next."""
+
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+        self.seen = self.refused = False
+        self.next: dict[Hashable, Node] = {}
+
+    def after(self, key: Hashable) -> Node:
+        """The step of this description that comes next."""
+        found = self.next.get(key)
+        return self.next.setdefault(key, Node()) if found is None else found
+
+
+@functools.lru_cache(maxsize=512)
+def root(key: Hashable) -> Node:
+    """Where the calls of one signature begin. Holds no tensor."""
+    return Node()
+
+
+class Brought(NamedTuple):
+    """A tensor of the caller, its version if the kernels take a copy, and what they take."""
+
+    place: int
+    given: Tensor
+    version: int | None
+    ready: Tensor
+
+    def stands(self, x: Tensor, dtype: torch.dtype | None) -> bool:
+        """Whether `ready` is still what x is."""
+        same = self.ready is x or (self.version is not None and self.version == x._version)
+        return same and (dtype is None or self.ready.dtype == dtype)
+
+
+class Step(NamedTuple):
+    """A step of this call: what it calls with what, and the tensors it was the first to bring."""
+
+    node: Node
+    call: Callable
+    arguments: tuple
+    fresh: list[Tensor]
+
+
+class Replay:
+    """`TritonRecurrence`, its steps replayed where they are known. `keep`: `kept` will be asked for."""
+
+    prepares = TritonRecurrence.prepares
+
+    def __init__(
+        self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, kept: Sequence[Tensor | None] = (),
+        keep: bool = False,
+    ) -> None:  # fmt: skip
+        self._rule, self._scale, self._keep = rule, float(scale), keep
+        self._dtype = dtype = inputs.v.dtype
+        self._brought: dict[int, Brought] = {}
+        self._places = 0
+        self._fresh: list[Tensor] = []
+        like = (dtype, dtype, dtype, None, None, dtype, dtype, torch.int32, *[None] * len(kept))
+        given = [self._bring(x, to) for x, to in zip((*inputs, cu, *kept), like)]
+        self._given = [x for x, _ in given]
+        self._node = root((rule, self._scale, keep, inputs.v.device, *[known for _, known in given]))
+        self._playing = Playing(inputs.v.device)
+        self._played: list[Step] = []
+        self._real: TritonRecurrence | None = None
+        self._without_history: dict[int, Tensor] = {}
+        self._recorder: Recorder | None = None
+        self._kept: tuple[Tensor | None, ...] = ()
+
+    # -- the protocol ----------------------------------------------------------------------------------------
+
+    def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
+        A, leaving = self._step(_summary, ((S0, torch.float32),), through)
+        return A, leaving
+
+    def prepare(self) -> None:
+        """Nothing: see `TritonRecurrence`."""
+
+    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+        o, leaving, *kept = self._step(_output_and_kept if self._keep else _output, ((S0, torch.float32),))
+        self._kept = tuple(kept)
+        return o, leaving
+
+    def kept(self) -> tuple[Tensor | None, ...]:
+        """What spares the gradients work, after `output`; see `TritonRecurrence`."""
+        return self._kept
+
+    def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
+        return self._step(_adjoint, ((do, self._dtype), (dS_end, torch.float32)))[0]
+
+    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
+        self._step(_prepare_gradients, ((S0, torch.float32), (do, self._dtype)), gate)
+
+    def gradients(
+        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
+    ) -> tuple[Inputs, Tensor]:
+        tensors = (S0, torch.float32), (do, self._dtype), (dS_end, torch.float32)
+        *grads, dS0 = self._step(_gradients, tensors, gate)
+        return Inputs(*grads), dS0
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def _bring(self, x: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor | None, Hashable]:
+        """A tensor of the caller as the kernels take it, and what a node must know of it: its place among those brought
+        if it is one of them and what it was, else its shape and dtype."""
+        if x is None:
+            return None, None
+        known = self._brought.get(id(x))
+        if known is not None and known.stands(x, dtype):
+            return known.ready, known.place
+        ready, version = x, None
+        if (dtype is not None and x.dtype != dtype) or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+            ready = aligned(x if dtype is None else x.to(dtype))
+            version = None if x.is_inference() else x._version
+        self._brought[id(x)] = Brought(self._places, x, version, ready)
+        self._places += 1
+        self._fresh.append(ready)
+        return ready, (ready.shape, ready.dtype)
+
+    def _step(
+        self, call: Callable, tensors: Sequence[tuple[Tensor | None, torch.dtype]], *flags: bool
+    ) -> Sequence[Tensor | None]:
+        brought = [self._bring(x, dtype) for x, dtype in tensors]
+        fresh, self._fresh = self._fresh, []
+        self._node = node = self._node.after((call, flags, *[known for _, known in brought]))
+        step = Step(node, call, (*[x for x, _ in brought], *flags), fresh)
+        if self._real is None and node.tape is not None:
+            self._played.append(step)
+            for x in fresh:
+                self._playing.bring(x)
+            return node.tape.play(self._playing)
+        if self._real is None:  # from here on by the real thing, which does again what tapes have done
+            self._recorder = Recorder() if (node.seen or self._played) and not node.refused else None
+            for played in self._played:
+                self._do(played)
+        node.seen = True
+        return self._do(step)
+
+    def _do(self, step: Step) -> Sequence[Tensor | None]:
+        recorder, node = self._recorder, step.node
+        arguments = [self._plain(x) for x in step.arguments]
+        if recorder is None:
+            return step.call(self._begun(), *arguments)
+        for x in step.fresh:
+            recorder.bring(self._plain(x))
+        with recorder:
+            out = step.call(self._begun(), *arguments)
+            kept = self._real.kept() if self._keep else ()
+        tape = recorder.finish(out, kept, last=step.call in LAST)
+        if node.tape is None:
+            node.tape, node.refused = tape, tape is None
+        return out
+
+    def _begun(self) -> TritonRecurrence:
+        if self._real is None:
+            given = [self._plain(x) for x in self._given]
+            inputs, cu, kept = Inputs(*given[:WIDTH]), given[WIDTH], tuple(given[WIDTH + 1 :])
+            self._real = TritonRecurrence(self._rule, inputs, cu, self._scale, kept)
+        return self._real
+
+    def _plain(self, x: Tensor | bool | None) -> Tensor | bool | None:
+        """`x` without its history, the same tensor each time."""
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return x
+        return self._without_history.setdefault(id(x), x.detach())
+
+
+def _summary(real: TritonRecurrence, S0: Tensor | None, through: bool) -> Sequence[Tensor | None]:
+    return real.summary(S0, through)
+
+
+def _output(real: TritonRecurrence, S0: Tensor | None) -> Sequence[Tensor | None]:
+    return real.output(S0)
+
+
+def _output_and_kept(real: TritonRecurrence, S0: Tensor | None) -> Sequence[Tensor | None]:
+    return *real.output(S0), *real.kept()
+
+
+def _adjoint(real: TritonRecurrence, do: Tensor, dS_end: Tensor | None) -> Sequence[Tensor | None]:
+    return (real.adjoint(do, dS_end),)
+
+
+def _prepare_gradients(
+    real: TritonRecurrence, S0: Tensor | None, do: Tensor, gate: bool
+) -> Sequence[Tensor | None]:
+    real.prepare_gradients(S0, do, gate)
+    return ()
+
+
+def _gradients(
+    real: TritonRecurrence, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool
+) -> Sequence[Tensor | None]:
+    grads, dS0 = real.gradients(S0, do, dS_end, gate)
+    return *grads, dS0
+
+
+LAST = (_output, _output_and_kept, _gradients)
+"""Steps after which what is still there is hardly needed."""

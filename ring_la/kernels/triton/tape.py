@@ -1,0 +1,342 @@
+"""A call's work on the device, written down once and done again without the Python that led to it.
+
+What a kernel's host code does (allocations, launches, a few of torch's operations) depends on shapes, dtypes and flags
+alone, never on values. A `Recorder` watches it once; a `Tape` repeats it on other tensors with one allocation for all
+that nobody sees afterwards, laid out by when each part was needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ring_la.kernels.triton.launch import Compiled, Interpreted, current_stream, recording
+
+BOUNDARY = 256
+"""Bytes every part of an allocation is aligned to."""
+
+aten = torch.ops.aten
+EMPTY = (
+    aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
+    aten.new_empty_strided.default,
+)  # fmt: skip
+
+
+class Ref(NamedTuple):
+    """A tensor of a tape by its number."""
+
+    number: int
+
+
+class Place(NamedTuple):
+    """Part of a buffer: the buffer's number, bytes from its start."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Playing:
+    """The tensors of a call by number: what the caller brought and what the tapes made. Number 0 is no tensor, but
+    where constants count from."""
+
+    device: torch.device
+    tensors: list[Tensor | None] = field(default_factory=lambda: [None])
+    bases: list[int] = field(default_factory=lambda: [0])
+    stream: int = 0
+
+    def bring(self, x: Tensor) -> int:
+        """A tensor of the caller, contiguous and aligned; returns its number."""
+        self.tensors.append(x)
+        self.bases.append(x.data_ptr())
+        return len(self.tensors) - 1
+
+    def put(self, number: int, x: Tensor) -> None:
+        self.tensors[number] = x
+        self.bases[number] = x.data_ptr()
+
+    def at(self, place: Place) -> Tensor:
+        """A tensor over part of a buffer."""
+        size = place.dtype.itemsize * _count(place.shape)
+        return self.tensors[place.buffer][place.offset : place.offset + size].view(place.dtype).view(place.shape)
+
+
+class Launched(NamedTuple):
+    """A launch; each argument is a tensor's number and bytes from its start, or 0 and a constant."""
+
+    how: Compiled
+    grid: tuple[int, int, int]
+    args: tuple[tuple[int, int | float], ...]
+
+    def play(self, playing: Playing) -> None:
+        bases = playing.bases
+        self.how(self.grid, playing.stream, [bases[number] + offset for number, offset in self.args])
+
+
+class InterpretedLaunch(NamedTuple):
+    """A launch of Triton's interpreter."""
+
+    how: Interpreted
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+
+    def play(self, playing: Playing) -> None:
+        self.how(self.grid, 0, [_filled(x, playing) for x in self.args])
+
+
+class Operation(NamedTuple):
+    """One of torch's operations, and the numbers of what it makes (0: nothing new)."""
+
+    function: Any
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    out: tuple[int, ...]
+
+    def play(self, playing: Playing) -> None:
+        out = self.function(*[_filled(x, playing) for x in self.args], **self.keywords)
+        for number, x in zip(self.out, (out,) if isinstance(out, Tensor) else out):
+            if number:
+                playing.put(number, x)
+
+
+class Tape(NamedTuple):
+    """The work of one step of a call.
+
+    `end` is the first number beyond its tensors; `whole` are those allocated one by one (number, shape, dtype), `buffers`
+    those that hold many parts (number, bytes), `dead` those nobody needs after it; `returned` is its result.
+    """
+
+    end: int
+    whole: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    buffers: tuple[tuple[int, int], ...]
+    work: tuple[Launched | InterpretedLaunch | Operation, ...]
+    dead: tuple[int, ...]
+    returned: tuple[int, ...]
+
+    def play(self, playing: Playing) -> list[Tensor | None]:
+        """Do it on what `playing` holds."""
+        tensors, bases, device = playing.tensors, playing.bases, playing.device
+        new = self.end - len(tensors)
+        tensors.extend([None] * new)
+        bases.extend([0] * new)
+        for number, shape, dtype in self.whole:
+            tensors[number] = x = torch.empty(shape, dtype=dtype, device=device)
+            bases[number] = x.data_ptr()
+        for number, size in self.buffers:
+            tensors[number] = x = torch.empty(size, dtype=torch.uint8, device=device)
+            bases[number] = x.data_ptr()
+        playing.stream = current_stream(device)
+        for one in self.work:
+            one.play(playing)
+        out = [tensors[number] for number in self.returned]
+        for number in self.dead:
+            tensors[number] = None
+        return out
+
+
+@dataclass
+class _Allocated:
+    """A tensor a step allocated: when, in events, and until when its memory was needed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: StorageWeakRef
+    born: int
+    died: int | None = None
+
+    @property
+    def size(self) -> int:
+        bytes_ = self.dtype.itemsize * _count(self.shape)
+        return max(1, -(-bytes_ // BOUNDARY)) * BOUNDARY
+
+
+class Recorder(TorchDispatchMode):
+    """Watches the steps of one call (``with recorder.watching(): …``) and makes a tape of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._next = 1
+        self._places: dict[int, Place] = {}  # parts of earlier steps' buffers
+        self._events: list[tuple] = []
+        self._allocated: dict[int, _Allocated] = {}
+        self._refused = False
+
+    def __enter__(self) -> Recorder:
+        self._token = recording.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        recording.reset(self._token)
+
+    def bring(self, x: Tensor) -> int:
+        """A tensor of the caller; the numbers are those `Playing.bring` gives."""
+        return self._number(x)
+
+    # -- what happens ----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self._look()
+        known = tuple(self._referred(x) for x in args)
+        out = function(*args, **kwargs)
+        if any(isinstance(x, Tensor) for x in kwargs.values()):
+            self._refused = True
+        made = (out,) if isinstance(out, Tensor) else out
+        if not isinstance(made, (tuple, list)) or not all(isinstance(x, Tensor) for x in made):
+            self._refused = True
+        elif function in EMPTY and out.is_contiguous():
+            number = self._number(out)
+            self._allocated[number] = _Allocated(
+                tuple(out.shape), out.dtype, StorageWeakRef(out.untyped_storage()), len(self._events)
+            )
+            self._events.append(("allocated", number))
+        else:
+            numbers = tuple(0 if x in self._numbers else self._number(x) for x in made)
+            self._events.append(("operation", function, known, kwargs, numbers))
+        return out
+
+    def launched(self, how: Compiled | Interpreted, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
+        self._look()
+        self._events.append(("launched", how, grid, tuple(self._referred(x) for x in args)))
+
+    def _number(self, x: Tensor) -> int:
+        self._numbers[x] = number = self._next
+        self._next += 1
+        return number
+
+    def _referred(self, x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(self._referred(y) for y in x)
+        if not isinstance(x, Tensor):
+            return x
+        if x not in self._numbers:
+            self._refused = True  # memory this call does not own, and its caller did not bring
+            return None
+        return Ref(self._numbers[x])
+
+    def _look(self) -> None:
+        """Whose memory is no longer needed."""
+        for one in self._allocated.values():
+            if one.died is None and one.storage.expired():
+                one.died = len(self._events)
+
+    # -- a step's end ----------------------------------------------------------------------------------------
+
+    def finish(
+        self, returned: Sequence[Tensor | None], kept: Sequence[Tensor | None] = (), last: bool = False
+    ) -> Tape | None:
+        """The tape of the step that ends here with `returned`. None: it did something that cannot be repeated so.
+
+        `kept` must be tensors of their own, as the results are: so are all that are still there, but after the `last`
+        step, when no later one returns them.
+        """
+        self._look()
+        events, self._events = self._events, []
+        allocated, self._allocated = self._allocated, {}
+        numbers = tuple(0 if x is None else self._numbers.get(x, -1) for x in returned)
+        if -1 in numbers or any(n in self._places for n in numbers):
+            self._refused = True
+        if self._refused:
+            return None
+        used = {r.number for e in events if e[0] == "operation" for r in _refs(e[2])}
+        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in (*returned, *kept) if x is not None}
+        whole = {
+            n for n, a in allocated.items()
+            if n in used or a.storage.cdata in storages or (a.died is None and not last)
+        }  # fmt: skip
+        scratch = {n: a for n, a in allocated.items() if n not in whole and a.died is not None}
+        lasting = {n: a for n, a in allocated.items() if n not in whole and a.died is None}
+        buffers = []
+        for parts in (scratch, lasting):
+            offsets, size = layout(
+                [(a.size, a.born, len(events) if a.died is None else a.died) for a in parts.values()]
+            )
+            if parts:
+                buffers.append((self._next, size))
+                places = zip(parts.items(), offsets)
+                self._places |= {n: Place(self._next, offset, a.shape, a.dtype) for (n, a), offset in places}
+                self._next += 1
+        alive = {number for number in self._numbers.values()}
+        needed = alive | set(numbers) | used | {r.number for e in events if e[0] == "launched" for r in _refs(e[3])}
+        work = tuple(
+            self._done(e) for e in events if e[0] == "launched" or (e[0] == "operation" and _wanted(e, needed))
+        )
+        made = whole | {n for e in events if e[0] == "operation" for n in e[4] if n}
+        dead = tuple(n for n in made if n not in alive) + tuple(n for n, _ in buffers[: bool(scratch)])
+        sizes = tuple((n, allocated[n].shape, allocated[n].dtype) for n in sorted(whole))
+        return Tape(self._next, sizes, tuple(buffers), work, dead, numbers)
+
+    def _done(self, event: tuple) -> Launched | InterpretedLaunch | Operation:
+        if event[0] == "operation":
+            _, function, args, keywords, numbers = event
+            return Operation(function, tuple(self._placed(x) for x in args), keywords, numbers)
+        _, how, grid, args = event
+        if isinstance(how, Interpreted):
+            return InterpretedLaunch(how, grid, tuple(self._placed(x) for x in args))
+        return Launched(how, grid, tuple(self._base(x) for x in args))
+
+    def _placed(self, x: Any) -> Any:
+        if isinstance(x, (tuple, list)) and not isinstance(x, Ref):
+            return type(x)(self._placed(y) for y in x)
+        return self._places.get(x.number, x) if isinstance(x, Ref) else x
+
+    def _base(self, x: Any) -> tuple[int, int | float]:
+        if not isinstance(x, Ref):
+            return 0, 0 if x is None else x  # None was a constant to the compiler
+        place = self._places.get(x.number)
+        return (x.number, 0) if place is None else (place.buffer, place.offset)
+
+
+def layout(parts: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Offsets of parts (size, first event, event from which it is not needed) in one buffer, and its size: parts needed
+    at once do not overlap. The largest first, each at the first place it fits."""
+    placed: list[tuple[int, int, int, int]] = []
+    offsets = [0] * len(parts)
+    for i in sorted(range(len(parts)), key=lambda i: -parts[i][0]):
+        size, born, died = parts[i]
+        at = 0
+        for start, stop, *life in sorted(placed):
+            if life[0] < died and born < life[1] and start < at + size and at < stop:
+                at = stop
+        offsets[i] = at
+        placed.append((at, at + size, born, died))
+    return offsets, max((stop for _, stop, *_ in placed), default=0)
+
+
+def _count(shape: Sequence[int]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _refs(x: Any) -> list[Ref]:
+    if isinstance(x, Ref):
+        return [x]
+    return [r for y in x for r in _refs(y)] if isinstance(x, (tuple, list)) else []
+
+
+def _wanted(event: tuple, needed: set[int]) -> bool:
+    """Whether an operation does more than to make a view nobody needs."""
+    _, function, _, _, numbers = event
+    views = all(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+    return not views or any(n in needed for n in numbers)
+
+
+def _filled(x: Any, playing: Playing) -> Any:
+    if isinstance(x, Ref):
+        return playing.tensors[x.number]
+    if isinstance(x, Place):
+        return playing.at(x)
+    return type(x)(_filled(y, playing) for y in x) if isinstance(x, (tuple, list)) else x

@@ -1,0 +1,155 @@
+"""Replayed calls are the calls they were made from, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_cases import RULES, Case, interpreted
+
+interpreted()
+
+from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels.triton import table  # noqa: E402
+from ring_la.kernels.triton.local import TritonRecurrence  # noqa: E402
+from ring_la.kernels.triton.replay import Replay, root  # noqa: E402
+from ring_la.kernels.triton.tape import layout  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = {"dense": dict(T=40, H=1), "packed": dict(T=40, cu=(0, 1, 1, 36, 40))}
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    monkeypatch.setattr(table, "LEAST", 1)
+    root.cache_clear()
+    yield
+    root.cache_clear()
+
+
+def one_device(backend, keep: dict, x, cu, S0, do, dS):
+    """What `linear._OneDevice` asks for, forward and backward."""
+    local = backend(x.rule, x.inputs, cu, 0.3, **keep)
+    o, end = local.output(S0)
+    grads, dS0 = backend(x.rule, x.inputs, cu, 0.3, local.kept()).gradients(S0, do, dS)
+    return [o, end, *grads, dS0]
+
+
+def sharded(backend, keep: dict, x, cu, S0, do, dS):
+    """What `linear._Sharded` asks for; states arrive between the steps."""
+    local = backend(x.rule, x.inputs, cu, 0.3, **keep)
+    A, b = local.summary(S0, True)
+    local.prepare()
+    o, end = local.output(b + 1)
+    local = backend(x.rule, x.inputs, cu, 0.3, local.kept())
+    adjoint = local.adjoint(do, dS)
+    local.prepare_gradients(S0, do)
+    dS = adjoint.clone()
+    grads, dS0 = local.gradients(S0, do, dS)
+    return [A, b, o, end, adjoint, *grads, dS0]
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b is None or torch.equal(a, b)
+
+
+class Drawn:
+    """A case with inputs of its own."""
+
+    def __init__(self, rule: str, seed: int, **shape) -> None:
+        torch.manual_seed(seed)
+        case = Case(rule, **shape)
+        self.rule, self.inputs = Rule.parse(rule), case.inputs(DEVICE)
+        self.cu = None if case.cu is None else torch.tensor(case.cu, device=DEVICE)
+        states = case.B, len(case.cu or (0, 0)) - 1, case.H, case.K, case.V
+        self.states = [torch.randn(states, device=DEVICE) for _ in range(2)]
+        self.do = torch.randn_like(self.inputs.v)
+
+    def run(self, way, backend, keep):
+        return way(backend, keep, self, self.cu, self.states[0].clone(), self.do, self.states[1].clone())
+
+
+WAYS = [
+    *[(rule, "dense", sharded) for rule in RULES],
+    *[(rule, "packed", one_device) for rule in ("additive_scalar", "delta_diagonal")],
+]
+
+
+@pytest.mark.parametrize(("rule", "shape", "way"), WAYS)
+def test_replayed_is_the_same(rule: str, shape: str, way) -> None:
+    played = []
+    for seed in range(3):
+        x = Drawn(rule, seed, **CASES[shape])
+        got = x.run(way, Watched, {"keep": True})
+        played.append(Watched.took())
+    assert played == [0, 0, 2 if way is one_device else 5]
+    for a, b in zip(x.run(way, TritonRecurrence, {}), got, strict=True):
+        assert same(a, b)
+
+
+class Watched(Replay):
+    """Counts the steps that were replayed."""
+
+    calls: list[Replay] = []
+
+    def __init__(self, *args, **keywords) -> None:
+        super().__init__(*args, **keywords)
+        self.calls.append(self)
+
+    @classmethod
+    def took(cls) -> int:
+        n = sum(len(x._played) for x in cls.calls if x._real is None)
+        cls.calls.clear()
+        return n
+
+
+def test_a_tensor_brought_twice() -> None:
+    """q and k may be one tensor, and need not be the next time."""
+    for seed, same in enumerate([True, True, True, False, False, False]):
+        x = Drawn("additive_scalar", seed, **CASES["dense"])
+        if same:
+            x.inputs = x.inputs._replace(k=x.inputs.q)
+        for a, b in zip(x.run(one_device, TritonRecurrence, {}), x.run(one_device, Replay, {"keep": True})):
+            assert same(a, b)
+
+
+def test_leaving_the_known_path() -> None:
+    """A call whose first steps are replayed and whose next is new does the first again, and is known from then on."""
+    for seed in range(3):
+        Drawn("delta_scalar", seed, **CASES["dense"]).run(sharded, Replay, {"keep": True})
+    for seed in range(3):
+        x = Drawn("delta_scalar", seed, **CASES["dense"])
+        want, got = (b(x.rule, x.inputs, None, 0.3) for b in (TritonRecurrence, Replay))
+        keep = Replay(x.rule, x.inputs, None, 0.3, keep=True)
+        for one in (want, got, keep):
+            one.summary(x.states[0].clone(), True)
+        for a, b, c in zip(want.output(None), got.output(None), keep.output(None)):
+            assert torch.equal(a, b) and torch.equal(a, c)
+        for a, b in zip(want.kept(), keep.kept()):
+            assert same(a, b)
+
+
+def test_states_changed_in_place_and_strided_inputs() -> None:
+    """What needs a copy is copied again when it has changed."""
+    for seed in range(4):
+        x = Drawn("additive_diagonal", seed, **CASES["dense"])
+        x.inputs = x.inputs._replace(q=x.inputs.q.transpose(0, 1).contiguous().transpose(0, 1))
+        outs = []
+        for backend in (TritonRecurrence, Replay):
+            S0 = x.states[0].double()
+            local = backend(x.rule, x.inputs, None, 0.3)
+            outs.append([*local.summary(S0, True)])
+            S0 += 1
+            outs[-1] += local.output(S0)
+        assert all(torch.equal(a, b) for a, b in zip(*outs))
+
+
+def test_parts_needed_at_once_do_not_overlap() -> None:
+    parts = [(512, 0, 3), (256, 1, 2), (512, 3, 5), (1024, 2, 4), (256, 4, 9)]
+    offsets, size = layout(parts)
+    for i, (a, born, died) in enumerate(parts):
+        for j, (b, *life) in enumerate(parts[:i]):
+            apart = offsets[i] + a <= offsets[j] or offsets[j] + b <= offsets[i]
+            together = born < life[1] and life[0] < died
+            assert apart or not together
+    assert size < sum(part[0] for part in parts)
