@@ -12,7 +12,7 @@ import ring_la
 ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
-    {"errors", "algebra", "outputs"},
+    {"errors", "algebra", "outputs", "compiled"},
     {"autograd"},
     {"layout", "reference"},
     {"comm", "kernels"},

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import base64
 import inspect
-import math
 import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from ..errors import UnsupportedError
 from .transport import TorchTransport, Work
 
 if TYPE_CHECKING:
+    from ..compiled import Compiled
     from .group import Group
 
 UNIT = 16
@@ -115,6 +115,18 @@ def copies(group: Group) -> bool:
     return all(answer == "yes" for answer in group.tell("yes" if mine else "no"))
 
 
+class Message(NamedTuple):
+    """Messages of `size` bytes to and from the ranks whose bits are set in `sends` and `receives`, in `source` and
+    `target` so many bytes `apart`."""
+
+    source: Tensor
+    target: Tensor
+    size: int
+    apart: tuple[int, int]
+    sends: int
+    receives: int
+
+
 class SymmetricTransport:
     """Mailboxes in the memory of every rank of a group.
 
@@ -151,6 +163,8 @@ class SymmetricTransport:
             P=group.size, BLOCKS=kernel.BLOCKS, SLOTS=kernel.SLOTS, CHUNK=kernel.CHUNK, FLAG=kernel.FLAG, STEP=4096,
             CLOCK=device.type == "cuda",
         ) | constants  # fmt: skip
+        self._addresses = [x.data_ptr() for x in (own, self.mailboxes, self.broken, self.report)]
+        self._compiled: Compiled | None = None  # the kernel, once it ran: nothing it is specialised on changes
         self._aside = False  # whether messages may be under way on the side stream
         self.patience = int(group.timeout.total_seconds() * 1e9)
 
@@ -180,21 +194,21 @@ class SymmetricTransport:
                 others[0].update(out)
                 others[1].update(into)
             else:
-                works.append(self._beside(lambda out=out, into=into, size=size: self._exchange(out, into, size)))
+                works.append(self._exchange(out, into, size))
         return works + (self.torch.exchange(*others) if any(others) else [])
 
     def all_gather(self, out: Tensor, x: Tensor) -> list[Work]:
         if not carried(x.nbytes):
             return self.torch.all_gather(out, x)
         everyone = (1 << self.group.size) - 1
-        return [self._beside(lambda: self._launch(x, out, x.nbytes, (0, x.nbytes), everyone, everyone))]
+        return [self._beside(Message(x, out, x.nbytes, (0, x.nbytes), everyone, everyone))]
 
     def all_to_all(self, out: Tensor, x: Tensor) -> list[Work]:
         size = x.nbytes // self.group.size
         if not carried(size):
             return self.torch.all_to_all(out, x)
         everyone = (1 << self.group.size) - 1
-        return [self._beside(lambda: self._launch(x, out, size, (size, size), everyone, everyone))]
+        return [self._beside(Message(x, out, size, (size, size), everyone, everyone))]
 
     def all_to_all_uneven(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> list[Work]:
         return self.torch.all_to_all_uneven(out, x, send, receive)
@@ -204,47 +218,52 @@ class SymmetricTransport:
             return self.torch.all_reduce(out, op)
         everyone = (1 << self.group.size) - 1
         rows = out.new_empty(self.group.size, *out.shape)
-
-        def add() -> None:
-            self._launch(out, rows, out.nbytes, (0, out.nbytes), everyone, everyone)
-            torch.sum(rows, 0, dtype=out.dtype, out=out)
-
-        return [self._beside(add, rows)]
+        message = Message(out, rows, out.nbytes, (0, out.nbytes), everyone, everyone)
+        return [self._beside(message, lambda: torch.sum(rows, 0, dtype=out.dtype, out=out))]
 
     # -- the kernel ----------------------------------------------------------------------------------------
 
-    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], size: int) -> None:
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], size: int) -> Work:
         source, send_stride = _together(sends, size)
         if not sends:
             source = self.broken  # any memory: nothing is read
         elif source is None:
             source, send_stride = torch.stack([sends[r].reshape(-1).view(torch.uint8) for r in sorted(sends)]), size
         target, receive_stride = _together(receives, size)
-        rows = None
+        take = None
         if not receives:
             target = self.broken
         elif target is None:
-            rows = torch.empty(len(receives), size, dtype=torch.uint8, device=self.group.device)
-            target, receive_stride = rows, size
-        masks = [sum(1 << r for r in ranks) for ranks in (sends, receives)]
-        self._launch(source, target, size, (send_stride, receive_stride), *masks)
-        if rows is not None:
-            for row, r in zip(rows, sorted(receives)):
-                receives[r].copy_(row.view(receives[r].dtype).view(receives[r].shape))
+            target = rows = torch.empty(len(receives), size, dtype=torch.uint8, device=self.group.device)
+            receive_stride = size
 
-    def _launch(
-        self, source: Tensor, target: Tensor, size: int, apart: tuple[int, int], sends: int, receives: int
-    ) -> None:
-        """Messages of `size` bytes to and from the ranks whose bits are set, `apart` bytes apart there and here."""
+            def take() -> None:
+                for row, r in zip(rows, sorted(receives)):
+                    receives[r].copy_(row.view(receives[r].dtype).view(receives[r].shape))
+
+        masks = [sum([1 << r for r in ranks]) for ranks in (sends, receives)]
+        return self._beside(Message(source, target, size, (send_stride, receive_stride), *masks), take)
+
+    def _launch(self, m: Message, stream: int) -> None:
+        """Send and receive on a CUDA stream, which must be the current one unless the kernel is `_ready`."""
         c = self.constants
-        if source.data_ptr() % UNIT:
-            source = source.clone()
-        blocks = min(c["BLOCKS"], math.ceil(size / (4 * c["CHUNK"])))
-        units = (size // UNIT, *(stride // UNIT for stride in apart))
-        self._kernel[(2 * c["P"] * blocks,)](
-            _words(source), _words(target), self.own, self.mailboxes, self.broken, self.report, self.group.rank,
-            *units, sends, receives, self.patience, **c, num_warps=4,
-        )  # fmt: skip
+        blocks = min(c["BLOCKS"], -(-m.size // (4 * c["CHUNK"])))
+        grid = 2 * c["P"] * blocks, 1, 1
+        units = m.size // UNIT, m.apart[0] // UNIT, m.apart[1] // UNIT
+        rest = self.group.rank, *units, m.sends, m.receives, self.patience
+        if self._ready(m):
+            self._compiled(grid, stream, (m.source.data_ptr(), m.target.data_ptr(), *self._addresses, *rest))
+            return
+        own = self.own, self.mailboxes, self.broken, self.report
+        compiled = self._kernel[grid](_words(m.source), _words(m.target), *own, *rest, **c, num_warps=4)
+        if compiled is not None and max(m.apart) < UNIT << 31:  # the interpreter compiles nothing
+            from ..compiled import Compiled
+
+            self._compiled = Compiled(compiled, c.values())
+
+    def _ready(self, m: Message) -> bool:
+        """Whether the kernel is compiled for a message: its sizes are 32-bit integers."""
+        return self._compiled is not None and max(m.apart) < UNIT << 31
 
     def order(self) -> None:
         """Before a kernel that uses the mailboxes from the current stream: it stands behind the other stream's."""
@@ -258,22 +277,34 @@ class SymmetricTransport:
             self._aside = False
             _join(current, side)
 
-    def _beside(self, launch: Callable[[], None], keep: object = None) -> Work:
-        """Run `launch` on the side stream after what the current one has so far, or in the current stream's order."""
+    def _beside(self, message: Message, after: Callable[[], object] | None = None) -> Work:
+        """Send on the side stream after what the current one has so far, or in the current stream's order; `after` is
+        what is queued behind it."""
+        if message.source.data_ptr() % UNIT:
+            message = message._replace(source=message.source.clone())
         side = self.group.side_stream
         if side is None:
-            launch()
+            self._launch(message, 0)
+            if after is not None:
+                after()
             return Done()
         current = torch.cuda.current_stream(self.group.device)
         if self.group.beside is None or current == side:
             self.order()
-            launch()
+            self._launch(message, current.cuda_stream)
+            if after is not None:
+                after()
             return Done()
         self._aside = True
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            launch()
-            return Beside(side.record_event(), keep)
+        if after is None and self._ready(message):
+            self._launch(message, side.cuda_stream)
+        else:
+            with torch.cuda.stream(side):
+                self._launch(message, side.cuda_stream)
+                if after is not None:
+                    after()
+        return Beside(side.record_event(), (message, after))
 
 
 def _join(current: torch.cuda.Stream, side: torch.cuda.Stream) -> None:

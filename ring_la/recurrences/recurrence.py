@@ -10,7 +10,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ from .bidirectional import bidirectional
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
-class Recurrence:
+class Recurrence(NamedTuple):
     """One recurrence, with the tensors of a call.
 
     Attributes:
@@ -49,12 +48,11 @@ class Recurrence:
     default_scale: float | None = None
     causal: bool = True
     readout: Callable[[Tensor], Tensor] = lambda o: o
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = {}
     decays: Callable[[], tuple[float, ...]] | Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The keywords all recurrences have in common."""
 
     scale: float | None = None
@@ -198,7 +196,7 @@ def _reference(name: str, args: tuple, keywords: dict, options: Options) -> Line
         )
     if options.in_place:
         raise UnsupportedError("in_place", "False for backend='reference'", True)
-    common = {k: x for k, x in vars(options).items() if k != "in_place"}
+    common = {k: x for k, x in options._asdict().items() if k != "in_place"}
     out = getattr(reference, name)(*args, **keywords, **common)
     tensors = [t for t in (*args, *keywords.values()) if isinstance(t, Tensor)]
     values = keywords.get("v", keywords.get("x")) if {"v", "x"} & keywords.keys() else None
@@ -253,38 +251,40 @@ def check_in_place(r: Recurrence, options: Options) -> None:
 
 def check_tensors(r: Recurrence) -> None:
     """Refuse inputs that are not float tensors of the right shapes on one device, q, k and v of one dtype."""
-    name = {field: r.names.get(field, field) for field in Inputs._fields}
+    q, k, v = r.inputs[:3]
+
+    def name(f: str) -> str:
+        return r.names.get(f, f)
+
     for f in r.rule.inputs:
         if not isinstance(getattr(r.inputs, f), Tensor):
-            raise ArgumentError(name[f], "a tensor", describe_tensor(getattr(r.inputs, f)))
-    present = {f: x for f, x in r.inputs._asdict().items() if x is not None}
-    for f, x in present.items():
+            raise ArgumentError(name(f), "a tensor", describe_tensor(getattr(r.inputs, f)))
+    present = [(f, x) for f, x in zip(Inputs._fields, r.inputs) if x is not None]
+    for f, x in present:
         if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-            raise ArgumentError(name[f], "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
-    q, k, v = r.inputs[:3]
-    for f in ("q", "v"):
-        if present[f].dim() != 4:
-            raise ArgumentError(name[f], "four dimensions [B, T, H, D]", list(present[f].shape))
+            raise ArgumentError(name(f), "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
+    for f, x in (("q", q), ("v", v)):
+        if x.dim() != 4:
+            raise ArgumentError(name(f), "four dimensions [B, T, H, D]", list(x.shape))
     B, T, Hk, K = q.shape
     H = v.shape[2]
     if Hk < 1 or K < 1:
-        raise ArgumentError(name["q"], "at least one head and one channel", list(q.shape))
-    if list(k.shape) != [B, T, Hk, K]:
-        raise ArgumentError(name["k"], f"the shape of {name['q']}, {[B, T, Hk, K]}", list(k.shape))
-    if list(v.shape[:2]) != [B, T]:
-        raise ArgumentError(name["v"], f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
+        raise ArgumentError(name("q"), "at least one head and one channel", list(q.shape))
+    if k.shape != q.shape:
+        raise ArgumentError(name("k"), f"the shape of {name('q')}, {[B, T, Hk, K]}", list(k.shape))
+    if v.shape[:2] != q.shape[:2]:
+        raise ArgumentError(name("v"), f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
     if H % Hk:
-        raise ArgumentError(name["v"], f"a number of heads that is a multiple of the {Hk} of {name['q']}", H)
-    tails = {"g": [K] if r.rule.decay == "diagonal" else [], "beta": [], "a": [K], "b": [K]}
-    for f, tail in tails.items():
-        x = present.get(f)
-        if x is not None and list(x.shape) not in ([B, T, H, *tail], [B, T, Hk, *tail]):
-            raise ArgumentError(name[f], f"{[B, T, H, *tail]}", list(x.shape))
-    for f, x in present.items():
+        raise ArgumentError(name("v"), f"a number of heads that is a multiple of the {Hk} of {name('q')}", H)
+    for f, x in present[3:]:
+        tail = () if f == "beta" or (f == "g" and r.rule.decay != "diagonal") else (K,)
+        if x.shape not in ((B, T, H, *tail), (B, T, Hk, *tail)):
+            raise ArgumentError(name(f), f"{[B, T, H, *tail]}", list(x.shape))
+    for f, x in present:
         if x.device != q.device:
-            raise ArgumentError(name[f], f"a tensor on {q.device}, where {name['q']} is", x.device)
+            raise ArgumentError(name(f), f"a tensor on {q.device}, where {name('q')} is", x.device)
         if f in ("k", "v") and x.dtype != q.dtype:
-            raise ArgumentError(name[f], f"{q.dtype}, the dtype of {name['q']}", x.dtype)
+            raise ArgumentError(name(f), f"{q.dtype}, the dtype of {name('q')}", x.dtype)
 
 
 def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torch.device) -> int:

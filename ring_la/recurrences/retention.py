@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
+from ..autograd import traced
 from ..errors import ArgumentError
 from ..kernels import Inputs, state_dtype
 from .recurrence import Recurrence, describe_tensor, recurrence
@@ -33,6 +34,24 @@ def _numbers(decay: Callable[..., Tensor], *arguments: int) -> tuple[float, ...]
     return tuple(decay(*arguments).tolist())
 
 
+@functools.lru_cache(maxsize=64)
+def _made(
+    decay: Callable[..., Tensor], arguments: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    """A paper's log-decays on a device, once for a stream: what one stream makes another may read too early."""
+    with torch.inference_mode(False):
+        return decay(*arguments, device=device).to(dtype)
+
+
+def _default(decay: Callable[..., Tensor], v: Tensor, *arguments: int) -> Tensor:
+    """A paper's log-decays for values `v`, in the precision of the states."""
+    cuda = v.is_cuda
+    if traced(v) or (cuda and torch.cuda.is_current_stream_capturing()):  # memory of a trace or a graph is not kept
+        return decay(*arguments, device=v.device).to(state_dtype(v))
+    stream = torch.cuda.current_stream(v.device).cuda_stream if cuda else 0
+    return _made(decay, arguments, state_dtype(v), v.device, stream)
+
+
 def _static(g: Tensor, v: Tensor) -> Tensor:
     """One log-decay a head as a gate of every token, in the precision of the states."""
     if not isinstance(v, Tensor) or v.dim() != 4:
@@ -53,7 +72,7 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
     decays = g
     if g is None and isinstance(v, Tensor) and v.dim() == 4:
         decays = functools.partial(_numbers, retention_decay, v.shape[2])
-        g = retention_decay(v.shape[2], v.device)
+        g = _default(retention_decay, v, v.shape[2])
     return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)), decays=decays)
 
 
@@ -73,7 +92,7 @@ def lightning_attention(
     decays = g
     if g is None and isinstance(v, Tensor) and v.dim() == 4:
         decays = functools.partial(_numbers, lightning_decay, v.shape[2], layer_idx, num_layers)
-        g = lightning_decay(v.shape[2], layer_idx, num_layers, v.device)
+        g = _default(lightning_decay, v, v.shape[2], layer_idx, num_layers)
     return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)), decays=decays)
 
 

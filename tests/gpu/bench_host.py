@@ -1,8 +1,10 @@
 """What one call costs the host: `python -m tests.gpu.bench_host --out folder`; with `torchrun`, the eager exchange too.
 
-For every operator at a shape whose kernels take next to nothing, µs of the host, medians over calls none of which waits
-for the GPU: forward without and with gradients, backward, how many kernels each launches and how much of the time those
-launches take, and the same of fla-core where it is installed (--fla). --profile prints where the time of one goes.
+For every operator at a shape where the host is the bound, µs of the host, medians over calls none of which waits
+for the GPU: forward without and with gradients, backward, how many kernels each launches and how long a call spends in
+launching them. The backward of a Function that does nothing ("engine") is what autograd itself takes: it hands over to
+a thread of its own and back. --fla: the same of fla-core (it tunes itself first: name few operators). --profile prints
+where the time goes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import cProfile
 import json
 import os
 import pstats
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,42 +25,52 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from ring_la.kernels.triton import launch as launching
+from ring_la.cli.bench_ops import peers
+from ring_la.compiled import Compiled
 from tests.conformance.cases import make_inputs
 
 OPS = (
-    "linear_attention", "retention", "lightning_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda",
-    "rwkv7",
+    "linear_attention", "retention", "lightning_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule",
+    "kda", "rwkv7",
 )  # fmt: skip
-SHAPE = dict(B=1, T=512, Hk=4, H=4, K=64, V=64)
+SHAPE = dict(B=4, T=4096, Hk=16, H=16, K=64, V=64)
 CALLS, ROUNDS = 10, 20
 """Calls in a row without waiting, and how often: few enough that the queue of launches never fills."""
 
 
 class Launches:
-    """Counts and times what goes through `launch`."""
+    """Counts and times launches."""
 
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        real = launching.launch
+        real = Compiled.__call__
 
-        def timed(*args, **constants) -> None:
+        def timed(*args) -> None:
             start = time.perf_counter()
-            real(*args, **constants)
+            real(*args)
             self.seconds += time.perf_counter() - start
             self.count += 1
 
-        holders = [m for m in sys.modules.values() if getattr(m, "launch", None) is real and m is not launching]
-        for module in holders:
-            module.launch = timed
+        Compiled.__call__ = timed
         try:
             yield
         finally:
-            for module in holders:
-                module.launch = real
+            Compiled.__call__ = real
+
+
+class Nothing(torch.autograd.Function):
+    """As many inputs as an operator has, and no work."""
+
+    @staticmethod
+    def forward(ctx, *tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0].view_as(tensors[0])
+
+    @staticmethod
+    def backward(ctx, do: torch.Tensor):
+        return (do,) * len(ctx.needs_input_grad)
 
 
 def microseconds(call: Callable[[], Any]) -> float:
@@ -89,39 +100,61 @@ def backward_microseconds(forward: Callable[[], torch.Tensor], inputs: list[torc
     return round(sorted(times)[ROUNDS // 2] * 1e6, 1)
 
 
-def operator(name: str, profile: bool) -> dict[str, Any]:
-    """Host µs of one operator."""
-    x = make_inputs(name, **SHAPE, dtype=torch.float32)
-    x = {
-        n: t.detach().cuda().bfloat16() if n in ("q", "k", "v", "r", "a", "b") else t.detach().cuda()
-        for n, t in x.items()
-    }
+def drawn(name: str) -> dict[str, torch.Tensor]:
+    """Inputs of an operator, by name."""
+    x = {n: t.detach().cuda() for n, t in make_inputs(name, **SHAPE, dtype=torch.float32).items()}
     if name == "lightning_attention":
         x.pop("g")
+    return {n: t.bfloat16() if n in ("q", "k", "v", "r", "a", "b") else t for n, t in x.items()}
+
+
+def measured(op: Callable[..., torch.Tensor], x: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Host µs of forward and backward."""
     wanting = {n: t.clone().requires_grad_() for n, t in x.items()}
-    op, leaves = getattr(ring_la, name), list(wanting.values())
-    forward = lambda: op(**wanting).o  # noqa: E731
-    bare = lambda: op(**x).o  # noqa: E731
-    for _ in range(3):
-        bare(), torch.autograd.grad(forward(), leaves, torch.ones_like(forward()))
-    row: dict[str, Any] = {"op": name, "fwd_no_grad": microseconds(bare), "fwd": microseconds(forward)}
-    row["bwd"] = backward_microseconds(forward, leaves)
-    for part, call in (("fwd", forward), ("both", lambda: torch.autograd.grad(forward(), leaves, do))):
-        do, seen = torch.randn_like(forward()), Launches()
+    leaves, do = list(wanting.values()), torch.randn_like(op(**x))
+    for _ in range(4):
+        op(**x), torch.autograd.grad(op(**wanting), leaves, do)
+    row = {"fwd_no_grad": microseconds(lambda: op(**x)), "fwd": microseconds(lambda: op(**wanting))}
+    row["bwd"] = backward_microseconds(lambda: op(**wanting), leaves)
+    row["engine"] = backward_microseconds(lambda: Nothing.apply(*leaves), leaves)
+    return row
+
+
+def operator(name: str, fla: bool) -> dict[str, Any]:
+    """Host µs of one operator, and of its peer."""
+    x, op = drawn(name), lambda **x: getattr(ring_la, name)(**x).o
+    row: dict[str, Any] = {"op": name} | measured(op, x)
+    wanting = {n: t.clone().requires_grad_() for n, t in x.items()}
+    do = torch.randn_like(op(**x))
+    whole = lambda: torch.autograd.grad(op(**wanting), list(wanting.values()), do)  # noqa: E731
+    for part, call in (("fwd", lambda: op(**wanting)), ("both", whole)):
+        seen = Launches()
         with seen.watched():
             microseconds(call)
         calls = ROUNDS * CALLS
-        row |= {f"{part}_launches": seen.count / calls, f"{part}_launch_us": round(seen.seconds / calls * 1e6, 1)}
-    if profile:
-        for call in (forward, lambda: torch.autograd.grad(forward(), leaves, do)):
-            profiled = cProfile.Profile()
-            profiled.enable()
-            for _ in range(100):
-                call()
-            profiled.disable()
-            torch.cuda.synchronize()
-            pstats.Stats(profiled).sort_stats("tottime").print_stats(35)
+        row |= {f"{part}_launches": seen.count / calls, f"{part}_launching": round(seen.seconds / calls * 1e6, 1)}
+    if fla:
+        peer = peers.fla(name)
+        row["fla"] = measured(lambda **x: peer(x), x)
     return row
+
+
+def profiled(name: str) -> None:
+    """Print where the time of a forward goes, and of both."""
+    x, op = drawn(name), getattr(ring_la, name)
+    wanting = {n: t.clone().requires_grad_() for n, t in x.items()}
+    do = torch.randn_like(op(**x).o)
+    forward = lambda: op(**wanting).o  # noqa: E731
+    for call in (forward, lambda: torch.autograd.grad(forward(), list(wanting.values()), do)):
+        for _ in range(4):
+            call()
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(100):
+            call()
+        profile.disable()
+        torch.cuda.synchronize()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(35)
 
 
 def exchanges() -> list[dict[str, Any]]:
@@ -152,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--fla", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     if "RANK" in os.environ:
@@ -160,9 +194,11 @@ def main() -> None:
     rank = int(os.environ.get("RANK", 0))
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ops": []}
     for name in args.ops.split(","):
-        result["ops"].append(operator(name, args.profile and rank == 0))
+        result["ops"].append(operator(name, args.fla))
         if rank == 0:
             print(result["ops"][-1], flush=True)
+            if args.profile:
+                profiled(name)
     if dist.is_initialized():
         result["exchanges"] = exchanges()
         if rank == 0:

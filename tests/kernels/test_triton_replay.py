@@ -10,13 +10,18 @@ from tests.kernels.triton_cases import RULES, Case, interpreted
 interpreted()
 
 from ring_la.algebra import Rule  # noqa: E402
+from ring_la.kernels.local import Inputs  # noqa: E402
 from ring_la.kernels.triton import table  # noqa: E402
 from ring_la.kernels.triton.local import TritonRecurrence  # noqa: E402
 from ring_la.kernels.triton.replay import Replay, root  # noqa: E402
 from ring_la.kernels.triton.tape import layout  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CASES = {"dense": dict(T=40, H=1), "packed": dict(T=40, cu=(0, 1, 1, 36, 40))}
+WIDE = 64 if DEVICE == "cuda" else 16
+CASES = {
+    "dense": dict(T=40, H=1, K=WIDE, V=WIDE),
+    "packed": dict(T=40, cu=(0, 1, 1, 36, 40), K=WIDE, V=WIDE),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +32,7 @@ def short_segments(monkeypatch):
     root.cache_clear()
 
 
+@torch.no_grad()
 def one_device(backend, keep: dict, x, cu, S0, do, dS):
     """What `linear._OneDevice` asks for, forward and backward."""
     local = backend(x.rule, x.inputs, cu, 0.3, **keep)
@@ -35,6 +41,7 @@ def one_device(backend, keep: dict, x, cu, S0, do, dS):
     return [o, end, *grads, dS0]
 
 
+@torch.no_grad()
 def sharded(backend, keep: dict, x, cu, S0, do, dS):
     """What `linear._Sharded` asks for; states arrive between the steps."""
     local = backend(x.rule, x.inputs, cu, 0.3, **keep)
@@ -59,7 +66,8 @@ class Drawn:
     def __init__(self, rule: str, seed: int, **shape) -> None:
         torch.manual_seed(seed)
         case = Case(rule, **shape)
-        self.rule, self.inputs = Rule.parse(rule), case.inputs(DEVICE)
+        self.rule = Rule.parse(rule)
+        self.inputs = Inputs(*(None if x is None else x.requires_grad_() for x in case.inputs(DEVICE)))
         self.cu = None if case.cu is None else torch.tensor(case.cu, device=DEVICE)
         states = case.B, len(case.cu or (0, 0)) - 1, case.H, case.K, case.V
         self.states = [torch.randn(states, device=DEVICE) for _ in range(2)]
@@ -105,14 +113,15 @@ class Watched(Replay):
 
 def test_a_tensor_brought_twice() -> None:
     """q and k may be one tensor, and need not be the next time."""
-    for seed, same in enumerate([True, True, True, False, False, False]):
+    for seed, one in enumerate([True, True, True, False, False, False]):
         x = Drawn("additive_scalar", seed, **CASES["dense"])
-        if same:
+        if one:
             x.inputs = x.inputs._replace(k=x.inputs.q)
         for a, b in zip(x.run(one_device, TritonRecurrence, {}), x.run(one_device, Replay, {"keep": True})):
             assert same(a, b)
 
 
+@torch.no_grad()
 def test_leaving_the_known_path() -> None:
     """A call whose first steps are replayed and whose next is new does the first again, and is known from then on."""
     for seed in range(3):
@@ -124,11 +133,13 @@ def test_leaving_the_known_path() -> None:
         for one in (want, got, keep):
             one.summary(x.states[0].clone(), True)
         for a, b, c in zip(want.output(None), got.output(None), keep.output(None)):
-            assert torch.equal(a, b) and torch.equal(a, c)
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
         for a, b in zip(want.kept(), keep.kept()):
             assert same(a, b)
 
 
+@torch.no_grad()
 def test_states_changed_in_place_and_strided_inputs() -> None:
     """What needs a copy is copied again when it has changed."""
     for seed in range(4):

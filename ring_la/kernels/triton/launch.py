@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from triton import JITFunction, knobs
-from triton.runtime import driver
+from triton import JITFunction
+
+from ring_la.compiled import Compiled, current_stream
 
 ALIGNMENT = 16
 
@@ -26,24 +27,8 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-class Compiled:
-    """A kernel compiled for one class of arguments, and its constants."""
-
-    def __init__(self, kernel: Any, rest: Sequence[Any]) -> None:
-        self._kernel, self._rest = kernel, tuple(rest)
-        self._run, self._function, self._metadata = kernel.run, kernel.function, kernel.packed_metadata
-
-    def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[int | float]) -> None:
-        """Launch it on addresses and sizes. Profilers' launch hooks are called as ever."""
-        hook = knobs.runtime.launch_enter_hook
-        if getattr(hook, "calls", hook):
-            self._kernel[grid](*args, *self._rest, stream=stream)
-            return
-        self._run(*grid, stream, self._function, self._metadata, None, None, None, *args, *self._rest)
-
-
 class Interpreted:
-    """The same under Triton's interpreter, which takes tensors."""
+    """A kernel under Triton's interpreter, which takes tensors."""
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
         self._kernel, self._constants = kernel, constants
@@ -61,11 +46,6 @@ class Recorder(Protocol):
 
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 _compiled: dict[tuple, Compiled] = {}
-
-
-def current_stream(device: torch.device) -> int:
-    """The current stream as launches take it."""
-    return driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:

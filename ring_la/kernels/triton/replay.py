@@ -186,7 +186,9 @@ class Replay:
         """`x` without its history, the same tensor each time."""
         if not isinstance(x, Tensor) or not x.requires_grad:
             return x
-        return self._without_history.setdefault(id(x), x.detach())
+        if id(x) not in self._without_history:
+            self._without_history[id(x)] = x.detach()
+        return self._without_history[id(x)]
 
 
 def _summary(real: TritonRecurrence, S0: Tensor | None, through: bool) -> Sequence[Tensor | None]:
@@ -205,9 +207,7 @@ def _adjoint(real: TritonRecurrence, do: Tensor, dS_end: Tensor | None) -> Seque
     return (real.adjoint(do, dS_end),)
 
 
-def _prepare_gradients(
-    real: TritonRecurrence, S0: Tensor | None, do: Tensor, gate: bool
-) -> Sequence[Tensor | None]:
+def _prepare_gradients(real: TritonRecurrence, S0: Tensor | None, do: Tensor, gate: bool) -> Sequence[Tensor | None]:
     real.prepare_gradients(S0, do, gate)
     return ()
 

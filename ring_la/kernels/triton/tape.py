@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_la.kernels.triton.launch import Compiled, Interpreted, current_stream, recording
+from ring_la.compiled import Compiled, current_stream
+from ring_la.kernels.triton.launch import Interpreted, recording
 
 BOUNDARY = 256
 """Bytes every part of an allocation is aligned to."""
@@ -111,8 +112,8 @@ class Operation(NamedTuple):
 class Tape(NamedTuple):
     """The work of one step of a call.
 
-    `end` is the first number beyond its tensors; `whole` are those allocated one by one (number, shape, dtype), `buffers`
-    those that hold many parts (number, bytes), `dead` those nobody needs after it; `returned` is its result.
+    `end` is the first number beyond its tensors; `whole` are those allocated one by one (number, shape, dtype),
+    `buffers` those that hold many parts (number, bytes), `dead` those nobody needs after it; `returned` is its result.
     """
 
     end: int
@@ -134,7 +135,8 @@ class Tape(NamedTuple):
         for number, size in self.buffers:
             tensors[number] = x = torch.empty(size, dtype=torch.uint8, device=device)
             bases[number] = x.data_ptr()
-        playing.stream = current_stream(device)
+        if device.type == "cuda":
+            playing.stream = current_stream(device)
         for one in self.work:
             one.play(playing)
         out = [tensors[number] for number in self.returned]
