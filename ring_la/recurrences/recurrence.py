@@ -10,6 +10,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -108,8 +109,8 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
         call = functools.partial(describe, *args, **keywords)
         if options.layout is None:
             return _run(describe.__name__, call, options, ())
-        bound = own.bind(*args, **keywords)  # a TypeError for missing and unknown arguments, before anything is sent
-        flags = tuple((n, x) for n, x in bound.arguments.items() if not isinstance(x, Tensor))
+        named = sorted((*zip(own.parameters, args), *keywords.items()), key=itemgetter(0))
+        flags = tuple([(n, x) for n, x in named if not isinstance(x, Tensor)])
         run = _run_outside_graphs if torch.compiler.is_compiling() else _run
         return run(describe.__name__, call, options, flags)
 

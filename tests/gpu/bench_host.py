@@ -100,9 +100,9 @@ def backward_microseconds(forward: Callable[[], torch.Tensor], inputs: list[torc
     return round(sorted(times)[ROUNDS // 2] * 1e6, 1)
 
 
-def drawn(name: str) -> dict[str, torch.Tensor]:
+def drawn(name: str, shape: dict[str, int] = SHAPE) -> dict[str, torch.Tensor]:
     """Inputs of an operator, by name."""
-    x = {n: t.detach().cuda() for n, t in make_inputs(name, **SHAPE, dtype=torch.float32).items()}
+    x = {n: t.detach().cuda() for n, t in make_inputs(name, **shape, dtype=torch.float32).items()}
     if name == "lightning_attention":
         x.pop("g")
     return {n: t.bfloat16() if n in ("q", "k", "v", "r", "a", "b") else t for n, t in x.items()}
@@ -157,6 +157,21 @@ def profiled(name: str) -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(35)
 
 
+def sharded() -> list[dict[str, Any]]:
+    """Host µs of calls on a split sequence, 4,096 tokens and 32 heads a rank, K = V = 128."""
+    rows = []
+    for transport in ("symmetric", "torch"):
+        cp = ring_la.ContextParallel(transport=transport)
+        layout = cp.layout(4096 * cp.size, "contiguous")
+        for name in ("simple_gla", "gated_delta_rule", "kda"):
+            x = drawn(name, dict(B=1, T=4096, Hk=32, H=32, K=128, V=128))
+            row = measured(lambda **x: getattr(ring_la, name)(**x, layout=layout).o, x)  # noqa: B023
+            rows.append({"op": name, "transport": transport, "scan": cp.scan} | row)
+            if dist.get_rank() == 0:
+                print(rows[-1], flush=True)
+    return rows
+
+
 def exchanges() -> list[dict[str, Any]]:
     """Host µs of eager messages of 2 MiB by both transports, in the stream's order and beside it."""
     from ring_la.comm import Group
@@ -202,7 +217,8 @@ def main() -> None:
     if dist.is_initialized():
         result["exchanges"] = exchanges()
         if rank == 0:
-            print(*result["exchanges"], sep="\n")
+            print(*result["exchanges"], sep="\n", flush=True)
+        result["sharded"] = sharded()
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "host.json").write_text(json.dumps(result, indent=1))

@@ -17,5 +17,6 @@ Importing this package does not import Triton: `ring_la.kernels.triton.local` do
     dplr.py        diagonal plus low rank: its chunks' products and gradients
     base.py, simple.py, general.py   the launches, by what they share
     local.py       the `Local` protocol over them
+    replay.py, tape.py   what is used: the same, written down once for a signature and done again
     decode.py      one token a sequence
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ring_la.kernels.triton import table
 from ring_la.kernels.triton.cut import Cut
 from ring_la.kernels.triton.gates import cumulate_kernel, factors_kernel
 from ring_la.kernels.triton.launch import aligned, launch
-from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel
+from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel, through_kernel
 from ring_la.kernels.triton.table import Launch, cdiv, power_of_2, width
 
 DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
@@ -198,9 +199,10 @@ class Base:
                 EYE=True, **self._dense,
             )  # fmt: skip
             return out
-        if not self._packed:
-            return transition.sum(1, keepdim=True).exp2()
-        piece = self.segments.table[:, 2].long()
-        live = (self.segments.table[:, 1] > self.segments.table[:, 0]).view(1, -1, *[1] * (transition.dim() - 2))
-        out = torch.zeros(self.B, cut.pieces, *transition.shape[2:], device=self.device)
-        return out.index_add_(1, piece, torch.where(live, transition, 0.0)).exp2()
+        out = self._new(self.B, cut.pieces, *transition.shape[2:])
+        channels, block = math.prod(transition.shape[2:]), 256
+        launch(
+            through_kernel, (cdiv(channels, block), cut.pieces, self.B), transition, out, cut.first, cut.count,
+            cut.pieces, channels, BLK=block, VARLEN=self._packed, num_warps=4,
+        )  # fmt: skip
+        return out

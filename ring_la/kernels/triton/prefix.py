@@ -112,3 +112,16 @@ def prefix_dense_kernel(
         else:
             S = acc
     tl.store(leaving + own, S, live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def through_kernel(log_a, out, first, NS, N, WIDTH, BLK: tl.constexpr, VARLEN: tl.constexpr):
+    """The product of each piece's transitions, scalar or diagonal: log2 A [B, NS, WIDTH] to A [B, N, WIDTH]."""
+    e = tl.program_id(0) * BLK + tl.arange(0, BLK)
+    n = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    lo, count = _runs(first, n, NS, VARLEN)
+    total = tl.zeros([BLK], tl.float32)
+    for i in range(count):
+        total += tl.load(log_a + (b * NS + lo + i) * WIDTH + e, e < WIDTH, other=0.0)
+    tl.store(out + (b * N + n) * WIDTH + e, tl.exp2(total), e < WIDTH)
