@@ -35,9 +35,16 @@ def bare(*tensors: Tensor | None) -> bool:
 
 def full_precision(*tensors: Tensor | None) -> AbstractContextManager:
     """Autocast off on the device of the first of these that is there: states and what feeds them keep their dtype."""
-    kind = next((t.device.type for t in tensors if t is not None), "meta")
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
+    for t in tensors:
+        if t is not None:
+            kind = t.device.type
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                return torch.autocast(kind, enabled=False)
+            break
+    return _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 def first_derivative_only(backward: Callable) -> Callable:

@@ -218,7 +218,7 @@ class General(Base):
             BK=block, BV=min(table.INNER[self.decay], width(self.V)), C=self.chunk, GATED=self.decay == 1,
             PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
-        return Inputs(dq, dk, dv, dg.sum(0) if self.decay else None, dbeta.sum(0))
+        return Inputs(dq, dk, dv, _total(dg) if self.decay else None, _total(dbeta))
 
     def _chunk_gradients(self, do, u, dr, states, adjoints) -> Inputs:
         """The same for a decay per key channel."""
@@ -237,7 +237,7 @@ class General(Base):
                 HK=self.HK, K=K, V=self.V, BK=block, BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels,
                 LEVELLED=levelled, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed, **how.options,
             )  # fmt: skip
-        return Inputs(dq, dk, dv, dg, dbeta + dread.sum(0) if self.delta else None)
+        return Inputs(dq, dk, dv, dg, dbeta + _total(dread) if self.delta else None)
 
     def _dplr_gradients(self, do, y, dr, dv, states, adjoints) -> Inputs:
         i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
@@ -254,3 +254,8 @@ class General(Base):
             VARLEN=self._packed, **how.options,
         )  # fmt: skip
         return Inputs(dq, dk, dv, dg, None, da, db)
+
+
+def _total(parts: Tensor) -> Tensor:
+    """The sum of what each block of channels found."""
+    return parts[0] if len(parts) == 1 else parts.sum(0)
