@@ -3,16 +3,17 @@
     torchrun --nproc_per_node 8 -m ring_la bench attention [--lengths 16384,4096] [--out FILE.json]
 
 The bound is one non-causal call of a kernel with the FLOPs that a rank owes: causal attention of T·P tokens is half of
-T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel; ring-flash-attn and
-yunchang run where they are installed, on PyTorch's FlashAttention-2 where flash-attn is absent.
-Times are medians of CUDA events, of the slowest rank. Every variant is first compared with the first one.
+T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel. Where ring-flash-attn
+and yunchang are installed they run in the cases they can do, on PyTorch's FlashAttention-2 where flash-attn is absent.
+Times are medians of CUDA events, of the slowest rank: of one call after a synchronisation, of one in a row of
+`IN_A_ROW` calls (where the host may run ahead, as in a model), and of replays of a CUDA graph. Every variant's output
+and gradient of q are first compared, token by token, with those of the first one.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
-import importlib.util
+import itertools
 import json
 import math
 import os
@@ -20,8 +21,8 @@ import pathlib
 import random
 import statistics
 import sys
-import types
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,12 @@ import ring_la
 from ring_la.comm.memory import Memory
 from ring_la.softmax import attention
 
+from .attention_peers import Call, Peers
+
 ROUNDS, WARM, SETTLE = 7, 3, 6
+IN_A_ROW, SHORT = 10, 20.0
+TIMES = ("forward", "total", "row_forward", "row_total", "graph_forward", "graph_total")
+"""Calls measured in a row, where forward + backward takes less than so many ms."""
 CASES: dict[str, dict] = {
     "causal": dict(),
     "gqa 32:8": dict(groups=8),
@@ -39,11 +45,10 @@ CASES: dict[str, dict] = {
     "window 4096": dict(window=(4096, -1)),
     "softcap 30": dict(softcap=30.0),
 }
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def milliseconds(function: Callable[[], object]) -> float:
-    """Median time of the slowest rank."""
+def milliseconds(function: Callable[[], object], calls: int = 1) -> float:
+    """Median time of one of `calls` in a row, of the slowest rank."""
     for _ in range(WARM):
         function()
     times = []
@@ -52,17 +57,19 @@ def milliseconds(function: Callable[[], object]) -> float:
         dist.barrier()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        function()
+        for _ in range(calls):
+            function()
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
+        times.append(start.elapsed_time(stop) / calls)
     slowest = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
 
 
 def measure(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
-    """Forward, forward + backward (ms), and peak memory of the latter above what is held (GiB), of the worst rank."""
+    """Forward, forward + backward (ms), one of several in a row too if that is short, and peak memory of a forward +
+    backward above what is held (GiB), of the worst rank."""
     leaves = [t.detach().requires_grad_() for t in tensors]
 
     def both() -> None:
@@ -71,12 +78,17 @@ def measure(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
     with torch.no_grad():
         forward = milliseconds(lambda: call(*leaves))
     total = milliseconds(both)
+    rows = {}
+    if total < SHORT:
+        with torch.no_grad():
+            rows["row_forward"] = milliseconds(lambda: call(*leaves), IN_A_ROW)
+        rows["row_total"] = milliseconds(both, IN_A_ROW)
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     both()
     peak = torch.tensor((torch.cuda.max_memory_allocated() - held) / 2**30, device="cuda")
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return dict(forward=forward, total=total, peak=peak.item())
+    return dict(forward=forward, total=total, peak=peak.item()) | rows
 
 
 def replayed(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
@@ -105,14 +117,14 @@ def bound(T: int, P: int, H: int, groups: int, D: int, backend: str, share: floa
     return measure(lambda *x: attention(*x, causal=False, softcap=softcap, backend=backend).o, [q, k, v], do)
 
 
-def document_offsets(total: int, count: int = 30) -> list[int]:
-    """Lengths drawn log-uniformly, filling the sequence."""
+def document_offsets(total: int, unit: int, count: int = 30) -> list[int]:
+    """Lengths drawn log-uniformly, filling the sequence, in multiples of `unit` (some peers take no others)."""
     draw = random.Random(0)
     lengths = [math.exp(draw.uniform(math.log(64), math.log(total))) for _ in range(count)]
     cuts, acc = [0], 0.0
     for n in lengths:
         acc += n
-        cuts.append(round(acc / sum(lengths) * total))
+        cuts.append(round(acc / sum(lengths) * total / unit) * unit)
     return cuts
 
 
@@ -126,77 +138,6 @@ def share_of_scores(cu: list[int], window: int) -> float:
     return seen / cu[-1] ** 2
 
 
-def use_pytorch_kernels_as_flash_attn() -> None:
-    """flash_attn's private entry points over PyTorch's FlashAttention-2, for peers without flash-attn."""
-    aten, kept = torch.ops.aten, {}
-
-    def bounds(left: int, right: int) -> dict:
-        return dict(window_size_left=None if left < 0 else left, window_size_right=None if right < 0 else right)
-
-    def forward(
-        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1,
-        softcap=0.0, alibi_slopes=None, return_softmax=False,
-    ):  # fmt: skip
-        o, lse, rng, *_ = aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, causal, False, scale=softmax_scale,
-            **bounds(window_size_left, window_size_right),
-        )  # fmt: skip
-        return o, lse, None, rng
-
-    def backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left=-1,
-        window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
-    ):  # fmt: skip
-        rng = kept.setdefault("rng", torch.zeros(2, dtype=torch.uint64, device=q.device))
-        grads = aten._flash_attention_backward(
-            dout, q, k, v, out, softmax_lse, None, None, q.shape[1], k.shape[1], dropout_p, causal, rng,
-            torch.empty(0, device=q.device), scale=softmax_scale, **bounds(window_size_left, window_size_right),
-        )  # fmt: skip
-        for into, grad in zip((dq, dk, dv), grads):
-            into.copy_(grad)
-
-    def absent(*_, **__):
-        raise NotImplementedError("not part of this benchmark")
-
-    package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
-    package.__version__, package.__path__ = "2.8.3", []
-    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
-        setattr(package, name, absent)
-        setattr(interface, name, absent)
-    interface._flash_attn_forward, interface._flash_attn_backward = forward, backward
-    interface._flash_attn_varlen_forward = interface._flash_attn_varlen_backward = absent
-    package.flash_attn_interface = interface
-    adapters = types.ModuleType("ring_flash_attn.adapters")
-    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = absent
-    for module in (package, interface, adapters):
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-        sys.modules[module.__name__] = module
-
-
-def peers(P: int) -> dict[str, Call]:
-    """ring-flash-attn and yunchang where they are installed."""
-    if importlib.util.find_spec("flash_attn") is None:
-        use_pytorch_kernels_as_flash_attn()
-    out: dict[str, Call] = {}
-    try:
-        from ring_flash_attn import zigzag_ring_flash_attn_func as theirs
-
-        out["ring-flash-attn zigzag"] = lambda q, k, v: theirs(q, k, v, causal=True)
-    except ImportError as e:
-        print(f"without ring-flash-attn: {e}", flush=True)
-    try:
-        from yunchang import LongContextAttention, set_seq_parallel_pg
-
-        rank = dist.get_rank()
-        for ulysses, ring in ((1, P), (max(1, P // 2), min(2, P))):
-            set_seq_parallel_pg(ulysses, ring, rank, P)
-            layer = LongContextAttention(ring_impl_type="zigzag")
-            out[f"yunchang ulysses {ulysses} × ring {ring}"] = lambda q, k, v, layer=layer: layer(q, k, v, causal=True)
-    except ImportError as e:
-        print(f"without yunchang: {e}", flush=True)
-    return out
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", default="4096,16384", help="tokens a rank, the shortest first (memory is kept)")
     parser.add_argument("--heads", type=int, default=32)
@@ -205,6 +146,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", default="ring,all_gather,ulysses")
     parser.add_argument("--backends", default="cudnn,flash,triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_attention.json"))
+    parser.add_argument("--kinds", default="zigzag,striped", help="layouts of packed documents")
+    parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs too")
     parser.add_argument("--transports", default="torch,auto", help="of the ring; the others go by the last one")
 
 
@@ -213,7 +156,7 @@ def run(args: argparse.Namespace) -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rank, P, rows = dist.get_rank(), dist.get_world_size(), []
     contexts = {name: ring_la.ContextParallel(scan="ring", transport=name) for name in args.transports.split(",")}
-    others = peers(P)
+    others = Peers(rank, P)
     facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
     if rank == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -225,71 +168,121 @@ def run(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+class Way(NamedTuple):
+    """One way to do a case: `tokens` are the places in the sequence that this rank's tensors hold."""
+
+    name: str
+    backend: str
+    call: Call
+    tokens: Tensor
+    copied: bool = False
+
+
+def ours(
+    args: argparse.Namespace,
+    contexts: dict[str, ring_la.ContextParallel],
+    length: int,
+    cu: list[int] | None,
+    how: dict,
+) -> list[Way]:
+    """Every strategy × backend × transport, and layout where documents are packed."""
+    out = []
+    for kind in args.kinds.split(",")[: None if cu else 1]:
+        layouts = {name: cp.layout(length, kind, cu_seqlens=cu) for name, cp in contexts.items()}
+        for backend, strategy in itertools.product(args.backends.split(","), args.strategies.split(",")):
+            for transport in contexts if strategy == "ring" else [*contexts][-1:]:
+                layout, copied = layouts[transport], strategy == "ring" and contexts[transport].comm.copies
+                more = dict(layout=layout, backend=backend, strategy=strategy, **how)
+                way = {"ring": "ring, copied" if copied else "ring, sent"}.get(strategy, strategy)
+                name = f"ring_la {way} {backend}" + (f" {kind}" if cu else "")
+                out.append(Way(name, backend, lambda *x, more=more: attention(*x, **more).o, tokens_of(layout), copied))
+    return out
+
+
+def tokens_of(layout: ring_la.ShardedLayout) -> Tensor:
+    """The places in the sequence of this rank's tokens."""
+    return layout.shard(torch.arange(layout.seq_len), dim=0)
+
+
+def relocated(x: Tensor, layout: ring_la.ShardedLayout, tokens: Tensor) -> Tensor:
+    """Rows `tokens` of the sequence whose split `x` is under `layout`. Collective."""
+    same = torch.tensor(int(torch.equal(tokens, tokens_of(layout))), device=x.device)
+    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    if same:
+        return x
+    return layout.gather(x.detach()).index_select(1, tokens.to(x.device))
+
+
+def distance(call: Call, tensors: list[Tensor], layout: ring_la.ShardedLayout, tokens: Tensor, truth: dict) -> float:
+    """How far output and gradient of q are from those of the first way, relative; the larger."""
+    q, k, v, do = tensors
+    for _ in range(SETTLE):  # peers' scripted functions compile in their first calls
+        leaf = q.detach().requires_grad_()
+        o = call(leaf, k, v)
+        (dq,) = torch.autograd.grad(o, leaf, do)
+    apart = 0.0
+    for name, x in (("o", o.detach()), ("dq", dq)):
+        want = relocated(truth.setdefault(name, x), layout, tokens).float()
+        apart = max(apart, ((x.float() - want).norm() / want.norm()).item())
+    return apart
+
+
+def described(row: dict) -> str:
+    """A row of the table as lines of text."""
+    out = f"{row['case']:12} {row['T']:6} {row['name']:44}"
+    for n, title in (("", ""), ("row_", "in a row"), ("graph_", "in a CUDA graph")):
+        if n + "total" in row:
+            out += f"\n{title:64}" if n else ""
+            out += f" fwd {row[n + 'forward']:8.2f} ms {row['share_' + n + 'forward']:4.0%}"
+            out += f"   fwd+bwd {row[n + 'total']:8.2f} ms {row['share_' + n + 'total']:4.0%}"
+        if not n:
+            out += f"   peak {row['peak']:5.2f} GiB   apart {row['apart']:.1e}"
+    return out
+
+
 def bench(
     case: str,
     T: int,
     P: int,
     args: argparse.Namespace,
     contexts: dict[str, ring_la.ContextParallel],
-    others: dict[str, Call],
+    others: Peers,
     rank: int,
 ) -> list[dict]:
     how = dict(CASES[case])
-    groups, packed = how.pop("groups", args.heads), how.pop("packed", False)
-    cu = document_offsets(T * P) if packed else None
-    share = share_of_scores(cu or [0, T * P], how.get("window", (-1,))[0])
-    layouts = {name: cp.layout(T * P, "zigzag", cu_seqlens=cu) for name, cp in contexts.items()}
+    groups, packed, window = how.pop("groups", args.heads), how.pop("packed", False), how.get("window", (-1,))[0]
+    cu = document_offsets(T * P, 2 * P) if packed else [0, T * P]
+    share = share_of_scores(cu, window)
     torch.manual_seed(rank)
     q, do = (torch.randn(1, T, args.heads, args.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(1, T, groups, args.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    calls: dict[str, tuple[str | None, Call]] = {}
-    for backend in args.backends.split(","):
-        for strategy in args.strategies.split(","):
-            for transport in contexts if strategy == "ring" else [*contexts][-1:]:
-                more = dict(layout=layouts[transport], backend=backend, strategy=strategy, **how)
-                way = strategy
-                if strategy == "ring":
-                    way += ", copied" if contexts[transport].comm.copies else ", sent"
-                calls[f"ring_la {way} {backend}"] = backend, lambda *x, more=more: attention(*x, **more).o
-    if case in ("causal", "gqa 32:8"):
-        calls |= {name: ("flash", call) for name, call in others.items()}
-    rows, bounds, first = [], {}, None
-    for name, (backend, call) in calls.items():
+    ways = ours(args, contexts, T * P, cu if packed else None, how)
+    ways += [Way(peer.name, "flash", peer.call, peer.tokens) for peer in others.of(cu, window, how.get("softcap", 0.0))]
+    first = next(iter(contexts.values())).layout(T * P, args.kinds.split(",")[0], cu_seqlens=cu if packed else None)
+    rows, bounds, truth = [], {}, {}
+    for name, backend, call, tokens, copied in ways:
         try:
             for cp in contexts.values():
                 Memory.release(cp.comm)
-            for _ in range(SETTLE):  # peers' scripted functions compile in their first calls
-                out = call(q, k, v)
-            first = out.detach() if first is None else first
-            apart = ((out - first).float().norm() / first.float().norm()).item()
-            if name.startswith("yunchang") and "ulysses 1 " not in name:
-                apart = math.nan  # it holds other tokens of the sequence
+            tensors = [relocated(x, first, tokens) for x in (q, k, v, do)]
+            apart = distance(call, tensors, first, tokens, truth)
             if backend not in bounds:
                 bounds[backend] = bound(T, P, args.heads, groups, args.width, backend, share, how.get("softcap", 0.0))
-            row = dict(case=case, T=T, P=P, name=name, backend=backend, apart=apart, **measure(call, [q, k, v], do))
-            if ", copied" in name:
-                row |= replayed(call, [q, k, v], do)
+            row = dict(
+                case=case, T=T, P=P, name=name, backend=backend, apart=apart, **measure(call, tensors[:3], tensors[3])
+            )
+            if copied:
+                row |= replayed(call, tensors[:3], tensors[3]) if args.graphs else {}
                 row["peak"] += max(Memory.held(cp.comm) for cp in contexts.values()) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
-                print(f"{case:12} {T:6} {name:36} {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
+                print(f"{case:12} {T:6} {name:44} {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
             continue
         limit = bounds[backend]
-        row |= {f"share_{n}": limit[n] / row[n] for n in ("forward", "total")}
-        row |= {f"share_graph_{n}": limit[n] / row[f"graph_{n}"] for n in ("forward", "total") if f"graph_{n}" in row}
+        row |= {f"share_{n}": limit[n.removeprefix("row_").removeprefix("graph_")] / row[n] for n in TIMES if n in row}
         rows.append(row)
         if rank == 0:
-            print(
-                f"{case:12} {T:6} {name:36} fwd {row['forward']:8.2f} ms {row['share_forward']:4.0%}   fwd+bwd "
-                f"{row['total']:8.2f} ms {row['share_total']:4.0%}   peak {row['peak']:5.2f} GiB   apart {apart:.1e}",
-                flush=True,
-            )
-            if "graph_total" in row:
-                print(
-                    f"{'in a CUDA graph':56} fwd {row['graph_forward']:8.2f} ms {row['share_graph_forward']:4.0%}   "
-                    f"fwd+bwd {row['graph_total']:8.2f} ms {row['share_graph_total']:4.0%}",
-                    flush=True,
-                )
+            print(described(row), flush=True)
     return rows
 
 

@@ -59,11 +59,15 @@ def matrix(groups: list[str], backends: list[str], widths: list[int]) -> Iterato
     for D, dtype, backend in kernels:
         yield from ((g, backend, "gqa", D, dtype, "zigzag", None) for g in groups if g == "mesh")
         yield from ((g, backend, "gqa", D, dtype, *next(turns)) for g in groups if g.startswith("half"))
-    for D, backend, (n, feature) in itertools.product((128, 64), backends, enumerate(FEATURES)):  # every feature
-        if backend == "torch" and D != 64:
-            continue
-        for strategy, kind in zip(STRATEGIES, KINDS[n % 3 :] + KINDS[: n % 3]):
-            yield (whole[-1] if strategy == "ring" else whole[0]), backend, feature, D, HALVES[0], kind, strategy
+    for n, D in enumerate((128, 64)):  # every feature × strategy × transport × kernel; each width with other layouts
+        for turn, (m, feature), backend in itertools.product(range(4), enumerate(FEATURES), backends):
+            group, strategy = (
+                [(g, "ring") for g in (whole * 2)[:2]][turn] if turn < 2 else (whole[0], STRATEGIES[turn - 1])
+            )
+            if backend != "torch" or D == 64:
+                yield group, backend, feature, D, HALVES[0], KINDS[(m + n + turn) % 3], strategy
+    for feature, backend in itertools.product(FEATURES, backends):
+        yield from ((g, backend, feature, 64, HALVES[0], "zigzag", None) for g in groups if g == "mesh")
 
 
 def compile_part(part: int, parts: int, device: int, backends: list[str], widths: list[int]) -> None:
@@ -104,8 +108,11 @@ def main() -> int:
     parser.add_argument("--widths", default="64,128,256")
     parser.add_argument("--transports", default="torch,auto")
     parser.add_argument("--jobs", type=int, default=10, help="processes a rank that compile")
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=150, help="time for all; 0: compile only")
     parser.add_argument("--skip", type=int, default=0, help="cases of the matrix to leave out, the first ones")
+    parser.add_argument(
+        "--part", default="0/1", help="which of how many parts of the matrix, where jobs run side by side"
+    )
     parser.add_argument("--out")
     args = parser.parse_args()
     start, rank, local = time.time(), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -120,12 +127,15 @@ def main() -> int:
         job.start()
     for job in jobs:
         job.join()
+    if args.seconds <= 0:
+        return 0
     torch.cuda.set_device(local)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local))
     groups, report = contexts(args.transports.split(",")), Report(rank, quiet=True)
     if rank == 0:
         print(f"compiled and connected after {time.time() - start:.0f} s", flush=True)
-    todo = list(matrix(list(groups), backends, widths))[args.skip :]
+    part, of = map(int, args.part.split("/"))
+    todo = list(matrix(list(groups), backends, widths))[args.skip + part :: of]
     late, counts = torch.zeros(1, device="cuda"), {}
     reached = 0
     for group, backend, feature, D, dtype, kind, strategy in todo:
@@ -139,8 +149,8 @@ def main() -> int:
         report.attempt(name, limits(dtype, D), split, cp, backend, feature, D, dtype, kind, strategy)
         if report.failed:  # the others may be waiting inside this call
             sys.exit(f"stopped at case {reached + 1} of {len(todo)}")
-        by = counts.setdefault(f"{group} {strategy or 'usp'} {backend}", 0)
-        counts[f"{group} {strategy or 'usp'} {backend}"] = by + report.done - before
+        for what in (f"{group} {strategy or 'usp'} {backend}", feature):
+            counts[what] = counts.get(what, 0) + report.done - before
         reached += 1
     totals = torch.tensor([report.bad, report.worst], device="cuda", dtype=torch.float64)
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
