@@ -205,7 +205,7 @@ class Group:
 
     def _pending(self, what: str, post: Callable[[], Sequence[Work]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
-        self._nobody_late(what)
+        self.refuse_late(what, self.transport.late())
         try:
             works = post()
         except RuntimeError as error:
@@ -223,12 +223,11 @@ class Group:
 
         return Pending(finish)
 
-    def _nobody_late(self, what: str) -> None:
-        late = self.transport.late()
+    def refuse_late(self, what: str, late: Sequence[int]) -> None:
+        """Raise a `PeerError` that names ranks whose messages did not come in time, if there are any."""
         if late:
-            raise PeerError(
-                f"rank {self.rank} of {self.size} before {what}: no message from {self._names(late)} in time"
-            )
+            names = self._names(late)
+            raise PeerError(f"rank {self.rank} of {self.size} before {what}: no message from {names} in time")
 
     def _peer_error(self, what: str, error: Exception) -> PeerError:
         """Name the ranks that did not report this failure too: they died or stalled."""

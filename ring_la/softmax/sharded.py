@@ -42,7 +42,7 @@ class ShardedCall:
             rows = place.rows[place.rank]
             backend = Canonical({rows: place.whole_rows} | {r: w for r, w in whole.items() if r is not rows})
         job = Job(backend, scores, place.rows, place.keys, gathered, order, place.ring)
-        way = "all_gather" if name == "all_gather" else "pulled" if place.ring and place.ring.copies else "ring"
+        way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
         return Plan(job, STRATEGIES[way], joint_rows, joint_keys, heads)
 
     def _heads(self, place: Placement, x: Tensors) -> Heads | None:

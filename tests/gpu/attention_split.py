@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import ring_la
 from ring_la import ContextParallel
 from ring_la.softmax import attention
-from ring_la.softmax.backends import BACKENDS
 from tests.gpu.check_attention import FEATURES, Report, T, draw, limits, one_device, run, truth
 from tests.softmax.cases import error
 
@@ -71,22 +70,13 @@ def matrix(groups: list[str], backends: list[str], widths: list[int]) -> Iterato
 
 
 def compile_part(part: int, parts: int, device: int, backends: list[str], widths: list[int]) -> None:
-    """One device's calls with and without accumulators to merge into: the kernels that splits will want."""
+    """One device's calls: the kernels that splits will want."""
     torch.cuda.set_device(device)
     wanted = [(f, D, d) for D in widths for d in HALVES for f in FEATURES if f == "gqa" or (d == HALVES[0] and D < 256)]
     for feature, D, dtype in wanted[part::parts]:
         if "triton" not in backends:
             return
         one_device("triton", feature, D, dtype)
-        forward = BACKENDS["triton"].forward
-
-        def twice(q, k, v, scores, rows, keys, out, forward=forward):
-            out.wide()
-            forward(q, k, v, scores, rows, keys, out)
-
-        BACKENDS["triton"].forward = twice
-        one_device("triton", feature, D, dtype)
-        BACKENDS["triton"].forward = forward
 
 
 def contexts(transports: list[str]) -> dict[str, ContextParallel]:

@@ -44,10 +44,10 @@ def calls(width: int, T: int, H: int) -> dict[str, Callable[[], None]]:
     BACKENDS["triton"].forward(q, k, v, scores, rows, rows, out)
     o, lse = out.result()
     inputs = (q, k, v, do, lse, row_sums(do, o, None))
-    dq, dk, dv = (torch.zeros(q.shape, device=device) for _ in range(3))
+    dq, dk, dv = (torch.empty_like(q) for _ in range(3))
     call = launch._Call(scores, q, k, v, do, rows, rows)
     return {
-        "FORWARD": lambda: call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse, MERGE=False),
+        "FORWARD": lambda: call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse),
         "BACKWARD_KEYS": lambda: call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv),
         "BACKWARD_QUERIES": lambda: call.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq),
     }

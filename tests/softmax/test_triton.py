@@ -98,3 +98,22 @@ def test_parts_in_one_pass(monkeypatch):
     for got, want in zip((*out[1], total[1]), (*out[0], total[0])):
         torch.testing.assert_close(got, want)
     torch.testing.assert_close(fused.row_sums(out[0][0], total[0]), (out[0][0] * total[0]).sum(-1).mT)
+
+
+def test_gradients_of_a_block_come_in_the_inputs_dtype():
+    """What travels to a key's owner is no wider than the key: memory and bytes of a split backward."""
+    torch.manual_seed(0)
+    rows = Tokens.whole(40, torch.device("cpu"))
+    q, k, v, do = (torch.randn(1, 40, h, 16).half() for h in (4, 2, 2, 4))
+    out, scores = Partial(q.shape, q.dtype, q.device), Scores(0.25, right=0)
+    BACKENDS["triton"].forward(q, k, v, scores, rows, rows, out)
+    o, lse = out.result()
+    grads, want = Gradients.of(q, k, v), Gradients.of(q, k, v)
+    for name, into in (("triton", grads), ("torch", want)):
+        BACKENDS[name].backward(do, q, k, v, o, lse, row_sums(do, o, None), scores, rows, rows, into)
+    for got, exact in zip((grads.dq, grads.dk, grads.dv), (want.dq, want.dk, want.dv)):
+        ((start, stop, piece),) = got.pieces(torch.float16)
+        assert (start, stop, piece.dtype) == (0, 40, torch.float16)
+        assert got.wide().dtype == torch.float32
+        assert error(piece, exact.wide()) < 1e-2
+    assert not BACKENDS["triton"].sums_wide

@@ -111,7 +111,7 @@ class Call:
         shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
         ask = Ask(device, x.q.dtype, *shapes, scores, packed=cu is not None, repeatable=bool(self.deterministic))
         job = Job(choose(ask, kernel_of(self.attn_type)), scores, rows, keys, group=group)
-        return Plan(job, STRATEGIES["pulled" if group.copies else "ring"], joint_rows, joint_keys, heads)
+        return Plan(job, STRATEGIES["copied" if group.copies else "ring"], joint_rows, joint_keys, heads)
 
 
 def kernel_of(attn_type: object) -> str | None:

@@ -1,14 +1,15 @@
-"""Keys and values in memory that every rank of a host can reach, and an inbox for their gradients.
+"""Rooms for others' keys and values in memory that every rank of a host can reach, and an inbox for gradients.
 
-A mailbox holds [keys and values of this rank | inbox], on every rank alike, and is kept with the group. Two barriers on
-the device stand in each use: one after every rank has published, before anybody copies; one after the last copy, before
-anybody publishes again. Copies run on a stream of high priority beside the current one.
+A mailbox holds [a room for each round's keys and values | inbox], on every rank alike, and is kept with the group. Each
+owner copies its keys into the rooms of those who need them, and says that they are there. A barrier on the device ends
+each use: nothing is written for the next one before all have read. Copies run on a stream of high priority beside the
+current one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,105 +17,119 @@ from torch import Tensor
 from ...comm.memory import Memory
 from ..merge import Gradients
 from .job import Job, KeyValues
-from .schedule import Letter, Span
+from .schedule import Round, Schedule
+
+
+class Delivery(NamedTuple):
+    """Rows ``start … stop − 1`` of this rank's keys and values, and where they go."""
+
+    k: Tensor
+    v: Tensor
+    start: int
+    stop: int
 
 
 class Mailbox:
-    """One use of the memory: published keys, copies, letters.
+    """One use of the memory: keys delivered and received, letters.
 
     Args:
-        job: whose ranks and tokens. k, v: this rank's, for their shapes.
-        memory: the symmetric memory. received: rows of the largest inbox. dtype: of its gradients.
+        job: whose ranks and tokens. schedule: who needs what. k, v: this rank's keys and values.
+        dtype: of gradients; None: there will be none.
     """
 
-    def __init__(self, job: Job, k: Tensor, v: Tensor, memory: Memory, received: int, dtype: torch.dtype) -> None:
-        self.job, self.k, self.v, self.memory, self.dtype = job, k, v, memory, dtype
-        self.most, self.room = max(len(keys) for keys in job.keys), received
+    def __init__(self, job: Job, schedule: Schedule, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> None:
+        self.job, self.schedule, self.k, self.v, self.dtype = job, schedule, k.contiguous(), v.contiguous(), dtype
+        shapes = k.shape, v.shape, k.dtype
+        if shapes not in schedule.places:
+            schedule.places[shapes] = _places(schedule, self._size, k.element_size())
+        self._inbox, self._rooms = schedule.places[shapes]
+        self._letters_size = 0 if dtype is None else self._size(schedule.most_received) * dtype.itemsize
+        self.memory = Memory.kept(job.group, self._inbox + self._letters_size)
+        self._views = schedule.views.setdefault(self.memory, {}).setdefault(shapes, {})
+        self._there = self.memory.now()
 
-    @classmethod
-    def open(cls, job: Job, k: Tensor, v: Tensor, received: int = 0, dtype: torch.dtype | None = None) -> Mailbox:
-        """The mailbox of a job's group, with room for an inbox of `received` rows. Collective."""
-        dtype = k.dtype if dtype is None else dtype
-        most = max(len(keys) for keys in job.keys)
-        size = _aligned(KeyValues.size(most, k, v) * k.element_size()) + KeyValues.size(received, k, v) * dtype.itemsize
-        return cls(job, k, v, Memory.kept(job.group, size), received, dtype)
+    def deliver(self, farthest_first: bool = False) -> None:
+        """Start to copy this rank's keys and values to those who need them, as of when the mailbox was opened."""
+        kept = "deliveries", farthest_first
+        if kept not in self._views:
+            self._views[kept] = list(self._deliveries(farthest_first))
+        with self.memory.beside(self._there):
+            for rank, deliveries in self._views[kept]:
+                for k, v, a, b in deliveries:
+                    _copy(k, self.k if b - a == self.k.shape[1] else self.k[:, a:b])
+                    _copy(v, self.v if b - a == self.v.shape[1] else self.v[:, a:b])
+                self.memory.tell(rank)
 
-    def publish(self, k: Tensor, v: Tensor) -> None:
-        """Let the others copy this rank's keys and values."""
-        mine = self.keys_of(self.job.rank)
-        for room, x in zip(mine, (k, v)):
-            room[:, : x.shape[1]].copy_(x)
-        self.memory.barrier()
-        self.published = self.memory.now()
+    def receive(self, r: Round) -> KeyValues:
+        """The keys and values of a round of this rank: the current stream waits for them."""
+        first, rows = self._rooms[self.job.rank][r.number], self.schedule.rows[self.job.rank][r.number]
+        self.memory.arrived(r.owners, first, self._size(rows) * self.k.element_size())
+        if r.number not in self._views:
+            self._views[r.number] = self._room(self.job.rank, r.number)
+        return self._views[r.number]
 
-    def expect(self, spans: Sequence[Span]) -> Arrival:
-        """Room for stretches of the owners' keys and values, one after the other."""
-        return Arrival(self, spans)
-
-    def pull(self, spans: Sequence[Span]) -> Arrival:
-        """Start to copy stretches of the owners' keys and values, after what the current stream has so far."""
-        arrival = Arrival(self, spans)
-        arrival.start(self.memory.now())
-        return arrival
-
-    def push(self, letters: Sequence[Letter], grads: Gradients) -> None:
+    def send(self, r: Round, grads: Gradients) -> None:
         """Start to send the gradients of a round's keys to their owners' inboxes."""
         pieces = [(which, *p) for which, s in enumerate((grads.dk, grads.dv)) for p in s.pieces(self.dtype)]
         with self.memory.beside(self.memory.now(), *(rows for *_, rows in pieces)):
             for which, a, b, rows in pieces:
-                offset = 0  # of a letter among the round's keys
-                for x in letters:
-                    first, last = max(a, offset), min(b, offset + x.stop - x.start)
+                for span, letter in zip(r.spans, r.letters):
+                    first, last = max(a, span.place), min(b, span.place + len(span))
                     if first < last:
-                        place = slice(x.place + first - offset, x.place + last - offset)
-                        _copy(self._inbox_of(x.owner)[which][:, place], rows[:, first - a : last - a])
-                    offset += x.stop - x.start
+                        place = slice(letter.place + first - span.place, letter.place + last - span.place)
+                        _copy(self._inbox_of(span.owner)[which][:, place], rows[:, first - a : last - a])
 
     def close(self) -> None:
-        """Wait, on the device, until no rank copies any more. What was received must be read before the next use."""
+        """All ranks have read their keys and sent their gradients. Letters of a rank that is late are NaN."""
         self.memory.join()
-        self.memory.barrier()
+        self.memory.meet(self._inbox, self._letters_size)
 
-    def received(self, letter: Letter) -> tuple[Tensor, ...]:
-        """Gradients of keys and values that were sent to this rank."""
-        rows = slice(letter.place, letter.place + letter.stop - letter.start)
-        return tuple(x[:, rows] for x in self._inbox_of(self.job.rank))
+    def letters(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows, dk, dv) of every letter for this rank; to be read before the next use."""
+        inbox = self._inbox_of(self.job.rank)
+        for x in self.schedule.letters(self.job.rank):
+            dk, dv = (g[:, x.place : x.place + len(x)] for g in inbox)
+            yield slice(x.start, x.stop), dk, dv
 
-    def keys_of(self, rank: int) -> list[Tensor]:
-        """A rank's published keys and values, ``[B, most, Hk, ·]``."""
-        return self._rooms(rank, 0, self.most, self.k.dtype)
+    def _size(self, rows: int) -> int:
+        """Numbers of so many rows of keys and values."""
+        return KeyValues.size(rows, self.k, self.v)
 
-    def _inbox_of(self, rank: int) -> list[Tensor]:
-        first = KeyValues.size(self.most, self.k, self.v) * self.k.element_size()
-        return self._rooms(rank, _aligned(first), self.room, self.dtype)
+    def _room(self, rank: int, number: int) -> KeyValues:
+        """The room of a rank's round."""
+        rows = self.schedule.rows[rank][number]
+        (flat,) = self.memory.rooms(rank, self._rooms[rank][number], ((self._size(rows),),), self.k.dtype)
+        return KeyValues(flat, rows, self.k, self.v)
 
-    def _rooms(self, rank: int, first: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
-        shapes = tuple((x.shape[0], rows, *x.shape[2:]) for x in (self.k, self.v))
-        return self.memory.rooms(rank, first, shapes, dtype)
+    def _deliveries(self, farthest_first: bool) -> Iterator[tuple[int, list[Delivery]]]:
+        """What goes to each rank, those that compute on it first in front."""
+        me, steps = self.job.rank, range(1, self.job.size)
+        for n in reversed(steps) if farthest_first else steps:
+            rank, out = (me + n) % self.job.size, []
+            for number, spans in enumerate(self.schedule.spans[rank]):
+                for x in spans:
+                    if x.owner == me:
+                        room, rows = self._room(rank, number), slice(x.place, x.place + len(x))
+                        out.append(Delivery(room.k[:, rows], room.v[:, rows], x.start, x.stop))
+            if out:
+                yield rank, out
+
+    def _inbox_of(self, rank: int) -> Sequence[Tensor]:
+        kept = "inbox", rank, self.dtype
+        if kept not in self._views:
+            shapes = tuple((x.shape[0], self.schedule.most_received, *x.shape[2:]) for x in (self.k, self.v))
+            self._views[kept] = self.memory.rooms(rank, self._inbox, shapes, self.dtype)
+        return self._views[kept]
 
 
-class Arrival:
-    """Keys and values that come from their owners, into room that is there from the start."""
-
-    def __init__(self, box: Mailbox, spans: Sequence[Span]) -> None:
-        self.box, self.spans = box, spans
-        self.kv = KeyValues.empty(sum(s.stop - s.start for s in spans), box.k, box.v)
-        self._there: Any = None
-
-    def start(self, after: Any = None) -> None:
-        """Start to copy, after a point of the current stream; None: after the keys were published."""
-        with self.box.memory.beside(self.box.published if after is None else after):
-            offset = 0
-            for owner, a, b in self.spans:
-                for into, source in zip((self.kv.k, self.kv.v), self.box.keys_of(owner)):
-                    _copy(into[:, offset : offset + b - a], source[:, a:b])
-                offset += b - a
-            self._there = self.box.memory.now()
-
-    def wait(self) -> KeyValues:
-        """Order the current stream after the copy."""
-        self.box.memory.wait(self._there)
-        return self.kv
+def _places(schedule: Schedule, size: Callable[[int], int], itemsize: int) -> tuple[int, list[list[int]]]:
+    """The first byte of the inbox, and of the room of every rank's rounds."""
+    places = []
+    for rows in schedule.rows:
+        places.append([0])
+        for n in rows:
+            places[-1].append(places[-1][-1] + _aligned(size(n) * itemsize))
+    return max(p[-1] for p in places), places
 
 
 def _aligned(size: int) -> int:
@@ -124,5 +139,8 @@ def _aligned(size: int) -> int:
 
 def _copy(into: Tensor, source: Tensor) -> None:
     """A copy in contiguous stretches, which copy engines do."""
-    for a, b in zip(into, source) if len(into) > 1 else ((into, source),):
+    if len(into) == 1:
+        into.copy_(source, non_blocking=True)
+        return
+    for a, b in zip(into, source):
         a.copy_(b, non_blocking=True)

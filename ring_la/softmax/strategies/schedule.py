@@ -1,9 +1,11 @@
-"""Which keys a rank needs of which owners, in which rounds, and where their gradients meet; the same on all ranks."""
+"""Which keys a rank needs of which owners, in which rounds, and where they and their gradients meet; the same on all
+ranks, so that no sizes are exchanged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from ..tiles import tiles
 from ..tokens import Tokens
@@ -14,60 +16,67 @@ LARGEST = 4
 
 
 class Span(NamedTuple):
-    """Rows ``start … stop − 1`` of an owner's keys."""
-
-    owner: int
-    start: int
-    stop: int
-
-
-class Letter(NamedTuple):
-    """The gradients that `sender` has for rows ``start … stop − 1`` of an owner's keys.
+    """Rows ``start … stop − 1`` of an owner's keys.
 
     Attributes:
-        place: their first row in the owner's inbox.
+        place: their first row among the keys of a round, or in an inbox.
     """
 
-    sender: int
     owner: int
     start: int
     stop: int
     place: int
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Round:
-    """Keys that are computed on at once: the spans they come from, in order, and where they stand.
+    """Keys that a rank computes on at once.
 
     Attributes:
-        letters: of each span, its gradients.
+        number: of the round.
+        spans: the keys, one after the other.
+        letters: where the gradients of each span go in its owner's inbox.
+        keys: where the keys stand.
     """
 
+    number: int
     spans: tuple[Span, ...]
+    letters: tuple[Span, ...]
     keys: Tokens
-    letters: tuple[Letter, ...]
+
+    @property
+    def owners(self) -> int:
+        """The owners, as bits."""
+        return sum(1 << s for s in {span.owner for span in self.spans})
 
 
 class Schedule:
-    """Which keys every rank needs of every other, in which rounds, and where gradients meet at their owner.
+    """Who needs which keys of whom, in which rounds, and where gradients meet at their owner.
 
     Args:
         needs: for each rank and owner, the stretches of the owner's keys which that rank's queries see.
+        first: the place in the sequence of an owner's row.
+
+    Attributes:
+        rows: for each rank and round, how many keys it computes on.
+        most_received: rows of the largest inbox.
+        any: whether any rank needs keys of another.
+        places, views: where rooms stand and tensors in a memory, kept by those who use them.
     """
 
-    def __init__(self, needs: list[list[list[tuple[int, int]]]]) -> None:
-        self.size = len(needs)
-        self._needs, self._rounds = needs, None
-        self._inboxes: list[list[Letter]] = []
-        for owner in range(self.size):
-            place, letters = 0, []
-            for rank in range(self.size):
-                for a, b in needs[rank][owner] if rank != owner else ():
-                    letters.append(Letter(rank, owner, a, b, place))
-                    place += b - a
-            self._inboxes.append(letters)
-        self.most_received = max(sum(x.stop - x.start for x in letters) for letters in self._inboxes)
+    def __init__(self, job: Job, needs: list[list[list[tuple[int, int]]]]) -> None:
+        self.size, self._keys = len(needs), job.keys
+        self.spans = [self._rounds(rank, of_rank) for rank, of_rank in enumerate(needs)]
+        self.rows = [[sum(map(len, spans)) for spans in rounds] for rounds in self.spans]
+        self._inboxes = [self._inbox(owner, needs) for owner in range(self.size)]
+        self.most_received = max(sum(map(len, letters.values())) for letters in self._inboxes)
         self.any = self.most_received > 0
+        self.places: dict[object, Any] = {}
+        self.views: WeakKeyDictionary[object, dict] = WeakKeyDictionary()
+        self._own: list[Round] | None = None
 
     @classmethod
     def of(cls, job: Job) -> Schedule:
@@ -75,32 +84,52 @@ class Schedule:
         kept = job.rows[job.rank].tiles.setdefault(job.keys[job.rank], {})
         key = ("schedule", job.scores.left, job.scores.right)
         if key not in kept:
-            kept[key] = cls([[_seen(tiles(job.scores, rows, keys)) for keys in job.keys] for rows in job.rows])
+            needs = [[_seen(tiles(job.scores, rows, keys)) for keys in job.keys] for rows in job.rows]
+            kept[key] = cls(job, needs)
         return kept[key]
 
-    def inbox(self, rank: int) -> list[Letter]:
-        """What a rank is sent."""
-        return self._inboxes[rank]
+    def rounds(self, rank: int) -> list[Round]:
+        """A rank's rounds."""
+        if self._own is None:
+            self._own = [self._round(rank, number, spans) for number, spans in enumerate(self.spans[rank])]
+        return self._own
 
-    def rounds(self, job: Job) -> list[Round]:
-        """This rank's rounds: the nearest owner to the left, the next two, the next four …"""
-        if self._rounds is None:
-            owners = [(job.rank - n) % self.size for n in range(1, self.size)]
-            owners = [s for s in owners if self._needs[job.rank][s]]
-            groups, n = [], 1
-            while owners:
-                groups.append(owners[:n])
-                owners, n = owners[n:], min(LARGEST, 2 * n)
-            self._rounds = [self._round(job, group) for group in groups]
-        return self._rounds
+    def letters(self, owner: int) -> list[Span]:
+        """The gradients that an owner is sent, by their places in its inbox."""
+        return list(self._inboxes[owner].values())
 
-    def _round(self, job: Job, owners: list[int]) -> Round:
-        spans = [Span(s, a, b) for s in owners for a, b in self._needs[job.rank][s]]
-        cuts = {span: job.keys[span.owner].cut(span.start, span.stop) for span in spans}
-        spans.sort(key=lambda span: cuts[span].runs[0].index if cuts[span].runs else 0)
-        letters = {tuple(x[1:4]): x for s in owners for x in self._inboxes[s] if x.sender == job.rank}
-        keys = Tokens.joined([cuts[span] for span in spans])
-        return Round(tuple(spans), keys, tuple(letters[span] for span in spans))
+    def _rounds(self, rank: int, needs: list[list[tuple[int, int]]]) -> list[list[Span]]:
+        """The nearest owner to the left, the next two, the next four …; in each round spans in the sequence's order."""
+        owners = [s for n in range(1, self.size) if needs[s := (rank - n) % self.size]]
+        out, n = [], 1
+        while owners:
+            spans = [(self._index(s, a), s, a, b) for s in owners[:n] for a, b in needs[s]]
+            placed, place = [], 0
+            for _, owner, a, b in sorted(spans):
+                placed.append(Span(owner, a, b, place))
+                place += b - a
+            out.append(placed)
+            owners, n = owners[n:], min(LARGEST, 2 * n)
+        return out
+
+    def _index(self, owner: int, row: int) -> int:
+        """The place in the sequence of an owner's row."""
+        runs = self._keys[owner].cut(row, row + 1).runs
+        return runs[0].index if runs else 0
+
+    def _inbox(self, owner: int, needs: list[list[list[tuple[int, int]]]]) -> dict[tuple[int, int], Span]:
+        """Where gradients of an owner's keys meet, by sender and first row."""
+        out, place = {}, 0
+        for rank in range(self.size):
+            for a, b in needs[rank][owner] if rank != owner else ():
+                out[rank, a] = Span(owner, a, b, place)
+                place += b - a
+        return out
+
+    def _round(self, rank: int, number: int, spans: list[Span]) -> Round:
+        keys = Tokens.joined([self._keys[s.owner].cut(s.start, s.stop) for s in spans])
+        letters = tuple(self._inboxes[s.owner][rank, s.start] for s in spans)
+        return Round(number, tuple(spans), letters, keys)
 
 
 def _seen(met: list) -> list[tuple[int, int]]:

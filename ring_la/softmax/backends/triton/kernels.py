@@ -83,9 +83,9 @@ def forward(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    MERGE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of BM rows of one head; with MERGE added to what O (fp32) and L hold."""
+    """o and lse of BM rows of one head."""
     tile, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     g = h // (H // groups)
@@ -136,14 +136,6 @@ def forward(
     at = L + bh.to(tl.int64) * Tq + rows
     o_at = O + b.to(tl.int64) * o_b + h * o_h + rows[:, None].to(tl.int64) * o_t + cv[None, :]
     o_mask = (rows < Tq)[:, None] & (cv < VW)[None, :]
-    if MERGE:
-        before = tl.load(at, mask=rows < Tq, other=-float("inf"))
-        new = tl.maximum(before, lse)
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        a, c = tl.exp(before - safe), tl.exp(lse - safe)
-        both = tl.where(a + c > 0, a + c, 1.0)
-        acc = (tl.load(o_at, mask=o_mask, other=0.0) * a[:, None] + acc * c[:, None]) / both[:, None]
-        lse = tl.where(a + c > 0, safe + tl.log(both), -float("inf"))
     tl.store(at, lse, mask=rows < Tq)
     tl.store(o_at, acc.to(O.dtype.element_ty), mask=o_mask)
 
@@ -160,7 +152,7 @@ def backward_keys(
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk and dv (contiguous ``[B, Tk, groups, ·]`` fp32) of BN keys, over all query heads that read them."""
+    """dk and dv (contiguous ``[B, Tk, groups, ·]``) of BN keys, over all query heads that read them."""
     tile, bg = tl.program_id(0), tl.program_id(1)
     b, g = bg // groups, bg % groups
     keys, ck, cv = tile * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BV)
@@ -211,8 +203,8 @@ def backward_keys(
     row = (b * Tk + keys).to(tl.int64)[:, None] * groups + g
     for_k, for_v = DK + row * KW + ck[None, :], DV + row * VW + cv[None, :]
     k_mask, v_mask = (keys < Tk)[:, None] & (ck < KW)[None, :], (keys < Tk)[:, None] & (cv < VW)[None, :]
-    tl.store(for_k, tl.load(for_k, mask=k_mask, other=0.0) + dk * scale, mask=k_mask)
-    tl.store(for_v, tl.load(for_v, mask=v_mask, other=0.0) + dv, mask=v_mask)
+    tl.store(for_k, (dk * scale).to(DK.dtype.element_ty), mask=k_mask)
+    tl.store(for_v, dv.to(DV.dtype.element_ty), mask=v_mask)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -227,7 +219,7 @@ def backward_queries(
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq (contiguous ``[B, Tq, H, K]`` fp32) of BM rows of one head."""
+    """dq (contiguous ``[B, Tq, H, K]``) of BM rows of one head."""
     tile, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     g = h // (H // groups)
@@ -275,4 +267,4 @@ def backward_queries(
             dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
     into = DQ + ((b * Tq + rows).to(tl.int64)[:, None] * H + h) * KW + ck[None, :]
     mask = (rows < Tq)[:, None] & (ck < KW)[None, :]
-    tl.store(into, tl.load(into, mask=mask, other=0.0) + dq * scale, mask=mask)
+    tl.store(into, (dq * scale).to(DQ.dtype.element_ty), mask=mask)

@@ -22,6 +22,7 @@ class TritonBackend(Backend):
     """Tiles that meet, in one call a block however many documents and runs there are."""
 
     name = "triton"
+    sums_wide = False
 
     def refuses(self, ask: Ask) -> str:
         if ask.device.type != "cuda" and not interpreted:
@@ -38,16 +39,11 @@ class TritonBackend(Backend):
         from . import kernels
 
         q, k, v = (_dense_rows(x) for x in (q, k, v))
-        first = out.empty
-        if first:
-            o = q.new_empty(*q.shape[:3], v.shape[3])
-            lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        else:
-            o, lse = out.wide()
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         call = _Call(scores, q, k, v, o, tq, tk)
-        call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse, MERGE=not first)
-        if first:
-            out.add(o, lse)
+        call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse)
+        out.add(o, lse)
 
     def backward(
         self,
@@ -68,8 +64,10 @@ class TritonBackend(Backend):
         q, k, v, do = (_dense_rows(x) for x in (q, k, v, do))
         call = _Call(scores, q, k, v, do, tq, tk)
         inputs = (q, k, v, do, lse.contiguous(), delta.contiguous())
-        call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, out.dk.wide(), out.dv.wide())
-        call.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, out.dq.wide())
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv)
+        call.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq)
+        out.add(dq, dk, dv, slice(None), slice(None))
 
 
 class _Call:
@@ -78,17 +76,17 @@ class _Call:
     def __init__(self, scores: Scores, q: Tensor, k: Tensor, v: Tensor, o: Tensor, tq: Tokens, tk: Tokens) -> None:
         self.scores, self.q, self.k, self.v, self.o, self.tq, self.tk = scores, q, k, v, o, tq, tk
 
-    def over_queries(self, kernel: Any, settings: dict[int, table.Launch], *tensors: Tensor, **constants: Any) -> None:
+    def over_queries(self, kernel: Any, settings: dict[int, table.Launch], *tensors: Tensor) -> None:
         """Launch one program for each tile of queries of a head."""
         how = self._settings(settings)
         lists = plan.of_queries(self.scores, self.tq, self.tk, how.rows, how.keys)
-        self._launch(kernel, how, lists, -(-self.q.shape[1] // how.rows), self.q.shape[2], tensors, constants)
+        self._launch(kernel, how, lists, -(-self.q.shape[1] // how.rows), self.q.shape[2], tensors)
 
     def over_keys(self, kernel: Any, settings: dict[int, table.Launch], *tensors: Tensor) -> None:
         """Launch one program for each tile of keys of a key head."""
         how = self._settings(settings)
         lists = plan.of_keys(self.scores, self.tq, self.tk, how.rows, how.keys)
-        self._launch(kernel, how, lists, -(-self.k.shape[1] // how.keys), self.k.shape[2], tensors, {})
+        self._launch(kernel, how, lists, -(-self.k.shape[1] // how.keys), self.k.shape[2], tensors)
 
     def _settings(self, settings: dict[int, table.Launch]) -> table.Launch:
         return table.launch(settings, max(map(_padded, (self.q.shape[3], self.v.shape[3]))), self.q.dtype)
@@ -101,7 +99,6 @@ class _Call:
         tiles: int,
         heads: int,
         tensors: tuple[Tensor, ...],
-        constants: dict[str, Any],
     ) -> None:
         s, widths = self.scores, (self.q.shape[3], self.v.shape[3])
         bk, bv = map(_padded, widths)
@@ -111,7 +108,7 @@ class _Call:
             CAP=s.softcap > 0, ALIBI=s.alibi_slopes is not None, DROP=s.dropout_p > 0,
             LEFT=s.left is not None, RIGHT=s.right is not None,
             PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32",
-            **constants, num_warps=how.warps, num_stages=how.stages,
+            num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
 
     def _common(self, lists: plan.TileLists) -> list:

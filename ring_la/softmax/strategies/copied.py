@@ -1,0 +1,60 @@
+"""A ring without hops, on the GPUs of one host: each owner copies its keys and values into the memory of those who need
+them, and gradients come back the same way, by copy engines while blocks are computed.
+
+    forward    own keys while those of others come; then those of one owner, of the next two, of the next four …
+    backward   the same with the smallest group of owners last, so that little is still to be sent when it is done:
+               the gradients of each group's keys go to their owners' inboxes while the next one is computed; then
+               each rank adds up what it was sent
+
+The first block needs nobody: it is launched before anything else. Only keys that a rank's queries see are sent to it. A
+group of owners is one block of keys in the order of the sequence: few, large kernel calls.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..merge import Gradients, Partial, Sum
+from .job import Job
+from .mailbox import Mailbox
+from .schedule import Schedule
+
+
+class Copied:
+    """Every owner's keys by its copy engines."""
+
+    name = "copied"
+
+    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+        schedule = Schedule.of(job)
+        if not schedule.any:
+            job.forward(q, k, v, job.rank, out)
+            return
+        box = Mailbox(job, schedule, k, v)
+        job.forward(q, k, v, job.rank, out)
+        box.deliver()
+        for r in schedule.rounds(job.rank):
+            kv = box.receive(r)
+            job.forward_to(q, kv.k, kv.v, r.keys, out)
+        box.close()
+
+    def backward(
+        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
+    ) -> Gradients:
+        schedule, own = Schedule.of(job), Gradients.of(q, k, v)
+        if not schedule.any:
+            job.backward(do, q, k, v, o, lse, delta, job.rank, own)
+            return own
+        box = Mailbox(job, schedule, k, v, job.message_dtype(k.dtype))
+        job.backward(do, q, k, v, o, lse, delta, job.rank, own)
+        box.deliver(farthest_first=True)
+        for r in reversed(schedule.rounds(job.rank)):
+            kv = box.receive(r)
+            grads = Gradients(own.dq, Sum.like(kv.k), Sum.like(kv.v))
+            job.backward_to(do, q, o, lse, delta, kv.k, kv.v, r.keys, grads)
+            box.send(r, grads)
+        box.close()
+        for rows, dk, dv in box.letters():
+            own.dk.add(dk, rows)
+            own.dv.add(dv, rows)
+        return Gradients(own.dq, own.dk.settled(k.dtype), own.dv.settled(v.dtype))

@@ -1,0 +1,125 @@
+"""Keys copied into the memory of those who need them, and gradients back: order of copies, flags and places in the
+mailbox, on files shared by the ranks in place of symmetric memory. The GPUs' own check is
+``torchrun -m tests.gpu.check_attention``."""
+
+from __future__ import annotations
+
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ring_la
+from ring_la.comm import memory as module
+from ring_la.comm.memory import SECTOR, Memory
+from ring_la.errors import PeerError
+from tests.distributed.pool import group
+from tests.softmax.cases import DOCUMENTS, draw, truth
+from tests.softmax.test_sharded import KINDS, compare
+
+
+class Files(Memory):
+    """Memory of all ranks as files; copies are done at once, and flags by Python or by the kernels, interpreted."""
+
+    folder = ""
+    by_kernels = False
+
+    @classmethod
+    def open(cls, own, size: int) -> Files:
+        total = module._head(own.size) + -(-size // 16) * 16
+        names = [f"{cls.folder}/{own.size}-{total}-{r}" for r in range(own.size)]
+        return cls(own, [torch.from_file(n, shared=True, size=total, dtype=torch.uint8) for n in names])
+
+    def _launch(self, name: str, *numbers: int) -> None:
+        if self.by_kernels:
+            super()._launch(name, *numbers)
+        elif name == "arrived":
+            for r in range(self.group.size):
+                if numbers[0] >> r & 1:
+                    self._take(r)
+        else:
+            dist.barrier(self.group.group)
+
+    def _take(self, rank: int) -> None:
+        flag, deadline = self._own[rank * SECTOR // 4 :][:1], time.monotonic() + 60
+        while not flag.item():
+            assert time.monotonic() < deadline, f"nothing from rank {rank}"
+            time.sleep(0)
+        flag.zero_()
+
+
+def over_files(P: int, folder: str, by_kernels: bool = False):
+    """A group whose ranks copy from each other's memory, as on the GPUs of one host."""
+    cp = ring_la.ContextParallel(group(P), scan="ring")
+    cp.comm.copies = True
+    Files.folder, Files.by_kernels = folder, by_kernels
+    return cp, mock.patch.object(Memory, "open", Files.open)
+
+
+def check_copied(rank: int, P: int, folder: str, documents: str, features: tuple[str, ...], kernels: bool) -> list[str]:
+    if kernels:
+        os.environ["TRITON_INTERPRET"] = "1"
+    cp, patch = over_files(P, folder, kernels)
+    T, cu = DOCUMENTS[documents]
+    bad = []
+    with patch:
+        for kind in KINDS:
+            layout = cp.layout(T, kind, cu_seqlens=cu)
+            for feature in features:
+                errors = compare(layout, draw(documents, feature), truth(documents, feature), "ring")
+                bad += [f"{kind} {feature} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+    return bad
+
+
+@pytest.mark.parametrize(
+    ("P", "documents", "features"),
+    [
+        (2, "short", ("causal", "two for one")),
+        (3, "uneven", ("causal", "all", "values narrower", "window")),
+        (4, "packed", ("two for one", "all rear", "window both sides")),
+        (4, "many", ("causal", "full")),
+    ],
+)
+def test_copied_is_whole(ranks, tmp_path, P, documents, features):
+    bad = ranks.run(P, check_copied, P, str(tmp_path), documents, features, False)
+    assert not any(bad), bad
+
+
+def test_flags_by_the_kernels(ranks, tmp_path):
+    pytest.importorskip("triton")
+    bad = ranks.run(3, check_copied, 3, str(tmp_path), "packed", ("two for one",), True)
+    assert not any(bad), bad
+
+
+def check_late(rank: int, P: int, folder: str) -> str:
+    """Rank 1 never sends; the others give up at once."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    cp, patch = over_files(P, folder, by_kernels=True)
+    layout = cp.layout(24, "zigzag")
+    q, k, v = (torch.randn(1, 12, 2, 8, requires_grad=True) for _ in range(3))
+    with patch:
+        ring_la.attention(q, k, v, layout=layout, strategy="ring")
+        dist.barrier(cp.comm.group)
+        message = ""
+        if rank != 1:
+            memory = cp.comm._memory
+            memory._patience = 0
+            out = ring_la.attention(q, k, v, layout=layout, strategy="ring")
+            assert out.o.isnan().any()
+            assert memory.late() == [1]
+            try:
+                ring_la.attention(q, k, v, layout=layout, strategy="ring")
+            except PeerError as error:
+                message = str(error)
+        dist.barrier(cp.comm.group)
+    return message
+
+
+def test_a_late_peer_is_named(ranks, tmp_path):
+    """Its keys are NaN at once, and the next call says who is missing. It was a CUDA error that names nobody."""
+    pytest.importorskip("triton")
+    messages = ranks.run(2, check_late, 2, str(tmp_path))
+    assert "no message from rank 1 (global rank 1) in time" in messages[0]
