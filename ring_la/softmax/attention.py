@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,8 +132,7 @@ def _split(
 _split_outside_graphs = torch._disable_dynamo(_split)  # a compiled caller breaks its graph here, at the exchange
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The keywords of a call that are no differentiable tensors, as the caller gave them."""
 
     causal: bool
@@ -317,11 +316,11 @@ def _kind_of_call(x: Tensors, options: Options, kv_layout: object, cu_seqlens: o
     """All that checks, agreement and plan depend on; None where that is more than shapes and flags."""
     if options.alibi_slopes is not None or options.dropout_p or cu_seqlens is not None:
         return None
-    if not all(t is None or isinstance(t, Tensor) for t in x):
+    if not all([t is None or isinstance(t, Tensor) for t in x]):
         return None
-    tensors = (None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x)
+    tensors = [None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x]
     other = None if kv_layout is None else (kv_layout, getattr(kv_layout, "cp", None))
-    call = (*tensors, other, torch.is_grad_enabled(), *vars(options).values())
+    call = (*tensors, other, torch.is_grad_enabled(), options)
     try:
         hash(call)
     except TypeError:  # a window given as a list
@@ -339,7 +338,7 @@ def _signature(x: Tensors, options: Options, kv_layout: ShardedLayout | None) ->
         return (name, shape, str(t.dtype), t.requires_grad)
 
     tensors = [of(name, t) for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", options.alibi_slopes))]
-    flags = [v for n, v in vars(options).items() if n != "alibi_slopes"]
+    flags = [v for n, v in zip(options._fields, options) if n != "alibi_slopes"]
     other = None if kv_layout is None else kv_layout.key
     return (*tensors, *(tuple(v) if isinstance(v, list) else v for v in flags), other, torch.is_grad_enabled())
 

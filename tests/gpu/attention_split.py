@@ -92,6 +92,30 @@ def contexts(transports: list[str]) -> dict[str, ContextParallel]:
     return out
 
 
+def stalled_peer() -> str:
+    """What this rank finds where the last rank stays away for longer than the timeout: the error that names it."""
+    P, rank = dist.get_world_size(), dist.get_rank()
+    cp = ContextParallel(scan="ring", timeout=2.0)
+    layout = cp.layout(T, "zigzag")
+    q, k, v = (torch.randn(1, layout.local_length, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    if not attention(q, k, v, layout=layout, strategy="ring").o.isfinite().all():
+        return "not finite before"
+    found = f"no message from rank {P - 1}"
+    if rank == P - 1:
+        time.sleep(6)
+    else:
+        if not attention(q, k, v, layout=layout, strategy="ring").o.isnan().any():
+            found = "what did not come is no NaN"
+        try:
+            attention(q, k, v, layout=layout, strategy="ring")
+            found = "no error"
+        except ring_la.errors.PeerError as error:
+            found = found if found in str(error) else f"{found}; {error}"
+    torch.cuda.synchronize()
+    dist.barrier()
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="cudnn,flash,triton,torch")
@@ -103,6 +127,7 @@ def main() -> int:
     parser.add_argument(
         "--part", default="0/1", help="which of how many parts of the matrix, where jobs run side by side"
     )
+    parser.add_argument("--stall", action="store_true", help="have the last rank stay away once, at the end")
     parser.add_argument("--out")
     args = parser.parse_args()
     start, rank, local = time.time(), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -142,6 +167,10 @@ def main() -> int:
         for what in (f"{group} {strategy or 'usp'} {backend}", feature):
             counts[what] = counts.get(what, 0) + report.done - before
         reached += 1
+    if args.stall:
+        found = stalled_peer()
+        print(f"a stalled peer, rank {rank}: {found}", flush=True)
+        report.bad += found != f"no message from rank {P - 1}"
     totals = torch.tensor([report.bad, report.worst], device="cuda", dtype=torch.float64)
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     if rank == 0:

@@ -26,14 +26,21 @@ from tests.softmax.cases import error
 calls: list[str] = []
 
 
+def hidden(n, m, causal, left, right):
+    """What FlashAttention masks: it takes a bound of as many keys as there are for none, and, beside a bound on the
+    other side, none for as many keys as there are."""
+    left, right = (-1 if bound >= m else bound for bound in (left, right))
+    right = 0 if causal else right
+    left, right = m if left < 0 <= right else left, m if right < 0 <= left else right
+    ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
+    return ((ahead > right) & (right >= 0)) | ((ahead < -left) & (left >= 0))
+
+
 def block(q, k, v, scale, causal, left, right):
     """(o, lse) and the probabilities of ``[B, T, H, D]`` under flash-attn's mask."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    n, m = q.shape[1], k.shape[1]
-    ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
-    right = 0 if causal else right
-    hidden = ((ahead > right) if right >= 0 else torch.zeros(n, m, dtype=torch.bool)) | ((ahead < -left) & (left >= 0))
-    s = (torch.einsum("bihd,bjhd->bhij", q, k) * scale).masked_fill(hidden, -torch.inf)
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    s = s.masked_fill(hidden(q.shape[1], k.shape[1], causal, left, right), -torch.inf)
     lse = s.logsumexp(-1)
     return torch.einsum("bhij,bjhd->bihd", torch.exp(s - lse[..., None]), v), lse, torch.exp(s - lse[..., None])
 
@@ -41,11 +48,8 @@ def block(q, k, v, scale, causal, left, right):
 def block_backward(do, q, k, v, o, lse, scale, causal, left, right):
     groups = k.shape[2]
     wide_k, wide_v = (x.repeat_interleave(q.shape[2] // groups, 2) for x in (k, v))
-    n, m = q.shape[1], k.shape[1]
-    ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
-    right = 0 if causal else right
-    hidden = ((ahead > right) if right >= 0 else torch.zeros(n, m, dtype=torch.bool)) | ((ahead < -left) & (left >= 0))
-    s = (torch.einsum("bihd,bjhd->bhij", q, wide_k) * scale).masked_fill(hidden, -torch.inf)
+    s = torch.einsum("bihd,bjhd->bhij", q, wide_k) * scale
+    s = s.masked_fill(hidden(q.shape[1], k.shape[1], causal, left, right), -torch.inf)
     p = torch.exp(s - lse[..., None])  # with the global lse
     ds = p * (torch.einsum("bihd,bjhd->bhij", do, wide_v) - (do * o).sum(-1).transpose(1, 2)[..., None])
     dq = torch.einsum("bhij,bjhd->bihd", ds, wide_k) * scale
@@ -216,7 +220,7 @@ def test_blocks_of_any_layout(on_the_cpu, backend, kind, cu):
     cpu, layout = torch.device("cpu"), Layout(240, kind, 4, cu_seqlens=cu)
     windows = [(None, 0), (None, None)] + ([] if backend == "flash_attn_4" else [(30, 0), (50, 9)])
     for left, right in windows:
-        for rank, owner in ((1, 1), (2, 0), (0, 3)):
+        for rank, owner in ((1, 1), (2, 0), (0, 3), (3, 2)):
             scores = Scores(0.3, left=left, right=right)
             rows, keys = (Tokens.of_ranks(layout, [r], cpu) for r in (rank, owner))
             shapes = [(1, len(t), h, 8) for t, h in ((rows, 4), (keys, 2), (keys, 2), (rows, 4))]
@@ -231,6 +235,19 @@ def test_blocks_of_any_layout(on_the_cpu, backend, kind, cu):
             assert all(error(a, b) < 1e-9 for a, b in zip(*results)), (left, right, rank, owner)
     joined = cu is not None and backend != "flash_attn_4" and kind != "striped"
     assert ("varlen" in calls) >= joined
+
+
+def test_more_rows_than_keys(on_the_cpu):
+    """FlashAttention cannot name every band of such a rectangle: rows saw too few keys, or too many."""
+    rows, cpu = Tokens.whole(90, torch.device("cpu")), torch.device("cpu")
+    q, k, v = (torch.randn(1, n, 2, 8, dtype=torch.float64) for n in (90, 20, 20))
+    for left, right, shift in ((None, 0, 30), (None, 7, -3), (25, 0, 10), (5, None, 20), (40, 9, 0)):
+        scores, keys, results = Scores(0.3, left=left, right=right), Tokens.whole(20, cpu, shift=shift), []
+        for name in ("flash", "torch"):
+            out = Partial(q.shape, q.dtype, cpu)
+            BACKENDS[name].forward(q, k, v, scores, rows, keys, out)
+            results.append(out.result())
+        assert all(error(a, b) < 1e-9 for a, b in zip(*results)), (left, right, shift)
 
 
 @pytest.mark.parametrize("backend", STAND_INS)

@@ -114,7 +114,7 @@ class CuDNN(TileBackend):
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, not tile.full, False, scale=scale
         )
-        return o.transpose(1, 2), lse.reshape(q.shape[:3])
+        return o.transpose(1, 2), lse.squeeze(-1) if lse.dim() == 4 else lse
 
     def tile_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, tile: Tile

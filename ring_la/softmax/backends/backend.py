@@ -136,11 +136,17 @@ class TileBackend(Backend):
 
     def _tiles(self, scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
         whole = tiles(scores, tq, tk)
-        return [s for t in whole for s in squares(t)] if self.square_only else whole
+        if not self.square_only:
+            return whole
+        kept, mask = tq.tiles[tk], ("squares", scores.left, scores.right)
+        if mask not in kept:
+            kept[mask] = [s for t in whole for s in squares(t)]
+        return kept[mask]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
         for t in self._tiles(scores, tq, tk):
-            out.add(*self.tile_forward(q[:, t.rows], k[:, t.keys], v[:, t.keys], scores.scale, t), t.rows)
+            part = self.tile_forward(q_rows(q, t), k_rows(k, t), k_rows(v, t), scores.scale, t)
+            out.add(*part, t.rows)
 
     def backward(
         self,
@@ -157,6 +163,17 @@ class TileBackend(Backend):
         out: Gradients,
     ) -> None:
         for t in self._tiles(scores, tq, tk):
-            r, c = t.rows, t.keys
-            parts = self.tile_backward(do[:, r], q[:, r], k[:, c], v[:, c], o[:, r], lse[:, :, r], scores.scale, t)
-            out.add(*parts, r, c)
+            row_lse = lse if t.q1 - t.q0 == lse.shape[2] else lse[:, :, t.rows]
+            of_q, of_k = [q_rows(x, t) for x in (do, q, o)], [k_rows(x, t) for x in (k, v)]
+            parts = self.tile_backward(*of_q[:2], *of_k, of_q[2], row_lse, scores.scale, t)
+            out.add(*parts, t.rows, t.keys)
+
+
+def q_rows(x: Tensor, t: Tile) -> Tensor:
+    """The rows of a tile of ``x [B, T, H, D]`` on the queries' side."""
+    return x if t.q1 - t.q0 == x.shape[1] else x.narrow(1, t.q0, t.q1 - t.q0)
+
+
+def k_rows(x: Tensor, t: Tile) -> Tensor:
+    """The same on the keys' side."""
+    return x if t.k1 - t.k0 == x.shape[1] else x.narrow(1, t.k0, t.k1 - t.k0)

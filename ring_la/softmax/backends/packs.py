@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..scores import Scores
-from ..tiles import Tile, tiles
+from ..tiles import Tile, strips, tiles
 from ..tokens import Tokens
 
 LARGE = 1 << 20
@@ -67,8 +67,32 @@ def packs(scores: Scores, tq: Tokens, tk: Tokens) -> tuple[list[Pack], list[Tile
     """(varlen calls, tiles left to single calls) for a block, made once for two sides."""
     kept, key = tq.tiles.setdefault(tk, {}), ("packs", scores.left, scores.right)
     if key not in kept:
-        kept[key] = _packs(tiles(scores, tq, tk), tq.device)
+        kept[key] = _packs(named(scores, tq, tk), tq.device)
     return kept[key]
+
+
+def named(scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
+    """The tiles of a block, each with a mask that FlashAttention can name; made once for two sides."""
+    kept, key = tq.tiles.setdefault(tk, {}), ("named", scores.left, scores.right)
+    if key not in kept:
+        kept[key] = [part for t in tiles(scores, tq, tk) for part in _named(t)]
+    return kept[key]
+
+
+def _named(t: Tile) -> list[Tile]:
+    """A tile, cut where it has more rows than keys and a bound.
+
+    FlashAttention counts bounds from the last row and key, takes a bound of as many keys as there are for none, and
+    where one side has a bound and the other none, as many keys as there are for that none: of a tall rectangle some
+    rows would see keys they must not, or not all they should.
+    """
+    n, m = t.q1 - t.q0, t.k1 - t.k0
+    if t.full or not t.band or n <= m:
+        return [t]
+    if t.lo is None:  # from some row on, all keys are seen; up to there, the last row stands at the last key
+        cut = t.q0 + m - t.hi
+        return [t._replace(q1=cut), Tile(cut, t.q1, t.k0, t.k1)]
+    return strips(t, m)
 
 
 def _packs(todo: list[Tile], device: torch.device) -> tuple[list[Pack], list[Tile]]:

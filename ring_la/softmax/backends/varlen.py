@@ -12,8 +12,8 @@ from ..merge import Gradients, Partial
 from ..scores import Scores
 from ..tiles import Tile
 from ..tokens import Tokens
-from .backend import Ask, TileBackend
-from .packs import Pack, bottom_right, packs
+from .backend import Ask, TileBackend, k_rows, q_rows
+from .packs import Pack, bottom_right, named, packs
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -87,6 +87,9 @@ class VarlenBackend(TileBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self.call_backward(do, q, k, v, o, lse.contiguous(), scale, Window.of(tile), None)
 
+    def _tiles(self, scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
+        return named(scores, tq, tk)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
         if q.shape[0] > 1 or not self.joins_tiles:
             return super().forward(q, k, v, scores, tq, tk, out)
@@ -95,7 +98,8 @@ class VarlenBackend(TileBackend):
             parts = self.call(p.q.take(q), p.k.take(k), p.k.take(v), scores.scale, Window(p.causal), p)
             out.add(*parts, p.q.rows)
         for t in single:
-            out.add(*self.tile_forward(q[:, t.rows], k[:, t.keys], v[:, t.keys], scores.scale, t), t.rows)
+            part = self.tile_forward(q_rows(q, t), k_rows(k, t), k_rows(v, t), scores.scale, t)
+            out.add(*part, t.rows)
         return None
 
     def backward(
@@ -120,7 +124,8 @@ class VarlenBackend(TileBackend):
             rest = p.q.take(o), p.q.take(lse, 2).contiguous()
             out.add(*self.call_backward(*of_q, *of_k, *rest, scores.scale, Window(p.causal), p), p.q.rows, p.k.rows)
         for t in single:
-            r, c = t.rows, t.keys
-            parts = self.tile_backward(do[:, r], q[:, r], k[:, c], v[:, c], o[:, r], lse[:, :, r], scores.scale, t)
-            out.add(*parts, r, c)
+            row_lse = lse if t.q1 - t.q0 == lse.shape[2] else lse[:, :, t.rows]
+            of_q, of_k = [q_rows(x, t) for x in (do, q, o)], [k_rows(x, t) for x in (k, v)]
+            parts = self.tile_backward(*of_q[:2], *of_k, of_q[2], row_lse, scores.scale, t)
+            out.add(*parts, t.rows, t.keys)
         return None

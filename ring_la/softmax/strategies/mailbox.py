@@ -50,14 +50,15 @@ class Mailbox:
 
     def deliver(self, farthest_first: bool = False) -> None:
         """Start to copy this rank's keys and values to those who need them, as of when the mailbox was opened."""
-        kept = "deliveries", farthest_first
+        kept, tokens = ("deliveries", farthest_first), self.k.shape[1]
         if kept not in self._views:
             self._views[kept] = list(self._deliveries(farthest_first))
         with self.memory.beside(self._there):
             for rank, deliveries in self._views[kept]:
                 for k, v, a, b in deliveries:
-                    _copy(k, self.k if b - a == self.k.shape[1] else self.k[:, a:b])
-                    _copy(v, self.v if b - a == self.v.shape[1] else self.v[:, a:b])
+                    whole = b - a == tokens
+                    _copy(k, self.k if whole else self.k.narrow(1, a, b - a))
+                    _copy(v, self.v if whole else self.v.narrow(1, a, b - a))
                 self.memory.tell(rank)
 
     def receive(self, r: Round) -> KeyValues:
@@ -139,7 +140,7 @@ def _aligned(size: int) -> int:
 
 def _copy(into: Tensor, source: Tensor) -> None:
     """A copy in contiguous stretches, which copy engines do."""
-    if len(into) == 1:
+    if into.shape[0] == 1:
         into.copy_(source, non_blocking=True)
         return
     for a, b in zip(into, source):

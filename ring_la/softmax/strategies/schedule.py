@@ -40,17 +40,14 @@ class Round:
         spans: the keys, one after the other.
         letters: where the gradients of each span go in its owner's inbox.
         keys: where the keys stand.
+        owners: as bits.
     """
 
     number: int
     spans: tuple[Span, ...]
     letters: tuple[Span, ...]
     keys: Tokens
-
-    @property
-    def owners(self) -> int:
-        """The owners, as bits."""
-        return sum(1 << s for s in {span.owner for span in self.spans})
+    owners: int
 
 
 class Schedule:
@@ -129,7 +126,7 @@ class Schedule:
     def _round(self, rank: int, number: int, spans: list[Span]) -> Round:
         keys = Tokens.joined([self._keys[s.owner].cut(s.start, s.stop) for s in spans])
         letters = tuple(self._inboxes[s.owner][rank, s.start] for s in spans)
-        return Round(number, tuple(spans), letters, keys)
+        return Round(number, tuple(spans), letters, keys, sum(1 << s for s in {x.owner for x in spans}))
 
 
 def _seen(met: list) -> list[tuple[int, int]]:
