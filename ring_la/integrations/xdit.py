@@ -6,7 +6,7 @@ keys and values too: each rank gets the part of its queries and heads, which sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -108,13 +108,24 @@ def _joint_tokens(x: Tensors, ulysses: int) -> tuple[Tokens, Tokens]:
 
 
 def attention_function(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, **keywords: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    attention_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One block as xDiT's registry calls it: ``[B, H, T, D]`` tensors; returns (out, lse ``[B, H, T]``)."""
-    if keywords:
-        raise UnsupportedError("attention_function", "no further keywords", sorted(keywords))
+    """One block as xDiT's registry calls it (0.7): ``[B, H, T, D]`` tensors; returns (out, lse ``[B, H, T]``).
+
+    Of `attention_kwargs` it knows ``scale``; what else is set in them is another kernel's and is refused.
+    """
+    given = {name: value for name, value in (attention_kwargs or {}).items() if value is not None}
+    scale = given.pop("scale", None)
+    if given:
+        expected = "no entry but 'scale'"
+        raise UnsupportedError("attention_kwargs", expected, sorted(given), "Take xDiT's own backend for masks")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = attention(q, k, v, causal=is_causal, dropout_p=dropout_p)
+    out = attention(q, k, v, causal=is_causal, dropout_p=dropout_p, scale=scale)
     return out.o.transpose(1, 2), out.lse
 
 

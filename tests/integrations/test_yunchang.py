@@ -401,12 +401,17 @@ def test_joint_tensors_have_gradients(ranks, where):
 
 
 def test_registry_entry():
+    """As xDiT 0.7's USP calls an entry: everything but q, k and v by name, `attention_kwargs` always."""
     registry: dict = {}
     xdit.register(registry, "ours")
     q, k, v = (torch.randn(2, 3, 10, 8) for _ in range(3))
-    out, lse = registry["ours"](q, k, v, 0.0, True)
-    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-    assert list(lse.shape) == [2, 3, 10]
+    for more, how in ((None, {}), ({}, {}), (dict(scale=0.2, attn_mask=None), dict(scale=0.2))):
+        out, lse = registry["ours"](q, k, v, dropout_p=0.0, is_causal=True, attention_kwargs=more)
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **how)
+        torch.testing.assert_close(out, want)
+        assert list(lse.shape) == [2, 3, 10]
+    with pytest.raises(RingLAError, match="attention_kwargs.*attn_mask"):
+        registry["ours"](q, k, v, dropout_p=0.0, is_causal=False, attention_kwargs=dict(attn_mask=torch.ones(10, 10)))
 
 
 # -- the installed yunchang --------------------------------------------------------------------------------
