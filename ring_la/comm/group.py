@@ -127,7 +127,7 @@ class Group:
 
     def sends(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
-        self._nobody_late("sending")
+        self.refuse_late("sending", self.transport.late())
         self.bytes_sent += size
 
     def all_gather(self, x: Tensor) -> Pending:

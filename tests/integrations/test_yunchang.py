@@ -410,7 +410,7 @@ def test_registry_entry():
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **how)
         torch.testing.assert_close(out, want)
         assert list(lse.shape) == [2, 3, 10]
-    with pytest.raises(RingLAError, match="attention_kwargs.*attn_mask"):
+    with pytest.raises(RingLAError, match=r"attention_kwargs.*attn_mask"):
         registry["ours"](q, k, v, dropout_p=0.0, is_causal=False, attention_kwargs=dict(attn_mask=torch.ones(10, 10)))
 
 
