@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .autograd import outside_graphs
-from .comm import Replicated, SumOverRanks
+from .autograd import first_derivative_only, outside_graphs
+from .comm import Replicated, Route, SumOverRanks
 from .context import ShardedLayout
 from .errors import ArgumentError, RingLAError, UnsupportedError
-from .kernels.short_conv import Rows, convolve
+from .kernels.short_conv import Rows, convolve, convolve_backward
 from .linear import Seams
 from .outputs import ShortConvOutput, TokenShiftOutput
 from .recurrences.recurrence import FLOATS, check_split, describe_tensor
@@ -120,8 +120,12 @@ def _short_conv(
         (width, activation, _shape_of(bias), _shape_of(initial_state), output_final_state),
     )
     initial = None if initial_state is None else initial_state.mT
-    lead, cu = _leads(flat, width - 1, initial, layout, cu_seqlens)
-    o, ends = convolve(flat, weight, bias, lead, cu, activation == "silu", output_final_state)
+    if layout is None:
+        lead, cu = _leads(flat, width - 1, initial, None, cu_seqlens)
+        o, ends = convolve(flat, weight, bias, lead, cu, activation == "silu", output_final_state)
+    else:
+        own = None if initial is None else _initial_rows(flat, width - 1, initial, layout)
+        o, ends = _Split.apply(layout, flat, weight, bias, own, activation == "silu", output_final_state)
     o, final = o.view(x.shape), None
     if output_final_state:
         final = _final(ends, initial, layout, cu_seqlens is not None).mT.to(x.dtype)
@@ -164,6 +168,45 @@ def behind(
 _short_conv_split, _token_shift_split = outside_graphs(_short_conv), outside_graphs(_token_shift)
 
 
+class _Split(torch.autograd.Function):
+    """`convolve` on this rank's tokens. Other ranks' rows come in one message with their neighbours; the gradients of
+    those rows go back as rows and are added to the few they belong to."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        layout: ShardedLayout,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        own: Tensor | None,
+        silu: bool,
+        ends: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        width, pieces = weight.shape[1] - 1, len(layout.pieces)
+        with layout.cp.comm.in_order():
+            halo = _halo(layout, width).start(x.movedim(1, 0)).wait().movedim(0, 1)
+        lead = (halo if own is None else halo + own.to(x.dtype)).unflatten(1, (pieces, width))
+        cu = None if pieces == 1 else layout.cu_pieces.to(x.device)
+        o, last = convolve(x, weight, bias, lead, cu, silu, ends)
+        ctx.layout, ctx.silu = layout, silu
+        ctx.save_for_backward(x, weight, bias, lead, cu, own)
+        ctx.set_materialize_grads(False)
+        return o, last
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do: Tensor | None, dends: Tensor | None):
+        x, weight, bias, lead, cu, own = ctx.saved_tensors
+        layout, do = ctx.layout, torch.zeros_like(x) if do is None else do
+        dx, dweight, dbias, dlead = convolve_backward(do, dends, x, weight, bias, lead, cu, ctx.silu)
+        rows = dlead.flatten(1, 2)
+        with layout.cp.comm.in_order():
+            back = _halo(layout, weight.shape[1] - 1).start_back(rows.movedim(1, 0).contiguous(), dx.movedim(1, 0))
+            back.wait()
+        return None, dx, dweight, dbias, None if own is None else rows.to(own.dtype), None, None
+
+
 class _Together(torch.autograd.Function):
     """Two outputs whose gradients go back together, zero where one is not used: the way back of a final state sums
     over ranks, so every rank must take it even if its own loss does not use the state."""
@@ -188,15 +231,24 @@ def _leads(
     if layout is None:
         packed = cu_seqlens is not None
         return None if initial is None else initial[None] if packed else initial[:, None], cu_seqlens
-    ranks = range(layout.world_size)
-    route = layout.route(("lead", width), lambda: [_before(layout, r, width)[0] for r in ranks], neighbours=True)
-    halo = route(x, 1)
+    halo = _halo(layout, width)(x, 1)
     if initial is not None:
-        rows = (initial[None] if layout.packed else initial[:, None]).flatten(1, 2)
-        place = layout.kept(("rows before", width), lambda: _before(layout, layout.rank, width)[1].to(x.device))
-        mine = Replicated.apply(rows, layout.cp.comm).index_select(1, place.clamp(min=0))
-        halo = halo + mine.to(x.dtype).masked_fill((place < 0)[:, None], 0)
+        halo = halo + _initial_rows(x, width, initial, layout).to(x.dtype)
     return halo.unflatten(1, (len(layout.pieces), width)), layout.cu_pieces.to(x.device)
+
+
+def _halo(layout: ShardedLayout, width: int) -> Route:
+    """Brings the `width` rows before each of this rank's pieces, zeros where a document starts."""
+    ranks = range(layout.world_size)
+    return layout.route(("lead", width), lambda: [_before(layout, r, width)[0] for r in ranks], neighbours=True)
+
+
+def _initial_rows(x: Tensor, width: int, initial: Tensor, layout: ShardedLayout) -> Tensor:
+    """The rows of the initial states ``[N, width, D]`` that stand before this rank's pieces, else zeros."""
+    rows = (initial[None] if layout.packed else initial[:, None]).flatten(1, 2)
+    place = layout.kept(("rows before", width), lambda: _before(layout, layout.rank, width)[1].to(x.device))
+    mine = Replicated.apply(rows, layout.cp.comm).index_select(1, place.clamp(min=0))
+    return mine.masked_fill((place < 0)[:, None], 0)
 
 
 def _final(ends: Tensor, initial: Tensor | None, layout: ShardedLayout | None, packed: bool) -> Tensor:

@@ -40,6 +40,7 @@ class Route:
         take = [asked[me][2][asked[me][0] == r] for r in range(p)]
         self.give_counts, self.take_counts = [len(g) for g in give], [len(t) for t in take]
         self._give, self._take = torch.cat(give), torch.cat(take)
+        self._filled = torch.equal(self._take, torch.arange(self.rows))  # what comes in stands as it is wanted
         self.silent = all(bool((owner == r).all()) for r, (owner, _, _) in enumerate(asked))
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -51,20 +52,26 @@ class Route:
     def start(self, x: Tensor) -> Pending:
         """Post the exchange of rows of ``x [T_local, …]``; the result is ``[rows, …]``."""
         give, take = self.indices(x.device)
-        return self._move(x.index_select(0, give), self.give_counts, self.take_counts, take, self.rows)
+        pending = self._move(x.index_select(0, give), self.give_counts, self.take_counts)
+        if self._filled:
+            return pending
+        return Pending(lambda: x.new_zeros(self.rows, *x.shape[1:]).index_copy_(0, take, pending.wait()))
 
-    def start_back(self, grad: Tensor) -> Pending:
-        """Post the way back of ``grad [rows, …]``; the result ``[T_local, …]`` adds up what returned."""
+    def start_back(self, grad: Tensor, onto: Tensor | None = None) -> Pending:
+        """Post the way back of ``grad [rows, …]``; the result, ``[T_local, …]``, is `onto` (None: 0) with it added."""
         give, take = self.indices(grad.device)
-        return self._move(grad.index_select(0, take), self.take_counts, self.give_counts, give, self.length)
+        rows = grad if self._filled else grad.index_select(0, take)
+        pending = self._move(rows, self.take_counts, self.give_counts)
 
-    def _move(self, x: Tensor, send: list[int], receive: list[int], slots: Tensor, rows: int) -> Pending:
-        pending = self._neighbours(x, send, receive) if self.neighbours else self._all_to_all(x, send, receive)
+        def add() -> Tensor:
+            total = grad.new_zeros(self.length, *grad.shape[1:]) if onto is None else onto
+            returned = pending.wait()
+            return total.index_add_(0, give, returned) if len(give) else total
 
-        def place() -> Tensor:
-            return x.new_zeros(rows, *x.shape[1:]).index_add_(0, slots, pending.wait())
+        return Pending(add)
 
-        return Pending(place)
+    def _move(self, x: Tensor, send: list[int], receive: list[int]) -> Pending:
+        return self._neighbours(x, send, receive) if self.neighbours else self._all_to_all(x, send, receive)
 
     def _all_to_all(self, x: Tensor, send: list[int], receive: list[int]) -> Pending:
         return Pending(lambda: x) if self.silent else self.group.all_to_all_uneven(x, send, receive)

@@ -41,6 +41,23 @@ def convolve(
     return plain_convolve(x, weight, bias, lead, cu, silu, ends)
 
 
+def convolve_backward(
+    do: Tensor,
+    dends: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lead: Tensor | None,
+    cu: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of `convolve`'s x, weight, bias and lead."""
+    if not x.is_cuda:
+        return plain_convolve_backward(do, dends, x, weight, bias, lead, cu, silu)
+    grads = iter(short_conv_backward(do, dends, x, weight, bias, lead, cu, silu))
+    return tuple(None if t is None else next(grads) for t in (x, weight, bias, lead))
+
+
 # -- in PyTorch ----------------------------------------------------------------------------------------------
 
 
