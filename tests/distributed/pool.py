@@ -38,23 +38,25 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Processes 0 … SIZE−1 joined in one gloo job, fed over pipes."""
+    """Processes 0 … size−1 joined in one gloo job, fed over pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
         self._processes: list = []
         self._pipes: list = []
 
     def start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["torch.distributed", "ring_la.nn", __name__])  # once for all ranks and restarts
         port = _free_port()
-        for rank in range(SIZE):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, SIZE, port, there), daemon=True)
+        for rank in range(self.size):
+            here, there = server.Pipe()
+            process = server.Process(target=_serve, args=(rank, self.size, port, there), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-        self._collect(range(SIZE), HANG)
+        self._collect(range(self.size), HANG)
 
     def stop(self) -> None:
         for process in self._processes:

@@ -10,14 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.distributed.pool import RankError
+from tests.distributed.pool import RankError, Ranks
 
 pytest.importorskip("jsonargparse")
 
@@ -145,36 +146,31 @@ def test_another_split_of_the_ranks_goes_on(ranks, whole, tmp_path, axes):
     check_close(folder, whole)
 
 
-def test_two_ranks_go_on(whole, tmp_path):
-    folder, log = interrupted(whole, tmp_path / "run"), tmp_path / "log.txt"
-    process = start(2, arguments(folder), log=log)
+@pytest.mark.parametrize("size", [1, 2])
+def test_another_number_of_ranks_goes_on(whole, tmp_path, size):
+    folder, fewer = interrupted(whole, tmp_path / "run"), Ranks(size)
     try:
-        assert process.wait(120) == 0, log.read_text()
+        fewer.run(size, train, arguments(folder))
     finally:
-        process.kill()
-    assert "going on from step 6 of 12: " in log.read_text()
+        fewer.stop()
     check_close(folder, whole)
 
 
-def test_one_process_goes_on(whole, tmp_path):
-    folder = interrupted(whole, tmp_path / "run")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        train(0, arguments(folder))
-    finally:
-        dist.destroy_process_group()
-    check_close(folder, whole)
+def told(rank: int, options: list[str]) -> str:
+    """In the pool: what a run prints."""
+    with redirect_stdout(StringIO()) as out:
+        train(rank, options)
+    return out.getvalue()
 
 
-def test_another_model_is_refused_and_other_data_is_said(ranks, whole, tmp_path, capfd):
+def test_another_model_is_refused_and_other_data_is_said(ranks, whole, tmp_path):
     folder = interrupted(whole, tmp_path / "run")
     with pytest.raises(RankError, match=r"run.folder: expected a folder of its own .* dim=32, got .* with dim=16"):
         ranks.run(4, train, arguments(folder, model__dim=32))
-    capfd.readouterr()
-    ranks.run(4, train, arguments(folder, data__seed=5, run__steps=6))
-    said = capfd.readouterr().out
+    said, *others = ranks.run(4, told, arguments(folder, data__seed=5, run__steps=6))
     assert "going on from step 6 of 6, data.seed 5: " in said
     assert f"nothing is left to do in {folder}" in said
+    assert others == [""] * 3
 
 
 def test_warm_up_and_cosine():
