@@ -58,8 +58,14 @@ WIDE = dict(
     sliding_window=100,
     max_position_embeddings=2048,
 )
-EXTRA = {"mamba2": {"head_dim": 64}, "deepseek_v3": {"head_dim": 32}}
-PLAIN = ("gemma2", "gpt_oss", "llama4", "deepseek_v3")
+EXTRA = {
+    "mamba2": {"head_dim": 64},
+    "deepseek_v3": {"head_dim": 32},
+    "zamba": {"attention_hidden_size": 512, "attention_head_dim": 128},
+    "mamba": {"state_size": 16},
+    "falcon_mamba": {"state_size": 16},
+}
+PLAIN = ("gemma2", "gpt_oss", "llama4", "deepseek_v3", "falcon", "gptj")
 ARCHITECTURES: dict[str, Case] = RECURRENT | INDEXED | {n: SOFTMAX[n] for n in PLAIN}
 DOCUMENTS = (0, 1, 100, 700, 1024)
 """Offsets of packed documents, in 1024ths of the sequence."""

@@ -129,7 +129,7 @@ class Parallel:
         configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
         self._attention = [(c, c._attn_implementation) for c in configs.values()]
         undo.callback(self.use_attention, split=False)
-        model.set_attn_implementation(NAME)
+        self.use_attention(split=True)
         for module in model.modules():
             module._ring_la = self
             undo.callback(delattr, module, "_ring_la")

@@ -146,6 +146,21 @@ SOFTMAX: dict[str, Case] = {
         max_position_embeddings=30,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
     ),
+    "gptj": case("GPTJForCausalLM", skip=("intermediate_size", "num_key_value_heads", "head_dim"), rotary_dim=4),
+    "gpt_neo": case(
+        "GPTNeoForCausalLM",
+        skip=("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=5,
+    ),
+    "falcon": case(
+        "FalconForCausalLM",
+        skip=("intermediate_size", "num_key_value_heads", "head_dim"),
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    ),
     "gpt2": case("GPT2LMHeadModel", skip=("intermediate_size", "num_key_value_heads", "head_dim")),
 }
 LINEAR, FULL, CONV, SLIDING = "linear_attention", "full_attention", "conv", "sliding_attention"

@@ -1,4 +1,4 @@
-"""Every recurrent architecture in every order of its kinds of layers, on 2 and 3 ranks, dense and packed.
+"""Every architecture under test in every order of its kinds of layers, on 2 and 3 ranks, dense and packed.
 
     python -m tests.integrations.transformers.orders [name …]
 
@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from tests.distributed.pool import RankError, Ranks
 
-from .models import RECURRENT, Case
+from .models import CASES, Case
 from .test_models import alone, compare, split
 
 
@@ -37,8 +37,8 @@ def orders(case: Case) -> list[Case]:
 def main(names: list[str]) -> int:
     logging.set_verbosity_error()
     ranks, failures, count = Ranks(), 0, 0
-    for name in names or RECURRENT:
-        for number, case in enumerate(orders(RECURRENT[name])):
+    for name in names or CASES:
+        for number, case in enumerate(orders(CASES[name])):
             kinds = case.options.get("layer_types", case.options.get("layers_block_type", []))
             try:
                 case.make()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ....errors import UnsupportedError
-from . import channelwise, convolution, delta, indexed, lightning, mamba, qwen4_exp, xlstm, zaya
+from . import channelwise, convolution, delta, indexed, lightning, mamba, own_attention, qwen4_exp, xlstm, zaya
 
 if TYPE_CHECKING:
     from ..model import Parallel
@@ -35,6 +35,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **xlstm.MIXERS,
     **zaya.MIXERS,
     **channelwise.MIXERS,
+    **own_attention.MIXERS,
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 

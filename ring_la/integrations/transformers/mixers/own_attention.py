@@ -1,0 +1,61 @@
+"""Softmax attention of classes that do not go through the library's registry of attention functions."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import Tensor, nn
+
+from ....errors import UnsupportedError
+from ....softmax import attention
+from ..call import Call
+from ..masks import Mask
+from .indexed import Overriding
+
+
+def attention_by_method(call: Call, layer: nn.Module, *args, **keywords):
+    """A layer whose ``_attn(q, k, v, mask)`` takes ``[B, H, T, D]``: GPT-J, CodeGen, GPT-Neo (which does not scale)."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None) -> tuple[Tensor, None]:
+        _check_causal(layer, attention_mask)
+        q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
+        scale = 1.0 / float(getattr(layer, "scale_attn", 1.0))
+        local = getattr(layer, "attention_type", None) == "local"
+        window = (layer.config.window_size - 1, 0) if local else (-1, -1)
+        dropout = layer.attn_dropout.p if layer.attn_dropout.training else 0.0
+        return attention(q, k, v, scale=scale, window=window, dropout_p=dropout, **call.split).o.transpose(1, 2), None
+
+    return Overriding(layer, _attn=attend).forward(*args, **keywords)
+
+
+def falcon_attention(
+    call: Call,
+    layer: nn.Module,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: object,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    layer_past: object = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """``FalconAttention`` with rotary positions."""
+    _check_causal(layer, attention_mask)
+    if alibi is not None:
+        raise UnsupportedError("model", "a Falcon with rotary positions", "one with ALiBi")
+    q, k, v = (x.transpose(1, 2) for x in layer._split_heads(layer.query_key_value(hidden_states)))
+    rotate = inspect.unwrap(type(layer).forward).__globals__["apply_rotary_pos_emb"]
+    q, k = rotate(q, k, *position_embeddings)
+    if layer_past is not None:
+        k, v = layer_past.update(k, v, layer.layer_idx)
+    o = attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=layer.head_dim**-0.5, **call.split).o
+    return layer.dense(o.flatten(2)), None
+
+
+def _check_causal(layer: nn.Module, mask: object) -> None:
+    if mask != Mask():
+        raise UnsupportedError("model", f"the library's causal mask in {type(layer).__name__}", mask)
+
+
+BY_METHOD = ("GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention")
+
+MIXERS = {**dict.fromkeys(BY_METHOD, attention_by_method), "FalconAttention": falcon_attention}
