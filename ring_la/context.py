@@ -38,8 +38,8 @@ class ContextParallel:
         attention: how softmax attention exchanges keys and values: "auto" or one of ATTENTION.
         transport: what carries the messages: "torch" (torch.distributed's backend of the group), "symmetric" (memory of
             the GPUs of one host, mapped by all: one small kernel a message; a ring of softmax attention copies keys and
-            values from their owner's memory), or "auto": "torch" but for that ring, where
-            GPUs reach each other's memory.
+            values from their owner's memory), or "auto": "torch", but for that ring and a ring of states where GPUs
+            reach each other's memory.
         deterministic: forward results of the recurrences do not depend on the number of ranks, bit for bit:
             segment borders fall on multiples of 64 tokens and states are folded in one canonical order.
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the

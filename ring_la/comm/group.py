@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
 from .transport import TorchTransport, Transport, Work
+
+if TYPE_CHECKING:
+    from .symmetric import SymmetricTransport
 
 TRANSPORTS = ("auto", "torch", "symmetric")
 
@@ -44,10 +47,12 @@ class Group:
         group: a ProcessGroup; None for the default group.
         timeout: how long a peer may take before a wait becomes a `PeerError`.
         transport: what carries the messages: "torch" (the group's backend, NCCL or gloo), "symmetric" (peer-to-peer
-            memory of the GPUs of one host), or "auto", the group's backend. Collective.
+            memory of the GPUs of one host), or "auto", the group's backend, with mailboxes beside it where GPUs reach
+            each other. Collective.
 
     Attributes:
         transport: the `Transport` in use.
+        mailboxes: memory that kernels reach each other through, for those that send by themselves; None: none.
         copies: whether large tensors may be copied from and to other ranks' memory ("auto": if the driver lets them).
         bytes_sent: payload bytes this rank has sent, for tests and benchmarks.
         wait_seconds: host time spent waiting for messages (on CPU, where waiting blocks).
@@ -72,14 +77,19 @@ class Group:
         self._agreements = self._failures = 0
         by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
         self.transport: Transport = by_torch
+        self.mailboxes: SymmetricTransport | None = None
         self._name = self._make_name()
         self.copies = transport == "symmetric" and self.size > 1
         if transport == "symmetric":
             self.transport = self._symmetric(by_torch)
+            self.mailboxes = self.transport if self.copies else None
         elif transport == "auto" and self.on_cuda:
-            from .symmetric import copies
+            from .symmetric import SymmetricTransport, copies
 
             self.copies = copies(self)
+            if self.copies:
+                with suppress(UnsupportedError):  # on every rank or on none
+                    self.mailboxes = SymmetricTransport.open(self, by_torch)
 
     def _symmetric(self, by_torch: TorchTransport) -> Transport:
         from .symmetric import SymmetricTransport, refusal
@@ -127,7 +137,7 @@ class Group:
 
     def sends(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
-        self.refuse_late("sending", self.transport.late())
+        self.refuse_late("sending", self._late())
         self.bytes_sent += size
 
     def all_gather(self, x: Tensor) -> Pending:
@@ -205,7 +215,7 @@ class Group:
 
     def _pending(self, what: str, post: Callable[[], Sequence[Work]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
-        self.refuse_late(what, self.transport.late())
+        self.refuse_late(what, self._late())
         try:
             works = post()
         except RuntimeError as error:
@@ -228,6 +238,9 @@ class Group:
         if late:
             names = self._names(late)
             raise PeerError(f"rank {self.rank} of {self.size} before {what}: no message from {names} in time")
+
+    def _late(self) -> list[int]:
+        return self.transport.late() if self.mailboxes is None else self.mailboxes.late()
 
     def _peer_error(self, what: str, error: Exception) -> PeerError:
         """Name the ranks that did not report this failure too: they died or stalled."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ..errors import UnsupportedError
 from .transport import TorchTransport, Work
@@ -67,18 +67,23 @@ def share(group: Group, own: Tensor) -> list[Tensor]:
     different numbers of rendezvous before.
     """
     torch.cuda.synchronize(group.device)  # what is in it now is seen by all
-    rebuild, arguments = reduce_tensor(own)
-    names = list(inspect.signature(rebuild).parameters)
+    names, arguments, failure = list(inspect.signature(rebuild_cuda_tensor).parameters), (), ""
+    try:
+        _, arguments = reduce_tensor(own)
+    except RuntimeError as error:  # memory of an allocator that gives no handles
+        failure = f"rank {group.rank} cannot share its memory: {str(error).splitlines()[0]}"
     told = group.tell(base64.b64encode(pickle.dumps(arguments)).decode())
-    mapped, failure = [], ""
+    mapped = []
     for rank, text in enumerate(told):
         if rank == group.rank:
             mapped.append(own)
             continue
         theirs = dict(zip(names, pickle.loads(base64.b64decode(text))))
+        if failure or not theirs:
+            break
         theirs |= {"storage_device": group.device.index, "event_sync_required": False}
         try:
-            mapped.append(rebuild(**theirs))
+            mapped.append(rebuild_cuda_tensor(**theirs))
         except RuntimeError as error:
             failure = f"rank {group.rank} cannot map the memory of rank {rank}: {str(error).splitlines()[0]}"
             break

@@ -176,7 +176,7 @@ def _messages(group: Group, scale: float) -> dict[str, Probe]:
         line, like = Chain.line(P), Affine("identity", None, b)
         STRATEGIES["ring"].start(line, [Link(like)], like, group).wait()
 
-    probes = {} if group.transport.name != "symmetric" else {"link": Probe(links, SMALL, large, 1 / (P - 1))}
+    probes = {} if group.mailboxes is None else {"link": Probe(links, SMALL, large, 1 / (P - 1))}
     return probes | {
         "hop": Probe(chain, SMALL, large, 1 / (P - 1)),
         "swap": Probe(swap, SMALL, large),

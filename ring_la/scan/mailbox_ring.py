@@ -21,7 +21,7 @@ LEAST, WIDEST = 16, 256
 
 def carries(group: Group, like: Affine) -> bool:
     """Whether this group's links go by mailboxes; the same on every rank."""
-    return group.transport.name == "symmetric" and fits(like)
+    return group.mailboxes is not None and fits(like)
 
 
 def fits(like: Affine) -> bool:
@@ -66,7 +66,7 @@ def _launch(
     from ..kernels.triton.launch import aligned, launch
     from .link_kernel import TINY, link_kernel
 
-    boxes, kind, b = group.transport, KINDS[m.kind], aligned(b)
+    boxes, kind, b = group.mailboxes, KINDS[m.kind], aligned(b)
     K, V = b.shape[-2:]
     A, transposed = m.A, False
     if A is None:

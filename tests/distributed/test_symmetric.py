@@ -36,7 +36,7 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: 
     dist.barrier(group(size))
     boxes = [torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32) for r in range(size)]
     addresses = [b.data_ptr() for b in boxes]
-    own.transport = SymmetricTransport(
+    own.transport = own.mailboxes = SymmetricTransport(
         own, own.transport, boxes[rank], addresses, boxes, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
     )
     return own
