@@ -50,7 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", type=Path, help="bench_scan.json; default: the table for an H200")
     parser.add_argument("--memory", type=float, help="GiB of one GPU; default: the rates'")
     parser.add_argument("--forward", action="store_true", help="prefill: no backward, no optimiser")
-    parser.add_argument("--recompute", action="store_true", help="keep only each block's input for the backward pass")
+    parser.add_argument(
+        "--recompute",
+        nargs="?",
+        const="all",
+        default="",
+        choices=("all", "linear"),
+        help="keep only each block's input for the backward pass; linear: but of attention's blocks all",
+    )
     parser.add_argument("--out", type=Path, help="also write the table as JSON")
 
 
@@ -64,7 +71,7 @@ class Setting:
     length: int
     layout: str = "zigzag"
     backward: bool = True
-    recompute: bool = False
+    recompute: str = ""
     memory: float = 0.0
 
 
@@ -193,22 +200,28 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
 
 def matmuls(setting: Setting, parameters: int, tokens: float) -> float:
     """Seconds of multiplying tokens with parameters: 2 operations each, 3 times that with a backward pass."""
-    passes = (4 if setting.recompute else 3) if setting.backward else 1
-    return 2 * passes * parameters * tokens / setting.rates.matmul
+    return 2 * (3 if setting.backward else 1) * parameters * tokens / setting.rates.matmul
 
 
 def local(setting: Setting, block: Work, tokens: float) -> float:
     """Seconds of one block's own work on this rank's tokens."""
     rates, backward = setting.rates, setting.backward
-    seconds = matmuls(setting, block.multiplied, tokens)
-    seconds += (PASSES if backward else 1) * block.saved * tokens / rates.copy
+    products = matmuls(setting, block.multiplied, tokens)
+    moved = block.saved * tokens / rates.copy
     if block.recurrence:
         mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
         again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
     else:
         operations = 2 * tokens * setting.length * block.heads * block.K  # causal: half of all pairs, two products
         mixing, again = rates.attention(operations, backward), rates.attention(operations, False)
-    return seconds + mixing + (again if setting.recompute and backward else 0.0)
+    if not backward:
+        return products + moved + again
+    seconds = products + PASSES * moved + mixing
+    return seconds + (products / 3 + moved + again if _recomputed(setting, block) else 0.0)
+
+
+def _recomputed(setting: Setting, block: Work) -> bool:
+    return bool(setting.recompute) and (setting.recompute == "all" or bool(block.recurrence))
 
 
 def rotation(setting: Setting, model: CostModel, block: Work, tokens: float, P: int) -> float:
@@ -230,10 +243,9 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
     largest = max(work.blocks, key=lambda block: block.parameters)
     if not setting.backward:
         return 2 * work.parameters / gpus + 2 * largest.parameters + tokens * max(b.saved for b in work.blocks)
-    if setting.recompute:
-        kept = 2 * work.dim * len(work.blocks) + max(block.saved for block in work.blocks)
-    else:
-        kept = sum(block.saved for block in work.blocks)
+    again = [block for block in work.blocks if _recomputed(setting, block)]
+    kept = sum(block.saved for block in work.blocks) - sum(block.saved for block in again)
+    kept += 2 * work.dim * len(again) + max((block.saved for block in again), default=0)
     logits = 4 * work.vocabulary * min(tokens, 8192)
     return STATE_BYTES * work.parameters / gpus + 4 * largest.parameters + kept * tokens + logits
 
