@@ -65,10 +65,12 @@ def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
         raise UnsupportedError("past_key_values", "an empty cache with layout or cu_seqlens", "a filled one")
     if torch.is_grad_enabled():
         raise UnsupportedError(parallel.cache, "none, or an empty one, with gradients", "a filled cache")
+    ours = {"layout", "cu_seqlens"} | ({"logits_to_keep"} - known(original, {"logits_to_keep": None}).keys())
+    arguments = {n: x for n, x in arguments.items() if n not in ours}
     parallel.call = None
     parallel.use_attention(split=False)
     try:
-        return original(model, **{n: x for n, x in arguments.items() if n not in ("layout", "cu_seqlens")})
+        return original(model, **arguments)
     finally:
         parallel.use_attention(split=True)
 

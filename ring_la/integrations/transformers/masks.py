@@ -22,6 +22,10 @@ class Mask:
     window: int | None = None
     chunk: int | None = None
 
+    def contiguous(self) -> Mask:
+        """What generation asks of the masks it prepares for a cache of fixed size."""
+        raise UnsupportedError("cache_implementation", "a cache that grows", "one of fixed size")
+
 
 def make_mask(mask_function: Callable = masking_utils.causal_mask_function, **_: object) -> Mask:
     """What the mask registry calls in place of building a tensor.

@@ -155,6 +155,8 @@ class Parallel:
         self.uncached = uncached(model)
         if "cache_params" in inspect.signature(type(model).forward).parameters:
             self.cache = "cache_params"
+        model._supports_logits_to_keep = lambda: True  # generate asks for the sequence's last logits, not this rank's
+        undo.callback(delattr, model, "_supports_logits_to_keep")
         self.loss = model.loss_function
         if "_loss_function" in vars(model):
             undo.callback(setattr, model, "_loss_function", self.loss)

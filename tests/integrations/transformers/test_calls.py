@@ -221,6 +221,22 @@ def prefill(rank: int, name: str) -> None:
         assert torch.equal(model.generate(x, **options), alone.generate(x, **options))
 
 
+def generated(rank: int) -> None:
+    """Generation without a cache, by a model that cannot keep logits itself; a cache of fixed size is refused."""
+    from ring_la.errors import UnsupportedError
+
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model, _ = parallel("xlstm")
+    want = CASES["xlstm"].make().eval().generate(ids(2), use_cache=False, **options)
+    assert torch.equal(model.eval().generate(ids(2), use_cache=False, **options), want)
+    with pytest.raises(UnsupportedError, match="cache_implementation"):
+        parallel("llama")[0].generate(ids(2), cache_implementation="static", **options)
+
+
+def test_generation_without_a_growing_cache(ranks):
+    ranks.run(2, generated)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3"])
 def test_prefill(ranks, name):
     ranks.run(2, prefill, name)
