@@ -2,7 +2,7 @@
 
 With dS the gradient of the state after a chunk and dR that of R = β(V − e^G K S):
 
-    dU = scale · Aᵀ dO + (e^{G_C−G} K) dS,     dR = Mᵀ dU      (additive writes: dV = dU)
+    dU = Aᵀ dO + (e^{G_C−G} K) dS,     dR = Mᵀ dU      (additive writes: dV = dU)
     dS ← e^{G_C} dS + scale · (e^G Q)ᵀ dO − (e^G K)ᵀ (β dR)
 """
 
@@ -54,7 +54,6 @@ def backward_kernel(
     S = tl.zeros([BV, BK], tl.float32)
     if not SUMMARY and HAS_STATE:
         S = tl.load(state + row * (K * V) + at, inside, other=0.0)
-    causal = t[:, None] >= t[None, :]
     total = tl.zeros([BK], tl.float32)
     n = (left + C - 1) // C
     for j in range(n):
@@ -67,11 +66,13 @@ def backward_kernel(
         if not SUMMARY:
             at_chunk = ((b.to(tl.int64) * NC + chunk + i) * H + h) * (K * V)
             put(states + at_chunk, Sx, e, V, d, K, K)
-        zf = z.to(tl.float32) * scale
+        zf = z.to(tl.float32)
         if DECAY == 1:
-            read = tl.load(f + C + t)[None, :]
+            read = tl.load(f + C + t)
             S *= tl.exp2(tl.load(f + C - 1))
-            zf *= read
+            zf *= (read * scale)[None, :]
+        else:
+            zf *= scale
         if DECAY == 2:
             gc = tl.load(g_ + (tl.minimum(c + C, left) - 1) * (H * K) + d, d < K, other=0.0)
             total += gc
@@ -81,17 +82,8 @@ def backward_kernel(
             du = tl.dot(Sx, tl.trans(x), input_precision=PREC)
             if DECAY == 1:
                 du *= tl.load(f + 2 * C + t)[None, :]
-            if DECAY == 2:
-                p = tile(a_ + c * (H * C), t, left - c, t, H * C, C)
-                du += tl.dot(z, p, input_precision=PREC) * scale
-            else:
-                pf = tl.dot(y, tl.trans(x), input_precision=PREC) * scale
-                if DECAY == 1:
-                    g = tl.load(f + t)
-                    p = (pf * tl.exp2(tl.where(causal, g[:, None] - g[None, :], float("-inf")))).to(x.dtype)
-                else:
-                    p = tl.where(causal, pf, 0.0).to(x.dtype)
-                du = tl.dot(z, p, du, input_precision=PREC)
+            p = tile(a_ + c * (H * C), t, left - c, t, H * C, C)
+            du = tl.dot(z, p, du, input_precision=PREC)
             if DELTA or DPLR:
                 m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
                 du = tl.dot(du.to(x.dtype), m, input_precision=PREC)
@@ -99,7 +91,7 @@ def backward_kernel(
                 put(dr_ + c * (H * V), tl.trans(du), t, left - c, e, H * V, V)
                 if DPLR:
                     p = tile(head(Av, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
-                    dv = tl.dot(z, p, input_precision=PREC) * scale
+                    dv = tl.dot(z, p, input_precision=PREC)
                     p = tile(head(L, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
                     dv = tl.dot(du.to(x.dtype), p, dv, input_precision=PREC)
                     p = tile(head(kv, b, start, h, T, HK, H, K) + c * (HK * K), t, left - c, d, HK * K, K)
@@ -107,10 +99,8 @@ def backward_kernel(
                     put(head(dv_, b, start, h, T, H, H, V) + c * (H * V), tl.trans(dv), t, left - c, e, H * V, V)
         S = tl.dot(zf.to(y.dtype), y, S, input_precision=PREC)
         if DELTA:
-            be = tl.load(f + 3 * C + t)
-            dv = -du * be[None, :]
-            if DECAY == 1:
-                dv *= read
+            be = -tl.load(f + 3 * C + t)
+            dv = du * (be * read if DECAY == 1 else be)[None, :]
             xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K) if DECAY == 2 else x
             S = tl.dot(dv.to(x.dtype), xr, S, input_precision=PREC)
         if DPLR:

@@ -33,12 +33,12 @@ def gates_before(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def dplr_products_kernel(
-    q, k, a, b, G, Ab, Ak, L, M, qr_, ar_, bw_, kw_, low_, table, T, NC, H: tl.constexpr, HK: tl.constexpr,
+    q, k, a, b, G, Ab, Ak, L, M, qr_, ar_, bw_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, PREC: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """A_b, A_k, L and M of one chunk [B, T, H, C]; e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K]; the chunk's
-    `reach`."""
+    """scale · A_b, scale · A_k, L and M of one chunk [B, T, H, C]; e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K];
+    the chunk's `reach`."""
     s = tl.program_id(0)
     i_b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -95,8 +95,8 @@ def dplr_products_kernel(
             ak += tl.where(mask, tl.dot(a_, k_, input_precision=PREC), 0.0)
             ab += tl.where(mask, tl.dot(a_, b_, input_precision=PREC), 0.0)
     tl.store(low_ + (i_b * NC + s) * H + h, least)
-    put(head(Ab, i_b, start, h, T, H, H, C), qb, t, n, t, H * C, C)
-    put(head(Ak, i_b, start, h, T, H, H, C), qk, t, n, t, H * C, C)
+    put(head(Ab, i_b, start, h, T, H, H, C), qb * scale, t, n, t, H * C, C)
+    put(head(Ak, i_b, start, h, T, H, H, C), qk * scale, t, n, t, H * C, C)
     put(head(L, i_b, start, h, T, H, H, C), ak, t, n, t, H * C, C)
     put(head(M, i_b, start, h, T, H, H, C), invert(-ab, C, PREC), t, n, t, H * C, C)
 

@@ -3,7 +3,7 @@
 Over a chunk of C tokens with the state S before it, G the running log-decay, A and M from `intra`:
 
     U = M β (V − e^G K S)      (additive writes: U = V)
-    O = scale · (e^G Q S + A U)
+    O = scale · e^G Q S + A U
     S ← e^{G_C} S + (e^{G_C−G} K)ᵀ U
 
 Everything is held transposed, [V, …]: each product's left operand is then the last one's result, in registers. A decay
@@ -69,7 +69,6 @@ def forward_kernel(
         S += tl.where(eye & (e[:, None] == d[None, :]), 1.0, 0.0)
     elif HAS_STATE:
         S = tl.load(state + row * (K * V) + at, inside, other=0.0)
-    causal = t[:, None] <= t[None, :]
     total = tl.zeros([BK], tl.float32)
     for i in range((left + C - 1) // C):
         c = i * C
@@ -115,22 +114,13 @@ def forward_kernel(
         if OUT:
             y = tile(q_ + c * (HK * K), t, left - c, d, HK * K, K)
             acc = tl.dot(Sx, tl.trans(y), input_precision=PREC)
-            if DECAY == 2:
-                p = tl.trans(tile(a_ + c * (H * C), t, left - c, t, H * C, C))
-            else:
-                pf = tl.dot(x, tl.trans(y), input_precision=PREC)
-                if DECAY == 1:
-                    g = tl.load(f + t)
-                    pf *= tl.exp2(tl.where(causal, g[None, :] - g[:, None], float("-inf")))
-                    acc *= tl.load(f + C + t)[None, :]
-                    p = pf.to(x.dtype)
-                else:
-                    p = tl.where(causal, pf, 0.0).to(x.dtype)
+            acc *= (tl.load(f + C + t) * scale)[None, :] if DECAY == 1 else scale
+            p = tl.trans(tile(a_ + c * (H * C), t, left - c, t, H * C, C))
             acc = tl.dot(ux, p, acc, input_precision=PREC)
             if DPLR:
                 p = tl.trans(tile(head(Av, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C))
                 acc = tl.dot(w, p, acc, input_precision=PREC)
-            put(o_ + c * (H * V), tl.trans(acc * scale), t, left - c, e, H * V, V)
+            put(o_ + c * (H * V), tl.trans(acc), t, left - c, e, H * V, V)
         if DECAY == 1:
             ux = (uf * tl.load(f + 2 * C + t)[None, :]).to(x.dtype)
         S = tl.dot(ux, x, S, input_precision=PREC)

@@ -21,14 +21,14 @@ def running(g, C: tl.constexpr, PREC: tl.constexpr):
         G = tl.dot(ones.to(tl.float32), g.to(tl.float32), input_precision=PREC)
     elif g.dtype != tl.float32:
         G = tl.dot(ones.to(g.dtype), g)
-    else:  # in three parts of eight bits: tensor cores take fp32 only by the long way
+    else:  # in three parts of eight bits, the smallest first: tensor cores take fp32 only by the long way
         ones = ones.to(tl.bfloat16)
         part = g.to(tl.bfloat16)
-        G = tl.dot(ones, part)
-        g -= part.to(tl.float32)
-        part = g.to(tl.bfloat16)
+        rest = g - part.to(tl.float32)
+        second = rest.to(tl.bfloat16)
+        G = tl.dot(ones, (rest - second.to(tl.float32)).to(tl.bfloat16))
+        G = tl.dot(ones, second, G)
         G = tl.dot(ones, part, G)
-        G = tl.dot(ones, (g - part.to(tl.float32)).to(tl.bfloat16), G)
     return G * 1.4426950408889634
 
 

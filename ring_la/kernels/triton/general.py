@@ -16,7 +16,7 @@ from ring_la.kernels.triton.delta_gradient import delta_gradient_kernel
 from ring_la.kernels.triton.dplr import dplr_gradient_kernel, dplr_products_kernel
 from ring_la.kernels.triton.forward import forward_kernel
 from ring_la.kernels.triton.gradient import gradient_kernel, pairs_kernel
-from ring_la.kernels.triton.intra import inverse_kernel, levels_kernel, products_kernel, weigh_kernel
+from ring_la.kernels.triton.intra import levels_kernel, plain_products_kernel, products_kernel, weigh_kernel
 from ring_la.kernels.triton.launch import launch
 from ring_la.kernels.triton.table import (
     BACK_SUMMARY,
@@ -56,8 +56,8 @@ class General(Base):
         """What the chunks compute before any state arrives."""
         if self.decay != 2:  # delta writes
             i = self.inputs
-            M = self._inverse() if self._kept.M is None else self._kept.M
-            return Intra(i.v, M, i.q, i.k, i.k, i.v, i.v, i.v, i.v)
+            A, M = self._plain_products() if self._kept.M is None else (self._kept.A, self._kept.M)
+            return Intra(A, M, i.q, i.k, i.k, i.v, i.v, i.v, i.v)
         if self._kept.A is not None:
             return self._weigh(self._kept)
         return self._dplr_products() if self.dplr else self._products()
@@ -69,15 +69,15 @@ class General(Base):
     def _keys(self, count: int) -> list[Tensor]:
         return [self._new(self.B, self.T, self.H, self.K, dtype=self.inputs.v.dtype) for _ in range(count)]
 
-    def _inverse(self) -> Tensor:
-        """M of every chunk under a scalar decay or none."""
-        i, how, (M,) = self.inputs, self._pick(INTRA), self._squares(1)
+    def _plain_products(self) -> tuple[Tensor, Tensor]:
+        """A and M of every chunk under a scalar decay or none."""
+        i, how, (A, M) = self.inputs, self._pick(INTRA), self._squares(2)
         launch(
-            inverse_kernel, (self._NC, self._rows), i.k, self.F, M, self.chunks.table, self.T,
-            self._NC, H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk,
+            plain_products_kernel, (self._NC, self._rows), i.q, i.k, self.F, A, M, self.chunks.table, self.T,
+            self._NC, self.scale, H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk,
             GATED=self.decay == 1, PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
-        return M
+        return A, M
 
     def _products(self) -> Intra:
         i, how, (A,) = self.inputs, self._pick(INTRA_DIAGONAL), self._squares(1)
@@ -89,7 +89,7 @@ class General(Base):
             H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk, LEVELS=self._levels,
             LIMIT=self._limit, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed,
         )  # fmt: skip
-        out = self.F, self.G, A, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC
+        out = self.F, self.G, A, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC, self.scale
         launch(products_kernel, (self._NC, self._rows), i.q, i.k, i.g, *out, **kw, **how.options)
         launch(levels_kernel, (self._NC, self._rows), i.q, i.k, *out, **kw, num_warps=4, num_stages=1)
         return Intra(A, M, qr, kr, kw_, low, i.v, i.v, i.v)
@@ -101,9 +101,9 @@ class General(Base):
         low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
         launch(
             dplr_products_kernel, (self._NC, self._rows), i.q, i.k, i.a, i.b, self.G, Ab, Ak, L, M, qr, ar, bw, kw, low,
-            self.chunks.table, self.T, self._NC, H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)),
-            C=self.chunk, LEVELS=self._levels, LIMIT=self._limit, PREC=self.precision, VARLEN=self._packed,
-            **how.options,
+            self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=self.K,
+            BK=min(how.block, width(self.K)), C=self.chunk, LEVELS=self._levels, LIMIT=self._limit, PREC=self.precision,
+            VARLEN=self._packed, **how.options,
         )  # fmt: skip
         return Intra(Ab, M, qr, ar, bw, low, kw, Ak, L)
 

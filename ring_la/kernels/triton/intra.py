@@ -93,11 +93,11 @@ def invert(L, C: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def inverse_kernel(
-    k, F, M, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    GATED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+def plain_products_kernel(
+    q, k, F, A, M, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """M [B, T, H, C] of every chunk, for a scalar decay or none."""
+    """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M [B, T, H, C] of every chunk, for a scalar decay or none."""
     s = tl.program_id(0)
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -106,19 +106,26 @@ def inverse_kernel(
     if n <= 0:
         return
     t = tl.arange(0, C)
+    q_ = head(q, b, start, h, T, HK, H, K)
     k_ = head(k, b, start, h, T, HK, H, K)
+    a = tl.zeros([C, C], tl.float32)
     L = tl.zeros([C, C], tl.float32)
     for m in range(0, K, BK):
-        x = tile(k_, t, n, m + tl.arange(0, BK), HK * K, K)
-        L = tl.dot(x, tl.trans(x), L, input_precision=PREC)
-    lower = t[:, None] > t[None, :]
+        d = m + tl.arange(0, BK)
+        y = tile(k_, t, n, d, HK * K, K)
+        a = tl.dot(tile(q_, t, n, d, HK * K, K), tl.trans(y), a, input_precision=PREC)
+        L = tl.dot(y, tl.trans(y), L, input_precision=PREC)
     f = F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C)
     if GATED:
         g = tl.load(f + t)
-        L *= tl.exp2(tl.where(lower, g[:, None] - g[None, :], 0.0))
+        decay = tl.exp2(tl.where(t[:, None] >= t[None, :], g[:, None] - g[None, :], float("-inf")))
+        a *= decay
+        L *= decay
+    a = tl.where(t[:, None] >= t[None, :], a * scale, 0.0)
+    put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
     be = tl.load(f + 3 * C + t)
-    P = invert(tl.where(lower, L * be[:, None], 0.0), C, PREC)
-    put(head(M, b, start, h, T, H, H, C), P, t, n, t, H * C, C)
+    L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
+    put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
 
 @triton.jit
@@ -129,11 +136,11 @@ def row_of(x, t, i):
 
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
-    q, k, g_, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
+    q, k, g_, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """A_ts = Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
+    """A_ts = scale · Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
 
     Also G (in units of ln 2) and what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, all
     [B, T, H, K]. One reference serves the whole chunk: low [B, NC, H] says LEVELS where it may, else −1, and what is
@@ -181,7 +188,7 @@ def products_kernel(
             L = tl.dot(xw.to(dt), yw, L, input_precision=PREC)
     tl.store(low_ + (b.to(tl.int64) * NC + s) * H + h, tl.where(spread <= LIMIT, LEVELS, -1))
     a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
-    put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
+    put(head(A, b, start, h, T, H, H, C), a * scale, t, n, t, H * C, C)
     if DELTA:
         be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
         L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
@@ -190,7 +197,7 @@ def products_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def levels_kernel(
-    q, k, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    q, k, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +251,7 @@ def levels_kernel(
             if DELTA:
                 L += tl.where(mask, tl.dot((y * up).to(dt), yw, input_precision=PREC), 0.0)
     tl.store(low_, least)
-    put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
+    put(head(A, b, start, h, T, H, H, C), a * scale, t, n, t, H * C, C)
     if DELTA:
         be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
         L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)

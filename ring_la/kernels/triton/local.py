@@ -27,11 +27,6 @@ def unsupported(rule: Rule, inputs: Inputs) -> str | None:
         return f"batch × heads {v.shape[0] * v.shape[2]}: the kernels take at most 65535"
     if v.shape[1] == 0 or v.shape[0] == 0:
         return "no tokens"
-    widths = q.shape[-1], v.shape[-1]
-    if (rule.write, rule.decay) == ("additive", "scalar") and max(widths) > 128:
-        return f"head sizes {widths[0]} and {widths[1]}: above 128 these launches were not shown right on a GPU"
-    if (rule.write, rule.decay) == ("delta", "diagonal") and min(widths) < 64:
-        return f"head sizes {widths[0]} and {widths[1]}: below 64 these launches were not shown right on a GPU"
     return None
 
 
@@ -77,8 +72,9 @@ class TritonRecurrence(Simple, General):
             found["whole" if self._own[0] else "transition"] = self._own[2]
         if not self.simple:
             x = self.intra
+            found["A"] = x.A
             if self.decay == 2:
-                found |= dict(G=self.G, A=x.A, low=x.low)
+                found |= dict(G=self.G, low=x.low)
             if self.dense:
                 found["M"] = x.M
             if self.dplr:

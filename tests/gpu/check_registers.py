@@ -1,0 +1,141 @@
+"""What ptxas made of every Triton kernel, read without a GPU: `python -m tests.gpu.check_registers [--rules …]`.
+
+ptxas 12.8, which comes with Triton 3.6, at times drops the instruction that defines a uniform register and keeps those
+that read it. A product that takes its operand's address from there reads outside of shared memory, or what lies
+elsewhere. Here every launch of `check_triton`'s cases is compiled for sm_90, disassembled, and searched for uniform
+registers that are read where no earlier line has written them. Prints what it finds, or with --show the registers,
+spilled bytes and shared memory of every kernel, and exits 1 if there is any. A second or two a kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ring_la.algebra import Rule
+from ring_la.kernels.triton import base, cut, general, local, simple, table
+from tests.gpu.check_triton import cases
+from tests.kernels.triton_cases import RULES, Case
+
+MODULES = base, cut, general, simple
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
+OPTIONS = "num_warps", "num_stages", "maxnreg"
+INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
+
+
+@contextmanager
+def recorded(launches: list) -> Iterator[None]:
+    """Launches noted instead of made."""
+    kept = [module.launch for module in MODULES]
+    for module in MODULES:
+        module.launch = lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants))
+    try:
+        yield
+    finally:
+        for module, launch in zip(MODULES, kept):
+            module.launch = launch
+
+
+def launched(case: Case) -> list:
+    """The launches of one forward and one backward, with states and without."""
+    x, rule, launches = case.inputs(), Rule.parse(case.rule), []
+    pieces = 1 if case.cu is None else len(case.cu) - 1
+    S = torch.zeros(case.B, pieces, case.H, case.K, case.V) if case.states else None
+    cu = None if case.cu is None else torch.tensor(case.cu)
+    with recorded(launches):
+        run = local.TritonRecurrence(rule, x, cu, 1.0)
+        run.output(S)
+        kept = () if case.states else (run.kept(),)
+        local.TritonRecurrence(rule, x, cu, 1.0, *kept).gradients(S, torch.zeros_like(x.v), S)
+        if case.states:
+            run.adjoint(torch.zeros_like(x.v), S)
+            run.summary(None, True)
+    return launches
+
+
+def compiled(kernel, args: tuple, constants: dict):
+    """The kernel as a launch with these arguments would compile it, for sm_90."""
+    names = kernel.arg_names
+    given = dict(zip(names, args))
+    fixed = {n: c for n, c in constants.items() if n not in OPTIONS} | {n: a for n, a in given.items() if a is None}
+    signature = {n: "constexpr" for n in fixed}
+    for name, value in given.items():
+        if value is not None:
+            kind = {float: "fp32", int: "i32"}.get(type(value))
+            signature[name] = kind or "*" + TYPES[value.dtype]
+    source = ASTSource(
+        kernel, {n: signature[n] for n in names}, {(names.index(n),): c for n, c in fixed.items()},
+        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")},
+    )  # fmt: skip
+    options = {n: c for n, c in constants.items() if n in OPTIONS}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def disassembled(cubin: bytes, tool: str, *flags: str) -> str:
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([folder / tool, *flags, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def unwritten(sass: str) -> list[str]:
+    """Instructions that read a uniform register no earlier line writes."""
+    written, found = set(), []
+    for line in filter(None, map(INSTRUCTION.match, sass.splitlines())):
+        name, operands = line[2], re.split(r",(?![^\[]*\])", line[3])
+        target = re.fullmatch(r"UR(\d+)", operands[0].strip())
+        reads = set()
+        for operand in operands[bool(target) :]:
+            for n in map(int, re.findall(r"\bUR(\d+)\b", operand)):
+                if "gdesc" in operand:  # four registers; where the left operand is in registers, the last two
+                    reads |= {n + 2, n + 3} if re.match(r"\s*R\d+", operands[1]) else set(range(n, n + 4))
+                else:
+                    reads |= {n, n + 1} if (".64" in name + operand and name[0] == "U") or ".64" in operand else {n}
+        if reads - written:
+            found.append(line[0].strip())
+        if target:
+            wide = 2 if ".64" in name or ".WIDE" in name else 1
+            written |= {int(target[1]) + i for i in range(wide)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--show", action="store_true", help="print every kernel")
+    args = parser.parse_args()
+    table.LEAST = 1
+    seen, bad = set(), 0
+    for case in cases(args.rules.split(",")):
+        for kernel, tensors, constants in launched(case):
+            key = kernel.__name__, *constants.items(), *(getattr(x, "dtype", type(x)) for x in tensors)
+            if key in seen:
+                continue
+            seen.add(key)
+            binary = compiled(kernel, tensors, constants)
+            found = unwritten(disassembled(binary.asm["cubin"], "nvdisasm", "-c"))
+            bad += bool(found)
+            if found or args.show:
+                used = re.search(r"REG:(\d+) STACK:(\d+)", disassembled(binary.asm["cubin"], "cuobjdump", "-res-usage"))
+                print("BAD" if found else "ok ", case.rule, f"{case.K}x{case.V}", kernel.__name__, constants,
+                      f"registers {used[1]} spilled {used[2]} shared {binary.metadata.shared}", *found[:2],
+                      flush=True)  # fmt: skip
+    print(f"{len(seen)} kernels, {bad} read a uniform register that nothing wrote")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
