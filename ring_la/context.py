@@ -18,7 +18,7 @@ from .autograd import first_derivative_only, outside_graphs
 from .comm import TRANSPORTS, Group, Route
 from .errors import ArgumentError, PeerError, RingLAError
 from .layout import Layout
-from .scan import STRATEGIES, Chain, Cost, CostModel, Scan
+from .scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
 
 ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
 VALIDATE = ("first", "always", "never")
@@ -128,7 +128,7 @@ class ContextParallel:
     def strategy(self, chain: Chain, like: Affine) -> Scan:
         """The scan strategy for maps like `like` over the segments of `chain`."""
         if self.deterministic:
-            return STRATEGIES["ring"]
+            return CANONICAL
         if self.scan != "auto":
             return STRATEGIES[self.scan]
         if self.cost is None:

@@ -3,6 +3,7 @@
 from .auto import STRATEGIES, CostModel
 from .chain import Chain
 from .horizon import Horizon
+from .ring import CANONICAL
 from .strategy import Cost, Exchange, Link, Scan
 
-__all__ = ["STRATEGIES", "Chain", "Cost", "CostModel", "Exchange", "Horizon", "Link", "Scan"]
+__all__ = ["CANONICAL", "STRATEGIES", "Chain", "Cost", "CostModel", "Exchange", "Horizon", "Link", "Scan"]

@@ -23,10 +23,11 @@ PIPELINE_BLOCKS = 4
 
 
 class Ring:
-    """The chain of hops, in `blocks` blocks of value columns (1: LASP's ring)."""
+    """The chain of hops, in `blocks` blocks of value columns (1: LASP's ring). `mailboxes`: through them where a group
+    has some; not for links that push states themselves."""
 
-    def __init__(self, name: str, blocks: int = 1) -> None:
-        self.name, self.blocks = name, blocks
+    def __init__(self, name: str, blocks: int = 1, mailboxes: bool = True) -> None:
+        self.name, self.blocks, self.mailboxes = name, blocks, mailboxes and blocks == 1
 
     def cost(self, chain: Chain, like: Affine, mailboxes: bool = False) -> Cost:
         """`mailboxes`: by one kernel a link (`mailbox_ring`)."""
@@ -49,7 +50,7 @@ class Ring:
 
     def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
         result: list[Tensor | None] = [None] * len(links)
-        if self.blocks == 1 and mailbox_ring.carries(group, like) and not any(link.push for link in links):
+        if self.mailboxes and mailbox_ring.carries(group, like):
             return Steps(mailbox_ring.steps(chain, links, like, group, result), result, links, group)
         return Steps(self._steps(chain, links, group, result), result, links, group)
 
@@ -102,3 +103,7 @@ def _columns(link: Link, blocks: int) -> list[Link]:
         return [link]
     m = link.map
     return [Link(Affine(m.kind, m.A, b.contiguous())) for b in m.b.chunk(blocks, -1)]
+
+
+CANONICAL = Ring("ring", mailboxes=False)
+"""For links with a `push`, which fold in one order whatever the split."""

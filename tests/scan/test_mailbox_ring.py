@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ring_la.algebra import Affine, transition_shape, transpose
 from ring_la.layout import Layout
-from ring_la.scan import STRATEGIES, Chain, Link
+from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
 from tests.distributed.pool import group
 from tests.distributed.test_symmetric import over_files
 from tests.kernels.triton_cases import interpreted
@@ -74,6 +74,18 @@ def check_ring(rank: int, size: int, folder: str) -> int:
 @pytest.mark.parametrize("size", [2, 3])
 def test_against_serial(ranks, tmp_path, size):
     assert sum(ranks.run(size, check_ring, size, str(tmp_path))) > 20
+
+
+def check_canonical(rank: int, folder: str) -> None:
+    """Links that push a state themselves, which the first rank's does not, go by messages on every rank."""
+    g, like = over_files(rank, 2, folder), Affine("scalar", None, torch.ones(1, 1, 4, 4))
+    link = Link(Affine("scalar", torch.ones(1, 1), like.b * (1 + rank)), (lambda state: 2 * state) if rank else None)
+    (entering,) = CANONICAL.start(Chain.line(2), [link], like, g).wait()
+    assert entering is None if rank == 0 else torch.equal(entering, like.b)
+
+
+def test_a_canonical_fold_goes_by_messages(ranks, tmp_path):
+    ranks.run(2, check_canonical, str(tmp_path), timeout=20)
 
 
 def check_horizon(rank: int, folder: str, forgets: bool) -> float:
