@@ -431,7 +431,8 @@ class Trainer:
 
     def _changed(self) -> str:
         """What of the data is not as it was when this folder's run last started; another model is refused."""
-        was, now = json.loads((self.folder / "config.json").read_text()), json.loads(json.dumps(asdict(self.config)))
+        file, now = self.folder / "config.json", json.loads(json.dumps(asdict(self.config)))
+        was = json.loads(file.read_text()) if file.exists() else now
         other = {part: [k for k, v in now[part].items() if was[part].get(k) != v] for part in ("model", "data")}
         if other["model"]:
             name = other["model"][0]

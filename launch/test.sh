@@ -1,6 +1,12 @@
 #!/usr/bin/env bash
-# The test suite, set-up included. Arguments go to pytest: bash launch/test.sh tests/nn -x
+# The test suite, set-up included, a file a worker where pytest-xdist is there and the machine has more than one core.
+# Arguments go to pytest: bash launch/test.sh tests/nn -x;  -n 0 for one worker.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. launch/setup.sh test pytest hypothesis numpy transformers
+. launch/setup.sh test pytest hypothesis numpy transformers 'xdist?'
+
+workers="$("$PYTHON" -c 'import importlib.util, os; print(min(4, os.cpu_count()) if importlib.util.find_spec("xdist") else 0)')"
+if [ "$workers" -gt 1 ]; then
+    set -- -n "$workers" --dist loadfile "$@"
+fi
 exec "$PYTHON" -m pytest "$@"

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.check_training --gpus 4 --out train-h200x4.json hybrid_1b linear_1b small
 
-    python -m tests.gpu.check_training --plot loss.png one.json four.json       # the losses of "small", overlaid
+    python -m tests.gpu.check_training --plot loss.png "1 rank=one.json" "4 ranks=four.json"    # "small", overlaid
 
 A part is a configuration of examples/configs with a time limit; what it logged is written after each part, also of one
 that failed or ran out of time. It says every few seconds where it is; a run without a new step for STALL seconds leaves
@@ -45,10 +45,11 @@ def main() -> None:
     parser.add_argument("--out", default="train.json")
     parser.add_argument("--limit", type=float, help="seconds a part may take, instead of its own limit")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="options of every part, last")
-    parser.add_argument("--plot", help="draw the losses of part small in the files given instead of parts")
+    parser.add_argument("--plot", help="draw the losses of part small in NAME=FILE …, given instead of parts")
     args = parser.parse_args()
     if args.plot:
-        overlay(Path(args.plot), [json.loads(Path(file).read_text())["small"] for file in args.parts])
+        named = (part.split("=", 1) for part in args.parts)
+        overlay(Path(args.plot), {name: json.loads(Path(file).read_text())["small"] for name, file in named})
         return
     results = {}
     for name in args.parts or PARTS:
@@ -109,7 +110,7 @@ def logged(metrics: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def overlay(file: Path, runs: list[dict]) -> None:
+def overlay(file: Path, runs: dict[str, dict]) -> None:
     """The runs' losses in one picture, and below it how far each is from the first."""
     import matplotlib
 
@@ -117,15 +118,17 @@ def overlay(file: Path, runs: list[dict]) -> None:
     import matplotlib.pyplot as plt
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=[3, 1], layout="constrained")
-    first = [m["loss"] for m in runs[0]["steps"]]
-    for i, run in enumerate(runs):
+    first: list[float] = []
+    for i, (name, run) in enumerate(runs.items()):
         losses = [m["loss"] for m in run["steps"]]
-        name = f"{run['gpus']} rank" + "s" * (run["gpus"] > 1)
         top.plot(losses, label=name, linewidth=3 if i == 0 else 1, alpha=0.4 if i == 0 else 1)
-        if i:
-            apart = [abs(a - b) / b for a, b in zip(losses, first)]
-            bottom.semilogy(apart, linewidth=0.8, color=f"C{i}")
-            print(f"{name}: {len(apart)} steps, relative difference at most {max(apart):.1e}, last {apart[-1]:.1e}")
+        if i == 0:
+            first = losses
+            continue
+        apart = [abs(a - b) / b for a, b in zip(losses, first)]
+        bottom.semilogy(apart, linewidth=0.8, color=f"C{i}")
+        average = sum(apart) / len(apart)
+        print(f"{name}: {len(apart)} steps, relative difference at most {max(apart):.1e}, on average {average:.1e}")
     top.set(ylabel="cross-entropy (nats a byte)", title="The same training, its sequences whole and split")
     top.legend()
     bottom.set(xlabel="step", ylabel="relative\ndifference")
