@@ -5,7 +5,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/setup.sh test pytest hypothesis numpy transformers 'xdist?'
 
-workers="$("$PYTHON" -c 'import importlib.util, os; print(min(4, os.cpu_count()) if importlib.util.find_spec("xdist") else 0)')"
+workers="$("$PYTHON" - <<'EOF'
+import importlib.util, os
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+print(min(4, cores) if importlib.util.find_spec("xdist") else 0)
+EOF
+)"
 if [ "$workers" -gt 1 ]; then
     set -- -n "$workers" --dist loadfile "$@"
 fi
