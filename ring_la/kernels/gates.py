@@ -12,16 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import bare
-from ..errors import SecondDerivativeError
 from .backends import triton_installed
+from .operator import Operator
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x · rsqrt(Σ x² + eps)`` over the last dimension, in fp32 or wider."""
     if not x.is_cuda or x.dim() != 4:
         return plain_unit_length(x, eps)
-    return (_unit_length if bare(x) else unit_length)(x, eps)
+    return unit_length(x, eps)
 
 
 def decay_gate(
@@ -36,7 +35,7 @@ def decay_gate(
     """
     if not a.is_cuda:
         return plain_log_decay(a, A_log, bias, sign, factor)
-    return (_log_decay if bare(a, A_log, bias) else log_decay)(a, A_log, bias, sign, factor)
+    return log_decay(a, A_log, bias, sign, factor)
 
 
 # -- in PyTorch ----------------------------------------------------------------------------------------------
@@ -86,13 +85,6 @@ def plain_log_decay_backward(
 # -- the operators -------------------------------------------------------------------------------------------
 
 
-def _refuse(ctx, *grads):
-    raise SecondDerivativeError(
-        "on CUDA ring_la's gates have exact first derivatives only; a second derivative was asked for "
-        "(create_graph=True and a backward through it)"
-    )
-
-
 def _triton_norm(x: Tensor) -> bool:
     if not (x.is_cuda and triton_installed()):
         return False
@@ -110,39 +102,19 @@ def _unit_length(x: Tensor, eps: float) -> Tensor:
     return plain_unit_length(x, eps).contiguous()
 
 
-unit_length = torch.library.custom_op("ring_la::unit_length", _unit_length, mutates_args=())
-
-
-@torch.library.custom_op("ring_la::unit_length_backward", mutates_args=())
-def unit_length_backward(dy: Tensor, x: Tensor, eps: float) -> Tensor:
+def _unit_length_backward(dy: Tensor, x: Tensor, eps: float) -> list[Tensor]:
     if _triton_norm(x):
         from .triton.norm import unit
 
-        return unit(x, eps, dy)
-    return plain_unit_length_backward(dy, x, eps).contiguous()
+        return [unit(x, eps, dy)]
+    return [plain_unit_length_backward(dy, x, eps).contiguous()]
 
 
-@unit_length.register_fake
-def _(x, eps):
+def _fake_unit_length(x, eps):
     return x.new_empty(x.shape)
 
 
-@unit_length_backward.register_fake
-def _(dy, x, eps):
-    return x.new_empty(x.shape)
-
-
-def _setup_unit(ctx, inputs, output) -> None:
-    x, ctx.eps = inputs
-    ctx.save_for_backward(x)
-
-
-def _unit_backward(ctx, dy: Tensor):
-    return unit_length_backward(dy, *ctx.saved_tensors, ctx.eps), None
-
-
-unit_length.register_autograd(_unit_backward, setup_context=_setup_unit)
-unit_length_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+unit_length = Operator("unit_length", _unit_length, _unit_length_backward, _fake_unit_length, 1)
 
 
 def _triton_decay(a: Tensor) -> bool:
@@ -162,11 +134,7 @@ def _log_decay(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float
     return plain_log_decay(a, A_log, bias, sign, factor).contiguous()
 
 
-log_decay = torch.library.custom_op("ring_la::log_decay", _log_decay, mutates_args=())
-
-
-@torch.library.custom_op("ring_la::log_decay_backward", mutates_args=())
-def log_decay_backward(
+def _log_decay_backward(
     dg: Tensor, a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float
 ) -> list[Tensor]:
     """Gradients of a, then of A_log and the bias where they are given."""
@@ -177,26 +145,8 @@ def log_decay_backward(
     return [g.contiguous() for g in backward(dg, a, A_log, bias, sign, factor) if g is not None]
 
 
-@log_decay.register_fake
-def _(a, A_log, bias, sign, factor):
+def _fake_log_decay(a, A_log, bias, sign, factor):
     return a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
-@log_decay_backward.register_fake
-def _(dg, a, A_log, bias, sign, factor):
-    return [t.new_empty(t.shape) for t in (a, A_log, bias) if t is not None]
-
-
-def _setup_decay(ctx, inputs, output) -> None:
-    *tensors, ctx.sign, ctx.factor = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _decay_backward(ctx, dg: Tensor):
-    tensors = ctx.saved_tensors
-    grads = iter(log_decay_backward(dg, *tensors, ctx.sign, ctx.factor))
-    return (*(None if t is None else next(grads) for t in tensors), None, None)
-
-
-log_decay.register_autograd(_decay_backward, setup_context=_setup_decay)
-log_decay_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+log_decay = Operator("log_decay", _log_decay, _log_decay_backward, _fake_log_decay, 3)

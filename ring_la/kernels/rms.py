@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import bare
-from ..errors import SecondDerivativeError
 from .backends import triton_installed
+from .operator import Operator
 
 
 def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None = None, *, silu: bool = True, eps: float = 1e-6) -> Tensor:
@@ -24,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None = None, *, silu: boo
     """
     if not x.is_cuda:
         return plain_rms_norm(x, weight, gate, silu, eps)
-    return (_rms_norm if bare(x, weight, gate) else rms_norm_op)(x, weight, gate, silu, eps)
+    return rms_norm_op(x, weight, gate, silu, eps)
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float) -> Tensor:
@@ -71,11 +70,7 @@ def _rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: f
     return plain_rms_norm(x, weight, gate, silu, eps).contiguous()
 
 
-rms_norm_op = torch.library.custom_op("ring_la::rms_norm", _rms_norm, mutates_args=())
-
-
-@torch.library.custom_op("ring_la::rms_norm_backward", mutates_args=())
-def rms_norm_backward(
+def _rms_norm_backward(
     do: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> list[Tensor]:
     """Gradients of x and the weight, then of the gate where there is one."""
@@ -86,33 +81,8 @@ def rms_norm_backward(
     return [g.contiguous() for g in backward(do, x, weight, gate, silu, eps) if g is not None]
 
 
-@rms_norm_op.register_fake
-def _(x, weight, gate, silu, eps):
+def _fake(x, weight, gate, silu, eps):
     return x.new_empty(x.shape)
 
 
-@rms_norm_backward.register_fake
-def _(do, x, weight, gate, silu, eps):
-    return [t.new_empty(t.shape) for t in (x, weight, gate) if t is not None]
-
-
-def _setup(ctx, inputs, output) -> None:
-    *tensors, ctx.silu, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, do: Tensor):
-    x, weight, gate = ctx.saved_tensors
-    grads = iter(rms_norm_backward(do, x, weight, gate, ctx.silu, ctx.eps))
-    return (*(None if t is None else next(grads) for t in (x, weight, gate)), None, None)
-
-
-def _refuse(ctx, *grads):
-    raise SecondDerivativeError(
-        "on CUDA ring_la's norms have exact first derivatives only; a second derivative was asked for "
-        "(create_graph=True and a backward through it)"
-    )
-
-
-rms_norm_op.register_autograd(_backward, setup_context=_setup)
-rms_norm_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+rms_norm_op = Operator("rms_norm", _rms_norm, _rms_norm_backward, _fake, 3)

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import bare
-from ..errors import SecondDerivativeError
 from .backends import triton_installed
+from .operator import Operator
 
 
 def convolve(
@@ -35,8 +34,7 @@ def convolve(
         (o ``[B, T, D]``, the rows or None), in x's dtype.
     """
     if x.is_cuda:
-        run = _short_conv if bare(x, weight, bias, lead) else short_conv
-        o, last = run(x, weight, bias, lead, cu, silu, ends)
+        o, last = short_conv(x, weight, bias, lead, cu, silu, ends)
         return o, last if ends else None
     return plain_convolve(x, weight, bias, lead, cu, silu, ends)
 
@@ -182,19 +180,14 @@ def _short_conv(
     return o.contiguous(), x.new_empty(0) if last is None else last.contiguous()
 
 
-short_conv = torch.library.custom_op("ring_la::short_conv", _short_conv, mutates_args=())
-
-
-@short_conv.register_fake
-def _(x, weight, bias, lead, cu, silu, ends):
+def _fake(x, weight, bias, lead, cu, silu, ends):
     pieces = 1 if cu is None else cu.shape[0] - 1
     last = (x.shape[0], pieces, weight.shape[1] - 1, x.shape[2]) if ends else (0,)
     return x.new_empty(x.shape), x.new_empty(last)
 
 
-@torch.library.custom_op("ring_la::short_conv_backward", mutates_args=())
-def short_conv_backward(
-    do: Tensor,
+def _short_conv_backward(
+    do: Tensor | None,
     dends: Tensor | None,
     x: Tensor,
     weight: Tensor,
@@ -202,40 +195,16 @@ def short_conv_backward(
     lead: Tensor | None,
     cu: Tensor | None,
     silu: bool,
+    ends: bool,
 ) -> list[Tensor]:
     """Gradients of x and the weight, then of the bias and the lead where they are given."""
-    dends = None if dends is None or not dends.numel() else dends
+    do = torch.zeros_like(x) if do is None else do
     if _by_triton(x):
         from .triton.conv import backward
     else:
         backward = plain_convolve_backward
-    return [g.contiguous() for g in backward(do, dends, x, weight, bias, lead, cu, silu) if g is not None]
+    grads = backward(do, dends if ends else None, x, weight, bias, lead, cu, silu)
+    return [g.contiguous() for g in grads if g is not None]
 
 
-@short_conv_backward.register_fake
-def _(do, dends, x, weight, bias, lead, cu, silu):
-    return [t.new_empty(t.shape) for t in (x, weight, bias, lead) if t is not None]
-
-
-def _setup(ctx, inputs, output) -> None:
-    *tensors, ctx.silu, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, do: Tensor | None, dends: Tensor | None):
-    x, weight, bias, lead, cu = ctx.saved_tensors
-    do = torch.zeros_like(x) if do is None else do
-    grads = iter(short_conv_backward(do, dends, x, weight, bias, lead, cu, ctx.silu))
-    return (*(None if t is None else next(grads) for t in (x, weight, bias, lead)), None, None, None)
-
-
-def _refuse(ctx, *grads):
-    raise SecondDerivativeError(
-        "on CUDA ring_la's short convolution has exact first derivatives only; a second derivative was asked for "
-        "(create_graph=True and a backward through it)"
-    )
-
-
-short_conv.register_autograd(_backward, setup_context=_setup)
-short_conv_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+short_conv = Operator("short_conv", _short_conv, _short_conv_backward, _fake, 4)

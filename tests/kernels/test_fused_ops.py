@@ -30,20 +30,22 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_operators(name):
-    op, given = CASES[name]
-    torch.library.opcheck(op, given)
+    operator, given = CASES[name]
+    torch.library.opcheck(operator.registered, given)
     wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
 
-    def of(*leaves: Tensor) -> Tensor | tuple[Tensor, ...]:
-        rest = iter(leaves)
-        return op(*(next(rest) if isinstance(x, Tensor) and x.requires_grad else x for x in given))
+    for op in (operator, operator.registered):
 
-    assert torch.autograd.gradcheck(of, wanted)
-    out = of(*wanted)
-    out = out[0] if isinstance(out, tuple) else out
-    (grad,) = torch.autograd.grad(out.sum(), wanted[:1], create_graph=True)
-    with pytest.raises(SecondDerivativeError):
-        grad.sum().backward()
+        def of(*leaves: Tensor, op=op) -> Tensor | tuple[Tensor, ...]:
+            rest = iter(leaves)
+            return op(*(next(rest) if isinstance(x, Tensor) and x.requires_grad else x for x in given))
+
+        assert torch.autograd.gradcheck(of, wanted)
+        out = of(*wanted)
+        out = out[0] if isinstance(out, tuple) else out
+        (grad,) = torch.autograd.grad(out.sum(), wanted[:1], create_graph=True)
+        with pytest.raises(SecondDerivativeError):
+            grad.sum().backward()
 
 
 def test_the_state_is_said_to_be_overwritten():

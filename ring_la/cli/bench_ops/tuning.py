@@ -5,8 +5,6 @@ this benchmark. Here the ops are first called on fake tensors to see which kerne
 share of the configurations each, launching nothing; then one process calls the ops as they are measured, and tunes on
 compiled kernels, with fewer repetitions. No configuration is left out. Triton's cache on disk keeps both; its
 ``*.autotune.json`` files can be carried to another machine of the same kind and versions.
-
-    python -m ring_la.cli.bench_ops.tuning compile PART PARTS OP:SHAPE,…     python -m … tune OP:SHAPE,…
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ def tune(rows: Rows, seconds: float, jobs: int, program: str = "ring_la.cli.benc
     """Compile with `jobs` processes, then tune, the rows in their order, for at most so long; what was done.
 
     Needs a GPU, Triton and fla-core. What is not compiled after 2/3 of the time is compiled as it is tuned. `program`
-    is a module that hands its command line to `main`.
+    is a module whose `main` is the one below.
     """
     start = time.monotonic()
-    command = [sys.executable, "-m", program]
+    command = [sys.executable, "-c", f"from {program} import main; main()"]
     env = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     listed = ",".join(f"{name}:{shape}" for name, shape in rows)
     compiling = [
@@ -209,7 +207,8 @@ def tune_all(rows: Rows, call: Call) -> None:
 
 
 def main(call: Call = call, fake: bool = True) -> None:
-    """The command line above. Where `call` reads values on the host its tensors cannot be `fake`."""
+    """One of the processes: ``compile PART PARTS OP:SHAPE,…`` or ``tune OP:SHAPE,…``. Where `call` reads values on the
+    host its tensors cannot be `fake`."""
     what, *more, listed = sys.argv[1:]
     rows = [tuple(row.split(":")) for row in listed.split(",")]
     if what == "compile":
@@ -217,7 +216,3 @@ def main(call: Call = call, fake: bool = True) -> None:
         print(compile_share(part, parts, rows, call, fake), flush=True)
     else:
         tune_all(rows, call)
-
-
-if __name__ == "__main__":
-    main()
