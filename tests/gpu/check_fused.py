@@ -21,6 +21,7 @@ from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds, peak
 from ring_la.kernels import gates, rms, short_conv
 from tests.kernels import test_triton_conv as conv_cases
 from tests.kernels import test_triton_gates as gates_cases
+from tests.kernels import test_triton_read as read_cases
 
 Row = dict
 
@@ -50,6 +51,7 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
         f"rms {D} {gate}": partial(gates_cases.rms_case, D, gate, rows=3000)
         for D, gate in ((128, "silu"), (128, "sigmoid"), (80, "silu"), (1, None), (2048, None), (5000, "silu"))
     },
+    **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},
     **{f"unit {D}": partial(gates_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
 }
 """name: what gives (true, by the kernels, by PyTorch)."""

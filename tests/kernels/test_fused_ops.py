@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_la.errors import SecondDerivativeError
-from ring_la.kernels import gates, ops, rms, short_conv
+from ring_la.kernels import gates, ops, outer, rms, short_conv
 
 CU = torch.tensor([0, 3, 3, 8])
 
@@ -24,6 +24,9 @@ CASES = {
     "unit_length": (gates.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
     "log_decay": (gates.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
     "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),
+    "outer_sum": (outer.outer_sum_op, (leaf(1, 8, 1, 3), leaf(1, 8, 2, 2), CU)),
+    "read_state": (outer.read_state_op, (leaf(1, 8, 1, 3), leaf(1, 3, 2, 3, 2), CU, 0.5, False)),
+    "read_state, transposed": (outer.read_state_op, (leaf(2, 5, 2, 3), leaf(2, 1, 2, 2, 3), None, 0.5, True)),
     "logsigmoid": (gates.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
 }
 

@@ -17,12 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton import strided
+from ring_la.kernels.triton.launch import aligned, launch
+from ring_la.kernels.triton.table import cdiv, power_of_2
+
 CHANNELS, STEP = 128, 4
 """Of a program, one warp; and tokens whose rows are loaded together."""
 RUNS = 32, 256
 """Fewest and most tokens a program walks over."""
 PROGRAMS = 4224
 """As many as fill the GPU: 32 a multiprocessor of 132."""
+SIZES = ("T", "N", "STEPS", "RUN", "sb", "st", "lb", "ln", "lr", "lc")
 
 
 def unsupported(x: Tensor) -> str:
@@ -124,11 +129,11 @@ def shifted(new, old, COUNT: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=("T", "N", "STEPS", "RUN"))
-def forward_kernel(
+@triton.jit(do_not_specialize=SIZES)
+def conv_kernel(
     x, weight, bias, lead, cu, o, T, N, STEPS, RUN, sb, st, lb, ln, lr, lc, D: tl.constexpr, W: tl.constexpr,
-    BD: tl.constexpr, STEP: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, LEAD: tl.constexpr,
-    PACKED: tl.constexpr,
+    BD: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
+    LEAD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """o of RUN tokens, one after the other: the rows a token reads stay in registers."""
     columns: tl.constexpr = (D + BD - 1) // BD
@@ -138,7 +143,8 @@ def forward_kernel(
     begin = tl.program_id(0) // columns * RUN
     stop = tl.minimum(begin + RUN, T)
     piece, start, end = place(cu, begin, T, N, STEPS, PACKED)
-    x += b * sb
+    st *= UNIT
+    x += b * sb * UNIT
     w = taps(weight, d, inside, W)
     offset = tl.zeros([BD], tl.float32)
     if BIAS:
@@ -159,11 +165,11 @@ def forward_kernel(
             earlier = shifted(y, earlier, W - 1)
 
 
-@triton.jit(do_not_specialize=("T", "N", "STEPS", "RUN"))
-def backward_kernel(
+@triton.jit(do_not_specialize=SIZES)
+def conv_backward_kernel(
     x, weight, bias, lead, cu, do, dends, dx, heads, sums, T, N, STEPS, RUN, sb, st, lb, ln, lr, lc, D: tl.constexpr,
-    W: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, LEAD: tl.constexpr,
-    ENDS: tl.constexpr, PACKED: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
+    LEAD: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dx of RUN tokens, their sums for weight ``[D, W]`` and bias ``[D]``, and dz of the pieces' first W − 1 tokens.
 
@@ -178,7 +184,8 @@ def backward_kernel(
     stop = tl.minimum(begin + RUN, T)
     piece, start, end = place(cu, begin, T, N, STEPS, PACKED)
     behind, since, last = place(cu, begin, T, N, STEPS, PACKED)
-    x += b * sb
+    st *= UNIT
+    x += b * sb * UNIT
     w = taps(weight, d, inside, W)
     zero = tl.zeros([BD], tl.float32)
     offset = zero
@@ -239,11 +246,11 @@ def backward_kernel(
     tl.store(sums + W * D + d, dbias, inside)
 
 
-@triton.jit(do_not_specialize=("T", "N"))
-def edges_kernel(
+@triton.jit(do_not_specialize=SIZES)
+def conv_edges_kernel(
     x, lead, dz, weight, dends, cu, out, T, N, sb, st, lb, ln, lr, lc, D: tl.constexpr, W: tl.constexpr,
-    WP: tl.constexpr, BD: tl.constexpr, BACK: tl.constexpr, LEAD: tl.constexpr, ENDS: tl.constexpr,
-    PACKED: tl.constexpr,
+    WP: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, BACK: tl.constexpr, LEAD: tl.constexpr,
+    ENDS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """W − 1 rows a piece, ``out [B, N, W−1, D]``: its last ones, or (BACK) the gradient of those before its first, from
     dz of its first ones, shaped like `out`."""
@@ -269,7 +276,8 @@ def edges_kernel(
     else:
         i = length + r
         own = inside & (i >= W - 1)
-        acc += tl.load(x + b * sb + (start + i - (W - 1)).to(tl.int64) * st + d, own, other=0.0).to(tl.float32)
+        at = (b * sb + (start + i - (W - 1)).to(tl.int64) * st) * UNIT + d
+        acc += tl.load(x + at, own, other=0.0).to(tl.float32)
         if LEAD:
             at = b * lb + piece.to(tl.int64) * ln + i * lr + d * lc
             acc += tl.load(lead + at, inside & (i < W - 1), other=0.0).to(tl.float32)
@@ -284,15 +292,16 @@ class Call:
     """What the launches of one convolution share. x ``[B, T, D]``, weight ``[D, W]``, lead ``[B, N, W−1, D]``."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lead: Tensor | None, cu: Tensor | None) -> None:
-        self.x = x if x.stride(2) == 1 else x.contiguous()
-        self.weight, self.bias, self.lead, self.cu = weight.contiguous(), bias, lead, cu
+        self.x, self.weight = strided.rows(x), aligned(weight)
+        self.bias, self.cu = (None if t is None else aligned(t) for t in (bias, cu))
+        self.lead = None if lead is None else aligned(lead)
         (self.B, self.T, self.D), self.W = x.shape, weight.shape[1]
         self.N = 1 if cu is None else cu.shape[0] - 1
-        self.block = min(CHANNELS, max(32, triton.next_power_of_2(self.D)))
-        self.columns = triton.cdiv(self.D, self.block)
-        run = triton.cdiv(self.B * self.T * self.columns, PROGRAMS)
-        self.run = min(max(run, RUNS[0]), RUNS[1])
-        self.runs = triton.cdiv(self.T, self.run)
+        self.unit, self.steps = strided.strides(self.x)
+        self.block = min(CHANNELS, max(32, power_of_2(self.D)))
+        self.columns = cdiv(self.D, self.block)
+        self.run = min(max(cdiv(self.B * self.T * self.columns, PROGRAMS), RUNS[0]), RUNS[1])
+        self.runs = cdiv(self.T, self.run)
 
     @property
     def lengths(self) -> tuple[int, int, int, int]:
@@ -301,7 +310,7 @@ class Call:
     @property
     def strides(self) -> tuple[int, ...]:
         lead = (0, 0, 0, 0) if self.lead is None else self.lead.stride()
-        return (*self.x.stride()[:2], *lead)
+        return (*self.steps, *lead)
 
     @property
     def optional(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,7 +319,7 @@ class Call:
 
     @property
     def shape(self) -> dict[str, int | bool]:
-        return dict(D=self.D, W=self.W, BD=self.block, PACKED=self.cu is not None, num_warps=1)
+        return dict(D=self.D, W=self.W, BD=self.block, UNIT=self.unit, PACKED=self.cu is not None, num_warps=1)
 
     @property
     def present(self) -> dict[str, bool]:
@@ -319,9 +328,9 @@ class Call:
     def forward(self, silu: bool) -> Tensor:
         o = self.x.new_empty(self.B, self.T, self.D)
         if o.numel():
-            forward_kernel[self.runs * self.columns, self.B](
-                self.x, self.weight, *self.optional, o, *self.lengths, *self.strides, STEP=STEP, SILU=silu,
-                **self.shape, **self.present,
+            launch(
+                conv_kernel, (self.runs * self.columns, self.B), self.x, self.weight, *self.optional, o, *self.lengths,
+                *self.strides, STEP=STEP, SILU=silu, **self.shape, **self.present,
             )  # fmt: skip
         return o
 
@@ -332,7 +341,8 @@ class Call:
 
     def backward(self, do: Tensor, dends: Tensor | None, silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of x, the weight, the bias and the lead, those of the weight and bias in fp32."""
-        do, D, W = do.contiguous(), self.D, self.W
+        do, D, W = aligned(do), self.D, self.W
+        dends = None if dends is None else aligned(dends)
         dx = self.x.new_empty(self.B, self.T, D)
         heads = dlead = None
         if self.lead is not None:
@@ -342,10 +352,10 @@ class Call:
             total = torch.zeros((W + 1) * D, device=do.device)
         else:
             sums = torch.empty(self.B * self.runs, (W + 1) * D, device=do.device)
-            backward_kernel[self.runs * self.columns, self.B](
-                self.x, self.weight, *self.optional, do, do if dends is None else dends, dx,
-                do if heads is None else heads, sums, *self.lengths, *self.strides, STEP=STEP, SILU=silu,
-                ENDS=dends is not None, **self.shape, **self.present,
+            launch(
+                conv_backward_kernel, (self.runs * self.columns, self.B), self.x, self.weight, *self.optional, do,
+                do if dends is None else dends, dx, do if heads is None else heads, sums, *self.lengths, *self.strides,
+                STEP=STEP, SILU=silu, ENDS=dends is not None, **self.shape, **self.present,
             )  # fmt: skip
             total = sums.sum(0)
         if dlead is not None:
@@ -355,10 +365,10 @@ class Call:
     def _edges(self, out: Tensor, dz: Tensor, dends: Tensor | None, back: bool) -> Tensor:
         if out.numel():
             _, lead, cu = self.optional
-            edges_kernel[self.N * self.columns, self.B](
-                self.x, lead, dz, self.weight, dz if dends is None else dends, cu, out, self.T, self.N, *self.strides,
-                WP=triton.next_power_of_2(self.W), BACK=back, LEAD=self.lead is not None, ENDS=dends is not None,
-                **self.shape,
+            launch(
+                conv_edges_kernel, (self.N * self.columns, self.B), self.x, lead, dz, self.weight,
+                dz if dends is None else dends, cu, out, self.T, self.N, *self.strides, WP=power_of_2(self.W),
+                BACK=back, LEAD=self.lead is not None, ENDS=dends is not None, **self.shape,
             )  # fmt: skip
         return out
 
@@ -383,5 +393,5 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, weight, bias and lead."""
     call = Call(x, weight, bias, lead, cu)
-    dx, dweight, dbias, dlead = call.backward(do, None if dends is None else dends.contiguous(), silu)
+    dx, dweight, dbias, dlead = call.backward(do, dends, silu)
     return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype), dlead

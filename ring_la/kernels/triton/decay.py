@@ -12,6 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.launch import aligned, launch
+from ring_la.kernels.triton.strided import rows, strides
+from ring_la.kernels.triton.table import cdiv, power_of_2
+
 TOKENS, CHANNELS, WARPS = 32, 128, 4
 """Tile of a program."""
 RUN = 512
@@ -31,11 +35,11 @@ def softplus(y):
     return tl.maximum(y, 0.0) + tl.where(e < 1e-2, series, tl.log(1 + e))
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit(do_not_specialize=("rows", "stride"))
 def decay_kernel(
     a, bias, A_log, dg, out, sums, rows, stride, sign, factor, C: tl.constexpr, WIDTH: tl.constexpr,
-    RUN: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    BACK: tl.constexpr,
+    RUN: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr,
+    SCALED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """RUN rows of C channels, WIDTH of them a head: g, or (BACK) da and the sums of da and dg g, ``[runs, 2, C]``."""
     columns: tl.constexpr = (C + BC - 1) // BC
@@ -54,7 +58,7 @@ def decay_kernel(
         i = first + tl.arange(0, BT)
         live = (i < rows)[:, None] & inside[None, :]
         at = i.to(tl.int64)[:, None] * C + c[None, :]
-        y = tl.load(a + i.to(tl.int64)[:, None] * stride + c[None, :], live, other=0.0).to(tl.float32)
+        y = tl.load(a + i.to(tl.int64)[:, None] * (stride * UNIT) + c[None, :], live, other=0.0).to(tl.float32)
         y = sign * (y + shift[None, :])
         if BACK:
             d = tl.load(dg + at, live, other=0.0).to(tl.float32)
@@ -73,19 +77,20 @@ def _launch(
     a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float, dg: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     C = a.shape[-1]
-    flat = a.reshape(-1, C)
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    rows = flat.shape[0]
+    flat = rows(a.reshape(-1, C))
+    count = flat.shape[0]
+    unit, (step,) = strides(flat)
     out = torch.empty(a.shape, dtype=torch.float32 if dg is None else a.dtype, device=a.device)
-    runs = triton.cdiv(rows, RUN)
+    runs = cdiv(count, RUN)
     sums = torch.empty(0 if dg is None else runs, 2, C, device=a.device)
-    block = min(CHANNELS, max(16, triton.next_power_of_2(C)))
-    if rows:
-        decay_kernel[(runs * triton.cdiv(C, block),)](
-            flat, flat if bias is None else bias, flat if A_log is None else A_log, flat if dg is None else dg, out,
-            sums, rows, flat.stride(0), sign, factor, C=C, WIDTH=1 if A_log is None else C // A_log.shape[0], RUN=RUN,
-            BT=TOKENS * CHANNELS // block, BC=block, BIAS=bias is not None, SCALED=A_log is not None,
-            BACK=dg is not None, num_warps=WARPS,
+    block = min(CHANNELS, max(16, power_of_2(C)))
+    bias, A_log, dg = (None if t is None else aligned(t) for t in (bias, A_log, dg))
+    if count:
+        launch(
+            decay_kernel, (runs * cdiv(C, block),), flat, flat if bias is None else bias,
+            flat if A_log is None else A_log, flat if dg is None else dg, out, sums, count, step, sign, factor, C=C,
+            WIDTH=1 if A_log is None else C // A_log.shape[0], RUN=RUN, BT=TOKENS * CHANNELS // block, BC=block,
+            UNIT=unit, BIAS=bias is not None, SCALED=A_log is not None, BACK=dg is not None, num_warps=WARPS,
         )  # fmt: skip
     return out, sums
 
@@ -99,7 +104,7 @@ def backward(
     dg: Tensor, a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of a, A_log and bias."""
-    da, sums = _launch(a, A_log, bias, sign, factor, dg.contiguous())
+    da, sums = _launch(a, A_log, bias, sign, factor, dg)
     sums = sums.sum(0)
     dA = None if A_log is None else sums[1].view(A_log.shape[0], -1).sum(1).to(A_log.dtype)
     return da, dA, None if bias is None else sums[0].to(bias.dtype)

@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.launch import aligned, launch
+from ring_la.kernels.triton.strided import rows, strides
+from ring_la.kernels.triton.table import cdiv, power_of_2
+
 ELEMENTS, WARPS = 4096, 4
 """Of a program's tile."""
 
@@ -22,17 +26,17 @@ def unsupported(x: Tensor) -> str:
     return "" if 1 <= x.shape[-1] <= 2048 else f"rows of {x.shape[-1]}"
 
 
-@triton.jit(do_not_specialize=("T", "rows"))
+@triton.jit(do_not_specialize=("T", "rows", "sb", "st", "sh"))
 def unit_kernel(
     x, dy, out, T, rows, eps, sb, st, sh, H: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    BACK: tl.constexpr,
+    UNIT: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """BR rows of [B, T, H] of D: y, or (BACK) dx from the rows of dy."""
     i = (tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
     d = tl.arange(0, BD)[None, :]
     inside = (i < rows) & (d < D)
     token = i // H
-    at = token // T * sb + token % T * st + i % H * sh + d
+    at = (token // T * sb + token % T * st + i % H * sh) * UNIT + d
     y = tl.load(x + at, inside, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
     if BACK:
@@ -45,15 +49,16 @@ def unit_kernel(
 
 def unit(x: Tensor, eps: float, dy: Tensor | None = None) -> Tensor:
     """``x [B, T, H, D]`` with rows of unit length, or the gradient of x given that of the result; contiguous."""
-    x = x if x.stride(3) == 1 else x.contiguous()
+    x = rows(x)
     B, T, H, D = x.shape
+    unit, steps = strides(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(D)
+    block = power_of_2(D)
     tall = max(1, ELEMENTS // block)
-    rows = B * T * H
-    if rows:
-        unit_kernel[(triton.cdiv(rows, tall),)](
-            x, x if dy is None else dy.contiguous(), out, T, rows, eps, *x.stride()[:3], H=H, D=D, BR=tall, BD=block,
-            BACK=dy is not None, num_warps=WARPS,
+    count = B * T * H
+    if count:
+        launch(
+            unit_kernel, (cdiv(count, tall),), x, x if dy is None else aligned(dy), out, T, count, eps, *steps, H=H,
+            D=D, BR=tall, BD=block, UNIT=unit, BACK=dy is not None, num_warps=WARPS,
         )  # fmt: skip
     return out

@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.launch import aligned, launch
+from ring_la.kernels.triton.table import cdiv, power_of_2
+
 ELEMENTS, PROGRAMS = 4096, 1056
 """Of a tile, and programs that share the sum for the weight's gradient: eight a multiprocessor of 132."""
 WIDEST = 8192
@@ -66,19 +69,19 @@ def rms_kernel(
 
 
 def _launch(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float, do: Tensor | None):
-    x = x.contiguous()
+    x, weight = aligned(x), aligned(weight)
+    gate, do = (None if t is None else aligned(t) for t in (gate, do))
     D = x.shape[-1]
-    rows, block = x.numel() // D, triton.next_power_of_2(D)
+    rows, block = x.numel() // D, power_of_2(D)
     tall = max(1, ELEMENTS // block)
-    run = tall * max(1, triton.cdiv(rows, tall * PROGRAMS)) if do is not None else tall
-    programs = triton.cdiv(rows, run)
+    run = tall * max(1, cdiv(rows, tall * PROGRAMS)) if do is not None else tall
+    programs = cdiv(rows, run)
     out = torch.empty_like(x)
-    gate = None if gate is None else gate.contiguous()
     dgate = None if gate is None or do is None else torch.empty_like(gate)
     sums = None if do is None else torch.empty(programs, D, device=x.device)
     if rows:
-        rms_kernel[(programs,)](
-            x, weight, x if gate is None else gate, x if do is None else do.contiguous(), out,
+        launch(
+            rms_kernel, (programs,), x, weight, x if gate is None else gate, x if do is None else do, out,
             x if dgate is None else dgate, x if sums is None else sums, rows, run, eps, D=D, BR=tall, BD=block,
             GATED=gate is not None, SILU=silu, BACK=do is not None, num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip

@@ -1,0 +1,25 @@
+"""Strided tensors as direct launches take them (see `launch`): on a 16-byte boundary, strides that keep loads wide.
+
+A size that is not specialised tells the compiler nothing about its divisors, and rows of unknown alignment are loaded
+element by element. So strides that 16 divides are passed as multiples of 16, and the kernel multiplies by the constant.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ring_la.kernels.triton.launch import ALIGNMENT
+
+
+def rows(x: Tensor) -> Tensor:
+    """`x` without its history, its last dimension contiguous and on a 16-byte boundary; itself where it is so."""
+    x = x.detach() if x.requires_grad else x
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def strides(x: Tensor) -> tuple[int, tuple[int, ...]]:
+    """(unit, strides of all dimensions but the last in it): a dimension of one element has none."""
+    found = [0 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride())]
+    unit = 1 if any(s % 16 for s in found) else 16
+    return unit, tuple(s // unit for s in found)
