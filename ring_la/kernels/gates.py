@@ -1,6 +1,6 @@
-"""What recurrences are given, from what projections give: q and k of unit length, log-decays.
+"""What recurrences are given, from what projections give: q and k of unit length, log-decays, Mamba-2's time step.
 
-    ring_la::unit_length   ring_la::log_decay   and their …_backward
+    ring_la::unit_length   ring_la::log_decay   ring_la::discretise   and their …_backward
 
 On CUDA registered operators, by Triton where it can; elsewhere PyTorch's own operations, which have derivatives of
 every order.
@@ -36,6 +36,19 @@ def decay_gate(
     if not a.is_cuda:
         return plain_log_decay(a, A_log, bias, sign, factor)
     return log_decay(a, A_log, bias, sign, factor)
+
+
+def discretise(
+    x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None = None, *, softplus: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``Δ = dt + bias``, through a softplus if asked for: (``Δ x`` in x's dtype, ``Δ A`` in fp32 or wider).
+
+    Args:
+        x: ``[B, T, H, V]``. dt: ``[B, T, H]``. A, bias: ``[H]``.
+    """
+    if not x.is_cuda:
+        return plain_discretise(x, dt, A, bias, softplus)
+    return discretise_op(x, dt, A, bias, softplus)
 
 
 # -- in PyTorch ----------------------------------------------------------------------------------------------
@@ -80,6 +93,27 @@ def plain_log_decay_backward(
     if bias is not None:
         dbias = da.flatten(0, -2).sum(0).to(bias.dtype)
     return da.to(a.dtype), dA, dbias
+
+
+def plain_discretise(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    step = dt.to(wide) if bias is None else dt.to(wide) + bias.to(wide)
+    step = F.softplus(step) if softplus else step
+    return (step[..., None] * x).to(x.dtype), step * A.to(wide)
+
+
+def plain_discretise_backward(
+    dv: Tensor, dg: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of x, dt, A and bias."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = dt.to(wide) if bias is None else dt.to(wide) + bias.to(wide)
+    step = F.softplus(z) if softplus else z
+    ddt = (dv.to(wide) * x.to(wide)).sum(-1) + dg * A.to(wide)
+    ddt = ddt * torch.sigmoid(z) if softplus else ddt
+    dbias = None if bias is None else ddt.sum((0, 1)).to(bias.dtype)
+    dx = (step[..., None] * dv.to(wide)).to(x.dtype)
+    return dx, ddt.to(dt.dtype), (dg * step).sum((0, 1)).to(A.dtype), dbias
 
 
 # -- the operators -------------------------------------------------------------------------------------------
@@ -150,3 +184,41 @@ def _fake_log_decay(a, A_log, bias, sign, factor):
 
 
 log_decay = Operator("log_decay", _log_decay, _log_decay_backward, _fake_log_decay, 3)
+
+
+def _triton_discretise(x: Tensor) -> bool:
+    if not (x.is_cuda and triton_installed()):
+        return False
+    from .triton.discretise import unsupported
+
+    return not unsupported(x)
+
+
+def _discretise(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
+    """See `discretise`."""
+    if _triton_discretise(x):
+        from .triton.discretise import forward
+
+        return forward(x, dt, A, bias, softplus)
+    v, g = plain_discretise(x, dt, A, bias, softplus)
+    return v.contiguous(), g.contiguous()
+
+
+def _discretise_backward(
+    dv: Tensor | None, dg: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
+) -> list[Tensor]:
+    """Gradients of x, dt and A, then of the bias where it is given."""
+    dv = torch.zeros_like(x) if dv is None else dv
+    dg = torch.zeros_like(dt, dtype=torch.promote_types(x.dtype, torch.float32)) if dg is None else dg
+    if _triton_discretise(x):
+        from .triton.discretise import backward
+    else:
+        backward = plain_discretise_backward
+    return [d.contiguous() for d in backward(dv, dg, x, dt, A, bias, softplus) if d is not None]
+
+
+def _fake_discretise(x, dt, A, bias, softplus):
+    return x.new_empty(x.shape), dt.new_empty(dt.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+discretise_op = Operator("discretise", _discretise, _discretise_backward, _fake_discretise, 4)

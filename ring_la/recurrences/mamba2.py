@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..algebra import Rule
 from ..errors import ArgumentError
 from ..kernels import Inputs
+from ..kernels.gates import discretise
 from .recurrence import Recurrence, describe_tensor, recurrence
 
 
@@ -42,9 +42,8 @@ def mamba2(
         _shape("dt_bias", dt_bias, [H])
     if D is not None:
         _shape("D", D, [H, V] if isinstance(D, Tensor) and D.dim() == 2 else [H])
+    v, g = discretise(x, dt, A, dt_bias, softplus=dt_softplus)
     wide = torch.promote_types(x.dtype, torch.float32)
-    delta = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
-    delta = F.softplus(delta) if dt_softplus else delta
 
     def readout(y: Tensor) -> Tensor:
         if D is None:
@@ -53,7 +52,7 @@ def mamba2(
 
     return Recurrence(
         Rule("additive", "scalar"),
-        Inputs(C, B, (delta[..., None] * x).to(x.dtype), delta * A.to(wide)),
+        Inputs(C, B, v, g),
         default_scale=1.0,
         readout=readout,
         names={"q": "C", "k": "B", "v": "x", "g": "dt · A"},

@@ -51,6 +51,7 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
         f"rms {D} {gate}": partial(gates_cases.rms_case, D, gate, rows=3000)
         for D, gate in ((128, "silu"), (128, "sigmoid"), (80, "silu"), (1, None), (2048, None), (5000, "silu"))
     },
+    **{f"discretise {V}": partial(gates_cases.step_case, V, V != 64, V != 80, T=900) for V in (5, 64, 80, 128)},
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},
     **{f"unit {D}": partial(gates_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
 }
@@ -87,7 +88,7 @@ def timed(what: str, ours: Callable, plain: Callable, given: list[Tensor], moved
                 function(*given)
 
         def both(function=function, do=do) -> None:
-            torch.autograd.grad(function(*given), [t for t in given if t.requires_grad], do)
+            torch.autograd.grad(function(*given), [t for t in given if t.requires_grad], do, allow_unused=True)
 
         row[name] = [milliseconds(forward), milliseconds(both), peak(both)]
     return row
@@ -125,6 +126,12 @@ def gates_times(copy: float) -> Iterator[Row]:
         "rms 2048 beside F.rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, (2048,), w.to(x.dtype), 1e-6),
     }.items():
         yield timed(what, rms.rms_norm, plain, given, moved, copy)
+    x = torch.randn(1, 32768, 80, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dt = torch.randn(1, 32768, 80, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    A, bias = (torch.randn(80, device="cuda", requires_grad=True) for _ in range(2))
+    moved, fused = (4 * x.numel(), 6 * x.numel()), lambda *x: gates.discretise(*x, softplus=True)[0]
+    plain = lambda *x: gates.plain_discretise(*x, True)[0]  # noqa: E731
+    yield timed("discretise", fused, plain, [x, dt, A, bias], moved, copy)
     moved = 4 * q.numel(), 6 * q.numel()
     plain = lambda x: gates.plain_unit_length(x, 1e-6)  # noqa: E731
     yield timed("unit 128", gates.l2norm, plain, [q.requires_grad_()], moved, copy)

@@ -24,6 +24,8 @@ CASES = {
     "unit_length": (gates.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
     "log_decay": (gates.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
     "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),
+    "discretise": (gates.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), leaf(3), True)),
+    "discretise, bare": (gates.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), None, False)),
     "outer_sum": (outer.outer_sum_op, (leaf(1, 8, 1, 3), leaf(1, 8, 2, 2), CU)),
     "read_state": (outer.read_state_op, (leaf(1, 8, 1, 3), leaf(1, 3, 2, 3, 2), CU, 0.5, False)),
     "read_state, transposed": (outer.read_state_op, (leaf(2, 5, 2, 3), leaf(2, 1, 2, 2, 3), None, 0.5, True)),

@@ -12,6 +12,7 @@ from tests.kernels.triton_cases import error, interpreted
 interpreted()
 
 from ring_la.kernels.triton import decay, norm  # noqa: E402
+from ring_la.kernels.triton import discretise as triton_discretise  # noqa: E402
 from ring_la.kernels.triton import rms as triton_rms  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,6 +77,34 @@ def rms_case(
 
     ours = results(triton_rms.forward, triton_rms.backward)
     return true, ours, results(rms.plain_rms_norm, rms.plain_rms_norm_backward)
+
+
+def step_case(
+    V: int, bias: bool, softplus: bool, dtype: torch.dtype = torch.float32, T: int = 9
+) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): v, g and the gradients of x, dt, A and bias."""
+    torch.manual_seed(0)
+    x, dv = draw(2, T, 3, V + 4, dtype=dtype)[..., :V], draw(2, T, 3, V, dtype=dtype)
+    dt, dg, A = draw(2, T, 3, dtype=dtype), draw(2, T, 3), -draw(3).abs()
+    inputs = [x, dt, A, draw(3) if bias else None]
+    leaves = [None if t is None else t.double().requires_grad_() for t in inputs]
+    out = gates.plain_discretise(*leaves, softplus)
+    grads = torch.autograd.grad(out, [t for t in leaves if t is not None], [dv.double(), dg.double()])
+
+    def results(forward, backward) -> list[Tensor]:
+        found = (*forward(*inputs, softplus), *backward(dv, dg, *inputs, softplus))
+        return [t for t in found if t is not None]
+
+    ours = results(triton_discretise.forward, triton_discretise.backward)
+    return [*out, *grads], ours, results(gates.plain_discretise, gates.plain_discretise_backward)
+
+
+@pytest.mark.parametrize(("bias", "softplus"), [(True, True), (False, False)])
+def test_discretise(bias: bool, softplus: bool) -> None:
+    true, *both = step_case(20, bias, softplus)
+    for got in both:
+        assert [g.shape for g in got] == [t.shape for t in true]
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
 @pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
