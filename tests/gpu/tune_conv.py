@@ -23,7 +23,8 @@ RUNS = ((32, 64), (32, 128), (32, 256), (64, 512), (16, 1024))
 
 
 def choose(channels: int, step: int, runs: tuple[int, int]) -> None:
-    conv.CHANNELS, conv.STEP, conv.RUNS = channels, step, runs
+    conv.CHANNELS = channels
+    conv.FORWARD = conv.BACKWARD = (step, *runs)
 
 
 def given(B: int, T: int, D: int, packed: bool) -> tuple[torch.Tensor, ...]:

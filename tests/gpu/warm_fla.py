@@ -50,8 +50,9 @@ def main() -> None:
     parser.add_argument("--ops", default="gated_delta_rule,kda")
     parser.add_argument("--seconds", type=float, default=150)
     args = parser.parse_args()
+    jobs = min(16, os.cpu_count() or 1)  # each holds a few GiB of the GPU
     rows = [(op, shape) for op in args.ops.split(",") for shape in SHAPES]
-    print(tuning.tune(rows, args.seconds, os.cpu_count() or 1, "tests.gpu.warm_fla"), flush=True)
+    print(tuning.tune(rows, args.seconds, jobs, "tests.gpu.warm_fla"), flush=True)
 
 
 if __name__ == "__main__":

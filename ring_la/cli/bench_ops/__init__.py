@@ -105,7 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", type=float, default=300, metavar="SECONDS", help="time to tune fla-core in; 0: don't")
     parser.add_argument("--warm", type=float, default=600, metavar="SECONDS", help="time to compile in (default 600)")
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="processes compiling at a time (default: cores)"
+        "--jobs",
+        type=int,
+        default=min(16, os.cpu_count() or 1),
+        help="processes compiling at a time (default: cores, up to 16)",
     )
     parser.add_argument("--row", type=float, default=60, metavar="SECONDS", help="time for one side of a row")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="no row starts after this")

@@ -21,10 +21,10 @@ from ring_la.kernels.triton import strided
 from ring_la.kernels.triton.launch import aligned, launch
 from ring_la.kernels.triton.table import cdiv, power_of_2
 
-CHANNELS, STEP = 128, 4
-"""Of a program, one warp; and tokens whose rows are loaded together."""
-RUNS = 32, 256
-"""Fewest and most tokens a program walks over."""
+CHANNELS = 128
+"""Of a program, one warp."""
+FORWARD, BACKWARD = (8, 32, 128), (4, 32, 256)
+"""Tokens whose rows are loaded together; fewest and most tokens a program walks over. From tests.gpu.tune_conv."""
 PROGRAMS = 4224
 """As many as fill the GPU: 32 a multiprocessor of 132."""
 SIZES = ("T", "N", "STEPS", "RUN", "sb", "st", "lb", "ln", "lr", "lc")
@@ -294,18 +294,16 @@ class Call:
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lead: Tensor | None, cu: Tensor | None) -> None:
         self.x, self.weight = strided.rows(x), aligned(weight)
         self.bias, self.cu = (None if t is None else aligned(t) for t in (bias, cu))
-        self.lead = None if lead is None else aligned(lead)
+        self.lead = None if lead is None else strided.based(lead)
         (self.B, self.T, self.D), self.W = x.shape, weight.shape[1]
         self.N = 1 if cu is None else cu.shape[0] - 1
         self.unit, self.steps = strided.strides(self.x)
         self.block = min(CHANNELS, max(32, power_of_2(self.D)))
         self.columns = cdiv(self.D, self.block)
-        self.run = min(max(cdiv(self.B * self.T * self.columns, PROGRAMS), RUNS[0]), RUNS[1])
-        self.runs = cdiv(self.T, self.run)
 
-    @property
-    def lengths(self) -> tuple[int, int, int, int]:
-        return self.T, self.N, self.N.bit_length(), self.run
+    def run(self, fewest: int, most: int) -> int:
+        """Tokens a program walks over."""
+        return min(max(cdiv(self.B * self.T * self.columns, PROGRAMS), fewest), most)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -328,9 +326,11 @@ class Call:
     def forward(self, silu: bool) -> Tensor:
         o = self.x.new_empty(self.B, self.T, self.D)
         if o.numel():
+            step, run = FORWARD[0], self.run(*FORWARD[1:])
             launch(
-                conv_kernel, (self.runs * self.columns, self.B), self.x, self.weight, *self.optional, o, *self.lengths,
-                *self.strides, STEP=STEP, SILU=silu, **self.shape, **self.present,
+                conv_kernel, (cdiv(self.T, run) * self.columns, self.B), self.x, self.weight, *self.optional, o,
+                self.T, self.N, self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, **self.shape,
+                **self.present,
             )  # fmt: skip
         return o
 
@@ -351,11 +351,14 @@ class Call:
         if not do.numel():
             total = torch.zeros((W + 1) * D, device=do.device)
         else:
-            sums = torch.empty(self.B * self.runs, (W + 1) * D, device=do.device)
+            step, run = BACKWARD[0], self.run(*BACKWARD[1:])
+            runs = cdiv(self.T, run)
+            sums = torch.empty(self.B * runs, (W + 1) * D, device=do.device)
             launch(
-                conv_backward_kernel, (self.runs * self.columns, self.B), self.x, self.weight, *self.optional, do,
-                do if dends is None else dends, dx, do if heads is None else heads, sums, *self.lengths, *self.strides,
-                STEP=STEP, SILU=silu, ENDS=dends is not None, **self.shape, **self.present,
+                conv_backward_kernel, (runs * self.columns, self.B), self.x, self.weight, *self.optional, do,
+                do if dends is None else dends, dx, do if heads is None else heads, sums, self.T, self.N,
+                self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, ENDS=dends is not None, **self.shape,
+                **self.present,
             )  # fmt: skip
             total = sums.sum(0)
         if dlead is not None:

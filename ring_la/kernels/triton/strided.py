@@ -11,11 +11,15 @@ from torch import Tensor
 from ring_la.kernels.triton.launch import ALIGNMENT
 
 
-def rows(x: Tensor) -> Tensor:
-    """`x` without its history, its last dimension contiguous and on a 16-byte boundary; itself where it is so."""
+def based(x: Tensor) -> Tensor:
+    """`x` without its history, on a 16-byte boundary, its strides as they are; itself where it is so."""
     x = x.detach() if x.requires_grad else x
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def rows(x: Tensor) -> Tensor:
+    """The same with the last dimension contiguous."""
+    return based(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
 def strides(x: Tensor) -> tuple[int, tuple[int, ...]]:
