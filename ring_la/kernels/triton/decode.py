@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs, Local
-from ring_la.kernels.triton.table import width
+from ring_la.kernels.triton.launch import ALIGNMENT, aligned, launch
+from ring_la.kernels.triton.table import cdiv, power_of_2, width
 
 TILE = {"additive": (64, 4), "delta": (64, 4), "dplr": (32, 2)}
 """By the rule's write, columns of a state a program takes and its warps: the best of 16 to 64 and 2 to 8 for 64
@@ -120,7 +121,7 @@ def run(
     B, T, H, V = x.v.shape
     HK, K = x.q.shape[2:]
     N = 1 if cu is None else cu.shape[0] - 1
-    q, k, v, g, beta, a, b = (x.v if t is None else t.contiguous() for t in x)
+    q, k, v, g, beta, a, b = (x.v if t is None else aligned(t) for t in x)
     if into is None:
         into = (
             torch.empty(B, N, H, K, V, dtype=torch.float32, device=v.device)
@@ -129,17 +130,23 @@ def run(
         )
     o = torch.empty_like(v)
     block, warps = TILE[rule.write]
-    block = min(block, triton.next_power_of_2(V))
-    programs = B * N * H * triton.cdiv(V, block)
+    block = min(block, power_of_2(V))
+    programs = B * N * H * cdiv(V, block)
     if programs:
-        tokens_kernel[(programs,)](
-            q, k, v, g, beta, a, b, into if state is None else state, into, into if rows is None else rows,
-            into if cu is None else cu, o, scale, T, N, H=H, HK=HK, K=K, V=V, BK=width(K), BV=block,
-            DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
+        given = (into if state is None else state, into, into if rows is None else rows, into if cu is None else cu)
+        # states are written where they lie, so one on an odd address is left to Triton's own launch
+        start = launch if all(t.data_ptr() % ALIGNMENT == 0 for t in given) else _start
+        start(
+            tokens_kernel, (programs,), q, k, v, g, beta, a, b, *given, o, scale, T, N, H=H, HK=HK, K=K, V=V,
+            BK=width(K), BV=block, DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
             HAS_STATE=state is not None, INDEXED=rows is not None, PACKED=cu is not None,
             SINGLE=cu is None and T == 1, num_warps=warps,
         )  # fmt: skip
     return o, into
+
+
+def _start(kernel, grid: tuple[int, ...], *args, **constants) -> None:
+    kernel[grid](*args, **constants)
 
 
 class TritonTokens:
