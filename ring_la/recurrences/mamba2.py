@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..algebra import Rule
 from ..errors import ArgumentError
 from ..kernels import Inputs
 from ..kernels.gates import discretise
+from ..kernels.skip import skip
 from .recurrence import Recurrence, describe_tensor, recurrence
 
 
@@ -43,18 +43,11 @@ def mamba2(
     if D is not None:
         _shape("D", D, [H, V] if isinstance(D, Tensor) and D.dim() == 2 else [H])
     v, g = discretise(x, dt, A, dt_bias, softplus=dt_softplus)
-    wide = torch.promote_types(x.dtype, torch.float32)
-
-    def readout(y: Tensor) -> Tensor:
-        if D is None:
-            return y
-        return (y + (D if D.dim() == 2 else D[:, None]).to(wide) * x.to(wide)).to(x.dtype)
-
     return Recurrence(
         Rule("additive", "scalar"),
         Inputs(C, B, v, g),
         default_scale=1.0,
-        readout=readout,
+        readout=(lambda y: y) if D is None else (lambda y: skip(y, x, D)),
         names={"q": "C", "k": "B", "v": "x", "g": "dt · A"},
     )
 

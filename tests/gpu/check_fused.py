@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds, peak
-from ring_la.kernels import gates, rms, short_conv
+from ring_la.kernels import gates, rms, short_conv, skip
 from tests.kernels import test_triton_conv as conv_cases
 from tests.kernels import test_triton_gates as gates_cases
 from tests.kernels import test_triton_read as read_cases
@@ -52,6 +52,7 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
         for D, gate in ((128, "silu"), (128, "sigmoid"), (80, "silu"), (1, None), (2048, None), (5000, "silu"))
     },
     **{f"discretise {V}": partial(gates_cases.step_case, V, V != 64, V != 80, T=900) for V in (5, 64, 80, 128)},
+    **{f"skip {V} {w}": partial(gates_cases.skip_case, V, w, T=900) for V, w in ((64, False), (80, True), (5, True))},
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},
     **{f"unit {D}": partial(gates_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
 }
@@ -132,6 +133,8 @@ def gates_times(copy: float) -> Iterator[Row]:
     moved, fused = (4 * x.numel(), 6 * x.numel()), lambda *x: gates.discretise(*x, softplus=True)[0]
     plain = lambda *x: gates.plain_discretise(*x, True)[0]  # noqa: E731
     yield timed("discretise", fused, plain, [x, dt, A, bias], moved, copy)
+    y = torch.randn_like(x, requires_grad=True)
+    yield timed("skip", skip.skip, skip.plain_skip, [y, x, A], (6 * x.numel(), 6 * x.numel()), copy)
     moved = 4 * q.numel(), 6 * q.numel()
     plain = lambda x: gates.plain_unit_length(x, 1e-6)  # noqa: E731
     yield timed("unit 128", gates.l2norm, plain, [q.requires_grad_()], moved, copy)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels import gates, rms
+from ring_la.kernels import gates, rms, skip
 from tests.kernels.triton_cases import error, interpreted
 
 interpreted()
@@ -14,6 +14,7 @@ interpreted()
 from ring_la.kernels.triton import decay, norm  # noqa: E402
 from ring_la.kernels.triton import discretise as triton_discretise  # noqa: E402
 from ring_la.kernels.triton import rms as triton_rms  # noqa: E402
+from ring_la.kernels.triton import skip as triton_skip  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor
@@ -97,6 +98,28 @@ def step_case(
 
     ours = results(triton_discretise.forward, triton_discretise.backward)
     return [*out, *grads], ours, results(gates.plain_discretise, gates.plain_discretise_backward)
+
+
+def skip_case(V: int, whole: bool, dtype: torch.dtype = torch.float32, T: int = 300) -> tuple[list, list, list]:
+    """(true, by the kernels, by PyTorch): o and the gradients of x and D, which is `whole` or one value a head."""
+    torch.manual_seed(0)
+    y, do, D = draw(2, T, 3, V, dtype=dtype), draw(2, T, 3, V, dtype=dtype), draw(3, V) if whole else draw(3)
+    x = draw(2, T, 3 * V + 4, dtype=dtype)[..., : 3 * V].unflatten(2, (3, V))
+
+    def by_autograd(y: Tensor, x: Tensor, D: Tensor, do: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_(), D.detach().requires_grad_()]
+        o = skip.plain_skip(y, *leaves)
+        return [o, *torch.autograd.grad(o, leaves, do)]
+
+    ours = [triton_skip.forward(y, x, D), *triton_skip.backward(do, x, D)]
+    return by_autograd(*(t.double() for t in (y, x, D, do))), ours, by_autograd(y, x, D, do)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_skip(whole: bool) -> None:
+    true, got, _ = skip_case(20, whole)
+    assert [g.shape for g in got] == [t.shape for t in true]
+    assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
 @pytest.mark.parametrize(("bias", "softplus"), [(True, True), (False, False)])
