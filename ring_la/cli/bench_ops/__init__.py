@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", type=float, default=60, metavar="SECONDS", help="time for one side of a row")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="no row starts after this")
     parser.add_argument("--cold", default="", metavar="OPS", help="operators to start from empty caches first")
-    parser.add_argument("--cold-limit", type=float, default=120, metavar="SECONDS")
+    parser.add_argument("--cold-limit", type=float, default=60, metavar="SECONDS")
     parser.add_argument("--out", type=pathlib.Path, help="JSON, written as rows come")
     parser.add_argument("--png", type=pathlib.Path, help="a picture; needs matplotlib")
 
