@@ -18,7 +18,7 @@ def skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
     Args:
         y, x: ``[B, T, H, V]``. D: ``[H]`` or ``[H, V]``.
     """
-    if x.is_cuda and triton_installed() and not traced(x):
+    if not traced(x) and x.is_cuda and triton_installed():
         from .triton.skip import unsupported
 
         if not unsupported(y, x):
