@@ -39,17 +39,16 @@ def steps(
         source = chain.owners[i - 1] if chain.needs[i] and before is None else None
         target = chain.owners[i + 1] if chain.feeds(i) else None
         keeps = target == group.rank
-        result[slot] = before
-        left = link.map.b
-        if source is None and (target is None or keeps) and (before is None or not keeps or not chain.passes[i]):
+        result[slot], b = before, link.map.b
+        sends = target is not None and not keeps
+        if source is None and not sends and (before is None or not keeps or not chain.passes[i]):
+            left = b  # nothing to do
             continue
-        b = link.map.b
         left = torch.empty_like(b, memory_format=torch.contiguous_format) if keeps else None
         if source is not None:
             result[slot] = torch.empty_like(b, memory_format=torch.contiguous_format)
-        _launch(group, link.map, b, before, result[slot], left, source, None if keeps else target, chain.passes[i])
-    return
-    yield
+        _launch(group, link.map, b, before, result[slot], left, source, target if sends else None, chain.passes[i])
+    yield from ()  # no message is waited for here
 
 
 def _launch(
