@@ -70,6 +70,8 @@ def losses(rank: int) -> None:
     layout = cp.layout(LENGTH)
     local = {n: layout.shard(t) for n, t in {"input_ids": x, "labels": labels}.items()}
     same({"input_ids": x, "labels": labels}, {**local, "layout": layout})
+    routers = {"output_router_logits": True}  # their loss is that of the whole batch
+    same({"input_ids": x, "labels": labels, **routers}, {**local, "layout": layout, **routers})
     same(
         {"input_ids": x, "labels": labels, "num_items_in_batch": 9},
         {**local, "layout": layout, "num_items_in_batch": 9},
@@ -215,6 +217,9 @@ def prefill(rank: int, name: str) -> None:
         step = {"input_ids": x[:, :1], "use_cache": True, "position_ids": torch.full((2, 1), LENGTH)}
         after = model(**step, past_key_values=got.past_key_values)
         close(after.logits, alone(**step, past_key_values=want.past_key_values).logits)
+        out, whole = (m(input_ids=x, output_hidden_states=True) for m in (model, alone))
+        for a, b in zip(out.hidden_states, whole.hidden_states, strict=True):
+            close(out.layout.gather(a), b)
         last = model(input_ids=x, logits_to_keep=2, use_cache=False).logits
         close(last, want.logits[:, -2:])
         options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -229,7 +234,7 @@ def generated(rank: int) -> None:
     model, _ = parallel("xlstm")
     want = CASES["xlstm"].make().eval().generate(ids(2), use_cache=False, **options)
     assert torch.equal(model.eval().generate(ids(2), use_cache=False, **options), want)
-    with pytest.raises(UnsupportedError, match="cache_implementation"):
+    with pytest.raises(UnsupportedError, match=r"cache_implementation|attention_mask"):
         parallel("llama")[0].generate(ids(2), cache_implementation="static", **options)
 
 
