@@ -5,7 +5,7 @@
 
 Alone: versions, GPUs, optional libraries, and for each kind of call the back ends in the order they are tried. Under
 torchrun also α and β of the group, as scan="auto" measures them when a ContextParallel is made, and what it chooses for
-the states of each recurrence, with the predicted time of one exchange.
+the states of each recurrence, with the predicted time of their exchange, forward and back.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..algebra import Affine, Rule
+from ..comm import Group
 from ..comm.symmetric import refusal
 from ..context import ContextParallel
 from ..kernels import Inputs
@@ -125,6 +126,11 @@ def grouped() -> list[tuple[str, str]]:
     return [(n, load(n).refusal(call) or ("used" if n == used else "could")) for n in GROUPED]
 
 
+def symmetric(comm: Group) -> str:
+    used = "carries rings of states" if comm.mailboxes else "not shared by these GPUs"
+    return f"{used}; all messages: ContextParallel(transport='symmetric')"
+
+
 def group(args: argparse.Namespace) -> list[tuple[str, str]]:
     """α and β of the group and what follows from them. Collective."""
     start = time.monotonic()
@@ -133,11 +139,13 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
     hosts = set(cp.comm.tell(socket.gethostname()))
     lines = [
         ("hosts, backend", f"{len(hosts)}, {dist.get_backend()}"),
-        ("symmetric memory", refusal(cp.comm) or "possible: ContextParallel(transport='symmetric')"),
+        ("symmetric memory", refusal(cp.comm) or symmetric(cp.comm)),
         ("set-up", f"{seconds:.2f} s, the measurement included"),
     ]
-    for pattern in ("hop", "swap", "gather", "exchange"):
+    for pattern in ("link", "hop", "swap", "gather", "exchange"):
         line = getattr(cp.cost, pattern)
+        if line is None:
+            continue
         lines.append((f"  {pattern}", f"α {line.alpha * 1e6:.0f} µs, β {line.beta / 1e9:.2f} GB/s received by a rank"))
     chain = Chain.of(cp.layout(64 * cp.size, args.layout))
     shown: dict[str, list[str]] = {}
