@@ -108,7 +108,7 @@ SOFTMAX: dict[str, Case] = {
         "Llama4ForCausalLM",
         attention_chunk_size=6,
         layer_types=["chunked_attention", "full_attention"],
-        no_rope_layers=[1, 0],
+        no_rope_layers=[1, 0, 1],
         attn_temperature_tuning=False,
         num_local_experts=2,
         intermediate_size_mlp=48,
