@@ -280,9 +280,15 @@ class Trainer:
         data = self.config.data
         cache = data.cache or str(self.folder / "corpus")
         prepare = lambda: Corpus.prepare(data.source, cache, data.tokenizer, data.text_column)  # noqa: E731
+        failed = [""]
         if self.first:
-            prepare()
-        dist.barrier()
+            try:
+                prepare()
+            except ArgumentError as e:
+                failed = [str(e)]
+        dist.broadcast_object_list(failed, src=0)
+        if failed[0]:
+            raise SystemExit(failed[0])
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             prepare()
         dist.barrier()
