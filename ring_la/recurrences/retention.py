@@ -48,7 +48,7 @@ def _default(decay: Callable[..., Tensor], v: Tensor, *arguments: int) -> Tensor
     cuda = v.is_cuda
     if traced(v) or (cuda and torch.cuda.is_current_stream_capturing()):  # memory of a trace or a graph is not kept
         return decay(*arguments, device=v.device).to(state_dtype(v))
-    stream = torch.cuda.current_stream(v.device).cuda_stream if cuda else 0
+    stream = torch._C._cuda_getCurrentRawStream(v.device.index) if cuda else 0  # the public way takes microseconds
     return _made(decay, arguments, state_dtype(v), v.device, stream)
 
 

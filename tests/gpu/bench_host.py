@@ -167,7 +167,7 @@ def sharded() -> list[dict[str, Any]]:
         for name in ("simple_gla", "gated_delta_rule", "kda"):
             x = drawn(name, dict(B=1, T=4096, Hk=32, H=32, K=128, V=128))
             row = measured(lambda **x: getattr(ring_la, name)(**x, layout=layout).o, x)  # noqa: B023
-            rows.append({"op": name, "transport": transport, "scan": cp.scan} | row)
+            rows.append({"op": name, "transport": transport} | row)
             if dist.get_rank() == 0:
                 print(rows[-1], flush=True)
     return rows
@@ -208,21 +208,25 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     rank = int(os.environ.get("RANK", 0))
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ops": []}
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": SHAPE}
+
+    def note(part: str, rows: list[dict[str, Any]]) -> None:
+        """Keep what was found so far."""
+        result[part] = rows
+        if rank == 0:
+            print(rows[-1], flush=True)
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "host.json").write_text(json.dumps(result, indent=1))
+
+    rows: list[dict[str, Any]] = []
     for name in args.ops.split(","):
-        result["ops"].append(operator(name, args.fla))
-        if rank == 0:
-            print(result["ops"][-1], flush=True)
-            if args.profile:
-                profiled(name)
+        rows.append(operator(name, args.fla))
+        note("ops", rows)
+        if args.profile and rank == 0:
+            profiled(name)
     if dist.is_initialized():
-        result["exchanges"] = exchanges()
-        if rank == 0:
-            print(*result["exchanges"], sep="\n", flush=True)
-        result["sharded"] = sharded()
-    if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "host.json").write_text(json.dumps(result, indent=1))
+        note("exchanges", exchanges())
+        note("sharded", sharded())
 
 
 if __name__ == "__main__":

@@ -122,6 +122,18 @@ def test_a_tensor_brought_twice() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shape", CASES)
+def test_one_decay_for_all_tokens(shape: str) -> None:
+    """A gate expanded over the tokens is not copied for each; its gradient is each token's."""
+    for seed in range(3):
+        x = Drawn("additive_scalar", seed, **CASES[shape])
+        x.inputs = x.inputs._replace(g=x.inputs.g[0, 0].expand_as(x.inputs.g))
+        got = x.run(one_device, Replay, {"keep": True})
+    for a, b in zip(x.run(one_device, TritonRecurrence, {}), got, strict=True):
+        assert same(a, b)
+
+
+@torch.no_grad()
 def test_leaving_the_known_path() -> None:
     """A call whose first steps are replayed and whose next is new does the first again, and is known from then on."""
     for seed in range(3):

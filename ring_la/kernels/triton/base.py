@@ -47,8 +47,16 @@ def segment_length(rows: int, T: int, H: int, K: int, V: int, chunk: int, waves:
     return max(1, min(chunks, power_of_2(cdiv(T, chunk)), 1 << (max(1, most).bit_length() - 1))) * chunk
 
 
+def once(g: Tensor | None) -> Tensor | None:
+    """A decay a head that is the same for all tokens (a tensor expanded over them) as ``[1, 1, H]``; others as they
+    are."""
+    if g is None or g.dim() != 3 or g.stride()[:2] != (0, 0):
+        return g
+    return g.as_strided((1, 1, g.shape[2]), (0, 0, g.stride(2)))
+
+
 class Base:
-    """One rank's tokens under one rule, cut into chunks and segments."""
+    """One rank's tokens under one rule, cut into chunks and segments. A scalar decay may come as from `once`."""
 
     def __init__(self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, kept: Kept | None = None) -> None:
         dtype = inputs.v.dtype
@@ -128,10 +136,12 @@ class Base:
         i, cut = self.inputs, self.chunks
         out = self._new(self.B, cut.count, self.H, 4, self.chunk)
         block = min(16, power_of_2(self.H))
+        static = self.decay == 1 and i.g.shape[:2] != (self.B, self.T)
         launch(
             factors_kernel, (cut.count, cdiv(self.H, block), self.B), i.g if self.decay == 1 else i.v,
             i.beta if self.delta else i.v, out, cut.table, self.T, cut.count, self.scale if self.simple else 1.0,
-            H=self.H, C=self.chunk, BH=block, GATED=self.decay == 1, DELTA=self.delta, VARLEN=self._packed, num_warps=4,
+            H=self.H, C=self.chunk, BH=block, GATED=self.decay == 1, STATIC=static, DELTA=self.delta,
+            VARLEN=self._packed, num_warps=4,
         )  # fmt: skip
         return out
 

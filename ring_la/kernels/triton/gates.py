@@ -49,9 +49,11 @@ def cumulate_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def factors_kernel(
     g, beta, out, table, T, NC, scale, H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, GATED: tl.constexpr,
-    DELTA: tl.constexpr, VARLEN: tl.constexpr,
+    STATIC: tl.constexpr, DELTA: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """By token, chunk by chunk [B, NC, H, 4, C]: G / ln 2, scale · e^G, e^{G_C − G} of a scalar decay, and β.
+
+    STATIC: g has one decay a head for all tokens, [H].
 
     Past a chunk's end G stays what it was and β is 0, so that whole rows are read without asking where it ends.
     """
@@ -65,7 +67,8 @@ def factors_kernel(
     at = ((b * NC + s) * H + h)[:, None] * (4 * C) + t[None, :]
     inside = (h < H)[:, None] & (t < C)[None, :]
     if GATED:
-        x = tl.load(g + token, live, other=0.0).to(tl.float32) * 1.4426950408889634
+        gate = token * 0 + h[:, None] if STATIC else token
+        x = tl.load(g + gate, live, other=0.0).to(tl.float32) * 1.4426950408889634
         G = tl.cumsum(x, 1)
         tl.store(out + at, G, inside)
         tl.store(out + at + C, tl.exp2(G) * scale, inside)

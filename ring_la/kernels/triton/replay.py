@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs
+from ring_la.kernels.triton.base import once
 from ring_la.kernels.triton.launch import ALIGNMENT, aligned
 from ring_la.kernels.triton.local import TritonRecurrence
 from ring_la.kernels.triton.tape import Playing, Recorder, Tape
@@ -81,6 +82,7 @@ class Replay:
         self._places = 0
         self._fresh: list[Tensor] = []
         like = (dtype, dtype, dtype, None, None, dtype, dtype, torch.int32, *[None] * len(kept))
+        inputs = inputs._replace(g=once(inputs.g))
         given = [self._bring(x, to) for x, to in zip((*inputs, cu, *kept), like)]
         self._given = [x for x, _ in given]
         self._node = root((rule, self._scale, keep, inputs.v.device, *[known for _, known in given]))
