@@ -76,7 +76,7 @@ def both(rule: Rule, x, do: torch.Tensor, gate: bool, between: torch.cuda.Event 
     """One forward and one backward, as an eager call runs them."""
     scale = x.q.shape[-1] ** -0.5
     run = local.TritonRecurrence(rule, x, None, scale)
-    run.output(None)
+    run.output(None, keep=True)
     if between is not None:
         between.record()
     local.TritonRecurrence(rule, x, None, scale, run.kept()).gradients(None, do, None, gate)

@@ -63,6 +63,10 @@ def backward_kernel(
         z = tl.trans(tile(do_ + c * (H * V), t, left - c, e, H * V, V))
         Sx = S.to(y.dtype)
         f = f_ + i * (H * 4 * C)
+        if DELTA:
+            be = tl.zeros([C], tl.float32)
+            if c < left:  # always, but what a branch loads is not prefetched: two programs' shared memory just fits
+                be = tl.load(f + 3 * C + t)
         if not SUMMARY:
             at_chunk = ((b.to(tl.int64) * NC + chunk + i) * H + h) * (K * V)
             put(states + at_chunk, Sx, e, V, d, K, K)
@@ -99,8 +103,7 @@ def backward_kernel(
                     put(head(dv_, b, start, h, T, H, H, V) + c * (H * V), tl.trans(dv), t, left - c, e, H * V, V)
         S = tl.dot(zf.to(y.dtype), y, S, input_precision=PREC)
         if DELTA:
-            be = -tl.load(f + 3 * C + t)
-            dv = du * (be * read if DECAY == 1 else be)[None, :]
+            dv = du * (-be * read if DECAY == 1 else -be)[None, :]
             xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K) if DECAY == 2 else x
             S = tl.dot(dv.to(x.dtype), xr, S, input_precision=PREC)
         if DPLR:

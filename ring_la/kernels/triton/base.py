@@ -34,6 +34,8 @@ class Kept(NamedTuple):
     L: Tensor | None = None
     transition: Tensor | None = None
     entering: Tensor | None = None
+    u: Tensor | None = None
+    states: Tensor | None = None
     whole: Tensor | None = None
     """The transitions of a call whose pieces states enter; `transition` lacks each piece's first."""
 

@@ -170,12 +170,21 @@ class General(Base):
             **how.options,
         )  # fmt: skip
 
-    def _carry(self, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """U of every token and the state before every chunk, [V, K], in the inputs' dtype."""
+    def _room(self) -> tuple[Tensor, Tensor]:
+        """Where U of every token goes and the state before every chunk, [V, K], in the inputs' dtype."""
         states = self._new(self.B, self._NC, self.H, self.V, self.K, dtype=self.inputs.v.dtype)
-        u = torch.empty_like(self.inputs.v) if self.dense else self.inputs.v
-        self._forward(state=entering, keep=(u, states))
-        return u, states
+        return torch.empty_like(self.inputs.v) if self.dense else self.inputs.v, states
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the pass that makes the output leaves them for the backward."""
+        return self.B * self._NC * self.H * self.V * self.K * self.inputs.v.element_size() <= table.HELD
+
+    def _carry(self, entering: Tensor | None) -> tuple[Tensor, Tensor]:
+        """U and the states, from the states that enter the segments."""
+        room = self._room()
+        self._forward(state=entering, keep=room)
+        return room
 
     def _general_gradients(self, carried, adjoint, do: Tensor, dS0: Tensor) -> Inputs:
         u, states = carried

@@ -127,19 +127,24 @@ def gradient_kernel(
         ref = tl.load(g_ + tl.minimum(C // 2, n - 1) * (H * K) + d, d < K, other=0.0)
         down = tl.exp2(ref[None, :] - g)
         dw *= tl.exp2(gc - ref)[None, :]
-        yw = y * down
-        edge = tl.sum(edges, 0) * tl.exp2(gc) + tl.sum(yw * dw, 0)
-        yw = yw.to(dt)
+        yw = (y * down).to(dt)
+        edge = tl.sum(edges, 0) * tl.exp2(gc) + tl.sum(yw.to(tl.float32) * dw, 0)
         w = tl.exp2(ref)[None, :]
         dq = tl.dot(p, yw, dq * w, input_precision=PREC)
         if DELTA:
             dread = tl.dot(r, yw, dread * w, input_precision=PREC)
         w = tl.exp2(g - ref[None, :])
-        dw = tl.dot(tl.trans(p), (x * w).to(dt), dw, input_precision=PREC)
+        # pairs cancel in dG: what they are summed with must be rounded like what they were multiplied with
+        xw = (x * w).to(dt)
+        dw = tl.dot(tl.trans(p), xw, dw, input_precision=PREC)
+        dG = xw.to(tl.float32) * dq
         dq *= w
         if DELTA:
+            xw = (y * -(w * be)).to(dt)
+            dw = tl.dot(tl.trans(r), xw, dw, input_precision=PREC)
+            dG += xw.to(tl.float32) * dread
             dread *= w
-            dw = tl.dot(tl.trans(r), (y * -(w * be)).to(dt), dw, input_precision=PREC)
+        dG -= yw.to(tl.float32) * dw
         dw *= down
     else:
         w = tl.exp2(g)
@@ -176,10 +181,12 @@ def gradient_kernel(
         part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
         tl.store(dbeta_ + part, -tl.sum(yf * dread, 1), t < n)
         dread *= be
+    if LEVELLED:
+        dG = x.to(tl.float32) * dq - yf * (dw + dread)
     own = tl.load(head(own_, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0)[:, None]
     xf = x.to(tl.float32)
     put(head(dq_, b, start, h, T, H, H, K), dq + own * yf, t, n, d, H * K, K)
     put(head(dk_, b, start, h, T, H, H, K), dw - dread + own * xf, t, n, d, H * K, K)
     after = (t[:, None] <= t[None, :]).to(tl.float32)
-    dg = tl.dot(after, xf * dq - yf * (dw + dread), input_precision=PREC) + edge[None, :]
+    dg = tl.dot(after, dG, input_precision=PREC) + edge[None, :]
     put(head(dg_, b, start, h, T, H, H, K), dg, t, n, d, H * K, K)

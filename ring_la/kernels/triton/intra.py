@@ -157,7 +157,6 @@ def products_kernel(
     q_ = head(q, b, start, h, T, HK, H, K)
     k_ = head(k, b, start, h, T, HK, H, K)
     at = ((b.to(tl.int64) * T + start) * H + h) * K
-    dt = k.dtype.element_ty
     a = tl.zeros([C, C], tl.float32)
     L = tl.zeros([C, C], tl.float32)
     own = tl.zeros([C], tl.float32)
@@ -178,14 +177,14 @@ def products_kernel(
         up = tl.exp2(g)
         yw = y * tl.exp2(-g)
         put(kw_ + at, yw * tl.exp2(rest)[None, :], t, n, d, H * K, K)
-        yw = tl.trans(yw.to(dt))
+        yw = tl.trans(yw)
         xw = x * up
         put(qr_ + at, xw * ref, t, n, d, H * K, K)
-        a = tl.dot(xw.to(dt), yw, a, input_precision=PREC)
+        a = tl.dot(xw, yw, a, input_precision=PREC)
         if DELTA:
             xw = y * up
             put(kr_ + at, xw * ref, t, n, d, H * K, K)
-            L = tl.dot(xw.to(dt), yw, L, input_precision=PREC)
+            L = tl.dot(xw, yw, L, input_precision=PREC)
     tl.store(low_ + (b.to(tl.int64) * NC + s) * H + h, tl.where(spread <= LIMIT, LEVELS, -1))
     a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
     put(head(A, b, start, h, T, H, H, C), a * scale, t, n, t, H * C, C)

@@ -42,6 +42,8 @@ class TritonRecurrence(Simple, General):
         self._own: tuple[bool, Tensor, Tensor | None] | None = None  # the segments' maps, see `_summarise`
         self._own_back: tuple[Tensor, bool, Tensor, Tensor | None] | None = None
         self._entered: tuple[Tensor | None] | None = (self._kept.entering,) if kept else None
+        u, states = self._kept.u, self._kept.states
+        self._states = None if states is None else (self.inputs.v if u is None else u, states)
         self._early: Early | tuple[Tensor, Tensor] | None = None  # see `prepare_gradients`
 
     def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
@@ -52,7 +54,7 @@ class TritonRecurrence(Simple, General):
     def prepare(self) -> None:
         """Nothing: what the output needs before a state arrives was found for the summary."""
 
-    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def output(self, S0: Tensor | None, keep: bool = False) -> tuple[Tensor, Tensor]:
         entering, leaving = self._enter(self._state(S0))
         self._entered = (entering,)
         o = self._new(*self.inputs.v.shape, dtype=self.inputs.v.dtype)
@@ -60,7 +62,8 @@ class TritonRecurrence(Simple, General):
             q, k, v = self.inputs[:3]
             self._attend(q, k, v, o, entering, leaving=leaving)
         else:
-            self._forward(o=o, state=entering, leaving=leaving)
+            self._states = self._room() if keep and self._holds else None
+            self._forward(o=o, state=entering, leaving=leaving, keep=self._states)
         return o, leaving
 
     def kept(self) -> tuple[Tensor | None, ...]:
@@ -79,6 +82,8 @@ class TritonRecurrence(Simple, General):
                 found["M"] = x.M
             if self.dplr:
                 found |= dict(Av=x.Av, L=x.L)
+            if self._states is not None:
+                found |= dict(u=self._states[0] if self.dense else None, states=self._states[1])
         return Kept(**found)
 
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
@@ -90,7 +95,7 @@ class TritonRecurrence(Simple, General):
         if self.simple:
             self._early = self._early_gradients(entering, self._cotangent(do), gate)
         else:
-            self._early = self._carry(entering)
+            self._early = self._states or self._carry(entering)
 
     def gradients(
         self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True

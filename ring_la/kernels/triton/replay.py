@@ -202,7 +202,7 @@ def _output(real: TritonRecurrence, S0: Tensor | None) -> Sequence[Tensor | None
 
 
 def _output_and_kept(real: TritonRecurrence, S0: Tensor | None) -> Sequence[Tensor | None]:
-    return *real.output(S0), *real.kept()
+    return *real.output(S0, keep=True), *real.kept()
 
 
 def _adjoint(real: TritonRecurrence, do: Tensor, dS_end: Tensor | None) -> Sequence[Tensor | None]:

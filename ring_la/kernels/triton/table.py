@@ -31,11 +31,12 @@ ATTEND: Table = {64: Launch(64, 4, 2), 128: Launch(128, 8, 3), 256: Launch(64, 8
 ATTEND_DOTS: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
 ATTEND_DOTS_BACK: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 1), 256: Launch(64, 8, 1)}
 SUMMARY: Table = {
-    64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1),
+    64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1), ("delta_none", 128): Launch(64, 4, 1, 168),
     ("delta_diagonal", 128): Launch(64, 4, 2), ("additive_diagonal", 128): Launch(64, 4, 2),
 }  # fmt: skip
 OUTPUT: Table = {
-    64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 2)
+    64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1), ("delta_diagonal", 128): Launch(128, 8, 2),
+    ("dplr_diagonal", 128): Launch(128, 8, 2),
 }  # fmt: skip
 KEEP: Table = {
     64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 3)
@@ -45,7 +46,8 @@ BACK_SUMMARY: Table = {
     ("additive_diagonal", 128): Launch(64, 4, 3),
 }  # fmt: skip
 BACKWARD: Table = {
-    64: Launch(64, 4, 2), 128: Launch(128, 8, 2), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 2)
+    64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1), ("delta_diagonal", 128): Launch(128, 8, 2),
+    ("dplr_diagonal", 128): Launch(128, 8, 2),
 }  # fmt: skip
 PAIRS: Table = {64: Launch(64, 4, 2), 128: Launch(128, 4, 1), 256: Launch(128, 4, 1)}
 GRADIENT: Table = {64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(64, 4, 2)}
@@ -64,6 +66,9 @@ CHUNK = 64
 
 LEAST = 4
 """Chunks a segment, at least."""
+
+HELD = 2**30
+"""Bytes of chunks' states that a forward leaves for its backward, at most; above, the backward makes them again."""
 
 WAVES = {"additive": 528, "delta": 264}
 """Programs wanted in a pass over segments: eight a multiprocessor of 132, two where a segment's transition is dense."""
