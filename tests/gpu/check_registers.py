@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.triton import base, cut, general, local, simple, table
@@ -30,6 +31,7 @@ from tests.kernels.triton_cases import RULES, Case
 
 MODULES = base, cut, general, simple
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
+LARGE = table.BULK
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
 
@@ -50,6 +52,7 @@ def recorded(launches: list) -> Iterator[None]:
 def launched(case: Case) -> list:
     """The launches of one forward and one backward, with states and without."""
     x, rule, launches = case.inputs(), Rule.parse(case.rule), []
+    table.BULK = dict.fromkeys(LARGE, 0) if case.bulk else LARGE
     pieces = 1 if case.cu is None else len(case.cu) - 1
     S = torch.zeros(case.B, pieces, case.H, case.K, case.V) if case.states else None
     cu = None if case.cu is None else torch.tensor(case.cu)
@@ -57,7 +60,7 @@ def launched(case: Case) -> list:
         run = local.TritonRecurrence(rule, x, cu, 1.0)
         run.output(S)
         kept = () if case.states else (run.kept(),)
-        local.TritonRecurrence(rule, x, cu, 1.0, *kept).gradients(S, torch.zeros_like(x.v), S)
+        local.TritonRecurrence(rule, x, cu, 1.0, *kept).gradients(S, torch.zeros_like(x.v), S, case.gate)
         if case.states:
             run.adjoint(torch.zeros_like(x.v), S)
             run.summary(None, True)
@@ -73,6 +76,8 @@ def compiled(kernel, args: tuple, constants: dict):
     for name, value in given.items():
         if value is not None:
             kind = {float: "fp32", int: "i32"}.get(type(value))
+            if isinstance(value, TensorDescriptor):
+                kind = f"tensordesc<{TYPES[value.dtype]}{value.block_shape}>"
             signature[name] = kind or "*" + TYPES[value.dtype]
     source = ASTSource(
         kernel, {n: signature[n] for n in names}, {(names.index(n),): c for n, c in fixed.items()},

@@ -37,19 +37,45 @@ def cases(rules: list[str]) -> list[Case]:
         out.append(Case(rule, 1, 300, 4, 4, 128, 128, torch.bfloat16, decay=1e-4))
         out.append(Case(rule, 1, 1, 2, 1, 64, 64, torch.bfloat16))
         out.append(Case(rule, 1, 2000, 2, 2, 128, 128, torch.bfloat16, states=False))
+        if rule in ("additive_none", "additive_scalar"):
+            out += by_descriptor(rule)
+        if rule == "additive_scalar":
+            out += constant(rule)
     return out
+
+
+def by_descriptor(rule: str) -> list[Case]:
+    """What only large inputs do, on small ones."""
+    half = dict(dtype=torch.bfloat16, bulk=True)
+    out = [Case(rule, 1, 300, 4, 2, K, V, **half) for K, V in ((64, 64), (128, 128), (128, 64), (64, 128))]
+    out += [Case(rule, 2, 320, 4, 4, D, D, states=False, gate=False, **half) for D in (64, 128)]
+    out += [Case(rule, 1, 300, 4, 4, 128, 128, decay=d, **half) for d in (30.0, 1e-4)]
+    return [*out, Case(rule, 1, 300, 4, 4, 128, 128, torch.float16, bulk=True)]
+
+
+def constant(rule: str) -> list[Case]:
+    """A decay whose gradient nobody wants, by token and the same at every token."""
+    out = []
+    for static, bulk in ((False, False), (True, False), (True, True)):
+        more = dict(gate=False, static=static, bulk=bulk)
+        out += [Case(rule, 1, 300, 4, 2, K, V, torch.bfloat16, **more) for K, V in ((64, 64), (128, 128), (128, 64))]
+        out.append(Case(rule, 1, 300, 4, 4, 128, 128, torch.bfloat16, decay=30.0, **more))
+    out.append(Case(rule, 1, 300, 4, 4, 128, 128, torch.bfloat16, PACKED, gate=False, static=True))
+    out.append(Case(rule, 2, 300, 4, 4, 80, 48, torch.bfloat16, gate=False, static=True))
+    return [*out, Case(rule, 1, 200, 2, 2, 64, 64, gate=False, static=True)]
 
 
 def work(part: int, parts: int, rules: list[str]) -> None:
     """Check every `parts`-th case; one line of JSON each, so that a crash loses only what follows it."""
     from ring_la.kernels.triton import local, table
 
-    table.LEAST = 1
+    table.LEAST, large = 1, table.BULK
     for i, case in enumerate(cases(rules)):
         if i % parts != part:
             continue
         row = {"case": {k: str(v) for k, v in case.__dict__.items()}}
         start = time.time()
+        table.BULK = dict.fromkeys(table.BULK, 0) if case.bulk else large
         try:
             torch.manual_seed(i)
             row["errors"] = errors(case, local.TritonRecurrence, "cuda")
@@ -93,7 +119,7 @@ def wide(rule: str, T: int = 560_000, H: int = 32, D: int = 128) -> dict:
 def show(row: dict) -> str:
     c = row["case"]
     name = f"{c['rule']:17s} B{c['B']} T{c['T']} H{c['H']}/{c['Hk']} {c['K']}x{c['V']} {c['dtype'][6:]}"
-    name += f" cu={c['cu']} g={c['decay']}"
+    name += f" cu={c['cu']} g={c['decay']}" + "".join(f" {n}" for n in ("static", "bulk") if c.get(n) == "True")
     errs = " ".join(f"{k}:{v:.1e}" for k, v in row["errors"].items())
     return f"{'ok ' if row['ok'] else 'BAD'} {name} {errs} {row.get('failed', '')} {row['seconds']}s"
 

@@ -31,8 +31,8 @@ GRADIENTS = [(32, 4, 1), (64, 4, 1), (64, 8, 1)]
 GRID = {
     "SUMMARISE": [(64, 4, 2), (64, 4, 3), (128, 4, 3), (128, 8, 2), (128, 8, 3)],
     "ATTEND": [(64, 4, 1), (64, 4, 2), (128, 8, 2), (128, 8, 3), (128, 8, 4)],
-    "ATTEND_DOTS": ROWS,
-    "ATTEND_DOTS_BACK": ROWS,
+    "ATTEND_GATED": [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)],
+    "WRITES": [(128, 8, 2), (128, 8, 3)],
     "SUMMARY": PASSES, "OUTPUT": PASSES, "KEEP": PASSES, "BACK_SUMMARY": PASSES, "BACKWARD": PASSES,
     "PAIRS": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (64, 4, 2, 168)],
     "GRADIENT": ROWS,
@@ -43,8 +43,9 @@ GRID = {
 }  # fmt: skip
 DELTA, DIAGONAL = ["delta_none", "delta_scalar"], ["delta_diagonal", "additive_diagonal"]
 RULES = {
-    "SUMMARISE": ["additive_none", "additive_scalar"], "ATTEND": ["additive_none", "additive_scalar"],
-    "ATTEND_DOTS": ["additive_scalar"], "ATTEND_DOTS_BACK": ["additive_scalar"], "GRADIENT": DELTA, "INTRA": DELTA,
+    "SUMMARISE": ["additive_none", "additive_scalar"], "ATTEND": ["additive_none"],
+    "ATTEND_GATED": ["additive_scalar"], "WRITES": ["additive_none", "additive_scalar"],
+    "GRADIENT": DELTA, "INTRA": DELTA,
     "PAIRS": DIAGONAL, "GRADIENT_DIAGONAL": DIAGONAL, "INTRA_DIAGONAL": DIAGONAL,
 }  # fmt: skip
 PASSED = [*DELTA, *DIAGONAL]

@@ -39,6 +39,25 @@ def test_against_token_loop(rule: str, shape: str) -> None:
     assert all(e < 1e-4 for e in worst.values()), worst
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(rule="additive_none", B=2, T=64),
+        dict(rule="additive_none", T=70, cu=(0, 1, 1, 50, 70)),
+        dict(rule="additive_scalar", T=70),
+        dict(rule="additive_scalar", T=70, cu=(0, 1, 1, 50, 70)),
+        dict(rule="additive_scalar", B=2, T=64, gate=False),
+        dict(rule="additive_scalar", T=70, gate=False, static=True),
+    ],
+)
+def test_large_inputs(more: dict, monkeypatch) -> None:
+    """dk and dv in one pass, tensors by descriptor, and a decay that is the same at every token."""
+    monkeypatch.setattr(table, "BULK", {0: 0, 1: 0})
+    monkeypatch.setattr(local.TritonRecurrence, "_fused", True)
+    worst = errors(Case(K=64, V=64, **more), local.TritonRecurrence, DEVICE)
+    assert all(e < 1e-4 for e in worst.values()), worst
+
+
 def test_non_contiguous_inputs() -> None:
     case = Case("additive_scalar", T=40)
 

@@ -55,6 +55,9 @@ class Case:
     cu: tuple[int, ...] | None = None
     states: bool = True
     decay: float = 0.1  # scale of −g; 30 forgets within a token
+    gate: bool = True  # the decay's gradient is wanted
+    static: bool = False  # a scalar decay is the same at every token
+    bulk: bool = False  # tensors go by descriptor, however small
 
     def inputs(self, device: str = "cpu") -> Inputs:
         """Random inputs; decays differ by head, token and channel."""
@@ -67,9 +70,10 @@ class Case:
         bt = (self.B, self.T)
         g = {
             "none": None,
-            "scalar": -self.decay * torch.rand(*bt, self.H, device=device) * head,
+            "scalar": -self.decay * torch.rand(*((1, 1) if self.static else bt), self.H, device=device) * head,
             "diagonal": -self.decay * torch.rand(*bt, self.H, self.K, device=device) * head[:, None],
         }[decay]
+        g = g.expand(*bt, self.H) if self.static else g
         beta = torch.rand(*bt, self.H, device=device) if write == "delta" else None
         a = b = None
         if write == "dplr":
@@ -127,7 +131,7 @@ def errors(case: Case, backend, device: str = "cpu") -> dict[str, float]:
     loss = (o * do.double()).sum()
     if dS is not None:
         loss = loss + (end * dS.double()).sum()
-    names = [n for n, y in leaves._asdict().items() if y is not None]
+    names = [n for n, y in leaves._asdict().items() if y is not None and (n != "g" or case.gate)]
     wanted = [getattr(leaves, n) for n in names] + ([start] if start is not None else [])
     true = dict(zip([f"d{n}" for n in names] + ["dS0"], torch.autograd.grad(loss, wanted)))
     cu = None if case.cu is None else torch.tensor(case.cu, device=device)
@@ -137,7 +141,7 @@ def errors(case: Case, backend, device: str = "cpu") -> dict[str, float]:
     kept = local.kept()
     again = () if case.states else (kept._replace(u=None, states=None),)
     for left in ((kept,), again):  # what callers pass on of what the output left: all, less (long calls), nothing
-        grads, dS0 = backend(rule, x, cu, scale, *left).gradients(S0, do, dS)
+        grads, dS0 = backend(rule, x, cu, scale, *left).gradients(S0, do, dS, case.gate)
         found = {f"d{n}": error(getattr(grads, n), true[f"d{n}"]) for n in names}
         found |= {"dS0": error(dS0, true["dS0"])} if case.states else {}
         out |= {n: max(e, out.get(n, 0.0), key=lambda e: math.inf if math.isnan(e) else e) for n, e in found.items()}

@@ -9,7 +9,12 @@ what is written; F holds the factors of the running log-decay of a chunk, S the 
 dq reads the forward state and dk the adjoint state transposed. A segment carries its state in registers, so no state
 between chunks reaches memory (GLA, Yang et al. 2024, arXiv:2312.06635, materialises every chunk's or recomputes them;
 the linear-attention form of the gradients is theirs). The log-decay's gradient needs only q·dq and k·dk = v·dv by
-token.
+token, which the passes of dq and dk sum on their way (DOTS).
+
+What a chunk waits for decides its time, not its arithmetic: so products of 64 rows do not feed each other as
+accumulators (with 8 warps each half of the warps would compute all of it), and what the next chunk needs of the
+factors is loaded a chunk ahead. BULK: x, y, z and out are tensor descriptors [B·T, heads · D], moved by the copy engine
+without addresses in registers; then a chunk is whole, or ends with the tensor.
 """
 
 from __future__ import annotations
@@ -20,12 +25,30 @@ import triton.language as tl
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 
+@triton.jit
+def rows(p, b, start, h, T, H: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
+    """Where `take` starts in one head: pointer, row and column; of a descriptor only the latter two."""
+    if BULK:
+        at = 0
+    else:
+        at = head(p, b, start, h, T, H, HV, D)
+    return at, b * T + start, h // (HV // H) * D
+
+
+@triton.jit
+def take(p, at, row, column, c, t, left, d, first, STRIDE: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
+    """[t, d] of the chunk at token c; d begins at column `first` of the head."""
+    if BULK:
+        return p.load([row + c, column + first])
+    else:
+        return tile(at + c * STRIDE, t, left - c, d, STRIDE, D)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def summarise_kernel(
     Y, Z, F, b_, log_a, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr,
-    DY: tl.constexpr,
-    DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    REVERSE: tl.constexpr, ALL: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    DY: tl.constexpr, DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
+    REVERSE: tl.constexpr, ALL: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last."""
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
@@ -34,33 +57,39 @@ def summarise_kernel(
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     start, end, _, chunk, first, last = span(table, s, T, LENGTH, C, VARLEN)
-    if end <= start:
+    left = end - start
+    if left <= 0:
         return
     if not ALL and (first if REVERSE else last):
         return
     d = tl.arange(0, BY)
     e = iz * BZ + tl.arange(0, BZ)
     t = tl.arange(0, C)
-    y_ = head(Y, b, start, h, T, HY, H, DY)
-    z_ = head(Z, b, start, h, T, HZ, H, DZ)
+    y_, ry, cy = rows(Y, b, start, h, T, HY, H, DY, BULK)
+    z_, rz, cz = rows(Z, b, start, h, T, HZ, H, DZ, BULK)
     f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
     S = tl.zeros([BZ, BY], tl.float32)
     total = 0.0
-    left = end - start
+    gc = 0.0
     n = (left + C - 1) // C
+    if GATED:
+        gc = tl.load(f_ + (n - 1 if REVERSE else 0) * (H * 4 * C) + C - 1)
     for j in range(n):
         i = n - 1 - j if REVERSE else j
         c = i * C
-        y = tile(y_ + c * (HY * DY), t, left - c, d, HY * DY, DY)
-        z = tile(z_ + c * (HZ * DZ), t, left - c, e, HZ * DZ, DZ)
+        y = take(Y, y_, ry, cy, c, t, left, d, 0, HY * DY, DY, BULK)
+        z = take(Z, z_, rz, cz, c, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
         zw = tl.trans(z)
         if GATED:
             f = f_ + i * (H * 4 * C)
+            following = tl.load(
+                f_ + (tl.maximum(i - 1, 0) if REVERSE else tl.minimum(i + 1, n - 1)) * (H * 4 * C) + C - 1
+            )
             keep = tl.load(f + (C if REVERSE else 2 * C) + t)
-            gc = tl.load(f + C - 1)
             zw = (zw.to(tl.float32) * keep[None, :]).to(z.dtype)
             S *= tl.exp2(gc)
             total += gc
+            gc = following
         S = tl.dot(zw, y, S, input_precision=PREC)
     if REVERSE and not GATED:
         S *= scale
@@ -70,17 +99,25 @@ def summarise_kernel(
         tl.store(log_a + row, total)
 
 
+@triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=SIZES)
 def attend_kernel(
-    X, Y, Z, F, entering, O, leaving, table, T, NS, NC, N, LENGTH, scale, H: tl.constexpr, HX: tl.constexpr,
-    HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr,
-    C: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr,
-    LEAVE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    X, Y, Z, F, entering, O, leaving, W, DOT, STATE_DOT, before, ends, EDGE, table, T, NS, NC, N, LENGTH, scale,
+    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
+    BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr,
+    REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, DOTS: tl.constexpr,
+    BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """The operation above for one segment and BZ columns of z.
+    """The operation above for one segment and BZ columns of z; states lie in memory as [DX, DZ], or TRANSPOSED.
 
-    The state is held as Sᵀ [BZ, BX]: as the left operand of a product it never leaves the registers. TRANSPOSED: states
-    lie in memory as [DZ, DX]. LEAVE stores the scan's last state.
+    LEAVE stores the scan's last state. STATIC: every token of a head has the same decay. DOTS (with GATED): DOT
+    [NZ, B, H, T] = out·W by token, W with z's heads; forward also STATE_DOT, the part of it that comes in with the
+    state of the chunk; reverse with a state also EDGE [NZ, B, H, NS] = <that state, the forward's after the segment>,
+    the latter from `before`, of the segments, or `ends`, of the pieces.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
@@ -88,52 +125,99 @@ def attend_kernel(
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     start, end, piece, chunk, first, last = span(table, s, T, LENGTH, C, VARLEN)
-    if end <= start:
+    left = end - start
+    if left <= 0:
         return
     d = tl.arange(0, BX)
     e = iz * BZ + tl.arange(0, BZ)
     t = tl.arange(0, C)
-    x_ = head(X, b, start, h, T, HX, H, DX)
-    y_ = head(Y, b, start, h, T, HY, H, DX)
-    z_ = head(Z, b, start, h, T, HZ, H, DZ)
-    o_ = head(O, b, start, h, T, H, H, DZ)
+    x_, rx, cx = rows(X, b, start, h, T, HX, H, DX, BULK)
+    y_, ry, cy = rows(Y, b, start, h, T, HY, H, DX, BULK)
+    z_, rz, cz = rows(Z, b, start, h, T, HZ, H, DZ, BULK)
+    o_, ro, co = rows(O, b, start, h, T, H, H, DZ, BULK)
+    if DOTS:
+        w_ = head(W, b, start, h, T, HZ, H, DZ)
     f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
     row = (b.to(tl.int64) * NS + s) * H + h
-    inside = (e < DZ)[:, None] & (d < DX)[None, :]
-    at = e[:, None] * DX + d[None, :] if TRANSPOSED else d[None, :] * DZ + e[:, None]
-    S = tl.zeros([BZ, BX], tl.float32)
+    own = ((b.to(tl.int64) * N + piece) * H + h) * (DX * DZ)
+    part = (iz * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    inside = (d < DX)[:, None] & (e < DZ)[None, :]
+    at = e[None, :] * DX + d[:, None] if TRANSPOSED else d[:, None] * DZ + e[None, :]
+    S = tl.zeros([BX, BZ], tl.float32)
     if HAS_STATE:
         S = tl.load(entering + row * (DX * DZ) + at, inside, other=0.0)
-    n = (end - start + C - 1) // C
-    left = end - start
-    causal = t[:, None] >= t[None, :] if REVERSE else t[:, None] <= t[None, :]  # [j, i]
+        if DOTS and REVERSE:
+            after = tl.load(ends + own + at, inside & last, other=0.0)
+            after += tl.load(before + (row + H) * (DX * DZ) + at, inside & (last == 0), other=0.0)
+            tl.store(EDGE + part * NS + s, tl.sum(tl.sum(S * after, 1), 0))
+    n = (left + C - 1) // C
+    sees = t[:, None] <= t[None, :] if REVERSE else t[:, None] >= t[None, :]  # [i, j]
+    one = tl.where(left > 0, 1.0, 0.0)  # a factor the compiler does not know, or it would chain the two products
+    gc = 0.0
+    reach = tl.zeros([C], tl.float32)  # what is left of the state's part at each token
+    if GATED:
+        f = f_ + (n - 1 if REVERSE else 0) * (H * 4 * C)
+        gc = tl.load(f + C - 1)
+        reach = tl.load(f + (2 * C if REVERSE else C) + t)
+        if STATIC:
+            gap = (t[None, :] - t[:, None] if REVERSE else t[:, None] - t[None, :]).to(tl.float32) * tl.load(f_)
+            decay = tl.exp2(tl.where(sees, gap, float("-inf"))) * scale
     for m in range(n):
         i = n - 1 - m if REVERSE else m
         c = i * C
-        x = tile(x_ + c * (HX * DX), t, left - c, d, HX * DX, DX)
-        y = tile(y_ + c * (HY * DX), t, left - c, d, HY * DX, DX)
-        z = tile(z_ + c * (HZ * DZ), t, left - c, e, HZ * DZ, DZ)
-        A = tl.dot(y, tl.trans(x), input_precision=PREC) * scale
-        o = tl.dot(S.to(x.dtype), tl.trans(x), input_precision=PREC)
-        zw = tl.trans(z)
+        x = take(X, x_, rx, cx, c, t, left, d, 0, HX * DX, DX, BULK)
+        y = take(Y, y_, ry, cy, c, t, left, d, 0, HY * DX, DX, BULK)
+        z = take(Z, z_, rz, cz, c, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
+        if DOTS:
+            w = tile(w_ + c * (HZ * DZ), t, left - c, e, HZ * DZ, DZ)
+        A = tl.dot(x, tl.trans(y), input_precision=PREC)
+        yw = tl.trans(y)
+        reach_next = reach
+        gc_next = gc
         if GATED:
+            f = f_ + (tl.maximum(i - 1, 0) if REVERSE else tl.minimum(i + 1, n - 1)) * (H * 4 * C)
+            gc_next = tl.load(f + C - 1)
+            reach_next = tl.load(f + (2 * C if REVERSE else C) + t)
             f = f_ + i * (H * 4 * C)
-            g = tl.load(f + t)
-            gc = tl.load(f + C - 1)
-            gap = g[:, None] - g[None, :] if REVERSE else g[None, :] - g[:, None]
-            A *= tl.exp2(tl.where(causal, gap, float("-inf")))
-            o *= tl.load(f + (2 * C if REVERSE else C) + t)[None, :]
-            zw = (zw.to(tl.float32) * tl.load(f + (C if REVERSE else 2 * C) + t)[None, :]).to(z.dtype)
+            keep = tl.load(f + (C if REVERSE else 2 * C) + t)
+            if STATIC:
+                A *= decay
+            else:
+                g = tl.load(f + t)
+                gap = g[None, :] - g[:, None] if REVERSE else g[:, None] - g[None, :]
+                A *= tl.exp2(tl.where(sees, gap, float("-inf")))
+            yw = (yw.to(tl.float32) * keep[None, :]).to(x.dtype)
+        else:
+            A = tl.where(sees, A, 0.0)
+            if REVERSE:
+                yw = (yw.to(tl.float32) * scale).to(x.dtype)
+        o = tl.dot(x, S.to(x.dtype), input_precision=PREC)
+        if GATED:
+            o *= reach[:, None]
             S *= tl.exp2(gc)
         else:
-            A = tl.where(causal, A, 0.0)
+            o *= one if REVERSE else scale
+        inner = tl.dot(A.to(x.dtype), z, input_precision=PREC) * (one if STATIC else scale)
+        S = tl.dot(yw, z, S, input_precision=PREC)
+        if DOTS:
+            token = part * T + start + c + t
+            wide = w.to(tl.float32)
             if REVERSE:
-                zw = (zw.to(tl.float32) * scale).to(z.dtype)
+                o += inner
+                dot = tl.sum(o * wide, 1)
             else:
-                o *= scale
-        o = tl.dot(tl.trans(z), A.to(z.dtype), o, input_precision=PREC)
-        S = tl.dot(zw, y, S, input_precision=PREC)
-        put(o_ + c * (H * DZ), tl.trans(o), t, left - c, e, H * DZ, DZ)
+                came = o * wide
+                o += inner
+                dot, came = tl.reduce((o * wide, came), 1, _both)
+                tl.store(STATE_DOT + token, came, t < left - c)
+            tl.store(DOT + token, dot, t < left - c)
+        else:
+            o += inner
+        if BULK:
+            O.store([ro + c, co + iz * BZ], o.to(x.dtype))
+        else:
+            put(o_ + c * (H * DZ), o, t, left - c, e, H * DZ, DZ)
+        gc = gc_next
+        reach = reach_next
     if LEAVE and (first if REVERSE else last):
-        own = ((b.to(tl.int64) * N + piece) * H + h) * (DX * DZ)
         tl.store(leaving + own + at, S, inside)

@@ -49,6 +49,19 @@ def segment_length(rows: int, T: int, H: int, K: int, V: int, chunk: int, waves:
     return max(1, min(chunks, power_of_2(cdiv(T, chunk)), 1 << (max(1, most).bit_length() - 1))) * chunk
 
 
+@functools.lru_cache(maxsize=4096)
+def wave_length(programs: int, T: int, H: int, K: int, V: int, chunk: int, slots: int, least: int) -> int:
+    """Tokens a segment where `programs` run for each: the fewest segments that leave little of the GPU idle."""
+
+    def busy(n: int) -> float:
+        return programs * n / (cdiv(programs * n, slots) * slots)
+
+    counts = range(1, max(2, 2 * slots // programs + 1))
+    count = next((n for n in counts if busy(n) >= 0.9), None) or max(counts, key=busy)
+    most = (2**31 - 1) // (H * max(K, V, chunk) * chunk)
+    return max(1, min(max(cdiv(T, count * chunk), least), cdiv(T, chunk), most)) * chunk
+
+
 def once(g: Tensor | None) -> Tensor | None:
     """A decay a head that is the same for all tokens (a tensor expanded over them) as ``[1, 1, H]``; others as they
     are."""
@@ -77,8 +90,15 @@ class Base:
         self.simple = rule.write == "additive" and self.decay < 2
         self.precision = "tf32x3" if dtype == torch.float32 else "tf32"
         self.chunk = 32 if dtype == torch.float32 else table.CHUNK
-        waves = table.WAVES["additive" if rule.write == "additive" else "delta"]
-        length = segment_length(self.B * self.H, self.T, self.H, self.K, self.V, self.chunk, waves, table.LEAST)
+        shape = self.T, self.H, self.K, self.V, self.chunk
+        if self.simple:
+            wide = max(64, width(self.K), width(self.V))
+            programs = self._rows * (cdiv(wide, 64) if wide > 128 else 1)
+            length = wave_length(programs, *shape, table.SLOTS[wide], table.LEAST)
+            length = min(length, table.RUN) if self.decay and not self._static else length
+        else:
+            waves = table.WAVES["additive" if rule.write == "additive" else "delta"]
+            length = segment_length(self._rows, *shape, waves, table.LEAST)
         self.segments = Cut.of(self.T, length, self.chunk, self.cu)
         self.chunks = Cut.of(self.T, self.chunk, self.chunk, self.cu) if self.decay or not self.simple else None
         self._kept = kept or Kept()
@@ -130,6 +150,11 @@ class Base:
         found = table.pick(entries, self.name, self.K, self.V, self.inputs.v.dtype)
         # dplr's second stream fills the shared memory that prefetching would take
         return dataclasses.replace(found, stages=1, registers=0) if self.dplr else found
+
+    @functools.cached_property
+    def _static(self) -> bool:
+        """Whether a head's decay is the same at every token: it came as from `once`, or as one that would."""
+        return self.decay == 1 and once(self.given.g).shape[:2] != (self.B, self.T)
 
     # -- scans over segments -------------------------------------------------------------------------------
 

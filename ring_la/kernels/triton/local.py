@@ -41,7 +41,9 @@ class TritonRecurrence(Simple, General):
         super().__init__(rule, inputs, cu, scale, Kept(*kept))
         self._own: tuple[bool, Tensor, Tensor | None] | None = None  # the segments' maps, see `_summarise`
         self._own_back: tuple[Tensor, bool, Tensor, Tensor | None] | None = None
-        self._entered: tuple[Tensor | None] | None = (self._kept.entering,) if kept else None
+        entering = self._kept.entering
+        fits = self.segments.count == (1 if entering is None else entering.shape[1])  # as the forward cut them
+        self._entered: tuple[Tensor | None] | None = (entering,) if kept and fits else None
         u, states = self._kept.u, self._kept.states
         self._states = None if states is None else (self.inputs.v if u is None else u, states)
         self._early: Early | tuple[Tensor, Tensor] | None = None  # see `prepare_gradients`

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.kernels.local import Inputs
+from ring_la.kernels.triton import table
 from ring_la.kernels.triton.additive import attend_kernel, summarise_kernel
-from ring_la.kernels.triton.additive_gate import attend_dots_kernel, gate_gradient_kernel
+from ring_la.kernels.triton.additive_gate import gate_gradient_kernel
+from ring_la.kernels.triton.additive_writes import writes_kernel
 from ring_la.kernels.triton.base import Base
 from ring_la.kernels.triton.launch import launch
-from ring_la.kernels.triton.table import ATTEND, ATTEND_DOTS, ATTEND_DOTS_BACK, SUMMARISE, cdiv, power_of_2, width
+from ring_la.kernels.triton.table import ATTEND, ATTEND_GATED, SUMMARISE, WRITES, cdiv, power_of_2, width
 
 
 class Early(NamedTuple):
@@ -24,31 +28,94 @@ class Early(NamedTuple):
     leaving: Tensor | None = None
 
 
+def columns(D: int) -> int:
+    """A head as a tile is wide: narrower ones than 64 columns are what the compiler gets wrong."""
+    return max(64, width(D))
+
+
 class Simple(Base):
     """The four roles of `attend_kernel`, and what surrounds them."""
 
+    # -- what a call allows --------------------------------------------------------------------------------
+
+    @cached_property
+    def _bulk(self) -> bool:
+        """Whether tensors go by descriptor: large enough, in whole tiles, none of which holds another row's tokens."""
+        v = self.inputs.v
+        whole = all(columns(n) == n for n in (self.K, self.V)) and (self.B == 1 or self.T % self.chunk == 0)
+        large = self.B * self.T * self.H * max(self.K, self.V) >= table.BULK[self.decay]
+        return large and whole and not self._packed and v.element_size() == 2 and self._copies
+
+    @property
+    def _copies(self) -> bool:
+        """Whether the device has a copy engine for tiles."""
+        return self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] >= 9
+
+    @property
+    def _fused(self) -> bool:
+        """Whether dk and dv come of one pass: where one program can hold a head's state."""
+        return max(self.K, self.V) <= 128 and self.inputs.v.element_size() == 2
+
+    def _tiles(self, x: Tensor, block: int, bulk: bool = True) -> Tensor | TensorDescriptor:
+        """`x` [B, T, H, D], or what reads and writes its tiles of a chunk by `block` columns."""
+        if not (bulk and self._bulk):
+            return x
+        rows, row = x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]
+        found = TensorDescriptor(x, [rows, row], [row, 1], [self.chunk, block])
+        found.device, found.dtype = x.device, x.dtype  # what `launch` asks of a tensor
+        return found
+
+    @property
+    def _shape(self) -> dict[str, object]:
+        """The constants all passes share."""
+        return dict(H=self.H, C=self.chunk, BULK=self._bulk, PREC=self.precision, VARLEN=self._packed)
+
+    # -- passes --------------------------------------------------------------------------------------------
+
     def _summarise_simple(self, y, z, own, log_a, scale: float, reverse: bool, full: bool) -> None:
         how, cut = self._pick(SUMMARISE), self.segments
-        block = min(how.block, width(self.V))
+        block, wide = min(how.block, columns(self.V)), columns(self.K)
         launch(
-            summarise_kernel, (cdiv(self.V, block) * cut.count, self._rows), y, z, self.F, own,
-            own if log_a is None else log_a, cut.table, self.T, cut.count, self._NC, cut.length, scale, H=self.H,
-            HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=width(self.K), BZ=block, C=self.chunk,
-            GATED=self.decay == 1, REVERSE=reverse, ALL=full, PREC=self.precision, VARLEN=self._packed, **how.options,
+            summarise_kernel, (cdiv(self.V, block) * cut.count, self._rows), self._tiles(y, wide),
+            self._tiles(z, block), self.F, own, own if log_a is None else log_a, cut.table, self.T, cut.count, self._NC,
+            cut.length, scale, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=wide, BZ=block,
+            GATED=self.decay == 1, REVERSE=reverse, ALL=full, **self._shape, **how.options,
         )  # fmt: skip
 
-    def _attend(self, x, y, z, out, state, *, reverse=False, transposed=False, leaving=None) -> None:
-        """One of the four roles of `attend_kernel`."""
-        how, cut = self._pick(ATTEND), self.segments
+    def _attend(
+        self, x, y, z, out, state, *, reverse=False, transposed=False, leaving=None, dots=None
+    ) -> None:  # fmt: skip
+        """One of the four roles of `attend_kernel`. `dots`: (w, DOT, STATE_DOT, before, ends, EDGE)."""
+        wanted, cut = dots is not None, self.segments
+        static = self._static and not wanted
+        how = self._pick(ATTEND_GATED if self.decay and not static else ATTEND)
         dx, dz = x.shape[3], z.shape[3]
-        block = min(how.block, width(dz))
+        block, wide = min(how.block, columns(dz)), columns(dx)
+        w, *dots = (x if d is None else d for d in dots or (None,) * 6)
         launch(
-            attend_kernel, (cdiv(dz, block) * cut.count, self._rows), x, y, z, self.F, x if state is None else state,
-            out, x if leaving is None else leaving, cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length,
-            self.scale, H=self.H, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=width(dx), BZ=block,
-            C=self.chunk, GATED=self.decay == 1, REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=state is not None,
-            LEAVE=leaving is not None, PREC=self.precision, VARLEN=self._packed, **how.options,
+            attend_kernel, (cdiv(dz, block) * cut.count, self._rows), self._tiles(x, wide), self._tiles(y, wide),
+            self._tiles(z, block), self.F, x if state is None else state, self._tiles(out, block),
+            x if leaving is None else leaving, w, *dots, cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length,
+            self.scale, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block,
+            GATED=self.decay == 1, STATIC=static, REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=state is not None,
+            LEAVE=leaving is not None, DOTS=wanted, **self._shape, **how.options,
         )  # fmt: skip
+
+    def _writes(self, do: Tensor, adjoint: Tensor | None, dk: Tensor, dv: Tensor, dS0: Tensor, dots=None) -> None:
+        """dk and dv in one pass. `dots`: (DOT, before, ends, EDGE)."""
+        how, cut = self._pick(WRITES), self.segments
+        q, k, v = self.inputs[:3]
+        wk, wv = columns(self.K), columns(self.V)
+        launch(
+            writes_kernel, (cut.count, self._rows), self._tiles(q, wk), self._tiles(k, wk), self._tiles(v, wv),
+            self._tiles(do, wv), self.F, dS0 if adjoint is None else adjoint, self._tiles(dk, wk, self.decay == 1),
+            self._tiles(dv, wv, self.decay == 1), dS0, *(dots or (dS0,) * 4), cut.table, self.T, cut.count, self._NC,
+            cut.pieces, cut.length, self.scale, HK=self.HK, K=self.K, V=self.V, BK=wk, BV=wv, GATED=self.decay == 1,
+            STATIC=self._static and dots is None, HAS_STATE=adjoint is not None, DOTS=dots is not None,
+            **self._shape, **how.options,
+        )  # fmt: skip
+
+    # -- gradients -----------------------------------------------------------------------------------------
 
     def _early_gradients(self, entering: Tensor | None, do: Tensor, gate: bool) -> Early:
         """dq, which needs no gradient of a state, and with `gate` what dg needs of the same pass."""
@@ -58,45 +125,39 @@ class Simple(Base):
         if not (gate and self.decay):
             self._attend(do, v, k, dq, entering, transposed=True)
             return Early(dq)
-        nk = cdiv(self.K, min(self._pick(ATTEND_DOTS).block, width(self.K)))
-        early = Early(dq, self._new(nk, B, H, T), self._new(nk, B, H, self._NC), self._pieces())
-        self._attend_dots(do, v, k, dq, entering, q, early.reads, border=early.border, leaving=early.leaving)
+        parts = self._parts(self.K)
+        early = Early(dq, self._new(parts, B, H, T), self._new(parts, B, H, T), self._pieces())
+        dots = q, early.reads, early.border, None, None, None
+        self._attend(do, v, k, dq, entering, transposed=True, leaving=early.leaving, dots=dots)
         return early
 
     def _late_gradients(self, early: Early, entering, adjoint, do: Tensor, dS0: Tensor) -> Inputs:
         """The other gradients, given those of the states after the segments (None: zero)."""
         q, k, v = self.inputs[:3]
-        B, T, H = self.B, self.T, self.H
+        B, T, H, cut = self.B, self.T, self.H, self.segments
         dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.V))
-        self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0)
-        if early.reads is None:
-            self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True)
+        gate, parts = early.reads is not None, 1 if self._fused else self._parts(self.K)
+        writes = edge = None
+        if gate:
+            writes, edge = self._new(parts, B, H, T), self._new(parts, B, H, cut.count)
+        states = early.leaving if entering is None else entering, early.leaving
+        if self._fused:
+            self._writes(do, adjoint, dk, dv, dS0, (writes, *states, edge) if gate else None)
+        else:
+            self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0)
+            dots = (k, writes, None, *states, edge) if gate else None
+            self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True, dots=dots)
+        if not gate:
             return Inputs(early.dq, dk, dv)
-        cut, nk = self.segments, early.reads.shape[0]
-        writes, edge = torch.empty_like(early.reads), self._new(nk, B, H, cut.count)
-        self._attend_dots(
-            v, do, q, dk, adjoint, k, writes, before=entering, leaving=early.leaving, edge=edge, reverse=True
-        )
-        dg, block = self._new(B, T, H), min(64, power_of_2(cut.length // self.chunk))
+        dg = self._new(B, T, H)
         launch(
             gate_gradient_kernel, (cut.count, self._rows), early.reads, writes, early.border, edge, self.F, dg,
-            cut.table, T, cut.count, self._NC, cut.length, H=H, NR=nk, C=self.chunk, BC=block,
-            HAS_EDGE=adjoint is not None, FORGOTTEN=-24 if v.dtype == torch.float32 else -11, VARLEN=self._packed,
-            num_warps=4,
+            cut.table, T, cut.count, self._NC, cut.length, H=H, NR=early.reads.shape[0], NW=parts, C=self.chunk,
+            BC=power_of_2(cut.length // self.chunk), HAS_EDGE=adjoint is not None,
+            FORGOTTEN=-24 if v.dtype == torch.float32 else -11, VARLEN=self._packed, num_warps=4,
         )  # fmt: skip
         return Inputs(early.dq, dk, dv, dg)
 
-    def _attend_dots(
-        self, x, y, z, out, state, w, dots, *, border=None, before=None, leaving=None, edge=None, reverse=False
-    ) -> None:  # fmt: skip
-        how, cut = self._pick(ATTEND_DOTS_BACK if reverse else ATTEND_DOTS), self.segments
-        dx, dz = x.shape[3], z.shape[3]
-        block = min(how.block, width(dz))
-        launch(
-            attend_dots_kernel, (cdiv(dz, block) * cut.count, self._rows), x, y, z, self.F,
-            x if state is None else state, out, w, dots, dots if border is None else border,
-            leaving if before is None else before, leaving, dots if edge is None else edge, cut.table, self.T,
-            cut.count, self._NC, cut.pieces, cut.length, self.scale, H=self.H, HX=x.shape[2], HY=y.shape[2],
-            HZ=z.shape[2], DX=dx, DZ=dz, BX=width(dx), BZ=block, C=self.chunk, REVERSE=reverse,
-            HAS_STATE=state is not None, PREC=self.precision, VARLEN=self._packed, **how.options,
-        )  # fmt: skip
+    def _parts(self, D: int) -> int:
+        """Programs that share the columns of one head under a decay by token."""
+        return cdiv(D, min(self._pick(ATTEND_GATED).block, columns(D)))

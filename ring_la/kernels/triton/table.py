@@ -26,10 +26,13 @@ class Launch:
 # Widest power of two of the two head sizes -> launch, and (rule, width) where a rule differs. Measured on an H200 at
 # B 1, T 32768, 32 heads, bf16, by tests.gpu.tune_triton; entries for 64 and 256 are guesses from those for 128.
 Table = dict[int | tuple[str, int], Launch]
-SUMMARISE: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 2), 256: Launch(64, 8, 2)}
-ATTEND: Table = {64: Launch(64, 4, 2), 128: Launch(128, 8, 3), 256: Launch(64, 8, 1)}
-ATTEND_DOTS: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
-ATTEND_DOTS_BACK: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 1), 256: Launch(64, 8, 1)}
+SUMMARISE: Table = {
+    64: Launch(64, 4, 3), 128: Launch(128, 8, 3), 256: Launch(64, 8, 2), ("additive_scalar", 128): Launch(64, 4, 3)
+}  # fmt: skip
+# 4 warps: two programs a multiprocessor, which hides what a decay by token costs; one that is constant costs little.
+ATTEND: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3), 256: Launch(64, 8, 1)}
+ATTEND_GATED: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
+WRITES: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3)}
 SUMMARY: Table = {
     64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1), ("delta_none", 128): Launch(64, 4, 1, 168),
     ("delta_diagonal", 128): Launch(64, 4, 2), ("additive_diagonal", 128): Launch(64, 4, 2),
@@ -72,6 +75,16 @@ HELD = 2**30
 
 WAVES = {"additive": 528, "delta": 264}
 """Programs wanted in a pass over segments: eight a multiprocessor of 132, two where a segment's transition is dense."""
+
+
+RUN = 1024
+"""Tokens a segment at most under a decay by token: its gradient is a sum over them, and errors add up."""
+
+SLOTS = {64: 264, 128: 132, 256: 132}
+"""Programs that run at a time in a pass under a scalar decay or none, by the width of heads."""
+
+BULK = {0: 1 << 26, 1: 1 << 25}
+"""Elements a tensor from which descriptors, some µs of host time each, pay: without a decay, with a scalar one."""
 
 
 def cdiv(a: int, b: int) -> int:

@@ -8,7 +8,7 @@ that nobody sees afterwards, laid out by when each part was needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.compiled import Compiled, current_stream
 from ring_la.kernels.triton.launch import Interpreted, recording
@@ -45,6 +46,30 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Tiled:
+    """A tensor descriptor: what its tensor stands for, and how it is read."""
+
+    base: Any
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+    def at(self, address: int) -> Described:
+        """What a launch takes of a descriptor of the matrix at an address."""
+        return Described(address, self.shape, self.strides)
+
+
+class Described:
+    """A tensor descriptor as Triton's launcher reads it, of memory that no tensor need stand for."""
+
+    padding = "zero"
+
+    def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
+        self.base, self.shape, self.strides = self, shape, strides
+        self.data_ptr = lambda: address
+
+
 @dataclass
 class Playing:
     """The tensors of a call by number: what the caller brought and what the tapes made. Number 0 is no tensor, but
@@ -72,15 +97,20 @@ class Playing:
 
 
 class Launched(NamedTuple):
-    """A launch; each argument is a tensor's number and bytes from its start, or 0 and a constant."""
+    """A launch; each argument is a tensor's number and bytes from its start, or 0 and a constant. `tiles`: arguments
+    that are descriptors of what lies there."""
 
     how: Compiled
     grid: tuple[int, int, int]
     args: tuple[tuple[int, int | float], ...]
+    tiles: tuple[tuple[int, Tiled], ...]
 
     def play(self, playing: Playing) -> None:
         bases = playing.bases
-        self.how(self.grid, playing.stream, [bases[number] + offset for number, offset in self.args])
+        args = [bases[number] + offset for number, offset in self.args]
+        for i, tiled in self.tiles:
+            args[i] = tiled.at(args[i])
+        self.how(self.grid, playing.stream, args)
 
 
 class InterpretedLaunch(NamedTuple):
@@ -220,6 +250,8 @@ class Recorder(TorchDispatchMode):
     def _referred(self, x: Any) -> Any:
         if isinstance(x, (tuple, list)):
             return type(x)(self._referred(y) for y in x)
+        if isinstance(x, TensorDescriptor):
+            return Tiled(self._referred(x.base), x.shape, x.strides, x.block_shape)
         if not isinstance(x, Tensor):
             return x
         if x not in self._numbers:
@@ -286,9 +318,12 @@ class Recorder(TorchDispatchMode):
         _, how, grid, args = event
         if isinstance(how, Interpreted):
             return InterpretedLaunch(how, grid, tuple(self._placed(x) for x in args))
-        return Launched(how, grid, tuple(self._base(x) for x in args))
+        tiles = tuple((i, x) for i, x in enumerate(args) if isinstance(x, Tiled))
+        return Launched(how, grid, tuple(self._base(x.base if isinstance(x, Tiled) else x) for x in args), tiles)
 
     def _placed(self, x: Any) -> Any:
+        if isinstance(x, Tiled):
+            return replace(x, base=self._placed(x.base))
         if isinstance(x, (tuple, list)) and not isinstance(x, Ref):
             return type(x)(self._placed(y) for y in x)
         return self._places.get(x.number, x) if isinstance(x, Ref) else x
@@ -326,6 +361,8 @@ def _count(shape: Sequence[int]) -> int:
 def _refs(x: Any) -> list[Ref]:
     if isinstance(x, Ref):
         return [x]
+    if isinstance(x, Tiled):
+        return _refs(x.base)
     return [r for y in x for r in _refs(y)] if isinstance(x, (tuple, list)) else []
 
 
@@ -337,6 +374,8 @@ def _wanted(event: tuple, needed: set[int]) -> bool:
 
 
 def _filled(x: Any, playing: Playing) -> Any:
+    if isinstance(x, Tiled):
+        return TensorDescriptor(_filled(x.base, playing), x.shape, x.strides, x.block)
     if isinstance(x, Ref):
         return playing.tensors[x.number]
     if isinstance(x, Place):
