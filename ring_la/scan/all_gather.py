@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..algebra import Affine, transition_shape, transpose
-from ..comm import Group, Pending
+from ..comm import Group
 from .chain import Chain
-from .strategy import Cost, Exchange, Link, Messages, Steps, applying, fold, sizes
+from .strategy import Cost, Link, Messages, Stepped, applying, fold, sizes
 
 
-class AllGather:
+class AllGather(Stepped):
     name = "all_gather"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
@@ -34,14 +34,8 @@ class AllGather:
         path, operations = Messages("gather", received), 2 + applied * applying(like)
         return Cost(received, (path,), applied, 0, chain.slots() * size, 1, operations)
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
-        result: list[Tensor | None] = [None] * len(links)
-        kept: list[Tensor | None] = []
-        return Steps(self._steps(chain, links, like, group, result, kept), result, links, group, kept)
-
-    @staticmethod
-    def _steps(
-        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
+    def _forward(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
     ) -> Iterator[None]:
         if not any(chain.needs):
             return
@@ -53,15 +47,14 @@ class AllGather:
             wanted = [maps[chain.rows[i]].A for i in folded_back(chain, group.rank)]
             kept += [torch.stack(wanted)] if wanted else []  # a copy: all that was gathered is P times as much
 
-    def start_back(
-        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
-    ) -> Pending:
-        result: list[Tensor | None] = [None] * len(links)
-        return Steps(self._back(chain, links, like, group, kept, result), result, (links, kept), group)
-
-    @staticmethod
     def _back(
-        chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence, result: list[Tensor | None]
+        self,
+        chain: Chain,
+        links: Sequence[Link],
+        like: Affine,
+        group: Group,
+        kept: Sequence,
+        result: list[Tensor | None],
     ) -> Iterator[None]:
         back = chain.reversed
         if not any(back.needs):

@@ -16,13 +16,13 @@ from einops import rearrange
 from torch import Tensor
 
 from ..algebra import Affine, transition_shape
-from ..comm import Group, Pending
+from ..comm import Group
 from .all_gather import bare, unpack
 from .chain import Chain
-from .strategy import Cost, Exchange, Link, Messages, Steps, applying, fold, sizes
+from .strategy import Cost, Link, Messages, Stepped, applying, fold, sizes
 
 
-class AllToAll:
+class AllToAll(Stepped):
     name = "all_to_all"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
@@ -45,20 +45,8 @@ class AllToAll:
         copied = chain.slots() * ((state + transition) * chain.ranks + 2 * like.b.nbytes)
         return Cost(there + back, path, applied / chain.ranks, 0, copied, 2, operations)
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
-        result: list[Tensor | None] = [None] * len(links)
-        kept: list[Tensor | None] = []
-        return Steps(self._steps(chain, links, like, group, result, kept), result, links, group, kept)
-
-    def start_back(
-        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
-    ) -> Pending:
-        result: list[Tensor | None] = [None] * len(links)
-        return Steps(self._back(chain, links, like, group, kept, result), result, (links, kept), group)
-
-    @staticmethod
-    def _steps(
-        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
+    def _forward(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
     ) -> Iterator[None]:
         if not any(chain.needs):
             return
@@ -72,9 +60,14 @@ class AllToAll:
         entering = fold(chain, [maps[row] for row in chain.rows], range(len(chain)))
         yield from _return(chain, parts, entering, group, result)
 
-    @staticmethod
     def _back(
-        chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence, result: list[Tensor | None]
+        self,
+        chain: Chain,
+        links: Sequence[Link],
+        like: Affine,
+        group: Group,
+        kept: Sequence,
+        result: list[Tensor | None],
     ) -> Iterator[None]:
         back = chain.reversed
         if not any(back.needs):

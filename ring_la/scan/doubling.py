@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..algebra import Affine, act, transpose
-from ..comm import Group, Pending
+from ..comm import Group
 from .all_gather import bare, pack, unpack
 from .chain import Chain
-from .strategy import Cost, Exchange, Link, Messages, Steps, sizes
+from .strategy import Cost, Link, Messages, Stepped, sizes
 
 
-class Doubling:
+class Doubling(Stepped):
     name = "doubling"
 
     def cost(self, chain: Chain, like: Affine) -> Cost:
@@ -45,20 +45,8 @@ class Doubling:
         most = max(received.values()) * size
         return Cost(most, tuple(rounds), applied * n, composed * n, n * size, 2 * len(rounds), 6 * n)
 
-    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
-        result: list[Tensor | None] = [None] * len(links)
-        kept: list[Tensor | None] = []
-        return Steps(self._forward(chain, links, like, group, result, kept), result, links, group, kept)
-
-    def start_back(
-        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
-    ) -> Pending:
-        result: list[Tensor | None] = [None] * len(links)
-        return Steps(self._back(chain, links, like, group, kept, result), result, (links, kept), group)
-
-    @staticmethod
     def _forward(
-        chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None], kept: list
     ) -> Iterator[None]:
         mine = chain.local(group.rank)
         upto = dict(zip(mine, (link.map for link in links)))
@@ -77,9 +65,14 @@ class Doubling:
             here = before[i]
             result[slot] = None if here is None else here.b
 
-    @staticmethod
     def _back(
-        chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence, result: list[Tensor | None]
+        self,
+        chain: Chain,
+        links: Sequence[Link],
+        like: Affine,
+        group: Group,
+        kept: Sequence,
+        result: list[Tensor | None],
     ) -> Iterator[None]:
         """The rounds from the last to the first, each message the other way: the gradient of what it brought."""
         mine, kind = chain.local(group.rank), like.kind

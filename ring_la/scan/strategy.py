@@ -7,6 +7,7 @@ affine monoid, a chain and a group; nothing of attention, nothing of kernels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -170,6 +171,35 @@ class Steps(Exchange):
             return result
 
         super().__init__(finish, kept)
+
+
+class Stepped(ABC):
+    """A scan that is a generator of `Steps` each way, which keeps what its way back needs."""
+
+    def start(self, chain: Chain, links: Sequence[Link], like: Affine, group: Group) -> Exchange:
+        result: list[Tensor | None] = [None] * len(links)
+        kept: list[Tensor | None] = []
+        return Steps(self._forward(chain, links, like, group, result, kept), result, links, group, kept)
+
+    def start_back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None]
+    ) -> Pending:
+        result: list[Tensor | None] = [None] * len(links)
+        return Steps(self._back(chain, links, like, group, kept, result), result, (links, kept), group)
+
+    @abstractmethod
+    def _forward(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None],
+        kept: list[Tensor | None],
+    ) -> Iterator[None]:  # fmt: skip
+        """Fill `result` and `kept`, yielding before each wait."""
+
+    @abstractmethod
+    def _back(
+        self, chain: Chain, links: Sequence[Link], like: Affine, group: Group, kept: Sequence[Tensor | None],
+        result: list[Tensor | None],
+    ) -> Iterator[None]:  # fmt: skip
+        """The same for gradients."""
 
 
 def fold(chain: Chain, maps: Sequence[Affine], links: Sequence[int]) -> list[Tensor | None]:
