@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ring_la.kernels.triton.intra import direct_mask, gates_at, invert, level_border, level_mask, middle, reach
-from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
 @triton.jit
@@ -40,10 +40,7 @@ def dplr_products_kernel(
     """scale · A_b, scale · A_k, L and M of one chunk [B, T, H, C]; e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K];
     the chunk's `reach`."""
     s = tl.program_id(0)
-    i_b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    i_b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
@@ -94,7 +91,7 @@ def dplr_products_kernel(
             qb += tl.where(mask, tl.dot(q_, b_, input_precision=PREC), 0.0)
             ak += tl.where(mask, tl.dot(a_, k_, input_precision=PREC), 0.0)
             ab += tl.where(mask, tl.dot(a_, b_, input_precision=PREC), 0.0)
-    tl.store(low_ + (i_b * NC + s) * H + h, least)
+    tl.store(low_ + entry(i_b, s, h, NC, H), least)
     put(head(Ab, i_b, start, h, T, H, H, C), qb * scale, t, n, t, H * C, C)
     put(head(Ak, i_b, start, h, T, H, H, C), qk * scale, t, n, t, H * C, C)
     put(head(L, i_b, start, h, T, H, H, C), ak, t, n, t, H * C, C)
@@ -112,16 +109,13 @@ def dplr_gradient_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     ik = tl.program_id(0) % NK
     s = tl.program_id(0) // NK
-    i_b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    i_b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
     d = ik * BK + tl.arange(0, BK)
     dt = q.dtype.element_ty
-    at_chunk = ((i_b.to(tl.int64) * NC + s) * H + h) * (K * V)
+    at_chunk = entry(i_b, s, h, NC, H) * (K * V)
     dq = tl.zeros([C, BK], tl.float32)
     da = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
@@ -154,7 +148,7 @@ def dplr_gradient_kernel(
     da *= tl.exp2(gp)
     dk += own_k * xq.to(tl.float32)
     db += own * xq.to(tl.float32)
-    low = tl.load(low_ + (i_b * NC + s) * H + h)
+    low = tl.load(low_ + entry(i_b, s, h, NC, H))
     for i in range(low - 1, LEVELS):
         if i < low:
             mask = direct_mask(t, low)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ring_la.kernels.triton.intra import direct_mask, gates_at, level_border, level_mask, middle
-from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -32,14 +32,11 @@ def pairs_kernel(
     """P and E of one chunk for a decay per key channel, [B, T, H, C], strictly lower; P's diagonal, which no decay
     touches, [B, T, H]. READS: there is a dR. For delta writes also dv and the part dR·v of dβ."""
     s = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
-    at = ((b.to(tl.int64) * T + start) * H + h) * V
+    at = entry(b, start, h, T, H) * V
     p = tl.zeros([C, C], tl.float32)
     x = tl.zeros([C, C], tl.float32)
     dbe = tl.zeros([C], tl.float32)
@@ -53,7 +50,7 @@ def pairs_kernel(
         if DELTA:
             rf = r.to(tl.float32)
             dbe += tl.sum(rf * tile(v + at, t, n, e, H * V, V).to(tl.float32), 1)
-            be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
+            be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
             put(dv + at, rf * be[:, None], t, n, e, H * V, V)
     p *= scale
     strict = t[:, None] > t[None, :]
@@ -81,13 +78,10 @@ def gradient_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     ik = tl.program_id(0) % NK
     s = tl.program_id(0) // NK
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
-    low = tl.load(low_ + (b.to(tl.int64) * NC + s) * H + h)
+    low = tl.load(low_ + entry(b, s, h, NC, H))
     if LEVELLED == (low == LEVELS):
         return
     t = tl.arange(0, C)
@@ -96,8 +90,8 @@ def gradient_kernel(
     do_ = head(do, b, start, h, T, H, H, V)
     u_ = head(u, b, start, h, T, H, H, V)
     r_ = head(dr, b, start, h, T, H, H, V)
-    f = F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C)
-    at_chunk = ((b.to(tl.int64) * NC + s) * H + h) * (K * V)
+    f = F + entry(b, s, h, NC, H) * (4 * C)
+    at_chunk = entry(b, s, h, NC, H) * (K * V)
     dq = tl.zeros([C, BK], tl.float32)
     dw = tl.zeros([C, BK], tl.float32)
     dread = tl.zeros([C, BK], tl.float32)
