@@ -42,6 +42,8 @@ class Memory:
         device, cuda = seen[group.rank].device, seen[group.rank].device.type == "cuda"
         self._device = device.index
         self._stream, self._busy = torch.cuda.Stream(device, priority=-1) if cuda else None, False
+        self._teller = torch.cuda.Stream(device, priority=-1) if cuda else None
+        self._told = False  # whether the stream of flags has anything to join
         self._patience = int(group.timeout.total_seconds() * 1e9)
         self._own = seen[group.rank].view(torch.int32)
         self._away = torch.tensor([(x.data_ptr() - self._own.data_ptr()) // UNIT for x in seen], device=device)
@@ -115,12 +117,25 @@ class Memory:
     def join(self) -> None:
         """Order the current stream after what the side stream has so far."""
         if self._busy:  # a stream that has done nothing may not join a graph being captured
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._busy = False
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            if self._told:
+                current.wait_stream(self._teller)
+        self._busy = self._told = False
 
     def tell(self, rank: int) -> None:
-        """Say to `rank`, behind what the current stream has copied to it, that it is there."""
-        self._flags[rank].copy_(self._up, non_blocking=True)
+        """Say to `rank`, behind what the current stream has copied to it, that it is there.
+
+        On a stream of its own: so small a copy may be a kernel, which waits for room beside a large one, and what is
+        still to be copied to others should not.
+        """
+        if self._stream is None:
+            self._flags[rank].copy_(self._up)
+            return
+        self._teller.wait_event(self._stream.record_event())
+        with torch.cuda.stream(self._teller):
+            self._flags[rank].copy_(self._up, non_blocking=True)
+        self._told = True
 
     def arrived(self, ranks: int, first: int, size: int) -> None:
         """Have the current stream wait until the ranks whose bits are set have told this one that what they bring is
