@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -22,11 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import ring_la
 from ring_la import ContextParallel
 from ring_la.softmax import attention
-from tests.gpu.check_attention import FEATURES, Report, T, draw, limits, one_device, run, truth
+from tests.gpu.check_attention import DEVICE, FEATURES, Report, T, draw, limits, one_device, run, truth
 from tests.softmax.cases import error
 
 KINDS, STRATEGIES = ("contiguous", "zigzag", "striped"), ("ring", "all_gather", "ulysses")
 HALVES = (torch.bfloat16, torch.float16)
+PATIENCE = 8
+"""Seconds over its time that a run waits for a case."""
 
 
 def split(cp: ContextParallel, backend: str, feature: str, D: int, dtype: torch.dtype, kind: str, strategy: str | None):
@@ -118,6 +121,57 @@ def stalled_peer() -> str:
     return found
 
 
+class Progress:
+    """What was compared so far, printed and saved by rank 0 at times, so that a run cut off still counts."""
+
+    def __init__(self, report: Report, planned: int, path: str | None, start: float) -> None:
+        self.report, self.path, self.start, self.said = report, path, start, start
+        self.reached, self.bad, self.worst, self.now, self.counts = 0, 0, 0.0, "", {}
+        self.summary = dict(P=dist.get_world_size(), device=torch.cuda.get_device_name(), torch=torch.__version__)
+        self.summary |= dict(planned=planned)
+
+    def agreed(self) -> float:
+        """The seconds since the start; with them the ranks agree on what is off and the worst error. Collective."""
+        mine = torch.tensor(
+            [time.time() - self.start, self.report.bad, self.report.worst], device=DEVICE, dtype=torch.float64
+        )
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        seconds, bad, self.worst = mine.tolist()
+        self.bad = int(bad)
+        return seconds
+
+    def begin(self, name: str) -> None:
+        """A case begins."""
+        self.now, self._before = name, self.report.done
+        if time.time() - self.said > 10:
+            self.say()
+
+    def end(self, *what: str) -> None:
+        """It was compared, if its kernel did not refuse it."""
+        for of in what:
+            self.counts[of] = self.counts.get(of, 0) + self.report.done - self._before
+        self.reached, self.now = self.reached + 1, ""
+
+    def say(self) -> None:
+        """Print and save a summary."""
+        self.said = time.time()
+        if self.report.rank:
+            return
+        out = self.summary | dict(compared=self.report.done, off=self.bad, worst=self.worst, reached=self.reached)
+        out |= dict(seconds=round(self.said - self.start), inside=self.now)
+        print(json.dumps(out), flush=True)
+        if self.path:
+            with open(self.path, "w") as file:
+                json.dump(out | dict(by=self.counts), file, indent=1)
+
+    def give_up(self) -> None:
+        """End this process where a case does not come back."""
+        print(f"rank {self.report.rank} did not come back from: {self.now or 'an agreement'}", flush=True)
+        self.say()
+        time.sleep(2 * bool(self.report.rank))  # torchrun ends rank 0 as soon as another rank has ended
+        os._exit(3)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="cudnn,flash,triton,torch")
@@ -142,8 +196,9 @@ def main() -> int:
     ]
     for job in jobs:
         job.start()
-    for job in jobs:
-        job.join()
+    for job in jobs:  # what is not compiled in time is compiled where it is met
+        job.join(max(0.0, start + args.seconds / 2 - time.time()) if args.seconds > 0 else None)
+        job.terminate()
     if args.seconds <= 0:
         return 0
     torch.cuda.set_device(local)
@@ -153,34 +208,27 @@ def main() -> int:
         print(f"compiled and connected after {time.time() - start:.0f} s", flush=True)
     part, of = map(int, args.part.split("/"))
     todo = list(matrix(list(groups), backends, widths))[args.skip + part :: of]
-    late, counts = torch.zeros(1, device="cuda"), {}
-    reached = 0
+    progress = Progress(report, len(todo), args.out, start)
+    guard = threading.Timer(max(0.0, start + args.seconds + PATIENCE - time.time()), progress.give_up)
+    guard.daemon = True
+    guard.start()
     for group, backend, feature, D, dtype, kind, strategy in todo:
-        late.fill_(time.time() - start)
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)
-        if late.item() > args.seconds:
+        if progress.agreed() > args.seconds:
             break
         cp = groups[group]
         name = f"{group} P{cp.size} {kind} {strategy or 'usp'} {backend} {feature} D{D} {str(dtype)[6:]}"
-        before = report.done
+        progress.begin(name)
         report.attempt(name, limits(dtype, D), split, cp, backend, feature, D, dtype, kind, strategy)
         if report.failed:  # the others may be waiting inside this call
-            sys.exit(f"stopped at case {reached + 1} of {len(todo)}")
-        for what in (f"{group} {strategy or 'usp'} {backend}", feature):
-            counts[what] = counts.get(what, 0) + report.done - before
-        reached += 1
+            progress.say()
+            sys.exit(f"stopped at case {progress.reached + 1} of {len(todo)}")
+        progress.end(f"{group} {strategy or 'usp'} {backend}", feature)
+    guard.cancel()
     if args.stall:
         found = stalled_peer()
         print(f"a stalled peer, rank {rank}: {found}", flush=True)
         report.bad += found != f"no message from rank {P - 1}"
-    totals = torch.tensor([report.bad, report.worst], device="cuda", dtype=torch.float64)
-    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
-    if rank == 0:
-        summary = dict(P=P, device=torch.cuda.get_device_name(), torch=torch.__version__, compared=report.done)
-        summary |= dict(off=int(totals[0]), worst=float(totals[1]), reached=reached, planned=len(todo), by=counts)
-        print(f"{json.dumps(summary)}\n{time.time() - start:.0f} s", flush=True)
-        if args.out:
-            with open(args.out, "w") as file:
-                json.dump(summary, file, indent=1)
+    progress.agreed()
+    progress.say()
     dist.destroy_process_group()
-    return int(totals[0] > 0 or reached < len(todo))
+    return int(progress.bad > 0 or progress.reached < len(todo))
