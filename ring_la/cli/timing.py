@@ -21,13 +21,18 @@ def barrier(group: Group) -> None:
 
 
 def seconds(step: Step, group: Group, inner: int) -> float:
-    """Seconds of one of `inner` calls in a row on this rank: CUDA events, or the clock on a CPU."""
+    """Seconds of one of `inner` calls in a row on this rank: CUDA events, or the clock on a CPU.
+
+    On CUDA all ranks' devices start together, behind a sum over the group: when their hosts came out of a barrier would
+    else be part of what the first exchange takes.
+    """
     if not group.on_cuda:
         start = time.perf_counter()
         for _ in range(inner):
             step()
         return (time.perf_counter() - start) / inner
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    group.all_reduce(torch.zeros(1, device=group.device)).wait()
     start.record()
     for _ in range(inner):
         step()
