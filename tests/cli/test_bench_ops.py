@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import pytest
 import torch
 
-from ring_la.cli.bench_ops import LIMIT, Worker, cases, measure, plan, report, side_row
+from ring_la.cli.bench_ops import LIMIT, Worker, cases, measure, plan, report, side_row, tables
 from ring_la.cli.main import main
+from ring_la.errors import ArgumentError
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -37,9 +39,45 @@ def test_a_run(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "bidirectional" in printed
     assert "mamba_ssm: skipped" in printed
+    page = tmp_path / "page.md"
+    page.write_text(f"{tables.BEGIN}\n{tables.END}\n")
+    assert main(["bench", "ops", "--read", str(out), "--docs", str(page)]) == 0
+    assert "| bidirectional |" in page.read_text()
     pytest.importorskip("matplotlib")
     report.picture(found, tmp_path / "ops.png")
     assert (tmp_path / "ops.png").stat().st_size > 1000
+
+
+def test_the_page_says_what_was_measured(tmp_path):
+    docs = pathlib.Path(__file__).parents[2] / "docs"
+    found = json.loads((docs / "benchmarks/ops-h200.json").read_text())
+    assert tables.markdown(found, "benchmarks/ops-h200.json") in (docs / "kernels.md").read_text()
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    tables.write(found, tmp_path / "raw/ops.json", page)
+    table = tables.markdown(found, "raw/ops.json")
+    assert page.read_text() == f"before\n{tables.BEGIN}\n{table}\n{tables.END}\nafter\n"
+    page.write_text(tables.END)
+    with pytest.raises(ArgumentError, match="docs"):
+        tables.write(found, tmp_path / "ops.json", page)
+
+
+def test_what_is_behind_a_peer():
+    def side(fwd, gib, error):
+        return {"fwd": fwd, "fwd_bwd": 3 * fwd, "peak_gib": gib, "host_us": 9.0, "errors": {"o": error}}
+
+    row = {"op": "gla", "shape": "1x8x2x4", "floor_ms": 1.0, "sides": {"ring_la": side(2.0, 1.0, 3e-3)}}
+    assert [line.split(": ")[1] for line in tables.behind([row])] == ["none."] * 3
+    row["sides"]["fla"] = side(1.0, 0.5, 2e-3)
+    slower, larger, wronger = tables.behind([row])
+    assert "forward 0.50 (fla)" in slower
+    assert "both 0.50 (fla)" in slower
+    assert "1.00 (0.50)" in larger
+    assert "gla o 3.0e-3 (2.0e-3)" in wronger
+    row["sides"]["fla"] = {"failed": "LATE"}
+    assert "| gla | 2.000 | 6.000 | 6.0 | – |" in tables.markdown(
+        {"machine": {"device": "GPU", "commit": "1"}, "rows": [row]}, "ops.json"
+    )
 
 
 def test_what_is_off_is_not_timed(monkeypatch):
@@ -63,7 +101,7 @@ def test_the_plan():
     assert rows == [("gla", "1x8x2x4"), ("gla", "1x4x2x4"), *own]
 
 
-@pytest.mark.parametrize("bad", [("--ops", "banana"), ("--shapes", "1x2"), ("--cold", "pear")])
+@pytest.mark.parametrize("bad", [("--ops", "banana"), ("--shapes", "1x2"), ("--cold", "pear"), ("--docs", "page.md")])
 def test_bad_choices(bad, capsys):
     assert main(["bench", "ops", *bad]) == 2
     assert f"{bad[0][2:]}: expected" in capsys.readouterr().err

@@ -6,9 +6,11 @@ Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by na
 for at most --tune seconds. Each side of an operator is a process of its own. They compile side by side for at most
 --warm seconds and compare themselves with fp64; then one after the other is timed alone, but for a side whose error is
 off. Times are medians of CUDA events;
-memory is the peak beyond the inputs; the host's time is that of a forward call, and of the replay of one as a CUDA
-graph. --cold measures the first forward and backward with empty caches, both sides at once. FLA's guard against the
-gated backward on this Triton (#640) is switched off; its errors are checked like all others.
+memory is the peak beyond the inputs; the host's time is that of a forward call without and with gradients, and of the
+replay of one as a CUDA graph. --cold measures the first forward and backward with empty caches, all sides at once; a
+peer's goes on while the others compile, and is stopped before anything is timed. FLA's guard against the gated backward
+on this Triton (#640) is switched off; its errors are checked like all others. --docs writes the tables into a Markdown
+file (see `tables`), and --read does that with an earlier run's figures.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from . import report, tuning
+from . import report, tables, tuning
 from .cases import CASES, SHARED_INPUTS, Shape
 from .measure import bandwidth
 from .peers import peers_of, versions
@@ -39,6 +41,7 @@ from .peers import peers_of, versions
 SHAPES = {"cuda": "1x32768x32x128,1x32768x8x128,1x8192x32x128,4x4096x16x64", "cpu": "1x128x2x16"}
 STEPS = {"cuda": "64x1x32x128", "cpu": "4x1x2x16"}
 MAMBA = {"cuda": "1x32768x80x128x64", "cpu": "1x128x2x16x8"}
+LATE = "not ready in time"
 LIMIT, SHARED = 2e-2, 0.1
 """Errors beyond which a side is not timed: of the output or a gradient, and of the gradient of what all tokens share,
 a sum in which most cancels."""
@@ -71,7 +74,7 @@ class Worker:
             text = self.lines.get(timeout=max(0.0, seconds))
         except queue.Empty:
             self.stop()
-            return {"failed": "not ready in time"}
+            return {"failed": LATE}
         if text is None:
             self.process.wait()
             return {"failed": f"ended with {self.process.returncode}: {''.join(self.said[-2:])[-200:]}"}
@@ -79,13 +82,16 @@ class Worker:
 
     def ready(self, deadline: float) -> dict[str, dict[str, Any]]:
         """What it says of each shape before it can be measured."""
-        return {shape: self.answer(deadline - time.monotonic()) for shape in self.shapes}
+        said = self.answer(deadline - time.monotonic())  # of its first call
+        gone = self.process.poll() is not None
+        return {shape: said if gone else self.answer(deadline - time.monotonic()) for shape in self.shapes}
 
     def measure(self, shape: str, seconds: float) -> dict[str, Any]:
-        if self.process.poll() is not None:
+        try:
+            self.process.stdin.write(f"measure {shape}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
             return {"failed": "it had ended"}
-        self.process.stdin.write(f"measure {shape}\n")
-        self.process.stdin.flush()
         return self.answer(seconds)
 
     def stop(self) -> None:
@@ -113,14 +119,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", type=float, default=60, metavar="SECONDS", help="time for one side of a row")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="no row starts after this")
     parser.add_argument("--cold", default="", metavar="OPS", help="operators to start from empty caches first")
-    parser.add_argument("--cold-limit", type=float, default=60, metavar="SECONDS")
+    parser.add_argument("--cold-limit", type=float, default=60, metavar="SECONDS", help="for ours, beside its peers")
     parser.add_argument("--out", type=pathlib.Path, help="JSON, written as rows come")
     parser.add_argument("--png", type=pathlib.Path, help="a picture; needs matplotlib")
+    parser.add_argument("--docs", type=pathlib.Path, help="a Markdown file whose tables are to be those of --out")
+    parser.add_argument(
+        "--read", type=pathlib.Path, metavar="FILE", help="measure nothing: the rows of an earlier --out"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    names, shapes = _choices(args, device)
+    if args.docs and not (args.out or args.read):
+        raise ArgumentError("docs", "--out or --read as well, the file that the tables name", "none")
+    if args.read:
+        found = json.loads(args.read.read_text())
+    else:
+        found = measured(args, *_choices(args, device), device)
+    print(*report.notes(found), sep="\n", flush=True)
+    if args.png:
+        args.png.parent.mkdir(parents=True, exist_ok=True)
+        report.picture(found, args.png)
+    if args.docs:
+        tables.write(found, args.read or args.out, args.docs)
+    return int(any("fwd" not in row["sides"]["ring_la"] for row in found["rows"]))
+
+
+def measured(args: argparse.Namespace, names: list[str], shapes: list[str], device: str) -> dict[str, Any]:
+    """All rows, kept in --out as they come."""
     started, rows = time.monotonic(), []
     absent: dict[str, str] = {}
     sides = {}
@@ -128,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
         sides[name], missing = peers_of(name, device)
         absent |= missing
     found = {"machine": machine(device), "absent": absent, "rows": rows}
-    if args.cold:
-        found["cold"] = cold(args.cold.split(","), sides, shapes[0], args.cold_limit)
+    cold = ColdStart(args.cold.split(",") if args.cold else [], sides, shapes[0])
+    cold.wait(args.cold_limit)
     rows_planned = plan(names, shapes, device)
     theirs = [row for row in rows_planned if "fla" in sides[row[0]]]
     if theirs and args.tune:
@@ -137,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"tuning fla-core: {json.dumps(found['tuning'])}", flush=True)
     workers, ready = prepare(rows_planned, sides, args.jobs, time.monotonic() + args.warm)
     found["warm_s"] = round(time.monotonic() - started, 1)
+    found["cold"] = cold.finish()
     found["copy_bytes_per_second"] = bandwidth(device)
     for name, shape in rows_planned:
         if time.monotonic() - started > args.budget:
@@ -155,12 +182,7 @@ def run(args: argparse.Namespace) -> int:
     for worker in workers.values():
         worker.stop()
     save(found, args.out)
-    print(*report.notes(found), sep="\n", flush=True)
-    if args.png:
-        args.png.parent.mkdir(parents=True, exist_ok=True)
-        report.picture(found, args.png)
-    ours = [row["sides"]["ring_la"] for row in rows]
-    return int(any("fwd" not in side for side in ours))
+    return found
 
 
 def _choices(args: argparse.Namespace, device: str) -> tuple[list[str], list[str]]:
@@ -208,20 +230,39 @@ def side_row(worker: Worker, ready: dict[str, Any], shape: str, seconds: float) 
     return {"errors": ready["errors"]} | {k: v for k, v in worker.measure(shape, seconds).items() if k != "row"}
 
 
-def cold(names: list[str], sides: dict[str, list[str]], shape: str, limit: float) -> dict[str, dict[str, float | None]]:
-    """Seconds of the first forward and backward with empty caches of compiled kernels, all sides of an operator at
-    once; None beyond the limit."""
-    out: dict[str, dict[str, float | None]] = {}
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            env = {s: {"TRITON_CACHE_DIR": f"{folder}/{s}"} for s in ("ring_la", *sides.get(name, []))}
-            workers = {s: Worker(name, s, [shape], e) for s, e in env.items()}
-            deadline = time.monotonic() + limit
-            out[name] = {s: w.ready(deadline)[shape].get("first_s") for s, w in workers.items()}
-            for worker in workers.values():
+class ColdStart:
+    """First forwards and backwards with empty caches of compiled kernels, of these operators, all sides at once."""
+
+    def __init__(self, names: list[str], sides: dict[str, list[str]], shape: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._began = time.monotonic()
+        self._workers: dict[str, dict[str, Worker]] = {}
+        self._found: dict[str, dict[str, float | str]] = {}
+        for name in names:
+            env = {s: {"TRITON_CACHE_DIR": f"{self._folder.name}/{name}-{s}"} for s in ("ring_la", *sides[name])}
+            self._workers[name] = {s: Worker(name, s, [shape], e) for s, e in env.items()}
+
+    def wait(self, limit: float) -> None:
+        """Until ours are done, or for so many seconds."""
+        for name, workers in self._workers.items():
+            self._found[name] = {"ring_la": self._first(workers["ring_la"], self._began + limit - time.monotonic())}
+            workers["ring_la"].stop()
+
+    def finish(self) -> dict[str, dict[str, float | str]]:
+        """Seconds of each side; what is not done is stopped."""
+        for name, workers in self._workers.items():
+            for side, worker in workers.items():
+                if side not in self._found[name]:
+                    self._found[name][side] = self._first(worker, 0.0)
                 worker.stop()
-        print(f"cold {name}: {out[name]}", flush=True)
-    return out
+            print(f"cold {name}: {self._found[name]}", flush=True)
+        self._folder.cleanup()
+        return self._found
+
+    def _first(self, worker: Worker, seconds: float) -> float | str:
+        said = worker.answer(seconds)
+        late = f"not within {time.monotonic() - self._began:.0f} s"
+        return said.get("first_s", late if said.get("failed") == LATE else said.get("failed"))
 
 
 def save(found: dict[str, Any], out: pathlib.Path | None) -> None:

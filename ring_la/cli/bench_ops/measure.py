@@ -51,7 +51,7 @@ def error(got: Tensor, true: Tensor) -> float:
 
 def measure(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
     """ms of a forward (without gradients) and of forward and backward, GiB at the peak beyond the inputs, µs of the
-    host for a forward call, and the forward through a CUDA graph. A step has no backward."""
+    host for a forward call without and with gradients, and the forward through a CUDA graph. A step has no backward."""
     x = inputs(case, shape, device)
     with torch.no_grad():
         do = torch.randn_like(op(x))
@@ -68,7 +68,10 @@ def measure(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
     if not case.step:
         row["fwd_bwd"] = milliseconds(both, device)
     if device == "cuda":
-        row |= {"host_us": host_microseconds(forward), "peak_gib": peak(whole)} | graph_times(forward)
+        row |= {"host_us": host_microseconds(forward), "peak_gib": peak(whole)}
+        if not case.step:
+            row["host_grad_us"] = host_microseconds(lambda: op(x))
+        row |= graph_times(forward)
     return row
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from .peers import GUARD, GUARDED
 
 Row = dict[str, Any]
+HOST = ("host_us", "host_grad_us", "graph_host_us")
 
 
 def line(row: Row) -> str:
@@ -34,7 +35,7 @@ def _side(name: str, side: Row, row: Row, mine: Row | None = None) -> str:
     elif mine is None and "floor_ms" in row:
         times += f" = {side.get('fwd_bwd', side.get('graph_fwd', side['fwd'])) / row['floor_ms']:.1f} floors"
     more = (
-        f" host {side['host_us']:.0f}/{side.get('graph_host_us', 0):.0f} us, {side['peak_gib']:.2f} GiB"
+        f" host {'/'.join(f'{side[n]:.0f}' for n in HOST if n in side)} us, {side['peak_gib']:.2f} GiB"
         if ("peak_gib" in side)
         else ""
     )
@@ -47,7 +48,7 @@ def notes(found: Row) -> list[str]:
     if any("fla" in row["sides"] and row["op"] in GUARDED for row in found["rows"]):
         out.append(f"*: {GUARD}")
     for name, sides in found.get("cold", {}).items():
-        seconds = ", ".join(f"{side} {s if s is not None else 'not within the limit'}" for side, s in sides.items())
+        seconds = ", ".join(f"{side} {s}" for side, s in sides.items())
         out.append(f"first forward and backward of {name} from a cold cache, s: {seconds}")
     return out
 

@@ -3,7 +3,8 @@ told to, so that many can compile at once and each is timed alone.
 
     python -m ring_la.cli.bench_ops.worker OP SIDE SHAPE,SHAPE     commands on stdin, one JSON object a line on stdout
 
-It says ``{"ready": SHAPE, "errors": …, "first_s": …}`` for each shape, then answers each ``measure SHAPE`` with a row.
+It says ``{"first_s": …}`` of its first forward and backward, ``{"ready": SHAPE, "errors": …}`` for each shape, then
+answers each ``measure SHAPE`` with a row.
 FLA keeps what it tuned by keys without the length: it is warmed with WARM_TOKENS tokens.
 """
 
@@ -23,15 +24,20 @@ from .measure import Op, errors, measure, results
 WARM_TOKENS = 4096
 
 
-def prepare(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
-    """The first call (its seconds from a cold start are those of the first shape), then the errors."""
+def first(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
+    """Seconds of a forward and backward, compiling included."""
     x = inputs(case, shape._replace(T=min(shape.T, WARM_TOKENS)), device)
     start = time.perf_counter()
     results(op, x)
     if device == "cuda":
         torch.cuda.synchronize()
-    first = time.perf_counter() - start
-    return {"first_s": round(first, 2), "errors": errors(case, op, shape, device)}
+    return {"first_s": round(time.perf_counter() - start, 2)}
+
+
+def prepare(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
+    """What is timed is compiled, and its errors are known."""
+    first(case, op, shape, device)
+    return {"errors": errors(case, op, shape, device)}
 
 
 def row(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
@@ -59,6 +65,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.zeros(1, device=device)
     case, op = CASES[name], side_of(name, side)
+    print(json.dumps(attempt(first, case, op, Shape.parse(shapes.split(",")[0]), device)), flush=True)
     for text in shapes.split(","):
         print(json.dumps({"ready": text} | attempt(prepare, case, op, Shape.parse(text), device)), flush=True)
     if device == "cuda":
