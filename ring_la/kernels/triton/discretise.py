@@ -88,5 +88,5 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of x, dt, A and bias."""
     dx, found = _launch(x, dt, A, bias, softplus, dv, dg)
-    dbias, dA = found.sum((1, 2))
-    return dx, found[0].to(dt.dtype), dA.to(A.dtype), None if bias is None else dbias.to(bias.dtype)
+    dbias = None if bias is None else found[0].sum((0, 1)).to(bias.dtype)
+    return dx, found[0].to(dt.dtype), found[1].sum((0, 1)).to(A.dtype), dbias
