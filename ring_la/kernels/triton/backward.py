@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -39,7 +39,7 @@ def backward_kernel(
     d = tl.arange(0, BK)
     e = iv * BV + tl.arange(0, BV)
     t = tl.arange(0, C)
-    row = (b.to(tl.int64) * NS + s) * H + h
+    row = entry(b, s, h, NS, H)
     kr_ = head(kr, b, start, h, T, HK, H, K)
     kw_ = head(kw, b, start, h, T, HK, H, K)
     q_ = head(q, b, start, h, T, HK, H, K)
@@ -47,7 +47,7 @@ def backward_kernel(
     dr_ = head(dr, b, start, h, T, H, H, V)
     a_ = head(A, b, start, h, T, H, H, C)
     m_ = head(M, b, start, h, T, H, H, C)
-    f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
+    f_ = F + entry(b, chunk, h, NC, H) * (4 * C)
     g_ = head(G, b, start, h, T, H, H, K)
     at = d[None, :] * V + e[:, None]
     inside = (e < V)[:, None] & (d < K)[None, :]
@@ -68,7 +68,7 @@ def backward_kernel(
             if c < left:  # always, but what a branch loads is not prefetched: two programs' shared memory just fits
                 be = tl.load(f + 3 * C + t)
         if not SUMMARY:
-            at_chunk = ((b.to(tl.int64) * NC + chunk + i) * H + h) * (K * V)
+            at_chunk = entry(b, chunk + i, h, NC, H) * (K * V)
             put(states + at_chunk, Sx, e, V, d, K, K)
         zf = z.to(tl.float32)
         if DECAY == 1:
@@ -114,4 +114,4 @@ def backward_kernel(
         if DECAY == 2 and not (DELTA or DPLR) and iv == 0:
             tl.store(log_a + row * K + d, total, d < K)
     elif first:
-        tl.store(leaving + ((b.to(tl.int64) * N + piece) * H + h) * (K * V) + at, S, inside)
+        tl.store(leaving + entry(b, piece, h, N, H) * (K * V) + at, S, inside)

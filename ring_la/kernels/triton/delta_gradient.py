@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -27,17 +27,14 @@ def delta_gradient_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     ik = tl.program_id(0) % NK
     s = tl.program_id(0) // NK
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
     d = ik * BK + tl.arange(0, BK)
-    at = ((b.to(tl.int64) * T + start) * H + h) * V
-    f = F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C)
-    at_chunk = ((b.to(tl.int64) * NC + s) * H + h) * (K * V)
+    at = entry(b, start, h, T, H) * V
+    f = F + entry(b, s, h, NC, H) * (4 * C)
+    at_chunk = entry(b, s, h, NC, H) * (K * V)
     p = tl.zeros([C, C], tl.float32)
     r = tl.zeros([C, C], tl.float32)
     dq = tl.zeros([C, BK], tl.float32)

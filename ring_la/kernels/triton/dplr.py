@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ring_la.kernels.triton.intra import direct_mask, gates_at, invert, level_border, level_mask, middle, reach
-from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
 @triton.jit
@@ -40,10 +40,7 @@ def dplr_products_kernel(
     """scale · A_b, scale · A_k, L and M of one chunk [B, T, H, C]; e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K];
     the chunk's `reach`."""
     s = tl.program_id(0)
-    i_b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    i_b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
@@ -94,7 +91,7 @@ def dplr_products_kernel(
             qb += tl.where(mask, tl.dot(q_, b_, input_precision=PREC), 0.0)
             ak += tl.where(mask, tl.dot(a_, k_, input_precision=PREC), 0.0)
             ab += tl.where(mask, tl.dot(a_, b_, input_precision=PREC), 0.0)
-    tl.store(low_ + (i_b * NC + s) * H + h, least)
+    tl.store(low_ + entry(i_b, s, h, NC, H), least)
     put(head(Ab, i_b, start, h, T, H, H, C), qb * scale, t, n, t, H * C, C)
     put(head(Ak, i_b, start, h, T, H, H, C), qk * scale, t, n, t, H * C, C)
     put(head(L, i_b, start, h, T, H, H, C), ak, t, n, t, H * C, C)
@@ -112,16 +109,13 @@ def dplr_gradient_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     ik = tl.program_id(0) % NK
     s = tl.program_id(0) // NK
-    i_b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    i_b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
     d = ik * BK + tl.arange(0, BK)
     dt = q.dtype.element_ty
-    at_chunk = ((i_b.to(tl.int64) * NC + s) * H + h) * (K * V)
+    at_chunk = entry(i_b, s, h, NC, H) * (K * V)
     dq = tl.zeros([C, BK], tl.float32)
     da = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
@@ -150,11 +144,14 @@ def dplr_gradient_kernel(
     dk *= w
     db *= w
     edge = tl.sum(edges, 0) * tl.exp2(gc) + tl.sum(yk.to(tl.float32) * dk + yb.to(tl.float32) * db, 0)
-    dq = dq * scale * tl.exp2(g) + own * yb.to(tl.float32) + own_k * yk.to(tl.float32)
+    dq *= scale * tl.exp2(g)
     da *= tl.exp2(gp)
+    dG = xq.to(tl.float32) * dq - yk.to(tl.float32) * dk - yb.to(tl.float32) * db
+    reads = xa.to(tl.float32) * da  # at G', so only from the next token on
+    dq += own * yb.to(tl.float32) + own_k * yk.to(tl.float32)  # a token's pair with itself: no decay, none in dG
     dk += own_k * xq.to(tl.float32)
     db += own * xq.to(tl.float32)
-    low = tl.load(low_ + (i_b * NC + s) * H + h)
+    low = tl.load(low_ + entry(i_b, s, h, NC, H))
     for i in range(low - 1, LEVELS):
         if i < low:
             mask = direct_mask(t, low)
@@ -174,24 +171,32 @@ def dplr_gradient_kernel(
         b_ = (yb * wk).to(dt)
         p = tl.where(mask, tile(head(P, i_b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
         r = tl.where(mask, tile(head(E, i_b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
-        dq += wq * tl.dot(p, b_, input_precision=PREC)
-        da += wa * tl.dot(r, b_, input_precision=PREC)
+        # pairs cancel in dG: what they are summed with is rounded like what they were multiplied with
+        acc = tl.dot(p, b_, input_precision=PREC)
+        dq += wq * acc
+        dG += q_.to(tl.float32) * acc
+        acc = tl.dot(r, b_, input_precision=PREC)
+        da += wa * acc
+        reads += a_.to(tl.float32) * acc
         acc = tl.dot(tl.trans(p), q_, input_precision=PREC)
-        db += wk * tl.dot(tl.trans(r), a_, acc, input_precision=PREC)
+        acc = tl.dot(tl.trans(r), a_, acc, input_precision=PREC)
+        db += wk * acc
+        dG -= b_.to(tl.float32) * acc
         p = tl.where(mask, tile(head(Pv, i_b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
         r = tl.where(mask, tile(head(Ev, i_b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
-        dq += wq * tl.dot(p, k_, input_precision=PREC)
-        da += wa * tl.dot(r, k_, input_precision=PREC)
+        acc = tl.dot(p, k_, input_precision=PREC)
+        dq += wq * acc
+        dG += q_.to(tl.float32) * acc
+        acc = tl.dot(r, k_, input_precision=PREC)
+        da += wa * acc
+        reads += a_.to(tl.float32) * acc
         acc = tl.dot(tl.trans(p), q_, input_precision=PREC)
-        dk += wk * tl.dot(tl.trans(r), a_, acc, input_precision=PREC)
+        acc = tl.dot(tl.trans(r), a_, acc, input_precision=PREC)
+        dk += wk * acc
+        dG -= k_.to(tl.float32) * acc
     put(head(dq_, i_b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
     put(head(dk_, i_b, start, h, T, H, H, K), dk, t, n, d, H * K, K)
     put(head(da_, i_b, start, h, T, H, H, K), da, t, n, d, H * K, K)
     put(head(db_, i_b, start, h, T, H, H, K), db, t, n, d, H * K, K)
-    dG = xq.to(tl.float32) * dq - yk.to(tl.float32) * dk - yb.to(tl.float32) * db
-    reads = xa.to(tl.float32) * da  # at G', so only from the next token on
-    from_here = (t[:, None] <= t[None, :]).to(tl.float32)
-    after = (t[:, None] < t[None, :]).to(tl.float32)
-    dg = tl.dot(from_here, dG, input_precision=PREC)
-    dg = tl.dot(after, reads, dg, input_precision=PREC) + edge[None, :]
+    dg = tl.cumsum(dG + reads, 0, reverse=True) - reads + edge[None, :]
     put(head(dg_, i_b, start, h, T, H, H, K), dg, t, n, d, H * K, K)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -51,7 +51,7 @@ def forward_kernel(
     d = tl.arange(0, BK)
     e = (iv - NV if eye else iv) * BV + tl.arange(0, BV)
     t = tl.arange(0, C)
-    row = (b.to(tl.int64) * NS + s) * H + h
+    row = entry(b, s, h, NS, H)
     kr_ = head(kr, b, start, h, T, HK, H, K)
     kw_ = head(kw, b, start, h, T, HK, H, K)
     q_ = head(q, b, start, h, T, HK, H, K)
@@ -60,7 +60,7 @@ def forward_kernel(
     m_ = head(M, b, start, h, T, H, H, C)
     o_ = head(o, b, start, h, T, H, H, V)
     u_ = head(u, b, start, h, T, H, H, V)
-    f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
+    f_ = F + entry(b, chunk, h, NC, H) * (4 * C)
     g_ = head(G, b, start, h, T, H, H, K)
     at = d[None, :] * V + e[:, None]
     inside = (e < V)[:, None] & (d < K)[None, :]
@@ -78,7 +78,7 @@ def forward_kernel(
         Sx = S.to(x.dtype)
         f = f_ + i * (H * 4 * C)
         if KEEP:
-            at_chunk = ((b.to(tl.int64) * NC + chunk + i) * H + h) * (K * V)
+            at_chunk = entry(b, chunk + i, h, NC, H) * (K * V)
             put(states + at_chunk, Sx, e, V, d, K, K)
         if DECAY == 1:
             gc = tl.exp2(tl.load(f + C - 1))
@@ -135,4 +135,4 @@ def forward_kernel(
         if DECAY == 2 and not (DELTA or DPLR) and iv == 0:
             tl.store(log_a + row * K + d, total, d < K)
     elif OUT and last:
-        tl.store(leaving + ((b.to(tl.int64) * N + piece) * H + h) * (K * V) + at, S, inside)
+        tl.store(leaving + entry(b, piece, h, N, H) * (K * V) + at, S, inside)

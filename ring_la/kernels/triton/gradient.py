@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ring_la.kernels.triton.intra import direct_mask, gates_at, level_border, level_mask, middle
-from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -32,14 +32,11 @@ def pairs_kernel(
     """P and E of one chunk for a decay per key channel, [B, T, H, C], strictly lower; P's diagonal, which no decay
     touches, [B, T, H]. READS: there is a dR. For delta writes also dv and the part dR·v of dβ."""
     s = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
-    at = ((b.to(tl.int64) * T + start) * H + h) * V
+    at = entry(b, start, h, T, H) * V
     p = tl.zeros([C, C], tl.float32)
     x = tl.zeros([C, C], tl.float32)
     dbe = tl.zeros([C], tl.float32)
@@ -53,7 +50,7 @@ def pairs_kernel(
         if DELTA:
             rf = r.to(tl.float32)
             dbe += tl.sum(rf * tile(v + at, t, n, e, H * V, V).to(tl.float32), 1)
-            be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
+            be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
             put(dv + at, rf * be[:, None], t, n, e, H * V, V)
     p *= scale
     strict = t[:, None] > t[None, :]
@@ -81,13 +78,10 @@ def gradient_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     ik = tl.program_id(0) % NK
     s = tl.program_id(0) // NK
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
-    low = tl.load(low_ + (b.to(tl.int64) * NC + s) * H + h)
+    low = tl.load(low_ + entry(b, s, h, NC, H))
     if LEVELLED == (low == LEVELS):
         return
     t = tl.arange(0, C)
@@ -96,8 +90,8 @@ def gradient_kernel(
     do_ = head(do, b, start, h, T, H, H, V)
     u_ = head(u, b, start, h, T, H, H, V)
     r_ = head(dr, b, start, h, T, H, H, V)
-    f = F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C)
-    at_chunk = ((b.to(tl.int64) * NC + s) * H + h) * (K * V)
+    f = F + entry(b, s, h, NC, H) * (4 * C)
+    at_chunk = entry(b, s, h, NC, H) * (K * V)
     dq = tl.zeros([C, BK], tl.float32)
     dw = tl.zeros([C, BK], tl.float32)
     dread = tl.zeros([C, BK], tl.float32)
@@ -151,7 +145,12 @@ def gradient_kernel(
         dq *= w
         dread *= w
         dw *= tl.exp2(gc[None, :] - g)
-        edge = tl.sum(edges, 0) * tl.exp2(gc) + tl.sum(y.to(tl.float32) * dw, 0)
+        xf = x.to(tl.float32)
+        yf = y.to(tl.float32)
+        edge = tl.sum(edges, 0) * tl.exp2(gc) + tl.sum(yf * dw, 0)
+        dG = xf * dq - yf * dw
+        if DELTA:
+            dG -= yf * (dread * be)
         for i in range(low - 1, LEVELS):
             g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
             x = tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
@@ -165,15 +164,22 @@ def gradient_kernel(
                 w = tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, H * K, K)))
                 down = w
                 mask = level_mask(t, i)
+            xw = (x * w).to(dt)
             yw = (y * down).to(dt)
             pm = tl.where(mask, tile(head(P, b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
-            dq += w * tl.dot(pm, yw, input_precision=PREC)
-            acc = tl.dot(tl.trans(pm), (x * w).to(dt), input_precision=PREC)
+            acc = tl.dot(pm, yw, input_precision=PREC)
+            dq += w * acc
+            dG += xw.to(tl.float32) * acc
+            acc = tl.dot(tl.trans(pm), xw, input_precision=PREC)
             if DELTA:
                 pm = tl.where(mask, tile(head(E, b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
-                dread += w * tl.dot(pm, yw, input_precision=PREC)
-                acc = tl.dot(tl.trans(pm), (y * -(w * be)).to(dt), acc, input_precision=PREC)
+                xw = (y * -(w * be)).to(dt)
+                acc_read = tl.dot(pm, yw, input_precision=PREC)
+                dread += w * acc_read
+                dG += xw.to(tl.float32) * acc_read
+                acc = tl.dot(tl.trans(pm), xw, acc, input_precision=PREC)
             dw += down * acc
+            dG -= yw.to(tl.float32) * acc
         x = tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
         y = tile(head(k, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
     yf = y.to(tl.float32)
@@ -181,12 +187,9 @@ def gradient_kernel(
         part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
         tl.store(dbeta_ + part, -tl.sum(yf * dread, 1), t < n)
         dread *= be
-    if LEVELLED:
-        dG = x.to(tl.float32) * dq - yf * (dw + dread)
     own = tl.load(head(own_, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0)[:, None]
     xf = x.to(tl.float32)
     put(head(dq_, b, start, h, T, H, H, K), dq + own * yf, t, n, d, H * K, K)
     put(head(dk_, b, start, h, T, H, H, K), dw - dread + own * xf, t, n, d, H * K, K)
-    after = (t[:, None] <= t[None, :]).to(tl.float32)
-    dg = tl.dot(after, dG, input_precision=PREC) + edge[None, :]
+    dg = tl.cumsum(dG, 0, reverse=True) + edge[None, :]  # in fp32: most of it may cancel
     put(head(dg_, b, start, h, T, H, H, K), dg, t, n, d, H * K, K)

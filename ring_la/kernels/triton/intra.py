@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ring_la.kernels.triton.gates import running
-from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
 @triton.jit
@@ -99,10 +99,7 @@ def plain_products_kernel(
 ):  # fmt: skip
     """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M [B, T, H, C] of every chunk, for a scalar decay or none."""
     s = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
@@ -115,7 +112,7 @@ def plain_products_kernel(
         y = tile(k_, t, n, d, HK * K, K)
         a = tl.dot(tile(q_, t, n, d, HK * K, K), tl.trans(y), a, input_precision=PREC)
         L = tl.dot(y, tl.trans(y), L, input_precision=PREC)
-    f = F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C)
+    f = F + entry(b, s, h, NC, H) * (4 * C)
     if GATED:
         g = tl.load(f + t)
         decay = tl.exp2(tl.where(t[:, None] >= t[None, :], g[:, None] - g[None, :], float("-inf")))
@@ -147,16 +144,13 @@ def products_kernel(
     computed here is then replaced by `levels_kernel`.
     """
     s = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
     q_ = head(q, b, start, h, T, HK, H, K)
     k_ = head(k, b, start, h, T, HK, H, K)
-    at = ((b.to(tl.int64) * T + start) * H + h) * K
+    at = entry(b, start, h, T, H) * K
     a = tl.zeros([C, C], tl.float32)
     L = tl.zeros([C, C], tl.float32)
     own = tl.zeros([C], tl.float32)
@@ -185,11 +179,11 @@ def products_kernel(
             xw = y * up
             put(kr_ + at, xw * ref, t, n, d, H * K, K)
             L = tl.dot(xw, yw, L, input_precision=PREC)
-    tl.store(low_ + (b.to(tl.int64) * NC + s) * H + h, tl.where(spread <= LIMIT, LEVELS, -1))
+    tl.store(low_ + entry(b, s, h, NC, H), tl.where(spread <= LIMIT, LEVELS, -1))
     a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
     put(head(A, b, start, h, T, H, H, C), a * scale, t, n, t, H * C, C)
     if DELTA:
-        be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
+        be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
         L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
         put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
@@ -202,19 +196,16 @@ def levels_kernel(
 ):  # fmt: skip
     """What `products_kernel` computes, level by level, for the chunks it left (low < 0); low ← their `reach`."""
     s = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
-    low_ += (b.to(tl.int64) * NC + s) * H + h
+    low_ += entry(b, s, h, NC, H)
     if tl.load(low_) >= 0:
         return
     t = tl.arange(0, C)
     q_ = head(q, b, start, h, T, HK, H, K)
     k_ = head(k, b, start, h, T, HK, H, K)
-    at = ((b.to(tl.int64) * T + start) * H + h) * K
+    at = entry(b, start, h, T, H) * K
     G_ = G + at
     dt = k.dtype.element_ty
     a = tl.zeros([C, C], tl.float32)
@@ -252,7 +243,7 @@ def levels_kernel(
     tl.store(low_, least)
     put(head(A, b, start, h, T, H, H, C), a * scale, t, n, t, H * C, C)
     if DELTA:
-        be = tl.load(F + ((b.to(tl.int64) * NC + s) * H + h) * (4 * C) + 3 * C + t)
+        be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
         L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
         put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
@@ -267,10 +258,7 @@ def weigh_kernel(
     q (and kv) have HK heads, kr and kw HR.
     """
     s = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    n = end - start
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)

@@ -35,6 +35,20 @@ def span(table, s, T, LENGTH, C: tl.constexpr, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def chunk_of(table, s, T, H: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr):
+    """(batch, head, first token, tokens) of chunk `s` for a program of row `tl.program_id(1)` of batch × heads."""
+    row = tl.program_id(1)
+    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
+    return row // H, row % H, start, end - start
+
+
+@triton.jit
+def entry(b, s, h, N, H: tl.constexpr):
+    """Where (b, s, h) lies in a tensor [B, N, H], in 64 bits."""
+    return (b.to(tl.int64) * N + s) * H + h
+
+
+@triton.jit
 def head(p, b, t, h, T, H: tl.constexpr, HV: tl.constexpr, D: tl.constexpr):
     """Pointer to token t of the head (of H) that value head h (of HV) reads, rows D wide."""
     return p + ((b.to(tl.int64) * T + t) * H + h // (HV // H)) * D
