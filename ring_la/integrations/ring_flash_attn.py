@@ -22,7 +22,7 @@ from ..softmax.strategies import AllGather
 from ..softmax.tokens import Run, Tokens
 from . import yunchang
 from .yunchang.call import Call, group_of, options
-from .yunchang.functions import named, recall, remember
+from .yunchang.functions import named, others, recall, remember
 
 
 def _without(function: type[torch.autograd.Function], name: str, varlen: bool) -> tuple[Callable, Callable, Callable]:
@@ -166,7 +166,7 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         plan = _plan(call, x, ctx.group, cu_q.tolist(), cu_k.tolist(), ctx.local_k_slice)
         saved = Saved(x, out[None], lse[None].to(wide(q.dtype)))
         grads = core.backward(plan, saved, None if dout is None else dout[None], dlse)
-        return (grads.q[0], grads.k[0], grads.v[0], *[None] * (len(ctx.needs_input_grad) - 3))
+        return grads.q[0], grads.k[0], grads.v[0], *others(ctx)
 
 
 def _plan(call: Call, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys: slice) -> Plan:

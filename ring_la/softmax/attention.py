@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -215,6 +216,8 @@ def _check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
         raise ArgumentError("k", f"[B, Tk, Hk, K] with B={B}, K={K}", list(x.k.shape))
     if list(x.v.shape[:3]) != [B, Tk, Hk]:
         raise ArgumentError("v", f"[B, Tk, Hk, V] with B={B}, Tk={Tk}, Hk={Hk}", list(x.v.shape))
+    if K == 0:
+        raise ArgumentError("q", "K ≥ 1 channels a head", list(x.q.shape))
     if Hk == 0 or H % Hk:
         raise ArgumentError("q", f"a number of heads that is a multiple of the {Hk} of k", H)
     if x.sinks is not None and list(x.sinks.shape) != [H]:
@@ -251,14 +254,14 @@ def _check_joint(x: Tensors, joint: str) -> None:
 def _check_options(o: Options) -> None:
     if not isinstance(o.causal, bool):
         raise ArgumentError("causal", "True or False", repr(o.causal))
-    if o.scale is not None and not isinstance(o.scale, (int, float)):
-        raise ArgumentError("scale", "a number or None", type(o.scale).__name__)
-    if not isinstance(o.softcap, (int, float)) or o.softcap < 0:
-        raise ArgumentError("softcap", "a number ≥ 0", repr(o.softcap))
+    if o.scale is not None and not _finite(o.scale):
+        raise ArgumentError("scale", "a finite number or None", repr(o.scale))
+    if not _finite(o.softcap) or o.softcap < 0:
+        raise ArgumentError("softcap", "a finite number ≥ 0", repr(o.softcap))
     pair = isinstance(o.window, (tuple, list)) and len(o.window) == 2 and all(isinstance(w, int) for w in o.window)
     if not pair or min(o.window) < -1:
         raise ArgumentError("window", "(left, right), two ints, each −1 or more", repr(o.window))
-    if not isinstance(o.dropout_p, (int, float)) or not 0 <= o.dropout_p < 1:
+    if not _finite(o.dropout_p) or not 0 <= o.dropout_p < 1:
         raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", repr(o.dropout_p))
     if o.dropout_seed is not None and (not isinstance(o.dropout_seed, int) or not 0 <= o.dropout_seed < 2**63):
         raise ArgumentError("dropout_seed", "None or an int from 0 to 2**63 − 1", repr(o.dropout_seed))
@@ -268,6 +271,10 @@ def _check_options(o: Options) -> None:
         raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(o.strategy))
     if o.backend not in (None, "reference", *BACKENDS):
         raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
+
+
+def _finite(x: object) -> bool:
+    return isinstance(x, (int, float)) and -math.inf < x < math.inf
 
 
 def _check_split(x: Tensors, layout: object, kv_layout: object, cu_seqlens: object, strategy: str | None) -> None:

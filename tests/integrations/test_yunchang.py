@@ -246,6 +246,19 @@ def test_subclass_that_overrides_forward_only(ranks):
     assert all(e < 1e-9 for errors in ranks.run(3, check_subclass) for e in errors)
 
 
+def check_wanted(rank: int) -> None:
+    (q, k, v), _ = leaves_of(draw(), places("contiguous", rank, 2))
+    joint = q[:, :3].detach().requires_grad_()
+    masks = (0.0, None, True, (-1, -1), None, False, False, group(2), None, None, None)
+    with pytest.raises(RingLAError, match="no gradient of inputs after q, k and v, got of input 14"):
+        InXDiTsManner.apply(q, k, v, *masks, joint, joint, "front").sum().backward()
+
+
+def test_a_gradient_that_is_wanted_and_unknown_is_an_error(ranks):
+    """xDiT's joint keys: yunchang's backward returns None for them and training goes on without."""
+    ranks.run(2, check_wanted)
+
+
 def check_dtype(rank: int, dtype: torch.dtype) -> list[tuple]:
     at, tensors, out_of = places("contiguous", rank, 4), draw(dtype=dtype), []
     leaves, do = leaves_of(tensors, at)

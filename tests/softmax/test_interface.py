@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -60,8 +62,11 @@ GOOD = dict(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8))
         (dict(alibi_slopes=torch.zeros(3)), "alibi_slopes"),
         (dict(alibi_slopes=torch.zeros(4, requires_grad=True)), "alibi_slopes"),
         (dict(causal=1), "causal"),
+        (dict(q=torch.zeros(2, 6, 4, 0), k=torch.zeros(2, 6, 2, 0)), "q"),
         (dict(scale="1"), "scale"),
+        (dict(scale=math.inf), "scale"),
         (dict(softcap=-1.0), "softcap"),
+        (dict(softcap=math.nan), "softcap"),
         (dict(window=(1,)), "window"),
         (dict(window=(-2, 0)), "window"),
         (dict(dropout_p=1.0), "dropout_p"),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from ...softmax import core
 from ...softmax.core import Saved, Tensors
 from ...softmax.merge import wide
@@ -59,6 +60,16 @@ UPSTREAM = dict(
 """Attributes of ctx and what they mean where a subclass's forward leaves them out."""
 
 
+def others(ctx) -> list[None]:
+    """The gradients of all inputs after q, k and v: none, and none may be wanted."""
+    wanted = [n for n, needed in enumerate(ctx.needs_input_grad) if needed and n > 2]
+    if wanted:
+        expected = "no gradient of inputs after q, k and v"
+        hint = "Such a tensor (alibi_slopes, a subclass's joint tensors) needs a backward of its own, or to be detached"
+        raise UnsupportedError(type(ctx).__name__.removesuffix("Backward"), expected, f"of input {wanted[0]}", hint)
+    return [None] * (len(ctx.needs_input_grad) - 3)
+
+
 def _upstream_type(attn_type: object) -> object:
     """What upstream's backward can read: its own AttnType where yunchang is loaded."""
     kernels = sys.modules.get("yunchang.kernels")
@@ -73,7 +84,7 @@ def _backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple
     call, x = recall(ctx, kind), Tensors(q, k, v)
     saved = Saved(x, out, lse.to(wide(q.dtype)))
     grads = core.backward(call.plan(x, group_of(ctx.group)), saved, dout, dlse)
-    return (grads.q, grads.k, grads.v, *[None] * (len(ctx.needs_input_grad) - 3))
+    return grads.q, grads.k, grads.v, *others(ctx)
 
 
 # -- varlen ------------------------------------------------------------------------------------------------
@@ -132,7 +143,7 @@ def _varlen_backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -
     saved = Saved(x, out[None], lse.to(wide(q.dtype)))
     dout = None if dout is None else dout[None]
     grads = core.backward(call.plan(x, group_of(ctx.group), cu=cu), saved, dout, dlse)
-    return (grads.q[0], grads.k[0], grads.v[0], *[None] * (len(ctx.needs_input_grad) - 3))
+    return grads.q[0], grads.k[0], grads.v[0], *others(ctx)
 
 
 # -- the Functions -----------------------------------------------------------------------------------------
