@@ -27,7 +27,7 @@ def recompute(model: HybridLM, kinds: Collection[str], *, mlp_chunk: int | None 
         kinds: names from `LAYERS`: these layers and the norms before them, which keep one tensor each; "mlp": the same
             of the MLPs; "block": whole blocks of any kind, which keep one tensor; "norm": norms of what is kept else.
         mlp_chunk: an MLP takes at most this many tokens at a time, forward and backward, so that its inner activations
-            are that few too.
+            are that few too. Within "block" that computes it a third time.
 
     Raises:
         ArgumentError: a name that is none. UnsupportedError: chunks of a mixture of experts.
@@ -41,18 +41,19 @@ def recompute(model: HybridLM, kinds: Collection[str], *, mlp_chunk: int | None 
         raise UnsupportedError("mlp_chunk", "None with a mixture of experts", mlp_chunk)
     # methods of these objects are replaced, so that parameters' names, hooks and types stay
     for name, block in zip(model.config.layers, model.blocks):
-        if "norm" in kinds:
-            block.layer_norm.forward, block.mlp_norm.forward = map(
-                kept, (block.layer_norm.forward, block.mlp_norm.forward)
-            )
         if mlp_chunk is not None:
             block.mix_channels = partial(in_chunks, kept(block.mix_channels), mlp_chunk)
-        elif "mlp" in kinds:
-            block.mix_channels = kept(block.mix_channels)
-        if name in kinds:
-            block.mix_tokens = kept(block.mix_tokens)
         if "block" in kinds:
             block.forward = kept(block.forward)
+            continue
+        if name in kinds:
+            block.mix_tokens = kept(block.mix_tokens)
+        elif "norm" in kinds:
+            block.layer_norm.forward = kept(block.layer_norm.forward)
+        if mlp_chunk is None and "mlp" in kinds:
+            block.mix_channels = kept(block.mix_channels)
+        elif mlp_chunk is None and "norm" in kinds:
+            block.mlp_norm.forward = kept(block.mlp_norm.forward)
     if "norm" in kinds:
         model.norm.forward = kept(model.norm.forward)
     return model

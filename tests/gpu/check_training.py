@@ -7,7 +7,7 @@
 A part is a configuration of examples/configs with a time limit; what it logged is written after each part, also of one
 that failed or ran out of time. It says every few seconds where it is; a run without a new step for STALL seconds leaves
 the stacks of all threads of all ranks in "tail". The parts on 1 GPU are shorter (see SHORT): they have the tokens a
-rank of the whole.
+rank of the whole. With `--more --run.profile 1 --run.steps 3` the third step's kernels are summed up as well.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def main() -> None:
         steps = result["steps"]
         last = steps[-1] if steps else result["tail"][-3000:]
         print(f"{name}: {result['outcome']}, {result['seconds']:.0f} s", last)
+        for kernel, calls, ms in result.get("kernels", [])[:25]:
+            print(f"  {ms:9.1f} ms {calls:6d} × {kernel[:100]}")
 
 
 def part(name: str, gpus: int, limit: float | None, more: list[str]) -> dict:
@@ -76,7 +78,7 @@ def part(name: str, gpus: int, limit: float | None, more: list[str]) -> dict:
         took = time.monotonic() - start
         tail = log.read_text()[-30000:] if outcome != "exit 0" else ""
         about = {"options": options, "gpus": gpus, "outcome": outcome, "seconds": took}
-        return about | {"steps": logged(metrics), "tail": tail}
+        return about | {"steps": logged(metrics), "tail": tail, **kernels(Path(folder) / "profile" / "rank-0.json")}
 
 
 def watch(process: subprocess.Popen, name: str, metrics: Path, limit: float) -> str:
@@ -108,6 +110,27 @@ def logged(metrics: Path) -> list[dict]:
     """The steps of a metrics.jsonl, whole lines alone."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def kernels(trace: Path, most: int = 60) -> dict:
+    """Of a traced step of rank 0: its kernels by name, ``[name, calls, ms]``, and the time with and without any, ms."""
+    if not trace.exists():
+        return {}
+    found: dict[str, list[float]] = {}
+    spans = []
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+            entry = found.setdefault(event["name"], [0, 0.0])
+            entry[0], entry[1] = entry[0] + 1, entry[1] + event["dur"] / 1e3
+    busy = idle = 0.0
+    end = min((start for start, _ in spans), default=0.0)
+    for start, stop in sorted(spans):
+        idle += max(0.0, start - end) / 1e3
+        busy += max(0.0, stop - max(start, end)) / 1e3
+        end = max(end, stop)
+    top = sorted(found.items(), key=lambda item: -item[1][1])[:most]
+    return {"busy_ms": busy, "idle_ms": idle, "kernels": [[name[:160], *entry] for name, entry in top]}
 
 
 def overlay(file: Path, runs: dict[str, dict]) -> None:

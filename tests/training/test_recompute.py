@@ -47,6 +47,22 @@ def test_each_kind_keeps_less_and_gradients_stay():
     assert least < everything < before / 2
 
 
+@pytest.mark.parametrize("kinds", [["block", "norm"], ["gdn", "attention", "mlp", "norm"]])
+def test_nothing_is_computed_a_third_time(kinds):
+    """What lies within something recomputed is not wrapped once more."""
+    model, calls = make(), dict.fromkeys(("layer_norm", "mlp_norm", "mlp", "layer"), 0)
+    for name in calls:
+        part, forward = getattr(model.blocks[0], name), getattr(model.blocks[0], name).forward
+
+        def counted(*args, name=name, forward=forward, **keywords):
+            calls[name] += 1
+            return forward(*args, **keywords)
+
+        part.forward = counted
+    recompute(model, kinds).loss(IDS).backward()
+    assert max(calls.values()) == 2, calls
+
+
 @pytest.mark.parametrize(
     ("error", "kinds", "chunk", "changes", "message"),
     [

@@ -12,6 +12,22 @@ from transformers.utils import ModelOutput
 from ...context import ShardedLayout
 
 
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """A tensor we returned, to be known again if nobody has changed it."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Returned:
+        return cls(x, 0 if x.is_inference() else x._version)
+
+    def unchanged(self, x: object) -> bool:
+        """Whether `x` is that tensor, and nothing was written into it."""
+        return x is self.tensor and Returned.of(x).version == self.version
+
+
 @dataclass(eq=False)
 class Call:
     """How the tokens of this call are split, and what its loss needs.
@@ -27,7 +43,7 @@ class Call:
         padded: whether there is padding.
         fingerprint: a number that is the same on all ranks if they were given the same batch.
         agreed: without labels, whether the fingerprint is the same on all ranks; a bool on this rank's device.
-        losses: how often the loss function was asked.
+        losses: how often the loss function was asked, and `loss`: what it answered.
         chunk: the tokens of this rank that the head works on; None: all.
         hidden: the backbone's last hidden state ``[B, T_local, D]`` and `result` its class, where there is a chunk.
         backbone: what the backbone is to return without running, where only the head is run.
@@ -45,6 +61,7 @@ class Call:
     fingerprint: Tensor | int = 0
     agreed: Tensor | None = None
     losses: int = 0
+    loss: Returned | None = None
     chunk: slice | None = None
     hidden: Tensor | None = None
     result: type[ModelOutput] | None = None

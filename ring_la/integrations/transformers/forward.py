@@ -33,6 +33,7 @@ def model_forward(original: Callable) -> Callable:
     def forward(self: PreTrainedModel, *args, **keywords):
         arguments = dict(zip(names, args)) | keywords
         parallel = self._ring_la
+        parallel.check_attention()
         if getattr(self.config, "output_attentions", False):
             arguments = {"output_attentions": True} | arguments
         cache = arguments.get(parallel.cache)
@@ -92,9 +93,8 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
         keywords = local | {n: False for n in extra if n in local or n in names}
         with _current(parallel, call):
             out = original(model, **keywords)
-        if call.targets is not None and call.losses != 1:
-            expected = "None for a model that does not call its loss_function once"
-            raise UnsupportedError("labels", expected, f"{call.losses} calls")
+        if call.targets is not None:
+            _check_loss(model, call, out)
         return out
 
     chunked = call.targets is not None and parallel.loss_chunk is not None
@@ -110,6 +110,17 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
         out[name] = _marked(x, parallel, call)
     out.layout = call.layout
     return out.to_tuple() if arguments.get("return_dict") is False else out
+
+
+def _check_loss(model: PreTrainedModel, call: Call, out: ModelOutput) -> None:
+    """Refuse a loss that is not the cross-entropy of the whole batch, and its routers' loss where it has one."""
+    if call.losses != 1:
+        expected = "None for a model that does not call its loss_function once"
+        raise UnsupportedError("labels", expected, f"{call.losses} calls")
+    if out.get("aux_loss") is None and not call.loss.unchanged(out["loss"]):
+        got = f"{type(model).__name__}, which adds to its loss_function's"
+        hint = "What it adds is this rank's tokens' alone: set its coefficient to 0"
+        raise UnsupportedError("labels", "None for a model with a loss of its own", got, hint)
 
 
 @contextmanager

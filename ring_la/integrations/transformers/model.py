@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,14 +13,14 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, PeerError, RingLAError, UnsupportedError
 from . import probe
 from .attention import NAME, attend
-from .call import Call
+from .call import Call, Returned
 from .forward import known, model_forward
 from .head import after_backbone, backbone_forward
 from .inputs import read
@@ -120,13 +121,19 @@ class Parallel:
         self._layouts: dict[tuple, ShardedLayout] = {}
         self._forwards: dict[type, Callable] = {}
         self._attention: list[tuple[object, str]] = []
+        self._model: Callable[[], nn.Module | None] = lambda: None
 
     def __deepcopy__(self, memo: dict) -> Parallel:
-        raise UnsupportedError("model", "a copy made before parallelize", "a parallelized one")
+        """Copies of parts, which adapters make, belong to the same model; a copy of the model would share its calls."""
+        if id(self._model()) in memo:
+            raise UnsupportedError("model", "a copy made before parallelize", "a parallelized one")
+        return self
 
     def adopt(self, model: PreTrainedModel, undo: ExitStack) -> None:
         """Turn the model's attention, mixers, loss and call to ours; `undo` takes the way back."""
-        configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+        self._model = weakref.ref(model)
+        found = (getattr(module, "config", None) for module in model.modules())  # an adapter's copy has one of its own
+        configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
         self._attention = [(c, c._attn_implementation) for c in configs.values()]
         undo.callback(self.use_attention, split=False)
         self.use_attention(split=True)
@@ -202,7 +209,9 @@ class Parallel:
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a model of which something uncovered crosses the sequence."""
         embedding, original = model.get_input_embeddings(), self.forward_of(type(model))
-        if not hasattr(embedding, "num_embeddings"):
+        inside = [] if isinstance(embedding, nn.ModuleList) else embedding.modules()  # an adapter's wrapper has it inside
+        table = next((m for m in inside if hasattr(m, "num_embeddings")), None)
+        if table is None:
             raise UnsupportedError("model", "one table of input embeddings", f"a {type(embedding).__name__} of them")
 
         def run(ids: Tensor, positions: Tensor | None, offsets: Sequence[int]) -> object:
@@ -213,7 +222,7 @@ class Parallel:
         try:
             longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
             longest = longest if longest > 0 else probe.TOKENS  # XLNet's -1: any
-            probe.check(model, run, embedding.num_embeddings, longest, embedding.weight.device)
+            probe.check(model, run, table.num_embeddings, longest, table.weight.device)
         finally:
             self.leave()
         self.unchecked = False
@@ -227,6 +236,13 @@ class Parallel:
         for config, name in self._attention:
             config._attn_implementation = NAME if split else name
 
+    def check_attention(self) -> None:
+        """Refuse a call after someone else has named another attention function, which would see this rank's keys."""
+        other = next((c._attn_implementation for c, _ in self._attention if c._attn_implementation != NAME), None)
+        if other is not None:
+            hint = "Choose one for calls that are not split before parallelize"
+            raise UnsupportedError("config._attn_implementation", repr(NAME), repr(other), hint)
+
 
 def _mixer_forward(self: nn.Module, *args, **keywords):
     return self._ring_la.forward_of(type(self))(self, *args, **keywords)
@@ -238,7 +254,9 @@ def _loss(parallel: Parallel, logits: Tensor, labels: Tensor, vocab_size: int, *
     if call is None:
         return parallel.loss(logits=logits, labels=labels, vocab_size=vocab_size, **keywords)
     call.losses += 1
-    return cross_entropy(call, logits, vocab_size)
+    loss = cross_entropy(call, logits, vocab_size)
+    call.loss = Returned.of(loss)
+    return loss
 
 
 # -- before the first step -------------------------------------------------------------------------------------
@@ -251,6 +269,10 @@ def _refuse_by_config(model: PreTrainedModel) -> None:
     if (getattr(model, "_tp_size", None) or 1) > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         hint = "Parallelize it first, then fully_shard; the library's tensor parallelism is not supported"
         raise UnsupportedError("model", "whole parameters", f"{name}, whose parameters are sharded", hint)
+    for label, module in model.named_modules():
+        if getattr(module, "layerdrop", None):
+            got = f"{label} ({type(module).__name__}) with layerdrop={module.layerdrop}"
+            raise UnsupportedError("model", "the same layers on every rank", got, "Set it to 0")
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedError("model", "causal attention", f"{name} with is_causal=False")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -285,6 +286,9 @@ def refused_calls(rank: int) -> list[str]:
         model.model(input_ids=x)
     with pytest.raises(UnsupportedError, match="copy"):
         copy.deepcopy(model)
+    model.set_attn_implementation("sdpa")  # would attend to this rank's tokens alone
+    with pytest.raises(UnsupportedError, match="_attn_implementation: expected 'ring_la', got 'sdpa'"):
+        model(input_ids=x)
     return said
 
 
@@ -330,6 +334,10 @@ REFUSED = {
         r"a language model's head .*LlamaForSequenceClassification with ForSequence",
     ),
     "T5ForConditionalGeneration": (dict(d_kv=8), r"a decoder, got .*encoder-decoder"),
+    "OPTForCausalLM": (
+        dict(layerdrop=0.5, ffn_dim=48, word_embed_proj_dim=32),
+        r"the same layers on every rank, got model\.decoder \(OPTDecoder\) with layerdrop=0.5",
+    ),
 }
 
 
@@ -353,6 +361,10 @@ def refused_models(rank: int) -> None:
             after = {n: set(vars(m)) for n, m in model.named_modules()}, model.config._attn_implementation
             assert before == after  # it is as it was
             assert not model.base_model._forward_hooks
+    bamba = CASES["bamba"]
+    with_more = parallelize(replace(bamba, options=bamba.options | {"z_loss_coefficient": 0.1}).make(), cp)
+    with pytest.raises(UnsupportedError, match="labels: .* BambaForCausalLM, which adds to its loss_function's"):
+        with_more(input_ids=ids(), labels=ids())
 
 
 def test_refused_models(ranks):

@@ -99,7 +99,7 @@ def test_trainer_over_data_and_context(ranks):
     assert max(float((x - start[n]).detach().abs().max()) for n, x in expected.items()) > 1e-3
 
 
-def lora(rank: int) -> None:
+def lora(rank: int, targets: list[str], saved: list[str]) -> None:
     """Adapters put on a parallelized model, and on one that is parallelized afterwards."""
     from peft import LoraConfig, get_peft_model
 
@@ -107,7 +107,7 @@ def lora(rank: int) -> None:
 
     x = ids(2)
     model, cp = parallel("qwen3_next")
-    config = LoraConfig(r=2, target_modules=["q_proj", "in_proj_qkvz", "out_proj"], init_lora_weights=False)
+    config = LoraConfig(r=2, target_modules=targets, modules_to_save=saved, init_lora_weights=False)
 
     def adapted(base):
         torch.manual_seed(1)
@@ -128,9 +128,12 @@ def lora(rank: int) -> None:
     assert any("lora" in n and bool(g.any()) for n, g in expected.items())
 
 
-def test_lora(ranks):
+@pytest.mark.parametrize(
+    ("targets", "saved"), [(["q_proj", "in_proj_qkvz", "out_proj"], ["lm_head"]), (["embed_tokens"], ["linear_attn"])]
+)
+def test_lora(ranks, targets, saved):
     pytest.importorskip("peft")
-    ranks.run(2, lora)
+    ranks.run(2, lora, targets, saved)
 
 
 def compiled(rank: int) -> int:
