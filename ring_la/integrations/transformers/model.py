@@ -209,7 +209,9 @@ class Parallel:
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a model of which something uncovered crosses the sequence."""
         embedding, original = model.get_input_embeddings(), self.forward_of(type(model))
-        inside = [] if isinstance(embedding, nn.ModuleList) else embedding.modules()  # an adapter's wrapper has it inside
+        inside = (
+            [] if isinstance(embedding, nn.ModuleList) else embedding.modules()
+        )  # an adapter's wrapper has it inside
         table = next((m for m in inside if hasattr(m, "num_embeddings")), None)
         if table is None:
             raise UnsupportedError("model", "one table of input embeddings", f"a {type(embedding).__name__} of them")

@@ -363,7 +363,7 @@ def refused_models(rank: int) -> None:
             assert not model.base_model._forward_hooks
     bamba = CASES["bamba"]
     with_more = parallelize(replace(bamba, options=bamba.options | {"z_loss_coefficient": 0.1}).make(), cp)
-    with pytest.raises(UnsupportedError, match="labels: .* BambaForCausalLM, which adds to its loss_function's"):
+    with pytest.raises(UnsupportedError, match=r"labels: .* BambaForCausalLM, which adds to its loss_function's"):
         with_more(input_ids=ids(), labels=ids())
 
 
