@@ -17,6 +17,7 @@ shapes, and the backward pass is the same scan, right to left, with ``Aᵀ``:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,8 +53,7 @@ class Rule:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensors a token brings, in the order the operators take them."""
-        gate = () if self.decay == "none" else ("g",)
-        return ("q", "k", "v", *gate, *{"additive": (), "delta": ("beta",), "dplr": ("a", "b")}[self.write])
+        return _inputs(self.write, self.decay)
 
     def __str__(self) -> str:
         return f"{self.write}_{self.decay}"
@@ -63,6 +63,12 @@ class Rule:
         """The inverse of ``str``: operators carry their rule as a string."""
         write, decay = text.split("_")
         return cls(write, decay)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _inputs(write: Write, decay: Decay) -> tuple[str, ...]:
+    gate = () if decay == "none" else ("g",)
+    return ("q", "k", "v", *gate, *{"additive": (), "delta": ("beta",), "dplr": ("a", "b")}[write])
 
 
 def transition_shape(kind: Transition, state: torch.Size) -> torch.Size | None:

@@ -98,12 +98,12 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     own = inspect.signature(describe)
     fields = inspect.signature(Options).parameters.values()
     common = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
-    names = tuple(p.name for p in common)
+    names = frozenset(p.name for p in common)
     unknown_scale = "1" if describe.__name__ == "mamba2" else "K**-0.5"
 
     @functools.wraps(describe)
     def function(*args, **keywords) -> LinearAttentionOutput:
-        options = Options(**{k: keywords.pop(k) for k in names if k in keywords})
+        options = Options(**{k: keywords.pop(k) for k in [*keywords] if k in names})
         if options.backend == "reference":
             return _reference(describe.__name__, args, keywords, options)
         call = functools.partial(describe, *args, **keywords)
@@ -179,6 +179,8 @@ def known(decays: Callable[[], tuple[float, ...]] | Tensor | None, layout: Shard
 def _own_heads(x: Inputs) -> Inputs:
     """Gates and the like that come with the heads of q and k, repeated for the value heads they serve."""
     heads = x.v.shape[2]
+    if x.q.shape[2] == heads:
+        return x
 
     def own(t: Tensor | None) -> Tensor | None:
         return t if t is None or t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], 2)
@@ -211,9 +213,7 @@ def _reference(name: str, args: tuple, keywords: dict, options: Options) -> Line
 
 def check(r: Recurrence, options: Options) -> None:
     """Refuse wrong shapes, dtypes, devices and choices. No synchronisation unless the layout validates always."""
-    check_tensors(r)
-    B, T, _, K = r.inputs.q.shape
-    H, V = r.inputs.v.shape[2:]
+    B, T, H, K, V = check_tensors(r)
     check_choice(options.mode, options.backend)
     if options.scale is not None and not isinstance(options.scale, (int, float)):
         raise ArgumentError("scale", "a number or None", type(options.scale).__name__)
@@ -250,42 +250,48 @@ def check_in_place(r: Recurrence, options: Options) -> None:
         raise ArgumentError("in_place", "False where gradients are wanted", True, "Call it under torch.no_grad()")
 
 
-def check_tensors(r: Recurrence) -> None:
-    """Refuse inputs that are not float tensors of the right shapes on one device, q, k and v of one dtype."""
+def check_tensors(r: Recurrence) -> tuple[int, int, int, int, int]:
+    """Refuse inputs that are not float tensors of the right shapes on one device, q, k and v of one dtype; returns
+    B, T, H, K and V."""
     q, k, v = r.inputs[:3]
 
     def name(f: str) -> str:
         return r.names.get(f, f)
 
-    for f in r.rule.inputs:
-        if not isinstance(getattr(r.inputs, f), Tensor):
-            raise ArgumentError(name(f), "a tensor", describe_tensor(getattr(r.inputs, f)))
-    present = [(f, x) for f, x in zip(Inputs._fields, r.inputs) if x is not None]
-    for f, x in present:
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+    wanted, present = r.rule.inputs, []
+    for f, x in zip(Inputs._fields, r.inputs):
+        if x is None and f not in wanted:
+            continue
+        if not isinstance(x, Tensor):
+            raise ArgumentError(name(f), "a tensor", describe_tensor(x))
+        if x.dtype not in FLOATS:
             raise ArgumentError(name(f), "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
+        present.append((f, x))
     for f, x in (("q", q), ("v", v)):
         if x.dim() != 4:
             raise ArgumentError(name(f), "four dimensions [B, T, H, D]", list(x.shape))
-    B, T, Hk, K = q.shape
-    H = v.shape[2]
+    B, T, Hk, K = shape = q.shape
+    rows, tokens, H, V = v.shape
     if Hk < 1 or K < 1:
-        raise ArgumentError(name("q"), "at least one head and one channel", list(q.shape))
-    if k.shape != q.shape:
+        raise ArgumentError(name("q"), "at least one head and one channel", list(shape))
+    if k.shape != shape:
         raise ArgumentError(name("k"), f"the shape of {name('q')}, {[B, T, Hk, K]}", list(k.shape))
-    if v.shape[:2] != q.shape[:2]:
+    if (rows, tokens) != (B, T):
         raise ArgumentError(name("v"), f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
     if H % Hk:
         raise ArgumentError(name("v"), f"a number of heads that is a multiple of the {Hk} of {name('q')}", H)
     for f, x in present[3:]:
         tail = () if f == "beta" or (f == "g" and r.rule.decay != "diagonal") else (K,)
-        if x.shape not in ((B, T, H, *tail), (B, T, Hk, *tail)):
+        if x.shape != (B, T, H, *tail) and x.shape != (B, T, Hk, *tail):
             raise ArgumentError(name(f), f"{[B, T, H, *tail]}", list(x.shape))
+    device, dtype = q.device, q.dtype
     for f, x in present:
-        if x.device != q.device:
-            raise ArgumentError(name(f), f"a tensor on {q.device}, where {name('q')} is", x.device)
-        if f in ("k", "v") and x.dtype != q.dtype:
-            raise ArgumentError(name(f), f"{q.dtype}, the dtype of {name('q')}", x.dtype)
+        if x.device != device:
+            raise ArgumentError(name(f), f"a tensor on {device}, where {name('q')} is", x.device)
+    for f, x in present[1:3]:
+        if x.dtype != dtype:
+            raise ArgumentError(name(f), f"{dtype}, the dtype of {name('q')}", x.dtype)
+    return B, T, H, K, V
 
 
 def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torch.device) -> int:

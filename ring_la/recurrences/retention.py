@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from ..autograd import traced
 from ..errors import ArgumentError
 from ..kernels import Inputs, state_dtype
 from .recurrence import Recurrence, describe_tensor, recurrence
+
+RULE = Rule("additive", "scalar")
 
 
 def retention_decay(heads: int, device: torch.device | None = None) -> Tensor:
@@ -43,13 +45,21 @@ def _made(
         return decay(*arguments, device=device).to(dtype)
 
 
+@functools.lru_cache(maxsize=256)
+def _spread(B: int, T: int, *made: Hashable) -> Tensor:
+    """`_made` as a gate of every token."""
+    with torch.inference_mode(False):
+        return _made(*made).expand(B, T, -1)
+
+
 def _default(decay: Callable[..., Tensor], v: Tensor, *arguments: int) -> Tensor:
-    """A paper's log-decays for values `v`, in the precision of the states."""
+    """A paper's log-decays as a gate of every token of values `v`, in the precision of the states."""
+    device, dtype = v.device, state_dtype(v)
     cuda = v.is_cuda
     if traced(v) or (cuda and torch.cuda.is_current_stream_capturing()):  # memory of a trace or a graph is not kept
-        return decay(*arguments, device=v.device).to(state_dtype(v))
-    stream = torch._C._cuda_getCurrentRawStream(v.device.index) if cuda else 0  # the public way takes microseconds
-    return _made(decay, arguments, state_dtype(v), v.device, stream)
+        return _static(decay(*arguments, device=device), v)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0  # the public way takes microseconds
+    return _spread(*v.shape[:2], decay, arguments, dtype, device, stream)
 
 
 def _static(g: Tensor, v: Tensor) -> Tensor:
@@ -61,6 +71,17 @@ def _static(g: Tensor, v: Tensor) -> Tensor:
     return g.to(state_dtype(v)).expand(*v.shape[:2], -1)
 
 
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, decay: Callable[..., Tensor], *arguments: int
+) -> Recurrence:
+    """With the caller's log-decays `g`, or a paper's ``decay(H, *arguments)``."""
+    if g is not None or not isinstance(v, Tensor) or v.dim() != 4:
+        return Recurrence(RULE, Inputs(q, k, v, _static(g, v)), decays=g)
+    arguments = (v.shape[2], *arguments)
+    decays = functools.partial(_numbers, decay, *arguments)
+    return Recurrence(RULE, Inputs(q, k, v, _default(decay, v, *arguments)), decays=decays)
+
+
 @recurrence
 def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
     """Retention (RetNet, Sun et al. 2023, arXiv 2307.08621, eq. 6 and 8): S ← γ_h S + k vᵀ.
@@ -69,11 +90,7 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
         q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
         g: static log-decay ``log γ_h``, ``[H]``, ≤ 0; None: the paper's γ_h = 1 − 2^(−5−h), h = 0 … H−1.
     """
-    decays = g
-    if g is None and isinstance(v, Tensor) and v.dim() == 4:
-        decays = functools.partial(_numbers, retention_decay, v.shape[2])
-        g = _default(retention_decay, v, v.shape[2])
-    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)), decays=decays)
+    return _recurrence(q, k, v, g, retention_decay)
 
 
 @recurrence
@@ -89,11 +106,7 @@ def lightning_attention(
             instead: pass them.
         layer_idx, num_layers: the layer the default decay is for.
     """
-    decays = g
-    if g is None and isinstance(v, Tensor) and v.dim() == 4:
-        decays = functools.partial(_numbers, lightning_decay, v.shape[2], layer_idx, num_layers)
-        g = _default(lightning_decay, v, v.shape[2], layer_idx, num_layers)
-    return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, _static(g, v)), decays=decays)
+    return _recurrence(q, k, v, g, lightning_decay, layer_idx, num_layers)
 
 
 @recurrence

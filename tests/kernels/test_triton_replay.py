@@ -162,7 +162,7 @@ def test_leaving_the_known_path() -> None:
         keep = Replay(x.rule, x.inputs, None, 0.3, keep=True)
         for one in (want, got, keep):
             one.summary(x.states[0].clone(), True)
-        for a, b, c in zip(want.output(None), got.output(None), keep.output(None)):
+        for a, b, c in zip(want.output(None, keep=True), got.output(None), keep.output(None)):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
         for a, b in zip(want.kept(), keep.kept()):
