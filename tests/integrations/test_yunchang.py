@@ -248,14 +248,18 @@ def test_subclass_that_overrides_forward_only(ranks):
 
 def check_wanted(rank: int) -> None:
     (q, k, v), _ = leaves_of(draw(), places("contiguous", rank, 2))
-    joint = q[:, :3].detach().requires_grad_()
+    joint = q[:, :3].detach()
     masks = (0.0, None, True, (-1, -1), None, False, False, group(2), None, None, None)
-    with pytest.raises(RingLAError, match="no gradient of inputs after q, k and v, got of input 14"):
+    with pytest.raises(RingLAError, match=r"InXDiTsManner: expected 3 tensors .* got 5\. Override backward"):
         InXDiTsManner.apply(q, k, v, *masks, joint, joint, "front").sum().backward()
+    slopes = torch.ones(H, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RingLAError, match="no gradient of inputs after q, k and v, got of input 8"):
+        yunchang.ring_flash_attn_func(q, k, v, alibi_slopes=slopes, group=group(2)).sum().backward()
 
 
-def test_a_gradient_that_is_wanted_and_unknown_is_an_error(ranks):
-    """xDiT's joint keys: yunchang's backward returns None for them and training goes on without."""
+def test_tensors_that_backward_does_not_know_are_an_error(ranks):
+    """xDiT's joint keys: with yunchang's backward under its forward, q's gradient lacks their part and they get none,
+    and training goes on."""
     ranks.run(2, check_wanted)
 
 
@@ -355,6 +359,7 @@ def check_layers(rank: int, low: bool) -> list[str]:
     leaves, do = leaves_of(whole, at)
     out = yunchang.LongContextAttentionQKVPacked()(torch.stack(leaves, 2), causal=True)
     bad += [] if error(out, truth(whole, causal=True)[0][:, at]) < 1e-9 else ["qkvpacked"]
+    bad += [] if torch.equal(out, yunchang.AsyncLongContextAttention()(*leaves, causal=True)) else ["async"]
     return bad
 
 
@@ -609,6 +614,29 @@ def test_signatures_are_ring_flash_attns():
     assert len(public) >= 18, "too few found: the test is blind"
     for name, wanted in public.items():
         assert list(inspect.signature(getattr(ring_flash_attn, name)).parameters)[: len(wanted)] == wanted, name
+
+
+def check_their_layers(rank: int) -> list[float]:
+    """Their layers over our functions, exchange of heads and split theirs."""
+    import yunchang as theirs
+
+    theirs.set_seq_parallel_pg(2, 2, rank, 4)
+    uninstall, errors = yunchang.install(), []
+    for impl in ("basic", "zigzag", "strip"):
+        cut = theirs.EXTRACT_FUNC_DICT[impl]
+        *leaves, do = (cut(t, rank, 4, rd=2, ud=2).clone().requires_grad_() for t in draw())
+        want = [cut(t, rank, 4, rd=2, ud=2) for i, t in enumerate(truth(draw(), causal=True)) if i != 1]
+        out = theirs.LongContextAttention(ring_impl_type=impl)(*leaves, causal=True)
+        packed = theirs.LongContextAttentionQKVPacked(ring_impl_type=impl)(torch.stack(leaves, 2), causal=True)
+        got = [out, *torch.autograd.grad((out * do).sum(), leaves), packed]
+        errors += [error(g, w) for g, w in zip(got, [*want, want[0]])]
+    uninstall()
+    return errors
+
+
+def test_their_layers_over_our_functions(ranks):
+    pytest.importorskip("yunchang")
+    assert all(e < 1e-9 for errors in ranks.run(4, check_their_layers) for e in errors)
 
 
 def test_install_and_uninstall():

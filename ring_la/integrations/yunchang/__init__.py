@@ -31,6 +31,7 @@ from .functions import (
     ring_flash_attn_varlen_func,
     ring_flash_attn_varlen_kvpacked_func,
     ring_flash_attn_varlen_qkvpacked_func,
+    ring_pytorch_attn_func,
     stripe_flash_attn_func,
     stripe_flash_attn_kvpacked_func,
     stripe_flash_attn_qkvpacked_func,
@@ -44,6 +45,7 @@ from .functions import (
 from .layers import (
     EXTRACT_FUNC_DICT,
     PROCESS_GROUP,
+    AsyncLongContextAttention,
     LongContextAttention,
     LongContextAttentionQKVPacked,
     UlyssesAttention,
@@ -54,6 +56,7 @@ from .layers import (
 )
 
 __all__ = [
+    "AsyncLongContextAttention",
     "EXTRACT_FUNC_DICT",
     "LongContextAttention",
     "LongContextAttentionQKVPacked",
@@ -74,6 +77,7 @@ __all__ = [
     "ring_flash_attn_varlen_func",
     "ring_flash_attn_varlen_kvpacked_func",
     "ring_flash_attn_varlen_qkvpacked_func",
+    "ring_pytorch_attn_func",
     "set_seq_parallel_pg",
     "stripe_extract_local",
     "stripe_flash_attn_func",

@@ -36,12 +36,20 @@ def remember(ctx, call: Call, group, attn_type, attn_processor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def recall(ctx, kind: str) -> Call:
-    """The call of a forward, ours or a subclass's that sets upstream's attributes or some of them."""
+def recall(ctx, kind: str, tensors: int = 3) -> Call:
+    """The call of a forward, ours or a subclass's that sets upstream's attributes or some of them.
+
+    Args:
+        tensors: how many of the inputs are tensors, without alibi_slopes.
+    """
     own = getattr(ctx, "ring_la", None)
     if own is not None:
         return own
     values = {name: getattr(ctx, name, default) for name, default in UPSTREAM.items()}
+    unknown = len(ctx.next_functions) - tensors - (values["alibi_slopes"] is not None)
+    if unknown > 0:  # joint keys: the gradient of q would lack their part
+        expected = f"{tensors} tensors among the inputs of a forward that leaves the backward to its base class"
+        raise UnsupportedError(_name(ctx), expected, tensors + unknown, "Override backward as well")
     names = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic")
     if values["softmax_scale"] is None:
         values["softmax_scale"] = ctx.saved_tensors[0].shape[-1] ** -0.5
@@ -66,8 +74,13 @@ def others(ctx) -> list[None]:
     if wanted:
         expected = "no gradient of inputs after q, k and v"
         hint = "Such a tensor (alibi_slopes, a subclass's joint tensors) needs a backward of its own, or to be detached"
-        raise UnsupportedError(type(ctx).__name__.removesuffix("Backward"), expected, f"of input {wanted[0]}", hint)
+        raise UnsupportedError(_name(ctx), expected, f"of input {wanted[0]}", hint)
     return [None] * (len(ctx.needs_input_grad) - 3)
+
+
+def _name(ctx) -> str:
+    """The Function whose backward runs."""
+    return type(ctx).__name__.removesuffix("Backward")
 
 
 def _upstream_type(attn_type: object) -> object:
@@ -138,7 +151,7 @@ def varlen_forward(
 
 def _varlen_backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens = ctx.saved_tensors[:6]
-    cu, call, x = cu_seqlens.tolist(), recall(ctx, kind), Tensors(q[None], k[None], v[None])
+    cu, call, x = cu_seqlens.tolist(), recall(ctx, kind, 4), Tensors(q[None], k[None], v[None])
     lse, dlse = (None if t is None else flat_lse(t, cu)[None] for t in (lse, dlse))
     saved = Saved(x, out[None], lse.to(wide(q.dtype)))
     dout = None if dout is None else dout[None]
@@ -333,11 +346,12 @@ ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_at
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 ) = _varlen(ZigZagRingFlashAttnVarlenFunc, "zigzag_ring_flash_attn_varlen")
 
+ring_pytorch_attn_func = ring_flash_attn_func
 RING_IMPL_DICT = {
     "basic": ring_flash_attn_func,
     "zigzag": zigzag_ring_flash_attn_func,
     "strip": stripe_flash_attn_func,
-    "basic_pytorch": ring_flash_attn_func,
+    "basic_pytorch": ring_pytorch_attn_func,
 }
 RING_IMPL_QKVPACKED_DICT = {
     "basic": ring_flash_attn_qkvpacked_func,

@@ -182,6 +182,13 @@ class LongContextAttentionQKVPacked(LongContextAttention):
         return super().forward(*qkv.unbind(2), *args, **keywords)
 
 
+class AsyncLongContextAttention(LongContextAttention):
+    """The same with fewer arguments: messages are always posted before they are waited for."""
+
+    def __init__(self, scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic") -> None:
+        super().__init__(scatter_idx, gather_idx, ring_impl_type)
+
+
 class UlyssesAttention(nn.Module):
     """Ulysses attention with yunchang's interface: each rank computes its heads of the whole sequence, alone."""
 
