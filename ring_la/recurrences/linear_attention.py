@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..kernels import Inputs
-from .recurrence import Recurrence, recurrence
+from .recurrence import Recurrence, check_flag, recurrence
 
 EPS = 1e-10
 
@@ -23,6 +23,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, no
         normalize: divide by ``scale · qᵀ Σ k + 1e-10``. The running sum of keys rides as one more value column, so
             states are then ``[N, H, K, V+1]``: ``[..., :V]`` is Σ k vᵀ, ``[..., V]`` is Σ k.
     """
+    check_flag("normalize", normalize)
     rule = Rule("additive", "none")
     if not normalize or not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         return Recurrence(rule, Inputs(q, k, v), causal=causal)

@@ -9,7 +9,7 @@ from ..errors import ArgumentError
 from ..kernels import Inputs
 from ..kernels.gates import discretise
 from ..kernels.skip import skip
-from .recurrence import Recurrence, describe_tensor, recurrence
+from .recurrence import FLOATS, Recurrence, check_flag, describe_tensor, recurrence
 
 
 @recurrence
@@ -33,15 +33,16 @@ def mamba2(
     `scale` is 1 by default, the paper's form, and does not touch D x. States are ``[N, H, K, V]``, the transpose of
     mamba_ssm's.
     """
-    if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in FLOATS:
         raise ArgumentError("x", "a float tensor [B, T, H, V]", describe_tensor(x))
     batch, T, H, V = x.shape
-    _shape("dt", dt, [batch, T, H])
-    _shape("A", A, [H])
+    _check("dt", dt, [batch, T, H], x)
+    _check("A", A, [H], x)
     if dt_bias is not None:
-        _shape("dt_bias", dt_bias, [H])
+        _check("dt_bias", dt_bias, [H], x)
     if D is not None:
-        _shape("D", D, [H, V] if isinstance(D, Tensor) and D.dim() == 2 else [H])
+        _check("D", D, [H, V] if isinstance(D, Tensor) and D.dim() == 2 else [H], x)
+    check_flag("dt_softplus", dt_softplus)
     v, g = discretise(x, dt, A, dt_bias, softplus=dt_softplus)
     return Recurrence(
         Rule("additive", "scalar"),
@@ -52,6 +53,9 @@ def mamba2(
     )
 
 
-def _shape(name: str, x: object, shape: list[int]) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point() or list(x.shape) != shape:
-        raise ArgumentError(name, f"a float tensor {shape}", describe_tensor(x))
+def _check(name: str, t: object, shape: list[int], x: Tensor) -> None:
+    """Refuse what is not a float tensor of this shape beside `x`."""
+    if not isinstance(t, Tensor) or t.dtype not in FLOATS or list(t.shape) != shape:
+        raise ArgumentError(name, f"a float tensor {shape}", describe_tensor(t))
+    if t.device != x.device:
+        raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Mapping
 from operator import itemgetter
@@ -104,8 +105,6 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     @functools.wraps(describe)
     def function(*args, **keywords) -> LinearAttentionOutput:
         options = Options(**{k: keywords.pop(k) for k in [*keywords] if k in names})
-        if options.backend == "reference":
-            return _reference(describe.__name__, args, keywords, options)
         call = functools.partial(describe, *args, **keywords)
         if options.layout is None:
             return _run(describe.__name__, call, options, ())
@@ -121,7 +120,7 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     return function
 
 
-def _run(name: str, describe: Callable[[], Recurrence], options: Options, flags: tuple) -> LinearAttentionOutput:
+def _run(name: str, describe: functools.partial[Recurrence], options: Options, flags: tuple) -> LinearAttentionOutput:
     r, error = None, None
     try:
         r = describe()
@@ -134,6 +133,8 @@ def _run(name: str, describe: Callable[[], Recurrence], options: Options, flags:
         options.layout.agree(name, None if error else (*signature(r, options, flags), decays), error)
     elif error is not None:
         raise error
+    if options.backend == "reference":
+        return _reference(name, describe, r, options)
     q = r.inputs.q
     scale = options.scale
     if scale is None:
@@ -191,21 +192,16 @@ def _own_heads(x: Inputs) -> Inputs:
 _run_outside_graphs = outside_graphs(_run)
 
 
-def _reference(name: str, args: tuple, keywords: dict, options: Options) -> LinearAttentionOutput:
+def _reference(
+    name: str, describe: functools.partial[Recurrence], r: Recurrence, options: Options
+) -> LinearAttentionOutput:
     """The fp64 token loop, returned in the dtypes of the other backends."""
-    if options.layout is not None:
-        raise UnsupportedError(
-            "backend", "None, 'triton' or 'torch' with a layout", "'reference'", "It runs on one device"
-        )
-    if options.in_place:
-        raise UnsupportedError("in_place", "False for backend='reference'", True)
+    args, keywords = describe.args, describe.keywords
     common = {k: x for k, x in options._asdict().items() if k != "in_place"}
     out = getattr(reference, name)(*args, **keywords, **common)
-    tensors = [t for t in (*args, *keywords.values()) if isinstance(t, Tensor)]
-    values = keywords.get("v", keywords.get("x")) if {"v", "x"} & keywords.keys() else None
-    dtype = (values if values is not None else tensors[0]).dtype
-    final = None if out.final_state is None else out.final_state.to(state_dtype(*tensors))
-    return LinearAttentionOutput(out.o.to(dtype), final)
+    values = args[0] if args else keywords.get("v", keywords.get("x"))  # q, k and v have one dtype
+    final = None if out.final_state is None else out.final_state.to(state_dtype(*r.inputs))
+    return LinearAttentionOutput(out.o.to(values.dtype), final)
 
 
 # -- checks ------------------------------------------------------------------------------------------------
@@ -215,8 +211,11 @@ def check(r: Recurrence, options: Options) -> None:
     """Refuse wrong shapes, dtypes, devices and choices. No synchronisation unless the layout validates always."""
     B, T, H, K, V = check_tensors(r)
     check_choice(options.mode, options.backend)
-    if options.scale is not None and not isinstance(options.scale, (int, float)):
-        raise ArgumentError("scale", "a number or None", type(options.scale).__name__)
+    check_flag("causal", r.causal)
+    check_flag("use_qk_l2norm", options.use_qk_l2norm)
+    scale = options.scale
+    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
+        raise ArgumentError("scale", "a finite number or None", describe_tensor(scale))
     deterministic = isinstance(options.layout, ShardedLayout) and options.layout.cp.deterministic
     if deterministic and (options.mode == "recurrent" or not r.causal):
         got = "mode='recurrent'" if r.causal else "causal=False"
@@ -225,6 +224,9 @@ def check(r: Recurrence, options: Options) -> None:
         got = f"mode={options.mode!r}, backend={options.backend!r}"
         raise UnsupportedError("causal", "True for mode='recurrent' and backend='triton'", got)
     documents = check_split(T, B, options.layout, options.cu_seqlens, r.inputs.q.device)
+    if options.layout is not None and options.backend == "reference":
+        expected = "None, 'triton' or 'torch' with a layout"
+        raise UnsupportedError("backend", expected, "'reference'", "It runs on one device")
     state = options.initial_state
     if state is not None:
         expected = [documents, H, K, V]
@@ -238,9 +240,17 @@ def check(r: Recurrence, options: Options) -> None:
         check_values(r, state)
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse anything but a bool: a string or None would pass for one."""
+    if not isinstance(value, bool):
+        raise ArgumentError(name, "True or False", describe_tensor(value))
+
+
 def check_in_place(r: Recurrence, options: Options) -> None:
     """Refuse to overwrite a state that is missing, shared between ranks, of another dtype, or part of a graph."""
     state, wanted = options.initial_state, state_dtype(*r.inputs)
+    if options.backend == "reference":
+        raise UnsupportedError("in_place", "False for backend='reference'", True)
     if options.layout is not None or not r.causal:
         raise UnsupportedError("in_place", "False under a layout and with causal=False", True)
     if state is None or state.dtype != wanted:

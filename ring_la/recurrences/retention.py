@@ -25,9 +25,15 @@ def retention_decay(heads: int, device: torch.device | None = None) -> Tensor:
 
 def lightning_decay(heads: int, layer_idx: int = 0, num_layers: int = 1, device: torch.device | None = None) -> Tensor:
     """TransNormerLLM's log-decays ``−(8h/H)(1 − layer_idx/num_layers)``, h = 0 … H−1, fp64 ``[H]``."""
-    if not 0 <= layer_idx < num_layers:
-        raise ArgumentError("layer_idx", f"0 ≤ layer_idx < num_layers = {num_layers}", layer_idx)
+    check_depth(layer_idx, num_layers)
     return -(8 / heads) * (1 - layer_idx / num_layers) * torch.arange(heads, dtype=torch.float64, device=device)
+
+
+def check_depth(layer_idx: object, num_layers: object) -> None:
+    """Refuse a layer that a model of so many layers does not have."""
+    ints = isinstance(layer_idx, int) and isinstance(num_layers, int)
+    if not ints or not 0 <= layer_idx < num_layers:
+        raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,8 +110,11 @@ def lightning_attention(
         g: static log-decay ``log λ_h``, ``[H]``, ≤ 0; None: the paper's −(8h/H)(1 − layer_idx/num_layers),
             h = 0 … H−1 (TransNormerLLM, arXiv 2307.14995). Released MiniMax and Ling models use ALiBi slopes
             instead: pass them.
-        layer_idx, num_layers: the layer the default decay is for.
+        layer_idx, num_layers: the layer the default decay is for; not beside a `g`.
     """
+    check_depth(layer_idx, num_layers)
+    if g is not None and (layer_idx, num_layers) != (0, 1):
+        raise ArgumentError("layer_idx", "none beside g, which is the layer's own decay", repr(layer_idx))
     return _recurrence(q, k, v, g, lightning_decay, layer_idx, num_layers)
 
 

@@ -201,6 +201,8 @@ BAD = [
     (dict(backend="cuda"), "backend"),
     (dict(backend="triton"), "backend"),
     (dict(scale="1"), "scale"),
+    (dict(scale=float("nan")), "scale"),
+    (dict(use_qk_l2norm="no"), "use_qk_l2norm"),
     (dict(layout="zigzag"), "layout"),
 ]
 
@@ -208,8 +210,26 @@ BAD = [
 @pytest.mark.parametrize(("change", "name"), BAD)
 def test_bad_arguments_are_named(change, name):
     x = {n: t.detach().float() for n, t in make_inputs("gated_delta_rule", 1, 8).items()}
+    for backend in ("torch", "reference"):
+        with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected .+, got .+"):
+            ring_la.gated_delta_rule(**({"backend": backend} | x | change))
+
+
+BAD_OF_THEIR_OWN = [
+    ("linear_attention", dict(causal=None), "causal"),
+    ("linear_attention", dict(normalize="no"), "normalize"),
+    ("lightning_attention", dict(g=None, layer_idx=0.5), "layer_idx"),
+    ("lightning_attention", dict(layer_idx=1, num_layers=2), "layer_idx"),
+    ("mamba2", dict(dt_softplus="no"), "dt_softplus"),
+    ("mamba2", dict(x=torch.zeros(1, 8, 4, 5).to(torch.float8_e5m2)), "x"),
+    *(("mamba2", {n: torch.zeros(4, device="meta")}, n) for n in ("A", "D", "dt_bias")),
+]
+
+
+@pytest.mark.parametrize(("function", "change", "name"), BAD_OF_THEIR_OWN)
+def test_bad_arguments_of_one_function_are_named(function, change, name):
     with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected .+, got .+"):
-        ring_la.gated_delta_rule(**(x | change))
+        getattr(ring_la, function)(**(make_inputs(function, 1, 8) | change))
 
 
 def test_unknown_keywords_are_not_swallowed():
