@@ -17,7 +17,7 @@ from .errors import ArgumentError, RingLAError, UnsupportedError
 from .kernels.short_conv import Rows, convolve, convolve_backward
 from .linear import Seams
 from .outputs import ShortConvOutput, TokenShiftOutput
-from .recurrences.recurrence import FLOATS, check_split, describe_tensor
+from .recurrences.recurrence import FLOATS, check_nan, check_split, describe_tensor
 
 
 def short_conv(
@@ -110,6 +110,7 @@ def _short_conv(
         _check_channels("initial_state", initial_state, [documents, flat.shape[2], width - 1], x)
         if activation not in (None, "silu"):
             raise ArgumentError("activation", "None or 'silu'", repr(activation))
+        _check_values(layout, x=x, weight=weight, bias=bias, initial_state=initial_state)
     except RingLAError as e:
         error = e
     _agree(
@@ -144,6 +145,7 @@ def _token_shift(
         flat = _flat(x)
         documents = _check(flat, layout, cu_seqlens)
         _check_channels("initial_state", initial_state, [documents, flat.shape[2]], x)
+        _check_values(layout, x=x, initial_state=initial_state)
     except RingLAError as e:
         error = e
     _agree("token_shift", layout, error, x, (_shape_of(initial_state), output_final_state))
@@ -320,8 +322,17 @@ def _check(flat: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None
     return check_split(flat.shape[1], flat.shape[0], layout, cu_seqlens, flat.device)
 
 
-def _shape_of(t: Tensor | None) -> tuple | None:
-    return None if t is None else (tuple(t.shape), str(t.dtype), t.requires_grad)
+def _check_values(layout: ShardedLayout | None, **tensors: Tensor | None) -> None:
+    """Refuse NaN where the layout's ContextParallel looks at values."""
+    if layout is not None and layout.cp.validate == "always":
+        for name, t in tensors.items():
+            if t is not None:
+                check_nan(name, t)
+
+
+def _shape_of(t: object) -> tuple | None:
+    """What ranks compare of a tensor they share; None for what has been refused already."""
+    return (tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else None
 
 
 def _agree(call: str, layout: object, error: RingLAError | None, x: Tensor, rest: tuple) -> None:

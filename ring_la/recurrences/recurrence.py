@@ -347,10 +347,15 @@ def check_values(r: Recurrence, state: Tensor | None) -> None:
             continue
         name = r.names.get(f, f)
         x = x.detach()
-        if bool(torch.isnan(x).any()):
-            raise ArgumentError(name, "no NaN", f"{int(torch.isnan(x).sum())} of them")
+        check_nan(name, x)
         if f == "g" and x.numel() and float(x.max()) > 0:
             raise ArgumentError(name, "log-decays ≤ 0", f"a largest value of {float(x.max()):g}")
+
+
+def check_nan(name: str, x: Tensor) -> None:
+    """Refuse NaN; synchronises."""
+    if count := int(torch.isnan(x).sum()):
+        raise ArgumentError(name, "no NaN", f"{count} of them")
 
 
 def signature(r: Recurrence, options: Options, flags: tuple) -> tuple:

@@ -319,6 +319,8 @@ def check_disagreement(rank: int, validate: str) -> dict[str, str]:
         out["gate"] = caught(call(g=x["g"] + 5))
         out["nan"] = caught(call(v=x["v"] * float("nan")))
         state = torch.full((1, 2, 6, 5), float("nan") if odd else 0.0)
+        y, weight = torch.zeros(1, n, 6), torch.full((6, 3), float("nan") if odd else 0.0)
+        out["nan in a convolution"] = caught(lambda: ring_la.short_conv(y, weight, layout=layout))
         out["nan in the state"] = caught(lambda: ring_la.gla(**x, initial_state=state, layout=layout))
     out["fine"] = caught(call())
     return out

@@ -116,6 +116,7 @@ def test_one_device_matches_reference():
         (dict(x=torch.zeros(1, 4, 6, dtype=torch.int64)), "x"),
         (dict(weight=torch.zeros(5, 4)), "weight"),
         (dict(bias=torch.zeros(5)), "bias"),
+        (dict(bias=1.0), "bias"),
         (dict(activation="gelu"), "activation"),
         (dict(initial_state=torch.zeros(1, 6, 4)), "initial_state"),
         (dict(cu_seqlens=torch.tensor([0, 3])), "cu_seqlens"),
