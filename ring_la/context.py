@@ -23,6 +23,7 @@ from .scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
 ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
 VALIDATE = ("first", "always", "never")
 CANONICAL_CHUNK = 64
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class ContextParallel:
@@ -67,9 +68,9 @@ class ContextParallel:
         _one_of("attention", attention, ATTENTION)
         _one_of("transport", transport, TRANSPORTS)
         _one_of("validate", validate, VALIDATE)
-        timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if timeout <= timedelta(0):
-            raise ArgumentError("timeout", "a positive duration", timeout)
+        timeout = _duration(timeout)
+        if not isinstance(deterministic, bool):
+            raise ArgumentError("deterministic", "True or False", repr(deterministic))
         if deterministic and scan not in ("auto", "ring"):
             raise ArgumentError(
                 "scan", '"auto" or "ring" with deterministic=True', repr(scan), "States fold in one order"
@@ -79,7 +80,7 @@ class ContextParallel:
         if attention == "usp" and self.grid is None:
             raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))
         self.scan, self.attention, self.transport = scan, attention, transport
-        self.deterministic, self.timeout, self.validate = bool(deterministic), timeout, validate
+        self.deterministic, self.timeout, self.validate = deterministic, timeout, validate
         if validate != "never":
             settings = dict(scan=scan, attention=attention, transport=transport, deterministic=self.deterministic)
             self.comm.agree("the settings of ContextParallel", settings | {"validate": validate})
@@ -278,11 +279,15 @@ class ShardedLayout(Layout):
         """Next-token labels of this rank's tokens: each token's successor in its document.
 
         Args:
-            ids: token ids of this rank, ``[B, T_local]`` (or ``[T_local]`` with dim=0), integers.
+            ids: token ids of this rank, ``[B, T_local]`` or ``[T_local]``, signed integers.
             ignore_index: the label of a document's last token.
+
+        Returns:
+            The labels, like `ids`.
         """
-        dim = dim if ids.dim() > 1 else 0
-        self._agree_on_tokens("targets", ids, dim, ignore_index, name="ids")
+        if isinstance(ids, Tensor) and ids.dim() == 1:
+            dim = 0
+        self._agree_on_tokens("targets", ids, dim, ignore_index, name="ids", dtypes=SIGNED)
         route = self.route("targets", lambda: [self._successors(r) for r in range(self.world_size)])
         following = route(ids, dim)
         last = (self._successors(self.rank) < 0).to(ids.device)
@@ -306,11 +311,21 @@ class ShardedLayout(Layout):
             kept[name] = make()
         return kept[name]
 
-    def _agree_on_tokens(self, call: str, x: Tensor, dim: int, *rest: object, name: str = "x") -> None:
+    def _agree_on_tokens(
+        self,
+        call: str,
+        x: Tensor,
+        dim: int,
+        *rest: object,
+        name: str = "x",
+        dtypes: Sequence[torch.dtype] | None = None,
+    ) -> None:
         """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
         error = None
         try:
             self._check_length(x, dim, self.local_length, "this rank's tokens", name)
+            if dtypes is not None and x.dtype not in dtypes:
+                raise ArgumentError(name, f"one of {', '.join(map(str, dtypes))}", x.dtype)
         except RingLAError as e:
             error = e
         signature: object = None
@@ -320,8 +335,10 @@ class ShardedLayout(Layout):
         self.agree(call, signature, error)
 
     def _check_length(self, x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:
+        if not isinstance(dim, int):
+            raise ArgumentError("dim", "an int", repr(dim))
         if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
-            raise ArgumentError(name, f"a tensor with dimension {dim}", getattr(x, "shape", type(x).__name__))
+            raise ArgumentError(name, f"a tensor with dimension {dim}", list(x.shape) if isinstance(x, Tensor) else type(x).__name__)
         if x.shape[dim] != length:
             raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
 
@@ -372,6 +389,16 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ArgumentError("group", "a ProcessGroup, a DeviceMesh or None", type(group).__name__)
     return group
+
+
+def _duration(timeout: timedelta | float) -> timedelta:
+    try:
+        duration = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (TypeError, ValueError, OverflowError):  # no number, or none that a timedelta can hold
+        duration = timedelta(0)
+    if duration <= timedelta(0):
+        raise ArgumentError("timeout", "a positive timedelta or number of seconds", repr(timeout))
+    return duration
 
 
 def _one_of(name: str, value: object, choices: Sequence[str]) -> None:

@@ -463,6 +463,9 @@ def test_striped_is_refused_and_convert_helps(ranks):
         (dict(transport="mpi"), "transport"),
         (dict(validate="maybe"), "validate"),
         (dict(timeout=0), "timeout"),
+        (dict(timeout="5"), "timeout"),
+        (dict(timeout=float("inf")), "timeout"),
+        (dict(deterministic="no"), "deterministic"),
         (dict(group="world"), "group"),
     ],
 )

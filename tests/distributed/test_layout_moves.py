@@ -73,8 +73,12 @@ def check_bad_moves(rank: int) -> None:
         layout.gather(torch.zeros(1, 13, 2))
     with pytest.raises(ring_la.ArgumentError, match="other_layout"):
         layout.convert(torch.zeros(1, layout.local_length), longer)
-    with pytest.raises(ring_la.ArgumentError, match=r"^ids"):
-        layout.targets(torch.zeros(1, 99, dtype=torch.int64))
+    n = layout.local_length
+    for ids in (torch.zeros(1, 99, dtype=torch.int64), torch.zeros(1, n), torch.zeros(1, n, dtype=torch.uint8), [1]):
+        with pytest.raises(ring_la.ArgumentError, match=r"^ids: expected"):
+            layout.targets(ids)
+    with pytest.raises(ring_la.ArgumentError, match=r"^dim: expected an int, got '1'"):
+        layout.gather(torch.zeros(1, n), dim="1")
 
 
 def test_bad_moves(ranks):
