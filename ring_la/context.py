@@ -338,7 +338,8 @@ class ShardedLayout(Layout):
         if not isinstance(dim, int):
             raise ArgumentError("dim", "an int", repr(dim))
         if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
-            raise ArgumentError(name, f"a tensor with dimension {dim}", list(x.shape) if isinstance(x, Tensor) else type(x).__name__)
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ArgumentError(name, f"a tensor with dimension {dim}", got)
         if x.shape[dim] != length:
             raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
 

@@ -43,10 +43,10 @@ class Sampler:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ArgumentError("temperature", "a number ≥ 0", self.temperature)
-        if self.top_k is not None and self.top_k < 1:
-            raise ArgumentError("top_k", "an int ≥ 1 or None", self.top_k)
+        if not isinstance(self.temperature, (int, float)) or not self.temperature >= 0:
+            raise ArgumentError("temperature", "a number ≥ 0", repr(self.temperature))
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ArgumentError("top_k", "an int ≥ 1 or None", repr(self.top_k))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens ``[N]`` from logits ``[N, vocab_size]``."""
@@ -74,7 +74,13 @@ def prefill(
         ids: int ``[B, T]``; under a layout this rank's tokens.
         states: what the layers remember of earlier tokens.
         layout: how the prompt is split. cu_seqlens: packed prompts on one device ``[N+1]``, none of them empty.
+
+    Raises:
+        ArgumentError: a wrong argument by name, a prompt without a token among them; under a layout on every rank.
     """
+    model.check(ids, states, layout, cu_seqlens)
+    if layout is None and ids.shape[1] == 0:
+        raise ArgumentError("ids", "a prompt of at least one token", list(ids.shape))
     cu = cu_seqlens if layout is None else torch.tensor(layout.cu_seqlens)
     if cu is not None and bool((cu.diff() == 0).any()):
         raise ArgumentError("cu_seqlens", "prompts of at least one token", cu.tolist())

@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..context import ContextParallel, ShardedLayout
-from ..errors import ArgumentError
+from ..errors import ArgumentError, RingLAError
 from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
+from ..nn.layer import positive
+from ..recurrences.recurrence import check_split, describe_tensor
 from .loss import IGNORE, linear_cross_entropy
 from .mlp import MLPS
 from .rounds import loss_in_rounds
@@ -54,11 +56,16 @@ class HybridConfig:
     mlp_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (*self.layers, *self.options):
-            if name not in LAYERS:
-                raise ArgumentError("layers", f"names out of {', '.join(LAYERS)}", repr(name))
-        if not self.layers:
-            raise ArgumentError("layers", "at least one name", list(self.layers))
+        for name in ("vocab_size", "dim", "num_heads"):
+            positive(name, getattr(self, name))
+        if self.mlp_dim is not None:
+            positive("mlp_dim", self.mlp_dim)
+        if not isinstance(self.layers, (list, tuple)) or not self.layers:
+            raise ArgumentError("layers", "a list of at least one name", repr(self.layers))
+        for argument, names in (("layers", self.layers), ("options", self.options)):
+            for name in names:
+                if name not in LAYERS:
+                    raise ArgumentError(argument, f"names out of {', '.join(LAYERS)}", repr(name))
         if self.mlp not in MLPS:
             raise ArgumentError("mlp", f"one of {', '.join(MLPS)}", repr(self.mlp))
 
@@ -122,7 +129,7 @@ class HybridLM(nn.Module):
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.config = config
-        hidden = config.mlp_dim or 32 * -(-8 * config.dim // (3 * 32))
+        hidden = 32 * -(-8 * config.dim // (3 * 32)) if config.mlp_dim is None else config.mlp_dim
         make_mlp = partial(MLPS[config.mlp], **config.mlp_options)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
@@ -173,7 +180,7 @@ class HybridLM(nn.Module):
         in_place: bool = False,
     ) -> HiddenOutput:
         """`forward` without the output projection."""
-        self._check(ids, states, layout)
+        self.check(ids, states, layout, cu_seqlens)
         x, after = self.embedding(ids), []
         keywords = dict(output_state=output_states, layout=layout, cu_seqlens=cu_seqlens, in_place=in_place)
         for i, block in enumerate(self.blocks):
@@ -213,11 +220,10 @@ class HybridLM(nn.Module):
                 it. None: the targets of this call, on all ranks.
             chunk: tokens whose logits exist at a time.
         """
+        self.check(ids, None, layout, cu_seqlens, targets)
         if targets is None:
             targets, count = _next_tokens(ids, layout, cu_seqlens)
         else:
-            if targets.shape != ids.shape:
-                raise ArgumentError("targets", f"the shape of ids, {list(ids.shape)}", list(targets.shape))
             count = (targets != IGNORE).sum()
             if layout is not None:
                 count = layout.cp.comm.all_reduce(count).wait()
@@ -234,17 +240,35 @@ class HybridLM(nn.Module):
         """`loss` of a whole sequence whose runs are worked on one after the other; see `rounds.loss_in_rounds`."""
         return loss_in_rounds(self, ids, cp, **keywords)
 
-    def _check(self, ids: Tensor, states: Sequence[Any] | None, layout: ShardedLayout | None) -> None:
+    def check(
+        self,
+        ids: Tensor,
+        states: Sequence[Any] | None,
+        layout: ShardedLayout | None,
+        cu_seqlens: Tensor | None,
+        targets: Tensor | None = None,
+    ) -> None:
+        """Refuse what does not fit, on every rank alike; what concerns a layer, the layer checks."""
         error = None
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-            got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            error = ArgumentError("ids", "an int tensor [B, T]", got)
-        elif states is not None and len(states) != len(self.blocks):
-            error = ArgumentError("states", f"one for each of {len(self.blocks)} layers", len(states))
+        try:
+            self._check(ids, states, layout, cu_seqlens, targets)
+        except RingLAError as e:
+            error = e
         if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
-            layout.agree("HybridLM", None if error else (ids.shape[0], states is not None), error)
+            signature = None if error else (ids.shape[0], states is not None, targets is not None)
+            layout.agree("HybridLM", signature, error)
         elif error is not None:
             raise error
+
+    def _check(self, ids: Tensor, states: object, layout: object, cu_seqlens: object, targets: object) -> None:
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError("ids", "an int tensor [B, T]", describe_tensor(ids))
+        if states is not None and len(states) != len(self.blocks):
+            raise ArgumentError("states", f"one for each of {len(self.blocks)} layers", len(states))
+        if targets is not None and (not isinstance(targets, Tensor) or targets.shape != ids.shape):
+            raise ArgumentError("targets", f"a tensor of the shape of ids, {list(ids.shape)}", describe_tensor(targets))
+        if not isinstance(layout, ShardedLayout):
+            check_split(ids.shape[1], ids.shape[0], layout, cu_seqlens, ids.device)
 
 
 def _make_layer(config: HybridConfig, i: int) -> Layer:
@@ -261,7 +285,8 @@ def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor |
         cu = layout.cu_seqlens
         documents = sum(a < b for a, b in zip(cu, cu[1:]))
         return layout.targets(ids, IGNORE).long(), max(1, ids.shape[0] * (layout.seq_len - documents))
-    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE).long()
+    targets = ids.roll(-1, 1).long()
+    targets[:, -1:] = IGNORE
     if cu_seqlens is None:
         return targets, max(1, targets.numel() - targets.shape[0])
     last = torch.isin(torch.arange(1, ids.shape[1] + 1, device=ids.device), cu_seqlens)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..autograd import first_derivative_only
 from ..errors import ArgumentError, UnsupportedError
+from ..recurrences.recurrence import describe_tensor
 
 BACKENDS = ("auto", "chunked", "liger")
 IGNORE = -100
@@ -62,12 +63,16 @@ def has_liger() -> bool:
 def _check(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, backend: str) -> None:
     if backend not in BACKENDS:
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ArgumentError("x", "floats [N, D]", f"{x.dtype} {list(x.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
-        raise ArgumentError("weight", f"{x.dtype} [V, {x.shape[1]}]", f"{weight.dtype} {list(weight.shape)}")
-    if targets.shape != x.shape[:1] or targets.dtype != torch.int64:
-        raise ArgumentError("targets", f"torch.int64 [{x.shape[0]}]", f"{targets.dtype} {list(targets.shape)}")
+    if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+        raise ArgumentError("x", "floats [N, D]", describe_tensor(x))
+    N, D = x.shape
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != D or weight.dtype != x.dtype:
+        raise ArgumentError("weight", f"{x.dtype} [V, {D}]", describe_tensor(weight))
+    if not isinstance(targets, Tensor) or targets.shape != (N,) or targets.dtype != torch.int64:
+        raise ArgumentError("targets", f"torch.int64 [{N}]", describe_tensor(targets))
+    for name, t in (("weight", weight), ("targets", targets)):
+        if t.device != x.device:
+            raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)
     if not isinstance(chunk, int) or chunk < 1:
         raise ArgumentError("chunk", "an int ≥ 1", repr(chunk))
 

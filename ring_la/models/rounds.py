@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ..context import ContextParallel
 from ..errors import ArgumentError, UnsupportedError
-from ..nn import KVCache
+from ..layout import check_cu_seqlens
+from ..nn import KVCache, MixtureOfExperts
+from ..recurrences.recurrence import describe_tensor
 from .loss import IGNORE, linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def loss_in_rounds(
     cp: ContextParallel,
     *,
     rounds: int,
-    cu_seqlens: Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     total: Tensor | int | None = None,
     chunk: int = 8192,
 ) -> Tensor:
@@ -46,17 +48,11 @@ def loss_in_rounds(
         This rank's part of the mean loss.
 
     Raises:
-        ArgumentError: by name. UnsupportedError: a layer whose state grows with the sequence.
+        ArgumentError: by name. UnsupportedError: a layer whose state grows with the sequence, or a router balanced over
+            the whole of it.
     """
-    T = ids.shape[-1]
-    if ids.dim() != 2 or ids.shape[0] != 1:
-        raise ArgumentError("ids", "[1, T]", list(ids.shape))
-    if not 1 <= rounds <= T:
-        raise ArgumentError("rounds", f"1 to {T}", rounds)
-    for name, block in zip(model.config.layers, model.blocks):
-        if block.layer.state_type is KVCache:
-            raise UnsupportedError("rounds", "recurrent layers alone", f"a layer of kind {name!r}")
-    cu = list(cu_seqlens) if cu_seqlens is not None else [0, T]
+    cu = _check(model, ids, cp, rounds, cu_seqlens)
+    T = ids.shape[1]
     ends = torch.zeros(T, dtype=torch.bool)
     ends[torch.tensor([c - 1 for c in cu[1:] if c > 0])] = True
     targets = ids.roll(-1, 1).masked_fill(ends.to(ids.device), IGNORE).long()
@@ -73,6 +69,26 @@ def loss_in_rounds(
         weight = model.embedding.weight if model.head is None else model.head.weight
         loss = loss + linear_cross_entropy(x.flatten(0, 1), weight, labels, chunk=chunk) / total
     return loss
+
+
+def _check(
+    model: HybridLM, ids: Tensor, cp: ContextParallel, rounds: int, cu_seqlens: Tensor | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Refuse what does not fit; the documents' offsets."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
+        raise ArgumentError("ids", "an int tensor [1, T]", describe_tensor(ids))
+    if not isinstance(cp, ContextParallel):
+        raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
+    T = ids.shape[1]
+    if not isinstance(rounds, int) or not 1 <= rounds <= T:
+        raise ArgumentError("rounds", f"an int from 1 to {T}", repr(rounds))
+    for name, block in zip(model.config.layers, model.blocks):
+        if block.layer.state_type is KVCache:
+            raise UnsupportedError("rounds", "recurrent layers alone", f"a layer of kind {name!r}")
+        if isinstance(block.mlp, MixtureOfExperts) and (block.mlp.balance_coef or block.mlp.z_coef):
+            got = "auxiliary losses, which are of the whole sequence"
+            raise UnsupportedError("rounds", "no auxiliary losses", got, "Set balance_coef and z_coef to 0")
+    return (0, T) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, T)
 
 
 def carried(state: Any, continues: bool, documents: int, ranks: int) -> Any:

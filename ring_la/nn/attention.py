@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
+from ..context import ShardedLayout
+from ..errors import ArgumentError, UnsupportedError
 from ..softmax import attention
-from .layer import Call, Layer, LayerOutput, divide, merge_heads, positions, split_heads
-from .parts import RMSNorm, rotate
+from .layer import Call, Layer, LayerOutput, divide, head_width, merge_heads, positions, split_heads
+from .parts import RMSNorm, check_rotation, rotate
 
 
 class KVCache(NamedTuple):
@@ -69,8 +70,11 @@ class Attention(Layer):
         window: int = -1,
     ) -> None:
         super().__init__(dim)
-        K = head_dim or divide("num_heads", dim, num_heads)
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        K = head_width(dim, num_heads, head_dim)
+        check_rotation(rope_base, K)
+        if not isinstance(window, int) or window < -1:
+            raise ArgumentError("window", "an int, −1 or more", repr(window))
+        self.num_heads, self.num_kv_heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         divide("num_kv_heads", num_heads, self.num_kv_heads)
         self.rope_base, self.window = rope_base, window
         self.widths = [num_heads * K, self.num_kv_heads * K, self.num_kv_heads * K]
@@ -78,6 +82,14 @@ class Attention(Layer):
         self.gate_proj = nn.Linear(dim, num_heads * K, bias=False) if gated else None
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
+
+    def _check(self, x: Tensor, state: KVCache | None, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> None:
+        super()._check(x, state, layout, cu_seqlens)
+        if state is None or Call(layout, cu_seqlens, False).packed:
+            return
+        expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
+        if got != expected:
+            raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
 
     def mix(self, x: Tensor, state: KVCache | None, call: Call) -> LayerOutput:
         q, k, v = self.qkv_proj(x).split(self.widths, -1)

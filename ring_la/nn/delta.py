@@ -13,7 +13,19 @@ from torch import Tensor, nn
 
 from ..kernels.gates import decay_gate
 from ..recurrences import delta_rule, gated_delta_rule, kda
-from .layer import Call, Layer, LayerOutput, LayerState, divide, inverse_softplus, merge_heads, split_heads, wide
+from .layer import (
+    Call,
+    Layer,
+    LayerOutput,
+    LayerState,
+    divide,
+    head_width,
+    inverse_softplus,
+    merge_heads,
+    positive,
+    split_heads,
+    wide,
+)
 from .parts import GatedRMSNorm, RMSNorm, ShortConv
 
 
@@ -34,9 +46,10 @@ class _DeltaLayer(Layer):
         backend: str | None = None,
     ) -> None:
         super().__init__(dim)
-        self.K = head_dim or divide("num_heads", dim, num_heads)
-        self.V = value_dim or self.K
-        self.num_heads, self.num_value_heads = num_heads, num_value_heads or num_heads
+        self.K = head_width(dim, num_heads, head_dim)
+        self.V = self.K if value_dim is None else positive("value_dim", value_dim)
+        self.num_heads = num_heads
+        self.num_value_heads = num_heads if num_value_heads is None else positive("num_value_heads", num_value_heads)
         divide("num_value_heads", self.num_value_heads, num_heads)
         self.beta_max = 2.0 if negative_eigenvalues else 1.0
         self.mode, self.backend = mode, backend

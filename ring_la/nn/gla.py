@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError
 from ..kernels.gates import decay_gate
 from ..recurrences import gla, hgrn2
-from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads
+from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, positive, split_heads
 from .parts import GatedRMSNorm, RMSNorm
 
 
@@ -38,7 +38,8 @@ class GatedLinearAttention(Layer):
     ) -> None:
         super().__init__(dim)
         self.num_heads, self.temperature, self.mode, self.backend = num_heads, temperature, mode, backend
-        keys, values = key_dim or dim // 2, value_dim or dim
+        keys = dim // 2 if key_dim is None else positive("key_dim", key_dim)
+        values = dim if value_dim is None else positive("value_dim", value_dim)
         divide("num_heads", keys, num_heads)
         V = divide("num_heads", values, num_heads)
         self.widths = [keys, keys, values, values]
@@ -87,7 +88,7 @@ class HGRN2(Layer):
         super().__init__(dim)
         if not 0 <= lower_bound < 1:
             raise ArgumentError("lower_bound", "a number in [0, 1)", lower_bound)
-        self.num_heads = num_heads or max(1, dim // 128)
+        self.num_heads = max(1, dim // 128) if num_heads is None else num_heads
         self.lower_bound, self.mode, self.backend = lower_bound, mode, backend
         divide("num_heads", dim, self.num_heads)
         self.qfi_proj = nn.Linear(dim, 3 * dim, bias=False)

@@ -82,7 +82,7 @@ class Layer(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = positive("dim", dim)
 
     def forward(
         self,
@@ -150,11 +150,26 @@ class Layer(nn.Module):
             raise ArgumentError("state", f"a {self.state_type.__name__} or None for {name}", type(state).__name__)
 
 
+def positive(name: str, value: int) -> int:
+    """The value, where it is an int of at least 1."""
+    if not isinstance(value, int) or value < 1:
+        raise ArgumentError(name, "an int ≥ 1", repr(value))
+    return value
+
+
 def divide(name: str, value: int, heads: int) -> int:
     """``value // heads``, where it divides."""
-    if heads < 1 or value % heads:
+    if not isinstance(heads, int) or heads < 1 or value % heads:
         raise ArgumentError(name, f"a divisor of {value}", heads)
     return value // heads
+
+
+def head_width(dim: int, num_heads: int, head_dim: int | None) -> int:
+    """Channels of each head: `head_dim`, or for None the heads' share of `dim`."""
+    if head_dim is None:
+        return divide("num_heads", dim, num_heads)
+    positive("num_heads", num_heads)
+    return positive("head_dim", head_dim)
 
 
 def merge_heads(o: Tensor) -> Tensor:

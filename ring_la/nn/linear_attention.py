@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..recurrences import linear_attention
-from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads
+from .layer import Call, Layer, LayerOutput, LayerState, head_width, merge_heads, split_heads
 
 
 class LinearAttention(Layer):
@@ -32,7 +32,7 @@ class LinearAttention(Layer):
     ) -> None:
         super().__init__(dim)
         self.num_heads, self.causal, self.mode, self.backend = num_heads, causal, mode, backend
-        inner = num_heads * (head_dim or divide("num_heads", dim, num_heads))
+        inner = num_heads * head_width(dim, num_heads, head_dim)
         self.qkv_proj = nn.Linear(dim, 3 * inner, bias=False)
         self.out_proj = nn.Linear(inner, dim, bias=False)
 

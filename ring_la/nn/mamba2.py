@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..recurrences import mamba2
-from .layer import Call, Layer, LayerOutput, LayerState, divide, inverse_softplus, merge_heads, split_heads
+from .layer import Call, Layer, LayerOutput, LayerState, divide, head_width, inverse_softplus, merge_heads, split_heads
 from .parts import RMSNorm, ShortConv
 
 
@@ -43,8 +43,9 @@ class Mamba2(Layer):
     ) -> None:
         super().__init__(dim)
         if num_heads is None:
-            num_heads = divide("head_dim", expand * dim, head_dim or 64)
-        inner = num_heads * (head_dim or divide("num_heads", expand * dim, num_heads))
+            head_dim = 64 if head_dim is None else head_dim
+            num_heads = divide("head_dim", expand * dim, head_dim)
+        inner = num_heads * head_width(expand * dim, num_heads, head_dim)
         divide("groups", num_heads, groups)
         self.num_heads, self.groups, self.mode, self.backend = num_heads, groups, mode, backend
         self.parts = [inner, groups * state_dim, groups * state_dim]

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..conv import short_conv
+from ..errors import ArgumentError
 from ..kernels.rms import rms_norm
-from .layer import Call, wide
+from .layer import Call, positive, wide
 
 
 class RMSNorm(nn.Module):
@@ -55,7 +56,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels: int, width: int = 4, bias: bool = False) -> None:
         super().__init__()
-        bound = width**-0.5
+        bound = positive("conv_width", width) ** -0.5
         self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
 
@@ -64,6 +65,12 @@ class ShortConv(nn.Module):
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return short_conv(x, weight, bias, activation="silu", initial_state=tail, **call.keywords)
+
+
+def check_rotation(rope_base: float | None, channels: int) -> None:
+    """Refuse heads that `rotate` cannot pair the channels of."""
+    if rope_base is not None and channels % 2:
+        raise ArgumentError("head_dim", "an even number of channels, or rope_base=None", channels)
 
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:

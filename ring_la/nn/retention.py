@@ -7,8 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..recurrences import lightning_attention, retention
-from .layer import Call, Layer, LayerOutput, LayerState, divide, lengths, merge_heads, positions, split_heads
-from .parts import HeadNorm, RMSNorm, rotate
+from ..recurrences.recurrence import check_depth
+from .layer import (
+    Call,
+    Layer,
+    LayerOutput,
+    LayerState,
+    head_width,
+    lengths,
+    merge_heads,
+    positions,
+    positive,
+    split_heads,
+)
+from .parts import HeadNorm, RMSNorm, check_rotation, rotate
 
 
 class MultiScaleRetention(Layer):
@@ -38,8 +50,9 @@ class MultiScaleRetention(Layer):
     ) -> None:
         super().__init__(dim)
         self.num_heads, self.rope_base, self.mode, self.backend = num_heads, rope_base, mode, backend
-        K = head_dim or divide("num_heads", dim, num_heads)
-        V = value_dim or 2 * K
+        K = head_width(dim, num_heads, head_dim)
+        V = 2 * K if value_dim is None else positive("value_dim", value_dim)
+        check_rotation(rope_base, K)
         self.widths = [num_heads * K, num_heads * K, num_heads * V, num_heads * V]
         self.qkvg_proj = nn.Linear(dim, sum(self.widths), bias=False)
         self.norm = HeadNorm(num_heads, V)
@@ -87,7 +100,8 @@ class LightningAttention(Layer):
     ) -> None:
         super().__init__(dim)
         self.num_heads, self.mode, self.backend = num_heads, mode, backend
-        inner = num_heads * (head_dim or divide("num_heads", dim, num_heads))
+        check_depth(layer_idx, num_layers)
+        inner = num_heads * head_width(dim, num_heads, head_dim)
         if log_decay is None:
             depth = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
             log_decay = -depth * 2.0 ** (-8 / num_heads * torch.arange(1, num_heads + 1))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..conv import token_shift
 from ..kernels.gates import l2norm
 from ..recurrences import rwkv7
+from ..recurrences.recurrence import check_depth
 from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
 from .parts import HeadNorm
 
@@ -59,7 +60,8 @@ class RWKV7(Layer):
         backend: str | None = None,
     ) -> None:
         super().__init__(dim)
-        H = self.num_heads = num_heads or max(1, dim // 64)
+        check_depth(layer_idx, num_layers)
+        H = self.num_heads = max(1, dim // 64) if num_heads is None else num_heads
         V = divide("num_heads", dim, H)
         self.mode, self.backend = mode, backend
         up, down = layer_idx / max(1, num_layers - 1), 1 - layer_idx / num_layers

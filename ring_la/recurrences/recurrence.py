@@ -246,6 +246,13 @@ def check_flag(name: str, value: object) -> None:
         raise ArgumentError(name, "True or False", describe_tensor(value))
 
 
+def check_depth(layer_idx: object, num_layers: object) -> None:
+    """Refuse a layer that a model of so many layers does not have."""
+    ints = isinstance(layer_idx, int) and isinstance(num_layers, int)
+    if not ints or not 0 <= layer_idx < num_layers:
+        raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
+
+
 def check_in_place(r: Recurrence, options: Options) -> None:
     """Refuse to overwrite a state that is missing, shared between ranks, of another dtype, or part of a graph."""
     state, wanted = options.initial_state, state_dtype(*r.inputs)

@@ -12,7 +12,7 @@ from ..algebra import Rule
 from ..autograd import traced
 from ..errors import ArgumentError
 from ..kernels import Inputs, state_dtype
-from .recurrence import Recurrence, describe_tensor, recurrence
+from .recurrence import Recurrence, check_depth, describe_tensor, recurrence
 
 RULE = Rule("additive", "scalar")
 
@@ -27,13 +27,6 @@ def lightning_decay(heads: int, layer_idx: int = 0, num_layers: int = 1, device:
     """TransNormerLLM's log-decays ``−(8h/H)(1 − layer_idx/num_layers)``, h = 0 … H−1, fp64 ``[H]``."""
     check_depth(layer_idx, num_layers)
     return -(8 / heads) * (1 - layer_idx / num_layers) * torch.arange(heads, dtype=torch.float64, device=device)
-
-
-def check_depth(layer_idx: object, num_layers: object) -> None:
-    """Refuse a layer that a model of so many layers does not have."""
-    ints = isinstance(layer_idx, int) and isinstance(num_layers, int)
-    if not ints or not 0 <= layer_idx < num_layers:
-        raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
 
 
 @functools.lru_cache(maxsize=256)

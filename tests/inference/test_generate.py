@@ -104,8 +104,14 @@ def test_sampling():
         Sampler(temperature=-1)
     with pytest.raises(ArgumentError, match="top_k: expected an int"):
         Sampler(top_k=0)
+    with pytest.raises(ArgumentError, match="top_k: expected an int"):
+        Sampler(top_k=1.5)
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ArgumentError, match="cu_seqlens: expected prompts of at least one token"):
         prefill(make(), tokens(1, 4), cu_seqlens=torch.tensor([0, 0, 4]))
+    with pytest.raises(ArgumentError, match="ids: expected a prompt of at least one token"):
+        prefill(make(), tokens(1, 0))
+    with pytest.raises(ArgumentError, match="cu_seqlens: expected an int32 or int64 tensor"):
+        prefill(make(), tokens(1, 4), cu_seqlens=[0, 4])

@@ -74,9 +74,13 @@ def test_a_model_comes_back_from_its_config():
     ("changes", "message"),
     [
         ({"layers": ["gdn", "rnn"]}, "layers: expected names out of .*, got 'rnn'"),
-        ({"layers": []}, "layers: expected at least one"),
+        ({"layers": []}, "layers: expected a list of at least one"),
         ({"mlp": "relu"}, "mlp: expected one of"),
         ({"num_heads": 3}, "num_heads: expected a divisor of 16, got 3"),
+        ({"options": {"rnn": {}}}, "options: expected names out of .*, got 'rnn'"),
+        ({"layers": None}, "layers: expected a list"),
+        ({"mlp_dim": 0}, "mlp_dim: expected an int ≥ 1"),
+        ({"vocab_size": "19"}, "vocab_size: expected an int"),
     ],
 )
 def test_a_wrong_config_is_refused(changes, message):
@@ -90,7 +94,11 @@ def test_wrong_ids_are_refused():
         model(ids[0])
     with pytest.raises(ArgumentError, match="ids: expected an int tensor"):
         model(ids.float())
+    with pytest.raises(ArgumentError, match="ids: expected an int tensor"):
+        model.loss(ids.tolist())
+    with pytest.raises(ArgumentError, match="cu_seqlens: expected an int32 or int64 tensor"):
+        model.loss(ids[:1], cu_seqlens=[0, 9])
     with pytest.raises(ArgumentError, match="states: expected one for each of 4 layers, got 1"):
         model(ids, states=[None])
-    with pytest.raises(ArgumentError, match="targets: expected the shape of ids"):
+    with pytest.raises(ArgumentError, match="targets: expected a tensor of the shape of ids"):
         model.loss(ids, ids[:, 1:])

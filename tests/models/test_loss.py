@@ -80,6 +80,8 @@ def test_without_gradients_none_are_formed():
         ({"chunk": 0}, "chunk: expected an int ≥ 1"),
         ({"targets": torch.zeros(3)}, "targets: expected torch.int64"),
         ({"weight": torch.zeros(29, 11)}, "weight: expected torch.float64"),
+        ({"weight": None}, "weight: expected torch.float64"),
+        ({"targets": torch.zeros(37, dtype=torch.int64, device="meta")}, "targets: expected a tensor on cpu"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message):

@@ -60,10 +60,16 @@ def check_refusals(rank: int) -> None:
         UnsupportedError, match="rounds: expected recurrent layers alone, got a layer of kind 'attention'"
     ):
         make(("gdn", "attention")).loss_in_rounds(tokens(), cp, rounds=2)
-    for rounds in (0, TOKENS + 1):
-        with pytest.raises(ArgumentError, match=f"rounds: expected 1 to {TOKENS}"):
+    experts = HybridLM(HybridConfig(19, 16, ["gdn"], 2, mlp="moe")).double()
+    with pytest.raises(UnsupportedError, match="rounds: expected no auxiliary losses"):
+        experts.loss_in_rounds(tokens(), cp, rounds=2)
+    for cu in ([0, TOKENS - 1], [1, TOKENS]):
+        with pytest.raises(ArgumentError, match="cu_seqlens: expected to "):
+            make().loss_in_rounds(tokens(), cp, rounds=2, cu_seqlens=cu)
+    for rounds in (0, TOKENS + 1, 1.5):
+        with pytest.raises(ArgumentError, match=f"rounds: expected an int from 1 to {TOKENS}"):
             make().loss_in_rounds(tokens(), cp, rounds=rounds)
-    with pytest.raises(ArgumentError, match=r"ids: expected \[1, T\]"):
+    with pytest.raises(ArgumentError, match=r"ids: expected an int tensor \[1, T\]"):
         make().loss_in_rounds(tokens().repeat(2, 1), cp, rounds=2)
 
 

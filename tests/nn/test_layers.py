@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, UnsupportedError
-from ring_la.nn import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2
+from ring_la.nn import LAYERS, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2
 from tests.nn.cases import DIM, NAMES, OPTIONS, make, parts
 
 
@@ -87,6 +87,37 @@ def test_bad_input_is_named_at_the_layer(name):
         layer(x, layout="zigzag")
     with pytest.raises(TypeError):
         layer(x, lay_out=None)
+
+
+BAD_OPTIONS = [
+    ("gdn", dict(dim=0), "dim"),
+    ("gdn", dict(num_heads=2.0), "num_heads"),
+    ("gdn", dict(conv_width=0), "conv_width"),
+    ("gdn", dict(head_dim=0), "head_dim"),
+    ("hgrn2", dict(num_heads=0), "num_heads"),
+    ("mamba2", dict(num_heads=None, head_dim=0), "head_dim"),
+    ("attention", dict(num_kv_heads=0), "num_kv_heads"),
+    ("attention", dict(window=-5), "window"),
+    ("attention", dict(head_dim=3), "head_dim"),  # rotation pairs channels
+    ("retention", dict(head_dim=3), "head_dim"),
+    ("lightning", dict(layer_idx=3, num_layers=3), "layer_idx"),
+    ("rwkv7", dict(layer_idx=3, num_layers=3), "layer_idx"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "named"), BAD_OPTIONS)
+def test_bad_options_are_named(name, options, named):
+    with pytest.raises(ArgumentError, match=f"^{named}: expected"):
+        LAYERS[name](**({"dim": DIM, "num_heads": 4} | options))
+
+
+def test_a_cache_of_other_documents_or_heads_is_refused():
+    layer, x = make("attention"), random(2, 6, DIM)
+    state = layer(x, output_state=True).state
+    with pytest.raises(ArgumentError, match="state: expected keys of 1 documents and 2 heads, got"):
+        layer(x[:1], state=state)
+    with pytest.raises(ArgumentError, match="state: expected keys of 2 documents and 1 heads, got"):
+        make("attention", num_kv_heads=1)(x, state=state)
 
 
 def test_a_packed_continuation_of_a_cache_is_refused():
