@@ -100,7 +100,7 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     fields = inspect.signature(Options).parameters.values()
     common = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
     names = frozenset(p.name for p in common)
-    unknown_scale = "1" if describe.__name__ == "mamba2" else "K**-0.5"
+    default_scale = "1" if describe.__name__ == "mamba2" else "K**-0.5"
 
     @functools.wraps(describe)
     def function(*args, **keywords) -> LinearAttentionOutput:
@@ -116,7 +116,7 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
     function.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput
     )
-    function.__doc__ = textwrap.dedent(f"    {describe.__doc__}") + COMMON.format(scale=unknown_scale)
+    function.__doc__ = textwrap.dedent(f"    {describe.__doc__}") + COMMON.format(scale=default_scale)
     return function
 
 
