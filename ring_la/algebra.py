@@ -17,7 +17,6 @@ shapes, and the backward pass is the same scan, right to left, with ``Aᵀ``:
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +26,8 @@ from torch import Tensor
 Transition = Literal["identity", "scalar", "diagonal", "dense"]
 Write = Literal["additive", "delta", "dplr"]
 Decay = Literal["none", "scalar", "diagonal"]
+_GATE: dict[Decay, tuple[str, ...]] = {"none": (), "scalar": ("g",), "diagonal": ("g",)}
+_BROUGHT: dict[Write, tuple[str, ...]] = {"additive": (), "delta": ("beta",), "dplr": ("a", "b")}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Rule:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensors a token brings, in the order the operators take them."""
-        return _inputs(self.write, self.decay)
+        return ("q", "k", "v", *_GATE[self.decay], *_BROUGHT[self.write])
 
     def __str__(self) -> str:
         return f"{self.write}_{self.decay}"
@@ -63,12 +64,6 @@ class Rule:
         """The inverse of ``str``: operators carry their rule as a string."""
         write, decay = text.split("_")
         return cls(write, decay)  # type: ignore[arg-type]
-
-
-@functools.cache
-def _inputs(write: Write, decay: Decay) -> tuple[str, ...]:
-    gate = () if decay == "none" else ("g",)
-    return ("q", "k", "v", *gate, *{"additive": (), "delta": ("beta",), "dplr": ("a", "b")}[write])
 
 
 def transition_shape(kind: Transition, state: torch.Size) -> torch.Size | None:

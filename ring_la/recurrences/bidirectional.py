@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..autograd import full_precision
 from ..comm import Replicated, SumOverRanks
 from ..context import ShardedLayout
 from ..kernels import Inputs
@@ -29,7 +30,7 @@ def bidirectional(
 
     An initial state ``[N, H, K, V]`` is added to every document's sum.
     """
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with full_precision(inputs.q):
         if layout is None:
             o, S = _local(inputs, scale, initial_state, cu_seqlens)
         else:
