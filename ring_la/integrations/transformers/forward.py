@@ -78,6 +78,9 @@ def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
 
 def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
     """A call on this rank's tokens."""
+    noise = getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) if model.training else None
+    if noise:
+        raise UnsupportedError("neftune_noise_alpha", "None", noise, "Its noise goes by the tokens of a rank")
     call, local = parallel.read(arguments)
     if call.targets is None:
         call.agreed = agreed(call.layout.cp.comm, call.fingerprint)
@@ -161,7 +164,7 @@ class _Resume(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, parallel: Parallel, call: Call) -> Tensor:
         ctx.parallel, ctx.call = parallel, call
-        return x.view_as(x)
+        return x.clone() if x.dim() == 0 else x.view_as(x)  # into a view nobody may write, and trainers scale a loss
 
     @staticmethod
     @first_derivative_only

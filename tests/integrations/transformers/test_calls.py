@@ -50,6 +50,7 @@ def losses(rank: int) -> None:
         want = alone(use_cache=False, **expected)
         want.loss.backward()
         got = model(**(given or expected))
+        got.loss.mul_(1)  # the Trainer multiplies it where it is
         got.loss.backward()
         close(got.loss, want.loss)
         for (n, a), b in zip(gradients(model, cp).items(), gradients(alone).values()):
@@ -286,6 +287,11 @@ def refused_calls(rank: int) -> list[str]:
         model.model(input_ids=x)
     with pytest.raises(UnsupportedError, match="copy"):
         copy.deepcopy(model)
+    table = model.get_input_embeddings()
+    table.neftune_noise_alpha = 5.0
+    with pytest.raises(UnsupportedError, match="neftune_noise_alpha: expected None"):
+        model(input_ids=x)
+    del table.neftune_noise_alpha
     model.set_attn_implementation("sdpa")  # would attend to this rank's tokens alone
     with pytest.raises(UnsupportedError, match="_attn_implementation: expected 'ring_la', got 'sdpa'"):
         model(input_ids=x)
