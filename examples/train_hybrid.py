@@ -348,7 +348,7 @@ class Trainer:
         packed = PackedSequences(self.corpus, data.seq_len, data.seed, data.max_document, begin=self.tokens)
         keywords = dict(replica=mesh.replica, replicas=mesh.replicas, workers=data.workers)
         sequences = iter(batches(packed, steps=run.steps - self.step, size=size, **keywords))
-        log = Log(self.config, self.folder, self.step) if self.first else None
+        log = Log(self.config, self.folder, self.step, self._about()) if self.first else None
         began = time.time()
         bar = tqdm(total=run.steps, initial=self.step, unit="step", disable=not self.first)
         with Profile(run.profile, self.folder) as profile:
@@ -437,14 +437,21 @@ class Trainer:
 
     def _changed(self) -> str:
         """What of the data is not as it was when this folder's run last started; another model is refused."""
-        file, now = self.folder / "config.json", json.loads(json.dumps(asdict(self.config)))
+        file, now = self.folder / "config.json", json.loads(json.dumps(self._about()))
         was = json.loads(file.read_text()) if file.exists() else now
         other = {part: [k for k, v in now[part].items() if was[part].get(k) != v] for part in ("model", "data")}
         if other["model"]:
             name = other["model"][0]
             expected = f"a folder of its own for a model with {name}={now['model'][name]}"
             raise ArgumentError("run.folder", expected, f"{self.folder} with {name}={was['model'].get(name)}")
-        return "".join(f", data.{k} {now['data'][k]}" for k in other["data"] if k not in ("cache", "workers"))
+        said = [f", data.{k} {now['data'][k]}" for k in other["data"] if k not in ("cache", "workers")]
+        if not {"source", "text_column", "tokenizer"} & set(other["data"]) and was.get("corpus") != self.corpus.key:
+            said.append(", files of data.source have changed")
+        return "".join(said)
+
+    def _about(self) -> dict[str, Any]:
+        """What config.json keeps: the configuration, and which text it was of."""
+        return asdict(self.config) | {"corpus": self.corpus.key}
 
     def _rehearse(self, tokens: int) -> None:
         """Forward and backward over a short sequence, without an update."""
@@ -471,9 +478,9 @@ class Trainer:
 class Log:
     """metrics.jsonl, and TensorBoard's files or a Weights & Biases project if asked for. On rank 0."""
 
-    def __init__(self, config: Config, folder: Path, step: int) -> None:
+    def __init__(self, config: Config, folder: Path, step: int, about: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(asdict(config), indent=1))
+        (folder / "config.json").write_text(json.dumps(about, indent=1))
         file = folder / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]

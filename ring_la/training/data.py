@@ -73,10 +73,14 @@ class Corpus:
     """Tokenised documents: ``tokens`` int32, one document after the other, and ``offsets`` int64 ``[N+1]``.
 
     Both are memory-mapped; `Corpus.prepare` makes the files.
+
+    Attributes:
+        key: the same for the same files, unchanged, and the same tokenizer.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
         folder = Path(folder)
+        self.key = folder.name
         about = json.loads((folder / "corpus.json").read_text())
         self.vocab_size, self.documents, self.size = about["vocab_size"], about["documents"], about["tokens"]
         self.tokens = torch.from_file(str(folder / "tokens.bin"), size=self.size, dtype=torch.int32)

@@ -167,8 +167,10 @@ def test_another_model_is_refused_and_other_data_is_said(ranks, whole, tmp_path)
     folder = interrupted(whole, tmp_path / "run")
     with pytest.raises(RankError, match=r"run.folder: expected a folder of its own .* dim=32, got .* with dim=16"):
         ranks.run(4, train, arguments(folder, model__dim=32))
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"corpus": "of other files"}))
     said, *others = ranks.run(4, told, arguments(folder, data__seed=5, run__steps=6))
-    assert "going on from step 6 of 6, data.seed 5: " in said
+    assert "going on from step 6 of 6, data.seed 5, files of data.source have changed: " in said
     assert f"nothing is left to do in {folder}" in said
     assert others == [""] * 3
 
@@ -209,7 +211,7 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
         '{"step": 4, "loss": 1.5, "grad_norm": 1}\n{"step": 5, "loss": 1.4, "grad_norm": 1}\n{"step": 6, "lo'
     )
     config = script.Config(run=script.Run(tensorboard=True, wandb="project"))
-    log = script.Log(config, folder, 4)  # started again from the checkpoint of step 4
+    log = script.Log(config, folder, 4, {})  # started again from the checkpoint of step 4
     log.write(5, {"loss": 1.25, "grad_norm": 3.0})
     log.file.close()
     assert curve(folder) == {4: (1.5, 1), 5: (1.25, 3.0)}
