@@ -161,6 +161,24 @@ SOFTMAX: dict[str, Case] = {
         num_kv_heads=2,
         new_decoder_architecture=True,
     ),
+    "gpt_neox_japanese": case(
+        "GPTNeoXJapaneseForCausalLM",
+        skip=("intermediate_size", "num_key_value_heads", "head_dim"),
+        intermediate_multiple_size=2,
+    ),
+    "xglm": case(
+        "XGLMForCausalLM",
+        skip=(
+            *("hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim"),
+        ),
+        d_model=32,
+        ffn_dim=48,
+        num_layers=2,
+        attention_heads=4,
+        dropout=0.0,
+        attention_dropout=0.0,
+    ),
     "gpt2": case("GPT2LMHeadModel", skip=("intermediate_size", "num_key_value_heads", "head_dim")),
 }
 LINEAR, FULL, CONV, SLIDING = "linear_attention", "full_attention", "conv", "sliding_attention"

@@ -14,15 +14,17 @@ from .indexed import Overriding
 
 
 def attention_by_method(call: Call, layer: nn.Module, *args, **keywords):
-    """A layer whose ``_attn(q, k, v, mask)`` takes ``[B, H, T, D]``: GPT-J, CodeGen, GPT-Neo (which does not scale)."""
+    """A layer whose ``_attn(q, k, v, mask)`` takes ``[B, H, T, D]``: GPT-J, CodeGen, GPT-NeoX-Japanese, and GPT-Neo,
+    which does not scale."""
+    drop = getattr(layer, "attn_dropout", None) or layer.attention_dropout
+    scale = 1.0 / float(getattr(layer, "scale_attn", getattr(layer, "norm_factor", 1.0)))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None) -> tuple[Tensor, None]:
         _check_causal(layer, attention_mask)
         q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
-        scale = 1.0 / float(getattr(layer, "scale_attn", 1.0))
         local = getattr(layer, "attention_type", None) == "local"
         window = (layer.config.window_size - 1, 0) if local else (-1, -1)
-        dropout = layer.attn_dropout.p if layer.attn_dropout.training else 0.0
+        dropout = drop.p if drop.training else 0.0
         return attention(q, k, v, scale=scale, window=window, dropout_p=dropout, **call.split).o.transpose(1, 2), None
 
     return Overriding(layer, _attn=attend).forward(*args, **keywords)
@@ -51,11 +53,37 @@ def falcon_attention(
     return layer.dense(o.flatten(2)), None
 
 
+def xglm_attention(
+    call: Call,
+    layer: nn.Module,
+    hidden_states: Tensor,
+    key_value_states: Tensor | None = None,
+    past_key_values: object = None,
+    attention_mask: object = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """``XGLMAttention`` of a decoder without an encoder."""
+    _check_causal(layer, attention_mask if key_value_states is None else "cross-attention")
+    q, k, v = (
+        project(hidden_states).unflatten(-1, (-1, layer.head_dim))
+        for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    if past_key_values is not None:
+        k, v = (x.transpose(1, 2) for x in (k, v))
+        k, v = (x.transpose(1, 2) for x in past_key_values.update(k, v, layer.layer_idx))
+    dropout = layer.dropout if layer.training else 0.0
+    return layer.out_proj(attention(q, k, v, scale=layer.scaling, dropout_p=dropout, **call.split).o.flatten(2)), None
+
+
 def _check_causal(layer: nn.Module, mask: object) -> None:
     if mask != Mask():
         raise UnsupportedError("model", f"the library's causal mask in {type(layer).__name__}", mask)
 
 
-BY_METHOD = ("GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention")
+BY_METHOD = ("GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention", "GPTNeoXJapaneseAttention")
 
-MIXERS = {**dict.fromkeys(BY_METHOD, attention_by_method), "FalconAttention": falcon_attention}
+MIXERS = {
+    **dict.fromkeys(BY_METHOD, attention_by_method),
+    "FalconAttention": falcon_attention,
+    "XGLMAttention": xglm_attention,
+}
