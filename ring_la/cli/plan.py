@@ -19,6 +19,7 @@ from pathlib import Path
 from ..errors import ArgumentError
 from ..layout import Layout
 from ..models import HybridConfig
+from ..nn import LAYERS
 from ..scan import Chain, CostModel
 from ..scan.auto import Line
 from .cluster import Cluster
@@ -28,8 +29,9 @@ from .workload import Work, Workload
 STATE_BYTES = 16
 """A parameter in bf16 with its gradient, and Adam's master copy and two moments in fp32."""
 COLUMNS = ("step", "compute", "exchange", "attention", "weights", "memory", "tokens/s/GPU")
-PASSES = 3
-"""How often what is saved for the backward pass is moved by elementwise work, forward and backward."""
+PASSES, AGAIN = 8, 3
+"""How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
+gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         nargs="?",
-        const="all",
+        const="block",
         default="",
-        choices=("all", "linear"),
-        help="keep only each block's input for the backward pass; linear: but of attention's blocks all",
+        help="what is computed again in the backward pass, as for ring_la.training.recompute: block (the same without"
+        " a word), or layers by name, mlp and norm, comma-separated",
     )
+    parser.add_argument("--mlp-chunk", type=int, help="tokens an MLP takes at a time; it is then recomputed")
+    parser.add_argument("--rounds", type=int, default=1, help="runs a sequence is worked on in, states handed on")
     parser.add_argument("--out", type=Path, help="also write the table as JSON")
 
 
@@ -71,8 +75,10 @@ class Setting:
     length: int
     layout: str = "zigzag"
     backward: bool = True
-    recompute: str = ""
+    recompute: tuple[str, ...] = ()
     memory: float = 0.0
+    mlp_chunk: int | None = None
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -136,15 +142,23 @@ def read(args: argparse.Namespace) -> Setting:
     else:
         layers = args.layers.split(",") * args.repeat
         config = HybridConfig(args.vocab, args.dim, layers, args.heads, mlp_dim=args.mlp_dim)
-    for name, value in (("--length", args.length), ("--per-node", args.per_node)):
-        if value < 1:
+    numbers = {"--length": args.length, "--per-node": args.per_node}
+    numbers |= {"--mlp-chunk": args.mlp_chunk, "--rounds": args.rounds}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
             raise ArgumentError(name, "a number ≥ 1", value)
+    again = tuple(filter(None, args.recompute.split(",")))
+    for name in again:
+        if name not in ("block", "mlp", "norm", *LAYERS):
+            raise ArgumentError("--recompute", f"block, mlp, norm or names out of {', '.join(LAYERS)}", repr(name))
+    if args.rounds > 1 and "attention" in config.layers:
+        raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
     rates = Rates.read(args.rates) if args.rates else H200
     host = {"post": 0.0, "launch": 0.0} if args.graphs else {}
     links = link("--inside", args.inside), link("--between", args.between)
     return Setting(
         Workload.of(config), rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
-        args.recompute, args.memory * 2**30 if args.memory else rates.memory,
+        again, args.memory * 2**30 if args.memory else rates.memory, args.mlp_chunk, args.rounds,
     )  # fmt: skip
 
 
@@ -215,13 +229,20 @@ def local(setting: Setting, block: Work, tokens: float) -> float:
         operations = 2 * tokens * setting.length * block.heads * block.K  # causal: half of all pairs, two products
         mixing, again = rates.attention(operations, backward), rates.attention(operations, False)
     if not backward:
-        return products + moved + again
+        return products + AGAIN * moved + again
     seconds = products + PASSES * moved + mixing
-    return seconds + (products / 3 + moved + again if _recomputed(setting, block) else 0.0)
+    layer, mlp = _recomputed(setting, block)
+    shares = layer * block.layer_saved + mlp * block.mlp_saved
+    if shares:
+        seconds += shares / (block.layer_saved + block.mlp_saved) * (products / 3 + AGAIN * moved) + layer * again
+    return seconds
 
 
-def _recomputed(setting: Setting, block: Work) -> bool:
-    return bool(setting.recompute) and (setting.recompute == "all" or bool(block.recurrence))
+def _recomputed(setting: Setting, block: Work) -> tuple[bool, bool]:
+    """Whether the backward pass computes the layer and the MLP of a block again."""
+    whole = "block" in setting.recompute
+    mlp = whole or "mlp" in setting.recompute or setting.mlp_chunk is not None
+    return whole or block.layer in setting.recompute, mlp
 
 
 def rotation(setting: Setting, model: CostModel, block: Work, tokens: float, P: int) -> float:
@@ -243,11 +264,31 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
     largest = max(work.blocks, key=lambda block: block.parameters)
     if not setting.backward:
         return 2 * work.parameters / gpus + 2 * largest.parameters + tokens * max(b.saved for b in work.blocks)
-    again = [block for block in work.blocks if _recomputed(setting, block)]
-    kept = sum(block.saved for block in work.blocks) - sum(block.saved for block in again)
-    kept += 2 * work.dim * len(again) + max((block.saved for block in again), default=0)
+    tokens /= setting.rounds
+    kept = sum(_kept(setting, block, tokens) for block in work.blocks)
+    again = max(_again(setting, block, tokens) for block in work.blocks)
     logits = 4 * work.vocabulary * min(tokens, 8192)
-    return STATE_BYTES * work.parameters / gpus + 4 * largest.parameters + kept * tokens + logits
+    return STATE_BYTES * work.parameters / gpus + 4 * largest.parameters + kept + again + logits
+
+
+def _kept(setting: Setting, block: Work, tokens: float) -> float:
+    """Bytes of a block that last from the forward to the backward pass."""
+    one = 2 * setting.work.dim  # what is recomputed keeps its input
+    if "block" in setting.recompute:
+        return one * tokens
+    norm = one if "norm" in setting.recompute else block.norm_saved
+    layer, mlp = _recomputed(setting, block)
+    return ((one if layer else block.layer_saved + norm) + (one if mlp else block.mlp_saved + norm)) * tokens
+
+
+def _again(setting: Setting, block: Work, tokens: float) -> float:
+    """Bytes that exist while a block is recomputed: all of it, or its dearer half; of an MLP's, a chunk's."""
+    layer, mlp = _recomputed(setting, block)
+    halves = [
+        layer * (block.layer_saved + block.norm_saved) * tokens,
+        mlp * (block.mlp_saved + block.norm_saved) * min(tokens, setting.mlp_chunk or tokens),
+    ]
+    return sum(halves) if "block" in setting.recompute else max(halves)
 
 
 def shown(line: Prediction, length: int) -> str:

@@ -32,7 +32,8 @@ class Work:
 
     Attributes:
         parameters: of the block. multiplied: those a token is multiplied with (of experts, the active ones).
-        saved: bytes kept for the backward pass, a token.
+        layer_saved, mlp_saved, norm_saved: bytes kept for the backward pass, a token: by the layer, by the MLP, and by
+            each of the two norms before them.
         recurrence: name in `OPS`; "" for attention.
         heads, K, V: of the state; of attention, query heads and their width twice.
         kv: bytes of keys and values, a token (attention).
@@ -41,12 +42,19 @@ class Work:
     layer: str
     parameters: int
     multiplied: int
-    saved: float
+    layer_saved: float
+    mlp_saved: float
+    norm_saved: float
     recurrence: str
     heads: int
     K: int
     V: int
     kv: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Bytes kept for the backward pass, a token, where nothing is recomputed."""
+        return self.layer_saved + self.mlp_saved + 2 * self.norm_saved
 
     @property
     def state(self) -> Affine:
@@ -83,23 +91,21 @@ class Workload:
 def _work(name: str, block: Block, config: HybridConfig) -> Work:
     parameters = sum(p.numel() for p in block.parameters())
     multiplied = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
-    saved = 8 * config.dim  # the norms' inputs, and those normalised
     if isinstance(block.mlp, MixtureOfExperts):
         top_k, hidden = config.mlp_options["top_k"], config.mlp_dim or 32 * -(-8 * config.dim // (3 * 32))
         stacked = sum(p.numel() for m in block.modules() for p in m.parameters(recurse=False) if p.dim() == 3)
         multiplied += stacked * top_k // config.mlp_options["experts"]
-        saved += 2 * top_k * (2 * config.dim + 4 * hidden)
+        mlp = 2 * top_k * (2 * config.dim + 4 * hidden)
     else:
-        saved += _saved(block.mlp, config.dim)
-    layer = block.layer
+        mlp = _saved(block.mlp, config.dim)
+    layer, norm = block.layer, _saved(block.layer_norm, config.dim)
     if isinstance(layer, Attention):
         heads, width = layer.num_heads, layer.widths[0] // layer.num_heads
-        saved += 2 * (config.dim + 2 * sum(layer.widths) + heads * width)  # x; q, k, v before and after RoPE; o
-        return Work(name, parameters, multiplied, saved, "", heads, width, width, 2 * sum(layer.widths[1:]))
+        saved = 2 * (config.dim + 2 * sum(layer.widths) + heads * width)  # x; q, k, v before and after RoPE; o
+        return Work(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, 2 * sum(layer.widths[1:]))
     x = torch.empty(1, 1, config.dim, device="meta", dtype=torch.bfloat16)
     _, heads, K, V = layer(x, output_state=True).state.recurrent.shape
-    saved += _saved(layer, config.dim)
-    return Work(name, parameters, multiplied, saved, RECURRENCES[name], heads, K, V)
+    return Work(name, parameters, multiplied, _saved(layer, config.dim), mlp, norm, RECURRENCES[name], heads, K, V)
 
 
 def _saved(module: nn.Module, dim: int) -> float:

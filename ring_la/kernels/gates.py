@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends import triton_installed
-from .operator import Operator
+from .operator import Operator, fused
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x · rsqrt(Σ x² + eps)`` over the last dimension, in fp32 or wider."""
-    if not x.is_cuda or x.dim() != 4:
+    if not fused(x) or x.dim() != 4:
         return plain_unit_length(x, eps)
     return unit_length(x, eps)
 
@@ -33,7 +33,7 @@ def decay_gate(
     Args:
         a: ``[…, C]``. A_log: ``[H]``, shared by C / H consecutive channels; None: zeros. bias: ``[C]``.
     """
-    if not a.is_cuda:
+    if not fused(a):
         return plain_log_decay(a, A_log, bias, sign, factor)
     return log_decay(a, A_log, bias, sign, factor)
 
@@ -46,7 +46,7 @@ def discretise(
     Args:
         x: ``[B, T, H, V]``. dt: ``[B, T, H]``. A, bias: ``[H]``.
     """
-    if not x.is_cuda:
+    if not fused(x):
         return plain_discretise(x, dt, A, bias, softplus)
     return discretise_op(x, dt, A, bias, softplus)
 

@@ -16,6 +16,12 @@ from ..autograd import first_derivative_only, traced
 from ..errors import SecondDerivativeError
 
 
+def fused(x: Tensor) -> bool:
+    """Whether steps on tensors like x are single operators: on CUDA, and on the meta device, where what autograd keeps
+    is then what it keeps there."""
+    return x.is_cuda or x.is_meta
+
+
 class Operator:
     """``ring_la::name`` and ``ring_la::name_backward``.
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends import triton_installed
-from .operator import Operator
+from .operator import Operator, fused
 
 
 def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None = None, *, silu: bool = True, eps: float = 1e-6) -> Tensor:
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None = None, *, silu: boo
     Args:
         x: ``[…, D]``. weight: ``[D]``. gate: like x.
     """
-    if not x.is_cuda:
+    if not fused(x):
         return plain_rms_norm(x, weight, gate, silu, eps)
     return rms_norm_op(x, weight, gate, silu, eps)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends import triton_installed
-from .operator import Operator
+from .operator import Operator, fused
 
 
 def convolve(
@@ -33,7 +33,7 @@ def convolve(
     Returns:
         (o ``[B, T, D]``, the rows or None), in x's dtype.
     """
-    if x.is_cuda:
+    if fused(x):
         o, last = short_conv(x, weight, bias, lead, cu, silu, ends)
         return o, last if ends else None
     return plain_convolve(x, weight, bias, lead, cu, silu, ends)
@@ -50,7 +50,7 @@ def convolve_backward(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `convolve`'s x, weight, bias and lead."""
-    if not x.is_cuda:
+    if not fused(x):
         return plain_convolve_backward(do, dends, x, weight, bias, lead, cu, silu)
     grads = iter(_short_conv_backward(do, dends, x, weight, bias, lead, cu, silu, dends is not None))
     return tuple(None if t is None else next(grads) for t in (x, weight, bias, lead))

@@ -112,7 +112,7 @@ def test_a_step_is_the_sum_of_its_parts():
     assert (alone.exchange, alone.attention, alone.weights, alone.strategies) == (0.0, 0.0, 0.0, {})
     matmuls = 6 * 65536 * (block.multiplied + one.work.ends) / H200.matmul
     mixing = H200.recurrence("gla", 65536 * block.heads, block.K, block.V, True)
-    assert alone.seconds == pytest.approx(matmuls + mixing + 3 * block.saved * 65536 / H200.copy)
+    assert alone.seconds == pytest.approx(matmuls + mixing + plan.PASSES * block.saved * 65536 / H200.copy)
     split = plan.predict(one, 8, 8)
     assert split.compute == pytest.approx(alone.compute / 8)
     by_name = CLUSTER.model(8, H200).predict(plan.Chain.of(plan.Layout(65536, "zigzag", 8, 0)), block.state, True)
@@ -141,9 +141,33 @@ def test_thousands_of_gpus():
 
 
 def test_recomputing_trades_time_for_memory():
-    kept, again = setting("gla", "gla"), setting("gla", "gla", recompute="all")
-    assert plan.predict(again, 8, 2).memory < plan.predict(kept, 8, 2).memory
-    assert plan.predict(again, 8, 2).compute > plan.predict(kept, 8, 2).compute
+    ways = {"": (), "mlp": ("mlp",), "layer": ("gla", "norm"), "both": ("gla", "mlp"), "block": ("block",)}
+    found = {n: plan.predict(setting(*["gla"] * 32, recompute=names), 8, 2) for n, names in ways.items()}
+    assert found[""].memory > found["layer"].memory > found["both"].memory > found["block"].memory
+    assert found[""].memory > found["mlp"].memory
+    assert found[""].compute < found["mlp"].compute < found["both"].compute
+    assert found["both"].compute == pytest.approx(found["block"].compute)
+    other = plan.predict(setting(*["gla"] * 32, recompute=("gdn",)), 8, 2)
+    assert other.memory == found[""].memory, "a layer the model has not"
+
+
+def test_chunks_and_rounds_trade_memory_alone():
+    whole = setting("gla", "gla", recompute=("block",), length=1 << 20)
+    chunked, rounds = replace(whole, mlp_chunk=4096), replace(whole, rounds=8)
+    assert plan.predict(chunked, 8, 2).memory < plan.predict(whole, 8, 2).memory
+    assert plan.predict(rounds, 8, 2).memory < plan.predict(whole, 8, 2).memory
+    assert (
+        plan.predict(chunked, 8, 2).seconds == plan.predict(rounds, 8, 2).seconds == plan.predict(whole, 8, 2).seconds
+    )
+
+
+def test_what_is_kept_is_what_the_fused_operators_keep():
+    """bf16, a token: inputs of products, convolution, norms and recurrence; no intermediate in fp32."""
+    block, D = Workload.of(config("gdn")).blocks[0], 32
+    hidden = HybridLM(config("gdn")).blocks[0].mlp.out_proj.in_features
+    assert block.norm_saved == 2 * D
+    assert block.mlp_saved <= 2 * (D + 5 * hidden)
+    assert 2 * 8 * D < block.layer_saved < 2 * 20 * D
 
 
 def test_the_command(tmp_path, capsys):
@@ -168,6 +192,8 @@ def test_the_command(tmp_path, capsys):
         (("--inside", "10"), "--inside: expected latency"),
         (("--between", "10,-3"), "--between: expected latency"),
         (("--length", "0"), "--length: expected a number"),
+        (("--recompute", "gdn,banana"), "--recompute: expected block, mlp, norm or names"),
+        (("--rounds", "0"), "--rounds: expected a number"),
         (("--layers", "banana"), "layers: expected names out of"),
         (("--config", "/nonexistent.json"), "--config: expected JSON of a HybridConfig"),
         (("--rates", "/nonexistent.json"), "--rates: expected a bench_scan.json"),
