@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import first_derivative_only
+from ..autograd import first_derivative_only, traced
 from ..errors import ArgumentError, UnsupportedError
+from ..kernels.backends import triton_installed
 from ..recurrences.recurrence import describe_tensor
 
 BACKENDS = ("auto", "chunked", "liger")
@@ -38,8 +39,8 @@ def linear_cross_entropy(
         x: ``[N, D]``, floats. weight: ``[V, D]`` of the same dtype. targets: int64 ``[N]``.
         chunk: rows taken at once by "chunked"; Liger picks its own.
         ignore_index: the target of rows that do not count.
-        backend: "chunked": this file, any device and dtype. "liger": liger-kernel's Triton kernel (CUDA). "auto":
-            Liger on CUDA where it is installed, else "chunked". (PyTorch 2.13's own rounds the sum to bf16.)
+        backend: "chunked": this file, any device and dtype; by a Triton kernel on CUDA. "liger": liger-kernel's (CUDA).
+            "auto": Liger on CUDA where it is installed, else "chunked". (PyTorch 2.13's own rounds the sum to bf16.)
 
     Returns:
         The sum, fp32 (fp64 for fp64). Differentiable once in `x` and `weight`.
@@ -87,16 +88,10 @@ class _Chunked(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=wide) if need_weight else None
         for i in range(0, len(x), chunk):
             rows, labels = x[i : i + chunk], targets[i : i + chunk]
-            counts = labels != ignore_index
-            at = labels.where(counts, 0)[:, None]
-            logits = F.linear(rows, weight).to(wide)
-            lse = logits.logsumexp(1, keepdim=True)
-            loss += (lse - logits.gather(1, at)).squeeze(1).where(counts, 0).sum()
-            if not (need_x or need_weight):
-                continue
-            d = logits.sub_(lse).exp_()  # the softmax, in place
-            d.scatter_add_(1, at, d.new_full((), -1.0).expand_as(at))
-            d = d.mul_(counts[:, None]).to(x.dtype)
+            logits = F.linear(rows, weight)
+            by = triton_losses if _by_triton(logits) else plain_losses
+            losses, d = by(logits, labels, ignore_index, need_x or need_weight)
+            loss += losses.sum()
             if need_x:
                 dx[i : i + chunk] = d @ weight
             if need_weight:
@@ -109,6 +104,35 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         dx, dweight = (None if d is None else d * grad.to(d.dtype) for d in ctx.saved_tensors)
         return dx, dweight, None, None, None
+
+
+def plain_losses(logits: Tensor, targets: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """The losses of the rows ``[N]`` in fp32 or wider, and if `wanted` the gradient of their sum by the logits."""
+    dtype, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float32))
+    counts = targets != ignore_index
+    at = targets.where(counts, 0)[:, None]
+    lse = logits.logsumexp(1, keepdim=True)
+    losses = (lse - logits.gather(1, at)).squeeze(1).where(counts, 0)
+    if not wanted:
+        return losses, None
+    d = logits.sub_(lse).exp_()  # the softmax, in place
+    d.scatter_add_(1, at, d.new_full((), -1.0).expand_as(at))
+    return losses, d.mul_(counts[:, None]).to(dtype)
+
+
+def triton_losses(logits: Tensor, targets: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor]:
+    """`plain_losses` by one kernel, which writes the gradient into `logits`."""
+    from ..kernels.triton.cross_entropy import losses_and_gradient
+
+    return losses_and_gradient(logits, targets, ignore_index, wanted), logits
+
+
+def _by_triton(logits: Tensor) -> bool:
+    if traced(logits) or not (logits.is_cuda and triton_installed()):
+        return False
+    from ..kernels.triton.cross_entropy import unsupported
+
+    return not unsupported(logits)
 
 
 def _liger(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..kernels.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -19,5 +20,4 @@ class SwiGLU(nn.Module):
         self.out_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up_proj(x).chunk(2, -1)
-        return self.out_proj(F.silu(gate) * up)
+        return self.out_proj(swiglu(self.up_proj(x)))

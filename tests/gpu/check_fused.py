@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds, peak
-from ring_la.kernels import gates, rms, short_conv, skip
+from ring_la.kernels import gates, rms, short_conv, skip, swiglu
+from ring_la.models import loss
 from tests.kernels import test_triton_conv as conv_cases
 from tests.kernels import test_triton_gates as gates_cases
+from tests.kernels import test_triton_loss as loss_cases
 from tests.kernels import test_triton_read as read_cases
 
 Row = dict
@@ -55,13 +57,20 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
     **{f"skip {V} {w}": partial(gates_cases.skip_case, V, w, T=900) for V, w in ((64, False), (80, True), (5, True))},
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},
     **{f"unit {D}": partial(gates_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
+    **{f"swiglu {D}": partial(gates_cases.swiglu_case, D, rows=1001) for D in (5, 96, 2048, 5472)},
+    **{f"loss {V}": partial(loss_cases.loss_case, V, rows=300) for V in (257, 4096, 32768, 151936)},
 }
 """name: what gives (true, by the kernels, by PyTorch)."""
 
 
-def work(part: int, parts: int) -> None:
+def chosen(beginnings: list[str]) -> dict[str, Callable]:
+    """The checks whose name begins in one of these ways; all without any."""
+    return {n: check for n, check in CHECKS.items() if not beginnings or n.startswith(tuple(beginnings))}
+
+
+def work(part: int, parts: int, beginnings: list[str]) -> None:
     """Every `parts`-th check, a line of JSON each."""
-    for i, (name, check) in enumerate(CHECKS.items()):
+    for i, (name, check) in enumerate(chosen(beginnings).items()):
         if i % parts != part:
             continue
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -135,6 +144,13 @@ def gates_times(copy: float) -> Iterator[Row]:
     yield timed("discretise", fused, plain, [x, dt, A, bias], moved, copy)
     y = torch.randn_like(x, requires_grad=True)
     yield timed("skip", skip.skip, skip.plain_skip, [y, x, A], (6 * x.numel(), 6 * x.numel()), copy)
+    y = torch.randn(1, 32768, 2 * 5472, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    yield timed("swiglu 5472", swiglu.swiglu, swiglu.plain_swiglu, [y], (3 * y.numel(), 5 * y.numel()), copy)
+    x, weight = (torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16) for n in (8192, 32768))
+    for name, of in (("ours", loss.triton_losses), ("plain", loss.plain_losses)):
+        logits, targets = x @ weight.T, torch.randint(32768, (8192,), device="cuda")
+        ms = milliseconds(lambda of=of, logits=logits, targets=targets: of(logits, targets, -100, True))
+        yield dict(what=f"losses of 8192 x 32768, {name}", ms=ms, floor=round(6 * logits.numel() / copy * 1e3, 4))
     moved = 4 * q.numel(), 6 * q.numel()
     plain = lambda x: gates.plain_unit_length(x, 1e-6)  # noqa: E731
     yield timed("unit 128", gates.l2norm, plain, [q.requires_grad_()], moved, copy)
@@ -142,19 +158,20 @@ def gates_times(copy: float) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="beginnings of checks' names; default: all")
     parser.add_argument("--out")
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--part", type=int)
     args = parser.parse_args()
     if args.part is not None:
-        return work(args.part, args.jobs)
-    command = [sys.executable, "-m", "tests.gpu.check_fused", "--jobs", str(args.jobs), "--part"]
+        return work(args.part, args.jobs, args.names)
+    command = [sys.executable, "-m", "tests.gpu.check_fused", *args.names, "--jobs", str(args.jobs), "--part"]
     running = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(args.jobs)]
     rows = [json.loads(line) for p in running for line in p.communicate()[0].splitlines() if line.startswith("{")]
     for row in rows:
         if not row["ok"]:
             print(json.dumps(row), flush=True)
-    wanted = 3 * len(CHECKS)
+    wanted = 3 * len(chosen(args.names))
     print(f"{sum(r['ok'] for r in rows)} of {wanted} right", flush=True)
     copy = bandwidth()
     for times in (conv_times, gates_times):

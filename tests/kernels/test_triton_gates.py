@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels import gates, rms, skip
+from ring_la.kernels import gates, rms, skip, swiglu
 from tests.kernels.triton_cases import error, interpreted
 
 interpreted()
@@ -15,6 +15,7 @@ from ring_la.kernels.triton import decay, norm  # noqa: E402
 from ring_la.kernels.triton import discretise as triton_discretise  # noqa: E402
 from ring_la.kernels.triton import rms as triton_rms  # noqa: E402
 from ring_la.kernels.triton import skip as triton_skip  # noqa: E402
+from ring_la.kernels.triton import swiglu as triton_swiglu  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor
@@ -113,6 +114,27 @@ def skip_case(V: int, whole: bool, dtype: torch.dtype = torch.float32, T: int = 
 
     ours = [triton_skip.forward(y, x, D), *triton_skip.backward(do, x, D)]
     return by_autograd(*(t.double() for t in (y, x, D, do))), ours, by_autograd(y, x, D, do)
+
+
+def swiglu_case(D: int, dtype: torch.dtype = torch.float32, rows: int = 9) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): o and the gradient of y."""
+    torch.manual_seed(0)
+    y, do = draw(2, rows, 2 * D, dtype=dtype, scale=3.0), draw(2, rows, D, dtype=dtype)
+
+    def by_autograd(y: Tensor, do: Tensor) -> list[Tensor]:
+        leaf = y.detach().requires_grad_()
+        o = swiglu.plain_swiglu(leaf)
+        return [o, *torch.autograd.grad(o, leaf, do)]
+
+    ours = [triton_swiglu.forward(y), triton_swiglu.backward(do, y)]
+    return by_autograd(y.double(), do.double()), ours, by_autograd(y, do)
+
+
+@pytest.mark.parametrize("D", [5, 700])
+def test_swiglu(D: int) -> None:
+    true, got, _ = swiglu_case(D)
+    assert [g.shape for g in got] == [t.shape for t in true]
+    assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -1,0 +1,43 @@
+"""The cross-entropy kernel against PyTorch's own operations in fp64: interpreted without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_la.models import loss
+from tests.kernels.triton_cases import error, interpreted
+
+interpreted()
+
+from ring_la.kernels.triton import cross_entropy  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def loss_case(V: int, dtype: torch.dtype = torch.float32, rows: int = 6) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernel, by PyTorch): the rows' losses and the gradient; some rows do not count."""
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(rows, V, device=DEVICE)).to(dtype)
+    targets = torch.randint(V, (rows,), device=DEVICE)
+    targets[1::3], targets[0], targets[2] = loss.IGNORE, V - 1, 0
+    given = (targets, loss.IGNORE, True)
+    ours = loss.triton_losses(logits.clone(), *given)
+    return [list(x) for x in (loss.plain_losses(logits.double(), *given), ours, loss.plain_losses(logits, *given))]
+
+
+@pytest.mark.parametrize("V", [7, 5000])
+def test_losses_and_gradient(V: int) -> None:
+    true, got, _ = loss_case(V)
+    assert not got[0][1]  # a row that does not count
+    assert not got[1][1].any()
+    assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+def test_large_logits_and_no_gradient() -> None:
+    logits = torch.tensor([[1e4, -1e4, 9999.0], [-3e4, -3e4, -3e4]], device=DEVICE)
+    before, targets = logits.clone(), torch.tensor([2, 1], device=DEVICE)
+    got = cross_entropy.losses_and_gradient(logits, targets, loss.IGNORE, False)
+    torch.testing.assert_close(got, torch.nn.functional.cross_entropy(before, targets, reduction="none"))
+    assert torch.equal(logits, before)
