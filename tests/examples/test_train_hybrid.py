@@ -245,3 +245,31 @@ def test_a_model_of_transformers_trains_alike_on_any_split(ranks, tmp_path):
     for step, values in curve(tmp_path / "a").items():
         torch.testing.assert_close(torch.tensor(curve(tmp_path / "b")[step]), torch.tensor(values), rtol=1e-4, atol=0)
     assert abs(curve(tmp_path / "a")[1][0] - 5.55) < 0.1
+
+
+def train_by_trainer(rank: int, options: list[str]) -> list[float]:
+    """In the pool: the losses that examples/trainer_hybrid.py logs on 4 ranks."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    from examples import trainer_hybrid
+
+    before = dict(os.environ)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    try:
+        return [line["loss"] for line in trainer_hybrid.main(options).state.log_history if "loss" in line]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_a_hybrid_learns_under_the_trainer(ranks, tmp_path):
+    pytest.importorskip("accelerate")
+    options = {"context": 2, "source": ROOT / "docs", "seq_len": 129, "sequences": 64, "output_dir": tmp_path}
+    options |= {"max_steps": 4, "logging_steps": 1, "learning_rate": 0.01, "report_to": "none", "save_strategy": "no"}
+    options |= {"per_device_train_batch_size": 2, "disable_tqdm": "true", "warmup_steps": 0}
+    losses = ranks.run(4, train_by_trainer, [word for n, x in options.items() for word in (f"--{n}", str(x))])
+    assert abs(losses[0][0] - 5.55) < 0.15
+    assert losses[0][-1] < losses[0][0] - 0.2

@@ -1,0 +1,95 @@
+"""Train a hybrid of Transformers on long, packed sequences with the library's own Trainer.
+
+    torchrun --standalone --nproc_per_node 4 examples/trainer_hybrid.py --context 2 --seq_len 4096 --source docs \
+        --output_dir runs/trainer --max_steps 20 --logging_steps 5
+
+Each sequence is split over `--context` ranks, the others have different sequences. All options of TrainingArguments are
+there too (`--help`). Without `--model` a Qwen3-Next of 0.3 M parameters is trained from scratch, on bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Qwen3NextConfig, Trainer
+from transformers import TrainingArguments as Arguments
+
+from ring_la import ContextParallel
+from ring_la.integrations.transformers import parallelize
+from ring_la.training import Corpus, PackedSequences
+
+
+@dataclass
+class Options:
+    """What is trained on what."""
+
+    context: int = field(default=2, metadata={"help": "ranks each sequence is split over"})
+    source: str = field(default="docs", metadata={"help": "a text or parquet file, or a folder of them"})
+    tokenizer: str = field(default="bytes", metadata={"help": "bytes, a tokenizer.json, or a name"})
+    seq_len: int = field(default=4096, metadata={"help": "tokens of a sequence, all ranks' together"})
+    sequences: int = field(default=1000, metadata={"help": "of an epoch"})
+    model: str | None = field(default=None, metadata={"help": "a folder or name with weights"})
+
+
+class Packed(Dataset):
+    """Sequences of packed documents, which positions tell apart."""
+
+    def __init__(self, corpus: Corpus, seq_len: int, count: int) -> None:
+        self.sequences, self.count = PackedSequences(corpus, seq_len), count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        ids, cu = self.sequences[i]
+        positions = torch.cat([torch.arange(b - a) for a, b in zip(cu, cu[1:])])
+        return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+class ContextTrainer(Trainer):
+    """A Trainer whose ranks of a context group get the same rows."""
+
+    mesh: DeviceMesh
+
+    def get_train_dataloader(self) -> DataLoader:
+        sampler = DistributedSampler(self.train_dataset, self.mesh["data"].size(), self.mesh.get_local_rank("data"))
+        return DataLoader(self.train_dataset, self._train_batch_size, sampler=sampler, collate_fn=self.data_collator)
+
+
+def make_model(options: Options, vocab_size: int) -> PreTrainedModel:
+    """The model named, or a small hybrid."""
+    if options.model is not None:
+        return AutoModelForCausalLM.from_pretrained(options.model)
+    torch.manual_seed(0)  # the same on every rank
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64)
+    shape = dict(vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
+    return AutoModelForCausalLM.from_config(Qwen3NextConfig(**shape, **heads, **linear, **experts))
+
+
+def main(args: list[str] | None = None) -> Trainer:
+    args = [*(sys.argv[1:] if args is None else args), *([] if torch.cuda.is_available() else ["--use_cpu"])]
+    options, arguments = HfArgumentParser((Options, Arguments)).parse_args_into_dataclasses(args)
+    kind = arguments.device.type  # joins the ranks
+    data = arguments.world_size // options.context
+    mesh = init_device_mesh(kind, (data, options.context), mesh_dim_names=("data", "context"))
+    with arguments.main_process_first(desc="tokenising"):
+        corpus = Corpus(Corpus.prepare(options.source, f"{arguments.output_dir}/corpus", options.tokenizer))
+    model = make_model(options, corpus.vocab_size)
+    cp = ContextParallel(mesh["context"], scan="all_to_all")  # named: "auto" would measure the group at every start
+    parallelize(model, cp, average=True, loss_chunk=8192)
+    dataset = Packed(corpus, options.seq_len, options.sequences)
+    trainer = ContextTrainer(model=model, args=arguments, train_dataset=dataset)
+    trainer.mesh = mesh
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
