@@ -66,8 +66,8 @@ def grouped_gemm(
 
 def _grouped_list(a: object, b: object, group_sizes: object, backend: str) -> list[Tensor]:
     if not (isinstance(a, (list, tuple)) and isinstance(b, (list, tuple))):
-        name = "b" if isinstance(a, (list, tuple)) else "a"
-        raise ArgumentError(name, "a list of tensors, as the other operand", "something else")
+        name, other = ("b", b) if isinstance(a, (list, tuple)) else ("a", a)
+        raise ArgumentError(name, "a list of tensors, as the other operand", _shape(other))
     if group_sizes is not None:
         raise ArgumentError("group_sizes", "None with lists, whose lengths say it", type(group_sizes).__name__)
     if len(a) != len(b):
@@ -88,6 +88,10 @@ def _check_pair(i: int, x: object, y: object) -> None:
     for name, z, form in ((f"a[{i}]", x, "[M, K]"), (f"b[{i}]", y, "[K, N]")):
         if not isinstance(z, Tensor) or z.dim() != 2:
             raise ArgumentError(name, f"a tensor {form}", _shape(z))
+        if not z.dtype.is_floating_point:
+            raise ArgumentError(name, "a floating-point dtype", z.dtype)
+    if x.device != y.device:
+        raise ArgumentError(f"b[{i}]", f"the device of a[{i}], {x.device}", y.device)
     if x.shape[1] != y.shape[0]:
         raise ArgumentError(f"b[{i}]", f"[K, N] with K = {x.shape[1]}, as a[{i}] has", _shape(y))
     if x.dtype != y.dtype:

@@ -226,6 +226,8 @@ A, B, S = torch.ones(5, 4), torch.ones(2, 4, 3), torch.tensor([2, 3])
         ("b[0]", ([A], [B])),
         ("b[0]", ([A], [B[0].T])),
         ("b[0]", ([A], [B[0].double()])),
+        ("b[0]", ([A], [B[0].to("meta")])),
+        ("a[0]", ([A.int()], [B[0].int()])),
     ],
 )
 def test_wrong_arguments(name, arguments):

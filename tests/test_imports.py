@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,15 @@ def test_imports_go_upward_only():
                 wrong.append(f"{'/'.join(parts)} imports {used}")
     assert checked > 20
     assert not wrong, wrong
+
+
+def test_architecture_is_true_of_the_files():
+    """docs/architecture.md names every module of the package, and no file that is not there."""
+    named = set(re.findall(r"`([\w./]+)`", (ROOT.parent / "docs" / "architecture.md").read_text()))
+    assert set().union(*LEVELS) <= named
+    files = [f"/{p.relative_to(ROOT.parent).as_posix()}" for p in (*ROOT.rglob("*"), *ROOT.parent.glob("tests/*.py"))]
+    for path in (name for name in named if "/" in name or name.endswith(".py")):
+        assert any(file.endswith(f"/{path.rstrip('/')}") for file in files), path
 
 
 def test_kernels_do_not_communicate():

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ring_la
 from ring_la import reference
 from ring_la.errors import ArgumentError
 
@@ -722,3 +723,16 @@ def test_signatures_show_the_common_keywords():
         assert {"scale", "initial_state", "output_final_state", "use_qk_l2norm", "layout", "cu_seqlens"} <= {
             *parameters
         }
+
+
+CHOICES = {"strategy", "kv_layout", "dropout_seed", "in_place"}
+"""Arguments of public functions that choose how a result is made, not what it is."""
+
+
+@pytest.mark.parametrize("name", [n for n in reference.__all__ if n != "grouped_gemm"])
+def test_arguments_are_those_of_the_public_function(name):
+    """In the same order and kind, so that a positional call means the same."""
+    public, ours = (inspect.signature(getattr(of, name)).parameters for of in (ring_la, reference))
+    shared = [(n, p.kind) for n, p in public.items() if n not in CHOICES]
+    assert shared == [(n, p.kind) for n, p in ours.items() if n in public]
+    assert ours.keys() - public.keys() <= {"backend"}
