@@ -13,11 +13,11 @@ from torch import Tensor
 from .autograd import first_derivative_only, outside_graphs
 from .comm import Replicated, Route, SumOverRanks
 from .context import ShardedLayout
-from .errors import ArgumentError, RingLAError, UnsupportedError
+from .errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from .kernels.short_conv import Rows, convolve, convolve_backward
 from .linear import Seams
 from .outputs import ShortConvOutput, TokenShiftOutput
-from .recurrences.recurrence import FLOATS, check_nan, check_split, describe_tensor
+from .recurrences.recurrence import FLOATS, check_nan, check_split
 
 
 def short_conv(

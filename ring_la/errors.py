@@ -10,6 +10,8 @@ RingLAError
 
 from __future__ import annotations
 
+from torch import Tensor
+
 
 class RingLAError(Exception):
     """Base of every error ring_la raises on purpose."""
@@ -38,3 +40,10 @@ class PeerError(RingLAError, RuntimeError):
 
 class SecondDerivativeError(RingLAError, RuntimeError):
     """ring_la's operators have exact first derivatives and refuse second ones."""
+
+
+def describe_tensor(x: object) -> str:
+    """A value in an error message: a tensor's dtype and shape, not its numbers."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {list(x.shape)}"
+    return repr(x) if x is None or isinstance(x, (int, float, str)) else type(x).__name__

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd import first_derivative_only, traced
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels.backends import triton_installed
-from ..recurrences.recurrence import describe_tensor
 
 BACKENDS = ("auto", "chunked", "liger")
 IGNORE = -100

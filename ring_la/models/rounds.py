@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ..context import ContextParallel
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..layout import check_cu_seqlens
 from ..nn import KVCache, MixtureOfExperts
-from ..recurrences.recurrence import describe_tensor
 from .loss import IGNORE, linear_cross_entropy
 
 if TYPE_CHECKING:

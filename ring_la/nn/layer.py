@@ -18,8 +18,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..context import ShardedLayout
-from ..errors import ArgumentError, RingLAError
-from ..recurrences.recurrence import FLOATS, check_split, describe_tensor
+from ..errors import ArgumentError, RingLAError, describe_tensor
+from ..recurrences.recurrence import FLOATS, check_split
 
 
 class LayerState(NamedTuple):

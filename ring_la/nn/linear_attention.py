@@ -16,7 +16,7 @@ class LinearAttention(Layer):
 
     Args:
         dim: D. num_heads: H. head_dim: K = V (default D / H).
-        causal: False: every token reads its whole document (then there is no state to go on from).
+        causal: False: every token reads its whole document, and what a state brings of earlier tokens.
         mode, backend: as in the recurrences.
     """
 

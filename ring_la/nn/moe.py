@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm.group import Pending
+from ..autograd import outside_graphs
+from ..comm import Pending
 from ..context import ShardedLayout
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..grouped_gemm import grouped_gemm
-from ..recurrences.recurrence import FLOATS, describe_tensor
+from ..recurrences.recurrence import FLOATS
 from .layer import wide
 from .mlp import SwiGLU
 
@@ -263,6 +264,6 @@ def _wait(pending: Pending) -> Tensor:
     return pending.wait()
 
 
-_check_outside_graphs = torch._disable_dynamo(_check)
-_post_outside_graphs = torch._disable_dynamo(_post)
-_wait_outside_graphs = torch._disable_dynamo(_wait)
+_check_outside_graphs = outside_graphs(_check)
+_post_outside_graphs = outside_graphs(_post)
+_wait_outside_graphs = outside_graphs(_wait)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from .recurrence import Recurrence, describe_tensor, recurrence
+from .recurrence import Recurrence, recurrence
 
 
 @recurrence

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algebra import Rule
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
 from ..kernels.gates import discretise
 from ..kernels.skip import skip
-from .recurrence import FLOATS, Recurrence, check_flag, describe_tensor, recurrence
+from .recurrence import FLOATS, Recurrence, check_flag, recurrence
 
 
 @recurrence

@@ -22,7 +22,7 @@ from .. import linear, reference
 from ..algebra import Rule
 from ..autograd import outside_graphs
 from ..context import ShardedLayout
-from ..errors import ArgumentError, RingLAError, UnsupportedError
+from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ..kernels import Inputs, check_choice, state_dtype
 from ..kernels.gates import l2norm
 from ..layout import check_cu_seqlens
@@ -376,10 +376,3 @@ def signature(r: Recurrence, options: Options, flags: tuple) -> tuple:
     initial = None if state is None else (tuple(state.shape), str(state.dtype), state.requires_grad)
     rest = (options.scale, options.use_qk_l2norm, options.output_final_state, options.mode, options.backend)
     return (str(r.rule), r.causal, tensors, ("initial_state", initial), rest, torch.is_grad_enabled(), flags)
-
-
-def describe_tensor(x: object) -> str:
-    """A value in an error message."""
-    if isinstance(x, Tensor):
-        return f"{x.dtype} {list(x.shape)}"
-    return repr(x) if x is None or isinstance(x, (int, float, str)) else type(x).__name__

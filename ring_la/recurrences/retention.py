@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..autograd import traced
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs, state_dtype
-from .recurrence import Recurrence, check_depth, describe_tensor, recurrence
+from .recurrence import Recurrence, check_depth, recurrence
 
 RULE = Rule("additive", "scalar")
 
