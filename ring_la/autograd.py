@@ -1,15 +1,16 @@
-"""What ring_la's autograd Functions share: first derivatives only, and a place outside compiled graphs."""
+"""What ring_la's autograd Functions share: first derivatives, taken backwards, and a place outside compiled graphs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .errors import SecondDerivativeError
+from .errors import SecondDerivativeError, UnsupportedError
 
 outside_graphs = torch._disable_dynamo
 """Decorator: a caller under torch.compile breaks its graph here, at the exchange. Unlike torch.compiler.disable it does
@@ -31,6 +32,21 @@ def bare(*tensors: Tensor | None) -> bool:
     host longer than a launch: nothing traces, and no gradient is wanted."""
     wanting = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return not wanting and not traced(tensors[0])
+
+
+def forward_mode() -> bool:
+    """Whether something differentiates forwards (torch.func.jvp, torch.autograd.forward_ad)."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_tangents(named: Iterable[tuple[str, object]]) -> None:
+    """Refuse forward-mode derivatives: at an operator without them PyTorch drops a tangent and says nothing."""
+    if not forward_mode():
+        return
+    for name, t in named:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            hint = "Differentiate backwards (torch.func.vjp), or take ring_la.reference"
+            raise UnsupportedError(name, "no tangent of forward-mode differentiation", "a tensor with one", hint)
 
 
 def full_precision(*tensors: Tensor | None) -> AbstractContextManager:

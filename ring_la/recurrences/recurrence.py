@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import linear, reference
 from ..algebra import Rule
-from ..autograd import outside_graphs
+from ..autograd import forward_mode, outside_graphs, refuse_tangents
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ..kernels import Inputs, check_choice, state_dtype
@@ -123,6 +123,8 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
 def _run(name: str, describe: functools.partial[Recurrence], options: Options, flags: tuple) -> LinearAttentionOutput:
     r, error = None, None
     try:
+        if forward_mode() and options.backend != "reference":
+            refuse_tangents(_given(describe, options))
         r = describe()
         check(r, options)
     except RingLAError as e:
@@ -160,6 +162,13 @@ def _run(name: str, describe: functools.partial[Recurrence], options: Options, f
             decays=decays,
         )
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
+
+
+def _given(describe: functools.partial[Recurrence], options: Options) -> Iterator[tuple[str, object]]:
+    """A call's own arguments and its initial state, by name."""
+    yield from zip(inspect.signature(describe.func).parameters, describe.args)
+    yield from describe.keywords.items()
+    yield "initial_state", options.initial_state
 
 
 def known(decays: Callable[[], tuple[float, ...]] | Tensor | None, layout: ShardedLayout) -> tuple[float, ...] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..autograd import refuse_tangents
 from ..context import ATTENTION, ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError
 from ..layout import check_cu_seqlens
@@ -86,6 +87,8 @@ def attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
+    if backend != "reference":
+        refuse_tangents(zip(Tensors._fields, x))
     options = Options(causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed, joint, strategy, backend)
     if isinstance(layout, ShardedLayout):
         run = _split_outside_graphs if torch.compiler.is_compiling() else _split

@@ -162,6 +162,24 @@ def test_second_derivative_is_refused():
         grad.sum().backward()
 
 
+def test_forward_mode_is_refused():
+    """PyTorch would drop the tangent at an operator and return zeros."""
+    x, y, w = (torch.randn(*s, dtype=torch.float64) for s in ((1, 9, 2, 4), (9, 4), (8, 3)))
+    for function, name in (
+        (lambda q: ring_la.gla(q, x, x, -x.abs()).o, "q"),
+        (lambda dt: ring_la.mamba2(x, dt, -torch.rand(2), x, x).o, "dt"),
+        (lambda k: ring_la.attention(x, k, x).o, "k"),
+        (lambda v: ring_la.short_conv(v, w).o, "x"),
+        (lambda v: ring_la.token_shift(v).o, "x"),
+        (lambda a: ring_la.grouped_gemm(a[0, :, 0], y[:1, :, None], torch.tensor([9])), "a"),
+    ):
+        at = x[..., 0].contiguous() if name == "dt" else x
+        with pytest.raises(ring_la.UnsupportedError, match=f"^{name}: expected no tangent"):
+            torch.func.jvp(function, (at,), (torch.ones_like(at),))
+    (tangent,) = torch.func.jvp(lambda q: ring_la.gla(q, x, x, -x.abs(), backend="reference").o, (x,), (x,))[1:]
+    assert tangent.abs().sum() > 0
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rule", ["additive_none", "additive_scalar", "delta_diagonal", "dplr_diagonal"])
 def test_opcheck(rule, packed):
