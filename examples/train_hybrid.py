@@ -198,6 +198,25 @@ class Config:
     run: Run = field(default_factory=Run)
 
 
+LEAST = {
+    **{"data.seq_len": 2, "data.sequences": 1, "data.workers": 0, "memory.loss_chunk": 1, "memory.rounds": 1},
+    **{"optimizer.warmup": 0, "run.steps": 0, "run.save_every": 0, "run.keep": 1, "run.profile": 0},
+}
+"""The least value of what is counted."""
+POSITIVE = ("optimizer.lr", "optimizer.clip", "optimizer.eps")
+
+
+def check(config: Config) -> None:
+    """Refuse numbers with which a run would do nothing, or not what was meant."""
+    for name in (*LEAST, *POSITIVE):
+        part, _, option = name.partition(".")
+        value = getattr(getattr(config, part), option)
+        if name in LEAST and value < LEAST[name]:
+            raise ArgumentError(name, f"at least {LEAST[name]}", value)
+        if name in POSITIVE and not value > 0:
+            raise ArgumentError(name, "more than 0", value, "inf: no clipping" if name == "optimizer.clip" else "")
+
+
 def main(args: list[str] | None = None) -> None:
     from jsonargparse import auto_cli
 
@@ -250,6 +269,7 @@ class Trainer:
     """Model, data, optimizer and checkpoints of one run on this rank."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
+        check(config)
         self.config, self.device = config, device
         run, data, memory, parallel = config.run, config.data, config.memory, config.parallel
         self.mesh = mesh = TrainingMesh.make(

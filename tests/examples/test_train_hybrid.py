@@ -175,6 +175,18 @@ def test_another_model_is_refused_and_other_data_is_said(ranks, whole, tmp_path)
     assert others == [""] * 3
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("data.sequences", 0), ("optimizer.clip", 0.0), ("run.steps", -1), ("run.keep", 0)]
+)
+def test_numbers_that_would_train_nothing_are_refused(name, value):
+    script, (part, option) = example(), name.split(".")
+    config = script.Config()
+    script.check(config)
+    setattr(getattr(config, part), option, value)
+    with pytest.raises(script.ArgumentError, match=f"{name}: expected"):
+        script.Trainer(config, torch.device("cpu"))
+
+
 def test_warm_up_and_cosine():
     optimizer = example().Optimizer(lr=2.0, final=0.1, warmup=4)
     rates = [optimizer.rate(step, 12) for step in range(14)]
