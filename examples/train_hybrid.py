@@ -214,7 +214,7 @@ def check(config: Config) -> None:
         if name in LEAST and value < LEAST[name]:
             raise ArgumentError(name, f"at least {LEAST[name]}", value)
         if name in POSITIVE and not value > 0:
-            raise ArgumentError(name, "more than 0", value, "inf: no clipping" if name == "optimizer.clip" else "")
+            raise ArgumentError(name, "more than 0", value, ".inf clips nothing" if name == "optimizer.clip" else "")
 
 
 def main(args: list[str] | None = None) -> None:
