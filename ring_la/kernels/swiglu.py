@@ -1,6 +1,8 @@
-"""The product inside a SwiGLU, ``SiLU(gate) ⊙ up``, of both halves of one projection: one pass each way on CUDA.
+"""The product inside a SwiGLU, ``SiLU(gate) ⊙ up``, of both halves of one projection.
 
-Elsewhere, and in what a compiler traces (which fuses them itself), PyTorch's own operations.
+    ring_la::swiglu   ring_la::swiglu_backward
+
+On CUDA a registered operator, by Triton where it can; elsewhere PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -9,18 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import first_derivative_only, traced
 from .backends import triton_installed
+from .operator import Operator, fused
 
 
 def swiglu(y: Tensor) -> Tensor:
     """``SiLU(y[…, :D]) ⊙ y[…, D:]`` of ``y […, 2 D]``, in y's dtype."""
-    if not traced(y) and y.is_cuda and triton_installed():
-        from .triton.swiglu import unsupported
-
-        if not unsupported(y):
-            return _SwiGLU.apply(y)
-    return plain_swiglu(y)
+    if not fused(y):
+        return plain_swiglu(y)
+    return swiglu_op(y)
 
 
 def plain_swiglu(y: Tensor) -> Tensor:
@@ -28,17 +27,39 @@ def plain_swiglu(y: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y: Tensor) -> Tensor:
+def plain_swiglu_backward(do: Tensor, y: Tensor) -> Tensor:
+    """The gradient of y."""
+    gate, up = y.chunk(2, -1)
+    s = torch.sigmoid(gate)
+    return torch.cat([do * up * (s * (1 + gate * (1 - s))), do * (gate * s)], -1)
+
+
+def _by_triton(y: Tensor) -> bool:
+    if not (y.is_cuda and triton_installed()):
+        return False
+    from .triton.swiglu import unsupported
+
+    return not unsupported(y)
+
+
+def _swiglu(y: Tensor) -> Tensor:
+    if _by_triton(y):
         from .triton.swiglu import forward
 
-        ctx.save_for_backward(y)
         return forward(y)
+    return plain_swiglu(y)
 
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, do: Tensor) -> Tensor:
+
+def _swiglu_backward(do: Tensor, y: Tensor) -> list[Tensor]:
+    if _by_triton(y):
         from .triton.swiglu import backward
 
-        return backward(do, *ctx.saved_tensors)
+        return [backward(do, y)]
+    return [plain_swiglu_backward(do, y)]
+
+
+def _fake(y):
+    return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+
+
+swiglu_op = Operator("swiglu", _swiglu, _swiglu_backward, _fake, 1)

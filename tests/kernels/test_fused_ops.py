@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_la.errors import SecondDerivativeError
-from ring_la.kernels import gates, ops, outer, rms, short_conv
+from ring_la.kernels import gates, ops, outer, rms, short_conv, swiglu
 
 CU = torch.tensor([0, 3, 3, 8])
 
@@ -24,6 +24,7 @@ CASES = {
     "unit_length": (gates.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
     "log_decay": (gates.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
     "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),
+    "swiglu": (swiglu.swiglu_op, (leaf(2, 3, 10),)),
     "discretise": (gates.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), leaf(3), True)),
     "discretise, bare": (gates.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), None, False)),
     "outer_sum": (outer.outer_sum_op, (leaf(1, 8, 1, 3), leaf(1, 8, 2, 2), CU)),
