@@ -54,7 +54,8 @@ def full_precision(*tensors: Tensor | None) -> AbstractContextManager:
     for t in tensors:
         if t is not None:
             kind = t.device.type
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            tracing = torch.compiler.is_compiling()  # it cannot ask
+            if tracing or (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
                 return torch.autocast(kind, enabled=False)
             break
     return _AS_IT_IS
