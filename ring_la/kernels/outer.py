@@ -12,13 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..algebra import Rule
 from .backends import triton_installed
 from .chunking import Chunks
 from .local import Inputs
 from .operator import Operator
 
-RULE = Rule("additive", "none")
 CHUNK = 64
 
 
@@ -64,20 +62,22 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 
 def _outer_sum(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
     if k.is_cuda and triton_installed():
-        from .triton.local import TritonRecurrence, unsupported
+        from .triton.again import again
+        from .triton.local import unsupported
+        from .triton.read import RULE, total
 
-        inputs = Inputs(k, k, v)
-        if not unsupported(RULE, inputs):
-            return TritonRecurrence(RULE, inputs, cu, 1.0).summary(None, False)[1]
+        if not unsupported(RULE, Inputs(k, k, v)):
+            return again(total, (k, v, None if cu is None else cu.to(torch.int32)))
     return plain_outer_sum(k, v, cu).contiguous()
 
 
 def _read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:
     if q.is_cuda and triton_installed():
+        from .triton.again import again
         from .triton.read import read, unsupported
 
         if not unsupported(q, S):
-            return read(q, S, cu, scale, transposed)
+            return again(read, (q, S, None if cu is None else cu.to(torch.int32)), scale, transposed)
     return plain_read_state(q, S, cu, scale, transposed).contiguous()
 
 

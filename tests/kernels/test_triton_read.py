@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from ring_la.kernels import outer
-from ring_la.kernels.local import Inputs
 from tests.kernels.triton_cases import error, interpreted
 
 interpreted()
 
-from ring_la.kernels.triton.local import TritonRecurrence  # noqa: E402
-from ring_la.kernels.triton.read import read  # noqa: E402
+from ring_la.kernels.triton.again import again  # noqa: E402
+from ring_la.kernels.triton.read import read, total  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # batch, tokens, heads of q and k, heads of v, K, V, offsets
@@ -29,7 +28,6 @@ def read_case(name: str, dtype: torch.dtype = torch.float32, times: int = 1) -> 
     k = torch.randn(B, T * times, HK, K, device=DEVICE, dtype=dtype)
     v = torch.randn(B, T * times, H, V, device=DEVICE, dtype=dtype)
     true = results(k.double(), v.double(), cu, outer.plain_outer_sum, outer.plain_read_state)
-    total = lambda k, v, cu: TritonRecurrence(outer.RULE, Inputs(k, k, v), cu, 1.0).summary(None, False)[1]  # noqa: E731
     return true, results(k, v, cu, total, read), results(k, v, cu, outer.plain_outer_sum, outer.plain_read_state)
 
 
@@ -44,3 +42,21 @@ def test_sums_and_reads(name: str) -> None:
     for got in both:
         assert [g.shape for g in got] == [t.shape for t in true]
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+def test_what_is_replayed() -> None:
+    """The third call on tensors of one class repeats the second's launches; one of another class does not."""
+    calls = []
+
+    def counted(k: torch.Tensor, v: torch.Tensor, cu: None) -> torch.Tensor:
+        calls.append(k.shape[1])
+        return total(k, v, cu)
+
+    for length, same in ((70, False), (70, False), (70, False), (70, True), (70, True), (70, True), (33, False)):
+        k = torch.randn(1, length, 2, 16, device=DEVICE)
+        v = k if same else torch.randn(1, length, 2, 16, device=DEVICE)
+        S = again(counted, (k, v, None))
+        assert error(S, outer.plain_outer_sum(k, v, None).double()) < 1e-5
+        o = again(read, (k, S, None), 0.5, False)
+        assert error(o, outer.plain_read_state(k, S, None, 0.5, False).double()) < 1e-5
+    assert calls == [70, 70, 70, 70, 33]

@@ -7,11 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.algebra import Rule
+from ring_la.kernels.local import Inputs
 from ring_la.kernels.triton.cut import Cut
 from ring_la.kernels.triton.launch import aligned, launch
+from ring_la.kernels.triton.local import TritonRecurrence
 from ring_la.kernels.triton.table import cdiv, width
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
+RULE = Rule("additive", "none")
 CHUNK, CHUNKS, COLUMNS = 64, 8, 128
 """Tokens a product, products a program, and columns of the result a program takes."""
 
@@ -43,6 +47,11 @@ def read_kernel(
     for c in range(0, left, C):
         y = tile(x_ + c * (HX * DX), t, left - c, d, HX * DX, DX)
         put(o_ + c * (H * DO), tl.dot(y, state, input_precision=PREC), t, left - c, e, H * DO, DO)
+
+
+def total(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
+    """Σ k vᵀ of each piece ``[B, N, H, K, V]``: the summary of a recurrence that forgets nothing."""
+    return TritonRecurrence(RULE, Inputs(k, k, v), cu, 1.0).summary(None, False)[1]
 
 
 def unsupported(x: Tensor, S: Tensor) -> str:

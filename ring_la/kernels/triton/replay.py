@@ -86,7 +86,7 @@ class Replay:
         given = [self._bring(x, to) for x, to in zip((*inputs, cu, *kept), like)]
         self._given = [x for x, _ in given]
         self._node = root((rule, self._scale, keep, inputs.v.device, *[known for _, known in given]))
-        self._playing = Playing(inputs.v.device)
+        self._playing = Playing(inputs.v)
         self._played: list[Step] = []
         self._real: TritonRecurrence | None = None
         self._without_history: dict[int, Tensor] = {}
