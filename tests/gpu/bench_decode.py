@@ -1,4 +1,4 @@
-"""The recurrent mode on the GPU: `python -m tests.gpu.bench_decode [--out FILE]`.
+"""The recurrent mode on the GPU: `python -m tests.gpu.bench_decode [--rules dplr_diagonal] [--out FILE]`.
 
 One token for 64 sequences of 32 heads, K = V = 128, against a copy of the states, over block sizes; and how long a
 short sequence takes in either mode, where `kernels.backends.SHORT` comes from.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -19,21 +19,23 @@ from ring_la.cli.bench_ops.measure import bandwidth, milliseconds
 from ring_la.kernels.triton import decode
 from tests.kernels.triton_cases import Case
 
+RULES = "additive_scalar", "delta_scalar", "delta_diagonal", "dplr_diagonal"
+TILES = ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8))
 
-def one_token(copy: float) -> dict[str, list]:
-    """The three best (share of copy bandwidth, columns, warps, ms) of each rule."""
+
+def one_token(copy: float, rules: Sequence[str]) -> dict[str, list]:
+    """(share of copy bandwidth, columns, warps, ms) of each rule, the best first."""
     state = torch.randn(64, 32, 128, 128, device="cuda")
     moved, found, chosen = 2 * state.numel() * 4, {}, dict(decode.TILE)
-    for name in ("additive_scalar", "delta_scalar", "delta_diagonal", "dplr_diagonal"):
+    for name in rules:
         case = Case(name, 64, 1, 32, 32, 128, 128, torch.bfloat16)
         step = partial(decode.run, Rule.parse(name), case.inputs("cuda"), state, 0.1, into=state)
         shares = []
-        for block in (16, 32, 64):
-            for warps in (2, 4, 8):
-                decode.TILE[Rule.parse(name).write] = block, warps
-                ms = milliseconds(step, budget=0.01)
-                shares.append((round(moved / (ms / 1e3) / copy, 3), block, warps, ms))
-        found[name] = sorted(shares, reverse=True)[:3]
+        for block, warps in TILES:
+            decode.TILE[Rule.parse(name).write] = block, warps
+            ms = milliseconds(step, budget=0.02)
+            shares.append((round(moved / (ms / 1e3) / copy, 3), block, warps, ms))
+        found[name] = sorted(shares, reverse=True)
         print(name, found[name], flush=True)
     decode.TILE |= chosen
     return found
@@ -71,9 +73,12 @@ def short_sequences() -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out")
+    parser.add_argument("--rules", default=",".join(RULES))
     args = parser.parse_args()
     found: dict = {"gpu": torch.cuda.get_device_name(), "copy_bytes_per_second": bandwidth()}
-    for name, part in (("one_token", lambda: one_token(found["copy_bytes_per_second"])), ("short", short_sequences)):
+    rules = args.rules.split(",")
+    parts = ("one_token", lambda: one_token(found["copy_bytes_per_second"], rules)), ("short", short_sequences)
+    for name, part in parts:
         try:
             found[name] = part()
         except Exception as e:  # the other part still says something

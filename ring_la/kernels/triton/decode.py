@@ -4,7 +4,8 @@
 
 and o = scale · Sᵀ q. A program holds a head's state, or some of its columns, from a piece's first token to its last: it
 moves every state once to the chip and once back and does little else for one token, so the floor is a copy of the
-states. They may be written in place, or to new memory.
+states. They may be written in place, or to new memory. What a token reads of the state after it is found from the state
+before it, (D S + k wᵀ)ᵀ q = Sᵀ (D q) + (k·q) w, so that no sum waits for another.
 """
 
 from __future__ import annotations
@@ -51,18 +52,26 @@ def advance(
     y = tl.load(k + hk * K + d, d < K, other=0.0).to(tl.float32)
     x = tl.load(q + hk * K + d, d < K, other=0.0).to(tl.float32)
     w = tl.load(v + hv * V + e, e < V, other=0.0).to(tl.float32)
+    if DECAY == 0:
+        kept = tl.full([BK], 1.0, tl.float32)
+    elif DECAY == 1:
+        kept = tl.zeros([BK], tl.float32) + tl.exp(tl.load(g + hv).to(tl.float32))
+    else:
+        kept = tl.exp(tl.load(g + hv * K + d, d < K, other=0.0).to(tl.float32))
+    read = tl.sum(S * (kept * x)[:, None], 0)
+    if DELTA:
+        w = (w - tl.sum(S * (kept * y)[:, None], 0)) * tl.load(beta + hv).to(tl.float32)
     if DPLR:
         seen = tl.sum(S * tl.load(a + hv * K + d, d < K, other=0.0).to(tl.float32)[:, None], 0)
-    if DECAY == 1:
-        S *= tl.exp(tl.load(g + hv).to(tl.float32))
-    if DECAY == 2:
-        S *= tl.exp(tl.load(g + hv * K + d, d < K, other=0.0).to(tl.float32))[:, None]
-    if DELTA:
-        w = (w - tl.sum(S * y[:, None], 0)) * tl.load(beta + hv).to(tl.float32)
+    if DECAY:
+        S *= kept[:, None]
     if DPLR:
-        S += tl.load(b + hv * K + d, d < K, other=0.0).to(tl.float32)[:, None] * seen[None, :]
+        z = tl.load(b + hv * K + d, d < K, other=0.0).to(tl.float32)
+        S += z[:, None] * seen[None, :]
+        read += tl.sum(z * x, 0) * seen
     S += y[:, None] * w[None, :]
-    tl.store(o + hv * V + e, (tl.sum(S * x[:, None], 0) * scale).to(o.dtype.element_ty), e < V)
+    read += tl.sum(y * x, 0) * w
+    tl.store(o + hv * V + e, (read * scale).to(o.dtype.element_ty), e < V)
     return S
 
 
