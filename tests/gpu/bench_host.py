@@ -31,9 +31,12 @@ from tests.conformance.cases import make_inputs
 
 OPS = (
     "linear_attention", "retention", "lightning_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule",
-    "kda", "rwkv7",
+    "kda", "rwkv7", "mamba2", "bidirectional",
 )  # fmt: skip
+FORMS = {"bidirectional": ("linear_attention", {"causal": False}), "mamba2": ("mamba2", {"dt_softplus": True})}
+"""Function and keywords of those that are not functions of tensors alone."""
 SHAPE = dict(B=4, T=4096, Hk=16, H=16, K=64, V=64)
+NARROW = "q", "k", "v", "r", "a", "b", "x", "B", "C", "dt"
 CALLS, ROUNDS = 10, 20
 """Calls in a row without waiting, and how often: few enough that the queue of launches never fills."""
 
@@ -103,10 +106,17 @@ def backward_microseconds(forward: Callable[[], torch.Tensor], inputs: list[torc
 
 def drawn(name: str, shape: dict[str, int] = SHAPE) -> dict[str, torch.Tensor]:
     """Inputs of an operator, by name."""
-    x = {n: t.detach().cuda() for n, t in make_inputs(name, **shape, dtype=torch.float32).items()}
+    made = make_inputs(FORMS.get(name, (name,))[0], **shape, dtype=torch.float32)
+    x = {n: t.detach().cuda() for n, t in made.items() if isinstance(t, torch.Tensor)}
     if name == "lightning_attention":
         x.pop("g")
-    return {n: t.bfloat16() if n in ("q", "k", "v", "r", "a", "b") else t for n, t in x.items()}
+    return {n: t.bfloat16() if n in NARROW else t for n, t in x.items()}
+
+
+def operation(name: str) -> Callable[..., torch.Tensor]:
+    """The output of an operator."""
+    function, keywords = FORMS.get(name, (name, {}))
+    return lambda **x: getattr(ring_la, function)(**x, **keywords).o
 
 
 def measured(op: Callable[..., torch.Tensor], x: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -123,7 +133,7 @@ def measured(op: Callable[..., torch.Tensor], x: dict[str, torch.Tensor]) -> dic
 
 def operator(name: str, fla: bool) -> dict[str, Any]:
     """Host µs of one operator, and of its peer."""
-    x, op = drawn(name), lambda **x: getattr(ring_la, name)(**x).o
+    x, op = drawn(name), operation(name)
     row: dict[str, Any] = {"op": name} | measured(op, x)
     wanting = {n: t.clone().requires_grad_() for n, t in x.items()}
     do = torch.randn_like(op(**x))
@@ -142,10 +152,10 @@ def operator(name: str, fla: bool) -> dict[str, Any]:
 
 def profiled(name: str) -> None:
     """Print where the time of a forward goes, and of both."""
-    x, op = drawn(name), getattr(ring_la, name)
+    x, op = drawn(name), operation(name)
     wanting = {n: t.clone().requires_grad_() for n, t in x.items()}
-    do = torch.randn_like(op(**x).o)
-    forward = lambda: op(**wanting).o  # noqa: E731
+    do = torch.randn_like(op(**x))
+    forward = lambda: op(**wanting)  # noqa: E731
     for call in (forward, lambda: torch.autograd.grad(forward(), list(wanting.values()), do)):
         for _ in range(4):
             call()
