@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autograd import first_derivative_only, traced
+from ..autograd import bare, first_derivative_only, traced
 from .backends import triton_installed
 
 
@@ -19,10 +19,10 @@ def skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
         y, x: ``[B, T, H, V]``. D: ``[H]`` or ``[H, V]``.
     """
     if not traced(x) and x.is_cuda and triton_installed():
-        from .triton.skip import unsupported
+        from .triton.skip import forward, unsupported
 
         if not unsupported(y, x):
-            return _Skip.apply(y, x, D)
+            return forward(y, x, D) if bare(y, x, D) else _Skip.apply(y, x, D)
     return plain_skip(y, x, D)
 
 
