@@ -61,14 +61,18 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def _outer_sum(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
+    return _scaled_sum(k, v, cu, 1.0)
+
+
+def _scaled_sum(k: Tensor, v: Tensor, cu: Tensor | None, scale: float) -> Tensor:
     if k.is_cuda and triton_installed():
         from .triton.again import again
         from .triton.local import unsupported
         from .triton.read import RULE, total
 
         if not unsupported(RULE, Inputs(k, k, v)):
-            return again(total, (k, v, None if cu is None else cu.to(torch.int32)))
-    return plain_outer_sum(k, v, cu).contiguous()
+            return again(total, (k, v, None if cu is None else cu.to(torch.int32)), scale)
+    return (scale * plain_outer_sum(k, v, cu)).contiguous()
 
 
 def _read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:
@@ -91,7 +95,7 @@ def _read_state_backward(
 ) -> list[Tensor]:
     """Gradients of q and S."""
     dq = _own(_read_state(do, S, cu, scale, not transposed), q)
-    dS = scale * _outer_sum(q, do, cu)
+    dS = _scaled_sum(q, do, cu, scale)
     return [dq, (dS.mT.contiguous() if transposed else dS).to(S.dtype)]
 
 

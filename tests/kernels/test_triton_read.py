@@ -27,12 +27,16 @@ def read_case(name: str, dtype: torch.dtype = torch.float32, times: int = 1) -> 
     cu = None if offsets is None else torch.tensor(offsets, device=DEVICE) * times
     k = torch.randn(B, T * times, HK, K, device=DEVICE, dtype=dtype)
     v = torch.randn(B, T * times, H, V, device=DEVICE, dtype=dtype)
-    true = results(k.double(), v.double(), cu, outer.plain_outer_sum, outer.plain_read_state)
-    return true, results(k, v, cu, total, read), results(k, v, cu, outer.plain_outer_sum, outer.plain_read_state)
+    true = results(k.double(), v.double(), cu, plain_total, outer.plain_read_state)
+    return true, results(k, v, cu, total, read), results(k, v, cu, plain_total, outer.plain_read_state)
+
+
+def plain_total(k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, scale: float) -> torch.Tensor:
+    return scale * outer.plain_outer_sum(k, v, cu)
 
 
 def results(k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, total, reading) -> list[torch.Tensor]:
-    S = total(k, v, cu)
+    S = total(k, v, cu, 0.7)
     return [S, reading(k, S, cu, 0.5, False), reading(v, S, cu, 0.5, True)]
 
 
@@ -50,7 +54,7 @@ def test_what_is_replayed() -> None:
 
     def counted(k: torch.Tensor, v: torch.Tensor, cu: None) -> torch.Tensor:
         calls.append(k.shape[1])
-        return total(k, v, cu)
+        return total(k, v, cu, 1.0)
 
     for length, same in ((70, False), (70, False), (70, False), (70, True), (70, True), (70, True), (33, False)):
         k = torch.randn(1, length, 2, 16, device=DEVICE)

@@ -49,9 +49,9 @@ def read_kernel(
         put(o_ + c * (H * DO), tl.dot(y, state, input_precision=PREC), t, left - c, e, H * DO, DO)
 
 
-def total(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
-    """Σ k vᵀ of each piece ``[B, N, H, K, V]``: the summary of a recurrence that forgets nothing."""
-    return TritonRecurrence(RULE, Inputs(k, k, v), cu, 1.0).summary(None, False)[1]
+def total(k: Tensor, v: Tensor, cu: Tensor | None, scale: float) -> Tensor:
+    """``scale · Σ k vᵀ`` of each piece ``[B, N, H, K, V]``: the adjoint of a recurrence that forgets nothing."""
+    return TritonRecurrence(RULE, Inputs(k, k, v), cu, scale).adjoint(v, None)
 
 
 def unsupported(x: Tensor, S: Tensor) -> str:
