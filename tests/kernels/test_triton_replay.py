@@ -194,3 +194,14 @@ def test_parts_needed_at_once_do_not_overlap() -> None:
             together = born < life[1] and life[0] < died
             assert apart or not together
     assert size < sum(part[0] for part in parts)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one() -> None:
+    """What is replayed is launched where its tensors are."""
+    for seed in range(4):
+        x = Drawn("delta_scalar", seed, **CASES["dense"])
+        elsewhere = Inputs(*(None if t is None else t.to("cuda:1") for t in x.inputs))
+        o, _ = Replay(x.rule, elsewhere, None, 0.3).output(None)
+        assert torch.equal(o.to("cuda:0"), TritonRecurrence(x.rule, x.inputs, None, 0.3).output(None)[0])

@@ -154,7 +154,10 @@ class Tape(NamedTuple):
 
     def play(self, playing: Playing) -> list[Tensor | None]:
         """Do it on what `playing` holds."""
-        tensors, bases = playing.tensors, playing.bases
+        device, tensors, bases = playing.like.device, playing.tensors, playing.bases
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.play(playing)
         new = self.end - len(tensors)
         tensors.extend([None] * new)
         bases.extend([0] * new)
@@ -162,8 +165,8 @@ class Tape(NamedTuple):
         for number, shape, strides, dtype in self.room:
             tensors[number] = x = empty(shape, strides, dtype=dtype)
             bases[number] = x.data_ptr()
-        if playing.like.is_cuda:
-            playing.stream = current_stream(playing.like.device)
+        if device.type == "cuda":
+            playing.stream = current_stream(device)
         for one in self.work:
             one.play(playing)
         out = [tensors[number] for number in self.returned]
