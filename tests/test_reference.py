@@ -717,14 +717,6 @@ def test_other_bad_arguments():
         run("gla", bench()["gla"], head_first=True)
 
 
-def test_signatures_show_the_common_keywords():
-    for name in RECURRENCES:
-        parameters = inspect.signature(getattr(reference, name)).parameters
-        assert {"scale", "initial_state", "output_final_state", "use_qk_l2norm", "layout", "cu_seqlens"} <= {
-            *parameters
-        }
-
-
 CHOICES = {"strategy", "kv_layout", "dropout_seed", "in_place"}
 """Arguments of public functions that choose how a result is made, not what it is."""
 

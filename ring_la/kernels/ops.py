@@ -18,8 +18,6 @@ from ..errors import SecondDerivativeError
 from .backends import make_local
 from .local import Inputs
 
-N_INPUTS = len(Inputs._fields)
-
 
 def state_dtype(*tensors: Tensor | None) -> torch.dtype:
     """States are fp32; fp64 where any tensor is."""
