@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..errors import ArgumentError
 from ..kernels.gates import decay_gate
 from ..recurrences import delta_rule, gated_delta_rule, kda
 from .layer import (
@@ -18,7 +19,6 @@ from .layer import (
     Layer,
     LayerOutput,
     LayerState,
-    divide,
     head_width,
     inverse_softplus,
     merge_heads,
@@ -50,7 +50,8 @@ class _DeltaLayer(Layer):
         self.V = self.K if value_dim is None else positive("value_dim", value_dim)
         self.num_heads = num_heads
         self.num_value_heads = num_heads if num_value_heads is None else positive("num_value_heads", num_value_heads)
-        divide("num_value_heads", self.num_value_heads, num_heads)
+        if self.num_value_heads % num_heads:
+            raise ArgumentError("num_value_heads", f"a multiple of num_heads = {num_heads}", num_value_heads)
         self.beta_max = 2.0 if negative_eigenvalues else 1.0
         self.mode, self.backend = mode, backend
         self.widths = [num_heads * self.K, num_heads * self.K, self.num_value_heads * self.V]
@@ -58,6 +59,11 @@ class _DeltaLayer(Layer):
         self.conv = ShortConv(sum(self.widths), conv_width)
         self.beta_proj = nn.Linear(dim, self.num_value_heads, bias=False)
         self.out_proj = nn.Linear(self.widths[2], dim, bias=False)
+        self.make_gates()
+
+    def make_gates(self) -> None:
+        """The modules of the layer's own: its decay, its output gate and its norm."""
+        raise NotImplementedError
 
     def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
         state = state or LayerState()
@@ -98,8 +104,7 @@ class DeltaNet(_DeltaLayer):
         mode, backend: as in the recurrences.
     """
 
-    def __init__(self, dim: int, num_heads: int, **options) -> None:
-        super().__init__(dim, num_heads, **options)
+    def make_gates(self) -> None:
         self.norm = RMSNorm(self.V)
 
     def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
@@ -118,12 +123,11 @@ class GatedDeltaNet(_DeltaLayer):
     Arguments as in `DeltaNet`.
     """
 
-    def __init__(self, dim: int, num_heads: int, **options) -> None:
-        super().__init__(dim, num_heads, **options)
+    def make_gates(self) -> None:
         H = self.num_value_heads
-        self.decay_proj = nn.Linear(dim, H, bias=False)
+        self.decay_proj = nn.Linear(self.dim, H, bias=False)
         self.A_log, self.dt_bias = decay_parameters(H, H)
-        self.gate_proj = nn.Linear(dim, H * self.V, bias=False)
+        self.gate_proj = nn.Linear(self.dim, H * self.V, bias=False)
         self.norm = GatedRMSNorm(self.V)
 
     def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
@@ -143,9 +147,8 @@ class KimiDeltaAttention(_DeltaLayer):
     Arguments as in `DeltaNet`. The low ranks W↓ have V columns.
     """
 
-    def __init__(self, dim: int, num_heads: int, **options) -> None:
-        super().__init__(dim, num_heads, **options)
-        H, K, V = self.num_value_heads, self.K, self.V
+    def make_gates(self) -> None:
+        dim, H, K, V = self.dim, self.num_value_heads, self.K, self.V
         self.decay_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * K, bias=False))
         self.A_log, self.dt_bias = decay_parameters(H, H * K)
         self.gate_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * V, bias=False))
