@@ -16,6 +16,7 @@ file (see `tables`), and --read does that with an earlier run's figures.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -100,9 +101,10 @@ class Worker:
 
 
 def plan(names: Sequence[str], shapes: list[str], device: str) -> list[tuple[str, str]]:
-    """(operator, shape), shape by shape; then Mamba-2 and the steps, which have shapes of their own."""
+    """(operator, shape), shape by shape; Mamba-2 and the steps, which have shapes of their own, after the first."""
     own = {n: STEPS[device] for n in names if CASES[n].step} | {"mamba2": MAMBA[device]}
-    return [(n, s) for s in shapes for n in names if n not in own] + [(n, own[n]) for n in names if n in own]
+    common = [[(n, s) for n in names if n not in own] for s in shapes]
+    return [*common[0], *[(n, own[n]) for n in names if n in own], *itertools.chain(*common[1:])]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
