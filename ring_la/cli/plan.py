@@ -264,8 +264,8 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
     largest = max(work.blocks, key=lambda block: block.parameters)
     if not setting.backward:
         return 2 * work.parameters / gpus + 2 * largest.parameters + tokens * max(b.saved for b in work.blocks)
+    kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
     tokens /= setting.rounds
-    kept = sum(_kept(setting, block, tokens) for block in work.blocks)
     again = max(_again(setting, block, tokens) for block in work.blocks)
     logits = 4 * work.vocabulary * min(tokens, 8192)
     return STATE_BYTES * work.parameters / gpus + 4 * largest.parameters + kept + again + logits
