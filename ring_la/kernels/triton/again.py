@@ -11,20 +11,12 @@ from collections.abc import Callable, Hashable, Sequence
 from torch import Tensor
 
 from ring_la.kernels.triton.launch import aligned
-from ring_la.kernels.triton.tape import Playing, Recorder, Tape
-
-
-class _Known:
-    """Of one class of calls: its tape, once written."""
-
-    def __init__(self) -> None:
-        self.tape: Tape | None = None
-        self.seen = self.refused = False
+from ring_la.kernels.triton.tape import Known, Playing, Recorder
 
 
 @functools.lru_cache(maxsize=512)
-def _known(key: Hashable) -> _Known:
-    return _Known()
+def _known(key: Hashable) -> Known:
+    return Known()
 
 
 def again(call: Callable[..., Tensor], tensors: Sequence[Tensor | None], *constants: Hashable) -> Tensor:

@@ -19,17 +19,16 @@ from ring_la.kernels.local import Inputs
 from ring_la.kernels.triton.base import once
 from ring_la.kernels.triton.launch import ALIGNMENT, aligned
 from ring_la.kernels.triton.local import TritonRecurrence
-from ring_la.kernels.triton.tape import Playing, Recorder, Tape
+from ring_la.kernels.triton.tape import Known, Playing, Recorder
 
 WIDTH = len(Inputs._fields)
 
 
-class Node:
-    """A step after certain others: its tape, once written, and the steps that have come next."""
+class Node(Known):
+    """A step after certain others, and the steps that have come next."""
 
     def __init__(self) -> None:
-        self.tape: Tape | None = None
-        self.seen = self.refused = False
+        super().__init__()
         self.next: dict[Hashable, Node] = {}
 
     def after(self, key: Hashable) -> Node:

@@ -175,6 +175,14 @@ class Tape(NamedTuple):
         return out
 
 
+class Known:
+    """What is known of a step: its tape, once written; whether it was seen before; whether it cannot be written."""
+
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+        self.seen = self.refused = False
+
+
 @dataclass
 class _Allocated:
     """A tensor a step allocated: when, in events, and until when its memory was needed."""
