@@ -23,12 +23,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from ring_la.softmax import attention, fused
-from ring_la.softmax.backends.triton import launch, table
+from ring_la.softmax.backends.triton import launch, plan, table
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", True)
+    monkeypatch.setattr(plan, "ALIGNED", 32)
     for name, (rows, keys) in dict(FORWARD=(32, 16), BACKWARD_KEYS=(16, 32), BACKWARD_QUERIES=(32, 32)).items():
         monkeypatch.setattr(table, name, {w: table.Launch(rows, keys, 4, 2) for w in getattr(table, name)})
 

@@ -38,12 +38,15 @@ class TritonBackend(Backend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
         from . import kernels
 
-        q, k, v = (_dense_rows(x) for x in (q, k, v))
+        met = plan.met(scores, tq, tk)
+        if met is None:
+            return
+        q, k, v = (_dense_rows(x) for x in (q[:, met.rows], k[:, met.keys], v[:, met.keys]))
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        call = _Call(scores, q, k, v, o, tq, tk)
+        call = _Call(scores, q, k, v, o, met.tq, met.tk)
         call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse)
-        out.add(o, lse)
+        out.add(o, lse, met.rows)
 
     def backward(
         self,
@@ -61,13 +64,16 @@ class TritonBackend(Backend):
     ) -> None:
         from . import kernels
 
-        q, k, v, do = (_dense_rows(x) for x in (q, k, v, do))
-        call = _Call(scores, q, k, v, do, tq, tk)
-        inputs = (q, k, v, do, lse.contiguous(), delta.contiguous())
+        met = plan.met(scores, tq, tk)
+        if met is None:
+            return
+        q, do, k, v = (_dense_rows(x) for x in (q[:, met.rows], do[:, met.rows], k[:, met.keys], v[:, met.keys]))
+        call = _Call(scores, q, k, v, do, met.tq, met.tk)
+        inputs = (q, k, v, do, *(x[:, :, met.rows].contiguous() for x in (lse, delta)))
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv)
         call.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq)
-        out.add(dq, dk, dv, slice(None), slice(None))
+        out.add(dq, dk, dv, met.rows, met.keys)
 
 
 class _Call:

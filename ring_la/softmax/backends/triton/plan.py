@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from ...scores import Scores
+from ...tiles import tiles
 from ...tokens import ANY_DOCUMENT, Tokens
+
+ALIGNED = 128
 
 
 class TileLists(NamedTuple):
@@ -21,6 +24,40 @@ class TileLists(NamedTuple):
 
     tiles: Tensor
     counts: Tensor
+
+
+class Block(NamedTuple):
+    """The part of a block that a call is made for: rows and keys, and where they stand."""
+
+    rows: slice
+    keys: slice
+    tq: Tokens
+    tk: Tokens
+
+
+def met(scores: Scores, tq: Tokens, tk: Tokens) -> Block | None:
+    """What is left of a block without the rows and keys, at either end, that meet nothing; None: nothing meets."""
+    kept, key = tq.tiles.setdefault(tk, {}), ("met", scores.left, scores.right)
+    if key not in kept:
+        kept[key] = _met(scores, tq, tk)
+    return kept[key]
+
+
+def _met(scores: Scores, tq: Tokens, tk: Tokens) -> Block | None:
+    if tq.runs is None or tk.runs is None:
+        return Block(slice(0, len(tq)), slice(0, len(tk)), tq, tk)
+    seen = tiles(scores, tq, tk)
+    if not seen:
+        return None
+    rows = _aligned(min(t.q0 for t in seen), max(t.q1 for t in seen), len(tq))
+    keys = _aligned(min(t.k0 for t in seen), max(t.k1 for t in seen), len(tk))
+    sides = (t if r == slice(0, len(t)) else t.cut(r.start, r.stop) for t, r in ((tq, rows), (tk, keys)))
+    return Block(rows, keys, *sides)
+
+
+def _aligned(start: int, stop: int, length: int) -> slice:
+    """A stretch that begins, and but at the end of all ends, where every tile does."""
+    return slice(start // ALIGNED * ALIGNED, min(length, -(-stop // ALIGNED) * ALIGNED))
 
 
 def of_queries(scores: Scores, tq: Tokens, tk: Tokens, bm: int, bn: int) -> TileLists:
