@@ -6,8 +6,9 @@ them, and gradients come back the same way, by copy engines while blocks are com
                the gradients of each group's keys go to their owners' inboxes while the next one is computed; then
                each rank adds up what it was sent
 
-The first block needs nobody: it is launched before anything else. Only keys that a rank's queries see are sent to it. A
-group of owners is one block of keys in the order of the sequence: few, large kernel calls.
+The first block needs nobody. Backward it is launched before anything else; forward, where blocks are shorter, the
+copies to the nearest rank, whose turn comes next, are launched before it. Only keys that a rank's queries see are sent
+to it. A group of owners is one block of keys in the order of the sequence: few, large kernel calls.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Copied:
             job.forward(q, k, v, job.rank, out)
             return
         box = Mailbox(job, schedule, k, v)
+        box.deliver(range(1, 2))
         job.forward(q, k, v, job.rank, out)
-        box.deliver()
+        box.deliver(range(2, job.size))
         for r in schedule.rounds(job.rank):
             kv = box.receive(r)
             job.forward_to(q, kv.k, kv.v, r.keys, out)
@@ -47,7 +49,7 @@ class Copied:
             return own
         box = Mailbox(job, schedule, k, v, job.message_dtype(k.dtype))
         job.backward(do, q, k, v, o, lse, delta, job.rank, own)
-        box.deliver(farthest_first=True)
+        box.deliver(range(job.size - 1, 0, -1))
         for r in reversed(schedule.rounds(job.rank)):
             kv = box.receive(r)
             grads = Gradients(own.dq, Sum.like(kv.k), Sum.like(kv.v))

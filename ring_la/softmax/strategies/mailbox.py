@@ -48,11 +48,14 @@ class Mailbox:
         self._views = schedule.views.setdefault(self.memory, {}).setdefault(shapes, {})
         self._there = self.memory.now()
 
-    def deliver(self, farthest_first: bool = False) -> None:
-        """Start to copy this rank's keys and values to those who need them, as of when the mailbox was opened."""
-        kept, tokens = ("deliveries", farthest_first), self.k.shape[1]
+    def deliver(self, steps: range) -> None:
+        """Start to copy this rank's keys and values, as of when the mailbox was opened, to those ranks that need them
+        among the ones so many steps to the right, one after the other."""
+        kept, tokens = ("deliveries", steps), self.k.shape[1]
         if kept not in self._views:
-            self._views[kept] = list(self._deliveries(farthest_first))
+            self._views[kept] = list(self._deliveries(steps))
+        if not self._views[kept]:
+            return
         with self.memory.beside(self._there):
             for rank, deliveries in self._views[kept]:
                 for k, v, a, b in deliveries:
@@ -102,10 +105,10 @@ class Mailbox:
         (flat,) = self.memory.rooms(rank, self._rooms[rank][number], ((self._size(rows),),), self.k.dtype)
         return KeyValues(flat, rows, self.k, self.v)
 
-    def _deliveries(self, farthest_first: bool) -> Iterator[tuple[int, list[Delivery]]]:
-        """What goes to each rank, those that compute on it first in front."""
-        me, steps = self.job.rank, range(1, self.job.size)
-        for n in reversed(steps) if farthest_first else steps:
+    def _deliveries(self, steps: range) -> Iterator[tuple[int, list[Delivery]]]:
+        """What goes to each rank."""
+        me = self.job.rank
+        for n in steps:
             rank, out = (me + n) % self.job.size, []
             for number, spans in enumerate(self.schedule.spans[rank]):
                 for x in spans:
