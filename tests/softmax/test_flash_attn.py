@@ -15,7 +15,7 @@ import torch
 
 from ring_la.layout import Layout
 from ring_la.softmax import attention
-from ring_la.softmax.backends import BACKENDS
+from ring_la.softmax.backends import BACKENDS, Ask, choose, varlen
 from ring_la.softmax.backends.aten import Flash
 from ring_la.softmax.backends.varlen import VarlenBackend
 from ring_la.softmax.merge import Gradients, Partial, row_sums
@@ -264,6 +264,15 @@ def test_one_call_for_all_documents(on_the_cpu):
     q = torch.randn(1, 40, 2, 8, dtype=torch.float64)
     attention(q, q, q, cu_seqlens=cu, backend="flash")
     assert calls == ["varlen"]
+
+
+def test_the_fastest_is_chosen(on_the_cpu, monkeypatch):
+    """Among kernels that can do a call: measured on an H200."""
+    monkeypatch.setattr(varlen, "has_triton", lambda: True)
+    monkeypatch.setattr(BACKENDS["triton"], "refuses", lambda ask: "")
+    for width, rows, best in ((128, 4096, "triton"), (128, 8, "flash"), (64, 4096, "flash"), (256, 4096, "flash")):
+        ask = Ask(torch.device("cpu"), torch.float64, 4, 4, width, width, Scores(0.3, left=7, right=0), rows=rows)
+        assert choose(ask, None).name == best
 
 
 def test_not_installed_is_said(monkeypatch):

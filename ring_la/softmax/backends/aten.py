@@ -8,11 +8,9 @@ from torch import Tensor
 from ..tiles import Tile
 from .backend import Ask, TileBackend
 from .packs import Pack
-from .varlen import HALVES, VarlenBackend, Window
+from .varlen import HALVES, LEAST_ROWS, VarlenBackend, Window
 
 aten = torch.ops.aten
-LEAST_ROWS = 512
-"""cuDNN is not chosen for fewer queries."""
 
 
 class Flash(VarlenBackend):

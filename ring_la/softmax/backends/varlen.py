@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..merge import Gradients, Partial
+from ..merge import Gradients, Partial, has_triton
 from ..scores import Scores
 from ..tiles import Tile
 from ..tokens import Tokens
@@ -16,6 +16,8 @@ from .backend import Ask, TileBackend, k_rows, q_rows
 from .packs import Pack, bottom_right, named, packs
 
 HALVES = (torch.float16, torch.bfloat16)
+LEAST_ROWS = 512
+"""Fewer queries than this are no work for kernels that one takes for many."""
 
 
 class Window(NamedTuple):
@@ -57,6 +59,11 @@ class VarlenBackend(TileBackend):
         if ask.width > self.widest or ask.width % 8:
             return f"it needs K a multiple of 8 up to {self.widest}, not {ask.width}"
         return super().refuses(ask)
+
+    def suits(self, ask: Ask) -> bool:
+        """On Hopper at K = 128 the Triton kernel is ahead of FlashAttention-2, but for few queries."""
+        few = ask.rows is not None and ask.rows < LEAST_ROWS
+        return few or ask.width != 128 or not has_triton() or torch.cuda.get_device_capability(ask.device) != (9, 0)
 
     @abstractmethod
     def call(
