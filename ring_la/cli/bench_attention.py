@@ -2,11 +2,12 @@
 
     torchrun --nproc_per_node 8 -m ring_la bench attention [--lengths 16384,4096] [--out FILE.json]
 
-The bound is one non-causal call of a kernel with the FLOPs that a rank owes: causal attention of T·P tokens is half of
-T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel. Where ring-flash-attn
-and yunchang are installed they run in the cases they can do, on PyTorch's FlashAttention-2 where flash-attn is absent.
-Times are medians of CUDA events, of the slowest rank: of one call after a synchronisation, of one in a row of
-`IN_A_ROW` calls (where the host may run ahead, as in a model), and of replays of a CUDA graph. Every variant's output
+The bound is one non-causal call of a kernel with the FLOPs that a rank owes: causal attention of T·P tokens is half
+of T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel. Where ring-flash-attn
+and yunchang are installed they run in the cases they can do, on PyTorch's FlashAttention-2 where flash-attn is
+absent. Times are medians of CUDA events, of the slowest rank: of one call, of one in a row of `IN_A_ROW` calls (where
+the host runs ahead, as in a model), and of replays of a CUDA graph. All devices start together, behind a sum over the
+ranks: when their hosts come out of a barrier is no part of what is measured, nor of the bound. Every variant's output
 and gradient of q are first compared, token by token, with those of the first one.
 """
 
@@ -33,8 +34,9 @@ from ring_la.comm.memory import Memory
 from ring_la.softmax import attention
 
 from .attention_peers import Call, Peers
+from .attention_table import table
 
-ROUNDS, WARM, SETTLE = 7, 3, 6
+ROUNDS, WARM, SETTLE = 7, 2, 6
 IN_A_ROW, SHORT = 10, 20.0
 TIMES = ("forward", "total", "row_forward", "row_total", "graph_forward", "graph_total")
 """Calls measured in a row, where forward + backward takes less than so many ms."""
@@ -51,11 +53,12 @@ def milliseconds(function: Callable[[], object], calls: int = 1) -> float:
     """Median time of one of `calls` in a row, of the slowest rank."""
     for _ in range(WARM):
         function()
-    times = []
+    times, together = [], torch.zeros(1, device="cuda")
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         dist.barrier()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.all_reduce(together)
         start.record()
         for _ in range(calls):
             function()
@@ -146,12 +149,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", default="ring,all_gather,ulysses")
     parser.add_argument("--backends", default="cudnn,flash,triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_attention.json"))
+    parser.add_argument("--read", type=pathlib.Path, nargs="+", help="print the table of these files, measure nothing")
     parser.add_argument("--kinds", default="zigzag,striped", help="layouts of packed documents")
     parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs too")
     parser.add_argument("--transports", default="torch,auto", help="of the ring; the others go by the last one")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.read:
+        sys.stdout.writelines(f"{line}\n" for line in table(args.read))
+        return
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rank, P, rows = dist.get_rank(), dist.get_world_size(), []

@@ -4,6 +4,7 @@
 
 The llama3 functions gather keys and values of packed documents that are split in place: their `cu_seqlens` come from
 `llama3_flash_attn_prepare_cu_seqlens`. `heads_k_stride` limits upstream's buffers; here all heads are gathered at once.
+`ring_la.integrations.transformers` stands in place of upstream's adapter, which swaps a function of that library.
 """
 
 from __future__ import annotations

@@ -121,6 +121,31 @@ def stalled_peer() -> str:
     return found
 
 
+def deterministic(features: tuple[str, ...] = ("causal", "packed", "all")) -> list[str]:
+    """What differs by a bit, with ``deterministic=True``: results on all ranks from those on half of them and under
+    another layout, gradients from those of a second call. Collective."""
+    P, rank, bad = dist.get_world_size(), dist.get_rank(), []
+    halves = [dist.new_group(list(range(first, P, 2))) for first in (0, 1)]
+    cps = [ContextParallel(group, deterministic=True) for group in (None, halves[rank % 2])]
+    for feature in features:
+        tensors, how, cu, do, dlse = draw(feature, 64, HALVES[0])
+        first: list[torch.Tensor] = []
+        for cp, kind in ((cps[0], "zigzag"), (cps[0], "contiguous"), (cps[1], "zigzag")):
+            layout = cp.layout(T, kind, cu_seqlens=cu)
+            local = {n: (layout.shard(t) if n in "qkv" else t).to(HALVES[0]) for n, t in tensors.items()}
+            calls = [
+                run(attention, local, layout.shard(do), layout.shard(dlse, dim=2), **how, layout=layout) for _ in "12"
+            ]
+            bad += [
+                f"{feature} {kind} P{cp.size} {n} twice" for n, x in calls[0].items() if not torch.equal(x, calls[1][n])
+            ]
+            whole = [layout.gather(calls[0]["o"]), layout.gather(calls[0]["lse"], dim=2)]
+            first = first or whole
+            if not all(map(torch.equal, first, whole)):
+                bad.append(f"{feature} {kind} P{cp.size}")
+    return bad
+
+
 class Progress:
     """What was compared so far, printed and saved by rank 0 at times, so that a run cut off still counts."""
 
@@ -183,6 +208,7 @@ def main() -> int:
     parser.add_argument(
         "--part", default="0/1", help="which of how many parts of the matrix, where jobs run side by side"
     )
+    parser.add_argument("--deterministic", action="store_true", help="compare bits of deterministic calls, at the end")
     parser.add_argument("--stall", action="store_true", help="have the last rank stay away once, at the end")
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -224,6 +250,10 @@ def main() -> int:
             sys.exit(f"stopped at case {progress.reached + 1} of {len(todo)}")
         progress.end(f"{group} {strategy or 'usp'} {backend}", feature)
     guard.cancel()
+    if args.deterministic:
+        differs = deterministic()
+        print(f"deterministic, rank {rank}: {', '.join(differs) or 'the same bits'}", flush=True)
+        report.bad += len(differs)
     if args.stall:
         found = stalled_peer()
         print(f"a stalled peer, rank {rank}: {found}", flush=True)

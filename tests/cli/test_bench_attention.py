@@ -1,0 +1,19 @@
+"""`bench attention --read`: the table of docs/benchmarks.md from the figures beside it."""
+
+from __future__ import annotations
+
+import json
+
+from ring_la.cli.main import main
+
+
+def test_table(tmp_path, capsys):
+    row = dict(case="causal", T=4096, name="ring_la ring cudnn", forward=1.294, share_forward=0.724, total=4.5)
+    row |= dict(
+        share_total=0.76, peak=0.691, row_forward=1.1, share_row_forward=0.8, row_total=4.4, share_row_total=0.7
+    )
+    (tmp_path / "a.json").write_text(json.dumps(dict(rows=[row])))
+    assert not main(["bench", "attention", "--read", str(tmp_path / "a.json")])
+    head, rule, line = capsys.readouterr().out.splitlines()
+    assert line == "| causal | 4,096 | ring cudnn | 1.29 | 72% | 4.50 | 76% | 1.10, 4.40 (80%, 70%) |  | 0.69 |"
+    assert head.count("|") == rule.count("|") == line.count("|")
