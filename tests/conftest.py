@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tests.without_fla  # noqa: F401
 from tests.distributed.pool import Ranks
 
 

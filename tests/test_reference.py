@@ -6,10 +6,10 @@ to fp64. fla-core's `naive.py` files are loaded one by one: its package imports 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import inspect
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -370,9 +370,9 @@ def test_lightning_attention_with_the_slopes_of_a_released_model_against_transfo
 
 def naive(path):
     """A `naive.py` of the installed fla-core, loaded without importing its package."""
-    spec = importlib.util.find_spec("fla")
-    file = spec and Path(spec.origin).parent / "ops" / path / "naive.py"
-    if not (file and file.exists()):
+    try:
+        file = importlib.metadata.distribution("fla-core").locate_file(f"fla/ops/{path}/naive.py")
+    except importlib.metadata.PackageNotFoundError:
         pytest.skip("fla-core is not installed")
     pytest.importorskip("einops")
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("fla_naive", file))

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import tests.without_fla  # noqa: F401
+
 SIZE = 4
 HANG = 90.0
 """Seconds one call may take."""
