@@ -143,7 +143,13 @@ class _Probe:
         inside = [] if inside is None else inside
 
         def enter(name: str) -> Callable:
-            return lambda module, args, keywords: inside.append(name)
+            def note(module: nn.Module, args: tuple, keywords: dict) -> None:
+                inside.append(name)
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    got = "statistics of this rank's tokens, in training"
+                    raise UnsupportedError("model", "norms of one token at a time", got)
+
+            return note
 
         def leave(name: str) -> Callable:
             def keep(module: nn.Module, args: tuple, keywords: dict, output: object) -> None:
@@ -226,7 +232,7 @@ class _Ranges(TorchFunctionMode):
         out = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
         if name == "arange":
-            if out.shape == (self.length,) and _called_from("transformers"):
+            if out.shape == (self.length,) and not _called_from("ring_la"):
                 self._ranges[id(out)] = out  # kept alive, so that its id stays its own
         elif isinstance(out, Tensor) and name not in self.INDEXING and self._ranges:
             if any(id(x) in self._ranges for x in args):

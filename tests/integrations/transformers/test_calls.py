@@ -347,6 +347,24 @@ REFUSED = {
 }
 
 
+class BatchNorm(torch.nn.Module):
+    """Token by token in eval, over a rank's tokens in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.flatten(0, 1)).view_as(x)
+
+
+class Faded(torch.nn.Module):
+    """Of a user's own: goes by places, from the thousandth on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.arange(x.shape[1]) / 1000).clamp(min=1)[:, None]
+
+
 def refused_models(rank: int) -> None:
     import transformers
 
@@ -367,6 +385,14 @@ def refused_models(rank: int) -> None:
             after = {n: set(vars(m)) for n, m in model.named_modules()}, model.config._attn_implementation
             assert before == after  # it is as it was
             assert not model.base_model._forward_hooks
+    for norm, message in (
+        (BatchNorm(), r"model\.norm\.inner \(BatchNorm1d\): statistics"),
+        (Faded(), r"model\.norm \(Faded\), which goes by"),
+    ):
+        model = CASES["llama"].make()
+        model.model.norm = norm
+        with pytest.raises(UnsupportedError, match=message):
+            parallelize(model, cp)
     bamba = CASES["bamba"]
     with_more = parallelize(replace(bamba, options=bamba.options | {"z_loss_coefficient": 0.1}).make(), cp)
     with pytest.raises(UnsupportedError, match=r"labels: .* BambaForCausalLM, which adds to its loss_function's"):
