@@ -81,8 +81,8 @@ class Replay:
         self._places = 0
         self._fresh: list[Tensor] = []
         like = (dtype, dtype, dtype, None, None, dtype, dtype, torch.int32, *[None] * len(kept))
-        inputs = inputs._replace(g=once(inputs.g))
-        given = [self._bring(x, to) for x, to in zip((*inputs, cu, *kept), like)]
+        q, k, v, g, beta, a, b = inputs
+        given = [self._bring(x, to) for x, to in zip((q, k, v, once(g), beta, a, b, cu, *kept), like)]
         self._given = [x for x, _ in given]
         self._node = root((rule, self._scale, keep, inputs.v.device, *[known for _, known in given]))
         self._playing = Playing(inputs.v)
