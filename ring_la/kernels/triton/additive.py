@@ -44,13 +44,22 @@ def take(p, at, row, column, c, t, left, d, first, STRIDE: tl.constexpr, D: tl.c
         return tile(at + c * STRIDE, t, left - c, d, STRIDE, D)
 
 
+@triton.jit
+def constant(rate, scale, n, t):
+    """Rows 1 and 2 of `gates.factors_kernel`, scale · e^G and e^{G_C − G}, of a chunk of n tokens, and G_C, where every
+    token decays by `rate` (a power of two)."""
+    return scale * tl.exp2(rate * (t + 1)), tl.exp2(rate * tl.maximum(n - 1 - t, 0)), rate * n
+
+
 @triton.jit(do_not_specialize=SIZES)
 def summarise_kernel(
     Y, Z, F, b_, log_a, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr,
     DY: tl.constexpr, DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    REVERSE: tl.constexpr, ALL: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    STATIC: tl.constexpr, REVERSE: tl.constexpr, ALL: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last."""
+    """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last.
+    F and STATIC as for `attend_kernel`."""
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
     s = tl.program_id(0) // NZ
@@ -72,7 +81,9 @@ def summarise_kernel(
     total = 0.0
     gc = 0.0
     n = (left + C - 1) // C
-    if GATED:
+    if STATIC:
+        rate = tl.load(F + h).to(tl.float32) * 1.4426950408889634
+    elif GATED:
         gc = tl.load(f_ + (n - 1 if REVERSE else 0) * (H * 4 * C) + C - 1)
     for j in range(n):
         i = n - 1 - j if REVERSE else j
@@ -80,12 +91,17 @@ def summarise_kernel(
         y = take(Y, y_, ry, cy, c, t, left, d, 0, HY * DY, DY, BULK)
         z = take(Z, z_, rz, cz, c, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
         zw = tl.trans(z)
-        if GATED:
+        following = gc
+        if STATIC:
+            level, rest, gc = constant(rate, scale, tl.minimum(left - c, C), t)
+            keep = level if REVERSE else rest
+        elif GATED:
             f = f_ + i * (H * 4 * C)
             following = tl.load(
                 f_ + (tl.maximum(i - 1, 0) if REVERSE else tl.minimum(i + 1, n - 1)) * (H * 4 * C) + C - 1
             )
             keep = tl.load(f + (C if REVERSE else 2 * C) + t)
+        if GATED:
             zw = (zw.to(tl.float32) * keep[None, :]).to(z.dtype)
             S *= tl.exp2(gc)
             total += gc
@@ -114,10 +130,11 @@ def attend_kernel(
 ):  # fmt: skip
     """The operation above for one segment and BZ columns of z; states lie in memory as [DX, DZ], or TRANSPOSED.
 
-    LEAVE stores the scan's last state. STATIC: every token of a head has the same decay. DOTS (with GATED): DOT
-    [NZ, B, H, T] = out·W by token, W with z's heads; forward also STATE_DOT, the part of it that comes in with the
-    state of the chunk; reverse with a state also EDGE [NZ, B, H, NS] = <that state, the forward's after the segment>,
-    the latter from `before`, of the segments, or `ends`, of the pieces.
+    LEAVE stores the scan's last state. F: `gates.factors_kernel`'s; STATIC: every token of a head has the same
+    log-decay, F [H] (of any dtype). DOTS (with GATED): DOT [NZ, B, H, T] = out·W by token, W with z's heads; forward
+    also STATE_DOT, the part of it that comes in with the state of the chunk; reverse with a state also EDGE
+    [NZ, B, H, NS] = <that state, the forward's after the segment>, the latter from `before`, of the segments, or
+    `ends`, of the pieces.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
@@ -155,13 +172,14 @@ def attend_kernel(
     one = tl.where(left > 0, 1.0, 0.0)  # a factor the compiler does not know, or it would chain the two products
     gc = 0.0
     reach = tl.zeros([C], tl.float32)  # what is left of the state's part at each token
-    if GATED:
+    if STATIC:
+        rate = tl.load(F + h).to(tl.float32) * 1.4426950408889634
+        gap = (t[None, :] - t[:, None] if REVERSE else t[:, None] - t[None, :]).to(tl.float32) * rate
+        decay = tl.exp2(tl.where(sees, gap, float("-inf"))) * scale
+    elif GATED:
         f = f_ + (n - 1 if REVERSE else 0) * (H * 4 * C)
         gc = tl.load(f + C - 1)
         reach = tl.load(f + (2 * C if REVERSE else C) + t)
-        if STATIC:
-            gap = (t[None, :] - t[:, None] if REVERSE else t[:, None] - t[None, :]).to(tl.float32) * tl.load(f_)
-            decay = tl.exp2(tl.where(sees, gap, float("-inf"))) * scale
     for m in range(n):
         i = n - 1 - m if REVERSE else m
         c = i * C
@@ -174,18 +192,21 @@ def attend_kernel(
         yw = tl.trans(y)
         reach_next = reach
         gc_next = gc
-        if GATED:
+        if STATIC:
+            level, rest, gc = constant(rate, scale, tl.minimum(left - c, C), t)
+            reach = rest if REVERSE else level
+            keep = level if REVERSE else rest
+            A *= decay
+        elif GATED:
             f = f_ + (tl.maximum(i - 1, 0) if REVERSE else tl.minimum(i + 1, n - 1)) * (H * 4 * C)
             gc_next = tl.load(f + C - 1)
             reach_next = tl.load(f + (2 * C if REVERSE else C) + t)
             f = f_ + i * (H * 4 * C)
             keep = tl.load(f + (C if REVERSE else 2 * C) + t)
-            if STATIC:
-                A *= decay
-            else:
-                g = tl.load(f + t)
-                gap = g[None, :] - g[:, None] if REVERSE else g[:, None] - g[None, :]
-                A *= tl.exp2(tl.where(sees, gap, float("-inf")))
+            g = tl.load(f + t)
+            gap = g[None, :] - g[:, None] if REVERSE else g[:, None] - g[None, :]
+            A *= tl.exp2(tl.where(sees, gap, float("-inf")))
+        if GATED:
             yw = (yw.to(tl.float32) * keep[None, :]).to(x.dtype)
         else:
             A = tl.where(sees, A, 0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.additive import rows, take
+from ring_la.kernels.triton.additive import constant, rows, take
 from ring_la.kernels.triton.tiles import SIZES, put, span
 
 
@@ -22,9 +22,9 @@ def writes_kernel(
     BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment; `leaving` takes the adjoint state before each piece. STATIC, DOTS, `before`, `ends`, EDGE and BULK
-    as for `additive.attend_kernel`: DOT [B, H, T] = dk·k. Without a decay DK and DV are never descriptors, whose
-    staging would not fit beside three chunks."""
-    PUT: tl.constexpr = BULK and GATED
+    as for `additive.attend_kernel`: DOT [B, H, T] = dk·k. Without a decay by token DK and DV are never descriptors,
+    whose staging would not fit beside three chunks."""
+    PUT: tl.constexpr = BULK and GATED and not STATIC
     s = tl.program_id(0)
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -58,13 +58,14 @@ def writes_kernel(
     one = tl.where(left > 0, 1.0, 0.0)  # a factor the compiler does not know, or it would chain the two products
     gc = 0.0
     reach = tl.zeros([C], tl.float32)
-    if GATED:
+    if STATIC:
+        rate = tl.load(F + h).to(tl.float32) * 1.4426950408889634
+        gap = (t[None, :] - t[:, None]).to(tl.float32) * rate
+        decay = tl.exp2(tl.where(sees, gap, float("-inf")))
+    elif GATED:
         f = f_ + (n - 1) * (H * 4 * C)
         gc = tl.load(f + C - 1)
         reach = tl.load(f + 2 * C + t)
-        if STATIC:
-            gap = (t[None, :] - t[:, None]).to(tl.float32) * tl.load(f_)
-            decay = tl.exp2(tl.where(sees, gap, float("-inf")))
     for m in range(n):
         i = n - 1 - m
         c = i * C
@@ -75,16 +76,17 @@ def writes_kernel(
         P = tl.dot(k, tl.trans(q), input_precision=PREC)
         reach_next = reach
         gc_next = gc
-        if GATED:
+        if STATIC:
+            keep, reach, gc = constant(rate, scale, tl.minimum(left - c, C), t)
+            P *= decay
+        elif GATED:
             f = f_ + tl.maximum(i - 1, 0) * (H * 4 * C)
             gc_next = tl.load(f + C - 1)
             reach_next = tl.load(f + 2 * C + t)
             f = f_ + i * (H * 4 * C)
-            if STATIC:
-                P *= decay
-            else:
-                g = tl.load(f + t)
-                P *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf")))
+            keep = tl.load(f + C + t)
+            g = tl.load(f + t)
+            P *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf")))
         else:
             P = tl.where(sees, P, 0.0)
         state = R.to(k.dtype)
@@ -102,7 +104,7 @@ def writes_kernel(
                 A *= decay
             else:
                 A *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf")))
-            dow = (dow.to(tl.float32) * tl.load(f + C + t)[None, :]).to(k.dtype)
+            dow = (dow.to(tl.float32) * keep[None, :]).to(k.dtype)
         else:
             A = tl.where(sees, A, 0.0)
             dow = (dow.to(tl.float32) * scale).to(k.dtype)

@@ -65,7 +65,7 @@ def wave_length(programs: int, T: int, H: int, K: int, V: int, chunk: int, slots
 def once(g: Tensor | None) -> Tensor | None:
     """A decay a head that is the same for all tokens (a tensor expanded over them) as ``[1, 1, H]``; others as they
     are."""
-    if g is None or g.dim() != 3 or g.stride()[:2] != (0, 0):
+    if g is None or g.dim() != 3 or any(n > 1 and step for n, step in zip(g.shape[:2], g.stride())):
         return g
     return g.as_strided((1, 1, g.shape[2]), (0, 0, g.stride(2)))
 
@@ -103,8 +103,10 @@ class Base:
         self.chunks = Cut.of(self.T, self.chunk, self.chunk, self.cu) if self.decay or not self.simple else None
         self._kept = kept or Kept()
         self.F = self.G = self.inputs.v  # where a rule has none, any tensor
-        if self.decay == 1 or self.delta:
-            self.F = self._factors() if self._kept.F is None else self._kept.F
+        if self._kept.F is not None:
+            self.F = self._kept.F
+        elif self.delta or (self.decay == 1 and not (self.simple and self._static)):
+            self.F = self._factors()
         if self._kept.G is not None:
             self.G = self._kept.G
 

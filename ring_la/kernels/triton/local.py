@@ -71,7 +71,7 @@ class TritonRecurrence(Simple, General):
     def kept(self) -> tuple[Tensor | None, ...]:
         """What spares the gradients work, after `output`: states entering the segments, and what the chunks found."""
         found = dict(entering=self._entered[0]) if self._entered else {}
-        if self.decay == 1 or self.delta:
+        if self.F is not self.inputs.v:
             found["F"] = self.F
         if self.dense and self._own is not None:
             found["whole" if self._own[0] else "transition"] = self._own[2]

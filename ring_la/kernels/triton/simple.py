@@ -65,6 +65,14 @@ class Simple(Base):
         found.device, found.dtype = x.device, x.dtype  # what `launch` asks of a tensor
         return found
 
+    def _decays(self, static: bool) -> Tensor:
+        """What passes read of a decay: its factors by token (see `gates`), or `static` the one of each head."""
+        if static:
+            return self.inputs.g
+        if self.decay == 1 and self.F is self.inputs.v:
+            self.F = self._factors()
+        return self.F
+
     @property
     def _shape(self) -> dict[str, object]:
         """The constants all passes share."""
@@ -77,9 +85,10 @@ class Simple(Base):
         block, wide = min(how.block, columns(self.V)), columns(self.K)
         launch(
             summarise_kernel, (cdiv(self.V, block) * cut.count, self._rows), self._tiles(y, wide),
-            self._tiles(z, block), self.F, own, own if log_a is None else log_a, cut.table, self.T, cut.count, self._NC,
-            cut.length, scale, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=wide, BZ=block,
-            GATED=self.decay == 1, REVERSE=reverse, ALL=full, **self._shape, **how.options,
+            self._tiles(z, block), self._decays(self._static), own, own if log_a is None else log_a, cut.table, self.T,
+            cut.count, self._NC, cut.length, scale, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=wide,
+            BZ=block, GATED=self.decay == 1, STATIC=self._static, REVERSE=reverse, ALL=full, **self._shape,
+            **how.options,
         )  # fmt: skip
 
     def _attend(
@@ -94,7 +103,7 @@ class Simple(Base):
         w, *dots = (x if d is None else d for d in dots or (None,) * 6)
         launch(
             attend_kernel, (cdiv(dz, block) * cut.count, self._rows), self._tiles(x, wide), self._tiles(y, wide),
-            self._tiles(z, block), self.F, x if state is None else state, self._tiles(out, block),
+            self._tiles(z, block), self._decays(static), x if state is None else state, self._tiles(out, block),
             x if leaving is None else leaving, w, *dots, cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length,
             self.scale, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block,
             GATED=self.decay == 1, STATIC=static, REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=state is not None,
@@ -103,15 +112,16 @@ class Simple(Base):
 
     def _writes(self, do: Tensor, adjoint: Tensor | None, dk: Tensor, dv: Tensor, dS0: Tensor, dots=None) -> None:
         """dk and dv in one pass. `dots`: (DOT, before, ends, EDGE)."""
-        how, cut = self._pick(WRITES), self.segments
+        how, cut, static = self._pick(WRITES), self.segments, self._static and dots is None
+        store = self.decay == 1 and not static
         q, k, v = self.inputs[:3]
         wk, wv = columns(self.K), columns(self.V)
         launch(
             writes_kernel, (cut.count, self._rows), self._tiles(q, wk), self._tiles(k, wk), self._tiles(v, wv),
-            self._tiles(do, wv), self.F, dS0 if adjoint is None else adjoint, self._tiles(dk, wk, self.decay == 1),
-            self._tiles(dv, wv, self.decay == 1), dS0, *(dots or (dS0,) * 4), cut.table, self.T, cut.count, self._NC,
+            self._tiles(do, wv), self._decays(static), dS0 if adjoint is None else adjoint, self._tiles(dk, wk, store),
+            self._tiles(dv, wv, store), dS0, *(dots or (dS0,) * 4), cut.table, self.T, cut.count, self._NC,
             cut.pieces, cut.length, self.scale, HK=self.HK, K=self.K, V=self.V, BK=wk, BV=wv, GATED=self.decay == 1,
-            STATIC=self._static and dots is None, HAS_STATE=adjoint is not None, DOTS=dots is not None,
+            STATIC=static, HAS_STATE=adjoint is not None, DOTS=dots is not None,
             **self._shape, **how.options,
         )  # fmt: skip
 
@@ -151,9 +161,9 @@ class Simple(Base):
             return Inputs(early.dq, dk, dv)
         dg = self._new(B, T, H)
         launch(
-            gate_gradient_kernel, (cut.count, self._rows), early.reads, writes, early.border, edge, self.F, dg,
-            cut.table, T, cut.count, self._NC, cut.length, H=H, NR=early.reads.shape[0], NW=parts, C=self.chunk,
-            BC=power_of_2(cut.length // self.chunk), HAS_EDGE=adjoint is not None,
+            gate_gradient_kernel, (cut.count, self._rows), early.reads, writes, early.border, edge,
+            self._decays(False), dg, cut.table, T, cut.count, self._NC, cut.length, H=H, NR=early.reads.shape[0],
+            NW=parts, C=self.chunk, BC=power_of_2(cut.length // self.chunk), HAS_EDGE=adjoint is not None,
             FORGOTTEN=-24 if v.dtype == torch.float32 else -11, VARLEN=self._packed, num_warps=4,
         )  # fmt: skip
         return Inputs(early.dq, dk, dv, dg)
