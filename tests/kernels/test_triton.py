@@ -8,7 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.triton_cases import RULES, Case, errors, interpreted
+from ring_la.algebra import Rule
+from ring_la.kernels.local import Inputs
+from tests.kernels.triton_cases import RULES, Case, error, errors, interpreted, token_loop
 
 interpreted()
 
@@ -48,14 +50,30 @@ def test_against_token_loop(rule: str, shape: str) -> None:
         dict(rule="additive_scalar", T=70, cu=(0, 1, 1, 50, 70)),
         dict(rule="additive_scalar", B=2, T=64, gate=False),
         dict(rule="additive_scalar", T=70, gate=False, static=True),
+        dict(rule="additive_scalar", T=70, cu=(0, 1, 1, 50, 70), static=True),
     ],
 )
 def test_large_inputs(more: dict, monkeypatch) -> None:
-    """dk and dv in one pass, tensors by descriptor, and a decay that is the same at every token."""
+    """All gradients in one pass, or dk and dv, tensors by descriptor, and a decay that is the same at every token."""
     monkeypatch.setattr(table, "BULK", {0: 0, 1: 0})
     monkeypatch.setattr(local.TritonRecurrence, "_fused", True)
     worst = errors(Case(K=64, V=64, **more), local.TritonRecurrence, DEVICE)
     assert all(e < 1e-4 for e in worst.values()), worst
+
+
+def test_a_decays_gradient_adds_up() -> None:
+    """The sum of g·dg over tokens, as for Mamba-2's A: rounding must not lean to one side within a chunk."""
+    case = Case("additive_scalar", T=512, H=1, K=64, V=64, dtype=torch.float16, decay=2.0)
+    x, rule = case.inputs(DEVICE), Rule.parse(case.rule)
+    do = torch.randn_like(x.v)
+    wide = Inputs(*(None if t is None else t.double().requires_grad_() for t in x))
+    o, _ = token_loop(rule, wide, None, 1.0, None)
+    (true,) = torch.autograd.grad((o * do.double()).sum(), wide.g)
+    made = local.TritonRecurrence(rule, x, None, 1.0)
+    made.output(None, keep=True)
+    dg = local.TritonRecurrence(rule, x, None, 1.0, made.kept()).gradients(None, do, None)[0].g
+    assert error(dg, true) < 3e-4
+    assert ((dg - true) * x.g).sum(1).norm() < 1.5e-3 * (true * x.g).norm()
 
 
 def test_non_contiguous_inputs() -> None:

@@ -53,13 +53,15 @@ def constant(rate, scale, n, t):
 
 @triton.jit(do_not_specialize=SIZES)
 def summarise_kernel(
-    Y, Z, F, b_, log_a, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr,
-    DY: tl.constexpr, DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    STATIC: tl.constexpr, REVERSE: tl.constexpr, ALL: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr,
-    VARLEN: tl.constexpr,
+    Y, Z, F, entering, b_, log_a, states, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr,
+    HZ: tl.constexpr, DY: tl.constexpr, DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
+    GATED: tl.constexpr, STATIC: tl.constexpr, REVERSE: tl.constexpr, ALL: tl.constexpr, HAS_STATE: tl.constexpr,
+    KEEP: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last.
-    F and STATIC as for `attend_kernel`."""
+
+    KEEP instead stores the state before each chunk, `states` [B, NC, H, DY, DZ], from that `entering` the segment.
+    """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
     s = tl.program_id(0) // NZ
@@ -77,7 +79,12 @@ def summarise_kernel(
     y_, ry, cy = rows(Y, b, start, h, T, HY, H, DY, BULK)
     z_, rz, cz = rows(Z, b, start, h, T, HZ, H, DZ, BULK)
     f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
+    row = (b.to(tl.int64) * NS + s) * H + h
+    at = d[None, :] * DZ + e[:, None]
+    inside = (d < DY)[None, :] & (e < DZ)[:, None]
     S = tl.zeros([BZ, BY], tl.float32)
+    if HAS_STATE:
+        S = tl.load(entering + row * (DY * DZ) + at, inside, other=0.0)
     total = 0.0
     gc = 0.0
     n = (left + C - 1) // C
@@ -91,6 +98,9 @@ def summarise_kernel(
         y = take(Y, y_, ry, cy, c, t, left, d, 0, HY * DY, DY, BULK)
         z = take(Z, z_, rz, cz, c, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
         zw = tl.trans(z)
+        if KEEP:
+            here = ((b.to(tl.int64) * NC + chunk + i) * H + h) * (DY * DZ)
+            tl.store(states + here + at, S.to(states.dtype.element_ty), inside)
         following = gc
         if STATIC:
             level, rest, gc = constant(rate, scale, tl.minimum(left - c, C), t)
@@ -109,10 +119,10 @@ def summarise_kernel(
         S = tl.dot(zw, y, S, input_precision=PREC)
     if REVERSE and not GATED:
         S *= scale
-    row = (b.to(tl.int64) * NS + s) * H + h
-    tl.store(b_ + row * (DY * DZ) + d[None, :] * DZ + e[:, None], S, (d < DY)[None, :] & (e < DZ)[:, None])
-    if GATED and iz == 0:
-        tl.store(log_a + row, total)
+    if not KEEP:
+        tl.store(b_ + row * (DY * DZ) + at, S, inside)
+        if GATED and iz == 0:
+            tl.store(log_a + row, total)
 
 
 @triton.jit
@@ -122,19 +132,19 @@ def _both(a, b, c, d):
 
 @triton.jit(do_not_specialize=SIZES)
 def attend_kernel(
-    X, Y, Z, F, entering, O, leaving, W, DOT, STATE_DOT, before, ends, EDGE, table, T, NS, NC, N, LENGTH, scale,
+    X, Y, Z, F, entering, O, leaving, states, W, DOT, STATE_DOT, before, ends, EDGE, table, T, NS, NC, N, LENGTH, scale,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr,
-    REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, DOTS: tl.constexpr,
-    BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, KEEP: tl.constexpr,
+    DOTS: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """The operation above for one segment and BZ columns of z; states lie in memory as [DX, DZ], or TRANSPOSED.
 
-    LEAVE stores the scan's last state. F: `gates.factors_kernel`'s; STATIC: every token of a head has the same
-    log-decay, F [H] (of any dtype). DOTS (with GATED): DOT [NZ, B, H, T] = out·W by token, W with z's heads; forward
-    also STATE_DOT, the part of it that comes in with the state of the chunk; reverse with a state also EDGE
-    [NZ, B, H, NS] = <that state, the forward's after the segment>, the latter from `before`, of the segments, or
-    `ends`, of the pieces.
+    LEAVE stores the scan's last state, KEEP that before each chunk, `states` [B, NC, H, DX, DZ]. STATIC: every token of
+    a head has the same log-decay, F [H] (of any dtype). DOTS (with GATED): DOT [NZ, B, H, T] = out·W by token, W with
+    z's heads; forward also STATE_DOT, the part of it that comes in with the state of the chunk; reverse with a state
+    also EDGE [NZ, B, H, NS] = <that state, the forward's after the segment>, the latter from `before`, of the segments,
+    or `ends`, of the pieces.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
@@ -212,7 +222,14 @@ def attend_kernel(
             A = tl.where(sees, A, 0.0)
             if REVERSE:
                 yw = (yw.to(tl.float32) * scale).to(x.dtype)
-        o = tl.dot(x, S.to(x.dtype), input_precision=PREC)
+        held = S.to(x.dtype)
+        if KEEP:
+            place = (b * NC + chunk + i) * H + h
+            if BULK:
+                states.store([place * DX, iz * BZ], held)
+            else:
+                tl.store(states + place.to(tl.int64) * (DX * DZ) + at, held, inside)
+        o = tl.dot(x, held, input_precision=PREC)
         if GATED:
             o *= reach[:, None]
             S *= tl.exp2(gc)

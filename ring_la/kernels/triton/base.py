@@ -95,7 +95,7 @@ class Base:
             wide = max(64, width(self.K), width(self.V))
             programs = self._rows * (cdiv(wide, 64) if wide > 128 else 1)
             length = wave_length(programs, *shape, table.SLOTS[wide], table.LEAST)
-            length = min(length, table.RUN) if self.decay and not self._static else length
+            length = min(length, self._most)
         else:
             waves = table.WAVES["additive" if rule.write == "additive" else "delta"]
             length = segment_length(self._rows, *shape, waves, table.LEAST)
@@ -111,6 +111,11 @@ class Base:
             self.G = self._kept.G
 
     # -- shapes --------------------------------------------------------------------------------------------
+
+    @property
+    def _most(self) -> int:
+        """Tokens a segment of a simple rule at most."""
+        return 2**31
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype)
@@ -142,7 +147,8 @@ class Base:
 
     @property
     def _NC(self) -> int:
-        return self.chunks.count if self.chunks is not None else 0
+        pieces = 0 if self.cu is None else self.cu.numel() - 1
+        return self.T // self.chunk + pieces if pieces else cdiv(self.T, self.chunk)
 
     @property
     def _rows(self) -> int:

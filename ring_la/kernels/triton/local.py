@@ -62,7 +62,9 @@ class TritonRecurrence(Simple, General):
         o = self._new(*self.inputs.v.shape, dtype=self.inputs.v.dtype)
         if self.simple:
             q, k, v = self.inputs[:3]
-            self._attend(q, k, v, o, entering, leaving=leaving)
+            states = self._chunk_states() if keep and self._by_chunk(False) and self._holds else None
+            self._states = None if states is None else (v, states)
+            self._attend(q, k, v, o, entering, leaving=leaving, states=states)
         else:
             self._states = self._room() if keep and self._holds else None
             self._forward(o=o, state=entering, leaving=leaving, keep=self._states)
@@ -84,8 +86,8 @@ class TritonRecurrence(Simple, General):
                 found["M"] = x.M
             if self.dplr:
                 found |= dict(Av=x.Av, L=x.L)
-            if self._states is not None:
-                found |= dict(u=self._states[0] if self.dense else None, states=self._states[1])
+        if self._states is not None:
+            found |= dict(u=self._states[0] if self.dense else None, states=self._states[1])
         return Kept(**found)
 
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
@@ -93,7 +95,7 @@ class TritonRecurrence(Simple, General):
 
     def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
         """The part of `gradients` that needs no gradient of a state: dq, or U and the states before the chunks."""
-        entering = self._enter_once(S0)
+        entering = None if self.simple and self._states is not None else self._enter_once(S0)
         if self.simple:
             self._early = self._early_gradients(entering, self._cotangent(do), gate)
         else:
@@ -113,7 +115,7 @@ class TritonRecurrence(Simple, General):
         early, self._early = self._early, None
         do = self._cotangent(do)
         if self.simple:
-            grads = self._late_gradients(early, self._enter_once(S0), adjoint, do, dS0)
+            grads = self._late_gradients(early, self._entered and self._entered[0], adjoint, do, dS0, gate)
         else:
             grads = self._general_gradients(early, adjoint, do, dS0)
         return self._as_given(grads), dS0

@@ -13,19 +13,30 @@ from ring_la.kernels.local import Inputs
 from ring_la.kernels.triton import table
 from ring_la.kernels.triton.additive import attend_kernel, summarise_kernel
 from ring_la.kernels.triton.additive_gate import gate_gradient_kernel
+from ring_la.kernels.triton.additive_gradient import additive_gradient_kernel
 from ring_la.kernels.triton.additive_writes import writes_kernel
 from ring_la.kernels.triton.base import Base
 from ring_la.kernels.triton.launch import launch
-from ring_la.kernels.triton.table import ATTEND, ATTEND_GATED, SUMMARISE, WRITES, cdiv, power_of_2, width
+from ring_la.kernels.triton.table import (
+    ADDITIVE_GRADIENT,
+    ATTEND,
+    ATTEND_GATED,
+    SUMMARISE,
+    WRITES,
+    cdiv,
+    power_of_2,
+    width,
+)
 
 
 class Early(NamedTuple):
     """What the gradients have before any gradient of a state arrives; None where no gate's is wanted."""
 
-    dq: Tensor
+    dq: Tensor | None = None
     reads: Tensor | None = None
     border: Tensor | None = None
     leaving: Tensor | None = None
+    states: Tensor | None = None
 
 
 def columns(D: int) -> int:
@@ -53,8 +64,18 @@ class Simple(Base):
 
     @property
     def _fused(self) -> bool:
-        """Whether dk and dv come of one pass: where one program can hold a head's state."""
+        """Whether one program can hold a head's state: then gradients share passes."""
         return max(self.K, self.V) <= 128 and self.inputs.v.element_size() == 2
+
+    @property
+    def _most(self) -> int:
+        """Where a decay's gradient is a sum over a segment errors add up, so that it is short."""
+        return table.RUN if self.decay and not self._fused else 2**31
+
+    def _by_chunk(self, gate: bool) -> bool:
+        """Whether dq, dk and dg come of the chunks' states, all chunks at once: under a decay by token, or where
+        `gate`, a decay's gradient, is wanted."""
+        return self._fused and self.decay == 1 and (gate or not self._static)
 
     def _tiles(self, x: Tensor, block: int, bulk: bool = True) -> Tensor | TensorDescriptor:
         """`x` [B, T, H, D], or what reads and writes its tiles of a chunk by `block` columns."""
@@ -73,6 +94,18 @@ class Simple(Base):
             self.F = self._factors()
         return self.F
 
+    def _state_tiles(self, states: Tensor, block: int) -> Tensor | TensorDescriptor:
+        """The chunks' states [B, NC, H, K, V], or what reads and writes them by `block` columns."""
+        if not self._bulk:
+            return states
+        found = TensorDescriptor(states, [states.numel() // self.V, self.V], [self.V, 1], [columns(self.K), block])
+        found.device, found.dtype = states.device, states.dtype
+        return found
+
+    def _chunk_states(self) -> Tensor:
+        """A place for the state before each chunk."""
+        return self._new(self.B, self._NC, self.H, self.K, self.V, dtype=self.inputs.v.dtype)
+
     @property
     def _shape(self) -> dict[str, object]:
         """The constants all passes share."""
@@ -80,19 +113,24 @@ class Simple(Base):
 
     # -- passes --------------------------------------------------------------------------------------------
 
-    def _summarise_simple(self, y, z, own, log_a, scale: float, reverse: bool, full: bool) -> None:
+    def _summarise_simple(
+        self, y, z, own, log_a, scale: float, reverse: bool, full: bool, entering=None, states=None
+    ) -> None:  # fmt: skip
+        """What the segments add, or (with `states`) the states before the chunks from those `entering` the segments."""
         how, cut = self._pick(SUMMARISE), self.segments
         block, wide = min(how.block, columns(self.V)), columns(self.K)
+        own = states if own is None else own
         launch(
             summarise_kernel, (cdiv(self.V, block) * cut.count, self._rows), self._tiles(y, wide),
-            self._tiles(z, block), self._decays(self._static), own, own if log_a is None else log_a, cut.table, self.T,
-            cut.count, self._NC, cut.length, scale, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=wide,
-            BZ=block, GATED=self.decay == 1, STATIC=self._static, REVERSE=reverse, ALL=full, **self._shape,
-            **how.options,
+            self._tiles(z, block), self._decays(self._static), own if entering is None else entering, own,
+            own if log_a is None else log_a, own if states is None else states, cut.table, self.T, cut.count, self._NC,
+            cut.length, scale, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=wide, BZ=block,
+            GATED=self.decay == 1, STATIC=self._static, REVERSE=reverse, ALL=full, HAS_STATE=entering is not None,
+            KEEP=states is not None, **self._shape, **how.options,
         )  # fmt: skip
 
     def _attend(
-        self, x, y, z, out, state, *, reverse=False, transposed=False, leaving=None, dots=None
+        self, x, y, z, out, state, *, reverse=False, transposed=False, leaving=None, states=None, dots=None
     ) -> None:  # fmt: skip
         """One of the four roles of `attend_kernel`. `dots`: (w, DOT, STATE_DOT, before, ends, EDGE)."""
         wanted, cut = dots is not None, self.segments
@@ -104,32 +142,49 @@ class Simple(Base):
         launch(
             attend_kernel, (cdiv(dz, block) * cut.count, self._rows), self._tiles(x, wide), self._tiles(y, wide),
             self._tiles(z, block), self._decays(static), x if state is None else state, self._tiles(out, block),
-            x if leaving is None else leaving, w, *dots, cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length,
-            self.scale, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block,
-            GATED=self.decay == 1, STATIC=static, REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=state is not None,
-            LEAVE=leaving is not None, DOTS=wanted, **self._shape, **how.options,
+            x if leaving is None else leaving, x if states is None else self._state_tiles(states, block), w, *dots,
+            cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length, self.scale, HX=x.shape[2], HY=y.shape[2],
+            HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block, GATED=self.decay == 1, STATIC=static, REVERSE=reverse,
+            TRANSPOSED=transposed, HAS_STATE=state is not None, LEAVE=leaving is not None, KEEP=states is not None,
+            DOTS=wanted, **self._shape, **how.options,
         )  # fmt: skip
 
-    def _writes(self, do: Tensor, adjoint: Tensor | None, dk: Tensor, dv: Tensor, dS0: Tensor, dots=None) -> None:
-        """dk and dv in one pass. `dots`: (DOT, before, ends, EDGE)."""
-        how, cut, static = self._pick(WRITES), self.segments, self._static and dots is None
-        store = self.decay == 1 and not static
+    def _writes(self, do: Tensor, adjoint: Tensor | None, dk: Tensor, dv: Tensor, dS0: Tensor) -> None:
+        """dk and dv in one pass, without a decay or with one that is the same at every token."""
+        how, cut = self._pick(WRITES), self.segments
         q, k, v = self.inputs[:3]
         wk, wv = columns(self.K), columns(self.V)
         launch(
             writes_kernel, (cut.count, self._rows), self._tiles(q, wk), self._tiles(k, wk), self._tiles(v, wv),
-            self._tiles(do, wv), self._decays(static), dS0 if adjoint is None else adjoint, self._tiles(dk, wk, store),
-            self._tiles(dv, wv, store), dS0, *(dots or (dS0,) * 4), cut.table, self.T, cut.count, self._NC,
-            cut.pieces, cut.length, self.scale, HK=self.HK, K=self.K, V=self.V, BK=wk, BV=wv, GATED=self.decay == 1,
-            STATIC=static, HAS_STATE=adjoint is not None, DOTS=dots is not None,
-            **self._shape, **how.options,
+            self._tiles(do, wv), self._decays(self._static), dS0 if adjoint is None else adjoint, dk, dv, dS0,
+            cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length, self.scale, HK=self.HK, K=self.K, V=self.V,
+            BK=wk, BV=wv, GATED=self.decay == 1, HAS_STATE=adjoint is not None, **self._shape, **how.options,
         )  # fmt: skip
+
+    def _chunk_gradients_simple(self, do, states, adjoints) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dg, all chunks at once, from the states before the chunks and their gradients after them."""
+        how, (q, k, v) = self._pick(ADDITIVE_GRADIENT), self.inputs[:3]
+        B, T, H, block = self.B, self.T, self.H, min(how.block, columns(self.K))
+        parts = cdiv(self.K, block)
+        dq, dk, dg = *(self._new(B, T, H, self.K, dtype=v.dtype) for _ in range(2)), self._new(parts, B, T, H)
+        launch(
+            additive_gradient_kernel, (self._NC * parts, self._rows), q, k, v, do, self._decays(self._static), states,
+            adjoints, dq, dk, dg, self.chunks.table, T, self._NC, self.scale, H=H, HK=self.HK, K=self.K, V=self.V,
+            BK=block, BV=columns(self.V), C=self.chunk, STATIC=self._static, PREC=self.precision, VARLEN=self._packed,
+            **how.options,
+        )  # fmt: skip
+        return dq, dk, dg[0] if parts == 1 else dg.sum(0)
 
     # -- gradients -----------------------------------------------------------------------------------------
 
     def _early_gradients(self, entering: Tensor | None, do: Tensor, gate: bool) -> Early:
-        """dq, which needs no gradient of a state, and with `gate` what dg needs of the same pass."""
+        """What needs no gradient of a state: the chunks' states; or dq, and with `gate` what dg needs of its pass."""
         q, k, v = self.inputs[:3]
+        if self._by_chunk(gate):
+            states = self._chunk_states() if self._states is None else self._states[1]
+            if self._states is None:
+                self._summarise_simple(k, v, None, None, 1.0, False, True, entering, states)
+            return Early(states=states)
         B, T, H = self.B, self.T, self.H
         dq = self._new(B, T, H, self.K, dtype=v.dtype)
         if not (gate and self.decay):
@@ -141,25 +196,29 @@ class Simple(Base):
         self._attend(do, v, k, dq, entering, transposed=True, leaving=early.leaving, dots=dots)
         return early
 
-    def _late_gradients(self, early: Early, entering, adjoint, do: Tensor, dS0: Tensor) -> Inputs:
+    def _late_gradients(self, early: Early, entering, adjoint, do: Tensor, dS0: Tensor, gate: bool) -> Inputs:
         """The other gradients, given those of the states after the segments (None: zero)."""
         q, k, v = self.inputs[:3]
         B, T, H, cut = self.B, self.T, self.H, self.segments
         dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.V))
-        gate, parts = early.reads is not None, 1 if self._fused else self._parts(self.K)
-        writes = edge = None
-        if gate:
-            writes, edge = self._new(parts, B, H, T), self._new(parts, B, H, cut.count)
-        states = early.leaving if entering is None else entering, early.leaving
+        if early.states is not None:
+            adjoints = self._chunk_states()
+            self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0, states=adjoints)
+            dq, dk, dg = self._chunk_gradients_simple(do, early.states, adjoints)
+            return Inputs(dq, dk, dv, dg if gate else None)
         if self._fused:
-            self._writes(do, adjoint, dk, dv, dS0, (writes, *states, edge) if gate else None)
-        else:
-            self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0)
-            dots = (k, writes, None, *states, edge) if gate else None
-            self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True, dots=dots)
-        if not gate:
+            self._writes(do, adjoint, dk, dv, dS0)
             return Inputs(early.dq, dk, dv)
-        dg = self._new(B, T, H)
+        self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0)
+        if early.reads is None:
+            self._attend(v, do, q, dk, adjoint, reverse=True, transposed=True)
+            return Inputs(early.dq, dk, dv)
+        parts = self._parts(self.K)
+        writes, edge, dg = self._new(parts, B, H, T), self._new(parts, B, H, cut.count), self._new(B, T, H)
+        states = early.leaving if entering is None else entering, early.leaving
+        self._attend(
+            v, do, q, dk, adjoint, reverse=True, transposed=True, dots=(k, writes, None, *states, edge)
+        )  # fmt: skip
         launch(
             gate_gradient_kernel, (cut.count, self._rows), early.reads, writes, early.border, edge,
             self._decays(False), dg, cut.table, T, cut.count, self._NC, cut.length, H=H, NR=early.reads.shape[0],

@@ -33,6 +33,7 @@ SUMMARISE: Table = {
 ATTEND: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3), 256: Launch(64, 8, 1)}
 ATTEND_GATED: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
 WRITES: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3)}
+ADDITIVE_GRADIENT: Table = {64: Launch(64, 4, 1), 128: Launch(64, 4, 1)}
 SUMMARY: Table = {
     64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1), ("delta_none", 128): Launch(64, 4, 1, 168),
     ("delta_diagonal", 128): Launch(64, 4, 2), ("additive_diagonal", 128): Launch(64, 4, 2),
@@ -78,7 +79,7 @@ WAVES = {"additive": 528, "delta": 264}
 
 
 RUN = 1024
-"""Tokens a segment at most under a decay by token: its gradient is a sum over them, and errors add up."""
+"""Tokens a segment at most where the gradient of a scalar decay is a sum over them (heads beyond 128, fp32)."""
 
 SLOTS = {64: 264, 128: 132, 256: 132}
 """Programs that run at a time in a pass under a scalar decay or none, by the width of heads."""
