@@ -14,7 +14,7 @@ from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs
 from ring_la.kernels.triton import table
 from ring_la.kernels.triton.cut import Cut
-from ring_la.kernels.triton.gates import cumulate_kernel, factors_kernel
+from ring_la.kernels.triton.gates import factors_kernel
 from ring_la.kernels.triton.launch import aligned, launch
 from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel, through_kernel
 from ring_la.kernels.triton.table import Launch, cdiv, power_of_2, width
@@ -105,8 +105,8 @@ class Base:
         self.F = self.G = self.inputs.v  # where a rule has none, any tensor
         if self._kept.F is not None:
             self.F = self._kept.F
-        elif self.delta or (self.decay == 1 and not (self.simple and self._static)):
-            self.F = self._factors()
+        elif self.simple and self.decay and not self._static:
+            self.F = self._factors()  # delta writes: by the chunks' products
         if self._kept.G is not None:
             self.G = self._kept.G
 
@@ -167,30 +167,21 @@ class Base:
     # -- scans over segments -------------------------------------------------------------------------------
 
     def _factors(self) -> Tensor:
-        """By token, chunk by chunk: a scalar decay's factors and β (see `gates`)."""
-        i, cut = self.inputs, self.chunks
-        out = self._new(self.B, cut.count, self.H, 4, self.chunk)
-        block = min(16, power_of_2(self.H))
-        static = self.decay == 1 and i.g.shape[:2] != (self.B, self.T)
+        """By token, chunk by chunk: a scalar decay's factors (see `gates`)."""
+        cut, out, block = self.chunks, self._room_for_factors(), min(16, power_of_2(self.H))
         launch(
-            factors_kernel, (cut.count, cdiv(self.H, block), self.B), i.g if self.decay == 1 else i.v,
-            i.beta if self.delta else i.v, out, cut.table, self.T, cut.count, self.scale if self.simple else 1.0,
-            H=self.H, C=self.chunk, BH=block, GATED=self.decay == 1, STATIC=static, DELTA=self.delta,
-            VARLEN=self._packed, num_warps=4,
+            factors_kernel, (cut.count, cdiv(self.H, block), self.B), self.inputs.g, out, cut.table, self.T, cut.count,
+            self.scale, H=self.H, C=self.chunk, BH=block, STATIC=self._once, VARLEN=self._packed, num_warps=4,
         )  # fmt: skip
         return out
 
-    def _cumulate(self) -> Tensor:
-        """Running log-decays inside each chunk, by token and key channel."""
-        g, cut = self.inputs.g, self.chunks
-        out = self._new(*g.shape)
-        channels = self.H * self.K
-        block = min(64, power_of_2(channels))
-        launch(
-            cumulate_kernel, (cut.count, cdiv(channels, block), self.B), g, out, cut.table, self.T, channels,
-            C=self.chunk, BW=block, PREC=self.precision, VARLEN=self._packed, num_warps=4,
-        )  # fmt: skip
-        return out
+    def _room_for_factors(self) -> Tensor:
+        return self._new(self.B, self.chunks.count, self.H, 4, self.chunk)
+
+    @property
+    def _once(self) -> bool:
+        """Whether a scalar decay lies in memory once a head."""
+        return self.decay == 1 and self.inputs.g.shape[:2] != (self.B, self.T)
 
     def _prefix(
         self, own: Tensor, transition: Tensor | None, S0: Tensor | None, reverse: bool, enter: bool = True

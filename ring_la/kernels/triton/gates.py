@@ -33,27 +33,12 @@ def running(g, C: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def cumulate_kernel(
-    g, out, table, T, WIDTH, C: tl.constexpr, BW: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr
-):
-    """out[t] = Σ g / ln 2 over the tokens of t's chunk up to t. g and out are [B, T, WIDTH]: heads × key channels."""
-    s = tl.program_id(0)
-    w = tl.program_id(1) * BW + tl.arange(0, BW)
-    start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
-    t = start + tl.arange(0, C)
-    at = (tl.program_id(2).to(tl.int64) * T + t)[:, None] * WIDTH + w[None, :]
-    live = (t < end)[:, None] & (w < WIDTH)[None, :]
-    tl.store(out + at, running(tl.load(g + at, live, other=0.0), C, PREC), live)
-
-
-@triton.jit(do_not_specialize=SIZES)
 def factors_kernel(
-    g, beta, out, table, T, NC, scale, H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, GATED: tl.constexpr,
-    STATIC: tl.constexpr, DELTA: tl.constexpr, VARLEN: tl.constexpr,
+    g, out, table, T, NC, scale, H: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, STATIC: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """By token, chunk by chunk [B, NC, H, 4, C]: G / ln 2, scale · e^G, e^{G_C − G} of a scalar decay, and β.
-
-    STATIC: g has one decay a head for all tokens, [H].
+    """By token, chunk by chunk [B, NC, H, 4, C]: G / ln 2, scale · e^G, e^{G_C − G} of a scalar decay; the last row is
+    for the delta rules' β (`chunk_factors`). STATIC: g has one decay a head for all tokens, [H].
 
     Past a chunk's end G stays what it was and β is 0, so that whole rows are read without asking where it ends.
     """
@@ -66,12 +51,28 @@ def factors_kernel(
     token = (b * T + start + t)[None, :] * H + h[:, None]
     at = ((b * NC + s) * H + h)[:, None] * (4 * C) + t[None, :]
     inside = (h < H)[:, None] & (t < C)[None, :]
+    gate = token * 0 + h[:, None] if STATIC else token
+    x = tl.load(g + gate, live, other=0.0).to(tl.float32) * 1.4426950408889634
+    G = tl.cumsum(x, 1)
+    tl.store(out + at, G, inside)
+    tl.store(out + at + C, tl.exp2(G) * scale, inside)
+    tl.store(out + at + 2 * C, tl.exp2(tl.cumsum(x, 1, reverse=True) - x), inside)
+
+
+@triton.jit
+def chunk_factors(
+    g, beta, f, token, t, n, h, H: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr
+):
+    """(G / ln 2, β) of one head's chunk, whose first token is `token` of B · T; f ← all rows of `factors_kernel`.
+    Without a decay G is β."""
+    at = (token + t) * H + h
+    be = tl.load(beta + at, t < n, other=0.0).to(tl.float32)
+    tl.store(f + 3 * C + t, be)
+    G = be
     if GATED:
-        gate = token * 0 + h[:, None] if STATIC else token
-        x = tl.load(g + gate, live, other=0.0).to(tl.float32) * 1.4426950408889634
-        G = tl.cumsum(x, 1)
-        tl.store(out + at, G, inside)
-        tl.store(out + at + C, tl.exp2(G) * scale, inside)
-        tl.store(out + at + 2 * C, tl.exp2(tl.cumsum(x, 1, reverse=True) - x), inside)
-    if DELTA:
-        tl.store(out + at + 3 * C, tl.load(beta + token, live, other=0.0).to(tl.float32), inside)
+        x = tl.load(g + (at * 0 + h if STATIC else at), t < n, other=0.0).to(tl.float32) * 1.4426950408889634
+        G = tl.cumsum(x, 0)
+        tl.store(f + t, G)
+        tl.store(f + C + t, tl.exp2(G))
+        tl.store(f + 2 * C + t, tl.exp2(tl.cumsum(x, 0, reverse=True) - x))
+    return G, be

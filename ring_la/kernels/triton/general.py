@@ -13,7 +13,7 @@ from ring_la.kernels.triton import table
 from ring_la.kernels.triton.backward import backward_kernel
 from ring_la.kernels.triton.base import Base, Kept
 from ring_la.kernels.triton.delta_gradient import delta_gradient_kernel
-from ring_la.kernels.triton.dplr import dplr_gradient_kernel, dplr_products_kernel
+from ring_la.kernels.triton.dplr import dplr_gradient_kernel, dplr_levels_kernel, dplr_products_kernel
 from ring_la.kernels.triton.forward import forward_kernel
 from ring_la.kernels.triton.gradient import gradient_kernel, pairs_kernel
 from ring_la.kernels.triton.intra import levels_kernel, plain_products_kernel, products_kernel, weigh_kernel
@@ -72,10 +72,12 @@ class General(Base):
     def _plain_products(self) -> tuple[Tensor, Tensor]:
         """A and M of every chunk under a scalar decay or none."""
         i, how, (A, M) = self.inputs, self._pick(INTRA), self._squares(2)
+        self.F = self._room_for_factors()
         launch(
-            plain_products_kernel, (self._NC, self._rows), i.q, i.k, self.F, A, M, self.chunks.table, self.T,
-            self._NC, self.scale, H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk,
-            GATED=self.decay == 1, PREC=self.precision, VARLEN=self._packed, **how.options,
+            plain_products_kernel, (self._NC, self._rows), i.q, i.k, i.g if self.decay else i.beta, i.beta, self.F, A,
+            M, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=self.K,
+            BK=min(how.block, width(self.K)), C=self.chunk, GATED=self.decay == 1, STATIC=self._once,
+            PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
         return A, M
 
@@ -84,27 +86,31 @@ class General(Base):
         self.G = self._new(*i.g.shape)
         qr, kw_, kr = [*self._keys(3 if self.delta else 2), i.v][:3]
         M = self._squares(1)[0] if self.delta else i.v
+        self.F = self._room_for_factors() if self.delta else i.v
         low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
         kw = dict(
             H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk, LEVELS=self._levels,
             LIMIT=self._limit, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed,
         )  # fmt: skip
         out = self.F, self.G, A, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC, self.scale
-        launch(products_kernel, (self._NC, self._rows), i.q, i.k, i.g, *out, **kw, **how.options)
+        beta = i.beta if self.delta else i.v
+        launch(products_kernel, (self._NC, self._rows), i.q, i.k, i.g, beta, *out, **kw, **how.options)
         launch(levels_kernel, (self._NC, self._rows), i.q, i.k, *out, **kw, num_warps=4, num_stages=1)
         return Intra(A, M, qr, kr, kw_, low, i.v, i.v, i.v)
 
     def _dplr_products(self) -> Intra:
         i, how, (Ab, Ak, L, M) = self.inputs, self._pick(INTRA_DIAGONAL), self._squares(4)
-        self.G = self._cumulate()
+        self.G = self._new(*i.g.shape)
         qr, ar, bw, kw = self._keys(4)
         low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
-        launch(
-            dplr_products_kernel, (self._NC, self._rows), i.q, i.k, i.a, i.b, self.G, Ab, Ak, L, M, qr, ar, bw, kw, low,
-            self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=self.K,
-            BK=min(how.block, width(self.K)), C=self.chunk, LEVELS=self._levels, LIMIT=self._limit, PREC=self.precision,
-            VARLEN=self._packed, **how.options,
+        out = self.G, Ab, Ak, L, M, qr, ar, bw, kw, low, self.chunks.table, self.T, self._NC, self.scale
+        constants = dict(
+            H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk, LEVELS=self._levels,
+            LIMIT=self._limit, PREC=self.precision, VARLEN=self._packed,
         )  # fmt: skip
+        grid = self._NC, self._rows
+        launch(dplr_products_kernel, grid, i.q, i.k, i.a, i.b, i.g, *out, **constants, **how.options)
+        launch(dplr_levels_kernel, grid, i.q, i.k, i.a, i.b, *out, **constants, num_warps=4, num_stages=1)
         return Intra(Ab, M, qr, ar, bw, low, kw, Ak, L)
 
     def _weigh(self, kept: Kept) -> Intra:
@@ -255,13 +261,14 @@ class General(Base):
         block = min(how.block, width(K))
         dq, dk, da, db = self._keys(4)
         dg = torch.empty_like(i.g)
-        launch(
-            dplr_gradient_kernel, (self._NC * cdiv(K, block), self._rows), i.q, i.k, i.a, i.b, i.v, self.G,
-            self.intra.low, do, y, dr, P, E, Pv, Ev, own, own_v, states, adjoints, dq, dk, da, db, dg,
-            self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V, BK=block,
-            BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels, LIMIT=self._limit, PREC=self.precision,
-            VARLEN=self._packed, **how.options,
-        )  # fmt: skip
+        for levelled in (False, True):
+            launch(
+                dplr_gradient_kernel, (self._NC * cdiv(K, block), self._rows), i.q, i.k, i.a, i.b, i.v, self.G,
+                self.intra.low, do, y, dr, P, E, Pv, Ev, own, own_v, states, adjoints, dq, dk, da, db, dg,
+                self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V, BK=block,
+                BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels, LIMIT=self._limit, LEVELLED=levelled,
+                PREC=self.precision, VARLEN=self._packed, **how.options,
+            )  # fmt: skip
         return Inputs(dq, dk, dv, dg, None, da, db)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.gates import running
+from ring_la.kernels.triton.gates import chunk_factors, running
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
@@ -65,6 +65,21 @@ def reach(G, g_, t, n, d, STRIDE: tl.constexpr, D: tl.constexpr, LEVELS: tl.cons
 
 
 @triton.jit
+def level_weights(g, g_, t, n, d, low, i, STRIDE: tl.constexpr, D: tl.constexpr):
+    """(e^{G − ref}, e^{ref − G}, mask) of the pairs of level i; below `low`, of those that share a block's middle."""
+    if i < low:
+        up = g - gates_at(g_, middle(t, n, low), d, STRIDE, D)
+        down = tl.exp2(-up)
+        up = tl.exp2(up)
+        mask = direct_mask(t, low)
+    else:
+        up = tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, STRIDE, D)))
+        down = up
+        mask = level_mask(t, i)
+    return up, down, mask
+
+
+@triton.jit
 def invert(L, C: tl.constexpr, PREC: tl.constexpr):
     """(I + L)⁻¹ for a strictly lower triangular L [C, C]: blocks of 16 by substitution, then pairs of blocks by
     products.
@@ -94,15 +109,18 @@ def invert(L, C: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def plain_products_kernel(
-    q, k, F, A, M, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, GATED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, g, beta, F, A, M, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M [B, T, H, C] of every chunk, for a scalar decay or none."""
+    """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M [B, T, H, C] of every chunk, for a scalar decay or none; F: its
+    `chunk_factors`."""
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
     t = tl.arange(0, C)
+    f = F + entry(b, s, h, NC, H) * (4 * C)
+    G, be = chunk_factors(g, beta, f, b.to(tl.int64) * T + start, t, n, h, H, C, GATED, STATIC)
     q_ = head(q, b, start, h, T, HK, H, K)
     k_ = head(k, b, start, h, T, HK, H, K)
     a = tl.zeros([C, C], tl.float32)
@@ -112,15 +130,12 @@ def plain_products_kernel(
         y = tile(k_, t, n, d, HK * K, K)
         a = tl.dot(tile(q_, t, n, d, HK * K, K), tl.trans(y), a, input_precision=PREC)
         L = tl.dot(y, tl.trans(y), L, input_precision=PREC)
-    f = F + entry(b, s, h, NC, H) * (4 * C)
     if GATED:
-        g = tl.load(f + t)
-        decay = tl.exp2(tl.where(t[:, None] >= t[None, :], g[:, None] - g[None, :], float("-inf")))
+        decay = tl.exp2(tl.where(t[:, None] >= t[None, :], G[:, None] - G[None, :], float("-inf")))
         a *= decay
         L *= decay
     a = tl.where(t[:, None] >= t[None, :], a * scale, 0.0)
     put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
-    be = tl.load(f + 3 * C + t)
     L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
     put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
@@ -133,15 +148,15 @@ def row_of(x, t, i):
 
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
-    q, k, g_, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
+    q, k, g_, beta, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = scale · Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
 
     Also G (in units of ln 2) and what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, all
-    [B, T, H, K]. One reference serves the whole chunk: low [B, NC, H] says LEVELS where it may, else −1, and what is
-    computed here is then replaced by `levels_kernel`.
+    [B, T, H, K], and β's row of F. One reference serves the whole chunk: low [B, NC, H] says LEVELS where it may, else
+    −1, and what is computed here is then replaced by `levels_kernel`.
     """
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
@@ -183,7 +198,8 @@ def products_kernel(
     a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
     put(head(A, b, start, h, T, H, H, C), a * scale, t, n, t, H * C, C)
     if DELTA:
-        be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
+        f = F + entry(b, s, h, NC, H) * (4 * C)
+        _, be = chunk_factors(g_, beta, f, b.to(tl.int64) * T + start, t, n, h, H, C, False, False)
         L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
         put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
@@ -227,15 +243,7 @@ def levels_kernel(
         low = reach(g, G_, t, n, d, H * K, K, LEVELS, LIMIT)
         least = tl.minimum(least, low)
         for i in range(low - 1, LEVELS):
-            if i < low:  # the pairs that share their block's middle
-                up = g - gates_at(G_, middle(t, n, low), d, H * K, K)
-                down = tl.exp2(-up)
-                up = tl.exp2(up)
-                mask = direct_mask(t, low)
-            else:
-                up = tl.exp2(-tl.abs(g - gates_at(G_, level_border(t, n, i), d, H * K, K)))
-                down = up
-                mask = level_mask(t, i)
+            up, down, mask = level_weights(g, G_, t, n, d, low, i, H * K, K)
             yw = tl.trans((y * down).to(dt))
             a += tl.where(mask, tl.dot((x * up).to(dt), yw, input_precision=PREC), 0.0)
             if DELTA:

@@ -62,8 +62,12 @@ INNER = {0: 64, 1: 32}
 GRADIENT_DIAGONAL: Table = {
     64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 1)
 }  # fmt: skip
-INTRA: Table = {64: Launch(64, 4, 1), 128: Launch(128, 4, 1), 256: Launch(64, 4, 1)}
-INTRA_DIAGONAL: Table = {64: Launch(32, 4, 2), 128: Launch(32, 4, 2), 256: Launch(32, 4, 2)}
+INTRA: Table = {
+    64: Launch(64, 4, 1), 128: Launch(128, 4, 1), 256: Launch(64, 4, 1), ("delta_scalar", 128): Launch(128, 4, 1, 128)
+}  # fmt: skip
+INTRA_DIAGONAL: Table = {
+    64: Launch(32, 4, 2), 128: Launch(32, 4, 2), 256: Launch(32, 4, 2), ("delta_diagonal", 128): Launch(32, 4, 3)
+}  # fmt: skip
 
 CHUNK = 64
 """Tokens a chunk; 32 in fp32."""
