@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ring_la.kernels.triton.gates import divisor
 from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
 
 
@@ -23,8 +24,8 @@ def backward_kernel(
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment, BV columns, everything transposed as in `forward`. SUMMARY: state ← what the segment adds. Otherwise
-    `state` is read and written: dR (or dV), the gradient of the state after each chunk [V, K], and that of the state
-    entering the piece."""
+    `state` is read and written: dV (under delta writes β dR; dplr: dR, and dV apart), the gradient of the state after
+    each chunk [V, K], and that of the state entering the piece."""
     NV: tl.constexpr = (V + BV - 1) // BV
     iv = tl.program_id(0) % NV
     s = tl.program_id(0) // NV
@@ -59,10 +60,12 @@ def backward_kernel(
     for j in range(n):
         i = n - 1 - j
         c = i * C
+        f = f_ + i * (H * 4 * C)
+        if DECAY == 1:
+            gc = tl.exp2(tl.load(f + C - 1))  # before what is prefetched is awaited
         y = tile(q_ + c * (HK * K), t, left - c, d, HK * K, K)
         z = tl.trans(tile(do_ + c * (H * V), t, left - c, e, H * V, V))
         Sx = S.to(y.dtype)
-        f = f_ + i * (H * 4 * C)
         if DELTA:
             be = tl.zeros([C], tl.float32)
             if c < left:  # always, but what a branch loads is not prefetched: two programs' shared memory just fits
@@ -73,7 +76,7 @@ def backward_kernel(
         zf = z.to(tl.float32)
         if DECAY == 1:
             read = tl.load(f + C + t)
-            S *= tl.exp2(tl.load(f + C - 1))
+            S *= gc
             zf *= (read * scale)[None, :]
         else:
             zf *= scale
@@ -92,7 +95,8 @@ def backward_kernel(
                 m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
                 du = tl.dot(du.to(x.dtype), m, input_precision=PREC)
             if not SUMMARY:
-                put(dr_ + c * (H * V), tl.trans(du), t, left - c, e, H * V, V)
+                w = du * divisor(be, x.dtype)[None, :] if DELTA else du
+                put(dr_ + c * (H * V), tl.trans(w), t, left - c, e, H * V, V)
                 if DPLR:
                     p = tile(head(Av, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
                     dv = tl.dot(z, p, input_precision=PREC)
@@ -103,9 +107,9 @@ def backward_kernel(
                     put(head(dv_, b, start, h, T, H, H, V) + c * (H * V), tl.trans(dv), t, left - c, e, H * V, V)
         S = tl.dot(zf.to(y.dtype), y, S, input_precision=PREC)
         if DELTA:
-            dv = du * (-be * read if DECAY == 1 else -be)[None, :]
+            reads = du * (-be * read if DECAY == 1 else -be)[None, :]
             xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K) if DECAY == 2 else x
-            S = tl.dot(dv.to(x.dtype), xr, S, input_precision=PREC)
+            S = tl.dot(reads.to(x.dtype), xr, S, input_precision=PREC)
         if DPLR:
             xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K)
             S = tl.dot(du.to(x.dtype), xr, S, input_precision=PREC)

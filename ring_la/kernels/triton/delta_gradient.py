@@ -11,12 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ring_la.kernels.triton.gates import divisor
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_gradient_kernel(
-    q, k, v, F, do, u, dr, states, adjoints, dq_, dk_, dv_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
+    q, k, v, F, do, u, dv, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
@@ -42,14 +43,14 @@ def delta_gradient_kernel(
     dw = tl.zeros([BK, C], tl.float32)
     edges = tl.zeros([BV], tl.float32)
     dbe = tl.zeros([C], tl.float32)
-    be = tl.load(f + 3 * C + t)
     for m in range(0, V, BV):
         e = m + tl.arange(0, BV)
         x = tile(do + at, t, n, e, H * V, V)
-        y = tile(dr + at, t, n, e, H * V, V)
+        y = tile(dv + at, t, n, e, H * V, V)
         w = tl.trans(tile(u + at, t, n, e, H * V, V))
         S = tile(states + at_chunk, e, V, d, K, K)
         dS = tile(adjoints + at_chunk, e, V, d, K, K)
+        vx = tile(v + at, t, n if ik == 0 else 0, e, H * V, V)  # what feeds no product is not prefetched: before them
         p = tl.dot(x, w, p, input_precision=PREC)
         r = tl.dot(y, w, r, input_precision=PREC)
         dq = tl.dot(x, S, dq, input_precision=PREC)
@@ -57,10 +58,7 @@ def delta_gradient_kernel(
         dw = tl.dot(tl.trans(dS), w, dw, input_precision=PREC)
         if GATED:
             edges += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        if ik == 0:
-            yf = y.to(tl.float32)
-            dbe += tl.sum(yf * tile(v + at, t, n, e, H * V, V).to(tl.float32), 1)
-            put(dv_ + at, yf * be[:, None], t, n, e, H * V, V)
+        dbe += tl.sum(y.to(tl.float32) * vx.to(tl.float32), 1)
     x = tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
     y = tile(head(k, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
     part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
@@ -76,17 +74,17 @@ def delta_gradient_kernel(
         dread *= w
         dw *= tl.load(f + 2 * C + t)[None, :]
         passed = tl.sum(edges, 0) * tl.exp2(tl.load(f + C - 1))
-        passed += tl.sum(tl.sum(tl.trans(y).to(tl.float32) * dw, 0), 0)
+        passed += tl.sum(tl.trans(y).to(tl.float32) * dw)
     p = tl.where(t[:, None] >= t[None, :], p, 0.0).to(x.dtype)
     r = tl.where(t[:, None] > t[None, :], r, 0.0)
     dq = tl.dot(p, y, dq, input_precision=PREC)
     dw = tl.dot(tl.trans(x), p, dw, input_precision=PREC)
     dread = tl.dot(r.to(x.dtype), y, dread, input_precision=PREC)
-    dw = tl.dot(tl.trans(y), (r * -be[:, None]).to(x.dtype), dw, input_precision=PREC)
+    dw = tl.dot(tl.trans(y), (-r).to(x.dtype), dw, input_precision=PREC)
     put(head(dq_, b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
     yf = y.to(tl.float32)
-    tl.store(dbeta_ + part, dbe - tl.sum(yf * dread, 1), t < n)
-    dread *= be[:, None]
+    be = divisor(tl.load(f + 3 * C + t), y.dtype)
+    tl.store(dbeta_ + part, (dbe - tl.sum(yf * dread, 1)) / be, t < n)
     dk = tl.trans(dw)
     put(head(dk_, b, start, h, T, H, H, K), dk - dread, t, n, d, H * K, K)
     if GATED:

@@ -72,16 +72,17 @@ def forward_kernel(
     total = tl.zeros([BK], tl.float32)
     for i in range((left + C - 1) // C):
         c = i * C
+        f = f_ + i * (H * 4 * C)
+        if DECAY == 1:
+            gc = tl.exp2(tl.load(f + C - 1))  # before what is prefetched is awaited
         x = tile(kw_ + c * (HK * K), t, left - c, d, HK * K, K)
         # the programs of the transition's columns have no v: no row is inside
         w = tl.trans(tile(v_ + c * (H * V), t, tl.where(eye, 0, left - c), e, H * V, V))
         Sx = S.to(x.dtype)
-        f = f_ + i * (H * 4 * C)
         if KEEP:
             at_chunk = entry(b, chunk + i, h, NC, H) * (K * V)
             put(states + at_chunk, Sx, e, V, d, K, K)
         if DECAY == 1:
-            gc = tl.exp2(tl.load(f + C - 1))
             S *= gc
         if DECAY == 2:
             gc = tl.load(g_ + (tl.minimum(c + C, left) - 1) * (H * K) + d, d < K, other=0.0)

@@ -60,6 +60,13 @@ def factors_kernel(
 
 
 @triton.jit
+def divisor(beta, dtype: tl.constexpr):
+    """β, but no closer to 0 than what was multiplied by it in `dtype` can be divided by again."""
+    least: tl.constexpr = 2.0**-16 if dtype == tl.float16 else 2.0**-60
+    return tl.where(tl.abs(beta) < least, least, beta)
+
+
+@triton.jit
 def chunk_factors(
     g, beta, f, token, t, n, h, H: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr
 ):

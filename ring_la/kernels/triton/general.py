@@ -203,42 +203,41 @@ class General(Base):
             return self._delta_gradients(do, u, dr, states, adjoints)
         return self._chunk_gradients(do, u, dr, states, adjoints)
 
-    def _pairs(self, do, u, dr) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """(P, E, P's diagonal, dv, dβ) of every chunk; see `pairs_kernel`."""
+    def _pairs(self, do, u, dv) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(P, E, P's diagonal, the part of dβ found here) of every chunk; see `pairs_kernel`."""
         i, how = self.inputs, self._pick(PAIRS)
         B, T, H = self.B, self.T, self.H
         P, E = [*self._squares(2 if self.dense else 1), i.v][:2]
-        dv = torch.empty_like(dr) if self.delta else dr
         dbeta = self._new(B, T, H) if self.delta else None
         own = self._new(B, T, H)
         launch(
-            pairs_kernel, (self._NC, self._rows), i.v, self.F, do, u, dr, P, E, own, dv,
+            pairs_kernel, (self._NC, self._rows), i.v, self.F, do, u, dv, P, E, own,
             P if dbeta is None else dbeta, self.chunks.table, T, self._NC, self.scale, H=H, V=self.V,
             BV=min(how.block, width(self.V)), C=self.chunk, DELTA=self.delta, READS=self.dense, PREC=self.precision,
             VARLEN=self._packed, **how.options,
         )  # fmt: skip
-        return P, E, own, dv, dbeta
+        return P, E, own, dbeta
 
-    def _delta_gradients(self, do, u, dr, states, adjoints) -> Inputs:
+    def _delta_gradients(self, do, u, dv, states, adjoints) -> Inputs:
         """The gradients of every chunk's inputs, all chunks at once: a scalar decay or none."""
         i, K, how = self.inputs, self.K, self._pick(GRADIENT)
         block = max(32, min(how.block, width(K)))  # the transposed products go wrong at 16 columns
         nk = cdiv(K, block)
         dq, dk = self._keys(2)
-        dv, dbeta = torch.empty_like(i.v), self._new(nk, self.B, self.T, self.H)
+        dbeta = self._new(nk, self.B, self.T, self.H)
         dg = torch.empty_like(dbeta) if self.decay else dbeta
         launch(
-            delta_gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, i.v, self.F, do, u, dr, states, adjoints, dq,
-            dk, dv, dg, dbeta, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V,
+            delta_gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, i.v, self.F, do, u, dv, states, adjoints, dq,
+            dk, dg, dbeta, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V,
             BK=block, BV=min(table.INNER[self.decay], width(self.V)), C=self.chunk, GATED=self.decay == 1,
             PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
         return Inputs(dq, dk, dv, _total(dg) if self.decay else None, _total(dbeta))
 
-    def _chunk_gradients(self, do, u, dr, states, adjoints) -> Inputs:
+    def _chunk_gradients(self, do, u, dv, states, adjoints) -> Inputs:
         """The same for a decay per key channel."""
         i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
-        P, E, own, dv, dbeta = self._pairs(do, u, dr)
+        P, E, own, dbeta = self._pairs(do, u, dv)
         least = 64 if self.delta and i.v.dtype != torch.float32 else 32  # the compiler's faults, see `table`
         block = max(least, min(how.block, width(K)))
         nk = cdiv(K, block)
@@ -247,7 +246,7 @@ class General(Base):
         dg = torch.empty_like(i.g)
         for levelled in (False, True):
             launch(
-                gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, self.F, self.G, self.intra.low, own, do, u, dr,
+                gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, self.F, self.G, self.intra.low, own, do, u, dv,
                 P, E, states, adjoints, dq, dk, dg, dread, self.chunks.table, self.T, self._NC, self.scale, H=self.H,
                 HK=self.HK, K=K, V=self.V, BK=block, BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels,
                 LEVELLED=levelled, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed, **how.options,
@@ -256,8 +255,8 @@ class General(Base):
 
     def _dplr_gradients(self, do, y, dr, dv, states, adjoints) -> Inputs:
         i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
-        P, E, own, _, _ = self._pairs(do, y, dr)
-        Pv, Ev, own_v, _, _ = self._pairs(do, i.v, dr)
+        P, E, own, _ = self._pairs(do, y, dr)
+        Pv, Ev, own_v, _ = self._pairs(do, i.v, dr)
         block = min(how.block, width(K))
         dq, dk, da, db = self._keys(4)
         dg = torch.empty_like(i.g)

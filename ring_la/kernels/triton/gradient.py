@@ -9,10 +9,11 @@ read against the state, and written to it):
     dβ_t = dR_t·v_t − k_t·(dk_t read),   dv_t = β_t dR_t
     dG_t = q_t·dq_t − β_t k_t·(dk_t read) − k_t·(dk_t write);   dg_t = <S', dS> + Σ_{s≥t} dG_s
 
-S' the state after the chunk. Here a decay per key channel, where the same holds channel by channel and the decayed sums
-go by `intra`'s levels: `pairs` finds P = scale · dA and E = dE, which sum over V, `gradient` the rest for a block of
-key channels. `delta_gradient` does it for a scalar decay or none. (The identities are the adjoint of the WY form; cf.
-arXiv:2412.06464, arXiv:2510.26692.)
+S' the state after the chunk. What the pass leaves is dv = β dR, rounded once: E and the read part of dk come of it with
+their β, and dβ is divided by it (`divisor`). Here a decay per key channel, where the same holds channel by channel and
+the decayed sums go by `intra`'s levels: `pairs` finds P = scale · dA and E = dE, which sum over V, `gradient` the rest
+for a block of key channels. `delta_gradient` does it for a scalar decay or none. (The identities are the adjoint of the
+WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.intra import direct_mask, gates_at, level_border, level_mask, middle
+from ring_la.kernels.triton.gates import divisor
+from ring_la.kernels.triton.intra import gates_at, level_weights
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
 def pairs_kernel(
-    v, F, do, u, dr, P, E, own, dv, dbeta, table, T, NC, scale, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    v, F, do, u, dv, P, E, own, dbeta, table, T, NC, scale, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DELTA: tl.constexpr, READS: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """P and E of one chunk for a decay per key channel, [B, T, H, C], strictly lower; P's diagonal, which no decay
-    touches, [B, T, H]. READS: there is a dR. For delta writes also dv and the part dR·v of dβ."""
+    touches, [B, T, H]. READS: there is a dR. For delta writes, where E is β E, also the part dR·v of dβ."""
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
@@ -45,13 +47,10 @@ def pairs_kernel(
         ux = tl.trans(tile(u + at, t, n, e, H * V, V))
         p = tl.dot(tile(do + at, t, n, e, H * V, V), ux, p, input_precision=PREC)
         if READS:
-            r = tile(dr + at, t, n, e, H * V, V)
+            r = tile(dv + at, t, n, e, H * V, V)
             x = tl.dot(r, ux, x, input_precision=PREC)
         if DELTA:
-            rf = r.to(tl.float32)
-            dbe += tl.sum(rf * tile(v + at, t, n, e, H * V, V).to(tl.float32), 1)
-            be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
-            put(dv + at, rf * be[:, None], t, n, e, H * V, V)
+            dbe += tl.sum(r.to(tl.float32) * tile(v + at, t, n, e, H * V, V).to(tl.float32), 1)
     p *= scale
     strict = t[:, None] > t[None, :]
     put(head(P, b, start, h, T, H, H, C), tl.where(strict, p, 0.0), t, n, t, H * C, C)
@@ -60,12 +59,59 @@ def pairs_kernel(
     if READS:
         put(head(E, b, start, h, T, H, H, C), tl.where(strict, x, 0.0), t, n, t, H * C, C)
     if DELTA:
-        tl.store(head(dbeta, b, start, h, T, H, H, 1) + t * H, dbe, t < n)
+        be = divisor(tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t), u.dtype.element_ty)
+        tl.store(head(dbeta, b, start, h, T, H, H, 1) + t * H, dbe / be, t < n)
+
+
+@triton.jit
+def at_once(dq, dw, dread, x, y, p, r, g, gc, ref, DELTA: tl.constexpr, PREC: tl.constexpr):
+    """A chunk under one reference: (dq, dw, dread, dG, Σ k·dw of what leaves it), given what the states contribute."""
+    down = tl.exp2(ref[None, :] - g)
+    yw = (y * down).to(y.dtype)
+    dw *= tl.exp2(gc - ref)[None, :]
+    inside = tl.sum(yw.to(tl.float32) * dw, 0)
+    w = tl.exp2(ref)[None, :]
+    dq = tl.dot(p, yw, dq * w, input_precision=PREC)
+    if DELTA:
+        dread = tl.dot(r, yw, dread * w, input_precision=PREC)
+    w = tl.exp2(g - ref[None, :])
+    xw = (x * w).to(x.dtype)
+    dw = tl.dot(tl.trans(p), xw, dw, input_precision=PREC)
+    dG = xw.to(tl.float32) * dq
+    dq *= w
+    if DELTA:
+        xw = (-(y * w)).to(y.dtype)
+        dw = tl.dot(tl.trans(r), xw, dw, input_precision=PREC)
+        dG += xw.to(tl.float32) * dread
+        dread *= w
+    dG -= yw.to(tl.float32) * dw
+    return dq, dw * down, dread, dG, inside
+
+
+@triton.jit
+def at_level(dq, dw, dread, dG, x, y, p, r, w, down, DELTA: tl.constexpr, PREC: tl.constexpr):
+    """(dq, dw, dread, dG) with the pairs of one level.
+
+    Pairs cancel in dG: what they are summed with must be rounded like what they were multiplied with.
+    """
+    xw = (x * w).to(x.dtype)
+    yw = (y * down).to(y.dtype)
+    acc = tl.dot(p, yw, input_precision=PREC)
+    dq += w * acc
+    dG += xw.to(tl.float32) * acc
+    acc = tl.dot(tl.trans(p), xw, input_precision=PREC)
+    if DELTA:
+        xw = (-(y * w)).to(y.dtype)
+        read = tl.dot(r, yw, input_precision=PREC)
+        dread += w * read
+        dG += xw.to(tl.float32) * read
+        acc = tl.dot(tl.trans(r), xw, acc, input_precision=PREC)
+    return dq, dw + down * acc, dread, dG - yw.to(tl.float32) * acc
 
 
 @triton.jit(do_not_specialize=SIZES)
 def gradient_kernel(
-    q, k, F, G, low_, own_, do, u, dr, P, E, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale,
+    q, k, F, G, low_, own_, do, u, dv, P, E, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale,
     H: tl.constexpr,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     LEVELS: tl.constexpr, LEVELLED: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
@@ -86,11 +132,9 @@ def gradient_kernel(
         return
     t = tl.arange(0, C)
     d = ik * BK + tl.arange(0, BK)
-    dt = q.dtype.element_ty
     do_ = head(do, b, start, h, T, H, H, V)
     u_ = head(u, b, start, h, T, H, H, V)
-    r_ = head(dr, b, start, h, T, H, H, V)
-    f = F + entry(b, s, h, NC, H) * (4 * C)
+    r_ = head(dv, b, start, h, T, H, H, V)
     at_chunk = entry(b, s, h, NC, H) * (K * V)
     dq = tl.zeros([C, BK], tl.float32)
     dw = tl.zeros([C, BK], tl.float32)
@@ -105,88 +149,47 @@ def gradient_kernel(
         if DELTA:
             dread = tl.dot(tile(r_, t, n, e, H * V, V), S, dread, input_precision=PREC)
         edges += S.to(tl.float32) * dS.to(tl.float32)
-    x = tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
-    y = tile(head(k, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
-    # through registers: products of transposed tiles that lie in shared memory as they were loaded go wrong
-    strict = t[:, None] > t[None, :]
-    p = tl.where(strict, tile(head(P, b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
     dq *= scale
-    if DELTA:
-        r = tl.where(strict, tile(head(E, b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
-        be = tl.load(f + 3 * C + t)[:, None]
+    q_ = head(q, b, start, h, T, HK, H, K)
+    k_ = head(k, b, start, h, T, HK, H, K)
+    p_ = head(P, b, start, h, T, H, H, C)
+    e_ = head(E, b, start, h, T, H, H, C)
+    x = tile(q_, t, n, d, HK * K, K)
+    y = tile(k_, t, n, d, HK * K, K)
     g_ = head(G, b, start, h, T, H, H, K)
     g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
     gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
-    if not LEVELLED:  # one reference serves the whole chunk
+    edge = tl.sum(edges, 0) * tl.exp2(gc)
+    if not LEVELLED:
         ref = tl.load(g_ + tl.minimum(C // 2, n - 1) * (H * K) + d, d < K, other=0.0)
-        down = tl.exp2(ref[None, :] - g)
-        dw *= tl.exp2(gc - ref)[None, :]
-        yw = (y * down).to(dt)
-        edge = tl.sum(edges, 0) * tl.exp2(gc) + tl.sum(yw.to(tl.float32) * dw, 0)
-        w = tl.exp2(ref)[None, :]
-        dq = tl.dot(p, yw, dq * w, input_precision=PREC)
-        if DELTA:
-            dread = tl.dot(r, yw, dread * w, input_precision=PREC)
-        w = tl.exp2(g - ref[None, :])
-        # pairs cancel in dG: what they are summed with must be rounded like what they were multiplied with
-        xw = (x * w).to(dt)
-        dw = tl.dot(tl.trans(p), xw, dw, input_precision=PREC)
-        dG = xw.to(tl.float32) * dq
-        dq *= w
-        if DELTA:
-            xw = (y * -(w * be)).to(dt)
-            dw = tl.dot(tl.trans(r), xw, dw, input_precision=PREC)
-            dG += xw.to(tl.float32) * dread
-            dread *= w
-        dG -= yw.to(tl.float32) * dw
-        dw *= down
+        strict = t[:, None] > t[None, :]
+        # through registers: products of transposed tiles that lie in shared memory as they were loaded go wrong
+        p = tl.where(strict, tile(p_, t, n, t, H * C, C), 0.0).to(x.dtype)
+        r = tl.where(strict, tile(e_, t, n, t, H * C, C), 0.0).to(x.dtype) if DELTA else p
+        dq, dw, dread, dG, inside = at_once(dq, dw, dread, x, y, p, r, g, gc, ref, DELTA, PREC)
     else:
         w = tl.exp2(g)
         dq *= w
         dread *= w
         dw *= tl.exp2(gc[None, :] - g)
-        xf = x.to(tl.float32)
-        yf = y.to(tl.float32)
-        edge = tl.sum(edges, 0) * tl.exp2(gc) + tl.sum(yf * dw, 0)
-        dG = xf * dq - yf * dw
-        if DELTA:
-            dG -= yf * (dread * be)
+        dG = x.to(tl.float32) * dq - y.to(tl.float32) * (dw + dread)
+        inside = tl.sum(y.to(tl.float32) * dw, 0)
         for i in range(low - 1, LEVELS):
+            x = tile(q_, t, n, d, HK * K, K)
+            y = tile(k_, t, n, d, HK * K, K)
             g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
-            x = tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
-            y = tile(head(k, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
-            if i < low:
-                w = g - gates_at(g_, middle(t, n, low), d, H * K, K)
-                down = tl.exp2(-w)
-                w = tl.exp2(w)
-                mask = direct_mask(t, low)
-            else:
-                w = tl.exp2(-tl.abs(g - gates_at(g_, level_border(t, n, i), d, H * K, K)))
-                down = w
-                mask = level_mask(t, i)
-            xw = (x * w).to(dt)
-            yw = (y * down).to(dt)
-            pm = tl.where(mask, tile(head(P, b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
-            acc = tl.dot(pm, yw, input_precision=PREC)
-            dq += w * acc
-            dG += xw.to(tl.float32) * acc
-            acc = tl.dot(tl.trans(pm), xw, input_precision=PREC)
-            if DELTA:
-                pm = tl.where(mask, tile(head(E, b, start, h, T, H, H, C), t, n, t, H * C, C), 0.0).to(dt)
-                xw = (y * -(w * be)).to(dt)
-                acc_read = tl.dot(pm, yw, input_precision=PREC)
-                dread += w * acc_read
-                dG += xw.to(tl.float32) * acc_read
-                acc = tl.dot(tl.trans(pm), xw, acc, input_precision=PREC)
-            dw += down * acc
-            dG -= yw.to(tl.float32) * acc
-        x = tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
-        y = tile(head(k, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+            w, down, mask = level_weights(g, g_, t, n, d, low, i, H * K, K)
+            p = tl.where(mask, tile(p_, t, n, t, H * C, C), 0.0).to(x.dtype)
+            r = tl.where(mask, tile(e_, t, n, t, H * C, C), 0.0).to(x.dtype) if DELTA else p
+            dq, dw, dread, dG = at_level(dq, dw, dread, dG, x, y, p, r, w, down, DELTA, PREC)
+        x = tile(q_, t, n, d, HK * K, K)
+        y = tile(k_, t, n, d, HK * K, K)
+    edge += inside
     yf = y.to(tl.float32)
     if DELTA:
         part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
-        tl.store(dbeta_ + part, -tl.sum(yf * dread, 1), t < n)
-        dread *= be
+        be = divisor(tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t), y.dtype)
+        tl.store(dbeta_ + part, -tl.sum(yf * dread, 1) / be, t < n)
     own = tl.load(head(own_, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0)[:, None]
     xf = x.to(tl.float32)
     put(head(dq_, b, start, h, T, H, H, K), dq + own * yf, t, n, d, H * K, K)

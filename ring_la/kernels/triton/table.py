@@ -54,7 +54,9 @@ BACKWARD: Table = {
     ("dplr_diagonal", 128): Launch(128, 8, 2),
 }  # fmt: skip
 PAIRS: Table = {64: Launch(64, 4, 2), 128: Launch(128, 4, 1), 256: Launch(128, 4, 1)}
-GRADIENT: Table = {64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(64, 4, 2)}
+GRADIENT: Table = {
+    64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(64, 4, 2), ("delta_scalar", 128): Launch(64, 4, 4)
+}  # fmt: skip
 INNER = {0: 64, 1: 32}
 """Value channels a step of `delta_gradient`, without a decay and with a scalar one."""
 # One stage and 64 channels under 8 warps: with pipelined loads, or 32 channels under 4 warps, what the compiler makes
