@@ -64,27 +64,36 @@ def pairs_kernel(
 
 
 @triton.jit
+def twofold(a, b, acc, PREC: tl.constexpr):
+    """acc + a b for an fp32 b, which goes in two parts of a's dtype; one, if that is fp32."""
+    part = b.to(a.dtype)
+    if a.dtype != tl.float32:
+        acc = tl.dot(a, (b - part.to(tl.float32)).to(a.dtype), acc, input_precision=PREC)
+    return tl.dot(a, part, acc, input_precision=PREC)
+
+
+@triton.jit
 def at_once(dq, dw, dread, x, y, p, r, g, gc, ref, DELTA: tl.constexpr, PREC: tl.constexpr):
     """A chunk under one reference: (dq, dw, dread, dG, Σ k·dw of what leaves it), given what the states contribute."""
     down = tl.exp2(ref[None, :] - g)
-    yw = (y * down).to(y.dtype)
+    yw = y * down
     dw *= tl.exp2(gc - ref)[None, :]
-    inside = tl.sum(yw.to(tl.float32) * dw, 0)
+    inside = tl.sum(yw * dw, 0)
     w = tl.exp2(ref)[None, :]
-    dq = tl.dot(p, yw, dq * w, input_precision=PREC)
+    dq = twofold(p, yw, dq * w, PREC)
     if DELTA:
-        dread = tl.dot(r, yw, dread * w, input_precision=PREC)
+        dread = twofold(r, yw, dread * w, PREC)
     w = tl.exp2(g - ref[None, :])
-    xw = (x * w).to(x.dtype)
-    dw = tl.dot(tl.trans(p), xw, dw, input_precision=PREC)
-    dG = xw.to(tl.float32) * dq
+    xw = x * w
+    dw = twofold(tl.trans(p), xw, dw, PREC)
+    dG = xw * dq
     dq *= w
     if DELTA:
-        xw = (-(y * w)).to(y.dtype)
-        dw = tl.dot(tl.trans(r), xw, dw, input_precision=PREC)
-        dG += xw.to(tl.float32) * dread
+        xw = -(y * w)
+        dw = twofold(tl.trans(r), xw, dw, PREC)
+        dG += xw * dread
         dread *= w
-    dG -= yw.to(tl.float32) * dw
+    dG -= yw * dw
     return dq, dw * down, dread, dG, inside
 
 
