@@ -10,7 +10,6 @@ import torch
 
 from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs
-from tests.kernels.triton_cases import RULES, Case, error, errors, interpreted, token_loop
 from tests.kernels.interpreter import compute_bf16
 from tests.kernels.triton_cases import RULES, Case, error, errors, interpreted, token_loop
 
