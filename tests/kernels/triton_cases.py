@@ -76,7 +76,7 @@ class Case:
         g = g.expand(*bt, self.H) if self.static else g
         beta = torch.rand(*bt, self.H, device=device) if write == "delta" else None
         if beta is not None:
-            beta[:, ::7] = 0  # its gradient is not
+            beta[:, 3::7] = 0  # its gradient is not
         a = b = None
         if write == "dplr":
             a = unit(*bt, self.H, self.K)
