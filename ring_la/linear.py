@@ -6,6 +6,8 @@ On one device: the registered operator. On a split sequence, forward and backwar
     exchange    an exclusive scan over the segments of all ranks gives the state entering each of mine
     finish      outputs (forward) or gradients (backward) given the entering states
 
+Where kernels exchange states by themselves (`Border`), the three are launches of one call of the kernels'.
+
 The gradient of the state obeys ``G_in = Aᵀ G_out + c`` from right to left, with the A of the forward pass kept and c
 the gradient this rank's outputs send to its entering state.
 """
@@ -16,17 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .algebra import Affine, Rule, Transition, transpose
 from .autograd import first_derivative_only, full_precision, traced
-from .comm import Pending
+from .comm import Group, Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
 from .outputs import LinearAttentionOutput
-from .scan import Chain, Exchange, Horizon, Link
+from .scan import STRATEGIES, Border, Chain, Exchange, Horizon, Link, carries
 
 
 def run(
@@ -122,6 +125,7 @@ class Seams:
     `starts` and `ends` pair local pieces with the documents that start or end in them, as index tensors (pieces,
     documents) on the layout's device, and `empty` the documents without a token; `segments` gives the first and
     last local piece of each owned segment; `lead` says how far each piece begins behind a canonical chunk's start.
+    `alone`: no state goes from one segment to another, on any rank.
     """
 
     def __init__(self, layout: ShardedLayout) -> None:
@@ -142,7 +146,10 @@ class Seams:
         where = [[i for i, p in enumerate(pieces) if p.segment == s] for s in self.links]
         self.segments = [(w[0], w[-1]) for w in where]
         self.pieces = max(1, len(pieces))
+        self.crossings: dict[object, Crossing] = {}
+        self.alone = not any(self.chain.needs)
         self._horizons: dict[object, Horizon | None] = {}
+        self._border: Border | None = None
         self._device, self._deterministic = layout.cp.device, layout.cp.deterministic
         lengths = [s.stop - s.start for s in layout.segments]
         self._shortest = min((n for n, passes in zip(lengths, self.chain.passes) if passes), default=0)
@@ -156,10 +163,24 @@ class Seams:
             self._horizons[decays, dtype] = Horizon.of(decays, self._shortest, dtype, self._device)
         return self._horizons[decays, dtype]
 
+    def border(self, group: Group) -> Border:
+        """The exchange as launches of the kernels', made once."""
+        if self._border is None:
+            self._border = Border(group, self.chain, self.segments, self.pieces)
+        return self._border
+
     @classmethod
     def of(cls, layout: ShardedLayout) -> Seams:
         """The seams of a layout, made once."""
         return layout.kept("seams", lambda: cls(layout))
+
+
+class Crossing(NamedTuple):
+    """A map of a link's shape, without values; bytes of its state; where kernels exchange states by themselves."""
+
+    maps: Affine
+    size: int
+    border: Border | None
 
 
 @dataclass(frozen=True)
@@ -215,15 +236,37 @@ class ShardedCall:
             return horizon.start_back(chain, links, maps, cp.comm, kept, cp.strategy)
         return cp.strategy(chain, maps).start_back(chain, links, maps, cp.comm, kept)
 
+    def crossing(self, inputs: Inputs) -> Crossing:
+        """What is known of the exchange for inputs of these shapes, found once."""
+        q, v, seams = inputs.q, inputs.v, self.seams
+        key = self.kind, q.shape[0], v.shape[2], q.shape[3], v.shape[3], state_dtype(*inputs)
+        found = seams.crossings.get(key)
+        if found is None:
+            maps = Affine(self.kind, None, torch.empty(key[1:5], dtype=key[5], device="meta"))
+            apart = self.kind == "dense" and key[1] > 1 and seams.pieces > 1  # pieces' maps do not lie together
+            border = None if apart or seams.alone else self.border(maps)
+            seams.crossings[key] = found = Crossing(maps, maps.b.nbytes, border)
+        return found
+
+    def border(self, maps: Affine) -> Border | None:
+        """The exchange as launches of the kernels', where the ring goes by mailboxes: on all ranks or on none."""
+        cp, seams = self.layout.cp, self.seams
+        by_ring = (
+            not cp.deterministic and carries(cp.comm, maps) and cp.strategy(seams.chain, maps) is STRATEGIES["ring"]
+        )
+        return seams.border(cp.comm) if by_ring else None
+
     def _split(self, maps: Affine) -> Horizon | None:
         """The horizon, if heads within it go by an exchange of their own."""
-        cp, horizon = self.layout.cp, self.horizon(maps.b.dtype)
+        cp, horizon = self.layout.cp, self.horizon(maps)
         pays = horizon is not None and horizon.pays(self.seams.chain, maps, cp.strategy, cp.price)
         return horizon if pays else None
 
-    def horizon(self, dtype: torch.dtype) -> Horizon | None:
-        """Which heads forget within every segment, under decays the host knows."""
-        return None if self.decays is None else self.seams.horizon(self.decays, dtype)
+    def horizon(self, maps: Affine) -> Horizon | None:
+        """Which heads forget within every segment, under decays the host knows. Mailboxes find out themselves."""
+        if self.decays is None or self.border(maps) is not None:
+            return None
+        return self.seams.horizon(self.decays, maps.b.dtype)
 
 
 class _Sharded(torch.autograd.Function):
@@ -231,27 +274,27 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: ShardedCall, initial_state: Tensor | None, *tensors: Tensor | None):
-        inputs, seams, packed = Inputs(*tensors), call.seams, call.layout.packed
+        inputs, packed = Inputs(*tensors), call.layout.packed
         local = call.local(inputs, call.mode, keep=any(ctx.needs_input_grad))
         S0 = entering_states(call, inputs, initial_state)
-        horizon = call.horizon(state_dtype(*inputs))
-        through = any(seams.chain.passes[s] for s in seams.links) and not (horizon and horizon.all_near)
-        A, S_end = local.summary(S0, through)
-        links = _links(call, A, S_end, lambda piece: _push(local, S0, S_end, piece))
-        with call.layout.cp.comm.in_order(not local.prepares):
-            pending = call.exchange(links, S_end[:, 0])
-        local.prepare()
-        S0 = with_arrived(S0, S_end, [first for first, _ in seams.segments], pending.wait())
-        o, S_end = local.output(S0)
+        _, size, border = call.crossing(inputs)
+        ctx.border, maps, sent = border if local.crosses else None, (), ()
+        if call.seams.alone:
+            o, S_end = local.output(S0)
+        elif ctx.border is not None:
+            border.begin(size, reverse=False)
+            o, S_end = local.output(S0, border)
+        else:
+            S0, maps, sent = _exchanged(call, local, S0, inputs)
+            o, S_end = local.output(S0)
         final = None
         if call.output_final_state:
             final = _without_rows(final_states(call, S_end, initial_state), packed)
             ctx.final_shape = final.shape
         ctx.call, ctx.has_initial = call, initial_state is not None
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-        maps = [link.map.A for link in links]
-        ctx.parts = len(maps), len(inputs), len(pending.kept)
-        ctx.save_for_backward(S0, *maps, *inputs, *pending.kept, *local.kept())
+        ctx.parts = len(maps), len(inputs), len(sent)
+        ctx.save_for_backward(S0, *maps, *inputs, *sent, *local.kept())
         ctx.set_materialize_grads(False)
         return o, final
 
@@ -259,7 +302,7 @@ class _Sharded(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
         call: ShardedCall = ctx.call
-        seams, packed, comm = call.seams, call.layout.packed, call.layout.cp.comm
+        packed, comm = call.layout.packed, call.layout.cp.comm
         S0, *rest = ctx.saved_tensors
         transitions, inputs, sent, kept = _cut(rest, ctx.parts)
         inputs = Inputs(*inputs)
@@ -270,21 +313,52 @@ class _Sharded(torch.autograd.Function):
             dS_end = inputs.q.new_zeros(states_shape(call, inputs), dtype=state_dtype(*inputs))
             used = dS_end.new_zeros(ctx.final_shape) if dfinal is None else dfinal.to(dS_end.dtype)
             dfinal = _with_rows(comm.all_reduce(used).wait(), packed)
-            place(dS_end, seams.ends[0], dfinal, seams.ends[1])
-        dS0 = local.adjoint(do, dS_end)
-        kind = call.kind
-        links = [
-            Link(Affine(kind, transpose(kind, A), dS0[:, first])) for (first, _), A in zip(seams.segments, transitions)
-        ][::-1]
-        pending = call.exchange_back(links, dS0[:, 0], sent)
+            place(dS_end, call.seams.ends[0], dfinal, call.seams.ends[1])
         gate = ctx.needs_input_grad[2 + Inputs._fields.index("g")]
-        local.prepare_gradients(S0, do, gate)
-        dS_end = with_arrived(dS_end, dS0, [last for _, last in seams.segments], pending.wait()[::-1])
-        grads, dS0 = local.gradients(S0, do, dS_end, gate)
+        if ctx.border is not None:
+            ctx.border.begin(call.crossing(inputs).size, reverse=True)
+            grads, dS0 = local.gradients(S0, do, dS_end, gate, ctx.border)
+        else:
+            if not call.seams.alone:
+                dS_end = _exchanged_back(call, local, (S0, do, dS_end, gate), transitions, sent)
+            grads, dS0 = local.gradients(S0, do, dS_end, gate)
         dinitial = None
         if ctx.has_initial and ctx.needs_input_grad[1]:
             dinitial = initial_gradient(call, dS0, dfinal).to(ctx.initial_dtype)
         return None, dinitial, *_in_dtypes(inputs, grads)
+
+
+def _exchanged(
+    call: ShardedCall, local: Local, S0: Tensor | None, inputs: Inputs
+) -> tuple[Tensor | None, list[Tensor | None], Sequence[Tensor | None]]:
+    """The states entering all pieces, the transitions of the owned segments, and what the exchange kept."""
+    seams = call.seams
+    horizon = call.horizon(call.crossing(inputs).maps)
+    through = any(seams.chain.passes[s] for s in seams.links) and not (horizon and horizon.all_near)
+    A, S_end = local.summary(S0, through)
+    links = _links(call, A, S_end, lambda piece: _push(local, S0, S_end, piece))
+    with call.layout.cp.comm.in_order(not local.prepares):
+        pending = call.exchange(links, S_end[:, 0])
+    local.prepare()
+    S0 = with_arrived(S0, S_end, [first for first, _ in seams.segments], pending.wait())
+    return S0, [link.map.A for link in links], pending.kept
+
+
+def _exchanged_back(
+    call: ShardedCall,
+    local: Local,
+    given: tuple[Tensor | None, Tensor, Tensor | None, bool],
+    transitions: Sequence[Tensor | None],
+    sent: Sequence[Tensor | None],
+) -> Tensor | None:
+    """The gradients of the states leaving all pieces; `given`: S0, do, dS_end and gate of `Local.gradients`."""
+    S0, do, dS_end, gate = given
+    segments, kind = call.seams.segments, call.kind
+    dS0 = local.adjoint(do, dS_end)
+    maps = [Affine(kind, transpose(kind, A), dS0[:, first]) for (first, _), A in zip(segments, transitions)]
+    pending = call.exchange_back([Link(m) for m in maps[::-1]], dS0[:, 0], sent)
+    local.prepare_gradients(S0, do, gate)
+    return with_arrived(dS_end, dS0, [last for _, last in segments], pending.wait()[::-1])
 
 
 def _cut(tensors: list[Tensor | None], lengths: Sequence[int]) -> Iterator[tuple[Tensor | None, ...]]:

@@ -15,13 +15,14 @@ BLOCKS = 32  # blocks a message is spread over
 SLOTS = 2
 CHUNK = 16384  # words of 4 bytes
 FLAG = 8  # words a flag takes: a memory sector of its own
+LANES = (512, 1024), (128, 4096)  # of a ring of states, behind the messages: how many with room for so many words
 EMPTY, FULL = tl.constexpr(0), tl.constexpr(1)
 POISON = tl.constexpr(0x7FFF7FFF)  # NaN in every float format
 
 
 def words(ranks: int, chunk: int = CHUNK) -> int:
-    """Words of the mailboxes of one rank: flags, then chunks."""
-    return ranks * SLOTS * BLOCKS * (FLAG + chunk)
+    """Words of the mailboxes of one rank: flags, then chunks; flags of lanes, then their rooms."""
+    return ranks * (SLOTS * BLOCKS * (FLAG + chunk) + sum(n * (FLAG + room) for n, room in LANES))
 
 
 @triton.jit

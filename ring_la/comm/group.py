@@ -53,6 +53,7 @@ class Group:
     Attributes:
         transport: the `Transport` in use.
         mailboxes: memory that kernels reach each other through, for those that send by themselves; None: none.
+        name: a number that no other group has, the same on all its ranks.
         copies: whether large tensors may be copied from and to other ranks' memory ("auto": if the driver lets them).
         bytes_sent: payload bytes this rank has sent, for tests and benchmarks.
         wait_seconds: host time spent waiting for messages (on CPU, where waiting blocks).
@@ -78,7 +79,7 @@ class Group:
         by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
         self.transport: Transport = by_torch
         self.mailboxes: SymmetricTransport | None = None
-        self._name = self._make_name()
+        self.name = self._make_name()
         self.copies = transport == "symmetric" and self.size > 1
         if transport == "symmetric":
             self.transport = self._symmetric(by_torch)
@@ -209,7 +210,7 @@ class Group:
 
     def _store(self, purpose: str) -> dist.Store:
         job = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"ring_la/{self._name}/{purpose}", job)
+        return dist.PrefixStore(f"ring_la/{self.name}/{purpose}", job)
 
     # -- waiting and failing -------------------------------------------------------------------------------
 

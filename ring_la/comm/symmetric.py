@@ -132,6 +132,14 @@ class Message(NamedTuple):
     receives: int
 
 
+class Lanes(NamedTuple):
+    """`count` flags and rooms of so many words for each sender, `skip` words from the start of a rank's mailboxes."""
+
+    count: int
+    room: int
+    skip: int
+
+
 class SymmetricTransport:
     """Mailboxes in the memory of every rank of a group.
 
@@ -142,6 +150,7 @@ class SymmetricTransport:
 
     Attributes:
         own, mailboxes, broken, report, constants: as `copy_kernel.exchange_kernel` takes them. patience: nanoseconds.
+        lanes: those for the states of a ring, of elementwise and of dense maps (`Lanes`).
     """
 
     name = "symmetric"
@@ -168,10 +177,19 @@ class SymmetricTransport:
             P=group.size, BLOCKS=kernel.BLOCKS, SLOTS=kernel.SLOTS, CHUNK=kernel.CHUNK, FLAG=kernel.FLAG, STEP=4096,
             CLOCK=device.type == "cuda",
         ) | constants  # fmt: skip
+        self.lanes = self._lanes(kernel.LANES)
         self._addresses = [x.data_ptr() for x in (own, self.mailboxes, self.broken, self.report)]
         self._compiled: Compiled | None = None  # the kernel, once it ran: nothing it is specialised on changes
         self._aside = False  # whether messages may be under way on the side stream
         self.patience = int(group.timeout.total_seconds() * 1e9)
+
+    def _lanes(self, sizes: Sequence[tuple[int, int]]) -> tuple[Lanes, ...]:
+        c, out = self.constants, []
+        skip = c["P"] * c["BLOCKS"] * c["SLOTS"] * (c["FLAG"] + c["CHUNK"])
+        for count, room in sizes:
+            out.append(Lanes(count, room, skip))
+            skip += c["P"] * count * (c["FLAG"] + room)
+        return tuple(out)
 
     @classmethod
     def open(cls, group: Group, torch_transport: TorchTransport) -> SymmetricTransport:

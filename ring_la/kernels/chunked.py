@@ -30,6 +30,7 @@ class ChunkedRecurrence:
     """
 
     prepares = True
+    crosses = False
 
     def __init__(
         self,

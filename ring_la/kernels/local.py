@@ -7,9 +7,12 @@ other ranks.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from ..algebra import Transition
 
 
 class Inputs(NamedTuple):
@@ -28,6 +31,39 @@ class Inputs(NamedTuple):
     b: Tensor | None = None
 
 
+class Border(Protocol):
+    """The exchange of states at a rank's borders, as launches among those of a backend that scans over segments.
+
+    States and maps are those of `Local`, of segments ``[B, NS, H, …]`` or pieces ``[B, N, H, …]``; `reverse` is the way
+    of gradients.
+
+    Attributes:
+        key: what two borders have in common that launch alike. memory: what their launches use and no call brings.
+        beside: the stream that exchanges may run on beside the caller's; None: they stand in order.
+        whole: (forward, back) whether `segments` sees to every piece. arrives: whether any state comes.
+    """
+
+    key: Hashable
+    memory: tuple[Tensor, ...]
+    beside: object
+    whole: tuple[bool, bool]
+    arrives: tuple[bool, bool]
+
+    def segments(
+        self, kind: Transition, A: Tensor | None, b: Tensor, S0: Tensor | None, entering: Tensor, leaving: Tensor,
+        first: Tensor | None, reverse: bool, beside: bool,
+    ) -> None:  # fmt: skip
+        """Scan the segments of the pieces at the borders into `entering`, given their maps (log2 A, b): states go on to
+        other ranks and come from there. `first` ``[N, 2]``: each piece's first segment, and how many it has. `beside`:
+        other kernels run meanwhile."""
+        ...
+
+    def dense(self, A: Tensor, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+        """The same for dense maps (A, `leaving`) of whole pieces: fill `entering` where a state comes from elsewhere.
+        B must be 1 or N. Backward A is transposed."""
+        ...
+
+
 class Local(Protocol):
     """One rank's tokens under one rule. States are ``[B, N, H, K, V]`` for N pieces, fp32 (fp64 for fp64 inputs).
 
@@ -36,9 +72,12 @@ class Local(Protocol):
 
     Attributes:
         prepares: whether `prepare` has anything to do.
+        crosses: whether `output` and `gradients` take a `Border` as their last argument: they then exchange states
+            themselves, without `summary`, `adjoint` and the like.
     """
 
     prepares: bool
+    crosses: bool
 
     def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
         """The transition of each piece (None for the identity, or unless `through`) and the state leaving it."""

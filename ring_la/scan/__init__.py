@@ -1,9 +1,13 @@
 """Exclusive scans of affine maps over the segments of a split sequence. One file a strategy."""
 
 from .auto import STRATEGIES, CostModel
+from .border import Border
 from .chain import Chain
 from .horizon import Horizon
+from .mailbox_ring import carries
 from .ring import CANONICAL
 from .strategy import Cost, Exchange, Link, Scan
 
-__all__ = ["CANONICAL", "STRATEGIES", "Chain", "Cost", "CostModel", "Exchange", "Horizon", "Link", "Scan"]
+__all__ = [
+    "CANONICAL", "STRATEGIES", "Border", "Chain", "Cost", "CostModel", "Exchange", "Horizon", "Link", "Scan", "carries",
+]  # fmt: skip

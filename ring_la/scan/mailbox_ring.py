@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..algebra import Affine
+from ..algebra import Affine, Transition
 from ..comm import Group
 from .chain import Chain
 from .strategy import Link
 
-KINDS = {"identity": 0, "scalar": 1, "diagonal": 2, "dense": 3}
-WORDS = 4096
-"""Of a unit: small enough that a state is on its way to the next rank while the rest of it still arrives."""
+KINDS: dict[Transition, int] = {"identity": 0, "scalar": 1, "diagonal": 2, "dense": 3}
+BESIDE = 64, 32
+"""Programs of a launch beside other kernels, and registers of a thread: of a multiprocessor's two programs that a pass
+over tokens may have, or what is left beside its only one, it takes no more than one, on half of them."""
 LEAST, WIDEST = 16, 256
-"""Columns of a unit under dense maps: as narrow as a product may be; and the widest maps the kernel takes."""
+"""Columns of such a unit: as narrow as a product may be; and the widest maps the kernel takes."""
 
 
 def carries(group: Group, like: Affine) -> bool:
@@ -27,6 +30,25 @@ def carries(group: Group, like: Affine) -> bool:
 def fits(like: Affine) -> bool:
     """Whether the kernel takes such maps."""
     return like.b.dtype == torch.float32 and (like.kind != "dense" or like.b.shape[-2] <= WIDEST)
+
+
+class Hop(NamedTuple):
+    """One launch: where what enters comes from, and where what leaves goes.
+
+    Attributes:
+        source, target: ranks; None: no message.
+        passes: whether what enters may leave.
+        piece: whose segments these are, of this rank's pieces.
+        earlier: the piece whose leaving state enters, where it is this rank's own.
+        keeps: whether what leaves enters another piece of this rank.
+    """
+
+    source: int | None
+    target: int | None
+    passes: bool
+    piece: int = 0
+    earlier: int | None = None
+    keeps: bool = False
 
 
 def steps(
@@ -47,49 +69,113 @@ def steps(
         left = torch.empty_like(b, memory_format=torch.contiguous_format) if keeps else None
         if source is not None:
             result[slot] = torch.empty_like(b, memory_format=torch.contiguous_format)
-        _launch(group, link.map, b, before, result[slot], left, source, target if sends else None, chain.passes[i])
+        hop = Hop(source, target if sends else None, chain.passes[i])
+        launch_link(group, link.map, before, result[slot] if source is not None else None, left, hop)
     yield from ()  # no message is waited for here
 
 
-def _launch(
+def launch_link(
+    group: Group, m: Affine, before: Tensor | None, entering: Tensor | None, leaving: Tensor | None, hop: Hop
+) -> None:
+    """A link whose map is `m` [B, H, …]: what enters is `before` or, from `hop.source`, goes to `entering`; what leaves
+    goes to `hop.target` and `leaving`."""
+    from ..kernels.triton.launch import aligned
+
+    b = aligned(m.b)
+    if m.A is None:
+        hop = hop._replace(passes=hop.passes and m.kind == "identity")
+    if hop.target is not None:
+        group.sends(b.nbytes)
+    group.mailboxes.order()
+    if m.kind != "dense":
+        A = None if m.A is None else aligned(m.A)
+        states = (None if x is None else x[:, None] for x in (before, entering, leaving))
+        launch_segments(group, m.kind, A, b[:, None], *states, None, hop, log=False)
+        return
+    A, transposed = b if m.A is None else m.A, False
+    if not A.is_contiguous():
+        A, transposed = A.mT, True
+    launch_dense(group, aligned(A), transposed, b, before, entering, leaving, hop)
+
+
+def launch_segments(
     group: Group,
-    m: Affine,
+    kind: Transition,
+    A: Tensor | None,
     b: Tensor,
     before: Tensor | None,
     entering: Tensor | None,
     leaving: Tensor | None,
-    source: int | None,
-    target: int | None,
-    passes: bool,
+    first: Tensor | None,
+    hop: Hop,
+    log: bool = True,
+    reverse: bool = False,
+    beside: bool = False,
 ) -> None:
-    from ..kernels.triton.launch import aligned, launch
+    """`link_kernel` over the segments of piece `hop.piece`: b and `entering` [B, NS, H, K, V], `before` and `leaving`
+    [B, N, H, K, V], A log2 of the segments' transitions or (not `log`) themselves, `first` [N, 2]. `beside`: other
+    kernels run on the device meanwhile, which it leaves room for."""
+    from ..kernels.triton.launch import launch
     from .link_kernel import TINY, link_kernel
 
-    boxes, kind, b = group.mailboxes, KINDS[m.kind], aligned(b)
-    K, V = b.shape[-2:]
-    A, transposed = m.A, False
-    if A is None:
-        A, passes = b, passes and not kind
-    elif kind == 3 and not A.is_contiguous():
-        A, transposed = A.mT, True
-    c = boxes.constants
-    lanes = c["BLOCKS"] * c["SLOTS"]
-    unit = min(WORDS, c["CHUNK"], _width(K * V))
-    if kind == 3:
-        unit = max(LEAST, min(_width(V), unit // max(LEAST, _width(K))))
-    me = group.rank
-    if target is not None:
-        group.sends(b.nbytes)
-    boxes.order()
+    lanes, (B, segments, H, K, V) = group.mailboxes.lanes[0], b.shape
+    unit = min(lanes.room, _width(K * V))
+    pieces = next((x.shape[1] for x in (leaving, before) if x is not None), 1)
+    A = b if A is None else A
+    units, programs, leave = B * H * -(-K * V // unit), lanes.count, {}
+    if beside:
+        programs, leave = math.gcd(programs, BESIDE[0]), {"maxnreg": BESIDE[1]}
     launch(
-        link_kernel, (lanes,), aligned(A), b, *(b if x is None else x for x in (before, entering, leaving)), boxes.own,
-        boxes.mailboxes, boxes.broken, boxes.report, me, me if source is None else source,
-        me if target is None else target, b.shape[:-2].numel(), min(boxes.patience // 1000, 2**31 - 1), KIND=kind, K=K,
-        V=V, BK=max(LEAST, _width(K)), BJ=min(32, max(LEAST, _width(K))), UNIT=unit, TRANSPOSED=transposed,
-        RECEIVES=source is not None, HAS_BEFORE=before is not None, PASSES=passes, SENDS=target is not None,
-        KEEPS=leaving is not None, P=c["P"], LANES=lanes, CHUNK=c["CHUNK"], FLAG=c["FLAG"], CLOCK=c["CLOCK"],
-        TINY=TINY, num_warps=8,
+        link_kernel, (min(programs, units),), A, b,
+        *(b if x is None else x for x in (before, entering, leaving)), A if first is None else first,
+        *_mailboxes(group, hop), B * H, H, pieces, segments, hop.piece, hop.earlier or 0, lanes.skip, _patience(group),
+        KIND=KINDS[kind], LOG=log, K=K, V=V, UNIT=unit, HAS_BEFORE=before is not None, KEEPS=leaving is not None,
+        ENTERS=entering is not None, REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room,
+        **_constants(group, hop), TINY=TINY, num_warps=4, **leave, carveout=beside,
     )  # fmt: skip
+
+
+def launch_dense(
+    group: Group,
+    A: Tensor,
+    transposed: bool,
+    b: Tensor,
+    before: Tensor | None,
+    entering: Tensor | None,
+    leaving: Tensor | None,
+    hop: Hop,
+) -> None:
+    """`dense_link_kernel` over states [..., H, K, V] that lie without gaps, as do A (or its transpose) and b."""
+    from ..kernels.triton.launch import launch
+    from .link_kernel import TINY, dense_link_kernel
+
+    lanes, (*rows, K, V) = group.mailboxes.lanes[1], b.shape
+    wide = max(LEAST, _width(K))
+    unit, rows = max(LEAST, min(_width(V), lanes.room // wide)), math.prod(rows)
+    launch(
+        dense_link_kernel, (min(lanes.count, rows * -(-V // unit)),), A, b,
+        *(b if x is None else x for x in (before, entering, leaving)),
+        *_mailboxes(group, hop), rows, lanes.skip, _patience(group), K=K, V=V, BK=wide, BJ=min(32, wide), UNIT=unit,
+        TRANSPOSED=transposed, HAS_BEFORE=before is not None, KEEPS=leaving is not None, ENTERS=entering is not None,
+        LANES=lanes.count, CHUNK=lanes.room, **_constants(group, hop), TINY=TINY, num_warps=8,
+    )  # fmt: skip
+
+
+def _mailboxes(group: Group, hop: Hop) -> tuple[object, ...]:
+    """What the kernels know of the group's memory, and the ranks of a hop."""
+    boxes, me = group.mailboxes, group.rank
+    peers = (me if r is None else r for r in (hop.source, hop.target))
+    return boxes.own, boxes.mailboxes, boxes.broken, boxes.report, me, *peers
+
+
+def _constants(group: Group, hop: Hop) -> dict[str, object]:
+    c = group.mailboxes.constants
+    ends = dict(RECEIVES=hop.source is not None, PASSES=hop.passes, SENDS=hop.target is not None)
+    return ends | dict(P=c["P"], FLAG=c["FLAG"], CLOCK=c["CLOCK"])
+
+
+def _patience(group: Group) -> int:
+    return min(group.mailboxes.patience // 1000, 2**31 - 1)
 
 
 def _width(n: int) -> int:

@@ -39,6 +39,7 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: 
     own.transport = own.mailboxes = SymmetricTransport(
         own, own.transport, boxes[rank], addresses, boxes, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
     )
+    own.mailboxes.lanes = own.mailboxes._lanes(((3, 128), (3, 1024)))
     return own
 
 

@@ -9,7 +9,11 @@ Parts, each with its own limit, each written to folder/symmetric.json when it is
     latency     microseconds of each pattern by size, eager and in a CUDA graph, beside NCCL
     graph       forward and backward of a sharded call captured and replayed on new inputs, equal to the eager call
     exposed     one call's time beside the local work alone, and by the profiler the time in which only messages run
+    borders     recurrences whose kernels exchange states among their own launches, bf16 and fp32, against one device
+                in fp64: zigzag, packed, several rows, with states; replayed, and captured
+    canonical   deterministic=True under transport="auto": the same bits on 1 GPU and on all
     late        a peer that does not send: NaN within the timeout, then a PeerError that names it
+    late_link   the same of a ring by mailboxes under transport="auto"
 """
 
 from __future__ import annotations
@@ -33,15 +37,28 @@ from ring_la.algebra import Affine, transpose
 from ring_la.cli.scan_cases import exchanges
 from ring_la.comm import Group
 from ring_la.layout import Layout
-from ring_la.scan import STRATEGIES, Chain, Link
+from ring_la.scan import STRATEGIES, Border, Chain, Link
 from tests.conformance import test_sharded as sharded
 from tests.conformance.cases import DOCUMENTS
 from tests.distributed import pool
+from tests.scan import test_border as border
 from tests.scan import test_mailbox_ring as mailbox
 
 TRANSPORTS = ("torch", "symmetric")
 CASES = (("simple_gla", 16384), ("gated_delta_rule", 16384), ("simple_gla", 4096), ("gated_delta_rule", 4096))
-LIMIT = {"links": 60, "messages": 30, "strategies": 45, "latency": 40, "graph": 60, "exposed": 75, "late": 30}
+BORDERS = (
+    ("linear_attention", "contiguous", torch.bfloat16),
+    ("simple_gla", "documents", torch.bfloat16),
+    ("retention", "zigzag", torch.bfloat16),
+    ("gla", "rows", torch.float32),
+    ("gated_delta_rule", "documents", torch.bfloat16),
+    ("kda", "zigzag", torch.bfloat16),
+)
+CHOSEN: list[int] = []
+LIMIT = {
+    "links": 60, "messages": 30, "strategies": 45, "latency": 40, "graph": 60, "exposed": 75, "late": 30,
+    "late_link": 30, "borders": 90, "canonical": 40,
+}  # fmt: skip
 
 
 def groups() -> dict[str, Group]:
@@ -143,6 +160,51 @@ def links() -> dict:
             print(kind, row, flush=True)
     assert g.transport.late() == []
     return out
+
+
+def borders() -> dict[str, object]:
+    """The worst error by case, and of replayed graphs beside eager calls on other inputs."""
+    out, begun, begin = {}, [], Border.begin
+    Border.begin = lambda self, size, reverse: (begun.append(size), begin(self, size, reverse))[1]
+    cp = context(dist.get_world_size(), "ring", "auto")
+    try:
+        for n in CHOSEN or range(len(BORDERS)):
+            (name, kind, dtype), met = BORDERS[n], len(begun)
+            shape = dict(Hk=2, H=4, K=64, V=128) if kind == "zigzag" else dict(Hk=4, H=4, K=128, V=128)
+            found = border.errors(cp, name, kind, 9, dtype, **shape)
+            key, limit = f"{name} {kind} {dtype}", 2e-2 if dtype == torch.bfloat16 else 1e-4
+            out[key] = max(found.values())
+            print(dist.get_rank(), key, found, flush=True)
+            assert out[key] < limit, (key, found)
+            assert len(begun) - met == 8, (key, "not by mailboxes")
+        for name in ("simple_gla", "gated_delta_rule") if not CHOSEN else ():
+            out[f"graph {name}"] = replayed(name, cp)
+            assert out[f"graph {name}"]["error"] < 1e-2, (name, out)
+    finally:
+        Border.begin = begin
+    return out
+
+
+def canonical() -> dict:
+    """Outputs whose bits do not depend on the number of GPUs."""
+    P, T = dist.get_world_size(), 1024
+    alone = [dist.new_group([rank]) for rank in range(P)][dist.get_rank()]
+    make = functools.partial(ring_la.ContextParallel, deterministic=True, transport="auto", validate="never")
+    split, one = make(pool.group(P)), make(alone)
+    for name in ("simple_gla", "gated_delta_rule"):
+        rng = torch.Generator("cuda").manual_seed(0)
+        x = {n: t.detach() for n, t in inputs(name, T, 4, 0).items()}
+        for t in x.values():
+            t.copy_(-torch.rand(t.shape, generator=rng, device="cuda") if t.dim() == 3 else
+                    torch.randn(t.shape, generator=rng, device="cuda") / 12)  # fmt: skip
+        if "beta" in x:
+            x["beta"].neg_()
+        op, layout = getattr(ring_la, name), split.layout(T, "contiguous")
+        whole = op(**x, layout=one.layout(T, "contiguous"), output_final_state=True)
+        mine = op(**{n: layout.shard(t) for n, t in x.items()}, layout=layout, output_final_state=True)
+        assert torch.equal(layout.shard(whole.o), mine.o), name
+        assert torch.equal(whole.final_state, mine.final_state), name
+    return {"tokens": T}
 
 
 def microseconds(run, repeats: int = 20) -> float:
@@ -379,12 +441,41 @@ def late() -> dict:
     return out
 
 
+def late_link() -> dict:
+    """The first rank does not send its state."""
+    g = Group(None, timedelta(seconds=3), "auto")
+    assert g.mailboxes is not None
+    link = Link(Affine("scalar", torch.ones(1, 32, device=g.device), torch.ones(1, 32, 128, 128, device=g.device)))
+    like, chain, out = Affine("scalar", None, link.map.b), Chain.line(g.size), {}
+    ring = functools.partial(STRATEGIES["ring"].start, chain, [link], like, g)
+    ring().wait()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    if g.rank == 1:
+        (entering,) = ring().wait()
+        torch.cuda.synchronize()
+        assert bool(entering.isnan().all())
+        out["seconds until NaN"] = round(time.monotonic() - began, 2)
+        try:
+            ring().wait()
+        except ring_la.PeerError as error:
+            out["error"] = str(error)
+        assert "rank 0" in out["error"]
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/symmetric"))
-    parser.add_argument("--parts", default="messages,links,strategies,exposed,graph,latency,late")
+    parser.add_argument(
+        "--parts", default="messages,links,borders,strategies,canonical,exposed,graph,latency,late_link,late"
+    )
+    parser.add_argument("--borders", default="", help="numbers of BORDERS, comma-separated; default: all")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no part is started")
     args = parser.parse_args()
+    CHOSEN.extend(int(n) for n in args.borders.split(",") if n)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import Inputs
+from ring_la.kernels.local import Border, Inputs
 from ring_la.kernels.triton import table
 from ring_la.kernels.triton.cut import Cut
 from ring_la.kernels.triton.gates import factors_kernel
-from ring_la.kernels.triton.launch import aligned, launch
+from ring_la.kernels.triton.launch import Beside, aligned, aside, join, launch
 from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel, through_kernel
 from ring_la.kernels.triton.table import Launch, cdiv, power_of_2, width
 
@@ -38,6 +39,8 @@ class Kept(NamedTuple):
     states: Tensor | None = None
     whole: Tensor | None = None
     """The transitions of a call whose pieces states enter; `transition` lacks each piece's first."""
+    passed: Tensor | None = None
+    """The products of each piece's transitions."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -207,6 +210,48 @@ class Base:
                 **kw, DECAY=self.decay, BLK=block, num_warps=4,
             )  # fmt: skip
         return entering, leaving
+
+    def _cross(
+        self, own: Tensor, transition: Tensor | None, S0: Tensor | None, reverse: bool, border: Border,
+        beside: Beside | None = None,
+    ) -> Callable[[], tuple[Tensor, Tensor]]:  # fmt: skip
+        """Start `_prefix` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the
+        result waits for it."""
+        cut = self.segments
+        if self.dense:
+            _, leaving = self._prefix(own, transition, S0, reverse, enter=False)
+            arrived = None
+            if border.arrives[reverse]:
+                several = cut.pieces > 1
+                zero = torch.zeros_like if several else torch.empty_like
+                arrived = S0.clone() if several and S0 is not None else zero(leaving)
+            with aside(beside):
+                border.dense(self._passed(transition), leaving if arrived is None else arrived, leaving, reverse)
+
+            def finish() -> tuple[Tensor, Tensor]:
+                join(beside)
+                return self._prefix(own, transition, S0 if arrived is None else arrived, reverse)
+
+            return finish
+        if border.whole[reverse]:
+            entering, leaving = self._new(*own.shape), self._pieces()
+        else:
+            entering, leaving = self._prefix(own, transition, S0, reverse)
+        with aside(beside):
+            states = S0, entering, leaving, cut.first
+            border.segments(self.rule.transition, transition, own, *states, reverse, beside is not None)
+
+        def finish() -> tuple[Tensor, Tensor]:
+            join(beside)
+            return entering, leaving
+
+        return finish
+
+    def _passed(self, transition: Tensor) -> Tensor:
+        """The products of each piece's dense transitions, made once."""
+        if self._kept.passed is None:
+            self._kept = self._kept._replace(passed=self._through(transition))
+        return self._kept.passed
 
     @property
     def _dense(self) -> dict[str, int]:

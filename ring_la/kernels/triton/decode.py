@@ -168,6 +168,7 @@ class TritonTokens:
     """
 
     prepares = False
+    crosses = False
 
     def __init__(
         self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, chunked: Callable[[], Local], in_place: bool

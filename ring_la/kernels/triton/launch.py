@@ -7,7 +7,8 @@ specialised. So what was compiled for a class is launched directly from the seco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -27,6 +28,24 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
+class Beside:
+    """A stream beside the current one, and the events that order the two."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._here, self._there = torch.cuda.Event(), torch.cuda.Event()
+
+    def fork(self) -> None:
+        """Put it behind what the current stream has so far."""
+        self._here.record(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_event(self._here)
+
+    def join(self) -> None:
+        """Put the current stream behind it."""
+        self._there.record(self.stream)
+        torch.cuda.current_stream(self.stream.device).wait_event(self._there)
+
+
 class Interpreted:
     """A kernel under Triton's interpreter, which takes tensors."""
 
@@ -41,33 +60,71 @@ class Interpreted:
 class Recorder(Protocol):
     """What wants to know of every launch."""
 
-    def launched(self, how: Compiled | Interpreted, grid: tuple[int, int, int], args: Sequence[Any]) -> None: ...
+    def launched(
+        self, how: Compiled | Interpreted, grid: tuple[int, int, int], args: Sequence[Any], beside: Beside | None
+    ) -> None: ...
+
+    def ordered(self, step: Callable[[], None]) -> None: ...
 
 
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 _compiled: dict[tuple, Compiled] = {}
+_aside: ContextVar[Beside | None] = ContextVar("aside", default=None)
 
 
-def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
+@contextmanager
+def aside(beside: Beside | None) -> Iterator[None]:
+    """Launches made here go to a stream beside the current one; what they use must last until `join`."""
+    if beside is None:
+        yield
+        return
+    order(beside.fork)
+    token = _aside.set(beside)
+    try:
+        yield
+    finally:
+        _aside.reset(token)
+
+
+def join(beside: Beside | None) -> None:
+    """What follows on the current stream stands behind what was launched beside it."""
+    if beside is not None:
+        order(beside.join)
+
+
+def order(step: Callable[[], None]) -> None:
+    """Order streams, now and wherever this call is replayed."""
+    step()
+    recorder = recording.get()
+    if recorder is not None:
+        recorder.ordered(step)
+
+
+def launch(kernel, grid: tuple[int, ...], *args, carveout: bool = False, **constants) -> None:
     """``kernel[grid](*args, **constants)`` on the tensors' device: tensors and sizes by position, constants by name.
 
-    Sizes must be in the kernel's ``do_not_specialize``, tensors `aligned`.
+    Sizes must be in the kernel's ``do_not_specialize``, tensors `aligned`. `carveout`: it shares multiprocessors with
+    kernels that need much shared memory (`Compiled.share`).
     """
     device = args[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, *args, **constants)
-    grid = (*grid, 1, 1)[:3]
+            return launch(kernel, grid, *args, carveout=carveout, **constants)
+    grid, beside = (*grid, 1, 1)[:3], _aside.get()
     key = (kernel.__name__, device, *constants, *constants.values(), *[getattr(x, "dtype", None) for x in args])
     found = _compiled.get(key)
     if found is None and isinstance(kernel, JITFunction):
         rest = [constants[name] for name in kernel.arg_names[len(args) :]]
-        _compiled[key] = found = Compiled(kernel[grid](*args, **constants), rest)
+        with nullcontext() if beside is None else torch.cuda.stream(beside.stream):
+            _compiled[key] = found = Compiled(kernel[grid](*args, **constants), rest)
+        if carveout:
+            found.share()
     elif isinstance(found, Compiled):
-        found(grid, current_stream(device), [x.data_ptr() if isinstance(x, Tensor) else x for x in args])
+        stream = current_stream(device) if beside is None else beside.stream.cuda_stream
+        found(grid, stream, [x.data_ptr() if isinstance(x, Tensor) else x for x in args])
     else:
         found = Interpreted(kernel, constants)
         found(grid, 0, args)
     recorder = recording.get()
     if recorder is not None:
-        recorder.launched(found, grid, args)
+        recorder.launched(found, grid, args, beside)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import Inputs
+from ring_la.kernels.local import Border, Inputs
 from ring_la.kernels.triton.base import Kept
 from ring_la.kernels.triton.general import General
 from ring_la.kernels.triton.simple import Early, Simple
@@ -33,7 +33,7 @@ def unsupported(rule: Rule, inputs: Inputs) -> str | None:
 class TritonRecurrence(Simple, General):
     """One rank's tokens under one rule. `kept`: what `kept()` of the one that made the output gave."""
 
-    prepares = False
+    prepares, crosses = False, True
 
     def __init__(
         self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, kept: tuple[Tensor | None, ...] = ()
@@ -56,8 +56,12 @@ class TritonRecurrence(Simple, General):
     def prepare(self) -> None:
         """Nothing: what the output needs before a state arrives was found for the summary."""
 
-    def output(self, S0: Tensor | None, keep: bool = False) -> tuple[Tensor, Tensor]:
-        entering, leaving = self._enter(self._state(S0))
+    def output(self, S0: Tensor | None, keep: bool = False, border: Border | None = None) -> tuple[Tensor, Tensor]:
+        S0 = self._state(S0)
+        if border is None:
+            entering, leaving = self._enter(S0)
+        else:
+            entering, leaving = self._cross(*self._summarise(True), S0, False, border)()
         self._entered = (entering,)
         o = self._new(*self.inputs.v.shape, dtype=self.inputs.v.dtype)
         if self.simple:
@@ -73,6 +77,7 @@ class TritonRecurrence(Simple, General):
     def kept(self) -> tuple[Tensor | None, ...]:
         """What spares the gradients work, after `output`: states entering the segments, and what the chunks found."""
         found = dict(entering=self._entered[0]) if self._entered else {}
+        found["passed"] = self._kept.passed
         if self.F is not self.inputs.v:
             found["F"] = self.F
         if self.dense and self._own is not None:
@@ -102,11 +107,17 @@ class TritonRecurrence(Simple, General):
             self._early = self._states or self._carry(entering)
 
     def gradients(
-        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
+        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True, border: Border | None = None
     ) -> tuple[Inputs, Tensor]:
         """See `Local`. S0 is what `output` was given, here or where `kept` comes from."""
         dS_end = self._state(dS_end)
-        if self.segments.count == 1:
+        if border is not None:
+            maps = self._summarise_back(do, True)
+            busy = self.simple or self._states is None  # whether there is anything to do meanwhile
+            crossed = self._cross(*maps, dS_end, True, border, border.beside if busy else None)
+            self.prepare_gradients(S0, do, gate)
+            adjoint, dS0 = crossed()
+        elif self.segments.count == 1:
             adjoint, dS0 = dS_end, self._pieces()
         else:
             adjoint, dS0 = self._prefix(*self._summarise_back(do, dS_end is not None), dS_end, True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import Inputs
+from ring_la.kernels.local import Border, Inputs
 from ring_la.kernels.triton.base import once
 from ring_la.kernels.triton.launch import ALIGNMENT, aligned
 from ring_la.kernels.triton.local import TritonRecurrence
@@ -58,18 +58,20 @@ class Brought(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of this call: what it calls with what, and the tensors it was the first to bring."""
+    """A step of this call: what it calls with what, the tensors it was the first to bring, and where it exchanges
+    states, if it does."""
 
     node: Node
     call: Callable
     arguments: tuple
     fresh: list[Tensor]
+    border: Border | None = None
 
 
 class Replay:
     """`TritonRecurrence`, its steps replayed where they are known. `keep`: `kept` will be asked for."""
 
-    prepares = TritonRecurrence.prepares
+    prepares, crosses = TritonRecurrence.prepares, TritonRecurrence.crosses
 
     def __init__(
         self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, kept: Sequence[Tensor | None] = (),
@@ -101,8 +103,9 @@ class Replay:
     def prepare(self) -> None:
         """Nothing: see `TritonRecurrence`."""
 
-    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
-        o, leaving, *kept = self._step(_output_and_kept if self._keep else _output, ((S0, torch.float32),))
+    def output(self, S0: Tensor | None, border: Border | None = None) -> tuple[Tensor, Tensor]:
+        call = _output_and_kept if self._keep else _output
+        o, leaving, *kept = self._step(call, ((S0, torch.float32),), border=border)
         self._kept = tuple(kept)
         return o, leaving
 
@@ -117,10 +120,10 @@ class Replay:
         self._step(_prepare_gradients, ((S0, torch.float32), (do, self._dtype)), gate)
 
     def gradients(
-        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
+        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True, border: Border | None = None
     ) -> tuple[Inputs, Tensor]:
         tensors = (S0, torch.float32), (do, self._dtype), (dS_end, torch.float32)
-        *grads, dS0 = self._step(_gradients, tensors, gate)
+        *grads, dS0 = self._step(_gradients, tensors, gate, border=border)
         return Inputs(*grads), dS0
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -143,12 +146,14 @@ class Replay:
         return ready, (ready.shape, ready.dtype)
 
     def _step(
-        self, call: Callable, tensors: Sequence[tuple[Tensor | None, torch.dtype]], *flags: bool
-    ) -> Sequence[Tensor | None]:
+        self, call: Callable, tensors: Sequence[tuple[Tensor | None, torch.dtype]], *flags: bool,
+        border: Border | None = None,
+    ) -> Sequence[Tensor | None]:  # fmt: skip
         brought = [self._bring(x, dtype) for x, dtype in tensors]
         fresh, self._fresh = self._fresh, []
-        self._node = node = self._node.after((call, flags, *[known for _, known in brought]))
-        step = Step(node, call, (*[x for x, _ in brought], *flags), fresh)
+        at = None if border is None else border.key
+        self._node = node = self._node.after((call, flags, at, *[known for _, known in brought]))
+        step = Step(node, call, (*[x for x, _ in brought], *flags), fresh, border)
         if self._real is None and node.tape is not None:
             self._played.append(step)
             for x in fresh:
@@ -164,12 +169,14 @@ class Replay:
     def _do(self, step: Step) -> Sequence[Tensor | None]:
         recorder, node = self._recorder, step.node
         arguments = [self._plain(x) for x in step.arguments]
+        keywords = {} if step.border is None else {"border": step.border}
         if recorder is None:
-            return step.call(self._begun(), *arguments)
+            return step.call(self._begun(), *arguments, **keywords)
         for x in step.fresh:
             recorder.bring(self._plain(x))
+        recorder.outlived(() if step.border is None else step.border.memory)
         with recorder:
-            out = step.call(self._begun(), *arguments)
+            out = step.call(self._begun(), *arguments, **keywords)
             kept = self._real.kept() if self._keep else ()
         tape = recorder.finish(out, kept, last=step.call in LAST)
         if node.tape is None:
@@ -196,12 +203,14 @@ def _summary(real: TritonRecurrence, S0: Tensor | None, through: bool) -> Sequen
     return real.summary(S0, through)
 
 
-def _output(real: TritonRecurrence, S0: Tensor | None) -> Sequence[Tensor | None]:
-    return real.output(S0)
+def _output(real: TritonRecurrence, S0: Tensor | None, border: Border | None = None) -> Sequence[Tensor | None]:
+    return real.output(S0, border=border)
 
 
-def _output_and_kept(real: TritonRecurrence, S0: Tensor | None) -> Sequence[Tensor | None]:
-    return *real.output(S0, keep=True), *real.kept()
+def _output_and_kept(
+    real: TritonRecurrence, S0: Tensor | None, border: Border | None = None
+) -> Sequence[Tensor | None]:
+    return *real.output(S0, keep=True, border=border), *real.kept()
 
 
 def _adjoint(real: TritonRecurrence, do: Tensor, dS_end: Tensor | None) -> Sequence[Tensor | None]:
@@ -214,9 +223,10 @@ def _prepare_gradients(real: TritonRecurrence, S0: Tensor | None, do: Tensor, ga
 
 
 def _gradients(
-    real: TritonRecurrence, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool
-) -> Sequence[Tensor | None]:
-    grads, dS0 = real.gradients(S0, do, dS_end, gate)
+    real: TritonRecurrence, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool,
+    border: Border | None = None,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    grads, dS0 = real.gradients(S0, do, dS_end, gate, border)
     return *grads, dS0
 
 

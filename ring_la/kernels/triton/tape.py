@@ -7,7 +7,7 @@ that nobody sees afterwards, laid out by when each part was needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.compiled import Compiled, current_stream
-from ring_la.kernels.triton.launch import Interpreted, recording
+from ring_la.kernels.triton.launch import Beside, Interpreted, recording
 
 BOUNDARY = 256
 """Bytes every part of an allocation is aligned to."""
@@ -98,19 +98,20 @@ class Playing:
 
 class Launched(NamedTuple):
     """A launch; each argument is a tensor's number and bytes from its start, or 0 and a constant. `tiles`: arguments
-    that are descriptors of what lies there."""
+    that are descriptors of what lies there. `beside`: the stream it goes to, if not the caller's."""
 
     how: Compiled
     grid: tuple[int, int, int]
     args: tuple[tuple[int, int | float], ...]
     tiles: tuple[tuple[int, Tiled], ...]
+    beside: Beside | None = None
 
     def play(self, playing: Playing) -> None:
         bases = playing.bases
         args = [bases[number] + offset for number, offset in self.args]
         for i, tiled in self.tiles:
             args[i] = tiled.at(args[i])
-        self.how(self.grid, playing.stream, args)
+        self.how(self.grid, playing.stream if self.beside is None else self.beside.stream.cuda_stream, args)
 
 
 class InterpretedLaunch(NamedTuple):
@@ -122,6 +123,15 @@ class InterpretedLaunch(NamedTuple):
 
     def play(self, playing: Playing) -> None:
         self.how(self.grid, 0, [_filled(x, playing) for x in self.args])
+
+
+class Ordered(NamedTuple):
+    """Streams put in order."""
+
+    step: Callable[[], None]
+
+    def play(self, playing: Playing) -> None:
+        self.step()
 
 
 class Operation(NamedTuple):
@@ -148,7 +158,7 @@ class Tape(NamedTuple):
 
     end: int
     room: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    work: tuple[Launched | InterpretedLaunch | Operation, ...]
+    work: tuple[Launched | InterpretedLaunch | Ordered | Operation, ...]
     dead: tuple[int, ...]
     returned: tuple[int, ...]
 
@@ -210,6 +220,7 @@ class Recorder(TorchDispatchMode):
         self._events: list[tuple] = []
         self._allocated: dict[int, _Allocated] = {}
         self._refused = False
+        self._lasting: dict[int, Tensor] = {}
 
     def __enter__(self) -> Recorder:
         self._token = recording.set(self)
@@ -222,6 +233,10 @@ class Recorder(TorchDispatchMode):
     def bring(self, x: Tensor) -> int:
         """A tensor of the caller; the numbers are those `Playing.bring` gives."""
         return self._number(x)
+
+    def outlived(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors that are there as long as the tape is, at one address."""
+        self._lasting |= {id(x): x for x in tensors}
 
     # -- what happens ----------------------------------------------------------------------------------------
 
@@ -246,9 +261,15 @@ class Recorder(TorchDispatchMode):
             self._events.append(("operation", function, known, kwargs, numbers))
         return out
 
-    def launched(self, how: Compiled | Interpreted, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
+    def launched(
+        self, how: Compiled | Interpreted, grid: tuple[int, int, int], args: Sequence[Any], beside: Beside | None
+    ) -> None:
         self._look()
-        self._events.append(("launched", how, grid, tuple(self._referred(x) for x in args)))
+        self._events.append(("launched", how, grid, tuple(self._referred(x) for x in args), beside))
+
+    def ordered(self, step: Callable[[], None]) -> None:
+        self._look()
+        self._events.append(("ordered", step))
 
     def _number(self, x: Tensor) -> int:
         self._numbers[x] = number = self._next
@@ -260,7 +281,7 @@ class Recorder(TorchDispatchMode):
             return type(x)(self._referred(y) for y in x)
         if isinstance(x, TensorDescriptor):
             return Tiled(self._referred(x.base), x.shape, x.strides, x.block_shape)
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or id(x) in self._lasting:
             return x
         if x not in self._numbers:
             self._refused = True  # memory this call does not own, and its caller did not bring
@@ -312,7 +333,9 @@ class Recorder(TorchDispatchMode):
         alive = {number for number in self._numbers.values()}
         needed = alive | set(numbers) | used | {r.number for e in events if e[0] == "launched" for r in _refs(e[3])}
         work = tuple(
-            self._done(e) for e in events if e[0] == "launched" or (e[0] == "operation" and _wanted(e, needed))
+            self._done(e)
+            for e in events
+            if e[0] in ("launched", "ordered") or (e[0] == "operation" and _wanted(e, needed))
         )
         made = whole | {n for e in events if e[0] == "operation" for n in e[4] if n}
         dead = tuple(n for n in made if n not in alive) + tuple(n for n, _ in buffers[: bool(scratch)])
@@ -320,15 +343,19 @@ class Recorder(TorchDispatchMode):
         room += [(n, (size,), (1,), torch.uint8) for n, size in buffers]
         return Tape(self._next, tuple(room), work, dead, numbers)
 
-    def _done(self, event: tuple) -> Launched | InterpretedLaunch | Operation:
+    def _done(self, event: tuple) -> Launched | InterpretedLaunch | Ordered | Operation:
+        if event[0] == "ordered":
+            return Ordered(event[1])
         if event[0] == "operation":
             _, function, args, keywords, numbers = event
             return Operation(function, tuple(self._placed(x) for x in args), keywords, numbers)
-        _, how, grid, args = event
+        _, how, grid, args, beside = event
         if isinstance(how, Interpreted):
             return InterpretedLaunch(how, grid, tuple(self._placed(x) for x in args))
         tiles = tuple((i, x) for i, x in enumerate(args) if isinstance(x, Tiled))
-        return Launched(how, grid, tuple(self._base(x.base if isinstance(x, Tiled) else x) for x in args), tiles)
+        return Launched(
+            how, grid, tuple(self._base(x.base if isinstance(x, Tiled) else x) for x in args), tiles, beside
+        )
 
     def _placed(self, x: Any) -> Any:
         if isinstance(x, Tiled):
@@ -339,6 +366,8 @@ class Recorder(TorchDispatchMode):
 
     def _base(self, x: Any) -> tuple[int, int | float]:
         if not isinstance(x, Ref):
+            if isinstance(x, Tensor):
+                return 0, x.data_ptr()
             return 0, 0 if x is None else x  # None was a constant to the compiler
         place = self._places.get(x.number)
         return (x.number, 0) if place is None else (place.buffer, place.offset)

@@ -1,0 +1,89 @@
+"""The ring by mailboxes as part of a kernel's own scan: where its segments end, the scan goes on at the next rank.
+
+A rank's kernels scan over segments of its tokens anyway. A `Border` puts the exchange between those launches, so that a
+split call is launched, and replayed, as one on a single device is: `kernels.local.Border` is what kernels know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from torch import Tensor
+
+from ..algebra import Transition
+from ..comm import Group
+from .chain import Chain
+from .mailbox_ring import Hop, launch_dense, launch_segments
+
+
+class Border:
+    """The launches of one layout's exchange on one rank.
+
+    Args:
+        group: one with mailboxes. chain: the layout's. pieces: the first and the last piece of each segment this rank
+            owns, in order. count: how many pieces it has.
+    """
+
+    def __init__(self, group: Group, chain: Chain, pieces: Sequence[tuple[int, int]], count: int) -> None:
+        self.group = group
+        back = [(last, first) for first, last in reversed(pieces)]
+        self.hops = _hops(chain, group.rank, pieces), _hops(chain.reversed, group.rank, back)
+        self.key = (group.name, *self.hops)
+        self.whole = tuple({hop.piece for hop in hops} == set(range(count)) for hops in self.hops)
+        self.arrives = tuple(any(hop.source is not None or hop.earlier is not None for hop in h) for h in self.hops)
+        self._sent = tuple(sum(hop.target is not None for hop in hops) for hops in self.hops)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        boxes = self.group.mailboxes
+        return boxes.own, boxes.mailboxes, boxes.broken, boxes.report
+
+    @cached_property
+    def beside(self) -> object:
+        from ..kernels.triton.launch import Beside
+
+        side = self.group.side_stream
+        return None if side is None else Beside(side)
+
+    def begin(self, size: int, reverse: bool) -> None:
+        """Before every call, replayed or not: states of `size` bytes are about to go."""
+        self.group.sends(self._sent[reverse] * size)
+        self.group.mailboxes.order()
+
+    def segments(
+        self, kind: Transition, A: Tensor | None, b: Tensor, S0: Tensor | None, entering: Tensor, leaving: Tensor,
+        first: Tensor | None, reverse: bool, beside: bool,
+    ) -> None:  # fmt: skip
+        for hop in self.hops[reverse]:
+            before = None if hop.earlier is None else leaving
+            if S0 is not None and before is None and hop.source is None:  # a document's own first state
+                before, hop = S0, hop._replace(earlier=hop.piece, passes=True)
+            kept = leaving if hop.keeps else None
+            launch_segments(self.group, kind, A, b, before, entering, kept, first, hop, reverse=reverse, beside=beside)
+
+    def dense(self, A: Tensor, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+        def piece(x: Tensor, n: int | None) -> Tensor | None:
+            return None if n is None else x if x.shape[1] == 1 else x[:, n]
+
+        for hop in self.hops[reverse]:
+            n, b, before = hop.piece, piece(leaving, hop.piece), piece(leaving, hop.earlier)
+            came = None if hop.source is None and before is None else piece(entering, n)
+            launch_dense(self.group, piece(A, n), reverse, b, before, came, b if hop.keeps else None, hop)
+
+
+def _hops(chain: Chain, rank: int, pieces: Sequence[tuple[int, int]]) -> tuple[Hop, ...]:
+    """The launches of this rank's links in the order of `chain`; `pieces`: where its states enter each and leave it."""
+    hops, last = [], None
+    for i, (enter, leave) in zip(chain.local(rank), pieces):
+        needs, here = chain.needs[i], chain.needs[i] and chain.owners[i - 1] == rank
+        source, earlier = chain.owners[i - 1] if needs and not here else None, last if here else None
+        follower = chain.owners[i + 1] if chain.feeds(i) else None
+        target, keeps = None if follower == rank else follower, follower == rank
+        if enter == leave:
+            hops.append(Hop(source, target, chain.passes[i], enter, earlier, keeps))
+        else:  # nothing passes: what leaves is sent first
+            hops += [Hop(None, target, False, leave)] if target is not None else []
+            hops += [Hop(source, None, False, enter, earlier)] if needs else []
+        last = leave
+    return tuple(hops)

@@ -1,0 +1,100 @@
+"""States exchanged among the Triton kernels' own launches: interpreted, on files ranks share, against one device."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import ring_la
+from ring_la.kernels import backends
+from ring_la.scan import Border
+from tests.conformance.cases import make_inputs
+from tests.distributed.pool import group
+from tests.distributed.test_symmetric import over_files
+from tests.kernels.triton_cases import interpreted
+
+interpreted()
+
+LAYOUTS = {
+    "contiguous": ("contiguous", 1, None),
+    "zigzag": ("zigzag", 1, None),
+    "rows": ("zigzag", 2, None),
+    "documents": ("zigzag", 1, (0, 20, 44, 66, 132)),  # borders inside segments and on them, a document over three
+}
+T = 132
+
+
+def ended(name: str, x: dict[str, Tensor], S0: Tensor | None, do: Tensor, dS: Tensor | None, **where) -> dict:
+    """o, the final state and every gradient, by name."""
+    leaves = {n: t.clone().requires_grad_() for n, t in (x | ({} if S0 is None else {"initial_state": S0})).items()}
+    out = getattr(ring_la, name)(**leaves, output_final_state=dS is not None, **where)
+    outs, given = ([out.o], [do]) if dS is None else ([*out], [do, dS])
+    grads = torch.autograd.grad(outs, list(leaves.values()), given)
+    return {"o": out.o.detach(), "final_state": out.final_state} | dict(zip(leaves, grads))
+
+
+def errors(
+    cp: ring_la.ContextParallel, name: str, kind: str, scale: int = 1, dtype: torch.dtype = torch.float32, **shape: int
+) -> dict[str, float]:
+    """Errors of a split call, with states once and without often enough to be replayed, against one device in fp64; on
+    `scale` times as many tokens."""
+    layout_kind, B, documents = LAYOUTS[kind]
+    documents = None if documents is None else [n * scale for n in documents]
+    layout, device = cp.layout(T * scale, layout_kind, documents), cp.device
+    x = make_inputs(name, B=B, T=T * scale, **shape, dtype=torch.float32, seed=5)
+    x = {n: t.detach().to(dtype if n in ("q", "k", "v") else torch.float32) for n, t in x.items()}
+    draw = torch.Generator().manual_seed(3)
+    N, H, K, V = B if documents is None else len(documents) - 1, x["v"].shape[2], x["q"].shape[3], x["v"].shape[3]
+    states, do = torch.randn(2, N, H, K, V, generator=draw), torch.randn(x["v"].shape, generator=draw).to(dtype)
+    x, states, do = {n: t.to(device) for n, t in x.items()}, states.to(device), do.to(device)
+    wide, mine = {n: t.double() for n, t in x.items()}, {n: layout.shard(t) for n, t in x.items()}
+    cu, worst = None if documents is None else torch.tensor(documents, device=device), {}
+    for (S0, dS), times in ((states, 1), ((None, None), 3)):
+        ends = (None, None) if dS is None else (S0.double(), dS.double())
+        want = ended(name, wide, ends[0], do.double(), ends[1], cu_seqlens=cu, backend="torch")
+        each = None if dS is None else dS / cp.size  # the sum over ranks counts
+        for _ in range(times):
+            got = ended(name, mine, S0, layout.shard(do), each, layout=layout)
+            for n, true in want.items():
+                if true is not None:
+                    true = true if n in ("final_state", "initial_state") else layout.shard(true)
+                    worst[n] = max(worst.get(n, 0.0), ((got[n] - true).norm() / true.norm()).item())
+    return worst
+
+
+def check_op(rank: int, size: int, folder: str, name: str, kinds: tuple[str, ...]) -> tuple[int, int]:
+    """How many calls met at a border, and how many steps were replayed; all are compared."""
+    from ring_la.kernels.triton import local, table, tape
+
+    cp = ring_la.ContextParallel(group(size), scan="ring", validate="never")
+    cp.comm = over_files(rank, size, folder)
+    cp.comm.transport = cp.comm.mailboxes.torch
+    begin = mock.patch.object(Border, "begin", autospec=True, side_effect=Border.begin)
+    play = mock.patch.object(tape.Tape, "play", autospec=True, side_effect=tape.Tape.play)
+    triton = mock.patch.object(backends, "triton_refuses", lambda rule, x: local.unsupported(rule, x) or "")
+    with begin as begun, play as played, triton, mock.patch.object(table, "LEAST", 1):
+        for kind in kinds:
+            worst = errors(cp, name, kind, H=2, Hk=2, K=16, V=16)
+            assert max(worst.values()) < 1e-4, (kind, worst)
+    assert cp.comm.mailboxes.late() == []
+    return begun.call_count, played.call_count
+
+
+OPS = {
+    "linear_attention": (3, ("contiguous",)),
+    "simple_gla": (2, ("rows", "documents")),
+    "gla": (2, ("zigzag",)),
+    "gated_delta_rule": (2, ("zigzag", "documents")),
+}
+"""Ranks and layouts; `tests.gpu.check_symmetric` has more."""
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_against_one_device(ranks, tmp_path, name):
+    size, kinds = OPS[name]
+    for met, played in ranks.run(size, check_op, size, str(tmp_path), name, kinds, timeout=200):
+        assert met == 8 * len(kinds)
+        assert played >= 2
