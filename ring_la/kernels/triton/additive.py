@@ -7,9 +7,10 @@ what is written; F holds the factors of the running log-decay of a chunk, S the 
     reverse   out_i = e^{G_C−G_i} Sᵀx_i + c Σ_{j≥i} e^{G_j−G_i} (x_i·y_j) z_j     dv: (k, q, do)  dk: (v, do, q)
 
 dq reads the forward state and dk the adjoint state transposed. A segment carries its state in registers, so no state
-between chunks reaches memory (GLA, Yang et al. 2024, arXiv:2312.06635, materialises every chunk's or recomputes them;
-the linear-attention form of the gradients is theirs). The log-decay's gradient needs only q·dq and k·dk = v·dv by
-token, which the passes of dq and dk sum on their way (DOTS).
+between chunks need reach memory (GLA, Yang et al. 2024, arXiv:2312.06635, materialises every chunk's or recomputes
+them; the linear-attention form of the gradients is theirs). Where a log-decay's gradient is wanted the passes of o and
+dv leave them for `additive_gradient` (KEEP); where that cannot be, the passes of dq and dk sum q·dq and k·dk = v·dv by
+token on their way (DOTS), for `additive_gate`.
 
 What a chunk waits for decides its time, not its arithmetic: so products of 64 rows do not feed each other as
 accumulators (with 8 warps each half of the warps would compute all of it), and what the next chunk needs of the

@@ -7,6 +7,7 @@ specialised. So what was compiled for a class is launched directly from the seco
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -46,6 +47,15 @@ class Beside:
         torch.cuda.current_stream(self.stream.device).wait_event(self._there)
 
 
+def bind() -> None:
+    """Make the device's context current in this thread, once: the driver encodes tensor descriptors, and a thread
+    of autograd may not have touched the device yet."""
+    if torch.cuda.is_initialized() and torch.cuda.current_device() not in _bound.__dict__.setdefault("devices", set()):
+        with _disable_current_modes():
+            torch.empty(1, device="cuda").zero_()
+        _bound.devices.add(torch.cuda.current_device())
+
+
 class Interpreted:
     """A kernel under Triton's interpreter, which takes tensors."""
 
@@ -70,6 +80,7 @@ class Recorder(Protocol):
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 _compiled: dict[tuple, Compiled] = {}
 _aside: ContextVar[Beside | None] = ContextVar("aside", default=None)
+_bound = threading.local()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ring_la.kernels.triton.additive_gate import gate_gradient_kernel
 from ring_la.kernels.triton.additive_gradient import additive_gradient_kernel
 from ring_la.kernels.triton.additive_writes import writes_kernel
 from ring_la.kernels.triton.base import Base
-from ring_la.kernels.triton.launch import launch
+from ring_la.kernels.triton.launch import bind, launch
 from ring_la.kernels.triton.table import (
     ADDITIVE_GRADIENT,
     ATTEND,
@@ -81,6 +81,7 @@ class Simple(Base):
         """`x` [B, T, H, D], or what reads and writes its tiles of a chunk by `block` columns."""
         if not (bulk and self._bulk):
             return x
+        bind()
         rows, row = x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]
         found = TensorDescriptor(x, [rows, row], [row, 1], [self.chunk, block])
         found.device, found.dtype = x.device, x.dtype  # what `launch` asks of a tensor
@@ -98,6 +99,7 @@ class Simple(Base):
         """The chunks' states [B, NC, H, K, V], or what reads and writes them by `block` columns."""
         if not self._bulk:
             return states
+        bind()
         found = TensorDescriptor(states, [states.numel() // self.V, self.V], [self.V, 1], [columns(self.K), block])
         found.device, found.dtype = states.device, states.dtype
         return found

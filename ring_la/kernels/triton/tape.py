@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.compiled import Compiled, current_stream
-from ring_la.kernels.triton.launch import Beside, Interpreted, recording
+from ring_la.kernels.triton.launch import Beside, Interpreted, bind, recording
 
 BOUNDARY = 256
 """Bytes every part of an allocation is aligned to."""
@@ -66,6 +66,7 @@ class Described:
     padding = "zero"
 
     def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
+        bind()
         self.base, self.shape, self.strides = self, shape, strides
         self.data_ptr = lambda: address
 
