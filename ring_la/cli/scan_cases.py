@@ -1,7 +1,7 @@
 """The arms of ``ring-la bench scan``: one recurrence on this rank's tokens, under one exchange or another.
 
     local                      this rank's tokens alone: the bound
-    alone                      the path of a split sequence on a group of one: the same kernels, no message
+    alone                      a split call on a group of one, where nothing crosses a border: the local call
     ring, pipelined, …, auto   ring_la's strategies
     LASP pattern               ring, waited for as soon as it is posted (Sun et al. 2024, arXiv 2404.02882)
     LASP-2 pattern             all_gather, likewise (Sun et al. 2025, arXiv 2502.07563; also FLA's exchange)
