@@ -85,6 +85,14 @@ def test_decays_of_a_token_in_bf16(rule: str) -> None:
     assert all(e < 6e-3 for e in worst.values()), worst
 
 
+@pytest.mark.parametrize("rule", ["delta_none", "delta_scalar", "delta_diagonal"])
+def test_beta_of_zero_in_fp16(rule: str) -> None:
+    """What the backward pass leaves is multiplied by β, which the gradient of β divides by: in fp16 that takes care."""
+    compute_bf16()
+    worst = errors(Case(rule, T=70, K=32, V=32, dtype=torch.float16, states=False), local.TritonRecurrence, DEVICE)
+    assert all(e < 2e-3 for e in worst.values()), worst
+
+
 def test_non_contiguous_inputs() -> None:
     case = Case("additive_scalar", T=40)
 

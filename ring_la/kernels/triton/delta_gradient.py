@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.gates import divisor
+from ring_la.kernels.triton.gates import divisor, share
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
@@ -77,14 +77,16 @@ def delta_gradient_kernel(
         passed += tl.sum(tl.trans(y).to(tl.float32) * dw)
     p = tl.where(t[:, None] >= t[None, :], p, 0.0).to(x.dtype)
     r = tl.where(t[:, None] > t[None, :], r, 0.0)
+    of = share(tl.load(f + 3 * C + t)[:, None], x.dtype)
     dq = tl.dot(p, y, dq, input_precision=PREC)
     dw = tl.dot(tl.trans(x), p, dw, input_precision=PREC)
     dread = tl.dot(r.to(x.dtype), y, dread, input_precision=PREC)
-    dw = tl.dot(tl.trans(y), (-r).to(x.dtype), dw, input_precision=PREC)
+    dw = tl.dot(tl.trans(y), (-(r * of)).to(x.dtype), dw, input_precision=PREC)
     put(head(dq_, b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
     yf = y.to(tl.float32)
     be = divisor(tl.load(f + 3 * C + t), y.dtype)
     tl.store(dbeta_ + part, (dbe - tl.sum(yf * dread, 1)) / be, t < n)
+    dread *= of
     dk = tl.trans(dw)
     put(head(dk_, b, start, h, T, H, H, K), dk - dread, t, n, d, H * K, K)
     if GATED:

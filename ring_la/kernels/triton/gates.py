@@ -59,11 +59,22 @@ def factors_kernel(
     tl.store(out + at + 2 * C, tl.exp2(tl.cumsum(x, 1, reverse=True) - x), inside)
 
 
+LEAST = tl.constexpr(2.0**-60)
+LEAST_HALF = tl.constexpr(2.0**-6)
+"""The smallest β that what was multiplied by it is divided by again; in fp16, whose range is narrow."""
+
+
 @triton.jit
 def divisor(beta, dtype: tl.constexpr):
     """β, but no closer to 0 than what was multiplied by it in `dtype` can be divided by again."""
-    least: tl.constexpr = 2.0**-16 if dtype == tl.float16 else 2.0**-60
+    least: tl.constexpr = LEAST_HALF if dtype == tl.float16 else LEAST
     return tl.where(tl.abs(beta) < least, least, beta)
+
+
+@triton.jit
+def share(beta, dtype: tl.constexpr):
+    """β over its `divisor`; but for fp16 nobody sees that it is not 1."""
+    return beta / divisor(beta, dtype) if dtype == tl.float16 else 1.0
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from ring_la.kernels.triton.base import Base, Kept
 from ring_la.kernels.triton.delta_gradient import delta_gradient_kernel
 from ring_la.kernels.triton.dplr import dplr_gradient_kernel, dplr_levels_kernel, dplr_products_kernel
 from ring_la.kernels.triton.forward import forward_kernel
+from ring_la.kernels.triton.gates import LEAST_HALF
 from ring_la.kernels.triton.gradient import gradient_kernel, pairs_kernel
 from ring_la.kernels.triton.intra import levels_kernel, plain_products_kernel, products_kernel, weigh_kernel
 from ring_la.kernels.triton.launch import launch
@@ -232,7 +233,7 @@ class General(Base):
             BK=block, BV=min(table.INNER[self.decay], width(self.V)), C=self.chunk, GATED=self.decay == 1,
             PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
-        return Inputs(dq, dk, dv, _total(dg) if self.decay else None, _total(dbeta))
+        return Inputs(dq, dk, self._by_beta(dv), _total(dg) if self.decay else None, _total(dbeta))
 
     def _chunk_gradients(self, do, u, dv, states, adjoints) -> Inputs:
         """The same for a decay per key channel."""
@@ -251,7 +252,14 @@ class General(Base):
                 HK=self.HK, K=K, V=self.V, BK=block, BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels,
                 LEVELLED=levelled, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed, **how.options,
             )  # fmt: skip
-        return Inputs(dq, dk, dv, dg, dbeta + _total(dread) if self.delta else None)
+        return Inputs(dq, dk, self._by_beta(dv), dg, dbeta + _total(dread) if self.delta else None)
+
+    def _by_beta(self, dv: Tensor) -> Tensor:
+        """β dR, where the pass left `divisor` · dR: in fp16 they differ by more than rounding."""
+        if not self.delta or dv.dtype != torch.float16:
+            return dv
+        beta = self.inputs.beta.float()
+        return dv * torch.where(beta.abs() < LEAST_HALF.value, beta / LEAST_HALF.value, 1.0).to(dv.dtype)[..., None]
 
     def _dplr_gradients(self, do, y, dr, dv, states, adjoints) -> Inputs:
         i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.gates import divisor
+from ring_la.kernels.triton.gates import divisor, share
 from ring_la.kernels.triton.intra import gates_at, level_weights
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
@@ -73,7 +73,7 @@ def twofold(a, b, acc, PREC: tl.constexpr):
 
 
 @triton.jit
-def at_once(dq, dw, dread, x, y, p, r, g, gc, ref, DELTA: tl.constexpr, PREC: tl.constexpr):
+def at_once(dq, dw, dread, x, y, of, p, r, g, gc, ref, DELTA: tl.constexpr, PREC: tl.constexpr):
     """A chunk under one reference: (dq, dw, dread, dG, Σ k·dw of what leaves it), given what the states contribute."""
     down = tl.exp2(ref[None, :] - g)
     yw = y * down
@@ -89,7 +89,7 @@ def at_once(dq, dw, dread, x, y, p, r, g, gc, ref, DELTA: tl.constexpr, PREC: tl
     dG = xw * dq
     dq *= w
     if DELTA:
-        xw = -(y * w)
+        xw = -(y * w) * of
         dw = twofold(tl.trans(r), xw, dw, PREC)
         dG += xw * dread
         dread *= w
@@ -98,7 +98,7 @@ def at_once(dq, dw, dread, x, y, p, r, g, gc, ref, DELTA: tl.constexpr, PREC: tl
 
 
 @triton.jit
-def at_level(dq, dw, dread, dG, x, y, p, r, w, down, DELTA: tl.constexpr, PREC: tl.constexpr):
+def at_level(dq, dw, dread, dG, x, y, of, p, r, w, down, DELTA: tl.constexpr, PREC: tl.constexpr):
     """(dq, dw, dread, dG) with the pairs of one level.
 
     Pairs cancel in dG: what they are summed with must be rounded like what they were multiplied with.
@@ -110,7 +110,7 @@ def at_level(dq, dw, dread, dG, x, y, p, r, w, down, DELTA: tl.constexpr, PREC: 
     dG += xw.to(tl.float32) * acc
     acc = tl.dot(tl.trans(p), xw, input_precision=PREC)
     if DELTA:
-        xw = (-(y * w)).to(y.dtype)
+        xw = (-(y * w) * of).to(y.dtype)
         read = tl.dot(r, yw, input_precision=PREC)
         dread += w * read
         dG += xw.to(tl.float32) * read
@@ -165,6 +165,7 @@ def gradient_kernel(
     e_ = head(E, b, start, h, T, H, H, C)
     x = tile(q_, t, n, d, HK * K, K)
     y = tile(k_, t, n, d, HK * K, K)
+    of = share(tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)[:, None], x.dtype) if DELTA else 1.0
     g_ = head(G, b, start, h, T, H, H, K)
     g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
     gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
@@ -175,13 +176,13 @@ def gradient_kernel(
         # through registers: products of transposed tiles that lie in shared memory as they were loaded go wrong
         p = tl.where(strict, tile(p_, t, n, t, H * C, C), 0.0).to(x.dtype)
         r = tl.where(strict, tile(e_, t, n, t, H * C, C), 0.0).to(x.dtype) if DELTA else p
-        dq, dw, dread, dG, inside = at_once(dq, dw, dread, x, y, p, r, g, gc, ref, DELTA, PREC)
+        dq, dw, dread, dG, inside = at_once(dq, dw, dread, x, y, of, p, r, g, gc, ref, DELTA, PREC)
     else:
         w = tl.exp2(g)
         dq *= w
         dread *= w
         dw *= tl.exp2(gc[None, :] - g)
-        dG = x.to(tl.float32) * dq - y.to(tl.float32) * (dw + dread)
+        dG = x.to(tl.float32) * dq - y.to(tl.float32) * (dw + dread * of)
         inside = tl.sum(y.to(tl.float32) * dw, 0)
         for i in range(low - 1, LEVELS):
             x = tile(q_, t, n, d, HK * K, K)
@@ -190,7 +191,7 @@ def gradient_kernel(
             w, down, mask = level_weights(g, g_, t, n, d, low, i, H * K, K)
             p = tl.where(mask, tile(p_, t, n, t, H * C, C), 0.0).to(x.dtype)
             r = tl.where(mask, tile(e_, t, n, t, H * C, C), 0.0).to(x.dtype) if DELTA else p
-            dq, dw, dread, dG = at_level(dq, dw, dread, dG, x, y, p, r, w, down, DELTA, PREC)
+            dq, dw, dread, dG = at_level(dq, dw, dread, dG, x, y, of, p, r, w, down, DELTA, PREC)
         x = tile(q_, t, n, d, HK * K, K)
         y = tile(k_, t, n, d, HK * K, K)
     edge += inside
@@ -199,6 +200,7 @@ def gradient_kernel(
         part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
         be = divisor(tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t), y.dtype)
         tl.store(dbeta_ + part, -tl.sum(yf * dread, 1) / be, t < n)
+        dread *= of
     own = tl.load(head(own_, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0)[:, None]
     xf = x.to(tl.float32)
     put(head(dq_, b, start, h, T, H, H, K), dq + own * yf, t, n, d, H * K, K)
