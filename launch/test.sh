@@ -5,6 +5,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/setup.sh test pytest hypothesis numpy transformers 'xdist?'
 
+# Triton comes with a torch that has CUDA; beside another one its interpreter runs the kernels, where it can be installed.
+if [ "$PYTHON" = "$ROOT/.venv/bin/python" ] && ! "$PYTHON" -c "import triton" 2>/dev/null; then
+    "$PYTHON" -m pip install --quiet -e "${ROOT}[interpreter]" || echo "test: going on without Triton's interpreter" >&2
+fi
+
 workers="$("$PYTHON" - <<'EOF'
 import importlib.util, os
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
