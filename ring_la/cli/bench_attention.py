@@ -6,14 +6,16 @@ The bound is one non-causal call of a kernel with the FLOPs that a rank owes: ca
 of T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel. Where ring-flash-attn
 and yunchang are installed they run in the cases they can do, on PyTorch's FlashAttention-2 where flash-attn is
 absent. Times are medians of CUDA events, of the slowest rank: of one call, of one in a row of `IN_A_ROW` calls (where
-the host runs ahead, as in a model), and of replays of a CUDA graph. All devices start together, behind a sum over the
-ranks: when their hosts come out of a barrier is no part of what is measured, nor of the bound. Every variant's output
-and gradient of q are first compared, token by token, with those of the first one.
+the host runs ahead, as in a model), and of replays of a CUDA graph. The bound is timed in each of these ways too,
+taking turns with the call that is compared with it. All devices start together, behind a sum over the ranks: when
+their hosts come out of a barrier is no part of what is measured, nor of the bound. Every variant's output and gradient
+of q are first compared, token by token, with those of the first one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -22,7 +24,7 @@ import pathlib
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,9 +38,10 @@ from ring_la.softmax import attention
 from .attention_peers import Call, Peers
 from .attention_table import table
 
-ROUNDS, WARM, SETTLE = 7, 2, 6
+WARM, SETTLE = 2, 6
+ROUNDS, ENOUGH = (7, 25), 400.0
+"""The least and the most rounds, and the ms that they should take."""
 IN_A_ROW, SHORT = 10, 20.0
-TIMES = ("forward", "total", "row_forward", "row_total", "graph_forward", "graph_total")
 """Calls measured in a row, where forward + backward takes less than so many ms."""
 CASES: dict[str, dict] = {
     "causal": dict(),
@@ -49,75 +52,98 @@ CASES: dict[str, dict] = {
 }
 
 
-def milliseconds(function: Callable[[], object], calls: int = 1) -> float:
-    """Median time of one of `calls` in a row, of the slowest rank."""
-    for _ in range(WARM):
-        function()
-    times, together = [], torch.zeros(1, device="cuda")
-    for _ in range(ROUNDS):
+class Timed:
+    """A call to be timed: forward, and forward with backward."""
+
+    def __init__(self, call: Call, tensors: list[Tensor], do: Tensor) -> None:
+        self.call, self.do = call, do
+        self.leaves = [t.detach().requires_grad_() for t in tensors]
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self.call(*self.leaves)
+
+    def total(self) -> None:
+        torch.autograd.grad(self.call(*self.leaves), self.leaves, self.do)
+
+    @functools.cached_property
+    def graphs(self) -> dict[str, torch.cuda.CUDAGraph]:
+        """Of both."""
+        out = {}
+        for name in ("forward", "total"):
+            function = getattr(self, name)
+            function()  # memory and kernels that a graph may not make
+            torch.cuda.synchronize()
+            out[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(out[name]):
+                function()
+        return out
+
+
+def milliseconds(functions: Sequence[Callable[[], object]], calls: int = 1) -> list[float]:
+    """Median time of one of `calls` in a row of each function, of the slowest rank. The functions take turns, so that
+    a clock that drifts or a host that is busy is no difference between them."""
+    together, start, stop = torch.zeros(1, device="cuda"), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def once(function: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         dist.barrier()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.all_reduce(together)
         start.record()
         for _ in range(calls):
             function()
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / calls)
-    slowest = torch.tensor(statistics.median(times), device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+        return start.elapsed_time(stop) / calls
+
+    def slowest(times: Iterable[float]) -> list[float]:
+        x = torch.tensor([*times], device="cuda")
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x.tolist()
+
+    first = [[once(f) for _ in range(WARM)] for f in functions]
+    enough = slowest([sum(t[-1] for t in first) * calls])[0]
+    rounds = max(ROUNDS[0], min(ROUNDS[1], int(ENOUGH / enough)))
+    times = [[once(f) for f in functions] for _ in range(rounds)]
+    return slowest(statistics.median(t) for t in zip(*times))
 
 
-def measure(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
-    """Forward, forward + backward (ms), one of several in a row too if that is short, and peak memory of a forward +
-    backward above what is held (GiB), of the worst rank."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
+def measure(ours: Timed, bound: Timed, graphs: bool) -> dict[str, float]:
+    """Forward, forward + backward (ms): of one call, of one in a row if that is short, replayed if so asked; of the
+    bound in the same way and the same rounds ("bound_…"), and its share of ours ("share_…")."""
+    row: dict[str, float] = {}
 
-    def both() -> None:
-        torch.autograd.grad(call(*leaves), leaves, do)
+    def take(prefix: str, pairs: dict[str, list[Callable[[], object]]], calls: int = 1) -> None:
+        for name, pair in pairs.items():
+            time, limit = milliseconds(pair, calls)
+            name = prefix + name
+            row[name], row[f"bound_{name}"], row[f"share_{name}"] = time, limit, limit / time
 
-    with torch.no_grad():
-        forward = milliseconds(lambda: call(*leaves))
-    total = milliseconds(both)
-    rows = {}
-    if total < SHORT:
-        with torch.no_grad():
-            rows["row_forward"] = milliseconds(lambda: call(*leaves), IN_A_ROW)
-        rows["row_total"] = milliseconds(both, IN_A_ROW)
+    eager = dict(forward=[ours.forward, bound.forward], total=[ours.total, bound.total])
+    take("", eager)
+    if row["total"] < SHORT:
+        take("row_", eager, IN_A_ROW)
+    if graphs:
+        take("graph_", {name: [ours.graphs[name].replay, bound.graphs[name].replay] for name in eager})
+    return row
+
+
+def peak(ours: Timed) -> float:
+    """Memory of a forward + backward above what is held (GiB), of the worst rank."""
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    both()
-    peak = torch.tensor((torch.cuda.max_memory_allocated() - held) / 2**30, device="cuda")
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return dict(forward=forward, total=total, peak=peak.item()) | rows
+    ours.total()
+    out = torch.tensor((torch.cuda.max_memory_allocated() - held) / 2**30, device="cuda")
+    dist.all_reduce(out, op=dist.ReduceOp.MAX)
+    return out.item()
 
 
-def replayed(call: Call, tensors: list[Tensor], do: Tensor) -> dict[str, float]:
-    """Forward and forward + backward (ms) as replays of CUDA graphs."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-
-    def both() -> None:
-        torch.autograd.grad(call(*leaves), leaves, do)
-
-    out = {}
-    for name, function in (("forward", torch.no_grad()(lambda: call(*leaves))), ("total", both)):
-        function()  # memory and kernels that a graph may not make
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-        out[f"graph_{name}"] = milliseconds(graph.replay)
-    return out
-
-
-def bound(T: int, P: int, H: int, groups: int, D: int, backend: str, share: float, softcap: float) -> dict[str, float]:
+def bound_of(T: int, P: int, H: int, groups: int, D: int, backend: str, share: float, softcap: float) -> Timed:
     """One non-causal call with ``share`` of the FLOPs of T × T·P scores."""
     keys = max(128, int(T * P * share) // 128 * 128)
     q, do = (torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(1, keys, groups, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return measure(lambda *x: attention(*x, causal=False, softcap=softcap, backend=backend).o, [q, k, v], do)
+    return Timed(lambda *x: attention(*x, causal=False, softcap=softcap, backend=backend).o, [q, k, v], do)
 
 
 def document_offsets(total: int, unit: int, count: int = 30) -> list[int]:
@@ -274,19 +300,17 @@ def bench(
             tensors = [relocated(x, first, tokens) for x in (q, k, v, do)]
             apart = distance(call, tensors, first, tokens, truth)
             if backend not in bounds:
-                bounds[backend] = bound(T, P, args.heads, groups, args.width, backend, share, how.get("softcap", 0.0))
-            row = dict(
-                case=case, T=T, P=P, name=name, backend=backend, apart=apart, **measure(call, tensors[:3], tensors[3])
-            )
+                softcap = how.get("softcap", 0.0)
+                bounds[backend] = bound_of(T, P, args.heads, groups, args.width, backend, share, softcap)
+            timed = Timed(call, tensors[:3], tensors[3])
+            row = dict(case=case, T=T, P=P, name=name, backend=backend, apart=apart)
+            row |= measure(timed, bounds[backend], args.graphs and copied) | dict(peak=peak(timed))
             if copied:
-                row |= replayed(call, tensors[:3], tensors[3]) if args.graphs else {}
                 row["peak"] += max(Memory.held(cp.comm) for cp in contexts.values()) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
                 print(f"{case:12} {T:6} {name:44} {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
             continue
-        limit = bounds[backend]
-        row |= {f"share_{n}": limit[n.removeprefix("row_").removeprefix("graph_")] / row[n] for n in TIMES if n in row}
         rows.append(row)
         if rank == 0:
             print(described(row), flush=True)
