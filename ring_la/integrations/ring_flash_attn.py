@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..layout import check_cu_seqlens
 from ..softmax import core
 from ..softmax.core import Plan, Saved, Tensors
 from ..softmax.merge import wide
 from ..softmax.strategies import AllGather
 from ..softmax.tokens import Run, Tokens
 from . import yunchang
-from .yunchang.call import Call, group_of, options
-from .yunchang.functions import named, others, recall, remember
+from .yunchang.call import Call, group_of, options, settled
+from .yunchang.functions import named, others, recall, remember, unpack
 
 
 def _without(function: type[torch.autograd.Function], name: str, varlen: bool) -> tuple[Callable, Callable, Callable]:
@@ -70,10 +71,10 @@ def unpacking(name: str, plain: Callable, dim: int) -> tuple[Callable, Callable,
     """`plain`, and the same for k and v, or all three, stacked along `dim`."""
 
     def kvpacked(q, kv, *args, **keywords):
-        return plain(q, *kv.unbind(dim), *args, **keywords)
+        return plain(q, *unpack("kv", kv, dim, 2), *args, **keywords)
 
     def qkvpacked(qkv, *args, **keywords):
-        return plain(*qkv.unbind(dim), *args, **keywords)
+        return plain(*unpack("qkv", qkv, dim, 3), *args, **keywords)
 
     shape = "``[T, H, D]``" if dim == 1 else "``[B, T, H, D]``"
     return named(name, plain, kvpacked, qkvpacked, shape, "ring-flash-attn")
@@ -108,7 +109,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     Returns (offsets of this rank's queries, offsets of the keys they see, longest of each, these keys in the sequence).
     """
-    cu = cu_seqlens.tolist()
+    cu = check_cu_seqlens(cu_seqlens, int(cu_seqlens[-1]))
+    if not 0 <= rank < world_size:
+        raise ArgumentError("rank", f"0 to {world_size - 1}", rank)
     if cu[-1] % world_size:
         raise ArgumentError("cu_seqlens", f"a total length that is a multiple of {world_size}", cu[-1])
     length = cu[-1] // world_size
@@ -146,10 +149,20 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         return_softmax,
         group,
     ):
-        if heads_k_stride < 1 or k.shape[1] % heads_k_stride:
-            raise ArgumentError("heads_k_stride", f"a divisor of the {k.shape[1]} key heads", heads_k_stride)
         masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, None)
-        call, x = options("contiguous", q, *masks), Tensors(*(t.contiguous()[None] for t in (q, k, v)))
+
+        def make() -> Call:
+            call = options("contiguous", Tensors(q[None], k[None], v[None]), *masks)
+            if not isinstance(heads_k_stride, int) or heads_k_stride < 1 or k.shape[1] % heads_k_stride:
+                raise ArgumentError("heads_k_stride", f"a divisor of the {k.shape[1]} key heads", heads_k_stride)
+            cu = check_cu_seqlens(cu_seqlens_q, len(q), "cu_seqlens_q")
+            keys = local_k_slice.stop - local_k_slice.start if isinstance(local_k_slice, slice) else -1
+            if len(check_cu_seqlens(cu_seqlens_k, keys, "cu_seqlens_k")) != len(cu):
+                raise ArgumentError("cu_seqlens_k", f"{len(cu)} offsets, as many as cu_seqlens_q", len(cu_seqlens_k))
+            return call
+
+        call = settled([group_of(group)], (q, k, v), make, packed=True)
+        x = Tensors(*(t.contiguous()[None] for t in (q, k, v)))
         plan = _plan(call, x, group, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), local_k_slice)
         out, lse, _ = core.forward(plan, x)
         ctx.save_for_backward(q, x.k[0], x.v[0], out[0], lse[0], cu_seqlens_q, cu_seqlens_k)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
 from ..softmax import attention
+from ..softmax.checks import describe
 from ..softmax.core import Tensors
 from ..softmax.tokens import Run, Tokens
 from . import yunchang
-from .yunchang.call import group_of, options
+from .yunchang.call import Call, group_of, options, settled
 from .yunchang.layers import attend
 
 
@@ -73,28 +74,37 @@ class LongContextAttention(yunchang.LongContextAttention):
             attn: the layer that calls; only upstream's kv cache uses it.
         """
         joint = (joint_tensor_query, joint_tensor_key, joint_tensor_value)
-        x = Tensors(query, key, value)
-        rows = keys = None
-        if any(t is not None for t in joint):
-            x = self._with_joint(x, *joint, joint_strategy, causal, window_size, alibi_slopes, dropout_p)
-            rows, keys = _joint_tokens(x, group_of(self.ulysses_pg).size)
-        elif joint_strategy != "none":
-            raise ArgumentError("joint_strategy", "'none' without joint tensors", repr(joint_strategy))
+        x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
         masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
-        call = options(self.kind, query, *masks, self.attn_type)
-        return attend(call, x, group_of(self.ring_pg), group_of(self.ulysses_pg), rows, keys)
 
-    @staticmethod
-    def _with_joint(x: Tensors, q, k, v, where: str, causal: bool, window_size, alibi_slopes, dropout_p) -> Tensors:
-        if any(t is None for t in (q, k, v)):
-            raise ArgumentError("joint_tensor_query, joint_tensor_key, joint_tensor_value", "all three or none", "some")
-        if where not in ("front", "rear"):
-            raise ArgumentError("joint_strategy", "'front' or 'rear' with joint tensors", repr(where))
-        if causal or tuple(window_size) != (-1, -1) or alibi_slopes is not None or dropout_p:
-            expected = "no causal, window_size, alibi_slopes or dropout_p with joint tensors"
-            raise UnsupportedError("joint_strategy", expected, repr(where), "Joint queries have no position")
-        query = torch.cat([q, x.q] if where == "front" else [x.q, q], 1)
-        return x._replace(q=query, joint_k=k, joint_v=v)
+        def make() -> Call:
+            if any(t is not None for t in joint):
+                _check_joint(x, joint, joint_strategy, causal, window_size, alibi_slopes, dropout_p)
+            elif joint_strategy != "none":
+                raise ArgumentError("joint_strategy", "'none' without joint tensors", repr(joint_strategy))
+            return options(self.kind, x._replace(joint_k=joint[1], joint_v=joint[2]), *masks, self.attn_type)
+
+        call, rows, keys = settled(groups, (*x[:3], *joint), make, joint_strategy), None, None
+        if joint_strategy != "none":
+            q = torch.cat([joint[0], query] if joint_strategy == "front" else [query, joint[0]], 1)
+            x = Tensors(q, key, value, joint_k=joint[1], joint_v=joint[2])
+            rows, keys = _joint_tokens(x, groups[1].size)
+        return attend(call, x, *groups, rows, keys)
+
+
+def _check_joint(x: Tensors, joint, where: str, causal: bool, window_size, alibi_slopes, dropout_p) -> None:
+    """Refuse joint tensors that are not whole, or come with what a query without a position has no part in."""
+    if any(t is None for t in joint):
+        raise ArgumentError("joint_tensor_query, joint_tensor_key, joint_tensor_value", "all three or none", "some")
+    if where not in ("front", "rear"):
+        raise ArgumentError("joint_strategy", "'front' or 'rear' with joint tensors", repr(where))
+    if causal or tuple(window_size) != (-1, -1) or alibi_slopes is not None or dropout_p:
+        expected = "no causal, window_size, alibi_slopes or dropout_p with joint tensors"
+        raise UnsupportedError("joint_strategy", expected, repr(where), "Joint queries have no position")
+    q, query = joint[0], x.q
+    if not isinstance(q, Tensor) or q.dtype != query.dtype or q.dim() != 4 or q[:, :0].shape != query[:, :0].shape:
+        expected = f"[B, Tj, H, D] = {[len(query), 'Tj', *query.shape[2:]]}, {query.dtype}"
+        raise ArgumentError("joint_tensor_query", expected, describe(q))
 
 
 xFuserLongContextAttention = LongContextAttention

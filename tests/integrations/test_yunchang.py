@@ -648,3 +648,65 @@ def test_install_and_uninstall():
     assert utils.RING_IMPL_DICT["zigzag"] is yunchang.zigzag_ring_flash_attn_func
     uninstall()
     assert before == utils.RING_IMPL_DICT
+
+
+# -- wrong arguments ---------------------------------------------------------------------------------------
+
+
+def wrong_calls(rank: int) -> dict[str, object]:
+    """Calls that are refused, by the argument that the error names."""
+
+    def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype)
+
+    q, packed, cu = t(1, 8, 4, 8), t(8, 4, 8), torch.tensor([0, 2, 8], dtype=torch.int32)
+    layer, us = xdit.LongContextAttention(), dict(group=group(2))
+    names = ("joint_tensor_query", "joint_tensor_key", "joint_tensor_value")
+    few = dict(zip(names, (t(1, 3, 4, 8), t(1, 3, 2, 8), t(1, 3, 2, 8))))
+    calls = {
+        "joint_k": lambda: layer(None, q, q, q, **few, joint_strategy="front"),
+        "joint_tensor_query": lambda: layer(
+            None, q, q, q, **dict.fromkeys(names, t(1, 3, 2, 8)), joint_strategy="rear"
+        ),
+        "rank": lambda: ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu, True, 2, 2),
+        "cu_seqlens_q": lambda: ring_flash_attn.llama3_flash_attn_varlen_func(
+            packed, packed, packed, cu[:2], cu, 6, 6, 1, slice(0, 8), **us
+        ),
+    }
+    for n, module in enumerate((yunchang, ring_flash_attn)):
+        dense = module.zigzag_ring_flash_attn_func
+        varlen = module.zigzag_ring_flash_attn_varlen_func
+        given = {
+            "q": lambda f=dense: f(q, t(1, 8, 3, 8), t(1, 8, 3, 8), **us),
+            "k": lambda f=dense: f(q, q.double(), q, **us),
+            "v": lambda f=dense: f(q, q, t(1, 6, 4, 8), **us),
+            "group": lambda f=dense: f(q, q, q, group="context"),
+            "window_size": lambda f=dense: f(q, q, q, window_size=5, **us),
+            "softmax_scale": lambda f=dense: f(q, q, q, softmax_scale=float("nan"), **us),
+            "alibi_slopes": lambda f=dense: f(q, q, q, alibi_slopes=t(3), **us),
+            "kv": lambda f=module.zigzag_ring_flash_attn_kvpacked_func: f(q, t(1, 8, 3, 4, 8)),
+            "qkv": lambda f=module.zigzag_ring_flash_attn_varlen_qkvpacked_func: f(t(8, 2, 4, 8), cu, 6),
+            "cu_seqlens": lambda f=varlen: f(packed, packed, packed, cu[:2], 6, **us),
+            "max_seqlen": lambda f=varlen: f(packed, packed, packed, cu, 3, **us),
+            "the arguments": lambda f=dense: f(*[t(1, 8 + 2 * rank, 4, 8)] * 3, **us),
+        }
+        calls |= {f"{name} {n}": call for name, call in given.items()}
+    return calls
+
+
+def check_wrong(rank: int) -> list[str]:
+    bad = []
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    yunchang.PROCESS_GROUP.RING_PG, yunchang.PROCESS_GROUP.ULYSSES_PG = group(2), alone
+    for name, call in wrong_calls(rank).items():
+        try:
+            call()
+            bad.append(f"{name}: accepted")
+        except RingLAError as e:
+            bad += [] if name.rstrip(" 01") in str(e) else [f"{name}: {e}"]
+    return bad
+
+
+def test_wrong_arguments_are_named(ranks):
+    """Upstream takes heads that do not divide, batches that broadcast and offsets that end early, and computes."""
+    assert ranks.run(2, check_wrong) == [[], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import Group
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, RingLAError, UnsupportedError
 from ...softmax.backends import Ask, choose
+from ...softmax.checks import check_tensors, describe, finite
 from ...softmax.core import Plan, Tensors
 from ...softmax.merge import wide
 from ...softmax.scores import Scores
@@ -29,11 +31,14 @@ KERNELS = {
 """The backend that each of yunchang's attn_types asks for; None: the fastest."""
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[Group, set[tuple]] = WeakKeyDictionary()
 
 
 def group_of(group: dist.ProcessGroup | None) -> Group:
     """The group as ring_la uses it, made once a process group."""
     group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError("group", "a ProcessGroup or None", type(group).__name__)
     if group not in _groups:
         _groups[group] = Group(group, torch.distributed.constants.default_pg_timeout)
     return _groups[group]
@@ -76,6 +81,13 @@ class Call:
     deterministic: bool
     attn_type: object
     seed: int | None = None
+
+    @property
+    def flags(self) -> tuple:
+        """What must be the same on all ranks."""
+        kernel = str(getattr(self.attn_type, "value", self.attn_type))
+        masks = (self.dropout_p, self.scale, self.causal, self.window, self.softcap, self.alibi_slopes is not None)
+        return (*masks, bool(self.deterministic), kernel)
 
     def plan(
         self,
@@ -126,9 +138,45 @@ def kernel_of(attn_type: object) -> str | None:
     return KERNELS[name]
 
 
+def settled(
+    groups: Sequence[Group], tensors: Sequence[object], make: Callable[[], Call], *more: object, packed: bool = False
+) -> Call:
+    """The call that `make` returns, where it and the shapes are the same on all ranks of `groups`.
+
+    What one rank refuses all refuse, and what ranks differ in is an error on each of them; compared the first time.
+
+    Args:
+        tensors: what the ranks bring. packed: ``[T, H, D]`` and not ``[B, T, H, D]``.
+        more: what else must be the same.
+    """
+    call = error = signature = None
+    try:
+        if packed:
+            for name, t in zip(Tensors._fields, tensors):
+                if not isinstance(t, Tensor) or t.dim() != 3:
+                    raise ArgumentError(name, "a tensor [T, H, D]", describe(t))
+        call = make()
+        shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors if t is not None]
+        signature = (call.kind, *shapes, *call.flags, torch.is_grad_enabled(), *more)
+    except RingLAError as e:
+        error = e
+    for group in groups:
+        known = _compared.setdefault(group, set())
+        if group.size == 1 or (error is None and signature in known):
+            continue
+        try:
+            group.agree("the arguments of attention", signature if error is None else f"refused: {error}")
+            known.add(signature)
+        except RingLAError as e:
+            error = error or e
+    if error is not None:
+        raise error
+    return call
+
+
 def options(
     kind: str,
-    q: Tensor,
+    x: Tensors,
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
@@ -138,16 +186,24 @@ def options(
     deterministic: bool,
     attn_type: object,
 ) -> Call:
-    """Upstream's arguments, checked, with a new seed where there is dropout."""
-    if not 0 <= dropout_p < 1:
+    """Upstream's arguments, checked, with a new seed where there is dropout.
+
+    Args:
+        x: the call's tensors ``[B, T, H, D]``, in upstream's order.
+    """
+    slopes = alibi_slopes.detach() if isinstance(alibi_slopes, Tensor) else alibi_slopes
+    check_tensors(x, "none" if x.joint_k is None else "front", slopes)
+    softcap = 0.0 if softcap is None else softcap
+    if not finite(dropout_p) or not 0 <= dropout_p < 1:
         raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", dropout_p)
-    if len(window_size) != 2:
-        raise ArgumentError("window_size", "(left, right), −1 for no bound", window_size)
-    if softcap < 0:
-        raise ArgumentError("softcap", "a number ≥ 0", softcap)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or not all(w is None or isinstance(w, int) for w in window_size):
+        raise ArgumentError("window_size", "(left, right), two ints, −1 for no bound", window_size)
+    if not finite(softcap) or softcap < 0:
+        raise ArgumentError("softcap", "a finite number ≥ 0", softcap)
+    if softmax_scale is not None and not finite(softmax_scale):
+        raise ArgumentError("softmax_scale", "a finite number or None", softmax_scale)
+    scale = x.q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     seed = int(torch.randint(2**62, ())) if dropout_p else 0
     window = tuple(-1 if w is None else int(w) for w in window_size)
-    return Call(
-        kind, dropout_p, scale, bool(causal), window, softcap or 0.0, alibi_slopes, deterministic, attn_type, seed
-    )
+    return Call(kind, dropout_p, scale, bool(causal), window, softcap, alibi_slopes, deterministic, attn_type, seed)

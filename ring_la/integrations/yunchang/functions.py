@@ -9,11 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
+from ...errors import ArgumentError, UnsupportedError
+from ...layout import check_cu_seqlens
 from ...softmax import core
+from ...softmax.checks import describe
 from ...softmax.core import Saved, Tensors
 from ...softmax.merge import wide
-from .call import Call, group_of, options
+from .call import Call, group_of, options, settled
 
 
 def _forward(
@@ -118,6 +120,26 @@ def flat_lse(lse: Tensor, cu: list[int]) -> Tensor:
     return torch.cat([row[:, : b - a] for row, a, b in zip(lse, cu, cu[1:])], 1)
 
 
+def check_packed(cu_seqlens: object, max_seqlen: object, q: Tensor, k: Tensor) -> None:
+    """Refuse offsets that are not those of this rank's tokens."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise ArgumentError("cu_seqlens", "an integer tensor [N+1]", describe(cu_seqlens))
+    if len(k) != len(q):
+        raise ArgumentError("k", f"as many tokens as q, {len(q)}", len(k))
+    cu = check_cu_seqlens(cu_seqlens, len(q))
+    longest = max(b - a for a, b in zip(cu, cu[1:]))
+    if int(max_seqlen) < longest:
+        raise ArgumentError("max_seqlen", f"at least the longest document's {longest} tokens on this rank", max_seqlen)
+
+
+def unpack(name: str, x: object, dim: int, count: int) -> tuple[Tensor, ...]:
+    """The `count` tensors that are stacked along `dim`."""
+    if not isinstance(x, Tensor) or x.dim() != dim + 3 or x.shape[dim] != count:
+        shape = f"[{'B, T' if dim == 2 else 'T'}, {count}, H, D]"
+        raise ArgumentError(name, f"a tensor {shape}", describe(x))
+    return x.unbind(dim)
+
+
 def half_index(cu: list[int], front: bool, device: torch.device) -> slice | Tensor:
     """The first or second half of each document's local rows, as upstream keeps them for its backward."""
     if len(cu) == 2:
@@ -183,7 +205,7 @@ def _dense_function(name: str, kind: str, doc: str) -> type[torch.autograd.Funct
         attn_processor=None,
     ):
         masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, attn_type)
-        call = options(kind, q, *masks)
+        call = settled([group_of(group)], (q, k, v), lambda: options(kind, Tensors(q, k, v), *masks))
         out, lse = _forward(ctx, call, q, k, v, group, attn_type, attn_processor)
         return (out, lse, None) if return_softmax else out
 
@@ -215,7 +237,14 @@ def _varlen_function(name: str, kind: str, doc: str) -> type[torch.autograd.Func
         group,
     ):
         masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None)
-        call = options(kind, q, *masks)
+
+        def make() -> Call:
+            call = options(kind, Tensors(q[None], k[None], v[None]), *masks)
+            check_packed(cu_seqlens, max_seqlen, q, k)
+            return call
+
+        offsets = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        call = settled([group_of(group)], (q, k, v), make, offsets, packed=True)
         out, lse = varlen_forward(ctx, call, q, k, v, cu_seqlens, max_seqlen, group)
         return (out, lse, None) if return_softmax else out
 
@@ -270,10 +299,10 @@ def _dense(function: type[torch.autograd.Function], name: str) -> tuple[Callable
         return function.apply(q, k, v, *masks, return_attn_probs, group, attn_type, attn_processor)
 
     def kvpacked(q, kv, *args, **keywords):
-        return plain(q, kv[:, :, 0], kv[:, :, 1], *args, **keywords)
+        return plain(q, *unpack("kv", kv, 2, 2), *args, **keywords)
 
     def qkvpacked(qkv, *args, **keywords):
-        return plain(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *args, **keywords)
+        return plain(*unpack("qkv", qkv, 2, 3), *args, **keywords)
 
     return named(name, plain, kvpacked, qkvpacked, "``[B, T, H, D]``")
 
@@ -301,10 +330,10 @@ def _varlen(function: type[torch.autograd.Function], name: str) -> tuple[Callabl
         return function.apply(q, k, v, cu_seqlens, max_seqlen, *masks, return_attn_probs, group)
 
     def kvpacked(q, kv, *args, **keywords):
-        return plain(q, kv[:, 0], kv[:, 1], *args, **keywords)
+        return plain(q, *unpack("kv", kv, 1, 2), *args, **keywords)
 
     def qkvpacked(qkv, *args, **keywords):
-        return plain(qkv[:, 0], qkv[:, 1], qkv[:, 2], *args, **keywords)
+        return plain(*unpack("qkv", qkv, 1, 3), *args, **keywords)
 
     return named(name, plain, kvpacked, qkvpacked, "``[T, H, D]``")
 

@@ -16,8 +16,8 @@ from ...softmax import function
 from ...softmax.core import Tensors
 from ...softmax.strategies import Heads, HeadSplit
 from ...softmax.tokens import Tokens
-from .call import Call, group_of, kernel_of, options
-from .functions import KINDS
+from .call import Call, group_of, kernel_of, options, settled
+from .functions import KINDS, unpack
 
 
 @dataclass
@@ -141,8 +141,9 @@ class LongContextAttention(nn.Module):
     ) -> Tensor:
         """Attention of this rank's tokens ``[B, T, H, D]``; as in yunchang, only the output is returned."""
         masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-        call = options(self.kind, query, *masks, self.attn_type)
-        return attend(call, Tensors(query, key, value), group_of(self.ring_pg), group_of(self.ulysses_pg))
+        x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
+        call = settled(groups, x[:3], lambda: options(self.kind, x, *masks, self.attn_type))
+        return attend(call, x, *groups)
 
 
 def attend(
@@ -179,7 +180,7 @@ class LongContextAttentionQKVPacked(LongContextAttention):
 
     def forward(self, qkv: Tensor, *args: Any, **keywords: Any) -> Tensor:
         """Attention of this rank's tokens; the other arguments are those of LongContextAttention."""
-        return super().forward(*qkv.unbind(2), *args, **keywords)
+        return super().forward(*unpack("qkv", qkv, 2, 3), *args, **keywords)
 
 
 class AsyncLongContextAttention(LongContextAttention):
@@ -223,8 +224,9 @@ class UlyssesAttention(nn.Module):
     ) -> Tensor:
         """Attention of this rank's tokens ``[B, T, H, D]``."""
         masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-        call = options("contiguous", query, *masks, self.attn_type)
-        return attend(call, Tensors(query, key, value), Alone(), group_of(self.spg))
+        x, group = Tensors(query, key, value), group_of(self.spg)
+        call = settled([group], x[:3], lambda: options("contiguous", x, *masks, self.attn_type))
+        return attend(call, x, Alone(), group)
 
 
 class Alone:
