@@ -224,14 +224,43 @@ def main(args: list[str] | None = None) -> None:
     for option, module in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.run, option) and importlib.util.find_spec(module) is None:
             raise SystemExit(f"run.{option}: needs the package {module}, which is not installed")
+    start = Start()
+    start.part("imports")
     device = join()
+    start.part("process group")
     try:
-        Trainer(config, device).train()
+        Trainer(config, device, start).train()
     except (ArgumentError, UnsupportedError) as e:  # a matter of the configuration, which is named
         raise SystemExit(f"rank {dist.get_rank()}: {e}") from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class Start:
+    """Where the seconds before the first step go; the first part counts from the start of this process."""
+
+    def __init__(self) -> None:
+        self.began = self.at = time.time() - age()
+        self.parts: dict[str, float] = {}
+
+    def part(self, name: str) -> None:
+        """What was done since the part before."""
+        now = time.time()
+        self.parts[name] = self.parts.get(name, 0.0) + now - self.at
+        self.at = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
+        return f"ready after {self.at - self.began:.1f} s: {parts}"
+
+
+def age() -> float:
+    """Seconds since this process was started, on Linux; 0 elsewhere."""
+    if not hasattr(time, "CLOCK_BOOTTIME") or not Path("/proc/self/stat").exists():
+        return 0.0
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def join() -> torch.device:
@@ -268,9 +297,9 @@ def fresh_store() -> dist.Store | None:
 class Trainer:
     """Model, data, optimizer and checkpoints of one run on this rank."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, start: Start) -> None:
         check(config)
-        self.config, self.device = config, device
+        self.config, self.device, self.start = config, device, start
         run, data, memory, parallel = config.run, config.data, config.memory, config.parallel
         self.mesh = mesh = TrainingMesh.make(
             device.type, data=parallel.data, fsdp=parallel.fsdp, context=parallel.context
@@ -285,11 +314,14 @@ class Trainer:
             validate=parallel.validate,
         )
         self.folder, self.first = Path(run.folder), dist.get_rank() == 0
+        start.part("mesh")
         self.corpus = self._corpus()
+        start.part("documents")
         torch.manual_seed(run.seed)  # the same parameters on every rank and for every split
         dtype = getattr(torch, memory.dtype)
         make = self._transformers if config.model.transformers else self._hybrid
         self.model = make(self.corpus.vocab_size, None if dtype == torch.float32 else dtype)
+        start.part("model")
         self.peak = peak_flops(device)
         self.optimizer = self._optimizer()
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=run.keep, background=run.background)
@@ -362,13 +394,19 @@ class Trainer:
         """All steps that are left."""
         run, data, mesh = self.config.run, self.config.data, self.mesh
         self._resume()
+        self.start.part("optimizer and checkpoint")
         if run.rehearse:
             self._rehearse(run.rehearse)
+            self.start.part("rehearsal")
         size = data.sequences // mesh.replicas
         packed = PackedSequences(self.corpus, data.seq_len, data.seed, data.max_document, begin=self.tokens)
         keywords = dict(replica=mesh.replica, replicas=mesh.replicas, workers=data.workers)
         sequences = iter(batches(packed, steps=run.steps - self.step, size=size, **keywords))
         log = Log(self.config, self.folder, self.step, self._about()) if self.first else None
+        self.start.part("loader and logs")
+        if log:
+            print(self.start, flush=True)
+            log.started(self.step, self.start)
         began = time.time()
         bar = tqdm(total=run.steps, initial=self.step, unit="step", disable=not self.first)
         with Profile(run.profile, self.folder) as profile:
@@ -499,6 +537,7 @@ class Log:
     """metrics.jsonl, and TensorBoard's files or a Weights & Biases project if asked for. On rank 0."""
 
     def __init__(self, config: Config, folder: Path, step: int, about: dict[str, Any]) -> None:
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(about, indent=1))
         file = folder / "metrics.jsonl"
@@ -517,6 +556,12 @@ class Log:
             self.wandb = wandb.init(
                 project=config.run.wandb, id=name, dir=str(folder), config=asdict(config), resume="allow"
             )
+
+    def started(self, step: int, start: Start) -> None:
+        """A line of starts.jsonl."""
+        line = {"step": step, "began": start.began, "ready": start.at, "seconds": start.parts}
+        with open(self.folder / "starts.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step} | metrics) + "\n")

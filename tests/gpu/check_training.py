@@ -59,6 +59,8 @@ def main() -> None:
         steps = result["steps"]
         last = steps[-1] if steps else result["tail"][-3000:]
         print(f"{name}: {result['outcome']}, {result['seconds']:.0f} s", last)
+        for start in result["starts"]:
+            print("  before the first step:", {part: round(s, 1) for part, s in start["seconds"].items()})
         for kernel, calls, ms in result.get("kernels", [])[:25]:
             print(f"  {ms:9.1f} ms {calls:6d} × {kernel[:100]}")
 
@@ -78,6 +80,7 @@ def part(name: str, gpus: int, limit: float | None, more: list[str]) -> dict:
         took = time.monotonic() - start
         tail = log.read_text()[-30000:] if outcome != "exit 0" else ""
         about = {"options": options, "gpus": gpus, "outcome": outcome, "seconds": took}
+        about["starts"] = logged(Path(folder) / "starts.jsonl")
         return about | {"steps": logged(metrics), "tail": tail, **kernels(Path(folder) / "profile" / "rank-0.json")}
 
 
@@ -107,7 +110,7 @@ def watch(process: subprocess.Popen, name: str, metrics: Path, limit: float) -> 
 
 
 def logged(metrics: Path) -> list[dict]:
-    """The steps of a metrics.jsonl, whole lines alone."""
+    """The lines of a .jsonl, whole ones alone."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

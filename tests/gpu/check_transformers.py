@@ -120,25 +120,44 @@ class Check:
                 total = total + loss.detach().float()
         return {"loss": total, "logits": torch.cat(logits, 1)} | gradients(model)
 
-    def split(self, dtype: torch.dtype, cp: ring_la.ContextParallel) -> dict[str, torch.Tensor]:
+    def split(self, dtype: torch.dtype, cp: ring_la.ContextParallel, took: Took) -> dict[str, torch.Tensor]:
         """The same on a split sequence, gradients summed over the group."""
         from ring_la.integrations.transformers import parallelize
 
         model, ids = parallelize(self.make(dtype), cp), self.ids()
+        took.part(f"parallelize {dtype}".replace("torch.", ""))
         documents = {"cu_seqlens": torch.tensor(self.offsets())} if self.packed else {}
         out = model(input_ids=ids, labels=ids, **documents)
         out.loss.backward()
         logits = out.layout.gather(out.logits.detach().float().contiguous())
         summed = {n: cp.comm.all_reduce(g.contiguous()).wait() for n, g in gradients(model).items()}
+        took.part(f"split {dtype}".replace("torch.", ""))
         return {"loss": out.loss.detach().float(), "logits": logits} | summed
 
     def run(self, cp: ring_la.ContextParallel) -> dict[str, dict]:
+        took = Took()
         truth = self.whole(torch.float32)
-        out = {dtype: errors(self.split(getattr(torch, dtype), cp), truth) for dtype in ("float32", "bfloat16")}
+        took.part("whole float32")
+        out = {dtype: errors(self.split(getattr(torch, dtype), cp, took), truth) for dtype in ("float32", "bfloat16")}
         try:
-            return out | {"unmodified bfloat16": errors(self.whole(torch.bfloat16), truth)}
+            out["unmodified bfloat16"] = errors(self.whole(torch.bfloat16), truth)
         except RuntimeError as error:  # xLSTM's own mixes dtypes
-            return out | {"unmodified": str(error)[:80]}
+            out["unmodified"] = str(error)[:80]
+        took.part("whole bfloat16")
+        return out | {"took": took.parts}
+
+
+class Took:
+    """Where a check's seconds went: most of a first one's are kernels being compiled."""
+
+    def __init__(self) -> None:
+        self.at, self.parts = time.monotonic(), {}
+
+    def part(self, name: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        self.parts[name], self.at = round(now - self.at, 2), now
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -187,7 +206,7 @@ def _coarse(result: dict) -> bool:
 def line_of(result: dict) -> str:
     if "error" in result:
         return result["error"]
-    parts = {kind: e for kind, e in result.items() if isinstance(e, dict)}
+    parts = {kind: e for kind, e in result.items() if isinstance(e, dict) and kind != "took"}
     numbers = {k: " ".join(f"{n} {x:.1e}" for n, x in e.items() if isinstance(x, float)) for k, e in parts.items()}
     return " | ".join(f"{kind} {text}" for kind, text in numbers.items())
 
@@ -212,7 +231,7 @@ def run_checks(
         if record is not None:
             seconds = time.monotonic() - began
             record.write(key, result | {"seconds": round(seconds, 2)})
-            print(f"{key:28} {seconds:5.1f} s  {line_of(result)}", flush=True)
+            print(f"{key:28} {seconds:5.1f} s  {line_of(result)} {result.get('took', '')}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -245,6 +264,8 @@ def main() -> None:
     if rank == 0:
         print(f"{dist.get_world_size()} ranks, transformers {transformers.__version__}", flush=True)
     names = [n for n in given.names or ARCHITECTURES if hasattr(transformers, ARCHITECTURES[n].model)]
+    if given.names and len(names) < len(given.names) and rank == 0:
+        print("not in this version:", *sorted(set(given.names) - set(names)), flush=True)
     folder, world = Path(os.environ.get("OUT", ".")), dist.get_world_size()
     for size in given.ranks:
         groups = [list(range(a, a + size)) for a in range(0, world - size + 1, size)]
