@@ -297,9 +297,9 @@ def fresh_store() -> dist.Store | None:
 class Trainer:
     """Model, data, optimizer and checkpoints of one run on this rank."""
 
-    def __init__(self, config: Config, device: torch.device, start: Start) -> None:
+    def __init__(self, config: Config, device: torch.device, start: Start | None = None) -> None:
         check(config)
-        self.config, self.device, self.start = config, device, start
+        self.config, self.device, self.start = config, device, start or Start()
         run, data, memory, parallel = config.run, config.data, config.memory, config.parallel
         self.mesh = mesh = TrainingMesh.make(
             device.type, data=parallel.data, fsdp=parallel.fsdp, context=parallel.context
@@ -314,14 +314,14 @@ class Trainer:
             validate=parallel.validate,
         )
         self.folder, self.first = Path(run.folder), dist.get_rank() == 0
-        start.part("mesh")
+        self.start.part("mesh")
         self.corpus = self._corpus()
-        start.part("documents")
+        self.start.part("documents")
         torch.manual_seed(run.seed)  # the same parameters on every rank and for every split
         dtype = getattr(torch, memory.dtype)
         make = self._transformers if config.model.transformers else self._hybrid
         self.model = make(self.corpus.vocab_size, None if dtype == torch.float32 else dtype)
-        start.part("model")
+        self.start.part("model")
         self.peak = peak_flops(device)
         self.optimizer = self._optimizer()
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=run.keep, background=run.background)

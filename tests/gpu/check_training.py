@@ -4,7 +4,7 @@
 
     python -m tests.gpu.check_training --plot loss.png "1 rank=one.json" "4 ranks=four.json"    # "small", overlaid
 
-A part is a configuration of examples/configs with a time limit; what it logged is written after each part, also of one
+A part is a configuration of examples/configs with a time limit; what it logged is written after each step, also of one
 that failed or ran out of time. It says every few seconds where it is; a run without a new step for STALL seconds leaves
 the stacks of all threads of all ranks in "tail". The parts on 1 GPU are shorter (see SHORT): they have the tokens a
 rank of the whole. With `--more --run.profile 1 --run.steps 3` the third step's kernels are summed up as well.
@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -51,10 +53,14 @@ def main() -> None:
         named = (part.split("=", 1) for part in args.parts)
         overlay(Path(args.plot), {name: json.loads(Path(file).read_text())["small"] for name, file in named})
         return
-    results = {}
-    for name in args.parts or PARTS:
-        results[name] = part(name, args.gpus, args.limit, args.more)
+    results: dict[str, dict] = {}
+
+    def keep(name: str, result: dict) -> None:
+        results[name] = result
         Path(args.out).write_text(json.dumps(results, indent=1))
+
+    for name in args.parts or PARTS:
+        part(name, args.gpus, args.limit, args.more, partial(keep, name))
     for name, result in results.items():
         steps = result["steps"]
         last = steps[-1] if steps else result["tail"][-3000:]
@@ -65,27 +71,31 @@ def main() -> None:
             print(f"  {ms:9.1f} ms {calls:6d} × {kernel[:100]}")
 
 
-def part(name: str, gpus: int, limit: float | None, more: list[str]) -> dict:
-    """What the script logged with this part's options, how it ended, and the end of its output if that was not well."""
+def part(name: str, gpus: int, limit: float | None, more: list[str], keep: Callable[[dict], None]) -> None:
+    """Keep, after each step, what the script logged with this part's options; last how it ended, and its output if
+    that was not well."""
     options, seconds = PARTS[name]
     options, seconds = options + (SHORT[name] if gpus == 1 else []) + more, limit or seconds
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
         command += ["examples/train_hybrid.py", *options, "--run.folder", folder]
         start, log, metrics = time.monotonic(), Path(folder) / "log.txt", Path(folder) / "metrics.jsonl"
+
+        def result(outcome: str, tail: str = "") -> dict:
+            about = {"options": options, "gpus": gpus, "outcome": outcome, "seconds": time.monotonic() - start}
+            return about | {"starts": logged(Path(folder) / "starts.jsonl"), "steps": logged(metrics), "tail": tail}
+
         environment = os.environ | {"PYTHONFAULTHANDLER": "1"}  # SIGABRT leaves the stacks
         with open(log, "w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment)
-            outcome = watch(process, name, metrics, seconds)
-        took = time.monotonic() - start
-        tail = log.read_text()[-30000:] if outcome != "exit 0" else ""
-        about = {"options": options, "gpus": gpus, "outcome": outcome, "seconds": took}
-        about["starts"] = logged(Path(folder) / "starts.jsonl")
-        return about | {"steps": logged(metrics), "tail": tail, **kernels(Path(folder) / "profile" / "rank-0.json")}
+            outcome = watch(process, name, metrics, seconds, lambda: keep(result("under way")))
+        ended = result(outcome, log.read_text()[-30000:] if outcome != "exit 0" else "")
+        keep(ended | kernels(Path(folder) / "profile" / "rank-0.json"))
 
 
-def watch(process: subprocess.Popen, name: str, metrics: Path, limit: float) -> str:
-    """How torchrun ended; it is stopped after `limit` seconds, and after STALL of them without a step."""
+def watch(process: subprocess.Popen, name: str, metrics: Path, limit: float, moving: Callable[[], None]) -> str:
+    """How torchrun ended; `moving` is called after each step. It is stopped after `limit` seconds, and after STALL of
+    them without a step."""
     start = moved = said = time.monotonic()
     steps = 0
     while process.poll() is None:
@@ -93,6 +103,7 @@ def watch(process: subprocess.Popen, name: str, metrics: Path, limit: float) -> 
         now, found = time.monotonic(), len(logged(metrics))
         if found > steps:
             steps, moved = found, now
+            moving()
         if now - said > 5:
             said = now
             print(f"{name}: {now - start:.0f} s, {steps} steps", flush=True)

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,67 @@ def test_one_node_and_a_range_of_nodes(started):
     assert (args.standalone, args.nproc_per_node, args.max_restarts) == (True, "3", 0)
     _, args = started("train_nodes.sh", "--run.steps", "5", HEAD="a:1", NODES="2:4")
     assert (args.nnodes, args.rdzv_endpoint, args.nproc_per_node) == ("2:4", "a:1", "8")
+
+
+SMALL = ["--data.source=docs", "--data.seq_len=64", "--model.dim=16", "--model.layers=[gdn]", "--model.repeat=1"]
+SMALL += ["--model.num_heads=2", "--model.vocab_size=257", "--model.options={}", "--memory.dtype=float32"]
+SMALL += [
+    "--parallel.context=2",
+    "--parallel.data=1",
+    "--data.sequences=1",
+    "--run.rehearse=null",
+    "--run.save_every=2",
+]
+
+
+def test_two_nodes_train_under_slurm_and_two_pods_go_on(tmp_path):
+    """The batch file, run by bash, and the pods' command and environment: two torchruns each, meeting over loopback."""
+    pytest.importorskip("jsonargparse")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1] % 20000 + 20000
+    stubs = {
+        "python3": f'case "$1" in -) cat >/dev/null ;; *) exec {shlex.quote(sys.executable)} "$@" ;; esac',
+        "srun": 'while [[ "$1" == --* ]]; do shift; done; "$@" & first=$!; "$@"; wait $first',
+        "scontrol": "printf 'localhost\\nlocalhost\\n'",
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    common = {"PATH": path, "HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[3-4]"}
+    slurm |= {"SLURM_JOB_ID": str(port - 20000), "RANKS": "1", "RESTARTS": "0"}
+    command = ["bash", str(ROOT / "launch/train.sbatch"), *SMALL, "--run.steps=1", f"--run.folder={tmp_path / 'run'}"]
+    done = subprocess.run(command, env=common | slurm, capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "starting: 0.0 M parameters, data 1 × fsdp 1 × context 2" in done.stdout
+
+    spec = job()["spec"]
+    elastic = spec["elasticPolicy"]
+    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    operator = {  # what Kubeflow's operator adds to the environment
+        "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
+        "PET_RDZV_BACKEND": elastic["rdzvBackend"],
+        "PET_RDZV_ENDPOINT": f"localhost:{port}",
+        "PET_RDZV_ID": "ring-la",
+        "PET_MAX_RESTARTS": str(elastic["maxRestarts"]),
+        "PET_NPROC_PER_NODE": "1",  # of 8
+    }
+    own = {variable["name"]: variable["value"] for variable in container["env"]}
+    here = [*SMALL, "--run.steps=2", f"--run.folder={tmp_path / 'run'}"]
+    command, environment = [*container["command"], *container["args"], *here], common | operator | own
+    both = dict(env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    pods = [subprocess.Popen(command, **both) for _ in range(spec["pytorchReplicaSpecs"]["Worker"]["replicas"])]
+    try:
+        said = "".join(pod.communicate(timeout=200)[0] for pod in pods)
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [pod.returncode for pod in pods] == [0, 0], said
+    assert "going on from step 1 of 2" in said
+    logged = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in logged] == [1, 2]
 
 
 SETUP = """
