@@ -58,7 +58,8 @@ def run(
             return LinearAttentionOutput(o, initial_state)
         o, S_end = _one_device(rule, inputs, S0, cu_seqlens, scale, mode, backend)
         return LinearAttentionOutput(o, _without_rows(S_end, packed) if output_final_state else None)
-    call = ShardedCall(rule, layout, scale, mode, backend, output_final_state, decays)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
+    call = ShardedCall(rule, layout, scale, mode, backend, output_final_state, decays, keep)
     with full_precision(inputs.q):
         o, final = _Sharded.apply(call, initial_state, *inputs)
     return LinearAttentionOutput(o, final if output_final_state else None)
@@ -194,6 +195,8 @@ class ShardedCall:
     backend: str | None
     output_final_state: bool
     decays: tuple[float, ...] | None = None
+    keep: bool = True
+    """Whether a backward pass may follow (within a Function this cannot be asked)."""
 
     @cached_property
     def seams(self) -> Seams:
@@ -275,7 +278,7 @@ class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: ShardedCall, initial_state: Tensor | None, *tensors: Tensor | None):
         inputs, packed = Inputs(*tensors), call.layout.packed
-        local = call.local(inputs, call.mode, keep=any(ctx.needs_input_grad))
+        local = call.local(inputs, call.mode, keep=call.keep)
         S0 = entering_states(call, inputs, initial_state)
         _, size, border = call.crossing(inputs)
         ctx.border, maps, sent = border if local.crosses else None, (), ()
@@ -294,7 +297,8 @@ class _Sharded(torch.autograd.Function):
         ctx.call, ctx.has_initial = call, initial_state is not None
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
         ctx.parts = len(maps), len(inputs), len(sent)
-        ctx.save_for_backward(S0, *maps, *inputs, *sent, *local.kept())
+        if call.keep:
+            ctx.save_for_backward(S0, *maps, *inputs, *sent, *local.kept())
         ctx.set_materialize_grads(False)
         return o, final
 

@@ -89,9 +89,9 @@ class Report:
         for what in ("exchange", "forward", "forward+backward"):
             judged = [row["choice"] for row in self.rows if row["what"] == what and row.get("choice")]
             right = sum(c["behind"] <= CLOSE for c in judged)
-            self.say(
-                f"{what}: the model picks the winner, or one within {CLOSE - 1:.0%}, in {right} of {len(judged)} cases"
-            )
+            if judged:
+                found = f"the model picks the winner, or one within {CLOSE - 1:.0%}, in {right} of {len(judged)} cases"
+                self.say(f"{what}: {found}")
         if self.writes:
             picture(self.rows, self.args.out / "bench_scan.png", self.machine)
 
@@ -113,8 +113,12 @@ def line(row: dict[str, Any]) -> str:
     for label, ms in row["ms"].items():
         bare = row["ms"].get("FLA local") if label == "FLA CP" else bound
         share = "" if bare is None or label in UNSPLIT else f" {bare / ms:.0%}"
-        cells.append(f"{label} {ms:.3f}{share}")
+        predicted = row.get("exchange_ms", {}).get(label) if row["what"] == "exchange" else None
+        cells.append(f"{label} {ms:.3f}{share}" + ("" if predicted is None else f" (predicted {predicted:.3f})"))
     cells += [f"{label}: {why}" for label, why in row["failed"].items()]
+    if row.get("exchange_ms") and row["what"] != "exchange":
+        pick = min(row["exchange_ms"], key=row["exchange_ms"].__getitem__)
+        cells.append(f"exchange predicted {pick} {row['exchange_ms'][pick]:.3f}")
     if row.get("choice"):
         cells.append("picks {pick}, best {best} (x{behind})".format(**row["choice"]))
     return head + " | ".join(cells)

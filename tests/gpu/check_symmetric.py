@@ -23,6 +23,7 @@ import faulthandler
 import functools
 import json
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -54,11 +55,22 @@ BORDERS = (
     ("gated_delta_rule", "documents", torch.bfloat16),
     ("kda", "zigzag", torch.bfloat16),
 )
+GRAPHS = len(BORDERS)
 CHOSEN: list[int] = []
+FOLDER: list[Path] = []
 LIMIT = {
     "links": 60, "messages": 30, "strategies": 45, "latency": 40, "graph": 60, "exposed": 75, "late": 30,
     "late_link": 30, "borders": 90, "canonical": 40,
 }  # fmt: skip
+
+
+def note(line: str) -> None:
+    """A verdict of this rank, at once: a whole line on the screen, and in folder/rank<n>.txt."""
+    line = f"rank {dist.get_rank()}: {line}\n"
+    sys.stdout.write(line)
+    sys.stdout.flush()
+    with (FOLDER[0] / f"rank{dist.get_rank()}.txt").open("a") as file:
+        file.write(line)
 
 
 def groups() -> dict[str, Group]:
@@ -164,21 +176,24 @@ def links() -> dict:
 
 def borders() -> dict[str, object]:
     """The worst error by case, and of replayed graphs beside eager calls on other inputs."""
-    out, begun, begin = {}, [], Border.begin
+    out, begun, begin, began = {}, [], Border.begin, time.monotonic()
     Border.begin = lambda self, size, reverse: (begun.append(size), begin(self, size, reverse))[1]
     cp = context(dist.get_world_size(), "ring", "auto")
     try:
-        for n in CHOSEN or range(len(BORDERS)):
+        chosen = CHOSEN or range(GRAPHS + 1)
+        for n in [n for n in chosen if n != GRAPHS]:
             (name, kind, dtype), met = BORDERS[n], len(begun)
             shape = dict(Hk=2, H=4, K=64, V=128) if kind == "zigzag" else dict(Hk=4, H=4, K=128, V=128)
             found = border.errors(cp, name, kind, 9, dtype, **shape)
             key, limit = f"{name} {kind} {dtype}", 2e-2 if dtype == torch.bfloat16 else 1e-4
             out[key] = max(found.values())
-            print(dist.get_rank(), key, found, flush=True)
+            worst = max(found, key=found.__getitem__)
+            note(f"{key}: worst {worst} {found[worst]:.1e}, limit {limit:.0e}, {time.monotonic() - began:.1f} s")
             assert out[key] < limit, (key, found)
             assert len(begun) - met == 8, (key, "not by mailboxes")
-        for name in ("simple_gla", "gated_delta_rule") if not CHOSEN else ():
+        for name in ("simple_gla", "gated_delta_rule") if GRAPHS in chosen else ():
             out[f"graph {name}"] = replayed(name, cp)
+            note(f"graph {name}: {out[f'graph {name}']}, {time.monotonic() - began:.1f} s")
             assert out[f"graph {name}"]["error"] < 1e-2, (name, out)
     finally:
         Border.begin = begin
@@ -472,7 +487,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", default="messages,links,borders,strategies,canonical,exposed,graph,latency,late_link,late"
     )
-    parser.add_argument("--borders", default="", help="numbers of BORDERS, comma-separated; default: all")
+    parser.add_argument("--borders", default="", help=f"numbers of BORDERS, {GRAPHS}: graphs; default: all")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no part is started")
     args = parser.parse_args()
     CHOSEN.extend(int(n) for n in args.borders.split(",") if n)
@@ -483,6 +498,7 @@ def main() -> None:
     for P in range(1, world + 1):
         pool._groups[P] = dist.new_group(list(range(P)))
     args.out.mkdir(parents=True, exist_ok=True)
+    FOLDER.append(args.out)
     for part in args.parts.split(","):
         stop = torch.tensor([time.monotonic() - start > args.budget])
         dist.broadcast(stop, 0, group=control)
