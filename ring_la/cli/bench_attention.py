@@ -39,7 +39,7 @@ from .attention_peers import Call, Peers
 from .attention_table import table
 
 WARM, SETTLE = 2, 6
-ROUNDS, ENOUGH = (7, 25), 400.0
+ROUNDS, ENOUGH = (7, 25), 300.0
 """The least and the most rounds, and the ms that they should take."""
 IN_A_ROW, SHORT = 10, 20.0
 """Calls measured in a row, where forward + backward takes less than so many ms."""

@@ -1,0 +1,91 @@
+"""The library's attention processors, whose attention function is ours."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import UnsupportedError
+
+Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+"""q, k and v ``[B, T, H, D]`` and the scale; the output."""
+
+
+def split_processor(processor: object, name: str, attend: Attend) -> object:
+    """A copy of a processor that calls `attend` where its class calls the library's or PyTorch's attention.
+
+    Args:
+        name: the attention module's, for errors.
+
+    Raises:
+        UnsupportedError: the class calls neither (another version of the library).
+    """
+    kind = type(processor)
+    inner = inspect.unwrap(kind.__call__)
+    if "dispatch_attention_fn" in inner.__code__.co_names:
+        scope = {"dispatch_attention_fn": _dispatch(name, attend)}
+    elif {"F", "scaled_dot_product_attention"} <= set(inner.__code__.co_names):
+        scope = {"F": _Functional(name, attend)}
+    else:
+        expected = "processors that call dispatch_attention_fn or F.scaled_dot_product_attention"
+        raise UnsupportedError("transformer", expected, f"{name} with {kind.__name__}")
+    call = types.FunctionType(inner.__code__, {**inner.__globals__, **scope}, "__call__", inner.__defaults__)
+    call.__kwdefaults__, call.__annotations__ = inner.__kwdefaults__, inner.__annotations__
+    out = copy.copy(processor)
+    out.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "ring_la": True})
+    return out
+
+
+def _dispatch(name: str, attend: Attend) -> Callable:
+    """In place of the library's dispatcher."""
+
+    def dispatch_attention_fn(
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+        attention_kwargs=None,
+        *,
+        backend=None,
+        parallel_config=None,
+    ):
+        given = dict(attention_kwargs=attention_kwargs, backend=backend, parallel_config=parallel_config)
+        _refuse(name, attn_mask, dropout_p, is_causal, **given)
+        return attend(query, key, value, scale)
+
+    return dispatch_attention_fn
+
+
+class _Functional:
+    """torch.nn.functional with our attention."""
+
+    def __init__(self, name: str, attend: Attend) -> None:
+        self._name, self._attend = name, attend
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(F, name)
+
+    def scaled_dot_product_attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        """Its tensors are ``[B, H, T, D]``."""
+        _refuse(self._name, attn_mask, dropout_p, is_causal)
+        out = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
+        return out.transpose(1, 2)
+
+
+def _refuse(name: str, attn_mask, dropout_p, is_causal, **others: object) -> None:
+    """Masks are taken where they come into a block; no model here has the rest."""
+    given = dict(attn_mask=attn_mask, dropout_p=dropout_p or None, is_causal=is_causal or None) | others
+    for argument, value in given.items():
+        if value is not None:
+            raise UnsupportedError(argument, "attention without it on a split sequence", f"it is given in {name}")

@@ -1,0 +1,150 @@
+"""Transformers of Diffusers on a split sequence: output and all gradients are those of the unmodified model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("diffusers")
+
+import ring_la
+from ring_la.errors import RingLAError
+from ring_la.integrations.diffusers import PLANS, parallelize
+from tests.distributed.pool import group
+from tests.softmax.cases import error
+
+from .models import CASES, make
+
+
+def leaves_of(model, inputs) -> dict[str, torch.Tensor]:
+    given = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    return dict(model.named_parameters()) | given
+
+
+def outcome(model, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The output and the gradients of a loss over all of it."""
+    leaves = leaves_of(model, inputs)
+    out = model(**inputs).sample
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return out.detach(), {n: g for n, g in zip(leaves, grads) if g is not None}
+
+
+def check_model(rank: int, P: int, name: str, how: dict) -> list[str]:
+    cp = ring_la.ContextParallel(group(P), scan="ring", attention=how.get("attention", "ring"), timeout=60)
+    model, inputs = make(name)
+    want, want_grads = outcome(model, inputs)
+    parallelize(model, cp, average=how.get("average", False))
+    if how.get("checkpoint"):
+        model.enable_gradient_checkpointing()
+        model.train()
+    got, grads = outcome(model, inputs)
+    limit = 3e-6 if name.startswith("wan") else 1e-9  # its norms are in fp32
+    bad = [] if error(got, want) < limit else [f"output {error(got, want):.1e}"]
+    bad += [f"gradient of {n}: one has none" for n in set(grads) ^ set(want_grads)]
+    for n, g in sorted(grads.items()):
+        dist.all_reduce(g, group=group(P))
+        g = g / P if how.get("average") else g
+        bad += [] if error(g, want_grads[n]) < 10 * limit else [f"{n} {error(g, want_grads[n]):.1e}"]
+    return bad
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model(ranks, name):
+    bad = ranks.run(3, check_model, 3, name, {})
+    assert not any(bad), bad
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_sizes(ranks, P):
+    for name in ("flux", "hunyuan"):
+        bad = ranks.run(P, check_model, P, name, {})
+        assert not any(bad), (name, bad)
+
+
+@pytest.mark.parametrize("how", [dict(attention="ulysses", average=True), dict(checkpoint=True)], ids=str)
+def test_ways(ranks, how):
+    for name in ("flux", "qwen, masked"):
+        bad = ranks.run(2, check_model, 2, name, how)
+        assert not any(bad), (name, bad)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+
+class Other(torch.nn.Module):
+    """Not of Diffusers."""
+
+
+def wrong_models(cp) -> dict[str, object]:
+    """What `parallelize` refuses, by what its error says."""
+    from diffusers import SanaTransformer2DModel
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    def odd(change) -> torch.nn.Module:
+        model, _ = make("flux")
+        change(model)
+        return model
+
+    sana = SanaTransformer2DModel(num_layers=1, attention_head_dim=8, num_attention_heads=2, caption_channels=8)
+    return {
+        "expected one of FluxTransformer2DModel": lambda: parallelize(sana, cp),
+        "got Other": lambda: parallelize(Other(), cp),
+        "pipeline.transformer": lambda: parallelize(object(), cp),
+        "cp: ": lambda: parallelize(make("flux")[0], group(2)),
+        "not parallelized": lambda: parallelize(parallelize(make("flux")[0], cp), cp),
+        "transformer_blocks.1.attn with AttnProcessor2_0": lambda: parallelize(
+            odd(lambda m: setattr(m.transformer_blocks[1].attn, "processor", AttnProcessor2_0())), cp
+        ),
+        "single_transformer_blocks.0, a Other": lambda: parallelize(
+            odd(lambda m: m.single_transformer_blocks.__setitem__(0, Other())), cp
+        ),
+        "attention backend": lambda: parallelize(odd(lambda m: m.set_attention_backend("native")), cp),
+    }
+
+
+def check_refusals(rank: int) -> list[str]:
+    cp = ring_la.ContextParallel(group(2), scan="ring", timeout=60)
+    bad = []
+
+    def expect(message: str, call) -> None:
+        try:
+            call()
+            bad.append(f"{message}: accepted")
+        except RingLAError as e:
+            bad.extend([] if message in str(e) else [f"{message}: {e}"])
+
+    for message, call in wrong_models(cp).items():
+        expect(message, call)
+    model, inputs = make("flux")
+    before = dict(model.transformer_blocks[0].attn.__dict__)
+    model.single_transformer_blocks.append(Other())
+    expect("a Other", lambda: parallelize(model, cp))
+    del model.single_transformer_blocks[-1]
+    after = model.transformer_blocks[0].attn
+    bad += [] if after.processor is before["processor"] and not after._forward_pre_hooks else ["not left as it was"]
+    parallelize(model, cp)
+    latents = inputs["hidden_states"]
+    expect("controlnet_block_samples", lambda: model(**inputs, controlnet_block_samples=[latents]))
+    expect("joint_attention_kwargs", lambda: model(**inputs, joint_attention_kwargs={"ip_hidden_states": [latents]}))
+    expect("which every rank must be given", lambda: model(**inputs | dict(hidden_states=latents + rank)))
+    model(**inputs)
+    expect("image_rotary_emb", lambda: model(**inputs | dict(img_ids=inputs["img_ids"][:9])))
+    short = dict(encoder_hidden_states=inputs["encoder_hidden_states"][:, :1], txt_ids=inputs["txt_ids"][:1])
+    expect("encoder_hidden_states: expected at least 2 tokens", lambda: model(**inputs | short))
+    expect("a copy made before", lambda: copy.deepcopy(model))
+    model.set_attn_processor(type(before["processor"])())
+    expect("set afterwards", lambda: model(**inputs))
+    return bad
+
+
+def test_refusals(ranks):
+    assert ranks.run(2, check_refusals) == [[], []]
+
+
+def test_plans_are_tested():
+    tested = {type(make(name)[0]).__name__ for name in CASES}
+    assert tested == set(PLANS)
