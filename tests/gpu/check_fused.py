@@ -115,6 +115,9 @@ def conv_times(copy: float) -> Iterator[Row]:
 
         ours, plain = run(short_conv.convolve), run(short_conv.plain_convolve)
         yield timed(f"conv {T}x{D}", ours, plain, [x, weight], (2 * size, 3 * size), copy)
+        cu, lead = torch.tensor([0, T // 2, T], device="cuda"), torch.zeros(1, 2, 3, D, device="cuda", dtype=x.dtype)
+        split = lambda y, w: short_conv.convolve(y, w, None, lead, cu, True, False)[0]  # noqa: B023, E731
+        yield timed(f"conv {T}x{D}, split", split, plain, [x, weight], (2 * size, 3 * size), copy)
 
 
 def gates_times(copy: float) -> Iterator[Row]:

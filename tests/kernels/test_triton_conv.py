@@ -18,6 +18,7 @@ CASES = {
     "plain": dict(B=2, T=45, D=20, W=4),
     "packed": dict(T=40, D=16, W=4, cu=(0, 2, 2, 3, 36, 40), lead=True, ends=True, bias=True),
     "wide": dict(T=37, D=130, W=8, cu=(0, 5, 37), lead=True, ends=True, silu=False),
+    "far from borders": dict(T=230, D=8, W=4, cu=(0, 100, 230), lead=True, ends=True),
     "short": dict(B=2, T=1, D=8, W=4, lead=True, ends=True),
     "one tap": dict(T=9, D=8, W=1, ends=True, bias=True),
 }

@@ -7,7 +7,8 @@ u + W − 1. With weight w [D, W]:
     dy_i = Σ_j w_j dz_{i−j} (where 0 ≤ i−j < n) + dends_{i−n} (where i ≥ n),   dw_j = Σ_u dz_u y_{u+j}
 
 A program is one warp that walks over a run of tokens with its channels' last W − 1 rows in registers: every row is read
-once, and sums over tokens are sums of a thread. The backward computes z again and is done in the same walk.
+once, and sums over tokens are sums of a thread. The backward computes z again and is done in the same walk. A run that
+meets neither a piece's first tokens nor its last takes a walk that does not ask where they are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ CHANNELS = 128
 """Of a program, one warp."""
 FORWARD, BACKWARD = (8, 32, 128), (4, 32, 256)
 """Tokens whose rows are loaded together; fewest and most tokens a program walks over. From tests.gpu.tune_conv."""
+REGISTERS = (80, 128)
+"""Of the walks without borders, forward and backward, for up to four taps: what the others spill is seldom run."""
 PROGRAMS = 4224
 """As many as fill the GPU: 32 a multiprocessor of 132."""
 SIZES = ("T", "N", "STEPS", "RUN", "sb", "st", "lb", "ln", "lr", "lc")
@@ -129,6 +132,28 @@ def shifted(new, old, COUNT: tl.constexpr):
     return out
 
 
+@triton.jit
+def walk(
+    x, w, offset, lead, cu, o, begin, stop, piece, start, end, N, st, d, inside, ln, lr, lc, D: tl.constexpr,
+    W: tl.constexpr, STEP: tl.constexpr, SILU: tl.constexpr, LEAD: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """o of tokens begin to stop, one after the other."""
+    earlier = before(x, begin, start, st, d, inside, W)
+    for n in range(tl.cdiv(stop - begin, STEP)):
+        first = begin + n * STEP
+        new = rows(x, first, stop, st, d, inside, STEP)
+        for i in tl.static_range(STEP):
+            t = first + i
+            piece, start, end = onward(cu, t, piece, start, end, N, PACKED)
+            y = new[i].to(tl.float32)
+            ys = window(y, earlier, lead, t - start, piece, d, inside, ln, lr, lc, W, LEAD, PACKED)
+            z = reading(ys, w, offset, W)
+            if SILU:
+                z = z * tl.sigmoid(z)
+            tl.store(o + t.to(tl.int64) * D + d, z.to(o.dtype.element_ty), inside & (t < stop))
+            earlier = shifted(y, earlier, W - 1)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def conv_kernel(
     x, weight, bias, lead, cu, o, T, N, STEPS, RUN, sb, st, lb, ln, lr, lc, D: tl.constexpr, W: tl.constexpr,
@@ -145,53 +170,37 @@ def conv_kernel(
     piece, start, end = place(cu, begin, T, N, STEPS, PACKED)
     st *= UNIT
     x += b * sb * UNIT
+    o += b * T * D
+    lead += b * lb
     w = taps(weight, d, inside, W)
     offset = tl.zeros([BD], tl.float32)
     if BIAS:
         offset += tl.load(bias + d, inside, other=0.0).to(tl.float32)
-    earlier = before(x, begin, start, st, d, inside, W)
-    for n in range(tl.cdiv(stop - begin, STEP)):
-        first = begin + n * STEP
-        new = rows(x, first, stop, st, d, inside, STEP)
-        for i in tl.static_range(STEP):
-            t = first + i
-            piece, start, end = onward(cu, t, piece, start, end, N, PACKED)
-            y = new[i].to(tl.float32)
-            ys = window(y, earlier, lead + b * lb, t - start, piece, d, inside, ln, lr, lc, W, LEAD, PACKED)
-            z = reading(ys, w, offset, W)
-            if SILU:
-                z = z * tl.sigmoid(z)
-            tl.store(o + (b * T + t) * D + d, z.to(o.dtype.element_ty), inside & (t < stop))
-            earlier = shifted(y, earlier, W - 1)
+    far = LEAD or PACKED
+    if far:  # from borders, as most runs are: half the work
+        far = (begin >= start + W - 1) & (stop <= end)
+    if far:
+        walk(
+            x, w, offset, lead, cu, o, begin, stop, piece, start, end, N, st, d, inside, ln, lr, lc, D, W, STEP, SILU,
+            False, False,
+        )  # fmt: skip
+    else:
+        walk(
+            x, w, offset, lead, cu, o, begin, stop, piece, start, end, N, st, d, inside, ln, lr, lc, D, W, STEP, SILU,
+            LEAD, PACKED,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=SIZES)
-def conv_backward_kernel(
-    x, weight, bias, lead, cu, do, dends, dx, heads, sums, T, N, STEPS, RUN, sb, st, lb, ln, lr, lc, D: tl.constexpr,
-    W: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
+@triton.jit
+def walk_back(
+    x, w, offset, lead, cu, do, dends, dx, heads, sums, begin, stop, T, piece, start, end, b, N, st, d, inside, ln, lr,
+    lc, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, SILU: tl.constexpr,
     LEAD: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dx of RUN tokens, their sums for weight ``[D, W]`` and bias ``[D]``, and dz of the pieces' first W − 1 tokens.
-
-    A token's dx reads dz of the W − 1 after it, so the walk goes on for as many and is that much behind with dx.
-    """
-    columns: tl.constexpr = (D + BD - 1) // BD
-    b = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) % columns * BD + tl.arange(0, BD)
-    inside = d < D
-    run = tl.program_id(0) // columns
-    begin = run * RUN
-    stop = tl.minimum(begin + RUN, T)
-    piece, start, end = place(cu, begin, T, N, STEPS, PACKED)
-    behind, since, last = place(cu, begin, T, N, STEPS, PACKED)
-    st *= UNIT
-    x += b * sb * UNIT
-    w = taps(weight, d, inside, W)
-    zero = tl.zeros([BD], tl.float32)
-    offset = zero
-    if BIAS:
-        offset += tl.load(bias + d, inside, other=0.0).to(tl.float32)
+    """dx of tokens begin to stop and their sums for weight and bias."""
+    behind, since, last = piece, start, end
     earlier = before(x, begin, start, st, d, inside, W)
+    zero = tl.zeros([BD], tl.float32)
     dzs = ()
     dw = (zero,)
     for _ in tl.static_range(1, W):
@@ -201,14 +210,14 @@ def conv_backward_kernel(
     for n in range(tl.cdiv(stop + W - 1 - begin, STEP)):
         first = begin + n * STEP
         new = rows(x, first, T, st, d, inside, STEP)
-        given = rows(do + b * T * D, first, T, D, d, inside, STEP)
+        given = rows(do, first, T, D, d, inside, STEP)
         for i in tl.static_range(STEP):
             t = first + i
             piece, start, end = onward(cu, t, piece, start, end, N, PACKED)
             u = t - start
             y = new[i].to(tl.float32)
             dz = given[i].to(tl.float32)
-            ys = window(y, earlier, lead + b * lb, u, piece, d, inside, ln, lr, lc, W, LEAD, PACKED)
+            ys = window(y, earlier, lead, u, piece, d, inside, ln, lr, lc, W, LEAD, PACKED)
             if SILU:
                 z = reading(ys, w, offset, W)
                 s = tl.sigmoid(z)
@@ -237,13 +246,55 @@ def conv_backward_kernel(
                 r = W - 1 - (last - late)
                 at = ((b * N + behind) * (W - 1) + r) * D + d
                 g += tl.load(dends + at, inside & (r >= 0) & out, other=0.0).to(tl.float32)
-            tl.store(dx + (b * T + late) * D + d, g.to(dx.dtype.element_ty), inside & out)
+            tl.store(dx + late.to(tl.int64) * D + d, g.to(dx.dtype.element_ty), inside & out)
             earlier = shifted(y, earlier, W - 1)
             dzs = shifted(dz, dzs, W - 1)
-    sums += (b * tl.num_programs(0) // columns + run) * ((W + 1) * D)
     for j in tl.static_range(W):
         tl.store(sums + d * W + j, dw[j], inside)
     tl.store(sums + W * D + d, dbias, inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def conv_backward_kernel(
+    x, weight, bias, lead, cu, do, dends, dx, heads, sums, T, N, STEPS, RUN, sb, st, lb, ln, lr, lc, D: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
+    LEAD: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dx of RUN tokens, their sums for weight ``[D, W]`` and bias ``[D]``, and dz of the pieces' first W − 1 tokens.
+
+    A token's dx reads dz of the W − 1 after it, so the walk goes on for as many and is that much behind with dx.
+    """
+    columns: tl.constexpr = (D + BD - 1) // BD
+    b = tl.program_id(1).to(tl.int64)
+    d = tl.program_id(0) % columns * BD + tl.arange(0, BD)
+    inside = d < D
+    run = tl.program_id(0) // columns
+    begin = run * RUN
+    stop = tl.minimum(begin + RUN, T)
+    piece, start, end = place(cu, begin, T, N, STEPS, PACKED)
+    st *= UNIT
+    x += b * sb * UNIT
+    do += b * T * D
+    dx += b * T * D
+    lead += b * lb
+    sums += (b * tl.num_programs(0) // columns + run) * ((W + 1) * D)
+    w = taps(weight, d, inside, W)
+    offset = tl.zeros([BD], tl.float32)
+    if BIAS:
+        offset += tl.load(bias + d, inside, other=0.0).to(tl.float32)
+    far = LEAD or ENDS or PACKED
+    if far:
+        far = (begin >= start + W - 1) & (stop + W - 1 <= end)
+    if far:
+        walk_back(
+            x, w, offset, lead, cu, do, dends, dx, heads, sums, begin, stop, T, piece, start, end, b, N, st, d, inside,
+            ln, lr, lc, D, W, BD, STEP, SILU, False, False, False,
+        )  # fmt: skip
+    else:
+        walk_back(
+            x, w, offset, lead, cu, do, dends, dx, heads, sums, begin, stop, T, piece, start, end, b, N, st, d, inside,
+            ln, lr, lc, D, W, BD, STEP, SILU, LEAD, ENDS, PACKED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -323,6 +374,10 @@ class Call:
     def present(self) -> dict[str, bool]:
         return dict(BIAS=self.bias is not None, LEAD=self.lead is not None)
 
+    def capped(self, registers: int) -> dict[str, int]:
+        """The option of a kernel with both walks."""
+        return {"maxnreg": registers} if self.W <= 4 and not (self.lead is None and self.cu is None) else {}
+
     def forward(self, silu: bool) -> Tensor:
         o = self.x.new_empty(self.B, self.T, self.D)
         if o.numel():
@@ -330,7 +385,7 @@ class Call:
             launch(
                 conv_kernel, (cdiv(self.T, run) * self.columns, self.B), self.x, self.weight, *self.optional, o,
                 self.T, self.N, self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, **self.shape,
-                **self.present,
+                **self.present, **self.capped(REGISTERS[0]),
             )  # fmt: skip
         return o
 
@@ -358,7 +413,7 @@ class Call:
                 conv_backward_kernel, (runs * self.columns, self.B), self.x, self.weight, *self.optional, do,
                 do if dends is None else dends, dx, do if heads is None else heads, sums, self.T, self.N,
                 self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, ENDS=dends is not None, **self.shape,
-                **self.present,
+                **self.present, **self.capped(REGISTERS[1]),
             )  # fmt: skip
             total = sums.sum(0)
         if dlead is not None:
