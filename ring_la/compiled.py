@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from triton import knobs
-from triton.runtime import driver
 
 PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, per cent."""
+
+STREAM, FIRST = 3, 9
+"""Where in a frame the stream stands, and where the kernel's own arguments begin."""
 
 
 class Compiled:
@@ -33,15 +35,25 @@ class Compiled:
         cuda = ctypes.CDLL("libcuda.so.1")
         cuda.cuFuncSetAttribute(ctypes.c_void_p(self._function), PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[int | float]) -> None:
-        """Launch it on addresses and sizes. Profilers' launch hooks are called as ever."""
+    def frame(self, grid: tuple[int, int, int], args: Sequence[int | float]) -> list[Any]:
+        """What `start` takes for addresses and sizes; the stream stands at `STREAM`, the first of them at `FIRST`."""
+        return [*grid, 0, self._function, self._metadata, None, None, None, *args, *self._constants]
+
+    def start(self, frame: list[Any]) -> None:
+        """Launch it. Profilers' launch hooks are called as ever."""
         hook = knobs.runtime.launch_enter_hook
         if getattr(hook, "calls", hook):
-            self._kernel[grid](*args, *self._constants, stream=stream)
+            self._kernel[tuple(frame[:STREAM])](*frame[FIRST:], stream=frame[STREAM])
             return
-        self._run(*grid, stream, self._function, self._metadata, None, None, None, *args, *self._constants)
+        self._run(*frame)
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[int | float]) -> None:
+        """Launch it on addresses and sizes."""
+        frame = self.frame(grid, args)
+        frame[STREAM] = stream
+        self.start(frame)
 
 
-def current_stream(device: torch.device) -> int:
+def current_stream(device: int) -> int:
     """A CUDA device's current stream as launches take it."""
-    return driver.active.get_current_stream(device.index)
+    return torch._C._cuda_getCurrentRawStream(device)

@@ -31,12 +31,14 @@ class Operator:
         backward: of the gradients of the outputs (None for one that is not used, where there are several), then
             forward's arguments; a list of the gradients of those of the first `wanting` arguments that are given.
         fake: empty tensors shaped like forward's outputs.
+        keeps: which of several outputs the backward takes after forward's arguments.
     """
 
     def __init__(
-        self, name: str, forward: Callable, backward: Callable[..., list[Tensor]], fake: Callable, wanting: int
-    ) -> None:
-        self.forward, self.wanting = forward, wanting
+        self, name: str, forward: Callable, backward: Callable[..., list[Tensor]], fake: Callable, wanting: int,
+        keeps: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.forward, self.wanting, self._keeps = forward, wanting, keeps
         self.registered = torch.library.custom_op(f"ring_la::{name}", forward, mutates_args=())
         self.registered.register_fake(fake)
         gradients = torch.library.custom_op(f"ring_la::{name}_backward", backward, mutates_args=())
@@ -44,7 +46,8 @@ class Operator:
 
         @gradients.register_fake
         def _(*arguments):
-            return [x.new_empty(x.shape) for x in arguments[-count:][:wanting] if x is not None]
+            given = arguments[-count - len(keeps) :]
+            return [x.new_empty(x.shape) for x in given[:wanting] if x is not None]
 
         def refuse(ctx, *grads):
             raise SecondDerivativeError(
@@ -52,9 +55,9 @@ class Operator:
                 "(create_graph=True and a backward through it)"
             )
 
-        self.registered.register_autograd(self._backward(gradients), setup_context=_save)
+        self.registered.register_autograd(self._backward(gradients), setup_context=self._save)
         gradients.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
-        self._eager = _function(name, forward, self._backward(backward))
+        self._eager = _function(name, forward, self._save, self._backward(backward))
 
     def __call__(self, *arguments: Any) -> Any:
         if traced(arguments[0]):
@@ -67,26 +70,27 @@ class Operator:
 
     def _backward(self, run: Callable[..., list[Tensor]]) -> Callable:
         def backward(ctx, *grads: Tensor | None):
-            arguments = [x if t is None else t for t, x in zip(ctx.saved_tensors, ctx.others)]
-            found = iter(run(*grads, *arguments))
+            saved, others = ctx.saved_tensors, ctx.others
+            arguments = [x if t is None else t for t, x in zip(saved, others)]
+            found = iter(run(*grads, *arguments, *saved[len(others) :]))
             given = [None if x is None else next(found) for x in self._leaves(arguments)]
             return (*given, *[None] * (len(arguments) - self.wanting))
 
         return backward
 
+    def _save(self, ctx, inputs: Sequence[Any], output: Any) -> None:
+        ctx.set_materialize_grads(not isinstance(output, tuple))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+        ctx.save_for_backward(*tensors, *[output[i] for i in self._keeps])
 
-def _save(ctx, inputs: Sequence[Any], output: Any) -> None:
-    ctx.set_materialize_grads(not isinstance(output, tuple))
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
 
-
-def _function(name: str, run: Callable, back: Callable) -> type[torch.autograd.Function]:
+def _function(name: str, run: Callable, save: Callable, back: Callable) -> type[torch.autograd.Function]:
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
             output = run(*arguments)
-            _save(ctx, arguments, output)
+            save(ctx, arguments, output)
             return output
 
         backward = staticmethod(first_derivative_only(back))

@@ -1,20 +1,24 @@
 """Linear attention without a direction on one rank: what the tokens of a piece add up to, and what they read.
 
-    ring_la::outer_sum    S_n = Σ_t k_t v_tᵀ over the tokens of piece n, fp32 (fp64 for fp64)
-    ring_la::read_state   o_t = scale · S_nᵀ q_t, or S_n q_t
+    ring_la::outer_sum      S_n = Σ_t k_t v_tᵀ over the tokens of piece n, fp32 (fp64 for fp64)
+    ring_la::read_state     o_t = scale · S_nᵀ q_t, or S_n q_t
+    ring_la::sum_and_read   both, where nothing comes between
 
-They are each other's gradients. On CUDA registered operators, by Triton where it can; elsewhere PyTorch's own
+The first two are each other's gradients. On CUDA registered operators, by Triton where it can; elsewhere PyTorch's own
 operations, which have derivatives of every order. Heads of v or S may be a multiple of those of k or q.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backends import triton_installed
 from .chunking import Chunks
-from .local import Inputs
 from .operator import Operator
 
 CHUNK = 64
@@ -30,18 +34,30 @@ def read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float) -> Tensor:
     return read_state_op(q, S, cu, scale, False) if q.is_cuda else plain_read_state(q, S, cu, scale, False)
 
 
+def sum_and_read(
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What the tokens read of what they add up to, and that ``[B, N, H, K, V]``; `S` of its dtype is added to it."""
+    if q.is_cuda:
+        return sum_and_read_op(q, k, v, S, cu, scale)
+    return _sum_then_read(q, k, v, S, cu, scale, PLAIN)
+
+
 # -- in PyTorch ----------------------------------------------------------------------------------------------
 
 
-def plain_outer_sum(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
+def plain_outer_sum(k: Tensor, v: Tensor, cu: Tensor | None, scale: float = 1.0, S: Tensor | None = None) -> Tensor:
+    """``scale · Σ k vᵀ + S``."""
     wide = torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
-    k, v = _repeated(k, v.shape[2]).to(wide), v.to(wide)
+    k, v = scale * _repeated(k, v.shape[2]).to(wide), v.to(wide)
     if cu is None:
-        return (k.permute(0, 2, 3, 1) @ v.transpose(1, 2))[:, None]
+        sums = (k.permute(0, 2, 3, 1) @ v.transpose(1, 2))[:, None]
+        return sums if S is None else sums + S
     chunks = Chunks(k.shape[1], CHUNK, cu, device=k.device)
     parts = chunks.split(k).mT @ chunks.split(v)  # [B, chunks, H, K, V]
     sums = parts.new_zeros(k.shape[0], chunks.pieces + 1, *parts.shape[2:]).index_add(1, chunks.piece, parts)
-    return sums[:, : chunks.pieces]  # the last took the unused chunks
+    sums = sums[:, : chunks.pieces]  # the last took the unused chunks
+    return sums if S is None else sums + S
 
 
 def plain_read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:
@@ -57,46 +73,49 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
-# -- the operators -------------------------------------------------------------------------------------------
+class By(NamedTuple):
+    """What computes the steps below: ``total(k, v, cu, scale, S)`` is ``scale · Σ k vᵀ + S``, ``read(x, S, cu, scale,
+    transposed)`` what tokens read."""
+
+    total: Callable[..., Tensor]
+    read: Callable[..., Tensor]
 
 
-def _outer_sum(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
-    return _scaled_sum(k, v, cu, 1.0)
+PLAIN = By(plain_outer_sum, plain_read_state)
 
 
-def _scaled_sum(k: Tensor, v: Tensor, cu: Tensor | None, scale: float) -> Tensor:
-    if k.is_cuda and triton_installed():
-        from .triton.again import again
-        from .triton.local import unsupported
-        from .triton.read import RULE, total
-
-        if not unsupported(RULE, Inputs(k, k, v)):
-            return again(total, (k, v, None if cu is None else cu.to(torch.int32)), scale)
-    return (scale * plain_outer_sum(k, v, cu)).contiguous()
+def _sum(k: Tensor, v: Tensor, cu: Tensor | None, by: By) -> Tensor:
+    return by.total(k, v, cu, 1.0, None)
 
 
-def _read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:
-    if q.is_cuda and triton_installed():
-        from .triton.again import again
-        from .triton.read import read, unsupported
-
-        if not unsupported(q, S):
-            return again(read, (q, S, None if cu is None else cu.to(torch.int32)), scale, transposed)
-    return plain_read_state(q, S, cu, scale, transposed).contiguous()
+def _sum_back(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, by: By) -> tuple[Tensor, ...]:
+    return _own(by.read(v, dS, cu, 1.0, True), k), by.read(k, dS, cu, 1.0, False).to(v.dtype)
 
 
-def _outer_sum_backward(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> list[Tensor]:
-    """Gradients of k and v."""
-    return [_own(_read_state(v, dS, cu, 1.0, True), k), _read_state(k, dS, cu, 1.0, False).to(v.dtype)]
+def _read(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: By) -> Tensor:
+    return by.read(q, S, cu, scale, transposed)
 
 
-def _read_state_backward(
-    do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool
-) -> list[Tensor]:
-    """Gradients of q and S."""
-    dq = _own(_read_state(do, S, cu, scale, not transposed), q)
-    dS = _scaled_sum(q, do, cu, scale)
-    return [dq, (dS.mT.contiguous() if transposed else dS).to(S.dtype)]
+def _read_back(
+    do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: By
+) -> tuple[Tensor, ...]:
+    dS = by.total(q, do, cu, scale, None)
+    dS = (dS.mT.contiguous() if transposed else dS).to(S.dtype)
+    return _own(by.read(do, S, cu, scale, not transposed), q), dS
+
+
+def _sum_then_read(
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float, by: By
+) -> tuple[Tensor, ...]:
+    S = by.total(k, v, cu, 1.0, S)
+    return by.read(q, S, cu, scale, False), S
+
+
+def _sum_then_read_back(
+    do: Tensor, dS: Tensor | None, q: Tensor, k: Tensor, v: Tensor, S: Tensor, cu: Tensor | None, scale: float, by: By
+) -> tuple[Tensor, ...]:
+    dS = by.total(q, do, cu, scale, dS)
+    return _own(by.read(do, S, cu, scale, True), q), *_sum_back(dS, k, v, cu, by), dS
 
 
 def _own(grad: Tensor, x: Tensor) -> Tensor:
@@ -104,6 +123,65 @@ def _own(grad: Tensor, x: Tensor) -> Tensor:
     if grad.shape[2] != x.shape[2]:
         grad = grad.unflatten(2, (x.shape[2], -1)).sum(3, dtype=torch.promote_types(x.dtype, torch.float32))
     return grad.to(x.dtype)
+
+
+# -- the operators -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _triton() -> tuple[Callable, Callable, By]:
+    """What replays launches, why Triton cannot take a call, and its kernels."""
+    from .triton.again import again
+    from .triton.read import read, total, unsupported
+
+    return again, unsupported, By(total, read)
+
+
+def _run(step: Callable[..., Any], tensors: Sequence[Tensor | None], *constants: Hashable) -> Any:
+    """A step by Triton where it can, else by PyTorch."""
+    if tensors[0].is_cuda and triton_installed():
+        again, unsupported, by = _triton()
+        if not unsupported(tensors):
+            return again(step, tensors, *constants, by)
+    out = step(*tensors, *constants, PLAIN)
+    return out.contiguous() if isinstance(out, Tensor) else tuple(x.contiguous() for x in out)
+
+
+def _outer_sum(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
+    return _run(_sum, (k, v, cu))
+
+
+def _outer_sum_backward(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> list[Tensor]:
+    """Gradients of k and v."""
+    return [*_run(_sum_back, (dS, k, v, cu))]
+
+
+def _read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:
+    return _run(_read, (q, S, cu), scale, transposed)
+
+
+def _read_state_backward(
+    do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool
+) -> list[Tensor]:
+    """Gradients of q and S."""
+    return [*_run(_read_back, (do, q, S, cu), scale, transposed)]
+
+
+def _sum_and_read(
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    o, S = _run(_sum_then_read, (q, k, v, S, cu), scale)
+    return o, S
+
+
+def _sum_and_read_backward(
+    do: Tensor | None, dS: Tensor | None, q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None,
+    scale: float, whole: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v and S; `whole` is what was read."""
+    do = torch.zeros_like(v, dtype=q.dtype) if do is None else do
+    grads = _run(_sum_then_read_back, (do, dS, q, k, v, whole, cu), scale)
+    return [*grads[: 3 if S is None else 4]]
 
 
 def _fake_outer_sum(k, v, cu):
@@ -116,5 +194,10 @@ def _fake_read_state(q, S, cu, scale, transposed):
     return q.new_empty((*q.shape[:2], S.shape[2], S.shape[3 if transposed else 4]))
 
 
+def _fake_sum_and_read(q, k, v, S, cu, scale):
+    return q.new_empty((*q.shape[:2], *v.shape[2:])), _fake_outer_sum(k, v, cu)
+
+
 outer_sum_op = Operator("outer_sum", _outer_sum, _outer_sum_backward, _fake_outer_sum, 2)
 read_state_op = Operator("read_state", _read_state, _read_state_backward, _fake_read_state, 2)
+sum_and_read_op = Operator("sum_and_read", _sum_and_read, _sum_and_read_backward, _fake_sum_and_read, 4, keeps=(1,))

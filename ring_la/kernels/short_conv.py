@@ -9,6 +9,8 @@ every order.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -160,12 +162,17 @@ def plain_convolve_backward(
 # -- the operator --------------------------------------------------------------------------------------------
 
 
-def _by_triton(x: Tensor) -> bool:
-    if not (x.is_cuda and triton_installed()):
-        return False
-    from .triton.conv import unsupported
+@functools.cache
+def _triton() -> tuple[Callable, Callable, Callable, Callable]:
+    """Triton's kernels: what replays their launches, why they cannot take a call, forward and backward."""
+    from .triton.again import again
+    from .triton.conv import backward, forward, unsupported
 
-    return not unsupported(x)
+    return again, unsupported, forward, backward
+
+
+def _by_triton(x: Tensor) -> bool:
+    return x.is_cuda and triton_installed() and not _triton()[1](x)
 
 
 def _short_conv(
@@ -173,9 +180,9 @@ def _short_conv(
 ) -> tuple[Tensor, Tensor]:
     """`convolve`; the rows are an empty tensor unless `ends`."""
     if _by_triton(x):
-        from .triton.conv import forward
-
-        return forward(x, weight, bias, lead, cu, silu, ends)
+        again, _, forward, _ = _triton()
+        o, last = again(forward, (x, weight, bias, lead, cu), silu, ends, strided=True)
+        return o, last
     o, last = plain_convolve(x, weight, bias, lead, cu, silu, ends)
     return o.contiguous(), x.new_empty(0) if last is None else last.contiguous()
 
@@ -199,11 +206,12 @@ def _short_conv_backward(
 ) -> list[Tensor]:
     """Gradients of x and the weight, then of the bias and the lead where they are given."""
     do = torch.zeros_like(x) if do is None else do
+    tensors = do, dends if ends else None, x, weight, bias, lead, cu
     if _by_triton(x):
-        from .triton.conv import backward
+        again, _, _, backward = _triton()
+        grads = again(backward, tensors, silu, strided=True)
     else:
-        backward = plain_convolve_backward
-    grads = backward(do, dends if ends else None, x, weight, bias, lead, cu, silu)
+        grads = plain_convolve_backward(*tensors, silu)
     return [g.contiguous() for g in grads if g is not None]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..autograd import full_precision
 from ..comm import Replicated, SumOverRanks
 from ..context import ShardedLayout
-from ..kernels import Inputs
-from ..kernels.outer import outer_sum, read_state
+from ..kernels import Inputs, state_dtype
+from ..kernels.outer import outer_sum, read_state, sum_and_read
 from ..outputs import LinearAttentionOutput
 
 
@@ -41,10 +41,10 @@ def bidirectional(
 def _local(inputs: Inputs, scale: float, initial: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor]:
     """One device: o, and each document's state."""
     q, k, v = inputs[:3]
-    S = outer_sum(k, v, cu)
     if initial is not None:
-        S = S + (initial[:, None] if cu is None else initial[None]).to(S.dtype)
-    return read_state(q, S, cu, scale), S[:, 0] if cu is None else S[0]
+        initial = (initial[:, None] if cu is None else initial[None]).to(state_dtype(k, v))
+    o, S = sum_and_read(q, k, v, initial, cu, scale)
+    return o, S[:, 0] if cu is None else S[0]
 
 
 def _split(inputs: Inputs, scale: float, initial: Tensor | None, layout: ShardedLayout) -> tuple[Tensor, Tensor]:

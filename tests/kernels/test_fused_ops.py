@@ -30,6 +30,14 @@ CASES = {
     "outer_sum": (outer.outer_sum_op, (leaf(1, 8, 1, 3), leaf(1, 8, 2, 2), CU)),
     "read_state": (outer.read_state_op, (leaf(1, 8, 1, 3), leaf(1, 3, 2, 3, 2), CU, 0.5, False)),
     "read_state, transposed": (outer.read_state_op, (leaf(2, 5, 2, 3), leaf(2, 1, 2, 2, 3), None, 0.5, True)),
+    "sum_and_read": (
+        outer.sum_and_read_op,
+        (leaf(1, 8, 1, 3), leaf(1, 8, 1, 3), leaf(1, 8, 2, 2), leaf(1, 3, 2, 3, 2), CU, 0.5),
+    ),
+    "sum_and_read, bare": (
+        outer.sum_and_read_op,
+        (leaf(2, 5, 2, 3), leaf(2, 5, 2, 3), leaf(2, 5, 2, 2), None, None, 0.5),
+    ),
     "logsigmoid": (gates.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
 }
 

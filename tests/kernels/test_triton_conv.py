@@ -12,6 +12,7 @@ from tests.kernels.triton_cases import error, interpreted
 interpreted()
 
 from ring_la.kernels.triton import conv  # noqa: E402
+from ring_la.kernels.triton.again import again  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {
@@ -60,3 +61,27 @@ def test_against_autograd(name: str) -> None:
         got = both(CASES[name], *pair)
         assert [t.shape for t in got] == [t.shape for t in truth]
         assert all(error(g, t) < 1e-5 for g, t in zip(got, truth, strict=True) if t.numel())
+
+
+@pytest.mark.parametrize("name", ["plain", "packed"])
+def test_what_is_replayed(name: str) -> None:
+    """Launches are written down the second time and replayed the third, on tensors as they lie."""
+    calls = []
+
+    def counted(function):
+        def counting(*arguments):
+            calls.append(function)
+            return function(*arguments)
+
+        return counting
+
+    def forward(*arguments):
+        return again(ahead, arguments[:5], *arguments[5:], strided=True)
+
+    def backward(*arguments):
+        return again(back, arguments[:7], *arguments[7:], strided=True)
+
+    want, ahead, back = both(CASES[name], conv.forward, conv.backward), counted(conv.forward), counted(conv.backward)
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(want, both(CASES[name], forward, backward), strict=True))
+    assert calls == 2 * [conv.forward, conv.backward]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ring_la.kernels.triton.launch import aligned
+from ring_la.kernels.triton.launch import ALIGNMENT, aligned
+from ring_la.kernels.triton.strided import based
 from ring_la.kernels.triton.tape import Known, Playing, Recorder
 
 
@@ -19,34 +21,46 @@ def _known(key: Hashable) -> Known:
     return Known()
 
 
-def again(call: Callable[..., Tensor], tensors: Sequence[Tensor | None], *constants: Hashable) -> Tensor:
-    """``call(*tensors, *constants)``, which launches kernels and returns one tensor it has made.
+def again(call: Callable[..., Any], tensors: Sequence[Tensor | None], *constants: Hashable, strided=False) -> Any:
+    """``call(*tensors, *constants)``, which launches kernels and returns what it has made: a tensor, or several tensors
+    or None.
 
-    The call sees tensors that are contiguous, aligned and without history.
+    The call sees tensors that are aligned, without history and contiguous, or (`strided`) as they lie.
     """
+    key: list[Hashable] = [call, constants, strided]
     given: list[Tensor] = []  # each once
-    places: list[int | None] = []
+    addresses: list[int] = []
     for x in tensors:
-        found = next((n for n, y in enumerate(given) if y is x), None)
-        places.append(None if x is None else len(given) if found is None else found)
-        if x is not None and found is None:
-            given.append(x)
-    ready = [aligned(x) for x in given]
-    node = _known((call, constants, ready[0].device, tuple(places), *[(x.shape, x.dtype) for x in ready]))
+        known: Hashable = None
+        if x is not None:
+            address = x.data_ptr()
+            if address % ALIGNMENT or not (strided or x.is_contiguous()):
+                x = based(x) if strided else aligned(x)
+                address = x.data_ptr()
+            known = next((n for n, y in enumerate(given) if y is x), None)
+            if known is None:
+                known = x.shape, x.dtype, x.stride() if strided else None
+                given.append(x)
+                addresses.append(address)
+        key.append(known)
+    node = _known((given[0].device, *key))
     if node.tape is not None:
-        playing = Playing(ready[0])
-        for x in ready:
-            playing.bring(x)
-        return node.tape.play(playing)[0]
-    arguments = [None if n is None else ready[n] for n in places]
+        playing = Playing(given[0])
+        for x, address in zip(given, addresses):
+            playing.bring(x, address)
+        out = node.tape.play(playing)
+        return out[0] if len(out) == 1 else out
+    given = [x.detach() if x.requires_grad else x for x in given]
+    places = iter(given)
+    arguments = [x if x is None else given[x] if isinstance(x, int) else next(places) for x in key[3:]]
     if not node.seen or node.refused:
         node.seen = True
         return call(*arguments, *constants)
     recorder = Recorder()
-    for x in ready:
+    for x in given:
         recorder.bring(x)
     with recorder:
         out = call(*arguments, *constants)
-    node.tape = recorder.finish([out], last=True)
+    node.tape = recorder.finish([out] if isinstance(out, Tensor) else out, last=True)
     node.refused = node.tape is None
     return out

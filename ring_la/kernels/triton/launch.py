@@ -131,7 +131,7 @@ def launch(kernel, grid: tuple[int, ...], *args, carveout: bool = False, **const
         if carveout:
             found.share()
     elif isinstance(found, Compiled):
-        stream = current_stream(device) if beside is None else beside.stream.cuda_stream
+        stream = current_stream(device.index) if beside is None else beside.stream.cuda_stream
         found(grid, stream, [x.data_ptr() if isinstance(x, Tensor) else x for x in args])
     else:
         found = Interpreted(kernel, constants)

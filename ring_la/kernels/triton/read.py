@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -49,18 +51,23 @@ def read_kernel(
         put(o_ + c * (H * DO), tl.dot(y, state, input_precision=PREC), t, left - c, e, H * DO, DO)
 
 
-def total(k: Tensor, v: Tensor, cu: Tensor | None, scale: float) -> Tensor:
-    """``scale · Σ k vᵀ`` of each piece ``[B, N, H, K, V]``: the adjoint of a recurrence that forgets nothing."""
-    return TritonRecurrence(RULE, Inputs(k, k, v), cu, scale).adjoint(v, None)
+def total(k: Tensor, v: Tensor, cu: Tensor | None, scale: float, S: Tensor | None = None) -> Tensor:
+    """``scale · Σ k vᵀ + S`` of each piece ``[B, N, H, K, V]``: the adjoint of a recurrence that forgets nothing."""
+    return TritonRecurrence(RULE, Inputs(k, k, v), cu, scale).adjoint(v, S)
 
 
-def unsupported(x: Tensor, S: Tensor) -> str:
-    """Why these kernels cannot take a call, or an empty string."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or S.dtype != torch.float32:
-        return f"dtypes {x.dtype} and {S.dtype}"
-    if max(S.shape[3:]) > 256:
-        return f"head sizes {S.shape[3]} and {S.shape[4]}"
-    return "" if 0 < x.shape[0] * S.shape[2] <= 65535 and x.shape[1] else "sizes"
+def unsupported(tensors: Sequence[Tensor | None]) -> str:
+    """Why these kernels cannot take tokens [B, T, H, D], states [B, N, H, K, V] and offsets, or an empty string."""
+    for x in tensors:
+        if x is None or x.dim() == 1:
+            continue
+        if x.dtype != torch.float32 and (x.dim() == 5 or x.dtype not in (torch.bfloat16, torch.float16)):
+            return f"dtype {x.dtype}"
+        if x.shape[-1] > 256:
+            return f"a head size {x.shape[-1]}"
+        if not (0 < x.shape[0] * x.shape[2] <= 65535 and x.shape[1] and x.shape[-1]):
+            return f"sizes {list(x.shape)}"
+    return ""
 
 
 def read(x: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:

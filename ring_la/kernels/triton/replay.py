@@ -78,16 +78,20 @@ class Replay:
         keep: bool = False,
     ) -> None:  # fmt: skip
         self._rule, self._scale, self._keep = rule, float(scale), keep
-        self._dtype = dtype = inputs.v.dtype
+        q, k, v, g, beta, a, b = inputs
+        self._dtype = dtype = v.dtype
+        self._playing = Playing(v)
         self._brought: dict[int, Brought] = {}
         self._places = 0
         self._fresh: list[Tensor] = []
-        like = (dtype, dtype, dtype, None, None, dtype, dtype, torch.int32, *[None] * len(kept))
-        q, k, v, g, beta, a, b = inputs
-        given = [self._bring(x, to) for x, to in zip((q, k, v, once(g), beta, a, b, cu, *kept), like)]
-        self._given = [x for x, _ in given]
-        self._node = root((rule, self._scale, keep, inputs.v.device, *[known for _, known in given]))
-        self._playing = Playing(inputs.v)
+        self._given: list[Tensor | None] = []
+        key: list[Hashable] = [rule, self._scale, keep, v.device]
+        given = (q, k, v, once(g), beta, a, b, cu, *kept)
+        for x, to in zip(given, (dtype, dtype, dtype, None, None, dtype, dtype, torch.int32, *[None] * len(kept))):
+            ready, known = (None, None) if x is None else self._bring(x, to)
+            self._given.append(ready)
+            key.append(known)
+        self._node = root(tuple(key))
         self._played: list[Step] = []
         self._real: TritonRecurrence | None = None
         self._without_history: dict[int, Tensor] = {}
@@ -128,36 +132,39 @@ class Replay:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def _bring(self, x: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor | None, Hashable]:
+    def _bring(self, x: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Hashable]:
         """A tensor of the caller as the kernels take it, and what a node must know of it: its place among those brought
         if it is one of them and what it was, else its shape and dtype."""
-        if x is None:
-            return None, None
-        known = self._brought.get(id(x))
+        brought = self._brought
+        known = brought.get(id(x))
         if known is not None and known.stands(x, dtype):
             return known.ready, known.place
-        ready, version = x, None
-        if (dtype is not None and x.dtype != dtype) or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        ready, version, address, own = x, None, x.data_ptr(), x.dtype
+        if (dtype is not None and own is not dtype) or address % ALIGNMENT or not x.is_contiguous():
             ready = aligned(x if dtype is None else x.to(dtype))
             version = None if x.is_inference() else x._version
-        self._brought[id(x)] = Brought(self._places, x, version, ready)
+            address, own = ready.data_ptr(), ready.dtype
+        brought[id(x)] = Brought(self._places, x, version, ready)
         self._places += 1
+        self._playing.bring(ready, address)
         self._fresh.append(ready)
-        return ready, (ready.shape, ready.dtype)
+        return ready, (ready.shape, own)
 
     def _step(
         self, call: Callable, tensors: Sequence[tuple[Tensor | None, torch.dtype]], *flags: bool,
         border: Border | None = None,
     ) -> Sequence[Tensor | None]:  # fmt: skip
-        brought = [self._bring(x, dtype) for x, dtype in tensors]
-        fresh, self._fresh = self._fresh, []
-        at = None if border is None else border.key
-        self._node = node = self._node.after((call, flags, at, *[known for _, known in brought]))
-        step = Step(node, call, (*[x for x, _ in brought], *flags), fresh, border)
+        key: list[Hashable] = [call, flags, None if border is None else border.key]
+        arguments: list[Tensor | bool | None] = []
+        for x, dtype in tensors:
+            ready, known = (None, None) if x is None else self._bring(x, dtype)
+            arguments.append(ready)
+            key.append(known)
+        self._node = node = self._node.after(tuple(key))
+        step = Step(node, call, (*arguments, *flags), self._fresh, border)
+        self._fresh = []
         if self._real is None and node.tape is not None:
             self._played.append(step)
-            for x in fresh:
-                self._playing.bring(x)
             return node.tape.play(self._playing)
         if self._real is None:  # from here on by the real thing, which does again what tapes have done
             self._recorder = Recorder() if (node.seen or self._played) and not node.refused else None

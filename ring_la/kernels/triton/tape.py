@@ -8,7 +8,7 @@ that nobody sees afterwards, laid out by when each part was needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ring_la.compiled import Compiled, current_stream
+from ring_la.compiled import FIRST, STREAM, Compiled, current_stream
 from ring_la.kernels.triton.launch import Beside, Interpreted, bind, recording
 
 BOUNDARY = 256
@@ -71,21 +71,22 @@ class Described:
         self.data_ptr = lambda: address
 
 
-@dataclass
 class Playing:
     """The tensors of a call by number: what the caller brought and what the tapes made. Number 0 is no tensor, but
-    where constants count from. `like`: any tensor of the device."""
+    where constants count from. `like`: any tensor of the device; `device`: which CUDA device that is, if it is one."""
 
-    like: Tensor
-    tensors: list[Tensor | None] = field(default_factory=lambda: [None])
-    bases: list[int] = field(default_factory=lambda: [0])
-    stream: int = 0
+    __slots__ = ("bases", "device", "like", "stream", "tensors")
 
-    def bring(self, x: Tensor) -> int:
-        """A tensor of the caller, contiguous and aligned; returns its number."""
+    def __init__(self, like: Tensor) -> None:
+        self.like, self.device = like, like.device.index if like.is_cuda else None
+        self.tensors: list[Tensor | None] = [None]
+        self.bases = [0]
+        self.stream = 0
+
+    def bring(self, x: Tensor, address: int) -> None:
+        """A tensor of the caller, contiguous and aligned; its number is the next."""
         self.tensors.append(x)
-        self.bases.append(x.data_ptr())
-        return len(self.tensors) - 1
+        self.bases.append(address)
 
     def put(self, number: int, x: Tensor) -> None:
         self.tensors[number] = x
@@ -98,21 +99,34 @@ class Playing:
 
 
 class Launched(NamedTuple):
-    """A launch; each argument is a tensor's number and bytes from its start, or 0 and a constant. `tiles`: arguments
-    that are descriptors of what lies there. `beside`: the stream it goes to, if not the caller's."""
+    """A launch: the frame of `Compiled.start` without addresses, and where in it which tensor's go: (index, its number,
+    bytes from its start). `tiles`: arguments that are descriptors of what lies there. `beside`: the stream it goes to,
+    if not the caller's."""
 
     how: Compiled
-    grid: tuple[int, int, int]
-    args: tuple[tuple[int, int | float], ...]
+    frame: list[Any]
+    places: tuple[tuple[int, int, int], ...]
     tiles: tuple[tuple[int, Tiled], ...]
     beside: Beside | None = None
 
+    @classmethod
+    def of(
+        cls, how: Compiled, grid: tuple[int, int, int], args: Sequence[tuple[int, int | float]],
+        tiles: Sequence[tuple[int, Tiled]], beside: Beside | None,
+    ) -> Launched:  # fmt: skip
+        """Each of `args` is a tensor's number and bytes from its start, or 0 and a constant."""
+        places = tuple((FIRST + i, n, offset) for i, (n, offset) in enumerate(args) if n)
+        tiles = tuple((FIRST + i, tiled) for i, tiled in tiles)
+        return cls(how, how.frame(grid, [constant for _, constant in args]), places, tiles, beside)
+
     def play(self, playing: Playing) -> None:
-        bases = playing.bases
-        args = [bases[number] + offset for number, offset in self.args]
+        bases, frame = playing.bases, self.frame.copy()
+        for i, number, offset in self.places:
+            frame[i] = bases[number] + offset
         for i, tiled in self.tiles:
-            args[i] = tiled.at(args[i])
-        self.how(self.grid, playing.stream if self.beside is None else self.beside.stream.cuda_stream, args)
+            frame[i] = tiled.at(frame[i])
+        frame[STREAM] = playing.stream if self.beside is None else self.beside.stream.cuda_stream
+        self.how.start(frame)
 
 
 class InterpretedLaunch(NamedTuple):
@@ -165,10 +179,12 @@ class Tape(NamedTuple):
 
     def play(self, playing: Playing) -> list[Tensor | None]:
         """Do it on what `playing` holds."""
-        device, tensors, bases = playing.like.device, playing.tensors, playing.bases
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self.play(playing)
+        device, tensors, bases = playing.device, playing.tensors, playing.bases
+        if device is not None:
+            if device != torch._C._cuda_getDevice():  # the public way takes the host longer
+                with torch.cuda.device(device):
+                    return self.play(playing)
+            playing.stream = current_stream(device)
         new = self.end - len(tensors)
         tensors.extend([None] * new)
         bases.extend([0] * new)
@@ -176,8 +192,6 @@ class Tape(NamedTuple):
         for number, shape, strides, dtype in self.room:
             tensors[number] = x = empty(shape, strides, dtype=dtype)
             bases[number] = x.data_ptr()
-        if device.type == "cuda":
-            playing.stream = current_stream(device)
         for one in self.work:
             one.play(playing)
         out = [tensors[number] for number in self.returned]
@@ -354,9 +368,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(how, Interpreted):
             return InterpretedLaunch(how, grid, tuple(self._placed(x) for x in args))
         tiles = tuple((i, x) for i, x in enumerate(args) if isinstance(x, Tiled))
-        return Launched(
-            how, grid, tuple(self._base(x.base if isinstance(x, Tiled) else x) for x in args), tiles, beside
-        )
+        return Launched.of(how, grid, [self._base(x.base if isinstance(x, Tiled) else x) for x in args], tiles, beside)
 
     def _placed(self, x: Any) -> Any:
         if isinstance(x, Tiled):
