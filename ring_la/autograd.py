@@ -55,13 +55,14 @@ def full_precision(*tensors: Tensor | None) -> AbstractContextManager:
         if t is not None:
             kind = t.device.type
             tracing = torch.compiler.is_compiling()  # it cannot ask
-            if tracing or (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            if tracing or (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
                 return torch.autocast(kind, enabled=False)
             break
     return _AS_IT_IS
 
 
 _AS_IT_IS = nullcontext()
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def first_derivative_only(backward: Callable) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from torch import Tensor
@@ -33,14 +34,29 @@ def triton_refuses(rule: Rule, inputs: Inputs) -> str:
         return "tensors are not on a CUDA device"
     if not triton_installed():
         return "triton is not installed"
-    from .triton.local import unsupported
-
-    return unsupported(rule, inputs) or ""
+    return _triton()[0](rule, inputs) or ""
 
 
 @functools.cache
 def triton_installed() -> bool:
     return find_spec("triton") is not None
+
+
+@functools.cache
+def _triton() -> tuple[Callable, type[Local]]:
+    """What Triton's backend refuses, and the backend."""
+    from .triton.local import unsupported
+    from .triton.replay import Replay
+
+    return unsupported, Replay
+
+
+@functools.cache
+def _triton_tokens() -> tuple[Callable, type[Local]]:
+    """The same of the recurrent mode."""
+    from .triton.decode import TritonTokens, unsupported
+
+    return unsupported, TritonTokens
 
 
 def triton_tokens_refuses(inputs: Inputs) -> str:
@@ -49,9 +65,7 @@ def triton_tokens_refuses(inputs: Inputs) -> str:
         return "tensors are not on a CUDA device"
     if not triton_installed():
         return "triton is not installed"
-    from .triton.decode import unsupported
-
-    return unsupported(inputs)
+    return _triton_tokens()[0](inputs)
 
 
 def make_local(
@@ -77,16 +91,12 @@ def make_local(
     """
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
     if recurrent and backend != "torch" and not canonical and not triton_tokens_refuses(inputs):
-        from .triton.decode import TritonTokens
-
         chunked = functools.partial(make_local, rule, inputs, cu, scale, "chunk", backend)
-        return TritonTokens(rule, inputs, cu, scale, chunked, in_place)
+        return _triton_tokens()[1](rule, inputs, cu, scale, chunked, in_place)
     if backend != "torch":
         why = "deterministic=True fixes the PyTorch backend's chunks" if canonical else triton_refuses(rule, inputs)
         if not why:
-            from .triton.replay import Replay
-
-            return Replay(rule, inputs, cu, scale, kept, keep)
+            return _triton()[1](rule, inputs, cu, scale, kept, keep)
         if backend == "triton":
             raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     kind = TokenRecurrence if recurrent else ChunkedRecurrence
