@@ -18,7 +18,7 @@ shapes, and the backward pass is the same scan, right to left, with ``Aᵀ``:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ _GATE: dict[Decay, tuple[str, ...]] = {"none": (), "scalar": ("g",), "diagonal":
 _BROUGHT: dict[Write, tuple[str, ...]] = {"additive": (), "delta": ("beta",), "dplr": ("a", "b")}
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """How one token changes the state ``S [K, V]``, given ``D = diag(exp g)`` (g per head or per key channel).
 
     additive   S ← D S + k vᵀ

@@ -27,11 +27,19 @@ def traced(x: Tensor) -> bool:
     )
 
 
+def wanting(*tensors: Tensor | None) -> bool:
+    """Whether gradients of any of these are wanted."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
 def bare(*tensors: Tensor | None) -> bool:
     """Whether a call on these, of which the first is there, needs nothing of an operator's dispatch, which takes the
     host longer than a launch: nothing traces, and no gradient is wanted."""
-    wanting = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return not wanting and not traced(tensors[0])
+    return not wanting(*tensors) and not traced(tensors[0])
 
 
 def forward_mode() -> bool:

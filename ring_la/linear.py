@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Affine, Rule, Transition, transpose
-from .autograd import first_derivative_only, full_precision, traced
+from .autograd import first_derivative_only, full_precision, traced, wanting
 from .comm import Group, Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
@@ -56,7 +56,7 @@ def run(
         if in_place:
             o = linear_recurrence_in_place(*inputs, S0, cu_seqlens, str(rule), scale, mode, backend)
             return LinearAttentionOutput(o, initial_state)
-        o, S_end = _one_device(rule, inputs, S0, cu_seqlens, scale, mode, backend)
+        o, S_end = _one_device(rule, inputs, S0, cu_seqlens, scale, mode, backend, output_final_state)
         return LinearAttentionOutput(o, _without_rows(S_end, packed) if output_final_state else None)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
     call = ShardedCall(rule, layout, scale, mode, backend, output_final_state, decays, keep)
@@ -66,35 +66,36 @@ def run(
 
 
 def _one_device(
-    rule: Rule, inputs: Inputs, S0: Tensor | None, cu: Tensor | None, scale: float, mode: str, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    """o and the states leaving the pieces. What traces the call sees the registered operator; an eager one spares its
-    dispatch, and its backward has what the forward made."""
+    rule: Rule, inputs: Inputs, S0: Tensor | None, cu: Tensor | None, scale: float, mode: str, backend: str | None,
+    final: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """o and the states leaving the pieces, if `final`. What traces the call sees the registered operator; an eager one
+    spares its dispatch, and its backward has what the forward made."""
     if traced(inputs.q) or inputs.q.shape[1] == 0:
         return linear_recurrence(*inputs, S0, cu, str(rule), scale, mode, backend)
     with full_precision(inputs.q):
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, S0)):
-            return _OneDevice.apply((rule, scale, mode, backend), cu, S0, *inputs)
-        return make_local(rule, inputs, cu, scale, mode, backend).output(S0)
+        if wanting(*inputs, S0):
+            return _OneDevice.apply((rule, scale, mode, backend, final), cu, S0, *inputs)
+        return make_local(rule, inputs, cu, scale, mode, backend, final=final).output(S0)
 
 
 class _OneDevice(torch.autograd.Function):
     """`linear_recurrence` and its gradients for eager calls."""
 
     @staticmethod
-    def forward(ctx, call: tuple[Rule, float, str, str | None], cu: Tensor | None, S0: Tensor | None, *tensors):
-        rule, scale, mode, backend = call
-        local = make_local(rule, Inputs(*tensors), cu, scale, mode, backend, keep=True)
-        out = local.output(S0)
+    def forward(ctx, call: tuple[Rule, float, str, str | None, bool], cu: Tensor | None, S0: Tensor | None, *tensors):
+        rule, scale, mode, backend, final = call
+        local = make_local(rule, Inputs(*tensors), cu, scale, mode, backend, keep=True, final=final)
+        o, S_end = local.output(S0)
         ctx.call = call
         ctx.save_for_backward(cu, S0, *tensors, *local.kept())
         ctx.set_materialize_grads(False)
-        return out
+        return o, S_end if final else None
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, do: Tensor | None, dS_end: Tensor | None):
-        rule, scale, _, backend = ctx.call
+        rule, scale, _, backend, _ = ctx.call
         cu, S0, *rest = ctx.saved_tensors
         inputs, kept = Inputs(*rest[: len(Inputs._fields)]), tuple(rest[len(Inputs._fields) :])
         local = make_local(rule, inputs, cu, scale, "chunk", backend, kept=kept)

@@ -78,12 +78,14 @@ def make_local(
     in_place: bool = False,
     kept: tuple[Tensor | None, ...] = (),
     keep: bool = False,
+    final: bool = True,
     **canonical,
 ) -> Local:
     """The backend object for one rank's tokens.
 
-    `keep`: `Local.kept` will be asked for; `kept` is what it gave, for the gradients. `in_place` allows the output to
-    write the leaving states over the entering ones. `canonical` (chunk length and alignment, for results that do not
+    `keep`: `Local.kept` will be asked for; `kept` is what it gave, for the gradients. Not `final`: nobody wants the
+    states that leave, and the output may give None for them. `in_place` allows the output to write the leaving states
+    over the entering ones. `canonical` (chunk length and alignment, for results that do not
     depend on the split) is the PyTorch backend's.
 
     Raises:
@@ -96,7 +98,7 @@ def make_local(
     if backend != "torch":
         why = "deterministic=True fixes the PyTorch backend's chunks" if canonical else triton_refuses(rule, inputs)
         if not why:
-            return _triton()[1](rule, inputs, cu, scale, kept, keep)
+            return _triton()[1](rule, inputs, cu, scale, kept, keep, final)
         if backend == "triton":
             raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     kind = TokenRecurrence if recurrent else ChunkedRecurrence

@@ -88,7 +88,8 @@ class Local(Protocol):
         ...
 
     def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
-        """o ``[B, T, H, V]`` in v's dtype, and the state leaving each piece, given the states that enter."""
+        """o ``[B, T, H, V]`` in v's dtype, and the state leaving each piece (see `make_local`), given the states that
+        enter."""
         ...
 
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
@@ -103,7 +104,7 @@ class Local(Protocol):
     def gradients(
         self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
     ) -> tuple[Inputs, Tensor]:
-        """The gradients of the inputs (None where an input is) and of the states that enter.
+        """The gradients of the inputs (None where an input is) and of the states that enter (unread where none do).
 
         gate=False allows to leave out g's, where nobody wants it.
         """

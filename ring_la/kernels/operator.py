@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import first_derivative_only, traced
+from ..autograd import first_derivative_only, traced, wanting
 from ..errors import SecondDerivativeError
 
 
@@ -62,7 +62,7 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         if traced(arguments[0]):
             return self.registered(*arguments)
-        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self._leaves(arguments))
+        wanted = wanting(*self._leaves(arguments))
         return self._eager.apply(*arguments) if wanted else self.forward(*arguments)
 
     def _leaves(self, arguments: Sequence[Any]) -> Sequence[Tensor | None]:

@@ -77,23 +77,21 @@ def linear_recurrence_backward(
     backend: str | None,
     gate: bool = True,
 ) -> list[Tensor]:
-    """Gradients of the tensors that are present, in order, and of the entering states last; not `gate`: but g's."""
+    """Gradients of the tensors that are present, in order, the entering states last; not `gate`: but g's."""
     inputs = Inputs(q, k, v, g, beta, a, b)
     local = make_local(Rule.parse(rule), inputs, cu, scale, "chunk", backend)
     grads, dS0 = local.gradients(S0, do, dS_end, gate)
     if not gate:
         inputs = inputs._replace(g=None)
     present = [(x, d) for x, d in zip(inputs, grads) if x is not None]
-    return [_clone_contiguous(d, x.dtype) for x, d in present] + [dS0.contiguous()]
+    return [_clone_contiguous(d, x.dtype) for x, d in present] + ([] if S0 is None else [dS0.contiguous()])
 
 
 @linear_recurrence_backward.register_fake
 def _(do, dS_end, q, k, v, g, beta, a, b, S0, cu, rule, scale, backend, gate=True):
-    pieces = 1 if cu is None else cu.shape[0] - 1
     present = [x for x in (q, k, v, g if gate else None, beta, a, b) if x is not None]
-    dtype = state_dtype(q, k, v, g, beta, a, b)
-    dS0 = q.new_empty((q.shape[0], pieces, v.shape[2], q.shape[3], v.shape[3]), dtype=dtype)
-    return [x.new_empty(x.shape) for x in present] + [dS0]
+    states = [] if S0 is None else [S0.new_empty(S0.shape, dtype=state_dtype(q, k, v, g, beta, a, b))]
+    return [x.new_empty(x.shape) for x in present] + states
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -108,12 +106,13 @@ def _backward(ctx, do: Tensor | None, dS_end: Tensor | None):
     if do is None:
         do = torch.zeros_like(tensors[2])
     gate = ctx.needs_input_grad[Inputs._fields.index("g")]
-    *grads, dS0 = linear_recurrence_backward(do, dS_end, *tensors, S0, cu, ctx.rule, ctx.scale, ctx.backend, gate)
+    grads = linear_recurrence_backward(do, dS_end, *tensors, S0, cu, ctx.rule, ctx.scale, ctx.backend, gate)
     wanted = Inputs(*tensors) if gate else Inputs(*tensors)._replace(g=None)
     present = iter(grads)
-    full = [None if x is None else next(present) for x in wanted]
-    dS0 = None if S0 is None else dS0.to(S0.dtype)
-    return (*full, dS0, None, None, None, None, None)
+    full = [None if x is None else next(present) for x in (*wanted, S0)]
+    if S0 is not None:
+        full[-1] = full[-1].to(S0.dtype)
+    return (*full, None, None, None, None, None)
 
 
 linear_recurrence.register_autograd(_backward, setup_context=_setup)

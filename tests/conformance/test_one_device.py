@@ -94,7 +94,7 @@ def test_any_packing_any_chunk_length(name, lengths, size, seed):
     want = getattr(reference, name)(**x, cu_seqlens=cu, output_final_state=True)
     seen = {}
 
-    def spy(rule, inputs, offsets, scale, mode, backend, keep=False):
+    def spy(rule, inputs, offsets, scale, mode, backend, **keywords):
         local = ChunkedRecurrence(rule, inputs, offsets, scale, size=size)
         seen["count"] = local.chunks.count
         return local

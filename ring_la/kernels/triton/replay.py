@@ -69,15 +69,16 @@ class Step(NamedTuple):
 
 
 class Replay:
-    """`TritonRecurrence`, its steps replayed where they are known. `keep`: `kept` will be asked for."""
+    """`TritonRecurrence`, its steps replayed where they are known. `keep`: `kept` will be asked for; not `final`: the
+    states that leave are not."""
 
     prepares, crosses = TritonRecurrence.prepares, TritonRecurrence.crosses
 
     def __init__(
         self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, kept: Sequence[Tensor | None] = (),
-        keep: bool = False,
+        keep: bool = False, final: bool = True,
     ) -> None:  # fmt: skip
-        self._rule, self._scale, self._keep = rule, float(scale), keep
+        self._rule, self._scale, self._keep, self._final = rule, float(scale), keep, final
         q, k, v, g, beta, a, b = inputs
         self._dtype = dtype = v.dtype
         self._playing = Playing(v)
@@ -107,9 +108,9 @@ class Replay:
     def prepare(self) -> None:
         """Nothing: see `TritonRecurrence`."""
 
-    def output(self, S0: Tensor | None, border: Border | None = None) -> tuple[Tensor, Tensor]:
+    def output(self, S0: Tensor | None, border: Border | None = None) -> tuple[Tensor, Tensor | None]:
         call = _output_and_kept if self._keep else _output
-        o, leaving, *kept = self._step(call, ((S0, torch.float32),), border=border)
+        o, leaving, *kept = self._step(call, ((S0, torch.float32),), self._final, border=border)
         self._kept = tuple(kept)
         return o, leaving
 
@@ -125,7 +126,7 @@ class Replay:
 
     def gradients(
         self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True, border: Border | None = None
-    ) -> tuple[Inputs, Tensor]:
+    ) -> tuple[Inputs, Tensor | None]:
         tensors = (S0, torch.float32), (do, self._dtype), (dS_end, torch.float32)
         *grads, dS0 = self._step(_gradients, tensors, gate, border=border)
         return Inputs(*grads), dS0
@@ -210,14 +211,18 @@ def _summary(real: TritonRecurrence, S0: Tensor | None, through: bool) -> Sequen
     return real.summary(S0, through)
 
 
-def _output(real: TritonRecurrence, S0: Tensor | None, border: Border | None = None) -> Sequence[Tensor | None]:
-    return real.output(S0, border=border)
+def _output(
+    real: TritonRecurrence, S0: Tensor | None, final: bool, border: Border | None = None
+) -> Sequence[Tensor | None]:
+    o, leaving = real.output(S0, border=border)
+    return o, leaving if final else None
 
 
 def _output_and_kept(
-    real: TritonRecurrence, S0: Tensor | None, border: Border | None = None
+    real: TritonRecurrence, S0: Tensor | None, final: bool, border: Border | None = None
 ) -> Sequence[Tensor | None]:
-    return *real.output(S0, keep=True, border=border), *real.kept()
+    o, leaving = real.output(S0, keep=True, border=border)
+    return o, leaving if final else None, *real.kept()
 
 
 def _adjoint(real: TritonRecurrence, do: Tensor, dS_end: Tensor | None) -> Sequence[Tensor | None]:
@@ -234,7 +239,7 @@ def _gradients(
     border: Border | None = None,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     grads, dS0 = real.gradients(S0, do, dS_end, gate, border)
-    return *grads, dS0
+    return *grads, None if S0 is None else dS0
 
 
 LAST = (_output, _output_and_kept, _gradients)
