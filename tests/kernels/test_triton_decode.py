@@ -36,6 +36,22 @@ def test_against_token_loop(rule: str, shape: str) -> None:
     assert max(error(got[0], o), error(state, after)) < 1e-5
 
 
+def test_steps_are_replayed() -> None:
+    """Token after token in place, from the third on by what the second wrote down, also from another state."""
+    torch.manual_seed(0)
+    case = Case("delta_scalar", B=2, T=6, H=2, Hk=1, K=16, V=24)
+    rule, x = Rule.parse(case.rule), case.inputs(DEVICE)
+    states = torch.randn(2, 2, 1, 2, 16, 24, device=DEVICE)
+    for state in states:
+        o, after = token_loop(rule, Inputs(*(None if t is None else t.double() for t in x)), state.double(), 0.5, None)
+        for t in range(6):
+            token = Inputs(*(None if y is None else y[:, t : t + 1] for y in x))
+            got, left = TritonTokens(rule, token, None, 0.5, None, in_place=True).output(state)
+            assert left.data_ptr() == state.data_ptr()
+            assert error(got, o[:, t : t + 1]) < 1e-5
+        assert error(state, after) < 1e-5
+
+
 def test_states_by_row() -> None:
     torch.manual_seed(0)
     case = Case("delta_scalar", B=2, T=1, H=2, Hk=2, K=16, V=16)

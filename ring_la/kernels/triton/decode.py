@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs, Local
+from ring_la.kernels.triton.again import again
 from ring_la.kernels.triton.launch import ALIGNMENT, aligned, launch
 from ring_la.kernels.triton.table import cdiv, power_of_2, width
 
@@ -158,6 +159,12 @@ def _start(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     kernel[grid](*args, **constants)
 
 
+def _run(*arguments) -> tuple[Tensor, Tensor]:
+    """`run`, its tensors first: those of the tokens, the state and the offsets."""
+    *x, state, cu, rule, scale, in_place = arguments
+    return run(rule, Inputs(*x), state, scale, cu=cu, into=state if in_place else None)
+
+
 class TritonTokens:
     """The `Local` of the recurrent mode (see `kernels.local`): the output token by token. Gradients and summaries are
     those of a chunked backend, which computes the same function.
@@ -174,7 +181,7 @@ class TritonTokens:
         self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, chunked: Callable[[], Local], in_place: bool
     ) -> None:
         self.rule, self.cu, self.scale, self.chunked, self.in_place = rule, cu, float(scale), chunked, in_place
-        self.inputs = Inputs(*(None if x is None else x.detach() for x in inputs))
+        self.inputs = inputs
 
     def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
         return self.chunked().summary(S0, through)
@@ -184,8 +191,10 @@ class TritonTokens:
 
     def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         state = None if S0 is None else S0.detach().to(torch.float32).contiguous()
-        into = state if self.in_place and state is not None and state.data_ptr() == S0.data_ptr() else None
-        return run(self.rule, self.inputs, state, self.scale, cu=self.cu, into=into)
+        in_place = self.in_place and state is not None and state.data_ptr() == S0.data_ptr()
+        if in_place and state.data_ptr() % ALIGNMENT:  # written where it lies
+            return run(self.rule, self.inputs, state, self.scale, cu=self.cu, into=state)
+        return again(_run, (*self.inputs, state, self.cu), self.rule, self.scale, in_place)
 
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
         return self.chunked().adjoint(do, dS_end)
