@@ -266,10 +266,11 @@ def dplr_gradient_kernel(
         dq, dk, read, written = between(dq, dk, xq, yk, wq, wk, pv_, mask, t, n, H, C, PREC)
         dG += read - written
         put(head(dq_, i_b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
-        xa = tile(head(a, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
-        gp = gates_before(g, g_, t, n, d, H * K, K)
-        da *= tl.exp2(gp)
-        reads = xa.to(tl.float32) * da  # at G', so only from the next token on
+    xa = tile(head(a, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
+    gp = gates_before(g, g_, t, n, d, H * K, K)
+    da *= tl.exp2(gp)
+    reads = xa.to(tl.float32) * da  # at G', so only from the next token on
+    if not LEVELLED:
         wa = tl.exp2(tl.minimum(gp - ref, LIMIT))
         da, db, read, written = between(da, db, xa, yb, wa, wk, e_, mask, t, n, H, C, PREC)
         reads += read
@@ -278,10 +279,6 @@ def dplr_gradient_kernel(
         reads += read
         dG -= written
     else:
-        xa = tile(head(a, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
-        gp = gates_before(g, g_, t, n, d, H * K, K)
-        da *= tl.exp2(gp)
-        reads = xa.to(tl.float32) * da  # at G', so only from the next token on
         for i in range(low - 1, LEVELS):
             wq, wa, wk, mask = weights(g, gp, g_, t, n, d, low, i, H * K, K, LIMIT)
             dq, db, read, written = between(dq, db, xq, yb, wq, wk, p_, mask, t, n, H, C, PREC)
