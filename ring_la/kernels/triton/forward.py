@@ -95,18 +95,15 @@ def forward_kernel(
                 r *= tl.load(f + C + t)[None, :]
             be = tl.load(f + 3 * C + t)
             r = (w.to(tl.float32) - r) * be[None, :]
-            m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
-            uf = tl.dot(r.to(x.dtype), tl.trans(m), input_precision=PREC)
-            ux = uf.to(x.dtype)
         elif DPLR:
             xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K)
             m = tile(head(L, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
             r = tl.dot(w, tl.trans(m), input_precision=PREC)
             r = tl.dot(Sx, tl.trans(xr), r, input_precision=PREC)
+        if DELTA or DPLR:
             m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
             uf = tl.dot(r.to(x.dtype), tl.trans(m), input_precision=PREC)
             ux = uf.to(x.dtype)
-        if DELTA or DPLR:
             if KEEP:
                 put(u_ + c * (H * V), tl.trans(ux), t, left - c, e, H * V, V)
         else:
