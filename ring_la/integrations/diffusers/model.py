@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import zlib
@@ -15,7 +16,7 @@ from ...context import ContextParallel
 from ...errors import ArgumentError, PeerError, RingLAError, UnsupportedError
 from .keys import Keys
 from .plans import PLANS, Attention, Mask, Plan, Role, Rows, Steps
-from .processors import split_processor
+from .processors import split_class
 from .streams import Streams, Whole
 
 
@@ -81,6 +82,7 @@ class Parallel:
     def __init__(self, model: nn.Module, plan: Plan, cp: ContextParallel, backend: str | None, scale: int) -> None:
         self.plan, self.cp, self.backend, self.scale = plan, cp, backend, scale
         self._layouts: dict = {}
+        self._classes: dict[tuple, type] = {}
         self.call = Call(cp, self._layouts, 0)
         self._signature = inspect.signature(type(model).forward)
         self._compared = False
@@ -130,7 +132,14 @@ class Parallel:
                 raise UnsupportedError("transformer", "no attention backend of Diffusers", f"one in {where}", hint)
             if known.streams is not None:
                 undo.callback(setattr, module, "processor", processor)
-                module.processor = split_processor(processor, where, functools.partial(self._attend, known))
+                module.processor = copy.copy(processor)
+                module.processor.__class__ = self._class_of(type(processor), known)
+
+    def _class_of(self, kind: type, spec: Attention) -> type:
+        """Of split processors; one for all of a kind, which torch.compile then compiles once."""
+        if (kind, spec.streams) not in self._classes:
+            self._classes[kind, spec.streams] = split_class(kind, functools.partial(self._attend, spec.streams))
+        return self._classes[kind, spec.streams]
 
     def __deepcopy__(self, memo: dict) -> Parallel:
         """A copy would share the calls of its original."""
@@ -263,8 +272,8 @@ class Parallel:
             output[n] = self._part(f"steps of {type(module).__name__}", output[n], role)
         return tuple(output)
 
-    def _attend(self, spec: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        return self.call.keys.attend(q, k, v, spec.streams, scale, self.backend)
+    def _attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return self.call.keys.attend(q, k, v, order, scale, self.backend)
 
     def _gather(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Behind the last layer: the whole image."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import types
 from collections.abc import Callable
@@ -16,29 +15,26 @@ Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 """q, k and v ``[B, T, H, D]`` and the scale; the output."""
 
 
-def split_processor(processor: object, name: str, attend: Attend) -> object:
-    """A copy of a processor that calls `attend` where its class calls the library's or PyTorch's attention.
-
-    Args:
-        name: the attention module's, for errors.
+def split_class(kind: type, attend: Attend) -> type:
+    """The same class of processors, which calls `attend` where it called the library's or PyTorch's attention.
 
     Raises:
-        UnsupportedError: the class calls neither (another version of the library).
+        UnsupportedError: it calls neither (another version of the library).
     """
-    kind = type(processor)
     inner = inspect.unwrap(kind.__call__)
     if "dispatch_attention_fn" in inner.__code__.co_names:
-        scope = {"dispatch_attention_fn": _dispatch(name, attend)}
+        scope = {"dispatch_attention_fn": _dispatch(kind.__name__, attend)}
     elif {"F", "scaled_dot_product_attention"} <= set(inner.__code__.co_names):
-        scope = {"F": _Functional(name, attend)}
+        scope = {"F": _Functional(kind.__name__, attend)}
     else:
         expected = "processors that call dispatch_attention_fn or F.scaled_dot_product_attention"
-        raise UnsupportedError("transformer", expected, f"{name} with {kind.__name__}")
-    call = types.FunctionType(inner.__code__, {**inner.__globals__, **scope}, "__call__", inner.__defaults__)
+        raise UnsupportedError("transformer", expected, f"one with {kind.__name__}")
+    code = (
+        inner.__code__.replace()
+    )  # torch.compile finds what it made by the code object, whose globals are others here
+    call = types.FunctionType(code, {**inner.__globals__, **scope}, "__call__", inner.__defaults__)
     call.__kwdefaults__, call.__annotations__ = inner.__kwdefaults__, inner.__annotations__
-    out = copy.copy(processor)
-    out.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "ring_la": True})
-    return out
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "ring_la": True})
 
 
 def _dispatch(name: str, attend: Attend) -> Callable:
