@@ -238,10 +238,10 @@ def main(args: list[str] | None = None) -> None:
 
 
 class Start:
-    """Where the seconds before the first step go; the first part counts from the start of this process."""
+    """Where the seconds before the first step go, from `began` on (a time; default: when this process started)."""
 
-    def __init__(self) -> None:
-        self.began = self.at = time.time() - age()
+    def __init__(self, began: float | None = None) -> None:
+        self.began = self.at = time.time() - age() if began is None else began
         self.parts: dict[str, float] = {}
 
     def part(self, name: str) -> None:

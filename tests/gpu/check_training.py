@@ -4,15 +4,18 @@
 
     python -m tests.gpu.check_training --plot loss.png "1 rank=one.json" "4 ranks=four.json"    # "small", overlaid
 
-A part is a configuration of examples/configs with a time limit; what it logged is written after each step, also of one
-that failed or ran out of time. It says every few seconds where it is; a run without a new step for STALL seconds leaves
-the stacks of all threads of all ranks in "tail". The parts on 1 GPU are shorter (see SHORT): they have the tokens a
-rank of the whole. With `--more --run.profile 1 --run.steps 3` the third step's kernels are summed up as well.
+A part is a configuration of examples/configs with a time limit; all run under one torchrun. What they logged is written
+after each step, also of one that failed or ran out of time, after which the next do not run. It says every few seconds
+where it is; a run without a new step for STALL seconds leaves the stacks of all threads of all ranks in "tail". The
+parts on 1 GPU are shorter (see SHORT): they have the tokens a rank of the whole. With `--more --run.profile 1
+--run.steps 3` the third step's kernels are summed up as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.util
 import json
 import os
 import signal
@@ -21,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -45,22 +47,22 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"out of {', '.join(PARTS)}; default: all")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--out", default="train.json")
-    parser.add_argument("--limit", type=float, help="seconds a part may take, instead of its own limit")
+    parser.add_argument("--limit", type=float, help="seconds all parts may take, instead of their own limits")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="options of every part, last")
     parser.add_argument("--plot", help="draw the losses of part small in NAME=FILE …, given instead of parts")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.plot:
         named = (part.split("=", 1) for part in args.parts)
         overlay(Path(args.plot), {name: json.loads(Path(file).read_text())["small"] for name, file in named})
         return
-    results: dict[str, dict] = {}
-
-    def keep(name: str, result: dict) -> None:
-        results[name] = result
-        Path(args.out).write_text(json.dumps(results, indent=1))
-
-    for name in args.parts or PARTS:
-        part(name, args.gpus, args.limit, args.more, partial(keep, name))
+    if args.inside:
+        inside(json.loads(Path(args.inside).read_text()))
+        return
+    names = args.parts or list(PARTS)
+    limit = args.limit or sum(PARTS[name][1] for name in names)
+    options = {name: PARTS[name][0] + (SHORT[name] if args.gpus == 1 else []) + args.more for name in names}
+    results = run(options, args.gpus, limit, lambda found: Path(args.out).write_text(json.dumps(found, indent=1)))
     for name, result in results.items():
         steps = result["steps"]
         last = steps[-1] if steps else result["tail"][-3000:]
@@ -71,42 +73,73 @@ def main() -> None:
             print(f"  {ms:9.1f} ms {calls:6d} × {kernel[:100]}")
 
 
-def part(name: str, gpus: int, limit: float | None, more: list[str], keep: Callable[[dict], None]) -> None:
-    """Keep, after each step, what the script logged with this part's options; last how it ended, and its output if
-    that was not well."""
-    options, seconds = PARTS[name]
-    options, seconds = options + (SHORT[name] if gpus == 1 else []) + more, limit or seconds
+def run(options: dict[str, list[str]], gpus: int, limit: float, keep: Callable[[dict[str, dict]], None]) -> dict:
+    """Parts by name, one after the other under one torchrun: they share its start. What each logged is kept after
+    each step; last how it ended, and the output if that was not well."""
     with tempfile.TemporaryDirectory() as folder:
+        folders = {name: Path(folder) / name for name in options}
+        todo, log, start = Path(folder) / "todo.json", Path(folder) / "log.txt", time.monotonic()
+        todo.write_text(json.dumps([[*x, "--run.folder", str(folders[name])] for name, x in options.items()]))
+
+        def results(outcome: str, tail: str = "") -> dict[str, dict]:
+            shared = {"gpus": gpus, "outcome": outcome, "seconds": time.monotonic() - start, "tail": tail}
+            lines = {n: {f: logged(path / f"{f}.jsonl") for f in ("starts", "metrics")} for n, path in folders.items()}
+            return {
+                n: {"options": options[n], **shared, "starts": x["starts"], "steps": x["metrics"]}
+                for n, x in lines.items()
+            }
+
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-        command += ["examples/train_hybrid.py", *options, "--run.folder", folder]
-        start, log, metrics = time.monotonic(), Path(folder) / "log.txt", Path(folder) / "metrics.jsonl"
-
-        def result(outcome: str, tail: str = "") -> dict:
-            about = {"options": options, "gpus": gpus, "outcome": outcome, "seconds": time.monotonic() - start}
-            return about | {"starts": logged(Path(folder) / "starts.jsonl"), "steps": logged(metrics), "tail": tail}
-
+        command += ["-m", "tests.gpu.check_training", "--inside", str(todo)]
         environment = os.environ | {"PYTHONFAULTHANDLER": "1"}  # SIGABRT leaves the stacks
         with open(log, "w") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment)
-            outcome = watch(process, name, metrics, seconds, lambda: keep(result("under way")))
-        ended = result(outcome, log.read_text()[-30000:] if outcome != "exit 0" else "")
-        keep(ended | kernels(Path(folder) / "profile" / "rank-0.json"))
+            outcome = watch(
+                process, [f / "metrics.jsonl" for f in folders.values()], limit, lambda: keep(results("under way"))
+            )
+        found = results(outcome, log.read_text()[-30000:] if outcome != "exit 0" else "")
+        for name, path in folders.items():
+            found[name] |= kernels(path / "profile" / "rank-0.json")
+        keep(found)
+        return found
 
 
-def watch(process: subprocess.Popen, name: str, metrics: Path, limit: float, moving: Callable[[], None]) -> str:
+def inside(todo: list[list[str]]) -> None:
+    """On each rank: the script's runs with these command lines."""
+    spec = importlib.util.spec_from_file_location("train_hybrid", ROOT / "examples" / "train_hybrid.py")
+    script = sys.modules["train_hybrid"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    import torch
+    from jsonargparse import auto_cli
+
+    start = script.Start()
+    start.part("imports")
+    device = script.join()
+    start.part("process group")
+    for arguments in todo:
+        script.Trainer(auto_cli(script.Config, args=arguments, as_positional=False), device, start).train()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            print(f"left: {torch.cuda.memory_allocated() / 2**30:.2f} GiB", flush=True)
+        start = script.Start(time.time())
+    torch.distributed.destroy_process_group()
+
+
+def watch(process: subprocess.Popen, metrics: list[Path], limit: float, moving: Callable[[], None]) -> str:
     """How torchrun ended; `moving` is called after each step. It is stopped after `limit` seconds, and after STALL of
     them without a step."""
     start = moved = said = time.monotonic()
     steps = 0
     while process.poll() is None:
         time.sleep(0.2)
-        now, found = time.monotonic(), len(logged(metrics))
+        now, found = time.monotonic(), sum(len(logged(file)) for file in metrics)
         if found > steps:
             steps, moved = found, now
             moving()
         if now - said > 5:
             said = now
-            print(f"{name}: {now - start:.0f} s, {steps} steps", flush=True)
+            print(f"{now - start:.0f} s, {steps} steps", flush=True)
         if now - start > limit or now - moved > STALL:
             ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             for rank in ranks:
