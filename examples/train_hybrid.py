@@ -548,7 +548,7 @@ class Log:
         if config.run.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         if config.run.wandb:
             import wandb
 

@@ -228,7 +228,7 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     log.file.close()
     assert curve(folder) == {4: (1.5, 1), 5: (1.25, 3.0)}
     board, wandb = made
-    assert board.started == ((str(folder / "tensorboard"),), {"purge_step": 4})
+    assert board.started == ((str(folder / "tensorboard"),), {"purge_step": 5})  # the first that is done again
     assert board.calls == [("loss", 1.25, 5), ("grad_norm", 3.0, 5)]
     assert {k: wandb.started[1][k] for k in ("project", "id", "resume")} == {
         "project": "project", "id": "run-a", "resume": "allow"
