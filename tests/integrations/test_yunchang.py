@@ -668,6 +668,8 @@ def wrong_calls(rank: int) -> dict[str, object]:
         "joint_tensor_query": lambda: layer(
             None, q, q, q, **dict.fromkeys(names, t(1, 3, 2, 8)), joint_strategy="rear"
         ),
+        "value": lambda: yunchang.zigzag_extract_local(t(1, 6, 4), rank, 2, 2, 1),
+        "rd, ud": lambda: yunchang.stripe_extract_local(q, rank, 2, 1, 2),
         "rank": lambda: ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu, True, 2, 2),
         "cu_seqlens_q": lambda: ring_flash_attn.llama3_flash_attn_varlen_func(
             packed, packed, packed, cu[:2], cu, 6, 6, 1, slice(0, 8), **us

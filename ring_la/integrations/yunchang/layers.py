@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ def set_seq_parallel_pg(
 
 def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, **keywords: Any) -> Tensor:
     """This rank's part of ``value [B, T, …]``, split contiguously."""
+    _check_parts(value, 1, world_size)
     return value.chunk(world_size, 1)[rank].detach().clone()
 
 
@@ -59,8 +61,8 @@ def zigzag_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1, *args: Any, **keywords: Any
 ) -> Tensor:
     """This rank's part, split in zigzag over the ring and then over the ulysses ranks."""
-    groups = _process_groups()
-    ring, ulysses = dist.get_rank(groups.RING_PG), dist.get_rank(groups.ULYSSES_PG)
+    ring, ulysses = _places(rd, ud)
+    _check_parts(value, dim, math.lcm(2 * rd, rd * ud))
     chunks = value.chunk(2 * rd, dim)
     return torch.cat([chunks[ring], chunks[2 * rd - 1 - ring]], dim).chunk(ud, dim)[ulysses].contiguous()
 
@@ -69,9 +71,25 @@ def stripe_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, *args: Any, **keywords: Any
 ) -> Tensor:
     """This rank's part, every rd-th token of the ring's, then split over the ulysses ranks."""
-    groups = _process_groups()
-    ring, ulysses = dist.get_rank(groups.RING_PG), dist.get_rank(groups.ULYSSES_PG)
+    ring, ulysses = _places(rd, ud)
+    _check_parts(value, 1, rd * ud)
     return value[:, ring::rd].chunk(ud, 1)[ulysses].contiguous()
+
+
+def _places(rd: int, ud: int) -> tuple[int, int]:
+    """This rank in the ring and among the ulysses ranks, which must be as many as the caller says."""
+    groups = [_process_groups().RING_PG, _process_groups().ULYSSES_PG]
+    sizes = [dist.get_world_size(group) for group in groups]
+    if sizes != [rd, ud]:
+        raise ArgumentError("rd, ud", f"the sizes of the groups, {sizes[0]} and {sizes[1]}", f"{rd} and {ud}")
+    return dist.get_rank(groups[0]), dist.get_rank(groups[1])
+
+
+def _check_parts(value: object, dim: int, parts: int) -> None:
+    """Refuse what does not split evenly, as it must here."""
+    if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] % parts:
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ArgumentError("value", f"a tensor with a multiple of {parts} tokens in dimension {dim}", got)
 
 
 EXTRACT_FUNC_DICT = {
@@ -79,6 +97,8 @@ EXTRACT_FUNC_DICT = {
     "zigzag": zigzag_extract_local,
     "strip": stripe_extract_local,
     "basic_pytorch": basic_extract_local,
+    "basic_flashinfer": basic_extract_local,
+    "basic_npu": basic_extract_local,
 }
 
 
