@@ -68,7 +68,7 @@ def sd3() -> tuple[nn.Module, dict[str, object]]:
     return model, inputs | dict(pooled_projections=draw(B, 6))
 
 
-def qwen(masked: bool = True) -> tuple[nn.Module, dict[str, object]]:
+def qwen(masked: bool = True, edit: bool = False) -> tuple[nn.Module, dict[str, object]]:
     model = QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
@@ -78,11 +78,13 @@ def qwen(masked: bool = True) -> tuple[nn.Module, dict[str, object]]:
         num_attention_heads=2,
         joint_attention_dim=12,
         axes_dims_rope=(4, 4, 8),
+        zero_cond_t=edit,
     )
+    shapes = [(1, 3, 3), (1, 2, 3)] if edit else [(1, 3, 5)]
     mask = torch.ones(B, TEXT, dtype=torch.bool)
     mask[0, 3:], mask[1, 1] = False, False
     inputs = dict(hidden_states=draw(B, 15, 16), encoder_hidden_states=draw(B, TEXT, 12), timestep=step() / 1000)
-    return model, inputs | dict(encoder_hidden_states_mask=mask if masked else None, img_shapes=[[(1, 3, 5)]] * B)
+    return model, inputs | dict(encoder_hidden_states_mask=mask if masked else None, img_shapes=[shapes] * B)
 
 
 def cogvideox() -> tuple[nn.Module, dict[str, object]]:
@@ -171,6 +173,7 @@ CASES: dict[str, Case] = {
     "sd3": sd3,
     "qwen": lambda: qwen(False),
     "qwen, masked": qwen,
+    "qwen, edit": lambda: qwen(False, True),
     "cogvideox": cogvideox,
     "hunyuan": hunyuan,
     "wan": wan,
