@@ -105,6 +105,8 @@ class Parallel:
                 hook = functools.partial(self._split, f"{path}.{n}", inspect.signature(type(block).forward), first)
                 undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
                 first = False
+        if self.plan.cuts_whole_text:
+            undo.callback(blocks[-1].register_forward_hook(self._widen).remove)
         for path, roles in self.plan.outputs.items():
             hook = functools.partial(self._split_output, roles)
             undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
@@ -274,6 +276,12 @@ class Parallel:
 
     def _attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         return self.call.keys.attend(q, k, v, order, scale, self.backend)
+
+    def _widen(self, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Behind the last block: rows for the text of others, which the model takes off."""
+        text = self.call.streams.of("text")
+        others = output.new_zeros(len(output), text.seq_len - text.local_length, output.shape[2])
+        return torch.cat([others, output], 1)
 
     def _gather(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Behind the last layer: the whole image."""

@@ -80,6 +80,7 @@ class Plan:
         inputs: arguments of its forward that may be given; others must be left as they are by default.
         outputs: roles of what other modules of it return, by name and index.
         last: the layer whose output, the image's tokens, is gathered.
+        cuts_whole_text: behind the last block, the model takes off as many tokens as the whole text has.
     """
 
     blocks: Mapping[str, str]
@@ -87,6 +88,7 @@ class Plan:
     inputs: tuple[str, ...]
     outputs: Mapping[str, Mapping[int, Role]] = field(default_factory=dict)
     last: str = "proj_out"
+    cuts_whole_text: bool = False
 
 
 _both = {"hidden_states": Rows(IMAGE), "encoder_hidden_states": Rows(TEXT), "temb": SAME}
@@ -94,6 +96,29 @@ _both = {"hidden_states": Rows(IMAGE), "encoder_hidden_states": Rows(TEXT), "tem
 _flux = Block(
     arguments=_both | {"image_rotary_emb": (Rows(FRONT, 0), Rows(FRONT, 0)), "joint_attention_kwargs": SAME},
     attention={"attn": Attention(FRONT, ("FluxAttnProcessor",))},
+)
+_flux2 = Block(
+    arguments={
+        "hidden_states": Rows(IMAGE),
+        "encoder_hidden_states": Rows(TEXT),
+        "temb_mod_img": SAME,
+        "temb_mod_txt": SAME,
+        "image_rotary_emb": (Rows(FRONT, 0), Rows(FRONT, 0)),
+        "joint_attention_kwargs": SAME,
+    },
+    attention={"attn": Attention(FRONT, ("Flux2AttnProcessor",))},
+)
+_flux2_single = Block(
+    arguments={
+        "hidden_states": Rows(FRONT),
+        "encoder_hidden_states": Rows(TEXT),
+        "temb_mod": SAME,
+        "image_rotary_emb": (Rows(FRONT, 0), Rows(FRONT, 0)),
+        "joint_attention_kwargs": SAME,
+        "split_hidden_states": SAME,
+        "text_seq_len": SAME,
+    },
+    attention={"attn": Attention(FRONT, ("Flux2ParallelSelfAttnProcessor",))},
 )
 _sd3 = Block(
     arguments=_both | {"joint_attention_kwargs": SAME},
@@ -152,6 +177,12 @@ PLANS: Mapping[str, Plan] = {
         {"transformer_blocks": "FluxTransformerBlock", "single_transformer_blocks": "FluxSingleTransformerBlock"},
         {"FluxTransformerBlock": _flux, "FluxSingleTransformerBlock": _flux},
         (*_common, "pooled_projections", "img_ids", "txt_ids", "guidance"),
+    ),
+    "Flux2Transformer2DModel": Plan(
+        {"transformer_blocks": "Flux2TransformerBlock", "single_transformer_blocks": "Flux2SingleTransformerBlock"},
+        {"Flux2TransformerBlock": _flux2, "Flux2SingleTransformerBlock": _flux2_single},
+        (*_common, "img_ids", "txt_ids", "guidance"),
+        cuts_whole_text=True,
     ),
     "SD3Transformer2DModel": Plan(
         {"transformer_blocks": "JointTransformerBlock"},

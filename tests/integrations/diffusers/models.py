@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from diffusers import (
     CogVideoXTransformer3DModel,
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
     LTXVideoTransformer3DModel,
@@ -46,6 +47,21 @@ def flux() -> tuple[nn.Module, dict[str, object]]:
     )
     inputs = dict(hidden_states=draw(B, 15, 4), encoder_hidden_states=draw(B, TEXT, 12), pooled_projections=draw(B, 6))
     return model, inputs | dict(timestep=step() / 1000, guidance=step(), img_ids=ids, txt_ids=torch.zeros(TEXT, 3))
+
+
+def flux2() -> tuple[nn.Module, dict[str, object]]:
+    model = Flux2Transformer2DModel(
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        timestep_guidance_channels=8,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+    inputs = dict(hidden_states=draw(B, 15, 4), encoder_hidden_states=draw(B, TEXT, 12), timestep=step() / 1000)
+    return model, inputs | dict(guidance=step(), img_ids=torch.randn(15, 4), txt_ids=torch.zeros(TEXT, 4))
 
 
 def sd3() -> tuple[nn.Module, dict[str, object]]:
@@ -170,6 +186,7 @@ def ltx(steps: bool = False) -> tuple[nn.Module, dict[str, object]]:
 
 CASES: dict[str, Case] = {
     "flux": flux,
+    "flux2": flux2,
     "sd3": sd3,
     "qwen": lambda: qwen(False),
     "qwen, masked": qwen,
