@@ -106,6 +106,7 @@ class Parallel:
     Attributes:
         layout, scan, attention, transport, validate: as in ContextParallel. scan="auto" measures the group at every
             start, so a run started again may pick another strategy, whose rounding differs.
+        timeout: seconds after which a rank that does not answer is taken for lost; torchrun then starts all again.
     """
 
     data: int = 1
@@ -116,6 +117,7 @@ class Parallel:
     attention: str = "auto"
     transport: str = "auto"
     validate: Literal["first", "always", "never"] = "first"
+    timeout: float = 300.0
 
 
 @dataclass
@@ -203,7 +205,7 @@ LEAST = {
     **{"optimizer.warmup": 0, "run.steps": 0, "run.save_every": 0, "run.keep": 1, "run.profile": 0},
 }
 """The least value of what is counted."""
-POSITIVE = ("optimizer.lr", "optimizer.clip", "optimizer.eps")
+POSITIVE = ("optimizer.lr", "optimizer.clip", "optimizer.eps", "parallel.timeout")
 
 
 def check(config: Config) -> None:
@@ -224,9 +226,13 @@ def main(args: list[str] | None = None) -> None:
     for option, module in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.run, option) and importlib.util.find_spec(module) is None:
             raise SystemExit(f"run.{option}: needs the package {module}, which is not installed")
+    try:
+        check(config)
+    except ArgumentError as e:
+        raise SystemExit(str(e)) from None
     start = Start()
     start.part("imports")
-    device = join()
+    device = join(timedelta(seconds=config.parallel.timeout))
     start.part("process group")
     try:
         Trainer(config, device, start).train()
@@ -263,18 +269,18 @@ def age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def join() -> torch.device:
+def join(timeout: timedelta) -> torch.device:
     """This rank's device: its GPU with NCCL, else the CPU with gloo and a share of the cores."""
     local, store = int(os.environ.get("LOCAL_RANK", 0)), fresh_store()
-    ranks = {}
+    ranks: dict[str, Any] = {"timeout": timeout}
     if store is not None:
-        ranks = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        ranks |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **ranks)
         return device
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10), **ranks)
+    dist.init_process_group("gloo", **ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return torch.device("cpu")
@@ -312,6 +318,7 @@ class Trainer:
             attention=parallel.attention,
             transport=parallel.transport,
             validate=parallel.validate,
+            timeout=parallel.timeout,
         )
         self.folder, self.first = Path(run.folder), dist.get_rank() == 0
         self.start.part("mesh")
@@ -332,18 +339,19 @@ class Trainer:
         data = self.config.data
         cache = data.cache or str(self.folder / "corpus")
         prepare = lambda: Corpus.prepare(data.source, cache, data.tokenizer, data.text_column)  # noqa: E731
-        failed = [""]
+        waiting, failed = dist.new_group(backend="gloo", timeout=timedelta(days=2)), [""]  # for as long as it takes
         if self.first:
             try:
                 prepare()
             except ArgumentError as e:
                 failed = [str(e)]
-        dist.broadcast_object_list(failed, src=0)
+        dist.broadcast_object_list(failed, src=0, group=waiting)
         if failed[0]:
             raise SystemExit(failed[0])
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             prepare()
-        dist.barrier()
+        dist.barrier(waiting)
+        dist.destroy_process_group(waiting)
         return Corpus(prepare())
 
     def _hybrid(self, vocab_size: int, dtype: torch.dtype | None) -> torch.nn.Module:

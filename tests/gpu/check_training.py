@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +115,7 @@ def inside(todo: list[list[str]]) -> None:
 
     start = script.Start()
     start.part("imports")
-    device = script.join()
+    device = script.join(timedelta(seconds=STALL))
     start.part("process group")
     for arguments in todo:
         script.Trainer(auto_cli(script.Config, args=arguments, as_positional=False), device, start).train()
