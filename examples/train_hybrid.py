@@ -350,7 +350,7 @@ class Trainer:
             raise SystemExit(failed[0])
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             prepare()
-        dist.barrier(waiting)
+        dist.all_gather_object([None] * dist.get_world_size(), None, waiting)
         dist.destroy_process_group(waiting)
         return Corpus(prepare())
 
