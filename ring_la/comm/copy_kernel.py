@@ -8,8 +8,11 @@ captured graph replays as it ran. Flags and data cross NVLink as ordinary system
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCKS = 32  # blocks a message is spread over
 SLOTS = 2
@@ -18,11 +21,24 @@ FLAG = 8  # words a flag takes: a memory sector of its own
 LANES = (512, 1024), (128, 4096)  # of a ring of states, behind the messages: how many with room for so many words
 EMPTY, FULL = tl.constexpr(0), tl.constexpr(1)
 POISON = tl.constexpr(0x7FFF7FFF)  # NaN in every float format
+UNSENT = tl.constexpr(0x7FFF5A5A)  # what is in a lane's room until a state comes: a NaN no arithmetic makes
 
 
 def words(ranks: int, chunk: int = CHUNK) -> int:
     """Words of the mailboxes of one rank: flags, then chunks; flags of lanes, then their rooms."""
     return ranks * (SLOTS * BLOCKS * (FLAG + chunk) + sum(n * (FLAG + room) for n, room in LANES))
+
+
+def prepare(
+    own: Tensor, ranks: int, chunk: int = CHUNK, blocks: int = BLOCKS, lanes: Sequence[tuple[int, int]] = LANES
+) -> None:
+    """Make empty mailboxes of `words` int32 words."""
+    own.zero_()
+    at = ranks * SLOTS * blocks * (FLAG + chunk)
+    for count, room in lanes:
+        at += ranks * count * FLAG
+        own[at : at + ranks * count * room] = UNSENT.value
+        at += ranks * count * room
 
 
 @triton.jit

@@ -16,7 +16,7 @@ POISON = tl.constexpr(0x7FFF7FFF)  # NaN in every float format
 
 
 @triton.jit
-def _swap(flag, old, new, patience, CLOCK: tl.constexpr):
+def swap(flag, old, new, patience, CLOCK: tl.constexpr):
     """Set a flag from `old` to `new` as soon as it is `old`; whether that came within `patience` nanoseconds (without a
     clock, as in the interpreter, nothing is ever late but what is not waited for at all)."""
     seen = tl.atomic_cas(flag, old, new, sem="acq_rel", scope="sys")
@@ -53,7 +53,7 @@ def arrived(
         return
     if tl.load(broken + peer) != 0:
         patience = patience * 0
-    if not _swap(own + peer * FLAG, UP, DOWN, patience, CLOCK):
+    if not swap(own + peer * FLAG, UP, DOWN, patience, CLOCK):
         _give_up(own, broken, report, peer, first, units, STEP)
 
 
@@ -70,8 +70,8 @@ def meet(
     if tl.load(broken + peer) != 0:
         patience = patience * 0
     theirs = own + tl.load(away + peer) * 4
-    in_time = _swap(theirs + (P + me) * FLAG, DOWN, UP, patience, CLOCK)
+    in_time = swap(theirs + (P + me) * FLAG, DOWN, UP, patience, CLOCK)
     if in_time:
-        in_time = _swap(own + (P + peer) * FLAG, UP, DOWN, patience, CLOCK)
+        in_time = swap(own + (P + peer) * FLAG, UP, DOWN, patience, CLOCK)
     if not in_time:
         _give_up(own, broken, report, peer, first, units, STEP)

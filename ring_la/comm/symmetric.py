@@ -196,7 +196,8 @@ class SymmetricTransport:
         """The transport of a group that has no `refusal`. Collective."""
         from . import copy_kernel as kernel
 
-        own = torch.zeros(kernel.words(group.size), dtype=torch.int32, device=group.device)
+        own = torch.empty(kernel.words(group.size), dtype=torch.int32, device=group.device)
+        kernel.prepare(own, group.size)
         mapped = share(group, own)
         return cls(group, torch_transport, own, [x.data_ptr() for x in mapped], mapped)
 

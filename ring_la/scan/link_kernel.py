@@ -1,9 +1,11 @@
 """A link of the ring in one kernel: take the state that enters, apply the link's map, put the result to the next rank.
 
 The state goes through mailboxes in units, each on a lane of its own, so that a unit may be two ranks further while
-another has not left; nothing of the host stands between hops. Where the link's transition is below TINY, nothing of
-what enters can leave, to rounding (the forgetting horizon): that unit is sent on before anything is waited for, and
-farther ranks are not in its way.
+another has not left; nothing of the host stands between hops. A rank takes a lane of the next rank by its flag before
+it has anything to send, and then writes the words alone: one that is still UNSENT has not come. So a hop takes as long
+as a store over the link, with no fence and no flag behind it. Who has read the words makes them UNSENT again and gives
+the lane back. Where the link's transition is below TINY, nothing of what enters can leave, to rounding (the forgetting
+horizon): that unit is sent on before anything is waited for, and farther ranks are not in its way.
 
 Two kernels: `link_kernel` for maps that act on the words of a state one by one, which folds the maps of a link's
 segments itself and leaves the state that enters each of them; `dense_link_kernel` for dense ones, of whole links.
@@ -14,7 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..comm.copy_kernel import EMPTY, FULL, wait_for
+from ..comm.copy_kernel import EMPTY, FULL, UNSENT
+from ..comm.flag_kernels import swap
 
 TINY = 9.3e-14
 """e⁻³⁰: ln of the unit roundoff of fp32, and 14 more."""
@@ -28,37 +31,72 @@ def _lane(own, mailboxes, owner, sender, lane, skip, P: tl.constexpr, LANES: tl.
     base = own + tl.load(mailboxes + owner) * 4 + skip
     n = sender * LANES + lane
     room = base + P * LANES * FLAG + n.to(tl.int64) * CHUNK
-    return base + n * FLAG, room.to(tl.pointer_type(tl.float32), bitcast=True)
+    return base + n * FLAG, tl.multiple_of(room.to(tl.pointer_type(tl.float32), bitcast=True), 16)
 
 
 @triton.jit
-def _ready(flag, value, peer, broken, report, patience, CLOCK: tl.constexpr):
-    """Wait for a flag; a peer that is late is marked, and not waited for again."""
-    patience = tl.where(tl.load(broken + peer) != 0, 0, patience.to(tl.int64) * 1000)
-    ready = wait_for(flag, value, patience, CLOCK)
+def _late(peer, broken, report):
+    """Mark a peer; it is not waited for again."""
+    tl.store(broken + peer, 1)
+    tl.store(report + peer, 1)
+
+
+@triton.jit
+def _patience(peer, broken, patience):
+    """Nanoseconds to wait for a peer."""
+    return tl.where(tl.load(broken + peer) != 0, 0, patience.to(tl.int64) * 1000)
+
+
+@triton.jit
+def _claim(flag, peer, broken, report, patience, CLOCK: tl.constexpr):
+    """Take a lane at a peer; whether it was given back in time."""
+    ready = swap(flag, EMPTY, FULL, _patience(peer, broken, patience), CLOCK)
     if not ready:
-        tl.store(broken + peer, 1)
-        tl.store(report + peer, 1)
+        _late(peer, broken, report)
     tl.debug_barrier()
     return ready
 
 
 @triton.jit
-def _put(flag, room, at, x, live, ready):
-    """Store a unit in a peer's mailbox and raise the flag."""
-    if ready:
-        tl.store(room + at, x, live)
-        tl.debug_barrier()
-        tl.atomic_xchg(flag, FULL, sem="release", scope="sys")
+def _put(room, at, x, live, ready):
+    """Store a unit in a lane that was taken."""
+    x = tl.where(x.to(tl.int32, bitcast=True) == UNSENT, float("nan"), x)
+    tl.store(room + at, x, live & ready)
 
 
 @triton.jit
-def _taken(flag, ready):
-    """Lower the flag of a unit that was read from this rank's mailbox; after it was sent on, which is what others wait
-    for."""
+def _unsent(room, at, live):
+    """A unit's words, and whether all have come."""
+    words = tl.load(room + at, live, other=0.0, volatile=True)
+    missing = (words.to(tl.int32, bitcast=True) == UNSENT).to(tl.int32)
+    if len(missing.shape) == 2:
+        missing = tl.max(missing, 1)
+    return words, tl.max(missing, 0)
+
+
+@triton.jit
+def _take(room, at, live, peer, broken, report, patience, CLOCK: tl.constexpr):
+    """A unit, as soon as a peer has sent all of it; one that is late is marked, and what it did not send is NaN."""
+    patience = _patience(peer, broken, patience)
+    words, missing = _unsent(room, at, live)
+    late = (patience <= 0).to(tl.int32)
+    if CLOCK:
+        start = tl.extra.cuda.globaltimer()
+    while (missing != 0) & (late == 0):
+        words, missing = _unsent(room, at, live)
+        if CLOCK:
+            late = (tl.extra.cuda.globaltimer() - start > patience).to(tl.int32)
+    if missing != 0:
+        _late(peer, broken, report)
+    return tl.where(words.to(tl.int32, bitcast=True) == UNSENT, float("nan"), words)
+
+
+@triton.jit
+def _give_back(flag, room, at, x, live):
+    """Empty a lane whose unit `x` was read; after it was sent on, which is what others wait for."""
+    tl.store(room + at, tl.full(x.shape, UNSENT, tl.int32).to(tl.float32, bitcast=True), live)
     tl.debug_barrier()
-    if ready:
-        tl.atomic_xchg(flag, EMPTY, sem="release", scope="sys")
+    tl.atomic_xchg(flag, EMPTY, sem="release", scope="sys")
 
 
 @triton.jit
@@ -105,8 +143,13 @@ def link_kernel(
         live = at < K * V
         begin = (b * NS + lo) * H + row % H
         own_piece = ((b * N + piece) * H + row % H) * (K * V)
+        free = True
+        if SENDS:  # asked of the other's memory, before there is anything to send
+            free = _claim(give, target, broken, report, patience, CLOCK)
         left = tl.zeros([UNIT], tl.float32)
-        a = tl.full([UNIT], 1.0, tl.float32)
+        a = 1.0
+        if KIND == 2:
+            a = tl.full([UNIT], 1.0, tl.float32)
         for i in range(count):
             s = begin + (count - 1 - i if REVERSE else i) * H
             if KIND != 0:
@@ -116,25 +159,22 @@ def link_kernel(
             left += tl.load(b_ + s * (K * V) + at, live, other=0.0)
         early = True
         if PASSES and GETS:
-            early = tl.max(tl.abs(a), 0) < TINY
-        free = True
+            early = (tl.max(tl.abs(a), 0) if KIND == 2 else tl.abs(a)) < TINY
         if SENDS:
-            free = _ready(give, EMPTY, target, broken, report, patience, CLOCK)
             if early:
-                _put(give, there, unit, left, live, free)
+                _put(there, unit, left, live, free)
         x = tl.zeros([UNIT], tl.float32)
         if RECEIVES:
-            come = _ready(get, FULL, source, broken, report, patience, CLOCK)
-            x = tl.load(here + unit, live & come, other=float("nan"), cache_modifier=".cg")
+            x = _take(here, unit, live, source, broken, report, patience, CLOCK)
         if HAS_BEFORE:
             x = tl.load(before + ((b * N + earlier) * H + row % H) * (K * V) + at, live, other=0.0)
         if PASSES and GETS and (SENDS or KEEPS):
             if not early:
                 left += a * x
                 if SENDS:
-                    _put(give, there, unit, left, live, free)
+                    _put(there, unit, left, live, free)
         if RECEIVES:
-            _taken(get, come)
+            _give_back(get, here, unit, x, live)
         if KEEPS:
             tl.store(leaving + own_piece + at, left, live)
         if ENTERS:
@@ -177,6 +217,9 @@ def dense_link_kernel(
         at = k[:, None] * V + v[None, :]
         unit = k[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
         live = (k < K)[:, None] & (v < V)[None, :]
+        free = True
+        if SENDS:
+            free = _claim(give, target, broken, report, patience, CLOCK)
         early = True
         if PASSES and (RECEIVES or HAS_BEFORE):
             largest = 0.0
@@ -185,15 +228,12 @@ def dense_link_kernel(
                 largest = tl.maximum(largest, tl.max(tl.max(tl.abs(a), 1), 0))
             early = largest < TINY
         b = tl.load(b_ + row * (K * V) + at, live, other=0.0)
-        free = True
         if SENDS:
-            free = _ready(give, EMPTY, target, broken, report, patience, CLOCK)
             if early:
-                _put(give, there, unit, b, live, free)
+                _put(there, unit, b, live, free)
         x = tl.zeros_like(b)
         if RECEIVES:
-            come = _ready(get, FULL, source, broken, report, patience, CLOCK)
-            x = tl.load(here + unit, live & come, other=float("nan"), cache_modifier=".cg")
+            x = _take(here, unit, live, source, broken, report, patience, CLOCK)
         if HAS_BEFORE and ENTERS:
             x = tl.load(before + row * (K * V) + at, live, other=0.0)
         if RECEIVES or (HAS_BEFORE and ENTERS):
@@ -208,8 +248,8 @@ def dense_link_kernel(
                     part = tl.load(state + j[:, None] * V + v[None, :], (j < K)[:, None] & (v < V)[None, :], other=0.0)
                     b = tl.dot(a, part, b, input_precision="tf32x3")
                 if SENDS:
-                    _put(give, there, unit, b, live, free)
+                    _put(there, unit, b, live, free)
         if RECEIVES:
-            _taken(get, come)
+            _give_back(get, here, unit, x, live)
         if KEEPS:
             tl.store(leaving + row * (K * V) + at, b, live)

@@ -124,7 +124,8 @@ def launch_segments(
     A = b if A is None else A
     units, programs, leave = B * H * -(-K * V // unit), lanes.count, {}
     if beside:
-        programs, leave = math.gcd(programs, BESIDE[0]), {"maxnreg": BESIDE[1]}
+        programs = math.gcd(programs, BESIDE[0])
+        leave = {"maxnreg": BESIDE[1]} if BESIDE[1] else {}
     launch(
         link_kernel, (min(programs, units),), A, b,
         *(b if x is None else x for x in (before, entering, leaving)), A if first is None else first,

@@ -29,17 +29,18 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: 
     from ring_la.comm.symmetric import SymmetricTransport
 
     own = Group(group(size), timedelta(seconds=timeout))
-    n = copy_kernel.words(size, chunk)
+    n, lanes = copy_kernel.words(size, chunk), ((3, 128), (3, 1024))
     if rank == 0:
         for r in range(size):
-            torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32).zero_()
+            boxes = torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32)
+            copy_kernel.prepare(boxes, size, chunk, BLOCKS, lanes)
     dist.barrier(group(size))
     boxes = [torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32) for r in range(size)]
     addresses = [b.data_ptr() for b in boxes]
     own.transport = own.mailboxes = SymmetricTransport(
         own, own.transport, boxes[rank], addresses, boxes, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
     )
-    own.mailboxes.lanes = own.mailboxes._lanes(((3, 128), (3, 1024)))
+    own.mailboxes.lanes = own.mailboxes._lanes(lanes)
     return own
 
 

@@ -106,6 +106,11 @@ class TritonRecurrence(Simple, General):
         else:
             self._early = self._states or self._carry(entering)
 
+    def _meanwhile(self, gate: bool) -> bool:
+        """Whether `prepare_gradients` has anything to do: not where the forward left the chunks' states and all comes
+        of those."""
+        return self._states is None or (self.simple and not self._by_chunk(gate))
+
     def gradients(
         self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True, border: Border | None = None
     ) -> tuple[Inputs, Tensor]:
@@ -113,8 +118,7 @@ class TritonRecurrence(Simple, General):
         dS_end = self._state(dS_end)
         if border is not None:
             maps = self._summarise_back(do, True)
-            busy = self.simple or self._states is None  # whether there is anything to do meanwhile
-            crossed = self._cross(*maps, dS_end, True, border, border.beside if busy else None)
+            crossed = self._cross(*maps, dS_end, True, border, border.beside if self._meanwhile(gate) else None)
             self.prepare_gradients(S0, do, gate)
             adjoint, dS0 = crossed()
         elif self.segments.count == 1:
