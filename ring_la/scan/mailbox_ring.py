@@ -15,9 +15,10 @@ from .chain import Chain
 from .strategy import Link
 
 KINDS: dict[Transition, int] = {"identity": 0, "scalar": 1, "diagonal": 2, "dense": 3}
-BESIDE = 64, 32
-"""Programs of a launch beside other kernels, and registers of a thread: of a multiprocessor's two programs that a pass
-over tokens may have, or what is left beside its only one, it takes no more than one, on half of them."""
+BESIDE = 256, 32
+"""Programs of a launch beside other kernels, and registers of a thread: two programs a multiprocessor, which is what
+the widest pass over tokens beside them leaves (`attend_kernel` for dq under a constant decay: 217 registers of 256
+threads). Measured beside 64, 128 and 512 programs, with and without the bound."""
 LEAST, WIDEST = 16, 256
 """Columns of such a unit: as narrow as a product may be; and the widest maps the kernel takes."""
 
@@ -124,8 +125,7 @@ def launch_segments(
     A = b if A is None else A
     units, programs, leave = B * H * -(-K * V // unit), lanes.count, {}
     if beside:
-        programs = math.gcd(programs, BESIDE[0])
-        leave = {"maxnreg": BESIDE[1]} if BESIDE[1] else {}
+        programs, leave = math.gcd(programs, BESIDE[0]), {"maxnreg": BESIDE[1]}
     launch(
         link_kernel, (min(programs, units),), A, b,
         *(b if x is None else x for x in (before, entering, leaving)), A if first is None else first,
