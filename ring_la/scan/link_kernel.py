@@ -1,11 +1,11 @@
 """A link of the ring in one kernel: take the state that enters, apply the link's map, put the result to the next rank.
 
 The state goes through mailboxes in units, each on a lane of its own, so that a unit may be two ranks further while
-another has not left; nothing of the host stands between hops. A rank takes a lane of the next rank by its flag before
-it has anything to send, and then writes the words alone: one that is still UNSENT has not come. So a hop takes as long
-as a store over the link, with no fence and no flag behind it. Who has read the words makes them UNSENT again and gives
-the lane back. Where the link's transition is below TINY, nothing of what enters can leave, to rounding (the forgetting
-horizon): that unit is sent on before anything is waited for, and farther ranks are not in its way.
+another has not left; nothing of the host stands between hops. A rank takes a lane by a flag in its own memory and then
+writes the words alone into the next rank's: one that is still UNSENT has not come. So a hop takes as long as a store
+over the link, with no fence and no flag behind it. Who has read the words makes them UNSENT again and gives the lane
+back. Where the link's transition is below TINY, nothing of what enters can leave, to rounding (the forgetting horizon):
+that unit is sent on before anything is waited for, and farther ranks are not in its way.
 
 Two kernels: `link_kernel` for maps that act on the words of a state one by one, which folds the maps of a link's
 segments itself and leaves the state that enters each of them; `dense_link_kernel` for dense ones, of whole links.
@@ -25,13 +25,19 @@ INTEGERS = ["me", "source", "target", "rows", "H", "N", "NS", "piece", "earlier"
 
 
 @triton.jit
-def _lane(own, mailboxes, owner, sender, lane, skip, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+def _flag(own, mailboxes, sender, receiver, lane, skip, LANES: tl.constexpr, FLAG: tl.constexpr):
+    """The flag of a lane, in the mailboxes of who sends, `skip` words on: FULL from when it takes the lane until who
+    receives gives it back."""
+    return own + tl.load(mailboxes + sender) * 4 + skip + (receiver * LANES + lane) * FLAG
+
+
+@triton.jit
+def _room(own, mailboxes, sender, receiver, lane, skip, P: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
           FLAG: tl.constexpr):  # fmt: skip
-    """Flag and room of a lane in the mailboxes of `owner`, `skip` words on, for what `sender` sends."""
-    base = own + tl.load(mailboxes + owner) * 4 + skip
-    n = sender * LANES + lane
-    room = base + P * LANES * FLAG + n.to(tl.int64) * CHUNK
-    return base + n * FLAG, tl.multiple_of(room.to(tl.pointer_type(tl.float32), bitcast=True), 16)
+    """The room of a lane, in the mailboxes of who receives."""
+    base = own + tl.load(mailboxes + receiver) * 4 + skip + P * LANES * FLAG
+    room = base + (sender * LANES + lane).to(tl.int64) * CHUNK
+    return tl.multiple_of(room.to(tl.pointer_type(tl.float32), bitcast=True), 16)
 
 
 @triton.jit
@@ -49,7 +55,7 @@ def _patience(peer, broken, patience):
 
 @triton.jit
 def _claim(flag, peer, broken, report, patience, CLOCK: tl.constexpr):
-    """Take a lane at a peer; whether it was given back in time."""
+    """Take a lane to a peer; whether it was given back in time."""
     ready = swap(flag, EMPTY, FULL, _patience(peer, broken, patience), CLOCK)
     if not ready:
         _late(peer, broken, report)
@@ -135,8 +141,11 @@ def link_kernel(
         count = tl.load(first + piece * 2 + 1)
     unit = tl.arange(0, UNIT)
     for u in range(tl.program_id(0).to(tl.int64), rows * UNITS, tl.num_programs(0)):
-        give, there = _lane(own, mailboxes, target, me, u % LANES, skip, P, LANES, CHUNK, FLAG)
-        get, here = _lane(own, mailboxes, me, source, u % LANES, skip, P, LANES, CHUNK, FLAG)
+        lane = u % LANES
+        give = _flag(own, mailboxes, me, target, lane, skip, LANES, FLAG)
+        there = _room(own, mailboxes, me, target, lane, skip, P, LANES, CHUNK, FLAG)
+        get = _flag(own, mailboxes, source, me, lane, skip, LANES, FLAG)
+        here = _room(own, mailboxes, source, me, lane, skip, P, LANES, CHUNK, FLAG)
         row = u // UNITS
         b = row // H
         at = (u % UNITS) * UNIT + unit
@@ -144,7 +153,7 @@ def link_kernel(
         begin = (b * NS + lo) * H + row % H
         own_piece = ((b * N + piece) * H + row % H) * (K * V)
         free = True
-        if SENDS:  # asked of the other's memory, before there is anything to send
+        if SENDS:
             free = _claim(give, target, broken, report, patience, CLOCK)
         left = tl.zeros([UNIT], tl.float32)
         a = 1.0
@@ -208,8 +217,10 @@ def dense_link_kernel(
     """
     UNITS: tl.constexpr = (V + UNIT - 1) // UNIT
     lane = tl.program_id(0)
-    give, there = _lane(own, mailboxes, target, me, lane, skip, P, LANES, CHUNK, FLAG)
-    get, here = _lane(own, mailboxes, me, source, lane, skip, P, LANES, CHUNK, FLAG)
+    give = _flag(own, mailboxes, me, target, lane, skip, LANES, FLAG)
+    there = _room(own, mailboxes, me, target, lane, skip, P, LANES, CHUNK, FLAG)
+    get = _flag(own, mailboxes, source, me, lane, skip, LANES, FLAG)
+    here = _room(own, mailboxes, source, me, lane, skip, P, LANES, CHUNK, FLAG)
     k = tl.arange(0, BK)
     for u in range(lane.to(tl.int64), rows * UNITS, LANES):
         row = u // UNITS
