@@ -58,7 +58,7 @@ def run(
             return LinearAttentionOutput(o, initial_state)
         o, S_end = _one_device(rule, inputs, S0, cu_seqlens, scale, mode, backend, output_final_state)
         return LinearAttentionOutput(o, _without_rows(S_end, packed) if output_final_state else None)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
+    keep = wanting(*inputs, initial_state)
     call = ShardedCall(rule, layout, scale, mode, backend, output_final_state, decays, keep)
     with full_precision(inputs.q):
         o, final = _Sharded.apply(call, initial_state, *inputs)
