@@ -129,12 +129,16 @@ class Group:
         pending = self.exchange({}, {source: out})
         return Pending(lambda: (pending.wait(), out)[1])
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
-        """Send one tensor to each rank of `sends` and fill the (contiguous) tensors of `receives`, at once."""
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], small: bool = False) -> Pending:
+        """Send one tensor to each rank of `sends` and fill the (contiguous) tensors of `receives`, at once.
+
+        `small`, on all ranks or none: through mailboxes where there are some, which takes the host less.
+        """
+        by = self.mailboxes if small and self.mailboxes is not None else self.transport
         sends = {r: t.contiguous() for r, t in sends.items()}
         self.bytes_sent += sum(t.nbytes for t in sends.values())
         what = f"exchanging with ranks {sorted({*sends, *receives})}"
-        return self._pending(what, lambda: self.transport.exchange(sends, receives), lambda: (receives, sends)[0])
+        return self._pending(what, lambda: by.exchange(sends, receives), lambda: (receives, sends)[0])
 
     def sends(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""

@@ -83,7 +83,7 @@ class Route:
         incoming[me].copy_(outgoing[me])
         sends = {r: t for r, t in enumerate(outgoing) if r != me and len(t)}
         receives = {r: t for r, t in enumerate(incoming) if r != me and len(t)}
-        pending = self.group.exchange(sends, receives)
+        pending = self.group.exchange(sends, receives, small=True)
         return Pending(lambda: (pending.wait(), out)[1])
 
     def __call__(self, x: Tensor, dim: int = 0) -> Tensor:

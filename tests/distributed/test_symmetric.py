@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ring_la
 from ring_la.comm import Group
 from tests.distributed.pool import group
 from tests.kernels.triton_cases import interpreted
@@ -86,3 +87,28 @@ def check_messages(rank: int, size: int, folder: str) -> int:
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_by_mailboxes(ranks, tmp_path, size):
     assert min(ranks.run(size, check_messages, size, str(tmp_path))) > 20
+
+
+def check_halo(rank: int, size: int, folder: str) -> int:
+    """A split convolution beside the whole one, its halo through mailboxes that stand beside another transport."""
+    cp = ring_la.ContextParallel(group(size), scan="ring", validate="never")
+    cp.comm = g = over_files(rank, size, folder)
+    g.transport, launches, launch = g.mailboxes.torch, [], g.mailboxes._launch
+    g.mailboxes._launch = lambda *a: (launches.append(a[0].size), launch(*a))
+    draw = torch.Generator().manual_seed(5)
+    x, w, do = (torch.randn(s, generator=draw) for s in ((1, 12 * size, 8), (8, 4), (1, 12 * size, 8)))
+    layout = cp.layout(12 * size, "zigzag")
+    mine, weight = layout.shard(x).requires_grad_(), w.clone().requires_grad_()
+    o = ring_la.short_conv(mine, weight, layout=layout).o
+    dx, dw = torch.autograd.grad(o, (mine, weight), layout.shard(do))
+    x.requires_grad_(), w.requires_grad_()
+    whole = ring_la.short_conv(x, w).o
+    wanted = torch.autograd.grad(whole, (x, w), do)
+    torch.testing.assert_close(o, layout.shard(whole))
+    torch.testing.assert_close(dx, layout.shard(wanted[0]))
+    torch.testing.assert_close(g.all_reduce(dw).wait(), wanted[1])
+    return len(launches)
+
+
+def test_halos_by_mailboxes(ranks, tmp_path):
+    assert min(ranks.run(2, check_halo, 2, str(tmp_path))) == 2

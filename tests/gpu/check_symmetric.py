@@ -11,6 +11,7 @@ Parts, each with its own limit, each written to folder/symmetric.json when it is
     exposed     one call's time beside the local work alone, and by the profiler the time in which only messages run
     borders     recurrences whose kernels exchange states among their own launches, bf16 and fp32, against one device
                 in fp64: zigzag, packed, several rows, with states; replayed, and captured
+    halos       a split convolution under transport="auto", whose halo goes by mailboxes, beside the whole one
     canonical   deterministic=True under transport="auto": the same bits on 1 GPU and on all
     late        a peer that does not send: NaN within the timeout, then a PeerError that names it
     late_link   the same of a ring by mailboxes under transport="auto"
@@ -60,7 +61,7 @@ CHOSEN: list[int] = []
 FOLDER: list[Path] = []
 LIMIT = {
     "links": 60, "messages": 30, "strategies": 45, "latency": 40, "graph": 60, "exposed": 75, "late": 30,
-    "late_link": 30, "borders": 90, "canonical": 40,
+    "late_link": 30, "borders": 90, "canonical": 40, "halos": 40,
 }  # fmt: skip
 
 
@@ -220,6 +221,40 @@ def compiled(name: str, dtype: torch.dtype, **shape: int) -> None:
     )
     border.ended(name, x, S, torch.ones_like(x["v"]), S, cu_seqlens=cu)
     border.ended(name, x, None, torch.ones_like(x["v"]), None, cu_seqlens=cu)
+
+
+def halos() -> dict:
+    """A split convolution under transport="auto" beside the whole one, eager and as a graph on other inputs."""
+    cp, D, T, out = context(dist.get_world_size(), "ring", "auto"), 1024, 512, {}
+    draw = torch.Generator("cuda").manual_seed(0)
+    for kind in ("contiguous", "zigzag"):
+        layout = cp.layout(T * cp.size, kind)
+        inputs = [torch.randn(2, 1, T * cp.size, D, generator=draw, device="cuda") for _ in range(2)]
+        w = torch.randn(D, 4, generator=draw, device="cuda", requires_grad=True)
+        x, do = (layout.shard(t[0]) for t in inputs)
+        x.requires_grad_()
+
+        def split(x=x, do=do, w=w, layout=layout) -> list[torch.Tensor]:
+            o = ring_la.short_conv(x, w, None, "silu", layout=layout).o
+            return [o, *torch.autograd.grad(o, (x,), do)]
+
+        kept: list[torch.Tensor] = []
+        replay = captured(lambda split=split, kept=kept: kept.__setitem__(slice(None), split()))
+        for n in range(2):
+            whole, dwhole = (t[n].clone() for t in inputs)
+            with torch.no_grad():
+                x.copy_(layout.shard(whole)), do.copy_(layout.shard(dwhole))
+            replay()
+            whole.requires_grad_()
+            o = ring_la.short_conv(whole, w, None, "silu").o
+            want = [layout.shard(t) for t in (o, *torch.autograd.grad(o, (whole,), dwhole))]
+            for got in (kept, split()):
+                worst = max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want))
+                out[f"{kind} {n}"] = max(worst, out.get(f"{kind} {n}", 0.0))
+        assert all(e < 1e-6 for e in out.values()), out
+        note(f"halos {kind}: {out}")
+    assert cp.comm.mailboxes.late() == []
+    return out
 
 
 def canonical() -> dict:
@@ -507,7 +542,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/symmetric"))
     parser.add_argument(
-        "--parts", default="messages,links,borders,strategies,canonical,exposed,graph,latency,late_link,late"
+        "--parts", default="messages,links,borders,halos,strategies,canonical,exposed,graph,latency,late_link,late"
     )
     parser.add_argument("--borders", default="", help=f"numbers of BORDERS, {GRAPHS}: graphs; default: all")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no part is started")
