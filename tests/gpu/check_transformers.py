@@ -211,8 +211,33 @@ def line_of(result: dict) -> str:
     return " | ".join(f"{kind} {text}" for kind, text in numbers.items())
 
 
+@dataclass(frozen=True)
+class Half:
+    """Half of a group, which compiles the kernels of one dtype while the other half compiles the other's."""
+
+    cp: ring_la.ContextParallel
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, groups: list[list[int]], rank: int, timeout: float) -> Half | None:
+        """That of this rank; collective over all ranks."""
+        mine = None
+        for group in groups:
+            for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+                ranks = group[i * len(group) // 2 : (i + 1) * len(group) // 2]
+                handle = dist.new_group(ranks)
+                if rank in ranks:
+                    mine = cls(ring_la.ContextParallel(handle, timeout=timeout), dtype)
+        return mine
+
+
 def run_checks(
-    checks: list[Check], cp: ring_la.ContextParallel, record: Record | None, end: float, limit: float
+    checks: list[Check],
+    cp: ring_la.ContextParallel,
+    half: Half | None,
+    record: Record | None,
+    end: float,
+    limit: float,
 ) -> None:
     """Run checks on a group, one by one, until `end`; its first rank has the record."""
     for check in checks:
@@ -224,6 +249,8 @@ def run_checks(
             record.write(key, {})
         faulthandler.dump_traceback_later(limit, exit=True)
         try:
+            if half is not None and not check.packed:
+                check.split(half.dtype, half.cp, Took())
             result = check.run(cp)
         except Exception:
             result = {"error": traceback.format_exc()[-1500:]}
@@ -270,6 +297,7 @@ def main() -> None:
     for size in given.ranks:
         groups = [list(range(a, a + size)) for a in range(0, world - size + 1, size)]
         handles = [dist.new_group(group) for group in groups]
+        half = Half.of(groups, rank, given.limit) if size > 2 else None
         mine = next((i for i, group in enumerate(groups) if rank in group), None)
         if mine is None:
             continue
@@ -280,7 +308,7 @@ def main() -> None:
         ]
         if record is not None:
             print(f"groups of {size} ranks after {time.monotonic() - start:.1f} s", flush=True)
-        run_checks(checks, cp, record, start + given.seconds, given.limit)
+        run_checks(checks, cp, half, record, start + given.seconds, given.limit)
         if record is not None:
             print(f"P={size}: {len(record.results)} checks, wrong: {record.failures() or 'none'}", flush=True)
     os._exit(0)  # groups of the other sizes are not waited for
