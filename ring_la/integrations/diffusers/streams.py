@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -12,6 +12,9 @@ from ...autograd import first_derivative_only
 from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError
 from ...layout import Segment
+
+LAYOUTS = 64
+"""As many are kept: every prompt that is masked may bring one."""
 
 
 class Cut(ShardedLayout):
@@ -52,9 +55,7 @@ class Streams:
     def of(self, stream: str) -> ShardedLayout:
         """One stream's layout."""
         n = self.sizes[stream]
-        if n not in self._layouts:
-            self._layouts[n] = self.cp.layout(n, "contiguous")
-        return self._layouts[n]
+        return self._kept(n, lambda: self.cp.layout(n, "contiguous"))
 
     def together(self, streams: tuple[str, ...]) -> ShardedLayout:
         """The layout of all that `streams` hold."""
@@ -64,9 +65,14 @@ class Streams:
 
     def cut(self, counts: Sequence[int]) -> ShardedLayout:
         """A layout with so many tokens for each rank."""
-        key = tuple(counts)
+        return self._kept(tuple(counts), lambda: Cut(self.cp, counts))
+
+    def _kept(self, key: object, make: Callable[[], ShardedLayout]) -> ShardedLayout:
+        """A layout made before, or a new one in place of the oldest; the same on all ranks."""
         if key not in self._layouts:
-            self._layouts[key] = Cut(self.cp, key)
+            if len(self._layouts) == LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = make()
         return self._layouts[key]
 
     def shard(self, name: str, x: Tensor, streams: tuple[str, ...], dim: int) -> Tensor:
