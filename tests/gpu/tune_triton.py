@@ -33,7 +33,8 @@ GRID = {
     "ATTEND": [(64, 4, 1), (64, 4, 2), (128, 8, 2), (128, 8, 3), (128, 8, 4)],
     "ATTEND_GATED": [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)],
     "WRITES": [(128, 8, 2), (128, 8, 3)],
-    "ADDITIVE_GRADIENT": [(32, 4, 1), (64, 4, 1), (64, 4, 2), (64, 8, 1), (128, 4, 1), (128, 8, 1), (128, 8, 2)],
+    "STATES": [(64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 3)],
+    "ADDITIVE_GRADIENT": [(32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 8, 2)],
     "SUMMARY": PASSES, "OUTPUT": PASSES, "KEEP": PASSES, "BACK_SUMMARY": PASSES, "BACKWARD": PASSES,
     "PAIRS": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (64, 4, 2, 168)],
     "GRADIENT": ROWS,
@@ -46,7 +47,7 @@ DELTA, DIAGONAL = ["delta_none", "delta_scalar"], ["delta_diagonal", "additive_d
 RULES = {
     "SUMMARISE": ["additive_none", "additive_scalar"], "ATTEND": ["additive_none"],
     "ATTEND_GATED": ["additive_scalar"], "WRITES": ["additive_none", "additive_scalar"],
-    "ADDITIVE_GRADIENT": ["additive_scalar"],
+    "STATES": ["additive_scalar"], "ADDITIVE_GRADIENT": ["additive_scalar"],
     "GRADIENT": DELTA, "INTRA": DELTA,
     "PAIRS": DIAGONAL, "GRADIENT_DIAGONAL": DIAGONAL, "INTRA_DIAGONAL": DIAGONAL,
 }  # fmt: skip

@@ -54,15 +54,12 @@ def constant(rate, scale, n, t):
 
 @triton.jit(do_not_specialize=SIZES)
 def summarise_kernel(
-    Y, Z, F, entering, b_, log_a, states, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr,
+    Y, Z, F, b_, log_a, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr,
     HZ: tl.constexpr, DY: tl.constexpr, DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
-    GATED: tl.constexpr, STATIC: tl.constexpr, REVERSE: tl.constexpr, ALL: tl.constexpr, HAS_STATE: tl.constexpr,
-    KEEP: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    GATED: tl.constexpr, STATIC: tl.constexpr, REVERSE: tl.constexpr, ALL: tl.constexpr, BULK: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last.
-
-    KEEP instead stores the state before each chunk, `states` [B, NC, H, DY, DZ], from that `entering` the segment.
-    """
+    """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last."""
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
     s = tl.program_id(0) // NZ
@@ -84,8 +81,6 @@ def summarise_kernel(
     at = d[None, :] * DZ + e[:, None]
     inside = (d < DY)[None, :] & (e < DZ)[:, None]
     S = tl.zeros([BZ, BY], tl.float32)
-    if HAS_STATE:
-        S = tl.load(entering + row * (DY * DZ) + at, inside, other=0.0)
     total = 0.0
     gc = 0.0
     n = (left + C - 1) // C
@@ -99,9 +94,6 @@ def summarise_kernel(
         y = take(Y, y_, ry, cy, c, t, left, d, 0, HY * DY, DY, BULK)
         z = take(Z, z_, rz, cz, c, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
         zw = tl.trans(z)
-        if KEEP:
-            here = ((b.to(tl.int64) * NC + chunk + i) * H + h) * (DY * DZ)
-            tl.store(states + here + at, S.to(states.dtype.element_ty), inside)
         following = gc
         if STATIC:
             level, rest, gc = constant(rate, scale, tl.minimum(left - c, C), t)
@@ -120,10 +112,9 @@ def summarise_kernel(
         S = tl.dot(zw, y, S, input_precision=PREC)
     if REVERSE and not GATED:
         S *= scale
-    if not KEEP:
-        tl.store(b_ + row * (DY * DZ) + at, S, inside)
-        if GATED and iz == 0:
-            tl.store(log_a + row, total)
+    tl.store(b_ + row * (DY * DZ) + at, S, inside)
+    if GATED and iz == 0:
+        tl.store(log_a + row, total)
 
 
 @triton.jit

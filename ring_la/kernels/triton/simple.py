@@ -14,6 +14,7 @@ from ring_la.kernels.triton import table
 from ring_la.kernels.triton.additive import attend_kernel, summarise_kernel
 from ring_la.kernels.triton.additive_gate import gate_gradient_kernel
 from ring_la.kernels.triton.additive_gradient import additive_gradient_kernel
+from ring_la.kernels.triton.additive_states import states_kernel
 from ring_la.kernels.triton.additive_writes import writes_kernel
 from ring_la.kernels.triton.base import Base
 from ring_la.kernels.triton.launch import bind, launch
@@ -21,6 +22,7 @@ from ring_la.kernels.triton.table import (
     ADDITIVE_GRADIENT,
     ATTEND,
     ATTEND_GATED,
+    STATES,
     SUMMARISE,
     WRITES,
     cdiv,
@@ -95,12 +97,12 @@ class Simple(Base):
             self.F = self._factors()
         return self.F
 
-    def _state_tiles(self, states: Tensor, block: int) -> Tensor | TensorDescriptor:
-        """The chunks' states [B, NC, H, K, V], or what reads and writes them by `block` columns."""
+    def _state_tiles(self, states: Tensor, rows: int, block: int) -> Tensor | TensorDescriptor:
+        """The chunks' states [B, NC, H, K, V], or what writes them by `rows` and `block` columns."""
         if not self._bulk:
             return states
         bind()
-        found = TensorDescriptor(states, [states.numel() // self.V, self.V], [self.V, 1], [columns(self.K), block])
+        found = TensorDescriptor(states, [states.numel() // self.V, self.V], [self.V, 1], [rows, block])
         found.device, found.dtype = states.device, states.dtype
         return found
 
@@ -115,21 +117,30 @@ class Simple(Base):
 
     # -- passes --------------------------------------------------------------------------------------------
 
-    def _summarise_simple(
-        self, y, z, own, log_a, scale: float, reverse: bool, full: bool, entering=None, states=None
-    ) -> None:  # fmt: skip
-        """What the segments add, or (with `states`) the states before the chunks from those `entering` the segments."""
+    def _summarise_simple(self, y, z, own, log_a, scale: float, reverse: bool, full: bool) -> None:
+        """What the segments add."""
         how, cut = self._pick(SUMMARISE), self.segments
         block, wide = min(how.block, columns(self.V)), columns(self.K)
-        own = states if own is None else own
         launch(
             summarise_kernel, (cdiv(self.V, block) * cut.count, self._rows), self._tiles(y, wide),
-            self._tiles(z, block), self._decays(self._static), own if entering is None else entering, own,
-            own if log_a is None else log_a, own if states is None else states, cut.table, self.T, cut.count, self._NC,
-            cut.length, scale, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=wide, BZ=block,
-            GATED=self.decay == 1, STATIC=self._static, REVERSE=reverse, ALL=full, HAS_STATE=entering is not None,
-            KEEP=states is not None, **self._shape, **how.options,
+            self._tiles(z, block), self._decays(self._static), own, own if log_a is None else log_a, cut.table, self.T,
+            cut.count, self._NC, cut.length, scale, HY=y.shape[2], HZ=z.shape[2], DY=self.K, DZ=self.V, BY=wide,
+            BZ=block, GATED=self.decay == 1, STATIC=self._static, REVERSE=reverse, ALL=full, **self._shape,
+            **how.options,
         )  # fmt: skip
+
+    def _states_between(self, x, y, entering: Tensor | None, leaving: Tensor | None = None) -> Tensor:
+        """The states before the chunks from k and v; with `leaving` those after them, of the adjoint, from q and do."""
+        how, cut, states = self._pick(STATES), self.segments, self._chunk_states()
+        block, wide = min(how.block, columns(self.K)), columns(self.V)
+        launch(
+            states_kernel, (cdiv(self.K, block) * cut.count, self._rows), self._tiles(x, block), self._tiles(y, wide),
+            self._decays(self._static), x if entering is None else entering, self._state_tiles(states, block, wide),
+            x if leaving is None else leaving, cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length,
+            self.scale, HX=x.shape[2], K=self.K, V=self.V, BK=block, BV=wide, STATIC=self._static,
+            REVERSE=leaving is not None, HAS_STATE=entering is not None, **self._shape, **how.options,
+        )  # fmt: skip
+        return states
 
     def _attend(
         self, x, y, z, out, state, *, reverse=False, transposed=False, leaving=None, states=None, dots=None
@@ -144,11 +155,11 @@ class Simple(Base):
         launch(
             attend_kernel, (cdiv(dz, block) * cut.count, self._rows), self._tiles(x, wide), self._tiles(y, wide),
             self._tiles(z, block), self._decays(static), x if state is None else state, self._tiles(out, block),
-            x if leaving is None else leaving, x if states is None else self._state_tiles(states, block), w, *dots,
-            cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length, self.scale, HX=x.shape[2], HY=y.shape[2],
-            HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block, GATED=self.decay == 1, STATIC=static, REVERSE=reverse,
-            TRANSPOSED=transposed, HAS_STATE=state is not None, LEAVE=leaving is not None, KEEP=states is not None,
-            DOTS=wanted, **self._shape, **how.options,
+            x if leaving is None else leaving, x if states is None else self._state_tiles(states, wide, block), w,
+            *dots, cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length, self.scale, HX=x.shape[2],
+            HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block, GATED=self.decay == 1, STATIC=static,
+            REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=state is not None, LEAVE=leaving is not None,
+            KEEP=states is not None, DOTS=wanted, **self._shape, **how.options,
         )  # fmt: skip
 
     def _writes(self, do: Tensor, adjoint: Tensor | None, dk: Tensor, dv: Tensor, dS0: Tensor) -> None:
@@ -163,19 +174,19 @@ class Simple(Base):
             BK=wk, BV=wv, GATED=self.decay == 1, HAS_STATE=adjoint is not None, **self._shape, **how.options,
         )  # fmt: skip
 
-    def _chunk_gradients_simple(self, do, states, adjoints) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dg, all chunks at once, from the states before the chunks and their gradients after them."""
+    def _chunk_gradients_simple(self, do, states, adjoints) -> Inputs:
+        """All gradients of all chunks at once, from the states before the chunks and their gradients after them."""
         how, (q, k, v) = self._pick(ADDITIVE_GRADIENT), self.inputs[:3]
-        B, T, H, block = self.B, self.T, self.H, min(how.block, columns(self.K))
-        parts = cdiv(self.K, block)
-        dq, dk, dg = *(self._new(B, T, H, self.K, dtype=v.dtype) for _ in range(2)), self._new(parts, B, T, H)
+        B, T, H = self.B, self.T, self.H
+        dq, dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.K, self.V))
+        dg = self._new(B, T, H)
         launch(
-            additive_gradient_kernel, (self._NC * parts, self._rows), q, k, v, do, self._decays(self._static), states,
-            adjoints, dq, dk, dg, self.chunks.table, T, self._NC, self.scale, H=H, HK=self.HK, K=self.K, V=self.V,
-            BK=block, BV=columns(self.V), C=self.chunk, STATIC=self._static, PREC=self.precision, VARLEN=self._packed,
-            **how.options,
+            additive_gradient_kernel, (self._NC, self._rows), q, k, v, do, self._decays(self._static), states,
+            adjoints, dq, dk, dv, dg, self.chunks.table, T, self._NC, self.scale, H=H, HK=self.HK, K=self.K, V=self.V,
+            BK=how.block, BV=columns(self.V), C=self.chunk, STATIC=self._static, PREC=self.precision,
+            VARLEN=self._packed, **how.options,
         )  # fmt: skip
-        return dq, dk, dg[0] if parts == 1 else dg.sum(0)
+        return Inputs(dq, dk, dv, dg)
 
     # -- gradients -----------------------------------------------------------------------------------------
 
@@ -183,10 +194,7 @@ class Simple(Base):
         """What needs no gradient of a state: the chunks' states; or dq, and with `gate` what dg needs of its pass."""
         q, k, v = self.inputs[:3]
         if self._by_chunk(gate):
-            states = self._chunk_states() if self._states is None else self._states[1]
-            if self._states is None:
-                self._summarise_simple(k, v, None, None, 1.0, False, True, entering, states)
-            return Early(states=states)
+            return Early(states=self._states_between(k, v, entering) if self._states is None else self._states[1])
         B, T, H = self.B, self.T, self.H
         dq = self._new(B, T, H, self.K, dtype=v.dtype)
         if not (gate and self.decay):
@@ -202,12 +210,10 @@ class Simple(Base):
         """The other gradients, given those of the states after the segments (None: zero)."""
         q, k, v = self.inputs[:3]
         B, T, H, cut = self.B, self.T, self.H, self.segments
-        dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.V))
         if early.states is not None:
-            adjoints = self._chunk_states()
-            self._attend(k, q, do, dv, adjoint, reverse=True, leaving=dS0, states=adjoints)
-            dq, dk, dg = self._chunk_gradients_simple(do, early.states, adjoints)
-            return Inputs(dq, dk, dv, dg if gate else None)
+            found = self._chunk_gradients_simple(do, early.states, self._states_between(q, do, adjoint, dS0))
+            return found if gate else found._replace(g=None)
+        dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.V))
         if self._fused:
             self._writes(do, adjoint, dk, dv, dS0)
             return Inputs(early.dq, dk, dv)

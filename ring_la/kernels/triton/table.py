@@ -33,7 +33,8 @@ SUMMARISE: Table = {
 ATTEND: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3), 256: Launch(64, 8, 1)}
 ATTEND_GATED: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
 WRITES: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3)}
-ADDITIVE_GRADIENT: Table = {64: Launch(64, 4, 1), 128: Launch(64, 4, 1)}
+STATES: Table = {64: Launch(64, 4, 3), 128: Launch(64, 4, 3)}
+ADDITIVE_GRADIENT: Table = {64: Launch(32, 4, 3), 128: Launch(32, 4, 3)}
 SUMMARY: Table = {
     64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1), ("delta_none", 128): Launch(64, 4, 1, 168),
     ("delta_diagonal", 128): Launch(64, 4, 2), ("additive_diagonal", 128): Launch(64, 4, 2),
