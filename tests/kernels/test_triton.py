@@ -5,6 +5,8 @@ What a compiler may get wrong shows only in tests/gpu/check_triton.py.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -60,6 +62,27 @@ def test_large_inputs(more: dict, monkeypatch) -> None:
     monkeypatch.setattr(local.TritonRecurrence, "_fused", True)
     worst = errors(Case(K=64, V=64, **more), local.TritonRecurrence, DEVICE)
     assert all(e < 1e-4 for e in worst.values()), worst
+
+
+def test_nothing_beyond_the_horizon_is_computed(monkeypatch) -> None:
+    """What a segment has forgotten may be anything, and nothing of what enters it leaves."""
+    monkeypatch.setattr(table, "WAVES", {"additive": 1, "delta": 1})
+    x, rule = Case("delta_scalar", T=200).inputs(DEVICE), Rule("delta", "scalar")
+    x = x._replace(g=torch.full_like(x.g, -0.5))  # e^−30 in 60 tokens
+    A, b = local.TritonRecurrence(rule, x, None, 1.0).summary(None, True)
+    x.v[:, :32] = torch.nan
+    assert A.count_nonzero() == 0
+    assert torch.equal(local.TritonRecurrence(rule, x, None, 1.0).summary(None, True)[1], b)
+
+
+def test_long_keys_put_the_horizon_further_away() -> None:
+    """Where β |k|² > 2 a state may grow while its gate decays."""
+    T, k = 128, torch.nn.functional.normalize(torch.randn(16, device=DEVICE), dim=0)
+    x = Case("delta_scalar", T=T, H=1).inputs(DEVICE)
+    x = x._replace(k=k.expand_as(x.k), g=torch.full_like(x.g, -0.5), beta=torch.full_like(x.beta, 2.5))
+    A = local.TritonRecurrence(Rule("delta", "scalar"), x, None, 1.0).summary(None, True)[0]
+    true = (torch.eye(16, device=DEVICE).double() - 2.5 * torch.outer(k, k).double()).matrix_power(T) * math.exp(-T / 2)
+    assert error(A[0, 0, 0], true) < 1e-4
 
 
 def test_a_decays_gradient_adds_up() -> None:

@@ -41,6 +41,8 @@ class Kept(NamedTuple):
     """The transitions of a call whose pieces states enter; `transition` lacks each piece's first."""
     passed: Tensor | None = None
     """The products of each piece's transitions."""
+    bounds: Tensor | None = None
+    """What the norms of chunks' transitions are at most (`horizon`)."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -105,13 +107,15 @@ class Base:
         self.segments = Cut.of(self.T, length, self.chunk, self.cu)
         self.chunks = Cut.of(self.T, self.chunk, self.chunk, self.cu) if self.decay or not self.simple else None
         self._kept = kept or Kept()
-        self.F = self.G = self.inputs.v  # where a rule has none, any tensor
+        self.F = self.G = self.bounds = self.inputs.v  # where a rule has none, any tensor
         if self._kept.F is not None:
             self.F = self._kept.F
         elif self.simple and self.decay and not self._static:
             self.F = self._factors()  # delta writes: by the chunks' products
         if self._kept.G is not None:
             self.G = self._kept.G
+        if self._kept.bounds is not None:
+            self.bounds = self._kept.bounds
 
     # -- shapes --------------------------------------------------------------------------------------------
 

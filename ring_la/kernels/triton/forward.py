@@ -8,7 +8,8 @@ Over a chunk of C tokens with the state S before it, G the running log-decay, A 
 
 Everything is held transposed, [V, …]: each product's left operand is then the last one's result, in registers. A decay
 per key channel comes multiplied into q and k (`intra`); a scalar one as factors by token (`gates`). A segment's own map
-is found by the same pass: b from S = 0, and the dense transition's columns from V = 0 and S = I.
+is found by the same pass: b from S = 0, and the dense transition's columns from V = 0 and S = I. Under a scalar decay
+b takes only the chunks it still depends on, and a transition that lets nothing through is not multiplied (`horizon`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ring_la.kernels.triton.horizon import remembered
 from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, kr, kw, kv, v, F, G, A, Av, L, M, state, o, u, states, leaving, trans, log_a, table, T, NS, NC, N, LENGTH, scale,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, SUMMARY: tl.constexpr,
-    ALL: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, HAS_STATE: tl.constexpr, PREC: tl.constexpr,
-    VARLEN: tl.constexpr,
+    q, kr, kw, kv, v, F, bounds, G, A, Av, L, M, state, o, u, states, leaving, trans, log_a, table, T, NS, NC, N,
+    LENGTH, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr,
+    SUMMARY: tl.constexpr, ALL: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, HAS_STATE: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment, BV columns of the state. q and kr are read against the state, kw is written to it (HK heads).
 
@@ -70,7 +72,15 @@ def forward_kernel(
     elif HAS_STATE:
         S = tl.load(state + row * (K * V) + at, inside, other=0.0)
     total = tl.zeros([BK], tl.float32)
-    for i in range((left + C - 1) // C):
+    n = (left + C - 1) // C
+    i0 = 0
+    if SUMMARY and DECAY == 1:
+        count, passes = remembered(bounds + (b.to(tl.int64) * H + h) * NC + chunk, n)
+        if eye:
+            count = tl.where(passes, n, 0)
+            S = tl.where(passes, S, 0.0)
+        i0 = n - count
+    for i in range(i0, n):
         c = i * C
         f = f_ + i * (H * 4 * C)
         if DECAY == 1:

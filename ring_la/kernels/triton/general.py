@@ -30,6 +30,7 @@ from ring_la.kernels.triton.table import (
     OUTPUT,
     PAIRS,
     SUMMARY,
+    SUMMARY_ALL,
     cdiv,
     width,
 )
@@ -74,9 +75,10 @@ class General(Base):
         """A and M of every chunk under a scalar decay or none."""
         i, how, (A, M) = self.inputs, self._pick(INTRA), self._squares(2)
         self.F = self._room_for_factors()
+        self.bounds = self._new(self.B, self.H, self._NC) if self.decay else i.v
         launch(
-            plain_products_kernel, (self._NC, self._rows), i.q, i.k, i.g if self.decay else i.beta, i.beta, self.F, A,
-            M, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=self.K,
+            plain_products_kernel, (self._NC, self._rows), i.q, i.k, i.g if self.decay else i.beta, i.beta, self.F,
+            self.bounds, A, M, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=self.K,
             BK=min(how.block, width(self.K)), C=self.chunk, GATED=self.decay == 1, STATIC=self._once,
             PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
@@ -146,14 +148,14 @@ class General(Base):
         self, *, o=None, state=None, leaving=None, trans=None, keep=None, summary: bool = False, full: bool = False
     ) -> None:
         i, x, cut = self.inputs, self.intra, self.segments
-        how = self._pick(SUMMARY if summary else OUTPUT if o is not None else KEEP)
+        how = self._pick((SUMMARY_ALL if full else SUMMARY) if summary else OUTPUT if o is not None else KEEP)
         none = i.v
         u, states = keep or (none, none)
         block = min(how.block, width(self.V))
         columns = cdiv(self.V, block) + (cdiv(self.K, block) if summary and self.dense else 0)
         launch(
-            forward_kernel, (columns * cut.count, self._rows), x.qr, x.kr, x.kw, x.kv, i.v, self.F, self.G, x.A, x.Av,
-            x.L, x.M, none if state is None else state, none if o is None else o, u, states,
+            forward_kernel, (columns * cut.count, self._rows), x.qr, x.kr, x.kw, x.kv, i.v, self.F, self.bounds,
+            self.G, x.A, x.Av, x.L, x.M, none if state is None else state, none if o is None else o, u, states,
             none if leaving is None else leaving, none if trans is None else trans, none if trans is None else trans,
             cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length, self.scale,
             **self._constants(block), SUMMARY=summary, ALL=full, OUT=o is not None, KEEP=keep is not None,
@@ -208,7 +210,8 @@ class General(Base):
         """(P, E, P's diagonal, the part of dβ found here) of every chunk; see `pairs_kernel`."""
         i, how = self.inputs, self._pick(PAIRS)
         B, T, H = self.B, self.T, self.H
-        P, E = [*self._squares(2 if self.dense else 1), i.v][:2]
+        P = self._squares(1)[0] if self.dense else self._new(B, T, H, self.chunk)
+        E = self._squares(1)[0] if self.dense else i.v
         dbeta = self._new(B, T, H) if self.delta else None
         own = self._new(B, T, H)
         launch(

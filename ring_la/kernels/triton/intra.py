@@ -107,13 +107,22 @@ def invert(L, C: tl.constexpr, PREC: tl.constexpr):
     return P
 
 
+@triton.jit
+def put_bound(at, G, x, t, C: tl.constexpr):
+    """Store log2 of what the norm of a chunk's transition Π e^{g_t} (I − β_t k_t k_tᵀ) is at most; the diagonal of
+    x is β |k|². Of a token that lets the state grow, |1 − β |k|²| − 1 is counted, no less than its logarithm."""
+    growth = tl.where(t[:, None] == t[None, :], tl.maximum(tl.abs(1 - x) - 1, 0.0), 0.0)
+    tl.store(at + t * 0, G + tl.sum(growth) * 1.4426950408889634, t == C - 1)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def plain_products_kernel(
-    q, k, g, beta, F, A, M, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, g, beta, F, bounds, A, M, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M [B, T, H, C] of every chunk, for a scalar decay or none; F: its
-    `chunk_factors`."""
+    `chunk_factors`; under a decay also `put_bound`'s [B, H, NC]."""
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
@@ -136,7 +145,10 @@ def plain_products_kernel(
         L *= decay
     a = tl.where(t[:, None] >= t[None, :], a * scale, 0.0)
     put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
-    L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)
+    L *= be[:, None]
+    if GATED:
+        put_bound(bounds + (b.to(tl.int64) * H + h) * NC + s, G, L, t, C)
+    L = tl.where(t[:, None] > t[None, :], L, 0.0)
     put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)
 
 

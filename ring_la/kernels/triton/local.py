@@ -80,6 +80,8 @@ class TritonRecurrence(Simple, General):
         found["passed"] = self._kept.passed
         if self.F is not self.inputs.v:
             found["F"] = self.F
+        if self.bounds is not self.inputs.v:
+            found["bounds"] = self.bounds
         if self.dense and self._own is not None:
             found["whole" if self._own[0] else "transition"] = self._own[2]
         if not self.simple:

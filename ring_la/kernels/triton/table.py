@@ -39,6 +39,8 @@ SUMMARY: Table = {
     64: Launch(64, 4, 2), 128: Launch(64, 4, 2, 168), 256: Launch(64, 8, 1), ("delta_none", 128): Launch(64, 4, 1, 168),
     ("delta_diagonal", 128): Launch(64, 4, 2), ("additive_diagonal", 128): Launch(64, 4, 2),
 }  # fmt: skip
+# The same where ranks take part: the first and the last segment too, which three programs a multiprocessor do not hold.
+SUMMARY_ALL: Table = SUMMARY | {("delta_scalar", 128): Launch(64, 4, 2)}
 OUTPUT: Table = {
     64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1), ("delta_diagonal", 128): Launch(128, 8, 2),
     ("dplr_diagonal", 128): Launch(128, 8, 2),
