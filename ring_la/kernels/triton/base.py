@@ -116,6 +116,7 @@ class Base:
             self.G = self._kept.G
         if self._kept.bounds is not None:
             self.bounds = self._kept.bounds
+        self._bounded = False  # whether the chunks' products are to find bounds
 
     # -- shapes --------------------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ Over a chunk of C tokens with the state S before it, G the running log-decay, A 
 
 Everything is held transposed, [V, …]: each product's left operand is then the last one's result, in registers. A decay
 per key channel comes multiplied into q and k (`intra`); a scalar one as factors by token (`gates`). A segment's own map
-is found by the same pass: b from S = 0, and the dense transition's columns from V = 0 and S = I. Under a scalar decay
-b takes only the chunks it still depends on, and a transition that lets nothing through is not multiplied (`horizon`).
+is found by the same pass: b from S = 0, and the dense transition's columns from V = 0 and S = I.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ def forward_kernel(
     q, kr, kw, kv, v, F, bounds, G, A, Av, L, M, state, o, u, states, leaving, trans, log_a, table, T, NS, NC, N,
     LENGTH, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr,
-    SUMMARY: tl.constexpr, ALL: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, HAS_STATE: tl.constexpr,
-    PREC: tl.constexpr, VARLEN: tl.constexpr,
+    SUMMARY: tl.constexpr, ALL: tl.constexpr, HORIZON: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr,
+    HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment, BV columns of the state. q and kr are read against the state, kw is written to it (HK heads).
 
     SUMMARY: state ← b and, by the programs beyond V's columns, trans ← A; ALL: also what no later segment of this
-    launch needs. Otherwise `state` is read, OUT writes o and the piece's last state, KEEP writes U and the state
-    before each chunk, [V, K]. DPLR: U is Y, and V a second stream with its own kv, Av and L (`dplr`). DECAY: 0 none,
-    1 scalar, 2 per key channel (G [B, T, H, K]); F: `factors`.
+    launch needs; HORIZON: nothing the segment forgets. Otherwise `state` is read, OUT writes o and the piece's last
+    state, KEEP writes U and the state before each chunk, [V, K]. DPLR: U is Y, and V a second stream with its own kv,
+    Av and L (`dplr`). DECAY: 0 none, 1 scalar, 2 per key channel (G [B, T, H, K]); F: `factors`.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     COLUMNS: tl.constexpr = NV + ((K + BV - 1) // BV if SUMMARY and (DELTA or DPLR) else 0)
@@ -74,7 +73,7 @@ def forward_kernel(
     total = tl.zeros([BK], tl.float32)
     n = (left + C - 1) // C
     i0 = 0
-    if SUMMARY and DECAY == 1:
+    if HORIZON:
         count, passes = remembered(bounds + (b.to(tl.int64) * H + h) * NC + chunk, n)
         if eye:
             count = tl.where(passes, n, 0)

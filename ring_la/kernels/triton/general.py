@@ -75,12 +75,13 @@ class General(Base):
         """A and M of every chunk under a scalar decay or none."""
         i, how, (A, M) = self.inputs, self._pick(INTRA), self._squares(2)
         self.F = self._room_for_factors()
-        self.bounds = self._new(self.B, self.H, self._NC) if self.decay else i.v
+        bounded = self.decay == 1 and self._bounded
+        self.bounds = self._new(self.B, self.H, self._NC) if bounded else i.v
         launch(
             plain_products_kernel, (self._NC, self._rows), i.q, i.k, i.g if self.decay else i.beta, i.beta, self.F,
             self.bounds, A, M, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=self.K,
             BK=min(how.block, width(self.K)), C=self.chunk, GATED=self.decay == 1, STATIC=self._once,
-            PREC=self.precision, VARLEN=self._packed, **how.options,
+            BOUNDED=bounded, PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
         return A, M
 
@@ -158,8 +159,8 @@ class General(Base):
             self.G, x.A, x.Av, x.L, x.M, none if state is None else state, none if o is None else o, u, states,
             none if leaving is None else leaving, none if trans is None else trans, none if trans is None else trans,
             cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length, self.scale,
-            **self._constants(block), SUMMARY=summary, ALL=full, OUT=o is not None, KEEP=keep is not None,
-            HAS_STATE=state is not None, **how.options,
+            **self._constants(block), SUMMARY=summary, ALL=full, HORIZON=summary and full and self.bounds is not none,
+            OUT=o is not None, KEEP=keep is not None, HAS_STATE=state is not None, **how.options,
         )  # fmt: skip
 
     def _backward(

@@ -118,11 +118,11 @@ def put_bound(at, G, x, t, C: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def plain_products_kernel(
     q, k, g, beta, F, bounds, A, M, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, PREC: tl.constexpr,
-    VARLEN: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M [B, T, H, C] of every chunk, for a scalar decay or none; F: its
-    `chunk_factors`; under a decay also `put_bound`'s [B, H, NC]."""
+    `chunk_factors`; BOUNDED: also `put_bound`'s, [B, H, NC]."""
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
@@ -146,7 +146,7 @@ def plain_products_kernel(
     a = tl.where(t[:, None] >= t[None, :], a * scale, 0.0)
     put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
     L *= be[:, None]
-    if GATED:
+    if BOUNDED:
         put_bound(bounds + (b.to(tl.int64) * H + h) * NC + s, G, L, t, C)
     L = tl.where(t[:, None] > t[None, :], L, 0.0)
     put(head(M, b, start, h, T, H, H, C), invert(L, C, PREC), t, n, t, H * C, C)

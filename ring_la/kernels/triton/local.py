@@ -155,6 +155,7 @@ class TritonRecurrence(Simple, General):
         starts and ends with no state."""
         if self._own is not None and (self._own[0] or not full):
             return self._own[1:]
+        self._bounded = full  # one rank alone has a wave of programs, which ends with its longest: nothing is gained
         own = self._maps()
         if self.simple:
             transition = self._new(*own.shape[:3]) if self.decay else None
