@@ -36,8 +36,8 @@ from .job import job
 from .scan_cases import OPS
 
 LIBRARIES = (
-    "triton", "flash-attn", "flash-attn-4", "fla-core", "transformers", "yunchang", "xfuser", "ring-flash-attn",
-    "nvidia-cutlass-operators",
+    "triton", "flash-attn", "flash-attn-4", "fla-core", "transformers", "diffusers", "yunchang", "xfuser",
+    "ring-flash-attn", "nvidia-cutlass-operators",
 )  # fmt: skip
 
 
