@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...context import ContextParallel
 from ...errors import ArgumentError, PeerError, RingLAError, UnsupportedError
 from .keys import Keys
-from .plans import PLANS, Attention, Mask, Plan, Role, Rows, Steps
+from .plans import PLANS, Attention, Block, Mask, Plan, Role, Rows, Steps
 from .processors import split_class
 from .streams import Streams, Whole
 
@@ -102,7 +102,8 @@ class Parallel:
                 raise _other_version(type(model).__name__, f"no list of blocks {path}")
             for n, block in enumerate(blocks):
                 self._adopt_block(f"{path}.{n}", block, kind, undo)
-                hook = functools.partial(self._split, f"{path}.{n}", inspect.signature(type(block).forward), first)
+                signature = inspect.signature(type(block).forward)
+                hook = functools.partial(self._split, f"{path}.{n}", self.plan.classes[kind], signature, first)
                 undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
                 first = False
         if self.plan.cuts_whole_text:
@@ -207,12 +208,12 @@ class Parallel:
             raise UnsupportedError(name, "its default on a split sequence", type(value).__name__, hint)
         if not isinstance(given["hidden_states"], Tensor):
             raise ArgumentError("hidden_states", "a tensor", type(given["hidden_states"]).__name__)
-        for path in self.plan.blocks:
+        for path, kind in self.plan.blocks.items():
             for n, block in enumerate(getattr(model, path)):
                 if hasattr(block, "_diffusers_hook"):
                     raise UnsupportedError("transformer", "blocks without hooks of Diffusers", f"one on {path}.{n}")
                 for label, module in block.named_modules():
-                    known = self.plan.classes[type(block).__name__].attention.get(label)
+                    known = self.plan.classes[kind].attention.get(label)
                     if known and known.streams and not getattr(module.processor, "ring_la", False):
                         got = f"{path}.{n}.{label} with {type(module.processor).__name__}, set afterwards"
                         raise UnsupportedError("transformer", "the processors of parallelize", got)
@@ -220,6 +221,7 @@ class Parallel:
     def _split(
         self,
         name: str,
+        spec: Block,
         signature: inspect.Signature,
         first: bool,
         block: nn.Module,
@@ -228,7 +230,7 @@ class Parallel:
     ) -> tuple[tuple, dict[str, object]]:
         """Before a block: this rank's tokens of what is whole."""
         bound = signature.bind(block, *args, **keywords)
-        given, spec = bound.arguments, self.plan.classes[type(block).__name__]
+        given = bound.arguments
         if first:
             streams = {"image": "hidden_states"}
             if isinstance(spec.arguments["encoder_hidden_states"], Rows):

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("diffusers")
 
@@ -70,6 +72,24 @@ def test_ways(ranks, how):
     for name in ("flux", "qwen, masked"):
         bad = ranks.run(2, check_model, 2, name, how)
         assert not any(bad), (name, bad)
+
+
+def check_sharded(rank: int) -> list[str]:
+    model, inputs = make("flux")
+    _, want = outcome(model, inputs)
+    parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60), average=True)
+    mesh = DeviceMesh.from_group(group(2), "cpu")
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    out = model(**inputs).sample
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    errors = {n: error(p.grad.full_tensor(), want[n]) for n, p in model.named_parameters() if n in want}
+    return [f"{n} {e:.1e}" for n, e in errors.items() if e > 1e-8]
+
+
+def test_sharded_parameters(ranks):
+    assert ranks.run(2, check_sharded) == [[], []]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------
