@@ -70,9 +70,12 @@ def wave_length(programs: int, T: int, H: int, K: int, V: int, chunk: int, slots
 def once(g: Tensor | None) -> Tensor | None:
     """A decay a head that is the same for all tokens (a tensor expanded over them) as ``[1, 1, H]``; others as they
     are."""
-    if g is None or g.dim() != 3 or any(n > 1 and step for n, step in zip(g.shape[:2], g.stride())):
+    if g is None or g.dim() != 3:
         return g
-    return g.as_strided((1, 1, g.shape[2]), (0, 0, g.stride(2)))
+    (B, T, H), (batch, token, head) = g.shape, g.stride()
+    if (token and T > 1) or (batch and B > 1):
+        return g
+    return g.as_strided((1, 1, H), (0, 0, head))
 
 
 class Base:

@@ -18,14 +18,15 @@ from ring_la.kernels.triton.simple import Early, Simple
 
 def unsupported(rule: Rule, inputs: Inputs) -> str | None:
     """Why these kernels cannot take this call; None if they can."""
-    q, v = inputs.q, inputs.v
+    v = inputs.v
+    (B, T, H, V), K = v.shape, inputs.q.shape[-1]
     if v.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {v.dtype}: the kernels take fp32, bf16 and fp16"
-    if not (1 <= q.shape[-1] <= 256 and 1 <= v.shape[-1] <= 256):
-        return f"head sizes {q.shape[-1]} and {v.shape[-1]}: the kernels take 1 to 256"
-    if v.shape[0] * v.shape[2] > 65535:
-        return f"batch × heads {v.shape[0] * v.shape[2]}: the kernels take at most 65535"
-    if v.shape[1] == 0 or v.shape[0] == 0:
+    if not (1 <= K <= 256 and 1 <= V <= 256):
+        return f"head sizes {K} and {V}: the kernels take 1 to 256"
+    if B * H > 65535:
+        return f"batch × heads {B * H}: the kernels take at most 65535"
+    if T == 0 or B == 0:
         return "no tokens"
     return None
 

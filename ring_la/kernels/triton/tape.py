@@ -349,9 +349,9 @@ class Recorder(TorchDispatchMode):
         }  # fmt: skip
         parts = {n: a for n, a in allocated.items() if n not in whole}
         room = [(n, allocated[n].shape, _strides(allocated[n].shape), allocated[n].dtype) for n in sorted(whole)]
-        scratch = self._together({n: a for n, a in parts.items() if a.died is not None}, room)
-        self._together({n: a for n, a in parts.items() if a.died is None and n not in keeping}, room)
-        self._together({n: a for n, a in parts.items() if a.died is None and n in keeping}, room)
+        scratch = {n: a for n, a in parts.items() if n not in keeping or a.died is not None}
+        buffer = self._together(scratch, room)
+        self._together({n: a for n, a in parts.items() if n not in scratch}, room)
         alive = {number for number in self._numbers.values()}
         needed = alive | set(numbers) | used | {r.number for e in events if e[0] == "launched" for r in _refs(e[3])}
         work = tuple(
@@ -360,7 +360,8 @@ class Recorder(TorchDispatchMode):
             if e[0] in ("launched", "ordered") or (e[0] == "operation" and _wanted(e, needed))
         )
         made = whole | {n for e in events if e[0] == "operation" for n in e[4] if n}
-        dead = (*(n for n in made if n not in alive), *scratch)
+        ended = all(a.died is not None for a in scratch.values())
+        dead = (*(n for n in made if n not in alive), *(buffer if ended else ()))
         places = [None if n is None else self._places.get(n, n) for n in keeping]
         held = list(dict.fromkeys(p.buffer if isinstance(p, Place) else p for p in places if p is not None))
         form = tuple(
