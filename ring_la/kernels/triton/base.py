@@ -78,6 +78,11 @@ def once(g: Tensor | None) -> Tensor | None:
     return g.as_strided((1, 1, H), (0, 0, head))
 
 
+def total(parts: Tensor) -> Tensor:
+    """The sum of what the blocks of channels found, see `Base._by_block`."""
+    return parts if parts.dim() == 3 else parts.sum(0)
+
+
 class Base:
     """One rank's tokens under one rule, cut into chunks and segments. A scalar decay may come as from `once`."""
 
@@ -130,6 +135,11 @@ class Base:
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype)
+
+    def _by_block(self, blocks: int) -> Tensor:
+        """Room for what each block of channels adds to a number a token and head: ``[blocks, B, T, H]``, or of a single
+        one ``[B, T, H]``."""
+        return self._new(*(blocks,)[: blocks > 1], self.B, self.T, self.H)
 
     def _state(self, S: Tensor | None) -> Tensor | None:
         return None if S is None else aligned(S.to(torch.float32))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ring_la.kernels.local import Inputs
 from ring_la.kernels.triton import table
 from ring_la.kernels.triton.backward import backward_kernel
-from ring_la.kernels.triton.base import Base, Kept
+from ring_la.kernels.triton.base import Base, Kept, total
 from ring_la.kernels.triton.delta_gradient import delta_gradient_kernel
 from ring_la.kernels.triton.dplr import dplr_gradient_kernel, dplr_levels_kernel, dplr_products_kernel
 from ring_la.kernels.triton.forward import forward_kernel
@@ -229,7 +229,7 @@ class General(Base):
         block = max(32, min(how.block, width(K)))  # the transposed products go wrong at 16 columns
         nk = cdiv(K, block)
         dq, dk = self._keys(2)
-        dbeta = self._new(nk, self.B, self.T, self.H)
+        dbeta = self._by_block(nk)
         dg = torch.empty_like(dbeta) if self.decay else dbeta
         launch(
             delta_gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, i.v, self.F, do, u, dv, states, adjoints, dq,
@@ -237,7 +237,7 @@ class General(Base):
             BK=block, BV=min(table.INNER[self.decay], width(self.V)), C=self.chunk, GATED=self.decay == 1,
             PREC=self.precision, VARLEN=self._packed, **how.options,
         )  # fmt: skip
-        return Inputs(dq, dk, self._by_beta(dv), _total(dg) if self.decay else None, _total(dbeta))
+        return Inputs(dq, dk, self._by_beta(dv), total(dg) if self.decay else None, total(dbeta))
 
     def _chunk_gradients(self, do, u, dv, states, adjoints) -> Inputs:
         """The same for a decay per key channel."""
@@ -247,7 +247,7 @@ class General(Base):
         block = max(least, min(how.block, width(K)))
         nk = cdiv(K, block)
         dq, dk = self._keys(2)
-        dread = self._new(nk, self.B, self.T, self.H) if self.delta else P
+        dread = self._by_block(nk) if self.delta else P
         dg = torch.empty_like(i.g)
         for levelled in (False, True):
             launch(
@@ -256,7 +256,7 @@ class General(Base):
                 HK=self.HK, K=K, V=self.V, BK=block, BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels,
                 LEVELLED=levelled, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed, **how.options,
             )  # fmt: skip
-        return Inputs(dq, dk, self._by_beta(dv), dg, dbeta + _total(dread) if self.delta else None)
+        return Inputs(dq, dk, self._by_beta(dv), dg, dbeta + total(dread) if self.delta else None)
 
     def _by_beta(self, dv: Tensor) -> Tensor:
         """β dR, where the pass left `divisor` · dR: in fp16 they differ by more than rounding."""
@@ -281,8 +281,3 @@ class General(Base):
                 PREC=self.precision, VARLEN=self._packed, **how.options,
             )  # fmt: skip
         return Inputs(dq, dk, dv, dg, None, da, db)
-
-
-def _total(parts: Tensor) -> Tensor:
-    """The sum of what each block of channels found."""
-    return parts[0] if len(parts) == 1 else parts.sum(0)
