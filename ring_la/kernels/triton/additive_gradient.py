@@ -29,9 +29,9 @@ def additive_gradient_kernel(
 ):  # fmt: skip
     """One chunk, BK key channels a step. `states` and `adjoints` [B, NC, H, K, V] are S and R of every chunk; dg
     [B, T, H]. F and STATIC as for `additive.attend_kernel`."""
-    s = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    s = tl.program_id(0) // H  # the heads of a chunk side by side, as they lie in memory
+    h = tl.program_id(0) % H
+    b = tl.program_id(1)
     start, end, _, _, _, _ = span(table, s, T, C, C, VARLEN)
     n = end - start
     if n <= 0:

@@ -181,7 +181,7 @@ class Simple(Base):
         dq, dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.K, self.V))
         dg = self._new(B, T, H)
         launch(
-            additive_gradient_kernel, (self._NC, self._rows), q, k, v, do, self._decays(self._static), states,
+            additive_gradient_kernel, (self._NC * H, B), q, k, v, do, self._decays(self._static), states,
             adjoints, dq, dk, dv, dg, self.chunks.table, T, self._NC, self.scale, H=H, HK=self.HK, K=self.K, V=self.V,
             BK=how.block, BV=columns(self.V), C=self.chunk, STATIC=self._static, PREC=self.precision,
             VARLEN=self._packed, **how.options,
