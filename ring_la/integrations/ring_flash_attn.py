@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..layout import check_cu_seqlens
 from ..softmax import core
+from ..softmax.checks import describe
 from ..softmax.core import Plan, Saved, Tensors
 from ..softmax.merge import wide
 from ..softmax.strategies import AllGather
@@ -109,6 +110,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     Returns (offsets of this rank's queries, offsets of the keys they see, longest of each, these keys in the sequence).
     """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens) or not cu_seqlens[-1]:
+        raise ArgumentError("cu_seqlens", "an integer tensor [N+1] of at least one token", describe(cu_seqlens))
     cu = check_cu_seqlens(cu_seqlens, int(cu_seqlens[-1]))
     if not 0 <= rank < world_size:
         raise ArgumentError("rank", f"0 to {world_size - 1}", rank)
@@ -123,6 +126,19 @@ def llama3_flash_attn_prepare_cu_seqlens(
     longest = (max(b - a for a, b in zip(x, x[1:])) for x in (q, k))
     offsets = (torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in (q, k))
     return (*offsets, *longest, slice(first, last))
+
+
+def _check_documents(cu_q: object, cu_k: object, part: object, length: int, total: int) -> None:
+    """Refuse offsets that are not those of this rank's `length` queries, or of the keys `part` of the `total`."""
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if not isinstance(cu, Tensor):
+            raise ArgumentError(name, "an integer tensor [N+1]", describe(cu))
+    documents = check_cu_seqlens(cu_q, length, "cu_seqlens_q")
+    ends = (part.start, part.stop) if isinstance(part, slice) and part.step in (None, 1) else (None, None)
+    if not all(hasattr(n, "__index__") for n in ends) or not 0 <= ends[0] <= ends[1] <= total:
+        raise ArgumentError("local_k_slice", f"a slice from 0 or more to {total} or less", part)
+    if len(check_cu_seqlens(cu_k, part.stop - part.start, "cu_seqlens_k")) != len(documents):
+        raise ArgumentError("cu_seqlens_k", f"{len(documents)} offsets, as many as cu_seqlens_q", len(cu_k))
 
 
 class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
@@ -155,10 +171,8 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
             call = options("contiguous", Tensors(q[None], k[None], v[None]), *masks)
             if not isinstance(heads_k_stride, int) or heads_k_stride < 1 or k.shape[1] % heads_k_stride:
                 raise ArgumentError("heads_k_stride", f"a divisor of the {k.shape[1]} key heads", heads_k_stride)
-            cu = check_cu_seqlens(cu_seqlens_q, len(q), "cu_seqlens_q")
-            keys = local_k_slice.stop - local_k_slice.start if isinstance(local_k_slice, slice) else -1
-            if len(check_cu_seqlens(cu_seqlens_k, keys, "cu_seqlens_k")) != len(cu):
-                raise ArgumentError("cu_seqlens_k", f"{len(cu)} offsets, as many as cu_seqlens_q", len(cu_seqlens_k))
+            total = group_of(group).size * len(k)
+            _check_documents(cu_seqlens_q, cu_seqlens_k, local_k_slice, len(q), total)
             return call
 
         call = settled([group_of(group)], (q, k, v), make, packed=True)

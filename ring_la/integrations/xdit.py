@@ -98,7 +98,7 @@ def _check_joint(x: Tensors, joint, where: str, causal: bool, window_size, alibi
         raise ArgumentError("joint_tensor_query, joint_tensor_key, joint_tensor_value", "all three or none", "some")
     if where not in ("front", "rear"):
         raise ArgumentError("joint_strategy", "'front' or 'rear' with joint tensors", repr(where))
-    if causal or tuple(window_size) != (-1, -1) or alibi_slopes is not None or dropout_p:
+    if causal or window_size not in ((-1, -1), [-1, -1]) or alibi_slopes is not None or dropout_p:
         expected = "no causal, window_size, alibi_slopes or dropout_p with joint tensors"
         raise UnsupportedError("joint_strategy", expected, repr(where), "Joint queries have no position")
     q, query = joint[0], x.q

@@ -30,8 +30,11 @@ KERNELS = {
 }
 """The backend that each of yunchang's attn_types asks for; None: the fastest."""
 
+COMPARED = 256
+"""As many calls a group are remembered: every step of packed training brings other offsets."""
+
 _groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
-_compared: WeakKeyDictionary[Group, set[tuple]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[Group, dict[tuple, None]] = WeakKeyDictionary()
 
 
 def group_of(group: dist.ProcessGroup | None) -> Group:
@@ -161,12 +164,14 @@ def settled(
     except RingLAError as e:
         error = e
     for group in groups:
-        known = _compared.setdefault(group, set())
+        known = _compared.setdefault(group, {})
         if group.size == 1 or (error is None and signature in known):
             continue
         try:
             group.agree("the arguments of attention", signature if error is None else f"refused: {error}")
-            known.add(signature)
+            while len(known) >= COMPARED:  # the oldest, the same on all ranks
+                del known[next(iter(known))]
+            known[signature] = None
         except RingLAError as e:
             error = error or e
     if error is not None:

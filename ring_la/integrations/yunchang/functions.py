@@ -128,7 +128,7 @@ def check_packed(cu_seqlens: object, max_seqlen: object, q: Tensor, k: Tensor) -
         raise ArgumentError("k", f"as many tokens as q, {len(q)}", len(k))
     cu = check_cu_seqlens(cu_seqlens, len(q))
     longest = max(b - a for a, b in zip(cu, cu[1:]))
-    if int(max_seqlen) < longest:
+    if not hasattr(max_seqlen, "__index__") or int(max_seqlen) < longest:
         raise ArgumentError("max_seqlen", f"at least the longest document's {longest} tokens on this rank", max_seqlen)
 
 

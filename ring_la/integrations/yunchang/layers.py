@@ -53,6 +53,8 @@ def set_seq_parallel_pg(
 
 def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, **keywords: Any) -> Tensor:
     """This rank's part of ``value [B, T, …]``, split contiguously."""
+    if not 0 <= rank < world_size:
+        raise ArgumentError("rank", f"0 to {world_size - 1}", rank)
     _check_parts(value, 1, world_size)
     return value.chunk(world_size, 1)[rank].detach().clone()
 
