@@ -28,6 +28,8 @@ FORWARD, BACKWARD = (8, 32, 128), (4, 32, 256)
 """Tokens whose rows are loaded together; fewest and most tokens a program walks over. From tests.gpu.tune_conv."""
 REGISTERS = (80, 128)
 """Of the walks without borders, forward and backward, for up to four taps: what the others spill is seldom run."""
+SUMS = (16, 128)
+"""Runs and numbers a program adds up at a time."""
 PROGRAMS = 4224
 """As many as fill the GPU: 32 a multiprocessor of 132."""
 SIZES = ("T", "N", "STEPS", "RUN", "sb", "st", "lb", "ln", "lr", "lc")
@@ -336,6 +338,25 @@ def conv_edges_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), inside)
 
 
+@triton.jit(do_not_specialize=("RUNS",))
+def conv_sums_kernel(
+    sums, dweight, dbias, RUNS, D: tl.constexpr, W: tl.constexpr, BLK: tl.constexpr, ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """The runs' sums ``[RUNS, (W + 1) D]`` added up: the gradients of weight and bias."""
+    size: tl.constexpr = (W + 1) * D
+    i = tl.program_id(0) * BLK + tl.arange(0, BLK)
+    r = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, BLK], tl.float32)
+    for n in range(0, RUNS, ROWS):
+        inside = (n + r < RUNS)[:, None] & (i < size)[None, :]
+        acc += tl.load(sums + (n + r).to(tl.int64)[:, None] * size + i[None, :], inside, other=0.0)
+    total = tl.sum(acc, 0)
+    tl.store(dweight + i, total.to(dweight.dtype.element_ty), i < W * D)
+    if BIAS:
+        tl.store(dbias + i - W * D, total.to(dbias.dtype.element_ty), (i >= W * D) & (i < size))
+
+
 # -- launches ------------------------------------------------------------------------------------------------
 
 
@@ -394,8 +415,10 @@ class Call:
         out = self.x.new_empty(self.B, self.N, self.W - 1, self.D)
         return self._edges(out, self.x, None, False)
 
-    def backward(self, do: Tensor, dends: Tensor | None, silu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of x, the weight, the bias and the lead, those of the weight and bias in fp32."""
+    def backward(
+        self, do: Tensor, dends: Tensor | None, silu: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Gradients of x, the weight, the bias and the lead."""
         do, D, W = aligned(do), self.D, self.W
         dends = None if dends is None else aligned(dends)
         dx = self.x.new_empty(self.B, self.T, D)
@@ -404,8 +427,9 @@ class Call:
             heads = torch.empty(self.B, self.N, W - 1, D, device=do.device)
             dlead = torch.empty(heads.shape, dtype=self.lead.dtype, device=do.device)
         if not do.numel():
-            total = torch.zeros((W + 1) * D, device=do.device)
+            dweight, dbias = torch.zeros_like(self.weight), None if self.bias is None else torch.zeros_like(self.bias)
         else:
+            dweight, dbias = torch.empty_like(self.weight), None if self.bias is None else torch.empty_like(self.bias)
             step, run = BACKWARD[0], self.run(*BACKWARD[1:])
             runs = cdiv(self.T, run)
             sums = torch.empty(self.B * runs, (W + 1) * D, device=do.device)
@@ -415,10 +439,13 @@ class Call:
                 self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, ENDS=dends is not None, **self.shape,
                 **self.present, **self.capped(REGISTERS[1]),
             )  # fmt: skip
-            total = sums.sum(0)
+            launch(
+                conv_sums_kernel, (cdiv((W + 1) * D, SUMS[1]),), sums, dweight, dweight if dbias is None else dbias,
+                self.B * runs, D=D, W=W, ROWS=SUMS[0], BLK=SUMS[1], BIAS=dbias is not None, num_warps=4,
+            )  # fmt: skip
         if dlead is not None:
             self._edges(dlead, heads, dends, True)
-        return dx, total[: W * D].view(D, W), total[W * D :], dlead
+        return dx, dweight, dbias, dlead
 
     def _edges(self, out: Tensor, dz: Tensor, dends: Tensor | None, back: bool) -> Tensor:
         if out.numel():
@@ -450,6 +477,4 @@ def backward(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, weight, bias and lead."""
-    call = Call(x, weight, bias, lead, cu)
-    dx, dweight, dbias, dlead = call.backward(do, dends, silu)
-    return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype), dlead
+    return Call(x, weight, bias, lead, cu).backward(do, dends, silu)
