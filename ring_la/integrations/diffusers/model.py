@@ -46,6 +46,8 @@ def parallelize(
         raise ArgumentError("transformer", "a model (a pipeline's transformer)", got, "pipeline.transformer")
     if not isinstance(cp, ContextParallel):
         raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
+    if not isinstance(average, bool):
+        raise ArgumentError("average", "True or False", repr(average))
     if cp.deterministic:
         raise UnsupportedError("cp", "deterministic=False", "a deterministic one", "Text and image mix by rank")
     if hasattr(transformer, "_ring_la"):
@@ -152,19 +154,16 @@ class Parallel:
 
     def _enter(self, model: nn.Module, args: tuple, keywords: Mapping[str, object]) -> None:
         """Before the model: refuse what a split call has no part for, on all ranks if on one; compare the inputs."""
-        error, facts = None, None
+        error = None
         try:
             given = self._signature.bind(model, *args, **keywords).arguments
             self._check(model, given)
             self.call = Call(self.cp, self._layouts, len(given["hidden_states"]))
-            facts = {n: _describe(x) for n, x in given.items() if isinstance(x, Tensor)}
         except (TypeError, RingLAError) as e:
             error = e
         validate = self.cp.validate
         if validate == "always" or (validate == "first" and (error is not None or not self._compared)):
-            if error is None:
-                facts |= {n: (facts[n], _sum(x)) for n, x in given.items() if isinstance(x, Tensor)}
-            report = f"refused: {error}" if error else facts
+            report = f"refused: {error}" if error else {n: _facts(x) for n, x in given.items() if n != "self"}
             try:
                 self.cp.comm.agree("the inputs of the model, which every rank must be given whole", report)
             except PeerError:
@@ -294,8 +293,15 @@ def _other_version(what: str, got: str) -> UnsupportedError:
     return UnsupportedError("transformer", f"{what} as the plan knows it", got, "Another version of Diffusers")
 
 
-def _describe(x: Tensor) -> str:
-    return f"{x.dtype} {list(x.shape)}, gradient {x.requires_grad}"
+def _facts(x: object) -> object:
+    """What must be the same of an input on all ranks; waits for the device."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {list(x.shape)}, gradient {x.requires_grad}, checksum {_sum(x)}"
+    if isinstance(x, (tuple, list)):
+        return [_facts(one) for one in x]
+    if isinstance(x, Mapping):
+        return {n: _facts(one) for n, one in x.items()}
+    return x if isinstance(x, (bool, int, float, str)) else type(x).__name__
 
 
 def _sum(x: Tensor) -> int:

@@ -115,6 +115,7 @@ def wrong_models(cp) -> dict[str, object]:
         "got Other": lambda: parallelize(Other(), cp),
         "pipeline.transformer": lambda: parallelize(object(), cp),
         "cp: ": lambda: parallelize(make("flux")[0], group(2)),
+        "average: ": lambda: parallelize(make("flux")[0], cp, average="no"),
         "not parallelized": lambda: parallelize(parallelize(make("flux")[0], cp), cp),
         "transformer_blocks.1.attn with AttnProcessor2_0": lambda: parallelize(
             odd(lambda m: setattr(m.transformer_blocks[1].attn, "processor", AttnProcessor2_0())), cp
@@ -156,6 +157,14 @@ def check_refusals(rank: int) -> list[str]:
     short = dict(encoder_hidden_states=inputs["encoder_hidden_states"][:, :1], txt_ids=inputs["txt_ids"][:1])
     expect("encoder_hidden_states: expected at least 2 tokens", lambda: model(**inputs | short))
     expect("a copy made before", lambda: copy.deepcopy(model))
+    for name, argument, one in (
+        ("cogvideox", "image_rotary_emb", (torch.ones(18, 16) + rank,) * 2),
+        ("qwen", "img_shapes", [[(1, 3, 5) if rank else (1, 5, 3)]] * 2),
+        ("ltx", "rope_interpolation_scale", (1.0, 1.0, 1.0 + rank)),
+    ):
+        other, given = make(name)
+        parallelize(other, cp)
+        expect("which every rank must be given", lambda: other(**given | {argument: one}))  # noqa: B023
     model.set_attn_processor(type(before["processor"])())
     expect("set afterwards", lambda: model(**inputs))
     return bad
