@@ -27,16 +27,7 @@ from .algebra import Affine, Rule, Transition, transpose
 from .autograd import first_derivative_only, full_precision, traced, wanting
 from .comm import Group, Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
-from .kernels import (
-    NOTHING,
-    Carried,
-    Inputs,
-    Local,
-    linear_recurrence,
-    linear_recurrence_in_place,
-    make_local,
-    state_dtype,
-)
+from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
 from .outputs import LinearAttentionOutput
 from .scan import STRATEGIES, Border, Chain, Exchange, Horizon, Link, carries
 
@@ -96,9 +87,8 @@ class _OneDevice(torch.autograd.Function):
         rule, scale, mode, backend, final = call
         local = make_local(rule, Inputs(*tensors), cu, scale, mode, backend, keep=True, final=final)
         o, S_end = local.output(S0)
-        kept = local.kept()
-        ctx.call, ctx.form = call, kept.form
-        ctx.save_for_backward(cu, S0, *tensors, *kept.tensors)
+        ctx.call = call
+        ctx.save_for_backward(cu, S0, *tensors, *local.kept())
         ctx.set_materialize_grads(False)
         return o, S_end if final else None
 
@@ -107,7 +97,7 @@ class _OneDevice(torch.autograd.Function):
     def backward(ctx, do: Tensor | None, dS_end: Tensor | None):
         rule, scale, _, backend, _ = ctx.call
         cu, S0, *rest = ctx.saved_tensors
-        inputs, kept = Inputs(*rest[: len(Inputs._fields)]), Carried(tuple(rest[len(Inputs._fields) :]), ctx.form)
+        inputs, kept = Inputs(*rest[: len(Inputs._fields)]), tuple(rest[len(Inputs._fields) :])
         local = make_local(rule, inputs, cu, scale, "chunk", backend, kept=kept)
         do = torch.zeros_like(inputs.v) if do is None else do
         gate = ctx.needs_input_grad[3 + Inputs._fields.index("g")]
@@ -224,7 +214,7 @@ class ShardedCall:
     def kind(self) -> Transition:
         return self.rule.transition
 
-    def local(self, inputs: Inputs, mode: str, kept: Carried = NOTHING, keep: bool = False) -> Local:
+    def local(self, inputs: Inputs, mode: str, kept: tuple[Tensor | None, ...] = (), keep: bool = False) -> Local:
         """What computes this rank's tokens; `kept` is what `Local.kept` of the forward's (`keep`) gave."""
         layout = self.layout
         single = len(layout.pieces) <= 1 and (not self.canonical or not layout.pieces)
@@ -307,10 +297,9 @@ class _Sharded(torch.autograd.Function):
             ctx.final_shape = final.shape
         ctx.call, ctx.has_initial = call, initial_state is not None
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-        kept = local.kept()
-        ctx.parts, ctx.form = (len(maps), len(inputs), len(sent)), kept.form
+        ctx.parts = len(maps), len(inputs), len(sent)
         if call.keep:
-            ctx.save_for_backward(S0, *maps, *inputs, *sent, *kept.tensors)
+            ctx.save_for_backward(S0, *maps, *inputs, *sent, *local.kept())
         ctx.set_materialize_grads(False)
         return o, final
 
@@ -323,7 +312,7 @@ class _Sharded(torch.autograd.Function):
         transitions, inputs, sent, kept = _cut(rest, ctx.parts)
         inputs = Inputs(*inputs)
         do = torch.zeros_like(inputs.v) if do is None else do
-        local = call.local(inputs, "chunk", Carried(kept, ctx.form))
+        local = call.local(inputs, "chunk", kept)
         dS_end = None
         if call.output_final_state:  # on every rank, used or not: the sum is collective
             dS_end = inputs.q.new_zeros(states_shape(call, inputs), dtype=state_dtype(*inputs))

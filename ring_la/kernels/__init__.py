@@ -2,12 +2,10 @@
 
 from .backends import check_choice, make_local
 from .chunking import Chunks
-from .local import NOTHING, Carried, Inputs, Local
+from .local import Inputs, Local
 from .ops import linear_recurrence, linear_recurrence_in_place, state_dtype
 
 __all__ = [
-    "NOTHING",
-    "Carried",
     "Chunks",
     "Inputs",
     "Local",

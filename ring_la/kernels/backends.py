@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from torch import Tensor
+
 from ..algebra import Rule
 from ..errors import ArgumentError, UnsupportedError
 from .chunked import ChunkedRecurrence
-from .local import NOTHING, Carried, Inputs, Local
+from .local import Inputs, Local
 from .recurrent import TokenRecurrence
 
 MODES = ("auto", "chunk", "recurrent")
@@ -74,7 +76,7 @@ def make_local(
     mode: str = "auto",
     backend: str | None = None,
     in_place: bool = False,
-    kept: Carried = NOTHING,
+    kept: tuple[Tensor | None, ...] = (),
     keep: bool = False,
     final: bool = True,
     **canonical,

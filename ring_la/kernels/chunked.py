@@ -16,7 +16,7 @@ from torch import Tensor
 from ..algebra import Rule, act, outer, product, transpose
 from ..autograd import full_precision
 from .chunking import Chunks
-from .local import NOTHING, Carried, Inputs
+from .local import Inputs
 from .terms import Decay, StateTerms, output_terms, state_terms
 
 CHUNK = {"none": 64, "scalar": 64, "diagonal": 32}
@@ -78,8 +78,8 @@ class ChunkedRecurrence:
         with full_precision(self.inputs.q):
             self._back = self._differentiable_terms(), self._scan(S0)[0]
 
-    def kept(self) -> Carried:
-        return NOTHING
+    def kept(self) -> tuple[Tensor | None, ...]:
+        return ()
 
     def gradients(
         self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True

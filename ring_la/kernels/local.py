@@ -31,17 +31,6 @@ class Inputs(NamedTuple):
     b: Tensor | None = None
 
 
-class Carried(NamedTuple):
-    """What the gradients get of what the output has computed: tensors, which autograd can keep, and how the backend
-    that made them reads them (hashable)."""
-
-    tensors: tuple[Tensor | None, ...] = ()
-    form: Hashable = None
-
-
-NOTHING = Carried()
-
-
 class Border(Protocol):
     """The exchange of states at a rank's borders, as launches among those of a backend that scans over segments.
 
@@ -121,6 +110,6 @@ class Local(Protocol):
         """
         ...
 
-    def kept(self) -> Carried:
+    def kept(self) -> tuple[Tensor | None, ...]:
         """What, given to `make_local` with the same tokens, spares `gradients` what `output` has computed."""
         ...

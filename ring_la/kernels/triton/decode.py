@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import NOTHING, Carried, Inputs, Local
+from ring_la.kernels.local import Inputs, Local
 from ring_la.kernels.triton.again import again
 from ring_la.kernels.triton.launch import ALIGNMENT, aligned, launch
 from ring_la.kernels.triton.table import cdiv, power_of_2, width
@@ -207,5 +207,5 @@ class TritonTokens:
     ) -> tuple[Inputs, Tensor]:
         return self.chunked().gradients(S0, do, dS_end, gate)
 
-    def kept(self) -> Carried:
-        return NOTHING
+    def kept(self) -> tuple[Tensor | None, ...]:
+        return ()

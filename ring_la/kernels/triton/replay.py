@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import NOTHING, Border, Carried, Inputs
+from ring_la.kernels.local import Border, Inputs
 from ring_la.kernels.triton.base import once
 from ring_la.kernels.triton.launch import ALIGNMENT, aligned
 from ring_la.kernels.triton.local import TritonRecurrence
-from ring_la.kernels.triton.tape import Known, Place, Playing, Recorder
+from ring_la.kernels.triton.tape import Known, Playing, Recorder
 
 WIDTH = len(Inputs._fields)
 
@@ -75,7 +75,7 @@ class Replay:
     prepares, crosses = TritonRecurrence.prepares, TritonRecurrence.crosses
 
     def __init__(
-        self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, kept: Carried = NOTHING,
+        self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, kept: Sequence[Tensor | None] = (),
         keep: bool = False, final: bool = True,
     ) -> None:  # fmt: skip
         self._rule, self._scale, self._keep, self._final = rule, float(scale), keep, final
@@ -86,10 +86,9 @@ class Replay:
         self._places = 0
         self._fresh: list[Tensor] = []
         self._given: list[Tensor | None] = []
-        key: list[Hashable] = [rule, self._scale, keep, v.device, kept.form]
-        given = (q, k, v, once(g), beta, a, b, cu, *kept.tensors)
-        dtypes = (dtype, dtype, dtype, None, None, dtype, dtype, torch.int32, *[None] * len(kept.tensors))
-        for x, to in zip(given, dtypes):
+        key: list[Hashable] = [rule, self._scale, keep, v.device]
+        given = (q, k, v, once(g), beta, a, b, cu, *kept)
+        for x, to in zip(given, (dtype, dtype, dtype, None, None, dtype, dtype, torch.int32, *[None] * len(kept))):
             ready, known = (None, None) if x is None else self._bring(x, to)
             self._given.append(ready)
             key.append(known)
@@ -98,7 +97,7 @@ class Replay:
         self._real: TritonRecurrence | None = None
         self._without_history: dict[int, Tensor] = {}
         self._recorder: Recorder | None = None
-        self._form, self._kept = kept.form, NOTHING
+        self._kept: tuple[Tensor | None, ...] = ()
 
     # -- the protocol ----------------------------------------------------------------------------------------
 
@@ -110,16 +109,13 @@ class Replay:
         """Nothing: see `TritonRecurrence`."""
 
     def output(self, S0: Tensor | None, border: Border | None = None) -> tuple[Tensor, Tensor | None]:
-        o, leaving = self._step(_output, ((S0, torch.float32),), self._keep, self._final, border=border)
-        if self._keep and self._real is not None:
-            self._kept = Carried(tuple(self._real.kept()))
-        elif self._keep:
-            tape = self._node.tape
-            self._kept = Carried(tuple(self._playing.tensors[n] for n in tape.kept), tape.form)
+        call = _output_and_kept if self._keep else _output
+        o, leaving, *kept = self._step(call, ((S0, torch.float32),), self._final, border=border)
+        self._kept = tuple(kept)
         return o, leaving
 
-    def kept(self) -> Carried:
-        """What spares the gradients work, after `output`: as `TritonRecurrence` has it, or in a tape's form."""
+    def kept(self) -> tuple[Tensor | None, ...]:
+        """What spares the gradients work, after `output`; see `TritonRecurrence`."""
         return self._kept
 
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
@@ -172,8 +168,7 @@ class Replay:
             self._played.append(step)
             return node.tape.play(self._playing)
         if self._real is None:  # from here on by the real thing, which does again what tapes have done
-            known = node.seen or self._played or self._form is not None
-            self._recorder = Recorder() if known and not node.refused else None
+            self._recorder = Recorder() if (node.seen or self._played) and not node.refused else None
             for played in self._played:
                 self._do(played)
         node.seen = True
@@ -188,28 +183,20 @@ class Replay:
         for x in step.fresh:
             recorder.bring(self._plain(x))
         recorder.outlived(() if step.border is None else step.border.memory)
-        kept = self._read() if self._real is None else ()
-        for x, place in zip(kept, self._form or ()):
-            if isinstance(place, Place):
-                recorder.bring_part(x, self._plain(self._given[WIDTH + 1 + place.buffer]), place)
         with recorder:
-            out = step.call(self._begun(kept), *arguments, **keywords)
+            out = step.call(self._begun(), *arguments, **keywords)
             kept = self._real.kept() if self._keep else ()
         tape = recorder.finish(out, kept, last=step.call in LAST)
         if node.tape is None:
             node.tape, node.refused = tape, tape is None
         return out
 
-    def _begun(self, kept: tuple[Tensor | None, ...] | None = None) -> TritonRecurrence:
+    def _begun(self) -> TritonRecurrence:
         if self._real is None:
             given = [self._plain(x) for x in self._given]
-            inputs, cu, kept = Inputs(*given[:WIDTH]), given[WIDTH], self._read() if kept is None else kept
+            inputs, cu, kept = Inputs(*given[:WIDTH]), given[WIDTH], tuple(given[WIDTH + 1 :])
             self._real = TritonRecurrence(self._rule, inputs, cu, self._scale, kept)
         return self._real
-
-    def _read(self) -> tuple[Tensor | None, ...]:
-        """What was kept, as `TritonRecurrence` takes it."""
-        return fields(Carried(tuple(self._plain(x) for x in self._given[WIDTH + 1 :]), self._form))
 
     def _plain(self, x: Tensor | bool | None) -> Tensor | bool | None:
         """`x` without its history, the same tensor each time."""
@@ -220,23 +207,22 @@ class Replay:
         return self._without_history[id(x)]
 
 
-def fields(kept: Carried) -> tuple[Tensor | None, ...]:
-    """What was kept, tensor by tensor."""
-    held = kept.tensors
-    if kept.form is None:
-        return held
-    return tuple(x if x is None else x.of(held[x.buffer]) if isinstance(x, Place) else held[x] for x in kept.form)
-
-
 def _summary(real: TritonRecurrence, S0: Tensor | None, through: bool) -> Sequence[Tensor | None]:
     return real.summary(S0, through)
 
 
 def _output(
-    real: TritonRecurrence, S0: Tensor | None, keep: bool, final: bool, border: Border | None = None
+    real: TritonRecurrence, S0: Tensor | None, final: bool, border: Border | None = None
 ) -> Sequence[Tensor | None]:
-    o, leaving = real.output(S0, keep, border)
+    o, leaving = real.output(S0, border=border)
     return o, leaving if final else None
+
+
+def _output_and_kept(
+    real: TritonRecurrence, S0: Tensor | None, final: bool, border: Border | None = None
+) -> Sequence[Tensor | None]:
+    o, leaving = real.output(S0, keep=True, border=border)
+    return o, leaving if final else None, *real.kept()
 
 
 def _adjoint(real: TritonRecurrence, do: Tensor, dS_end: Tensor | None) -> Sequence[Tensor | None]:
@@ -256,5 +242,5 @@ def _gradients(
     return *grads, None if S0 is None else dS0
 
 
-LAST = (_output, _gradients)
+LAST = (_output, _output_and_kept, _gradients)
 """Steps after which what is still there is hardly needed."""

@@ -7,7 +7,6 @@ that nobody sees afterwards, laid out by when each part was needed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -46,11 +45,6 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def of(self, buffer: Tensor) -> Tensor:
-        """The tensor that lies there."""
-        size = self.dtype.itemsize * _count(self.shape)
-        return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
-
 
 @dataclass(frozen=True)
 class Tiled:
@@ -72,6 +66,7 @@ class Described:
     padding = "zero"
 
     def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
+        bind()
         self.base, self.shape, self.strides = self, shape, strides
         self.data_ptr = lambda: address
 
@@ -99,7 +94,8 @@ class Playing:
 
     def at(self, place: Place) -> Tensor:
         """A tensor over part of a buffer."""
-        return place.of(self.tensors[place.buffer])
+        size = place.dtype.itemsize * _count(place.shape)
+        return self.tensors[place.buffer][place.offset : place.offset + size].view(place.dtype).view(place.shape)
 
 
 class Launched(NamedTuple):
@@ -127,10 +123,8 @@ class Launched(NamedTuple):
         bases, frame = playing.bases, self.frame.copy()
         for i, number, offset in self.places:
             frame[i] = bases[number] + offset
-        if self.tiles:
-            bind()
-            for i, tiled in self.tiles:
-                frame[i] = tiled.at(frame[i])
+        for i, tiled in self.tiles:
+            frame[i] = tiled.at(frame[i])
         frame[STREAM] = playing.stream if self.beside is None else self.beside.stream.cuda_stream
         self.how.start(frame)
 
@@ -174,8 +168,7 @@ class Tape(NamedTuple):
     """The work of one step of a call.
 
     `end` is the first number beyond its tensors; `room` are those allocated (number, shape, strides, dtype), bytes
-    holding many parts; `dead` are those nobody needs after it; `returned` is its result. `kept` are tensors that hold
-    what is kept, and `form` says which of them each is, or where in one of them.
+    holding many parts; `dead` are those nobody needs after it; `returned` is its result.
     """
 
     end: int
@@ -183,8 +176,6 @@ class Tape(NamedTuple):
     work: tuple[Launched | InterpretedLaunch | Ordered | Operation, ...]
     dead: tuple[int, ...]
     returned: tuple[int, ...]
-    kept: tuple[int, ...] = ()
-    form: tuple[int | Place | None, ...] = ()
 
     def play(self, playing: Playing) -> list[Tensor | None]:
         """Do it on what `playing` holds."""
@@ -258,10 +249,6 @@ class Recorder(TorchDispatchMode):
         """A tensor of the caller; the numbers are those `Playing.bring` gives."""
         return self._number(x)
 
-    def bring_part(self, x: Tensor, of: Tensor, place: Place) -> None:
-        """A tensor over part of one that was brought."""
-        self._places[self._number(x)] = place._replace(buffer=self._numbers[of])
-
     def outlived(self, tensors: Sequence[Tensor]) -> None:
         """Tensors that are there as long as the tape is, at one address."""
         self._lasting |= {id(x): x for x in tensors}
@@ -329,29 +316,35 @@ class Recorder(TorchDispatchMode):
     ) -> Tape | None:
         """The tape of the step that ends here with `returned`. None: it did something that cannot be repeated so.
 
-        Results must be tensors of their own: so are all that are still there, but after the `last` step, when no later
-        one returns them. What is `kept` then lies in one buffer.
+        `kept` must be tensors of their own, as the results are: so are all that are still there, but after the `last`
+        step, when no later one returns them.
         """
         self._look()
         events, self._events = self._events, []
         allocated, self._allocated = self._allocated, {}
         numbers = tuple(0 if x is None else self._numbers.get(x, -1) for x in returned)
-        keeping = tuple(None if x is None else self._numbers.get(x, -1) for x in kept)
         if -1 in numbers or any(n in self._places for n in numbers):
             self._refused = True
-        if self._refused or -1 in keeping:
+        if self._refused:
             return None
         used = {r.number for e in events if e[0] == "operation" for r in _refs(e[2])}
-        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in returned if x is not None}
+        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in (*returned, *kept) if x is not None}
         whole = {
             n for n, a in allocated.items()
             if n in used or a.storage.cdata in storages or (a.died is None and not last)
         }  # fmt: skip
-        parts = {n: a for n, a in allocated.items() if n not in whole}
-        room = [(n, allocated[n].shape, _strides(allocated[n].shape), allocated[n].dtype) for n in sorted(whole)]
-        scratch = {n: a for n, a in parts.items() if n not in keeping or a.died is not None}
-        buffer = self._together(scratch, room)
-        self._together({n: a for n, a in parts.items() if n not in scratch}, room)
+        scratch = {n: a for n, a in allocated.items() if n not in whole and a.died is not None}
+        lasting = {n: a for n, a in allocated.items() if n not in whole and a.died is None}
+        buffers = []
+        for parts in (scratch, lasting):
+            offsets, size = layout(
+                [(a.size, a.born, len(events) if a.died is None else a.died) for a in parts.values()]
+            )
+            if parts:
+                buffers.append((self._next, size))
+                places = zip(parts.items(), offsets)
+                self._places |= {n: Place(self._next, offset, a.shape, a.dtype) for (n, a), offset in places}
+                self._next += 1
         alive = {number for number in self._numbers.values()}
         needed = alive | set(numbers) | used | {r.number for e in events if e[0] == "launched" for r in _refs(e[3])}
         work = tuple(
@@ -360,27 +353,10 @@ class Recorder(TorchDispatchMode):
             if e[0] in ("launched", "ordered") or (e[0] == "operation" and _wanted(e, needed))
         )
         made = whole | {n for e in events if e[0] == "operation" for n in e[4] if n}
-        ended = all(a.died is not None for a in scratch.values())
-        dead = (*(n for n in made if n not in alive), *(buffer if ended else ()))
-        places = [None if n is None else self._places.get(n, n) for n in keeping]
-        held = list(dict.fromkeys(p.buffer if isinstance(p, Place) else p for p in places if p is not None))
-        form = tuple(
-            p._replace(buffer=held.index(p.buffer)) if isinstance(p, Place) else None if p is None else held.index(p)
-            for p in places
-        )
-        return Tape(self._next, tuple(room), work, dead, numbers, tuple(held), form)
-
-    def _together(self, parts: dict[int, _Allocated], room: list[tuple]) -> tuple[int, ...]:
-        """Give these parts one buffer; returns its number, if there are any."""
-        if not parts:
-            return ()
-        lives = [(a.size, a.born, sys.maxsize if a.died is None else a.died) for a in parts.values()]
-        offsets, size = layout(lives)
-        number, self._next = self._next, self._next + 1
-        for (n, a), offset in zip(parts.items(), offsets):
-            self._places[n] = Place(number, offset, a.shape, a.dtype)
-        room.append((number, (size,), (1,), torch.uint8))
-        return (number,)
+        dead = tuple(n for n in made if n not in alive) + tuple(n for n, _ in buffers[: bool(scratch)])
+        room = [(n, allocated[n].shape, _strides(allocated[n].shape), allocated[n].dtype) for n in sorted(whole)]
+        room += [(n, (size,), (1,), torch.uint8) for n, size in buffers]
+        return Tape(self._next, tuple(room), work, dead, numbers)
 
     def _done(self, event: tuple) -> Launched | InterpretedLaunch | Ordered | Operation:
         if event[0] == "ordered":
