@@ -32,12 +32,13 @@ def errors(case: Case, op: Op, shape: Shape, device: str) -> dict[str, float]:
 
 
 def results(op: Op, x: Inputs) -> Inputs:
-    """The output, and the gradients by ``d`` and the input's name."""
+    """The output, and the gradients by ``d`` and the input's name; the output's own is rounded to bf16, the same one in
+    every dtype."""
     o = op(x)
     wanted = [n for n, t in x.items() if t.requires_grad]
     if not wanted:
         return {"o": o}
-    do = torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(3), device=o.device)
+    do = torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(3), device=o.device).bfloat16()
     grads = torch.autograd.grad(o, [x[n] for n in wanted], do.to(o.dtype))
     return {"o": o.detach()} | {f"d{n}": g for n, g in zip(wanted, grads)}
 
