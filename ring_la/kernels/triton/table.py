@@ -40,7 +40,7 @@ SUMMARY: Table = {
     ("delta_diagonal", 128): Launch(64, 4, 2), ("additive_diagonal", 128): Launch(64, 4, 2),
 }  # fmt: skip
 # The same where ranks take part: the first and the last segment too, which three programs a multiprocessor do not hold.
-SUMMARY_ALL: Table = SUMMARY | {("delta_scalar", 128): Launch(64, 4, 2)}
+SUMMARY_ALL: Table = SUMMARY | {("delta_scalar", 128): Launch(64, 4, 2), ("delta_none", 128): Launch(64, 4, 2)}
 OUTPUT: Table = {
     64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1), ("delta_diagonal", 128): Launch(128, 8, 2),
     ("dplr_diagonal", 128): Launch(128, 8, 2),
@@ -65,7 +65,7 @@ INNER = {0: 64, 1: 32}
 # One stage and 64 channels under 8 warps: with pipelined loads, or 32 channels under 4 warps, what the compiler makes
 # of the delta rule's gradient is wrong at times, or reads outside of its memory.
 GRADIENT_DIAGONAL: Table = {
-    64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(64, 4, 1)
+    64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(32, 4, 1)
 }  # fmt: skip
 INTRA: Table = {
     64: Launch(64, 4, 1), 128: Launch(128, 4, 1), 256: Launch(64, 4, 1), ("delta_scalar", 128): Launch(128, 4, 1, 128)
