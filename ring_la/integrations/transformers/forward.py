@@ -39,8 +39,7 @@ def model_forward(original: Callable) -> Callable:
         cache = arguments.get(parallel.cache)
         if cache is not None and _filled(cache):
             return _whole(self, parallel, original, arguments)
-        if parallel.unchecked:
-            parallel.check(self)
+        parallel.check_again(self)
         return _split(self, parallel, original, arguments)
 
     return forward
@@ -78,9 +77,7 @@ def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
 
 def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
     """A call on this rank's tokens."""
-    noise = getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) if model.training else None
-    if noise:
-        raise UnsupportedError("neftune_noise_alpha", "None", noise, "Its noise goes by the tokens of a rank")
+    _refuse_by_places(model)
     call, local = parallel.read(arguments)
     if call.targets is None:
         call.agreed = agreed(call.layout.cp.comm, call.fingerprint)
@@ -113,6 +110,18 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
         out[name] = _marked(x, parallel, call)
     out.layout = call.layout
     return out.to_tuple() if arguments.get("return_dict") is False else out
+
+
+def _refuse_by_places(model: PreTrainedModel) -> None:
+    """Refuse what the Trainer or PEFT put into a model that counts the tokens of a row."""
+    noise = getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) if model.training else None
+    if noise:
+        raise UnsupportedError("neftune_noise_alpha", "None", noise, "Its noise goes by the tokens of a rank")
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        tokens = getattr(config, "alora_invocation_tokens", None)
+        if tokens:
+            hint = "Such an adapter counts a rank's tokens from their end"
+            raise UnsupportedError("alora_invocation_tokens", "None", tokens, hint)
 
 
 def _check_loss(model: PreTrainedModel, call: Call, out: ModelOutput) -> None:

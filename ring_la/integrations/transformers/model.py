@@ -68,7 +68,8 @@ def parallelize(
         loss_chunk: with labels, logits exist for about this many tokens at once, forward and backward, and are not
             returned; None: for all of this rank's.
         check: run the model a few times on a few tokens to see that nothing else crosses the sequence. On a model
-            without memory (device "meta") it is done in the first call.
+            without memory (device "meta") it is done in the first call; modules put in later (adapters) are checked in
+            the next one.
 
     Raises:
         ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
@@ -91,7 +92,7 @@ def parallelize(
     parallel = Parallel(cp, kind, cp.size if average else 1, loss_chunk)
     with ExitStack() as undo:
         parallel.adopt(model, undo)
-        parallel.unchecked = check
+        parallel.wanted = parallel.unchecked = check
         if check and not any(p.is_meta for p in model.parameters()):
             parallel.check(model)
         undo.pop_all()  # accepted
@@ -105,7 +106,7 @@ class Parallel:
         cp, kind, loss_chunk: as given.
         scale: what gradients of a call's results are multiplied by.
         call: the split call under way, or whose backward pass is; None in a call that is not split.
-        unchecked: whether the check is still to be done.
+        wanted: whether to check at all; unchecked: whether that is still to be done.
         cache: the name of the model's argument and result that is its cache.
         uncached: the class that keeps it from having one after a split call, or None.
         loss: the model's own loss function.
@@ -114,9 +115,10 @@ class Parallel:
     def __init__(self, cp: ContextParallel, kind: str, scale: int, loss_chunk: int | None) -> None:
         self.cp, self.kind, self.scale, self.loss_chunk = cp, kind, scale, loss_chunk
         self.call: Call | None = None
-        self.unchecked = False
+        self.wanted = self.unchecked = False
         self.loss: Callable = ForCausalLMLoss
         self._compared = False
+        self._adapters: list[tuple[str, int]] | None = None
         self.cache, self.uncached = "past_key_values", None
         self._layouts: dict[tuple, ShardedLayout] = {}
         self._forwards: dict[type, Callable] = {}
@@ -206,6 +208,18 @@ class Parallel:
             self._compared = True
         return call, local
 
+    def check_again(self, model: PreTrainedModel) -> None:
+        """Check what has come since: in the first call, and where PEFT notes other adapters than in the last one."""
+        if not self.wanted:
+            return
+        adapters = [(name, id(config)) for name, config in (getattr(model, "peft_config", None) or {}).items()]
+        if adapters != self._adapters:
+            self.unchecked |= any("_ring_la" not in vars(module) for module in model.modules())
+            self._adapters = adapters
+        if self.unchecked:
+            self.check(model)
+
+    @torch.compiler.disable
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a model of which something uncovered crosses the sequence."""
         embedding, original = model.get_input_embeddings(), self.forward_of(type(model))

@@ -8,16 +8,20 @@ Everything runs on one device on a few tokens, and only ring_la's operators are 
     of a token in the tensor, which on a split sequence is not its place in the sequence. Computing with a range as long
     as the tensor counts too: it may matter only after thousands of tokens.
 3.  Positions given and positions left to the model. Where results differ, the model does not count from 0.
+
+Meanwhile parameters that are all zero are random: behind a gate that is closed nothing could be seen.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ...errors import RingLAError, UnsupportedError
@@ -52,7 +56,7 @@ def check(model: nn.Module, run: Run, vocabulary: int, longest: int, device: tor
     modes = [(m, m.training) for m in model.modules()]
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), _without_zeros(model):
             probe.neighbours()
             probe.places()
             probe.positions()
@@ -202,6 +206,22 @@ class _Probe:
     def _describe(self, name: str) -> str:
         kind = type(self.model.get_submodule(name)).__name__
         return f"{name} ({kind})" if name else kind
+
+
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Parameters that are zero get small random values: adapters start with a zero that would hide what they do."""
+    zeros = []
+    for p in model.parameters():
+        local = p.to_local() if isinstance(p, DTensor) else p
+        if p.dtype in TOLERANCE and local.numel() and not local.reshape(-1)[:64].any() and not local.any():
+            random = torch.Generator(local.device).manual_seed(len(zeros))
+            zeros.append(local.normal_(std=p.shape[-1] ** -0.5 if p.dim() > 1 else 0.3, generator=random))
+    try:
+        yield
+    finally:
+        for local in zeros:
+            local.zero_()
 
 
 class _Ranges(TorchFunctionMode):

@@ -365,6 +365,17 @@ class Faded(torch.nn.Module):
         return x * (torch.arange(x.shape[1]) / 1000).clamp(min=1)[:, None]
 
 
+class Averaged(torch.nn.Module):
+    """As adapters start: looks at other tokens as soon as its gate is not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * x.mean(1, keepdim=True)
+
+
 def refused_models(rank: int) -> None:
     import transformers
 
@@ -388,11 +399,16 @@ def refused_models(rank: int) -> None:
     for norm, message in (
         (BatchNorm(), r"model\.norm\.inner \(BatchNorm1d\): statistics"),
         (Faded(), r"model\.norm \(Faded\), which goes by"),
+        (Averaged(), r"model\.norm \(Averaged\), whose result at one token depends"),
     ):
-        model = CASES["llama"].make()
-        model.model.norm = norm
+        model, later = CASES["llama"].make(), parallelize(CASES["llama"].make(), cp)
+        model.model.norm = later.model.norm = norm
         with pytest.raises(UnsupportedError, match=message):
             parallelize(model, cp)
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=message):  # put in after the check
+                later(input_ids=ids())
+    assert not any(bool(p.any()) for p in norm.parameters())  # as it was
     bamba = CASES["bamba"]
     with_more = parallelize(replace(bamba, options=bamba.options | {"z_loss_coefficient": 0.1}).make(), cp)
     with pytest.raises(UnsupportedError, match=r"labels: .* BambaForCausalLM, which adds to its loss_function's"):

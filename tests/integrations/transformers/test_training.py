@@ -136,22 +136,42 @@ def test_lora(ranks, targets, saved):
     ranks.run(2, lora, targets, saved)
 
 
+def lora_by_places(rank: int) -> None:
+    """An adapter that counts tokens from the end of a row, added when the model has been called, is refused."""
+    from peft import LoraConfig, get_peft_model
+
+    from ring_la.errors import UnsupportedError
+
+    model, _ = parallel("llama")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted(input_ids=ids(), labels=ids())
+    adapted.add_adapter("activated", LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[4, 5]))
+    with pytest.raises(UnsupportedError, match="alora_invocation_tokens: expected None"):
+        adapted(input_ids=ids(), labels=ids())
+
+
+def test_lora_that_goes_by_places(ranks):
+    pytest.importorskip("peft")
+    ranks.run(1, lora_by_places)
+
+
 def compiled(rank: int) -> int:
-    """The same loss and gradients from a compiled model; returns the number of graphs."""
+    """The same loss and gradients from two compiled models of a class; returns the number of graphs."""
     import torch._dynamo.testing
 
     x = ids(2)
-    model, cp = parallel("qwen3_next")
-    model.model.layers = model.model.layers[:2]
-    want = model(input_ids=x, labels=x)
-    want.loss.backward()
-    expected = gradients(model, cp)
     counter = torch._dynamo.testing.CompileCounter()
-    got = torch.compile(model, backend=counter)(input_ids=x, labels=x)
-    got.loss.backward()
-    close(got.loss, want.loss)
-    for n, g in gradients(model, cp).items():
-        close(g, expected[n], msg=lambda m, n=n: f"{n}: {m}")
+    for layers in (2, 1):
+        model, cp = parallel("qwen3_next")
+        model.model.layers = model.model.layers[:layers]
+        want = model(input_ids=x, labels=x)
+        want.loss.backward()
+        expected = gradients(model, cp)
+        got = torch.compile(model, backend=counter)(input_ids=x, labels=x)
+        got.loss.backward()
+        close(got.loss, want.loss)
+        for n, g in gradients(model, cp).items():
+            close(g, expected[n], msg=lambda m, n=n: f"{n}: {m}")
     torch._dynamo.reset()
     return counter.frame_count
 

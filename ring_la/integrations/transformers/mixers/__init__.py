@@ -85,6 +85,7 @@ def make_forward(kind: type, parallel: Parallel) -> Callable:
         return bound
 
     scope = {**inner.__globals__, **{name: bind(name, operator) for name, operator in entry.items()}}
-    forward = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
+    code = inner.__code__.replace()  # torch.compile keeps what it compiled, of one scope, by the code object
+    forward = types.FunctionType(code, scope, inner.__name__, inner.__defaults__, inner.__closure__)
     forward.__kwdefaults__ = inner.__kwdefaults__
     return functools.wraps(own)(forward)
