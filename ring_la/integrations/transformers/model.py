@@ -67,8 +67,8 @@ def parallelize(
             the Trainer, which average over all ranks.
         loss_chunk: with labels, logits exist for about this many tokens at once, forward and backward, and are not
             returned; None: for all of this rank's.
-        check: run the model a few times on a few tokens to see that nothing else crosses the sequence. On a model
-            without memory (device "meta") it is done in the first call; modules put in later (adapters) are checked in
+        check: run the model a few times on a few tokens to see that nothing else crosses the sequence. Where a rank's
+            model is without memory (device "meta") all do it in the first call; modules put in later (adapters) are checked in
             the next one.
 
     Raises:
@@ -93,7 +93,7 @@ def parallelize(
     with ExitStack() as undo:
         parallel.adopt(model, undo)
         parallel.wanted = parallel.unchecked = check
-        if check and not any(p.is_meta for p in model.parameters()):
+        if check and not parallel.somewhere(any(p.is_meta for p in model.parameters())):
             parallel.check(model)
         undo.pop_all()  # accepted
     return model
@@ -207,6 +207,11 @@ class Parallel:
             comm.agree("the whole batch, which every rank must be given", sums)
             self._compared = True
         return call, local
+
+    def somewhere(self, here: bool) -> bool:
+        """Whether something holds on any rank: FSDP loads weights on one, and the check may gather them. Collective."""
+        with self.cp.device:
+            return bool(self.cp.comm.all_reduce(torch.tensor(float(here))).wait() > 0)
 
     def check_again(self, model: PreTrainedModel) -> None:
         """Check what has come since: in the first call, and where PEFT notes other adapters than in the last one."""

@@ -155,8 +155,12 @@ def checked_late(rank: int, folder: str) -> None:
     for m in late:
         m.to_empty(device="cpu")
         m.apply(m._init_weights)
-    with pytest.raises(UnsupportedError, match=r"blocks\.0\.attention"):
-        late[0](input_ids=ids())
+    with torch.device("meta" if rank else "cpu"):  # as FSDP loads weights
+        late.append(parallelize(kinds[0](rwkv), cp))
+    for m in (late[0], late[2].to_empty(device="cpu")):
+        m.apply(m._init_weights)
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.attention"):
+            m(input_ids=ids())
     late[1].load_state_dict(model.state_dict())
     late[1].model.rotary_emb.load_state_dict(model.model.rotary_emb.state_dict())
     late[1].model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq)
