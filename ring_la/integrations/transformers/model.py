@@ -68,8 +68,8 @@ def parallelize(
         loss_chunk: with labels, logits exist for about this many tokens at once, forward and backward, and are not
             returned; None: for all of this rank's.
         check: run the model a few times on a few tokens to see that nothing else crosses the sequence. Where a rank's
-            model is without memory (device "meta") all do it in the first call; modules put in later (adapters) are checked in
-            the next one.
+            model is without memory (device "meta") all do it in the first call; what is put in later (adapters) is
+            checked in the next one.
 
     Raises:
         ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
