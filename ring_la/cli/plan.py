@@ -108,13 +108,13 @@ class Prediction:
 
 
 def run(args: argparse.Namespace) -> None:
-    setting = read(args)
+    setting, clusters = read(args), sizes(args.gpus)
     w = setting.work
     print(f"{len(w.blocks)} blocks, {w.parameters / 1e9:.2f} G parameters, {setting.length} tokens a sequence")
     print(f"rates: {setting.rates.source}")
-    print("    GPUs     P  tokens/rank" + "".join(f"{name:>12}" for name in COLUMNS))
+    print("    GPUs     P  tokens/rank" + "".join(f"{name:>12}" for name in COLUMNS[:-1]) + f"  {COLUMNS[-1]}")
     table = []
-    for gpus in sizes(args.gpus):
+    for gpus in clusters:
         lines = [predict(setting, gpus, P) for P in splits(gpus, setting.length)]
         fitting = [line for line in lines if line.fits]
         best = max(fitting, key=lambda line: line.throughput) if fitting else None
@@ -147,6 +147,8 @@ def read(args: argparse.Namespace) -> Setting:
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise ArgumentError(name, "a number ≥ 1", value)
+    if args.memory is not None and not args.memory > 0:
+        raise ArgumentError("--memory", "GiB of one GPU, more than 0", args.memory)
     again = tuple(filter(None, args.recompute.split(",")))
     for name in again:
         if name not in ("block", "mlp", "norm", *LAYERS):
@@ -294,5 +296,5 @@ def _again(setting: Setting, block: Work, tokens: float) -> float:
 def shown(line: Prediction, length: int) -> str:
     times = (line.seconds, line.compute, line.exchange, line.attention, line.weights)
     text = f"{line.gpus:8}{line.P:6}{length // line.P:13}" + "".join(f"{t * 1e3:9.1f} ms" for t in times)
-    text += f"{line.memory / 2**30:8.1f} GiB{line.throughput:12.0f}"
+    text += f"{line.memory / 2**30:8.1f} GiB{line.throughput:14.0f}"
     return text + ("" if line.fits else "  does not fit") + "".join(f"  {n}: {s}" for n, s in line.strategies.items())

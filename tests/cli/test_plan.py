@@ -192,6 +192,7 @@ def test_the_command(tmp_path, capsys):
         (("--inside", "10"), "--inside: expected latency"),
         (("--between", "10,-3"), "--between: expected latency"),
         (("--length", "0"), "--length: expected a number"),
+        (("--memory", "-3"), "--memory: expected GiB"),
         (("--recompute", "gdn,banana"), "--recompute: expected block, mlp, norm or names"),
         (("--rounds", "0"), "--rounds: expected a number"),
         (("--layers", "banana"), "layers: expected names out of"),
@@ -199,6 +200,7 @@ def test_the_command(tmp_path, capsys):
         (("--rates", "/nonexistent.json"), "--rates: expected a bench_scan.json"),
     ],
 )
-def test_bad_options(words, message):
+def test_bad_options(words, message, capsys):
     with pytest.raises(ArgumentError, match=message):
         plan.run(options("--layers", "gla", "--repeat", "1", "--dim", "32", "--heads", "2", *words))
+    assert not capsys.readouterr().out, "nothing is printed before all options are read"
