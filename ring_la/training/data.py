@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -49,16 +50,28 @@ class Tokenizer:
             require("tokenizers", f"the tokenizer {name}")
             from tokenizers import Tokenizer as Fast
 
-            fast = Fast.from_file(name)
+            with _named(name):
+                fast = Fast.from_file(name)
             ends = (fast.token_to_id(t) for t in ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"))
             encode = lambda text: fast.encode(text, add_special_tokens=False).ids  # noqa: E731
             return cls(encode, fast.get_vocab_size(), next((e for e in ends if e is not None), None))
         require("transformers", f"the tokenizer {name}")
         from transformers import AutoTokenizer
 
-        auto = AutoTokenizer.from_pretrained(name)
+        with _named(name):
+            auto = AutoTokenizer.from_pretrained(name)
         encode = lambda text: auto(text, add_special_tokens=False)["input_ids"]  # noqa: E731
         return cls(encode, len(auto), auto.eos_token_id)
+
+
+@contextmanager
+def _named(tokenizer: str) -> Iterator[None]:
+    """Name the tokenizer in what its library says."""
+    try:
+        yield
+    except Exception as error:  # tokenizers knows no other kind
+        expected = "bytes, a tokenizer.json or what AutoTokenizer takes"
+        raise ArgumentError("tokenizer", expected, repr(tokenizer), f"{type(error).__name__}: {error}") from error
 
 
 def require(module: str, what: str) -> None:
@@ -142,13 +155,23 @@ def read(files: Sequence[Path], column: str) -> Iterator[str]:
             require("pyarrow", str(file))
             from pyarrow.parquet import ParquetFile
 
-            for batch in ParquetFile(file).iter_batches(columns=[column]):
+            table = ParquetFile(file)
+            _check_column(column, table.schema_arrow.names, file)
+            for batch in table.iter_batches(columns=[column]):
                 yield from (text for text in batch.column(0).to_pylist() if text)
         elif file.suffix == ".jsonl":
             with open(file) as lines:
-                yield from (json.loads(line)[column] for line in lines if line.strip())
+                for line in filter(str.strip, lines):
+                    row = json.loads(line)
+                    _check_column(column, list(row), file)
+                    yield row[column] or ""
         else:
             yield file.read_text(errors="replace")
+
+
+def _check_column(column: str, there: list[str], file: Path) -> None:
+    if column not in there:
+        raise ArgumentError("text_column", f"one of {there} in {file}", repr(column))
 
 
 class PackedSequences(Dataset):

@@ -106,6 +106,20 @@ def test_what_is_wrong_is_named(corpus, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ArgumentError, match="source: expected files with text"):
         Corpus.prepare(str(tmp_path / "empty.txt"), str(tmp_path))
+    (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
+    with pytest.raises(ArgumentError, match=r"text_column: expected one of \['body'\] in .*a.jsonl, got 'text'"):
+        Corpus.prepare(str(tmp_path / "a.jsonl"), str(tmp_path))
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"body": TEXTS}), tmp_path / "b.parquet")
+        with pytest.raises(ArgumentError, match=r"text_column: expected one of \['body'\] in .*b.parquet, got 'text'"):
+            Corpus.prepare(str(tmp_path / "b.parquet"), str(tmp_path))
+    for module, name in (("tokenizers", "nowhere.json"), ("transformers", "/no/where")):
+        pytest.importorskip(module)
+        with pytest.raises(ArgumentError, match=f"tokenizer: expected bytes, .*, got '{name}'"):
+            Corpus.prepare(str(tmp_path / "a.jsonl"), str(tmp_path), name, "body")
     with pytest.raises(ArgumentError, match="seq_len: expected at least 2"):
         PackedSequences(corpus, 1)
     torch.testing.assert_close(corpus.offsets[0], torch.tensor(0))
