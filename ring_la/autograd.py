@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -23,7 +23,7 @@ def traced(x: Tensor) -> bool:
         torch.compiler.is_compiling()
         or type(x) not in (Tensor, torch.nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _in_functorch()
     )
 
 
@@ -42,19 +42,42 @@ def bare(*tensors: Tensor | None) -> bool:
     return not wanting(*tensors) and not traced(tensors[0])
 
 
-def forward_mode() -> bool:
-    """Whether something differentiates forwards (torch.func.jvp, torch.autograd.forward_ad)."""
-    return forward_ad._current_level >= 0
+def transformed() -> bool:
+    """Whether something differentiates forwards (torch.func.jvp, torch.autograd.forward_ad), or is one of torch.func's
+    other transforms."""
+    return forward_ad._current_level >= 0 or _in_functorch()
 
 
-def refuse_tangents(named: Iterable[tuple[str, object]]) -> None:
-    """Refuse forward-mode derivatives: at an operator without them PyTorch drops a tangent and says nothing."""
-    if not forward_mode():
+def refuse_transforms(named: Iterable[tuple[str, object]]) -> None:
+    """Refuse derivatives that operators do not have: forward-mode ones, where PyTorch drops a tangent and says nothing,
+    and those of torch.func, which go through no operator. torch.vmap without gradients does."""
+    if not transformed():
         return
     for name, t in named:
-        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            hint = "Differentiate backwards (torch.func.vjp), or take ring_la.reference"
-            raise UnsupportedError(name, "no tangent of forward-mode differentiation", "a tensor with one", hint)
+        for x in _levels(t):
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+                raise UnsupportedError(name, "no tangent of forward-mode differentiation", "one", _INSTEAD)
+            if x.requires_grad and torch.is_grad_enabled() and _in_functorch():
+                raise UnsupportedError(name, "no gradient within a transform of torch.func", "one", _INSTEAD)
+
+
+_INSTEAD = "Differentiate backwards (torch.autograd.grad), or take ring_la.reference"
+
+
+def _in_functorch() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _levels(t: object) -> Iterator[Tensor]:
+    """A tensor as each transform of torch.func around it sees it, but for batched ones, which hide what they are."""
+    if not isinstance(t, Tensor):
+        return
+    wrapped = torch._C._functorch
+    while wrapped.is_functorch_wrapped_tensor(t):
+        if not wrapped.is_batchedtensor(t):
+            yield t
+        t = wrapped.get_unwrapped(t)
+    yield t
 
 
 def full_precision(*tensors: Tensor | None) -> AbstractContextManager:

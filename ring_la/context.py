@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .algebra import Affine
 from .autograd import first_derivative_only, outside_graphs
 from .comm import TRANSPORTS, Group, Route
-from .errors import ArgumentError, PeerError, RingLAError
+from .errors import ArgumentError, PeerError, RingLAError, UnsupportedError
 from .layout import Layout
 from .scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
 
@@ -26,7 +26,21 @@ CANONICAL_CHUNK = 64
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class ContextParallel:
+class _OfThisProcess:
+    """A handle of something of this process: a copy is the handle itself, and there is no pickle."""
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo: dict):
+        return self
+
+    def __reduce__(self):
+        hint = "Pickle what it was made of, and make another there"
+        raise UnsupportedError(type(self).__name__, "one that stays in its process", "a pickle", hint)
+
+
+class ContextParallel(_OfThisProcess):
     """One sequence over the ranks of a group.
 
     Args:
@@ -169,7 +183,7 @@ class Grid:
         return cls(ulysses, ring, tuple(tuple(whole.global_ranks.index(r) for r in line) for line in lines))
 
 
-class ShardedLayout(Layout):
+class ShardedLayout(_OfThisProcess, Layout):
     """A `Layout` bound to its `ContextParallel`: the layout of an operator's arguments, and the ways to change it.
 
     Attributes:
@@ -287,7 +301,15 @@ class ShardedLayout(Layout):
         """
         if isinstance(ids, Tensor) and ids.dim() == 1:
             dim = 0
-        self._agree_on_tokens("targets", ids, dim, ignore_index, name="ids", dtypes=SIGNED)
+
+        def check() -> None:
+            if ids.dtype not in SIGNED:
+                raise ArgumentError("ids", f"one of {', '.join(map(str, SIGNED))}", ids.dtype)
+            held = torch.iinfo(ids.dtype)
+            if not isinstance(ignore_index, int) or not held.min <= ignore_index <= held.max:
+                raise ArgumentError("ignore_index", f"an int that {ids.dtype} holds", repr(ignore_index))
+
+        self._agree_on_tokens("targets", ids, dim, ignore_index, name="ids", check=check)
         route = self.route("targets", lambda: [self._successors(r) for r in range(self.world_size)])
         following = route(ids, dim)
         last = (self._successors(self.rank) < 0).to(ids.device)
@@ -318,14 +340,13 @@ class ShardedLayout(Layout):
         dim: int,
         *rest: object,
         name: str = "x",
-        dtypes: Sequence[torch.dtype] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
         error = None
         try:
             self._check_length(x, dim, self.local_length, "this rank's tokens", name)
-            if dtypes is not None and x.dtype not in dtypes:
-                raise ArgumentError(name, f"one of {', '.join(map(str, dtypes))}", x.dtype)
+            check()
         except RingLAError as e:
             error = e
         signature: object = None

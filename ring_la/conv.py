@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .autograd import first_derivative_only, outside_graphs, refuse_tangents
+from .autograd import first_derivative_only, outside_graphs, refuse_transforms
 from .comm import Replicated, Route, SumOverRanks
 from .context import ShardedLayout
 from .errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
@@ -110,7 +110,7 @@ def _short_conv(
         _check_channels("initial_state", initial_state, [documents, flat.shape[2], width - 1], x)
         if activation not in (None, "silu"):
             raise ArgumentError("activation", "None or 'silu'", repr(activation))
-        refuse_tangents((("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)))
+        refuse_transforms((("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)))
         _check_values(layout, x=x, weight=weight, bias=bias, initial_state=initial_state)
     except RingLAError as e:
         error = e
@@ -146,7 +146,7 @@ def _token_shift(
         flat = _flat(x)
         documents = _check(flat, layout, cu_seqlens)
         _check_channels("initial_state", initial_state, [documents, flat.shape[2]], x)
-        refuse_tangents((("x", x), ("initial_state", initial_state)))
+        refuse_transforms((("x", x), ("initial_state", initial_state)))
         _check_values(layout, x=x, initial_state=initial_state)
     except RingLAError as e:
         error = e

@@ -21,9 +21,12 @@ class ArgumentError(RingLAError, ValueError):
     """A bad argument. The message reads ``name: expected …, got …``."""
 
     def __init__(self, name: str, expected: str, got: object, hint: str = "") -> None:
-        self.name, self.expected, self.got = name, expected, got
+        self.name, self.expected, self.got, self.hint = name, expected, got, hint
         message = f"{name}: expected {expected}, got {got}"
         super().__init__(f"{message}. {hint}" if hint else message)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.name, self.expected, self.got, self.hint)
 
 
 class UnsupportedError(ArgumentError):

@@ -20,7 +20,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ring_la.autograd import refuse_tangents
+from ring_la.autograd import refuse_transforms
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.kernels.grouped import Call, check_name, choose, load
 
@@ -59,7 +59,7 @@ def grouped_gemm(
         return _grouped_list(a, b, group_sizes, backend)
     _check_operands(a, b)
     _check_sizes(a, b, group_sizes)
-    refuse_tangents((("a", a), ("b", b)))
+    refuse_transforms((("a", a), ("b", b)))
     a, b = _autocast(a), _autocast(b)
     if a.dtype != b.dtype:
         raise ArgumentError("b", f"the dtype of a, {a.dtype}", b.dtype, "Cast one of them: nothing is cast silently")

@@ -183,7 +183,7 @@ class Layout:
         """Global index of each local token of `rank` (default: this one), int64 ``[T_local]``."""
         rank = self.rank if rank is None else rank
         if self.kind == "striped":
-            return torch.arange(self.seq_len)[rank :: self.world_size]
+            return torch.arange(self.seq_len)[rank :: self.world_size].contiguous()
         runs = [torch.arange(s.start, s.stop) for s in self.segments if s.owner == rank]
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,6 +37,7 @@ def test_every_token_has_one_owner(sequence, kind, P, multiple_of):
     assert tokens.sort().values.tolist() == list(range(seq_len))
     for layout in all_ranks:
         assert layout.local_length == len(layout.tokens()) == layout.lengths[layout.rank]
+        assert layout.tokens().is_contiguous()  # what searches among others warns
         owner, index = layout.owners_of(torch.arange(seq_len))
         mine = owner == layout.rank
         assert torch.equal(layout.tokens()[index[mine]], torch.arange(seq_len)[mine])
@@ -107,6 +110,7 @@ def test_bad_arguments_are_named(arguments, name):
     with pytest.raises(ArgumentError, match=rf"^{name}: expected .*, got") as caught:
         Layout(**arguments)
     assert caught.value.name == name
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # from a worker process
 
 
 def test_striped_has_no_runs():

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..algebra import Rule
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from .recurrence import Recurrence, recurrence
+from .recurrence import FLOATS, Recurrence, recurrence
 
 
 @recurrence
@@ -31,7 +31,8 @@ def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
     Args:
         q: ``[B, T, Hk, K]``. g: log forget gate ``[B, T, Hk, K]``, ≤ 0. v: ``[B, T, H, V]``, the input.
     """
-    if not isinstance(q, Tensor):
-        raise ArgumentError("q", "a tensor", describe_tensor(q))
-    k = -torch.expm1(g.to(torch.promote_types(g.dtype, torch.float32))).to(q.dtype) if isinstance(g, Tensor) else g
+    for name, x in (("q", q), ("g", g)):
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+            raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
+    k = -torch.expm1(g.to(torch.promote_types(g.dtype, torch.float32))).to(q.dtype)
     return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g), names={"k": "g"})

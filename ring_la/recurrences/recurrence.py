@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import linear, reference
 from ..algebra import Rule
-from ..autograd import forward_mode, outside_graphs, refuse_tangents
+from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ..kernels import Inputs, check_choice, state_dtype
@@ -123,8 +123,8 @@ def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAtten
 def _run(name: str, describe: functools.partial[Recurrence], options: Options, flags: tuple) -> LinearAttentionOutput:
     r, error = None, None
     try:
-        if forward_mode() and options.backend != "reference":
-            refuse_tangents(_given(describe, options))
+        if transformed() and options.backend != "reference":
+            refuse_transforms(_given(describe, options))
         r = describe()
         check(r, options)
     except RingLAError as e:
@@ -223,9 +223,11 @@ def check(r: Recurrence, options: Options) -> None:
     B, T, H, K, V = check_tensors(r)
     check_choice(options.mode, options.backend)
     check_flag("causal", r.causal)
-    check_flag("use_qk_l2norm", options.use_qk_l2norm)
+    for name in ("use_qk_l2norm", "output_final_state", "in_place"):
+        check_flag(name, getattr(options, name))
     scale = options.scale
-    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if scale is not None and not (number and abs(scale) < math.inf):
         raise ArgumentError("scale", "a finite number or None", describe_tensor(scale))
     deterministic = isinstance(options.layout, ShardedLayout) and options.layout.cp.deterministic
     if deterministic and (options.mode == "recurrent" or not r.causal):

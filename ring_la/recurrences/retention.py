@@ -12,7 +12,7 @@ from ..algebra import Rule
 from ..autograd import traced
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs, state_dtype
-from .recurrence import Recurrence, check_depth, recurrence
+from .recurrence import FLOATS, Recurrence, check_depth, recurrence
 
 RULE = Rule("additive", "scalar")
 
@@ -65,8 +65,8 @@ def _static(g: Tensor, v: Tensor) -> Tensor:
     """One log-decay a head as a gate of every token, in the precision of the states."""
     if not isinstance(v, Tensor) or v.dim() != 4:
         raise ArgumentError("v", "a float tensor [B, T, H, V]", describe_tensor(v))
-    if not isinstance(g, Tensor) or g.dim() != 1:
-        raise ArgumentError("g", "one static log-decay a head, [H]", describe_tensor(g))
+    if not isinstance(g, Tensor) or g.dim() != 1 or g.dtype not in FLOATS:
+        raise ArgumentError("g", "one static log-decay a head, a float tensor [H]", describe_tensor(g))
     return g.to(state_dtype(v)).expand(*v.shape[:2], -1)
 
 

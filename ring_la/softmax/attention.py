@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import refuse_tangents
+from ..autograd import refuse_transforms
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError
 from ..layout import check_cu_seqlens
@@ -83,7 +83,7 @@ def attention(
         q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     if backend != "reference":
-        refuse_tangents(zip(Tensors._fields, x))
+        refuse_transforms(zip(Tensors._fields, x))
     options = Options(causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed, joint, strategy, backend)
     if isinstance(layout, ShardedLayout):
         run = _split_outside_graphs if torch.compiler.is_compiling() else _split

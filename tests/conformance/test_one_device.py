@@ -162,12 +162,12 @@ def test_second_derivative_is_refused():
         grad.sum().backward()
 
 
-def test_forward_mode_is_refused():
-    """PyTorch would drop the tangent at an operator and return zeros."""
+def test_transforms_of_functions_are_refused():
+    """PyTorch would drop a tangent at an operator and return zeros, and end torch.func.grad in an error of its own."""
     x, y, w = (torch.randn(*s, dtype=torch.float64) for s in ((1, 9, 2, 4), (9, 4), (8, 3)))
     for function, name in (
         (lambda q: ring_la.gla(q, x, x, -x.abs()).o, "q"),
-        (lambda dt: ring_la.mamba2(x, dt, -torch.rand(2), x, x).o, "dt"),
+        (lambda dt: ring_la.mamba2(x, dt, -y[0, :2].abs(), x, x).o, "dt"),
         (lambda k: ring_la.attention(x, k, x).o, "k"),
         (lambda v: ring_la.short_conv(v, w).o, "x"),
         (lambda v: ring_la.token_shift(v).o, "x"),
@@ -176,8 +176,23 @@ def test_forward_mode_is_refused():
         at = x[..., 0].contiguous() if name == "dt" else x
         with pytest.raises(ring_la.UnsupportedError, match=f"^{name}: expected no tangent"):
             torch.func.jvp(function, (at,), (torch.ones_like(at),))
-    (tangent,) = torch.func.jvp(lambda q: ring_la.gla(q, x, x, -x.abs(), backend="reference").o, (x,), (x,))[1:]
+        for transformed in (
+            torch.func.grad(lambda x, f=function: f(x).sum()),
+            torch.func.vmap(torch.func.grad(lambda x, f=function: f(x[None]).sum())),
+            torch.func.grad(lambda x, f=function: torch.func.vmap(f)(x[None]).sum()),
+        ):
+            with pytest.raises(ring_la.UnsupportedError, match=f"^{name}: expected no gradient within"):
+                transformed(at)
+    by_reference = lambda q: ring_la.gla(q, x, x, -x.abs(), backend="reference").o  # noqa: E731
+    (tangent,) = torch.func.jvp(by_reference, (x,), (x,))[1:]
     assert tangent.abs().sum() > 0
+    assert torch.func.grad(lambda q: by_reference(q).sum())(x).abs().sum() > 0
+
+
+def test_vmap():
+    x = torch.randn(3, 1, 9, 2, 4, dtype=torch.float64)
+    for function in (lambda q: ring_la.gla(q, q, q, -q.abs()).o, lambda q: ring_la.attention(q, q, q, softcap=2.0).o):
+        torch.testing.assert_close(torch.vmap(function)(x), torch.stack([function(q) for q in x]))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -220,7 +235,10 @@ BAD = [
     (dict(backend="triton"), "backend"),
     (dict(scale="1"), "scale"),
     (dict(scale=float("nan")), "scale"),
+    (dict(scale=True), "scale"),
     (dict(use_qk_l2norm="no"), "use_qk_l2norm"),
+    (dict(output_final_state=None), "output_final_state"),
+    (dict(in_place="no"), "in_place"),
     (dict(layout="zigzag"), "layout"),
 ]
 
@@ -238,6 +256,8 @@ BAD_OF_THEIR_OWN = [
     ("linear_attention", dict(normalize="no"), "normalize"),
     ("lightning_attention", dict(g=None, layer_idx=0.5), "layer_idx"),
     ("lightning_attention", dict(layer_idx=1, num_layers=2), "layer_idx"),
+    ("retention", dict(g=torch.zeros(4, dtype=torch.int64)), "g"),
+    ("hgrn2", dict(q=torch.zeros(1, 8, 2, 6, dtype=torch.bool)), "q"),
     ("mamba2", dict(dt_softplus="no"), "dt_softplus"),
     ("mamba2", dict(x=torch.zeros(1, 8, 4, 5).to(torch.float8_e5m2)), "x"),
     *(("mamba2", {n: torch.zeros(4, device="meta")}, n) for n in ("A", "D", "dt_bias")),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import time
 
 import pytest
@@ -476,6 +478,22 @@ def test_bad_settings(ranks, arguments, name):
 def check_bad_setting(rank: int, arguments: dict, name: str) -> None:
     with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected"):
         ring_la.ContextParallel(**({"group": group()} | arguments))
+
+
+def check_handles(rank: int) -> None:
+    layout = ring_la.ContextParallel(group(), scan="ring").layout(9)
+    for handle in (layout, layout.cp):
+        assert copy.copy(handle) is copy.deepcopy(handle) is handle  # as in a copy of a model that holds it
+        with pytest.raises(ring_la.UnsupportedError, match=rf"^{type(handle).__name__}: expected one that stays"):
+            pickle.dumps(handle)
+    ids = layout.shard(torch.arange(9, dtype=torch.int8), 0)
+    for index in ("none", -1000):
+        with pytest.raises(ring_la.ArgumentError, match=r"^ignore_index: expected an int that torch.int8 holds"):
+            layout.targets(ids, index)
+
+
+def test_handles(ranks):
+    ranks.run(1, check_handles)
 
 
 def test_without_torch_distributed():
