@@ -32,15 +32,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
+from ring_la.comm import TRANSPORTS
 from ring_la.comm.memory import Memory
+from ring_la.errors import UnsupportedError
+from ring_la.layout import KINDS
 from ring_la.softmax import attention
+from ring_la.softmax.backends import BACKENDS
 
 from .attention_peers import Call, Peers
 from .attention_table import table
+from .options import count, counts, names
 
 WARM, SETTLE = 2, 6
 ROUNDS, ENOUGH = (7, 25), 300.0
 """The least and the most rounds, and the ms that they should take."""
+STRATEGIES = ("ring", "all_gather", "ulysses")
 IN_A_ROW, SHORT = 10, 20.0
 """Calls measured in a row, where forward + backward takes less than so many ms."""
 CASES: dict[str, dict] = {
@@ -168,33 +174,40 @@ def share_of_scores(cu: list[int], window: int) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", default="4096,16384", help="tokens a rank, the shortest first (memory is kept)")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--strategies", default="ring,all_gather,ulysses")
-    parser.add_argument("--backends", default="cudnn,flash,triton")
+    parser.add_argument(
+        "--lengths", type=counts, default="4096,16384", help="tokens a rank, the shortest first (memory is kept)"
+    )
+    parser.add_argument("--heads", type=count, default=32)
+    parser.add_argument("--width", type=count, default=128)
+    parser.add_argument("--cases", type=names(CASES), default=",".join(CASES))
+    parser.add_argument("--strategies", type=names(STRATEGIES), default="ring,all_gather,ulysses")
+    parser.add_argument("--backends", type=names(BACKENDS), default="cudnn,flash,triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_attention.json"))
     parser.add_argument("--read", type=pathlib.Path, nargs="+", help="print the table of these files, measure nothing")
-    parser.add_argument("--kinds", default="zigzag,striped", help="layouts of packed documents")
+    parser.add_argument("--kinds", type=names(KINDS), default="zigzag,striped", help="layouts of packed documents")
     parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs too")
-    parser.add_argument("--transports", default="torch,auto", help="of the ring; the others go by the last one")
+    parser.add_argument(
+        "--transports", type=names(TRANSPORTS), default="torch,auto", help="of the ring; the others go by the last one"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     if args.read:
         sys.stdout.writelines(f"{line}\n" for line in table(args.read))
         return
+    if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
+        got = "no CUDA device" if "LOCAL_RANK" in os.environ else "a process alone"
+        raise UnsupportedError("ranks", "some that torchrun started, with a GPU each", got)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rank, P, rows = dist.get_rank(), dist.get_world_size(), []
-    contexts = {name: ring_la.ContextParallel(scan="ring", transport=name) for name in args.transports.split(",")}
+    contexts = {name: ring_la.ContextParallel(scan="ring", transport=name) for name in args.transports}
     others = Peers(rank, P)
     facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
     if rank == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-    for case in args.cases.split(","):
-        for T in map(int, args.lengths.split(",")):
+    for case in args.cases:
+        for T in args.lengths:
             rows += bench(case, T, P, args, contexts, others, rank)
             if rank == 0:
                 args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
@@ -220,9 +233,9 @@ def ours(
 ) -> list[Way]:
     """Every strategy × backend × transport, and layout where documents are packed."""
     out = []
-    for kind in args.kinds.split(",")[: None if cu else 1]:
+    for kind in args.kinds[: None if cu else 1]:
         layouts = {name: cp.layout(length, kind, cu_seqlens=cu) for name, cp in contexts.items()}
-        for backend, strategy in itertools.product(args.backends.split(","), args.strategies.split(",")):
+        for backend, strategy in itertools.product(args.backends, args.strategies):
             for transport in contexts if strategy == "ring" else [*contexts][-1:]:
                 layout, copied = layouts[transport], strategy == "ring" and contexts[transport].comm.copies
                 more = dict(layout=layout, backend=backend, strategy=strategy, **how)
@@ -291,7 +304,7 @@ def bench(
     k, v = (torch.randn(1, T, groups, args.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     ways = ours(args, contexts, T * P, cu if packed else None, how)
     ways += [Way(peer.name, "flash", peer.call, peer.tokens) for peer in others.of(cu, window, how.get("softcap", 0.0))]
-    first = next(iter(contexts.values())).layout(T * P, args.kinds.split(",")[0], cu_seqlens=cu if packed else None)
+    first = next(iter(contexts.values())).layout(T * P, args.kinds[0], cu_seqlens=cu if packed else None)
     rows, bounds, truth = [], {}, {}
     for name, backend, call, tokens, copied in ways:
         try:

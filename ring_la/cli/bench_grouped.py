@@ -24,6 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ring_la.cli.options import count
 from ring_la.errors import UnsupportedError
 from ring_la.grouped_gemm import grouped_gemm
 from ring_la.kernels.grouped import BACKENDS, Call, choose, load, tuning
@@ -364,9 +365,9 @@ def picture(lines: list[dict], path: pathlib.Path, title: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_grouped"))
     parser.add_argument("--tune", action="store_true", help="time the tile candidates first and use the fastest")
-    parser.add_argument("--rows", type=int, default=32768)
-    parser.add_argument("--k", type=int, default=2048)
-    parser.add_argument("--n", type=int, default=4096)
+    parser.add_argument("--rows", type=count, default=32768)
+    parser.add_argument("--k", type=count, default=2048)
+    parser.add_argument("--n", type=count, default=4096)
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -30,6 +30,7 @@ from ..comm.group import TRANSPORTS
 from ..errors import ArgumentError
 from ..scan import Chain
 from .job import job
+from .options import count
 from .scan_cases import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
 from .scan_report import Case, Report
 from .timing import Step, captured, in_turns, speeds
@@ -48,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", default="", help="only arms whose names start with one of these, comma-separated")
     parser.add_argument("--skip", default="", help="op:arm, comma-separated, such as kda:FLA")
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--width", type=int, default=128, help="K and V")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--inner", type=int, default=8, help="calls in a row between two barriers")
+    parser.add_argument("--heads", type=count, default=32)
+    parser.add_argument("--width", type=count, default=128, help="K and V")
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--inner", type=count, default=8, help="calls in a row between two barriers")
     parser.add_argument("--quantile", type=float, default=0.5, help="of the rounds; lower where others use the machine")
     parser.add_argument("--graph", action="store_true", help="also replayed as CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="only run the kernels once, on one device; no torchrun")

@@ -33,6 +33,7 @@ from ..scan import STRATEGIES, Chain
 from ..softmax.backends import BACKENDS, Ask
 from ..softmax.scores import Scores
 from .job import job
+from .options import count
 from .scan_cases import OPS
 
 LIBRARIES = (
@@ -42,8 +43,8 @@ LIBRARIES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--width", type=int, default=128, help="K and V")
+    parser.add_argument("--heads", type=count, default=32)
+    parser.add_argument("--width", type=count, default=128, help="K and V")
     parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"))
 
 

@@ -101,7 +101,10 @@ def test_the_plan():
     assert rows == [("gla", "1x8x2x4"), *own, ("gla", "1x4x2x4")]
 
 
-@pytest.mark.parametrize("bad", [("--ops", "banana"), ("--shapes", "1x2"), ("--cold", "pear"), ("--docs", "page.md")])
+@pytest.mark.parametrize(
+    "bad",
+    [("--ops", "banana"), ("--shapes", "1x2"), ("--cold", "pear"), ("--docs", "page.md"), ("--read", "none.json")],
+)
 def test_bad_choices(bad, capsys):
     assert main(["bench", "ops", *bad]) == 2
     assert f"{bad[0][2:]}: expected" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ring_la.cli.main import COMMANDS, main
 from ring_la.errors import ArgumentError
@@ -34,3 +35,25 @@ def test_bad_argument(capsys, monkeypatch):
     monkeypatch.setattr("ring_la.cli.bench_ops.run", refuse)
     assert main(["bench", "ops"]) == 2
     assert "ring-la bench ops: ops: expected known names, got banana" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("bench ops --jobs 0", "--jobs: expected a number ≥ 1, got '0'"),
+        ("bench attention --lengths 64,none", "--lengths: expected a number ≥ 1, got 'none'"),
+        ("bench attention --cases causal,moon", "--cases: expected names out of causal, gqa 32:8,"),
+        ("doctor --width -1", "--width: expected a number ≥ 1, got '-1'"),
+    ],
+)
+def test_bad_option(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU could do it")
+def test_bench_attention_without_ranks(capsys):
+    assert main(["bench", "attention"]) == 2
+    assert "ranks: expected some that torchrun started" in capsys.readouterr().err

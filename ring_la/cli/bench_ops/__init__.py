@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+from ..options import count
 from . import report, tables, tuning
 from .cases import CASES, SHARED_INPUTS, Shape
 from .measure import bandwidth
@@ -114,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm", type=float, default=600, metavar="SECONDS", help="time to compile in (default 600)")
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=count,
         default=min(16, os.cpu_count() or 1),
         help="processes compiling at a time (default: cores, up to 16)",
     )
@@ -135,7 +136,10 @@ def run(args: argparse.Namespace) -> int:
     if args.docs and not (args.out or args.read):
         raise ArgumentError("docs", "--out or --read as well, the file that the tables name", "none")
     if args.read:
-        found = json.loads(args.read.read_text())
+        try:
+            found = json.loads(args.read.read_text())
+        except (OSError, ValueError) as error:
+            raise ArgumentError("read", "what an earlier --out wrote", f"{args.read} ({error})") from error
     else:
         found = measured(args, *_choices(args, device), device)
     print(*report.notes(found), sep="\n", flush=True)

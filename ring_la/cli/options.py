@@ -1,0 +1,30 @@
+"""Types of options for argparse: what is none ends with the option's name, what was expected and what came."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+
+def count(text: str) -> int:
+    """A number ≥ 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number ≥ 1, got {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Numbers ≥ 1, comma-separated."""
+    return [count(word) for word in text.split(",")]
+
+
+def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """Names out of `choices`, comma-separated."""
+
+    def chosen(text: str) -> list[str]:
+        for word in text.split(","):
+            if word not in choices:
+                raise argparse.ArgumentTypeError(f"expected names out of {', '.join(choices)}, got {word!r}")
+        return text.split(",")
+
+    return chosen
