@@ -91,21 +91,21 @@ def _table(milliseconds: Mapping[str, float]) -> dict[str, Line]:
 
 H200 = Rates(
     source="built in, NVIDIA H200, torch 2.11, bf16, K = V = 128 (docs/planning.md, 2026-11-21)",
-    matmul=769e12,
-    copy=4.27e12,
-    attention_forward=542e12,
-    attention_backward=459e12,
+    matmul=757e12,
+    copy=4.26e12,
+    attention_forward=513e12,
+    attention_backward=457e12,
     memory=139 * 2**30,
     forward=_table(
         {
-            "linear_attention": 0.240, "retention": 0.336, "simple_gla": 0.323, "gla": 0.810, "delta_rule": 0.665,
-            "gated_delta_rule": 0.687, "kda": 1.269,
+            "linear_attention": 0.210, "retention": 0.227, "simple_gla": 0.280, "gla": 0.809, "delta_rule": 0.583,
+            "gated_delta_rule": 0.644, "kda": 1.195,
         }
     ),
     both=_table(
         {
-            "linear_attention": 0.818, "retention": 1.097, "simple_gla": 1.368, "gla": 2.725, "delta_rule": 2.051,
-            "gated_delta_rule": 2.503, "kda": 4.627,
+            "linear_attention": 0.705, "retention": 0.720, "simple_gla": 1.170, "gla": 3.090, "delta_rule": 1.708,
+            "gated_delta_rule": 2.135, "kda": 4.609,
         }
     ),
 )  # fmt: skip
