@@ -43,7 +43,7 @@ def cases(rules: list[str]) -> list[Case]:
             out += by_descriptor(rule)
         if rule == "additive_scalar":
             out += constant(rule)
-        if rule == "delta_scalar":
+        if rule in ("additive_scalar", "delta_scalar"):
             out += forgetful(rule)
     return out
 
@@ -79,7 +79,7 @@ def constant(rule: str) -> list[Case]:
 
 def work(part: int, parts: int, rules: list[str]) -> None:
     """Check every `parts`-th case; one line of JSON each, so that a crash loses only what follows it."""
-    table.LEAST, large, waves = 1, table.BULK, table.WAVES
+    table.LEAST, large, waves, slots = 1, table.BULK, table.WAVES, table.SLOTS
     for i, case in enumerate(cases(rules)):
         if i % parts != part:
             continue
@@ -87,6 +87,7 @@ def work(part: int, parts: int, rules: list[str]) -> None:
         start = time.time()
         table.BULK = dict.fromkeys(table.BULK, 0) if case.bulk else large
         table.WAVES = dict.fromkeys(waves, case.waves) if case.waves else waves
+        table.SLOTS = dict.fromkeys(slots, case.waves) if case.waves else slots
         try:
             torch.manual_seed(i)
             row["errors"] = errors(case, local.TritonRecurrence, "cuda")

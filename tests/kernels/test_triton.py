@@ -75,6 +75,25 @@ def test_nothing_beyond_the_horizon_is_computed(monkeypatch) -> None:
     assert torch.equal(local.TritonRecurrence(rule, x, None, 1.0).summary(None, True)[1], b)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_additive_writes_beyond_the_horizon_are_not_read(static: bool, monkeypatch) -> None:
+    """Neither what a segment has forgotten nor, for its adjoint, what comes when it has forgotten what entered."""
+    monkeypatch.setattr(table, "SLOTS", dict.fromkeys(table.SLOTS, 1))
+    x, rule = Case("additive_scalar", T=101, H=1, static=static).inputs(DEVICE), Rule("additive", "scalar")
+    x = x._replace(g=torch.full_like(x.g[:, : 1 if static else None], -1.0).expand_as(x.g))  # e^−30 in 30 tokens
+    pieces, do = torch.tensor((0, 5, 101)), torch.randn_like(x.v)
+
+    def maps() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        run = local.TritonRecurrence(rule, x, pieces, 1.0)
+        return *run.summary(None, True), run.adjoint(do, None)
+
+    decay, *states = maps()
+    torch.testing.assert_close(decay.flatten(), torch.tensor([-5.0, -96.0]).to(decay).exp())
+    x.v[:, 5:30] = torch.nan
+    do[:, -30:] = torch.nan
+    assert all(map(torch.equal, states, maps()[1:]))
+
+
 def test_long_keys_put_the_horizon_further_away() -> None:
     """Where β |k|² > 2 a state may grow while its gate decays."""
     T, k = 128, torch.nn.functional.normalize(torch.randn(16, device=DEVICE), dim=0)

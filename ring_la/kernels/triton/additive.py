@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ring_la.kernels.triton.horizon import remembered, remembered_constant
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 
@@ -59,7 +60,8 @@ def summarise_kernel(
     GATED: tl.constexpr, STATIC: tl.constexpr, REVERSE: tl.constexpr, ALL: tl.constexpr, BULK: tl.constexpr,
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last."""
+    """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last.
+    Chunks of which the decay leaves nothing (see `horizon`) are not read."""
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
     s = tl.program_id(0) // NZ
@@ -84,12 +86,20 @@ def summarise_kernel(
     total = 0.0
     gc = 0.0
     n = (left + C - 1) // C
+    count = n
+    STEP: tl.constexpr = H * 4 * C
     if STATIC:
         rate = tl.load(F + h).to(tl.float32) * 1.4426950408889634
+        count = remembered_constant(rate * C, n)
+        total = rate * left
     elif GATED:
-        gc = tl.load(f_ + (n - 1 if REVERSE else 0) * (H * 4 * C) + C - 1)
-    for j in range(n):
-        i = n - 1 - j if REVERSE else j
+        if REVERSE:
+            count, _, total = remembered(f_ + C - 1, STEP, n)
+        else:
+            count, _, total = remembered(f_ + (n - 1) * STEP + C - 1, -STEP, n)
+        gc = tl.load(f_ + (count - 1 if REVERSE else n - count) * STEP + C - 1)
+    for j in range(count):
+        i = count - 1 - j if REVERSE else n - count + j
         c = i * C
         y = take(Y, y_, ry, cy, c, t, left, d, 0, HY * DY, DY, BULK)
         z = take(Z, z_, rz, cz, c, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
@@ -99,15 +109,11 @@ def summarise_kernel(
             level, rest, gc = constant(rate, scale, tl.minimum(left - c, C), t)
             keep = level if REVERSE else rest
         elif GATED:
-            f = f_ + i * (H * 4 * C)
-            following = tl.load(
-                f_ + (tl.maximum(i - 1, 0) if REVERSE else tl.minimum(i + 1, n - 1)) * (H * 4 * C) + C - 1
-            )
-            keep = tl.load(f + (C if REVERSE else 2 * C) + t)
+            following = tl.load(f_ + (tl.maximum(i - 1, 0) if REVERSE else tl.minimum(i + 1, n - 1)) * STEP + C - 1)
+            keep = tl.load(f_ + i * STEP + (C if REVERSE else 2 * C) + t)
         if GATED:
             zw = (zw.to(tl.float32) * keep[None, :]).to(z.dtype)
             S *= tl.exp2(gc)
-            total += gc
             gc = following
         S = tl.dot(zw, y, S, input_precision=PREC)
     if REVERSE and not GATED:

@@ -74,7 +74,7 @@ def forward_kernel(
     n = (left + C - 1) // C
     i0 = 0
     if HORIZON:
-        count, passes = remembered(bounds + (b.to(tl.int64) * H + h) * NC + chunk, n)
+        count, passes, _ = remembered(bounds + (b.to(tl.int64) * H + h) * NC + chunk + n - 1, -1, n)
         if eye:
             count = tl.where(passes, n, 0)
             S = tl.where(passes, S, 0.0)
