@@ -40,6 +40,7 @@ def model_forward(original: Callable) -> Callable:
         if cache is not None and _filled(cache):
             return _whole(self, parallel, original, arguments)
         parallel.check_again(self)
+        parallel.check_averaging(self)
         return _split(self, parallel, original, arguments)
 
     return forward

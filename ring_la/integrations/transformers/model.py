@@ -20,6 +20,7 @@ from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, PeerError, RingLAError, UnsupportedError
 from . import probe
 from .attention import NAME, attend
+from .averaging import refuse_averaging
 from .call import Call, Returned
 from .forward import known, model_forward
 from .head import after_backbone, backbone_forward
@@ -89,7 +90,7 @@ def parallelize(
     _refuse_head(model, model.loss_function)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
-    parallel = Parallel(cp, kind, cp.size if average else 1, loss_chunk)
+    parallel = Parallel(cp, kind, average, loss_chunk)
     with ExitStack() as undo:
         parallel.adopt(model, undo)
         parallel.wanted = parallel.unchecked = check
@@ -112,12 +113,12 @@ class Parallel:
         loss: the model's own loss function.
     """
 
-    def __init__(self, cp: ContextParallel, kind: str, scale: int, loss_chunk: int | None) -> None:
-        self.cp, self.kind, self.scale, self.loss_chunk = cp, kind, scale, loss_chunk
+    def __init__(self, cp: ContextParallel, kind: str, average: bool, loss_chunk: int | None) -> None:
+        self.cp, self.kind, self.scale, self.loss_chunk = cp, kind, cp.size if average else 1, loss_chunk
         self.call: Call | None = None
         self.wanted = self.unchecked = False
         self.loss: Callable = ForCausalLMLoss
-        self._compared = False
+        self._compared, self._summed = False, average
         self._adapters: list[tuple[str, int]] | None = None
         self.cache, self.uncached = "past_key_values", None
         self._layouts: dict[tuple, ShardedLayout] = {}
@@ -223,6 +224,13 @@ class Parallel:
             self._adapters = adapters
         if self.unchecked:
             self.check(model)
+
+    def check_averaging(self, model: PreTrainedModel) -> None:
+        """In the first call with gradients: refuse wrappers that average what is to be summed."""
+        if self._summed or not torch.is_grad_enabled():
+            return
+        refuse_averaging(model, set(self.cp.comm.global_ranks))
+        self._summed = True
 
     @torch.compiler.disable
     def check(self, model: PreTrainedModel) -> None:

@@ -184,7 +184,9 @@ def sharded(rank: int) -> None:
     """FSDP2 over the ranks of the context group, which averages gradients; the head is gathered for every chunk."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
 
+    from ring_la.errors import UnsupportedError
     from tests.distributed.pool import group
 
     x = ids(2)
@@ -203,6 +205,18 @@ def sharded(rank: int) -> None:
     for n, p in model.named_parameters():
         grad = torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor()
         close(grad, expected[n], msg=lambda m, n=n: f"{n}: {m}")
+
+    sums, _ = parallel("llama")  # its gradients would be halved
+    with pytest.raises(UnsupportedError, match="average: expected True under FSDP2, got False"):
+        fully_shard(sums, mesh=mesh)(input_ids=x)
+    sums, _ = parallel("llama")
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    DistributedDataParallel(sums, process_group=alone)(input_ids=x, labels=x)
+    sums, _ = parallel("llama")
+    wrapped = DistributedDataParallel(sums, process_group=group())
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="average: expected True under DDP, got False"):
+            wrapped(input_ids=x, labels=x)
 
 
 def test_fsdp(ranks):
