@@ -5,7 +5,8 @@
 #   WARM=100 OPS=gla,kda bash launch/bench_scan.sh --ranks 2,4 --lengths 16384,4096 --out runs/bench_scan
 #
 # WARM: seconds for the first part (0: none), LENGTHS: tokens a rank there. OPS: what to measure. GPUS: how many.
-# FLA: where fla-core tunes itself and is measured. HEADS: head counts to compile for, those of a rank and what the all-to-all of heads leaves it.
+# FLA: where fla-core tunes itself and is measured. HEADS: head counts to compile for, those of a rank and what the
+# all-to-all of heads leaves it.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 . launch/setup.sh demo
@@ -16,6 +17,10 @@ HEADS="${HEADS:-32 16 8}"
 OPS="${OPS:-linear_attention,retention,simple_gla,gla,delta_rule,gated_delta_rule,kda}"
 FLA="${FLA-gated_delta_rule,kda}"
 GPUS="${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}"
+if [ "$GPUS" -lt 1 ]; then
+    echo "bench_scan: no GPU here; on CPUs: torchrun --nproc_per_node 2 -m ring_la bench scan --lengths 256" >&2
+    exit 2
+fi
 scan() {  # devices, ranks, arguments
     CUDA_VISIBLE_DEVICES="$1" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$2" \
         -m ring_la bench scan "${@:3}"
