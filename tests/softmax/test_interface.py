@@ -146,7 +146,7 @@ def test_compiled_with_varying_lengths():
     def layer(q, k, v):
         return attention(q * 2, k, v, dropout_p=0.1, dropout_seed=3).o.sin()
 
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (8, 9, 33):
         x = [torch.randn(1, T, 2, 4, requires_grad=True) for _ in range(3)]
         got, want = compiled(*x), layer(*x)
@@ -167,7 +167,10 @@ def compiled_and_replayed(rank: int) -> None:
         x = [layout.shard(torch.randn(1, T, 2, 8)).requires_grad_() for _ in range(3)]
         want = layer(*x)
         wanted = torch.autograd.grad(want.sum(), x)
-        for again in (torch.compile(layer, dynamic=True), lambda *x: checkpoint(layer, *x, use_reentrant=False)):
+        for again in (
+            torch.compile(layer, dynamic=True, backend="aot_eager"),
+            lambda *x: checkpoint(layer, *x, use_reentrant=False),
+        ):
             got = again(*x)
             torch.testing.assert_close(got, want)
             torch.testing.assert_close(torch.autograd.grad(got.sum(), x), wanted)
