@@ -58,9 +58,9 @@ class Border(Protocol):
         other kernels run meanwhile."""
         ...
 
-    def dense(self, A: Tensor, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        """The same for dense maps (A, `leaving`) of whole pieces: fill `entering` where a state comes from elsewhere.
-        B must be 1 or N. Backward A is transposed."""
+    def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+        """The same for dense maps (A, `leaving`) of whole pieces, this way: fill `entering` where a state comes from
+        elsewhere. A is None where none does. B must be 1 or N."""
         ...
 
 

@@ -62,14 +62,16 @@ class Border:
             kept = leaving if hop.keeps else None
             launch_segments(self.group, kind, A, b, before, entering, kept, first, hop, reverse=reverse, beside=beside)
 
-    def dense(self, A: Tensor, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
+    def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
         def piece(x: Tensor, n: int | None) -> Tensor | None:
             return None if n is None else x if x.shape[1] == 1 else x[:, n]
 
         for hop in self.hops[reverse]:
             n, b, before = hop.piece, piece(leaving, hop.piece), piece(leaving, hop.earlier)
             came = None if hop.source is None and before is None else piece(entering, n)
-            launch_dense(self.group, piece(A, n), reverse, b, before, came, b if hop.keeps else None, hop)
+            launch_dense(
+                self.group, b if A is None else piece(A, n), False, b, before, came, b if hop.keeps else None, hop
+            )
 
 
 def _hops(chain: Chain, rank: int, pieces: Sequence[tuple[int, int]]) -> tuple[Hop, ...]:

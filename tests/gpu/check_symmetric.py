@@ -55,6 +55,7 @@ BORDERS = (
     ("gla", "rows", torch.float32),
     ("gated_delta_rule", "documents", torch.bfloat16),
     ("kda", "zigzag", torch.bfloat16),
+    ("delta_rule", "rows", torch.float32),
 )
 GRAPHS = len(BORDERS)
 CHOSEN: list[int] = []
@@ -192,7 +193,7 @@ def borders() -> dict[str, object]:
             worst = max(found, key=found.__getitem__)
             note(f"{key}: worst {worst} {found[worst]:.1e}, limit {limit:.0e}, {time.monotonic() - began:.1f} s")
             assert out[key] < limit, (key, found)
-            assert len(begun) - met == 10, (key, "not by mailboxes")
+            assert len(begun) - met == 10 * (cp.size > 1), (key, "not by mailboxes")
         for name in ("simple_gla", "gated_delta_rule") if GRAPHS in chosen else ():
             x, do = inputs(name, 4096, 32, 0), torch.randn(1, 4096, 32, 128, device="cuda").bfloat16()
             first(functools.partial(both_ways, name, x, do, None))

@@ -17,7 +17,7 @@ from ring_la.kernels.triton import table
 from ring_la.kernels.triton.cut import Cut
 from ring_la.kernels.triton.gates import factors_kernel
 from ring_la.kernels.triton.launch import Beside, aligned, aside, join, launch
-from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel, through_kernel
+from ring_la.kernels.triton.prefix import arrive_kernel, prefix_dense_kernel, prefix_kernel, through_kernel
 from ring_la.kernels.triton.table import Launch, cdiv, power_of_2, width
 
 DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
@@ -39,8 +39,6 @@ class Kept(NamedTuple):
     states: Tensor | None = None
     whole: Tensor | None = None
     """The transitions of a call whose pieces states enter; `transition` lacks each piece's first."""
-    passed: Tensor | None = None
-    """The products of each piece's transitions."""
     bounds: Tensor | None = None
     """What the norms of chunks' transitions are at most (`horizon`)."""
 
@@ -150,6 +148,9 @@ class Base:
     def _pieces(self) -> Tensor:
         return self._new(self.B, self.segments.pieces, self.H, self.K, self.V)
 
+    def _maps_of_pieces(self) -> Tensor:
+        return self._new(self.B, self.segments.pieces, self.H, self.K, self.K)
+
     def _as_given(self, grads: Inputs) -> Inputs:
         """Gradients of value heads summed over the heads that share a q/k head, in the inputs' dtypes."""
         out = []
@@ -210,23 +211,16 @@ class Base:
         """The states entering the segments (not `enter`: any tensor), and those leaving the pieces."""
         cut = self.segments
         entering, leaving = self._new(*own.shape) if enter or self._in_parts else own, self._pieces()
-        kw = dict(H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, ENTER=enter, REVERSE=reverse)
-        kw["VARLEN"] = self._packed
-        init = own if S0 is None else S0
         if self.dense:
-            block = 32
-            launch(
-                prefix_dense_kernel, (cdiv(self.V, block), cut.pieces, self._rows), own, transition, init,
-                entering, leaving, cut.first, cut.count, cut.pieces, **kw, BK=width(self.K), BV=block, HAS_B=True,
-                EYE=False, **self._dense,
-            )  # fmt: skip
-        else:
-            block = 1024
-            launch(
-                prefix_kernel, (cdiv(self.K * self.V, block), cut.pieces, self._rows), own,
-                own if transition is None else transition, init, entering, leaving, cut.first, cut.count, cut.pieces,
-                **kw, DECAY=self.decay, BLK=block, num_warps=4,
-            )  # fmt: skip
+            self._prefix_dense(own, transition, S0, entering, leaving, reverse=reverse, enter=enter)
+            return entering, leaving
+        block = 1024
+        launch(
+            prefix_kernel, (cdiv(self.K * self.V, block), cut.pieces, self._rows), own,
+            own if transition is None else transition, own if S0 is None else S0, entering, leaving, cut.first,
+            cut.count, cut.pieces, H=self.H, K=self.K, V=self.V, DECAY=self.decay, HAS_S0=S0 is not None, ENTER=enter,
+            REVERSE=reverse, BLK=block, VARLEN=self._packed, num_warps=4,
+        )  # fmt: skip
         return entering, leaving
 
     def _cross(
@@ -237,18 +231,18 @@ class Base:
         result waits for it."""
         cut = self.segments
         if self.dense:
-            _, leaving = self._prefix(own, transition, S0, reverse, enter=False)
-            arrived = None
-            if border.arrives[reverse]:
-                several = cut.pieces > 1
-                zero = torch.zeros_like if several else torch.empty_like
-                arrived = S0.clone() if several and S0 is not None else zero(leaving)
+            entering, leaving, arrives = self._new(*own.shape), self._pieces(), border.arrives[reverse]
+            before, passed = (torch.empty_like(transition), self._maps_of_pieces()) if arrives else (None, None)
+            self._prefix_dense(own, transition, S0, entering, leaving, before, passed, reverse=reverse)
+            arrived = (torch.zeros_like if cut.pieces > 1 else torch.empty_like)(leaving) if arrives else leaving
             with aside(beside):
-                border.dense(self._passed(transition), leaving if arrived is None else arrived, leaving, reverse)
+                border.dense(passed, arrived, leaving, reverse)
 
             def finish() -> tuple[Tensor, Tensor]:
                 join(beside)
-                return self._prefix(own, transition, S0 if arrived is None else arrived, reverse)
+                if arrives:
+                    self._arrive(before, arrived, entering, reverse)
+                return entering, leaving
 
             return finish
         if border.whole[reverse]:
@@ -265,23 +259,44 @@ class Base:
 
         return finish
 
-    def _passed(self, transition: Tensor) -> Tensor:
-        """The products of each piece's dense transitions, made once."""
-        if self._kept.passed is None:
-            self._kept = self._kept._replace(passed=self._through(transition))
-        return self._kept.passed
+    def _prefix_dense(
+        self, own: Tensor, transition: Tensor, S0: Tensor | None, entering: Tensor | None = None,
+        leaving: Tensor | None = None, before: Tensor | None = None, passed: Tensor | None = None, *,
+        reverse: bool = False, enter: bool = True,
+    ) -> None:  # fmt: skip
+        """`prefix_dense_kernel` into `leaving` or `passed` or both."""
+        cut, how = self.segments, self._dense(table.PREFIX if passed is None else table.PREFIX_MAPS)
+        columns = sum(cdiv(n, how["BV"]) for n, out in ((self.V, leaving), (self.K, passed)) if out is not None)
+        room = (own if x is None else x for x in (S0, entering, leaving, before, passed))
+        launch(
+            prefix_dense_kernel, (columns, cut.pieces, self._rows), own, transition, *room, cut.first, cut.count,
+            cut.pieces, H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, ENTER=enter, STATES=leaving is not None,
+            MAPS=passed is not None, REVERSE=reverse, VARLEN=self._packed, BJ=self._whole, **how,
+        )  # fmt: skip
+
+    def _arrive(self, before: Tensor, arrived: Tensor, entering: Tensor, reverse: bool) -> None:
+        """Add to `entering` what comes of the states that `arrived` at the pieces."""
+        cut, how = self.segments, self._dense(table.ARRIVE)
+        launch(
+            arrive_kernel, (cdiv(self.V, how["BV"]) * cut.count, self._rows), before, arrived, entering, cut.table,
+            self.T, cut.count, cut.pieces, cut.length, H=self.H, K=self.K, V=self.V, C=self.chunk, REVERSE=reverse,
+            VARLEN=self._packed, BJ=min(32, width(self.K)), **how,
+        )  # fmt: skip
+
+    def _dense(self, entries: dict[int, Launch]) -> dict[str, int]:
+        """Constants of the kernels that multiply states by dense transitions."""
+        how, wide = entries[max(64, width(self.K))], width(self.K)
+        return {"BK": wide, "BV": how.block} | how.options
 
     @property
-    def _dense(self) -> dict[str, int]:
-        """How a dense transition is read: whole up to 128 channels."""
-        if width(self.K) <= 128:
-            return {"BJ": width(self.K), "num_warps": 4 if self.K <= 64 else 8, "num_stages": 2}
-        return {"BJ": 32, "num_warps": 4, "num_stages": 1}
+    def _whole(self) -> int:
+        """Columns of a dense transition that a scan reads at a time: all up to 128."""
+        return width(self.K) if width(self.K) <= 128 else 32
 
     @property
     def _in_parts(self) -> bool:
         """Whether a dense transition meets the state in parts, which it finds in `entering`."""
-        return self.dense and self._dense["BJ"] < width(self.K)
+        return self.dense and self._whole < width(self.K)
 
     def _through(self, transition: Tensor | None) -> Tensor | None:
         """The product of each piece's transitions, from its segments'."""
@@ -289,14 +304,8 @@ class Base:
             return None
         cut = self.segments
         if self.dense:
-            scratch = torch.empty_like(transition) if self._in_parts else transition
-            out = self._new(self.B, cut.pieces, self.H, self.K, self.K)
-            launch(
-                prefix_dense_kernel, (cdiv(self.K, 32), cut.pieces, self._rows), transition, transition,
-                transition, scratch, out, cut.first, cut.count, cut.pieces, H=self.H, K=self.K, V=self.K,
-                HAS_S0=False, ENTER=False, REVERSE=False, VARLEN=self._packed, BK=width(self.K), BV=32, HAS_B=False,
-                EYE=True, **self._dense,
-            )  # fmt: skip
+            before, out = torch.empty_like(transition) if self._in_parts else None, self._maps_of_pieces()
+            self._prefix_dense(transition, transition, None, before=before, passed=out, enter=False)
             return out
         out = self._new(self.B, cut.pieces, *transition.shape[2:])
         channels, block = math.prod(transition.shape[2:]), 256

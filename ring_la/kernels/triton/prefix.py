@@ -2,7 +2,8 @@
 
 Forward  S ← A_s S + b_s over s = first … last; the adjoint runs last … first with A_sᵀ. `entering[s]` is the state
 before segment s (in the direction of the scan; ENTER), `leaving[n]` the state after the last one of piece n. Without S0
-the first transition is not read: the passes leave it out.
+the first transition is not read: the passes leave it out. Where a state comes to a piece only afterwards, the scan is
+linear: under dense transitions the products of those before each segment bring it to all segments at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.tiles import SIZES
+from ring_la.kernels.triton.tiles import SIZES, span
 
 
 @triton.jit
@@ -60,58 +61,115 @@ def prefix_kernel(
     tl.store(leaving + own, S, live)
 
 
+@triton.jit
+def _fold(
+    b_, A_, S0, entering, leaving, lo, count, b, n, h, column, NS, N, H: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, EYE: tl.constexpr,
+    ENTER: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """BV columns of one piece's state [K, W] under dense transitions; EYE: of the product of the transitions, whose
+    `entering`, the product of those before a segment, is not stored for the first."""
+    k = tl.arange(0, BK)
+    j = tl.arange(0, BJ)
+    v = column * BV + tl.arange(0, BV)
+    live = (k < K)[:, None] & (v < W)[None, :]
+    at = k[:, None] * W + v[None, :]
+    own = ((b * N + n) * H + h) * K * W + at
+    row = (b * NS + lo + (count - 1 if REVERSE else 0)) * H + h
+    if HAS_S0:
+        S = tl.load(S0 + own, live, other=0.0)
+    elif EYE:
+        S = _block(A_ + row * K * K, k, v, K, REVERSE)
+        if count == 0:
+            S = (k[:, None] == v[None, :]).to(tl.float32)
+    else:
+        S = tl.load(b_ + row * K * W + at, live & (count > 0), other=0.0)
+        if ENTER:
+            tl.store(entering + row * K * W + at, tl.zeros([BK, BV], tl.float32), live & (count > 0))
+    for i in range(0 if HAS_S0 else 1, count):
+        row = (b * NS + lo + (count - 1 - i if REVERSE else i)) * H + h
+        if ENTER or BJ < BK:
+            tl.store(entering + row * K * W + at, S, live)
+        if EYE:
+            acc = tl.zeros([BK, BV], tl.float32)
+        else:
+            acc = tl.load(b_ + row * K * W + at, live, other=0.0)
+        if BJ == BK:
+            S = tl.dot(_block(A_ + row * K * K, k, k, K, REVERSE), S, acc, input_precision="tf32x3")
+        else:
+            tl.debug_barrier()
+            for m in range(0, K, BJ):
+                c = m + j
+                some = (c < K)[:, None] & (v < W)[None, :]
+                part = tl.load(entering + row * K * W + c[:, None] * W + v[None, :], some, other=0.0)
+                acc = tl.dot(_block(A_ + row * K * K, k, c, K, REVERSE), part, acc, input_precision="tf32x3")
+            S = acc
+    tl.store(leaving + own, S, live)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def prefix_dense_kernel(
-    b_, A_, S0, entering, leaving, first, NS, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    b_, A_, S0, entering, leaving, before, passed, first, NS, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, ENTER: tl.constexpr,
-    HAS_B: tl.constexpr, EYE: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
+    STATES: tl.constexpr, MAPS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Dense transitions A [B, NS, H, K, K]. Where A is too large for one tile (BJ < BK), its columns meet the state BJ
     at a time, from `entering`.
 
-    EYE starts from the identity (V = K): `leaving` is then the product of the piece's transitions.
+    STATES: the scan itself. MAPS: what it does to a state that comes from elsewhere, by programs of their own: `before`
+    [B, NS, H, K, K] takes the products of the transitions before each segment but the first (ENTER), `passed` [B, N,
+    H, K, K] those of all.
     """
-    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    NV: tl.constexpr = (V + BV - 1) // BV if STATES else 0
+    column = tl.program_id(0)
     n = tl.program_id(1)
-    bh = tl.program_id(2)
-    b = (bh // H).to(tl.int64)
-    h = bh % H
-    k = tl.arange(0, BK)
-    j = tl.arange(0, BJ)
+    b = (tl.program_id(2) // H).to(tl.int64)
+    h = tl.program_id(2) % H
     lo, count = _runs(first, n, NS, VARLEN)
+    if STATES:
+        if column < NV:
+            _fold(
+                b_, A_, S0, entering, leaving, lo, count, b, n, h, column, NS, N, H, K, V, BK, BJ, BV, HAS_S0, False,
+                ENTER, REVERSE,
+            )  # fmt: skip
+    if MAPS:
+        if column >= NV:
+            _fold(
+                A_, A_, A_, before, passed, lo, count, b, n, h, column - NV, NS, N, H, K, K, BK, BJ, BV, False, True,
+                ENTER, REVERSE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def arrive_kernel(
+    before, arrived, entering, table, T, NS, N, LENGTH, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """To the states `entering` the segments, what becomes there of those that `arrived` [B, N, H, K, V] at the pieces,
+    all segments at once: `before` is the product of the transitions between."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    s = tl.program_id(0) // NV
+    v = tl.program_id(0) % NV * BV + tl.arange(0, BV)
+    b = (tl.program_id(1) // H).to(tl.int64)
+    h = tl.program_id(1) % H
+    start, end, piece, _, first, last = span(table, s, T, LENGTH, C, VARLEN)
+    if end <= start:
+        return
+    k = tl.arange(0, BK)
     live = (k < K)[:, None] & (v < V)[None, :]
-    own = ((b * N + n) * H + h) * K * V + k[:, None] * V + v[None, :]
-    S = tl.zeros([BK, BV], tl.float32)
-    if HAS_S0:
-        S = tl.load(S0 + own, live, other=0.0)
-    if EYE:
-        S = (k[:, None] == v[None, :]).to(tl.float32)
-    for i in range(count):
-        s = lo + (count - 1 - i if REVERSE else i)
-        row = (b * NS + s) * H + h
-        if ENTER or BJ < BK:
-            tl.store(entering + row * K * V + k[:, None] * V + v[None, :], S, live)
-        acc = tl.zeros([BK, BV], tl.float32)
-        if HAS_B:
-            acc = tl.load(b_ + row * K * V + k[:, None] * V + v[None, :], live, other=0.0)
-        first_step = i == 0 if not (HAS_S0 or EYE) else False
-        if not first_step:
-            if BJ == BK:
-                S = tl.dot(_block(A_ + row * K * K, k, k, K, REVERSE), S, acc, input_precision="tf32x3")
-            else:
-                tl.debug_barrier()
-                for m in range(0, K, BJ):
-                    c = m + j
-                    part = tl.load(
-                        entering + row * K * V + c[:, None] * V + v[None, :],
-                        (c < K)[:, None] & (v < V)[None, :],
-                        other=0.0,
-                    )
-                    acc += tl.dot(_block(A_ + row * K * K, k, c, K, REVERSE), part, input_precision="tf32x3")
-                S = acc
-        else:
-            S = acc
-    tl.store(leaving + own, S, live)
+    at = k[:, None] * V + v[None, :]
+    row = (b * NS + s) * H + h
+    arrived += ((b * N + piece) * H + h) * K * V
+    S = tl.load(entering + row * K * V + at, live, other=0.0)
+    if last if REVERSE else first:
+        S += tl.load(arrived + at, live, other=0.0)
+    else:
+        for m in range(0, K, BJ):
+            c = m + tl.arange(0, BJ)
+            x = tl.load(arrived + c[:, None] * V + v[None, :], (c < K)[:, None] & (v < V)[None, :], other=0.0)
+            S = tl.dot(_block(before + row * K * K, k, c, K, False), x, S, input_precision="tf32x3")
+    tl.store(entering + row * K * V + at, S, live)
 
 
 @triton.jit(do_not_specialize=SIZES)
