@@ -123,6 +123,7 @@ class Base:
         if self._kept.bounds is not None:
             self.bounds = self._kept.bounds
         self._bounded = False  # whether the chunks' products are to find bounds
+        self._crowded = False  # whether an exchange runs beside these launches
 
     # -- shapes --------------------------------------------------------------------------------------------
 

@@ -119,8 +119,9 @@ class TritonRecurrence(Simple, General):
         """See `Local`. S0 is what `output` was given, here or where `kept` comes from."""
         dS_end = self._state(dS_end)
         if border is not None:
-            maps = self._summarise_back(do, True)
-            crossed = self._cross(*maps, dS_end, True, border, border.beside if self._meanwhile(gate) else None)
+            beside = border.beside if self._meanwhile(gate) else None
+            self._crowded = beside is not None
+            crossed = self._cross(*self._summarise_back(do, True), dS_end, True, border, beside)
             self.prepare_gradients(S0, do, gate)
             adjoint, dS0 = crossed()
         elif self.segments.count == 1:

@@ -53,11 +53,13 @@ class Simple(Base):
 
     @cached_property
     def _bulk(self) -> bool:
-        """Whether tensors go by descriptor: large enough, in whole tiles, none of which holds another row's tokens."""
+        """Whether tensors go by descriptor: large enough, in whole tiles, none of which holds another row's tokens.
+
+        Beside an exchange in any case: without addresses in registers the passes leave room for its kernel."""
         v = self.inputs.v
         whole = all(columns(n) == n for n in (self.K, self.V)) and (self.B == 1 or self.T % self.chunk == 0)
         large = self.B * self.T * self.H * max(self.K, self.V) >= table.BULK[self.decay]
-        return large and whole and not self._packed and v.element_size() == 2 and self._copies
+        return (large or self._crowded) and whole and not self._packed and v.element_size() == 2 and self._copies
 
     @property
     def _copies(self) -> bool:
