@@ -75,7 +75,7 @@ def _fold(
     live = (k < K)[:, None] & (v < W)[None, :]
     at = k[:, None] * W + v[None, :]
     own = ((b * N + n) * H + h) * K * W + at
-    row = (b * NS + lo + (count - 1 if REVERSE else 0)) * H + h
+    row = (b * NS + lo + (tl.maximum(count - 1, 0) if REVERSE else 0)) * H + h
     if HAS_S0:
         S = tl.load(S0 + own, live, other=0.0)
     elif EYE:
