@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .autograd import first_derivative_only, outside_graphs, refuse_transforms
+from .checks import FLOATS, check_flag, check_nan, check_split
 from .comm import Replicated, Route, SumOverRanks
 from .context import ShardedLayout
 from .errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from .kernels.short_conv import Rows, convolve, convolve_backward
 from .linear import Seams
 from .outputs import ShortConvOutput, TokenShiftOutput
-from .recurrences.recurrence import FLOATS, check_nan, check_split
 
 
 def short_conv(
@@ -53,6 +53,7 @@ def short_conv(
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
     run = _short_conv if layout is None else _short_conv_split
+    check_flag("in_place", in_place)
     if not in_place:
         return run(x, weight, bias, activation, initial_state, output_final_state, layout, cu_seqlens)
     _check_in_place(initial_state, layout, x, weight, bias)
@@ -84,6 +85,7 @@ def token_shift(
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
     run = _token_shift if layout is None else _token_shift_split
+    check_flag("in_place", in_place)
     if not in_place:
         return run(x, initial_state, output_final_state, layout, cu_seqlens)
     _check_in_place(initial_state, layout, x)
@@ -108,6 +110,7 @@ def _short_conv(
         documents = _check(flat, layout, cu_seqlens)
         _check_channels("bias", bias, [flat.shape[2]], x)
         _check_channels("initial_state", initial_state, [documents, flat.shape[2], width - 1], x)
+        check_flag("output_final_state", output_final_state)
         if activation not in (None, "silu"):
             raise ArgumentError("activation", "None or 'silu'", repr(activation))
         refuse_transforms((("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)))
@@ -146,6 +149,7 @@ def _token_shift(
         flat = _flat(x)
         documents = _check(flat, layout, cu_seqlens)
         _check_channels("initial_state", initial_state, [documents, flat.shape[2]], x)
+        check_flag("output_final_state", output_final_state)
         refuse_transforms((("x", x), ("initial_state", initial_state)))
         _check_values(layout, x=x, initial_state=initial_state)
     except RingLAError as e:

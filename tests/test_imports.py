@@ -19,6 +19,7 @@ LEVELS = [
     {"comm", "kernels"},
     {"scan", "grouped_gemm"},
     {"context"},
+    {"checks"},
     {"linear", "softmax"},
     {"recurrences"},
     {"conv"},

@@ -110,13 +110,21 @@ def step(model: HybridLM, tokens: Tensor, states: list[Any], *, in_place: bool =
     return Prefilled(logits[:, -1], states)
 
 
-@torch.no_grad()
 def decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[Tensor]:
     """The tokens ``[N]`` that follow a prompt, one after the other. No communication: any rank may do it.
 
     The prompt keeps its states: the first step makes new ones, which the following overwrite.
+
+    Raises:
+        ArgumentError: `max_new_tokens` is no number of tokens.
     """
-    sampler = sampler or Sampler()
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ArgumentError("max_new_tokens", "an int ≥ 0", repr(max_new_tokens))
+    return _decode(model, prompt, max_new_tokens, sampler or Sampler())
+
+
+@torch.no_grad()
+def _decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sampler) -> Iterator[Tensor]:
     for i in range(max_new_tokens):
         tokens = sampler(prompt.logits)
         yield tokens

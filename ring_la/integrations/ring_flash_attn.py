@@ -15,10 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, describe_tensor
 from ..layout import check_cu_seqlens
 from ..softmax import core
-from ..softmax.checks import describe
 from ..softmax.core import Plan, Saved, Tensors
 from ..softmax.merge import wide
 from ..softmax.strategies import AllGather
@@ -111,7 +110,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     Returns (offsets of this rank's queries, offsets of the keys they see, longest of each, these keys in the sequence).
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens) or not cu_seqlens[-1]:
-        raise ArgumentError("cu_seqlens", "an integer tensor [N+1] of at least one token", describe(cu_seqlens))
+        raise ArgumentError("cu_seqlens", "an integer tensor [N+1] of at least one token", describe_tensor(cu_seqlens))
     cu = check_cu_seqlens(cu_seqlens, int(cu_seqlens[-1]))
     if not 0 <= rank < world_size:
         raise ArgumentError("rank", f"0 to {world_size - 1}", rank)
@@ -132,7 +131,7 @@ def _check_documents(cu_q: object, cu_k: object, part: object, length: int, tota
     """Refuse offsets that are not those of this rank's `length` queries, or of the keys `part` of the `total`."""
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if not isinstance(cu, Tensor):
-            raise ArgumentError(name, "an integer tensor [N+1]", describe(cu))
+            raise ArgumentError(name, "an integer tensor [N+1]", describe_tensor(cu))
     documents = check_cu_seqlens(cu_q, length, "cu_seqlens_q")
     ends = (part.start, part.stop) if isinstance(part, slice) and part.step in (None, 1) else (None, None)
     if not all(hasattr(n, "__index__") for n in ends) or not 0 <= ends[0] <= ends[1] <= total:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..softmax import attention
-from ..softmax.checks import describe
 from ..softmax.core import Tensors
 from ..softmax.tokens import Run, Tokens
 from . import yunchang
@@ -104,7 +103,7 @@ def _check_joint(x: Tensors, joint, where: str, causal: bool, window_size, alibi
     q, query = joint[0], x.q
     if not isinstance(q, Tensor) or q.dtype != query.dtype or q.dim() != 4 or q[:, :0].shape != query[:, :0].shape:
         expected = f"[B, Tj, H, D] = {[len(query), 'Tj', *query.shape[2:]]}, {query.dtype}"
-        raise ArgumentError("joint_tensor_query", expected, describe(q))
+        raise ArgumentError("joint_tensor_query", expected, describe_tensor(q))
 
 
 xFuserLongContextAttention = LongContextAttention

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import check_split
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
 from ..nn.layer import positive
-from ..recurrences.recurrence import check_split
 from .loss import IGNORE, linear_cross_entropy
 from .mlp import MLPS
 from .rounds import loss_in_rounds

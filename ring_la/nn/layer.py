@@ -17,9 +17,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..checks import FLOATS, check_flag, check_split
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, describe_tensor
-from ..recurrences.recurrence import FLOATS, check_split
 
 
 class LayerState(NamedTuple):
@@ -108,7 +108,7 @@ class Layer(nn.Module):
         Raises:
             ArgumentError: a wrong shape, dtype, layout or state, by name; under a layout on every rank.
         """
-        self.check(x, state, output_state, layout, cu_seqlens)
+        self.check(x, state, output_state, layout, cu_seqlens, in_place)
         in_place = in_place and state is not None
         return self.mix(x, state, Call(layout, cu_seqlens, output_state, in_place))
 
@@ -119,12 +119,20 @@ class Layer(nn.Module):
     # -- checks --------------------------------------------------------------------------------------------
 
     def check(
-        self, x: Tensor, state: Any, output_state: bool, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        state: Any,
+        output_state: bool,
+        layout: ShardedLayout | None,
+        cu_seqlens: Tensor | None,
+        in_place: bool,
     ) -> None:
         """Refuse what does not fit this layer, on every rank alike."""
         error, name = None, type(self).__name__
         try:
             self._check(x, state, layout, cu_seqlens)
+            check_flag("output_state", output_state)
+            check_flag("in_place", in_place)
         except RingLAError as e:
             error = e
         if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():

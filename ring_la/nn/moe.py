@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import outside_graphs
+from ..checks import FLOATS
 from ..comm import Pending
 from ..context import ShardedLayout
 from ..errors import ArgumentError, describe_tensor
 from ..grouped_gemm import grouped_gemm
-from ..recurrences.recurrence import FLOATS
 from .layer import wide
 from .mlp import SwiGLU
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import check_depth
 from ..recurrences import lightning_attention, retention
-from ..recurrences.recurrence import check_depth
 from .layer import (
     Call,
     Layer,

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_depth
 from ..conv import token_shift
 from ..kernels.gates import l2norm
 from ..recurrences import rwkv7
-from ..recurrences.recurrence import check_depth
 from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
 from .parts import HeadNorm
 

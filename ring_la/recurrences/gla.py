@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
+from ..checks import FLOATS
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from .recurrence import FLOATS, Recurrence, recurrence
+from .recurrence import Recurrence, recurrence
 
 
 @recurrence

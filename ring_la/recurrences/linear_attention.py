@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..algebra import Rule
+from ..checks import check_flag
 from ..kernels import Inputs
-from .recurrence import Recurrence, check_flag, recurrence
+from .recurrence import Recurrence, recurrence
 
 EPS = 1e-10
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algebra import Rule
+from ..checks import FLOATS, check_flag
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
 from ..kernels.gates import discretise
 from ..kernels.skip import skip
-from .recurrence import FLOATS, Recurrence, check_flag, recurrence
+from .recurrence import Recurrence, recurrence
 
 
 @recurrence

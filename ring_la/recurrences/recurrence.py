@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
@@ -22,14 +21,12 @@ from .. import linear, reference
 from ..algebra import Rule
 from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..context import ShardedLayout
-from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
-from ..kernels import Inputs, check_choice, state_dtype
+from ..errors import RingLAError
+from ..kernels import Inputs, state_dtype
 from ..kernels.gates import l2norm
-from ..layout import check_cu_seqlens
 from ..outputs import LinearAttentionOutput
 from .bidirectional import bidirectional
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from .checks import check
 
 
 class Recurrence(NamedTuple):
@@ -213,169 +210,6 @@ def _reference(
     values = args[0] if args else keywords.get("v", keywords.get("x"))  # q, k and v have one dtype
     final = None if out.final_state is None else out.final_state.to(state_dtype(*r.inputs))
     return LinearAttentionOutput(out.o.to(values.dtype), final)
-
-
-# -- checks ------------------------------------------------------------------------------------------------
-
-
-def check(r: Recurrence, options: Options) -> None:
-    """Refuse wrong shapes, dtypes, devices and choices. No synchronisation unless the layout validates always."""
-    B, T, H, K, V = check_tensors(r)
-    check_choice(options.mode, options.backend)
-    check_flag("causal", r.causal)
-    for name in ("use_qk_l2norm", "output_final_state", "in_place"):
-        check_flag(name, getattr(options, name))
-    scale = options.scale
-    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if scale is not None and not (number and abs(scale) < math.inf):
-        raise ArgumentError("scale", "a finite number or None", describe_tensor(scale))
-    deterministic = isinstance(options.layout, ShardedLayout) and options.layout.cp.deterministic
-    if deterministic and (options.mode == "recurrent" or not r.causal):
-        got = "mode='recurrent'" if r.causal else "causal=False"
-        raise UnsupportedError("layout", f"one without deterministic=True for {got}", "a deterministic one")
-    if not r.causal and (options.mode == "recurrent" or options.backend == "triton"):
-        got = f"mode={options.mode!r}, backend={options.backend!r}"
-        raise UnsupportedError("causal", "True for mode='recurrent' and backend='triton'", got)
-    documents = check_split(T, B, options.layout, options.cu_seqlens, r.inputs.q.device)
-    if options.layout is not None and options.backend == "reference":
-        expected = "None, 'triton' or 'torch' with a layout"
-        raise UnsupportedError("backend", expected, "'reference'", "It runs on one device")
-    state = options.initial_state
-    if state is not None:
-        expected = [documents, H, K, V]
-        if not isinstance(state, Tensor) or list(state.shape) != expected or state.dtype not in FLOATS:
-            raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {expected}", describe_tensor(state))
-        if state.device != r.inputs.q.device:
-            raise ArgumentError("initial_state", f"a tensor on {r.inputs.q.device}", state.device)
-    if options.in_place:
-        check_in_place(r, options)
-    if options.layout is not None and options.layout.cp.validate == "always":
-        check_values(r, state)
-
-
-def check_flag(name: str, value: object) -> None:
-    """Refuse anything but a bool: a string or None would pass for one."""
-    if not isinstance(value, bool):
-        raise ArgumentError(name, "True or False", describe_tensor(value))
-
-
-def check_depth(layer_idx: object, num_layers: object) -> None:
-    """Refuse a layer that a model of so many layers does not have."""
-    ints = isinstance(layer_idx, int) and isinstance(num_layers, int)
-    if not ints or not 0 <= layer_idx < num_layers:
-        raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
-
-
-def check_in_place(r: Recurrence, options: Options) -> None:
-    """Refuse to overwrite a state that is missing, shared between ranks, of another dtype, or part of a graph."""
-    state, wanted = options.initial_state, state_dtype(*r.inputs)
-    if options.backend == "reference":
-        raise UnsupportedError("in_place", "False for backend='reference'", True)
-    if options.layout is not None or not r.causal:
-        raise UnsupportedError("in_place", "False under a layout and with causal=False", True)
-    if state is None or state.dtype != wanted:
-        raise ArgumentError("initial_state", f"a state of {wanted} for in_place=True", describe_tensor(state))
-    present = [x for x in (*r.inputs, state) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in present):
-        raise ArgumentError("in_place", "False where gradients are wanted", True, "Call it under torch.no_grad()")
-
-
-def check_tensors(r: Recurrence) -> tuple[int, int, int, int, int]:
-    """Refuse inputs that are not float tensors of the right shapes on one device, q, k and v of one dtype; returns
-    B, T, H, K and V."""
-    q, k, v = r.inputs[:3]
-
-    def name(f: str) -> str:
-        return r.names.get(f, f)
-
-    wanted, present = r.rule.inputs, []
-    for f, x in zip(Inputs._fields, r.inputs):
-        if x is None and f not in wanted:
-            continue
-        if not isinstance(x, Tensor):
-            raise ArgumentError(name(f), "a tensor", describe_tensor(x))
-        if x.dtype not in FLOATS:
-            raise ArgumentError(name(f), "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
-        present.append((f, x))
-    for f, x in (("q", q), ("v", v)):
-        if x.dim() != 4:
-            raise ArgumentError(name(f), "four dimensions [B, T, H, D]", list(x.shape))
-    B, T, Hk, K = shape = q.shape
-    rows, tokens, H, V = v.shape
-    if Hk < 1 or K < 1:
-        raise ArgumentError(name("q"), "at least one head and one channel", list(shape))
-    if k.shape != shape:
-        raise ArgumentError(name("k"), f"the shape of {name('q')}, {[B, T, Hk, K]}", list(k.shape))
-    if (rows, tokens) != (B, T):
-        raise ArgumentError(name("v"), f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
-    if H % Hk:
-        raise ArgumentError(name("v"), f"a number of heads that is a multiple of the {Hk} of {name('q')}", H)
-    for f, x in present[3:]:
-        tail = () if f == "beta" or (f == "g" and r.rule.decay != "diagonal") else (K,)
-        if x.shape != (B, T, H, *tail) and x.shape != (B, T, Hk, *tail):
-            raise ArgumentError(name(f), f"{[B, T, H, *tail]}", list(x.shape))
-    device, dtype = q.device, q.dtype
-    for f, x in present:
-        if x.device != device:
-            raise ArgumentError(name(f), f"a tensor on {device}, where {name('q')} is", x.device)
-    for f, x in present[1:3]:
-        if x.dtype != dtype:
-            raise ArgumentError(name(f), f"{dtype}, the dtype of {name('q')}", x.dtype)
-    return B, T, H, K, V
-
-
-def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torch.device) -> int:
-    """Refuse a layout or offsets that do not fit T tokens in B rows; returns the number of documents."""
-    if layout is not None:
-        if not isinstance(layout, ShardedLayout):
-            raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
-        if cu_seqlens is not None:
-            raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
-        layout.require_runs("a recurrence")
-        if device != layout.cp.device:
-            raise ArgumentError("layout", f"one whose group works on {device}, where the inputs are", layout.cp.device)
-        if T != layout.local_length:
-            raise ArgumentError("layout", f"one with {T} tokens on this rank, the T of the inputs", layout.local_length)
-        if layout.packed and B != 1:
-            raise ArgumentError(
-                "layout", f"one without packed documents for a batch of {B}", repr(layout), "Pack into B = 1"
-            )
-        return layout.num_documents if layout.packed else B
-    if cu_seqlens is None:
-        return B
-    if (
-        not isinstance(cu_seqlens, Tensor)
-        or cu_seqlens.dim() != 1
-        or cu_seqlens.dtype not in (torch.int32, torch.int64)
-    ):
-        raise ArgumentError("cu_seqlens", "an int32 or int64 tensor [N+1]", describe_tensor(cu_seqlens))
-    if B != 1:
-        raise ArgumentError(
-            "cu_seqlens", "None for a batch of several rows", f"B = {B}", "Pack the documents into B = 1"
-        )
-    if cu_seqlens.device != device:
-        raise ArgumentError("cu_seqlens", f"a tensor on {device}", cu_seqlens.device)
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_cu_seqlens(cu_seqlens, T)
-    return cu_seqlens.shape[0] - 1
-
-
-def check_values(r: Recurrence, state: Tensor | None) -> None:
-    """Refuse gates above zero and NaN anywhere, the initial state included; synchronises."""
-    for f, x in (*r.inputs._asdict().items(), ("initial_state", state)):
-        if x is None:
-            continue
-        name = r.names.get(f, f)
-        x = x.detach()
-        check_nan(name, x)
-        if f == "g" and x.numel() and float(x.max()) > 0:
-            raise ArgumentError(name, "log-decays ≤ 0", f"a largest value of {float(x.max()):g}")
-
-
-def check_nan(name: str, x: Tensor) -> None:
-    """Refuse NaN; synchronises."""
-    if count := int(torch.isnan(x).sum()):
-        raise ArgumentError(name, "no NaN", f"{count} of them")
 
 
 def signature(r: Recurrence, options: Options, flags: tuple) -> tuple:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..autograd import traced
+from ..checks import FLOATS, check_depth
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs, state_dtype
-from .recurrence import FLOATS, Recurrence, check_depth, recurrence
+from .recurrence import Recurrence, recurrence
 
 RULE = Rule("additive", "scalar")
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from .. import reference
 from ..autograd import refuse_transforms
+from ..checks import check_nan, check_offsets
 from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, UnsupportedError
-from ..layout import check_cu_seqlens
 from ..outputs import AttentionOutput
 from . import function, local, sharded
-from .checks import Options, check_options, check_tensors, describe
+from .checks import Options, check_options, check_tensors
 from .core import Tensors
 from .merge import wide
 from .scores import Scores
@@ -61,8 +61,8 @@ def attention(
             however the sequence is split, forward and backward.
         dropout_seed: an int below 2**63; None: drawn from PyTorch's CPU generator, which ranks must have seeded alike
             for the mask not to depend on the split.
-        joint_k, joint_v: ``[B, Tj, Hk, ·]``, keys that every query sees besides (text of a diffusion model), the same
-            on all ranks; their gradients under a layout are this rank's part.
+        joint_k, joint_v: ``[B, Tj, Hk, ·]``, keys beside those of each document (text of a diffusion model), the same
+            on all ranks; masks take them where they stand. Their gradients under a layout are this rank's part.
         joint: "front": joint keys stand before each document's first key; "rear": after its last one; "none".
         layout: how the queries' sequence is split over ranks; T is then this rank's length. Collective: every rank
             calls, forward and backward.
@@ -163,8 +163,8 @@ def _check(x: Tensors, options: Options, layout: object, kv_layout: object, cu_s
         raise UnsupportedError("backend", "a kernel with a layout", "'reference'", "It runs on one device")
     if isinstance(layout, ShardedLayout) and layout.cp.validate == "always":
         for name, t in zip(Tensors._fields, x):
-            if t is not None and bool(torch.isnan(t).any()):
-                raise ArgumentError(name, "no NaN", f"{int(torch.isnan(t).sum())} of them")
+            if t is not None:
+                check_nan(name, t)
 
 
 def _check_split(x: Tensors, layout: object, kv_layout: object, cu_seqlens: object, strategy: str | None) -> None:
@@ -175,7 +175,10 @@ def _check_split(x: Tensors, layout: object, kv_layout: object, cu_seqlens: obje
             if given is not None:
                 raise ArgumentError(name, "None without a layout", repr(given))
         if cu_seqlens is not None:
-            _check_offsets(cu_seqlens, B, Tq, Tk, x.q.device)
+            if Tq != Tk:
+                got = f"lengths {Tq} and {Tk}"
+                raise ArgumentError("cu_seqlens", "None where q and k differ in length", got)
+            check_offsets(cu_seqlens, B, Tk, x.q.device)
         return
     for name, given in (("layout", layout), ("kv_layout", kv_layout)):
         if given is not None and not isinstance(given, ShardedLayout):
@@ -194,19 +197,6 @@ def _check_split(x: Tensors, layout: object, kv_layout: object, cu_seqlens: obje
         raise ArgumentError("kv_layout", f"{layout.num_documents} documents, as in layout", keys.num_documents)
     if (layout.packed or keys.packed) and B != 1:
         raise ArgumentError("layout", f"no packed documents for a batch of {B}", repr(layout), "Pack into B = 1")
-
-
-def _check_offsets(cu: object, B: int, Tq: int, Tk: int, device: torch.device) -> None:
-    if not isinstance(cu, Tensor) or cu.dim() != 1 or cu.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError("cu_seqlens", "an int32 or int64 tensor [N+1]", describe(cu))
-    if B != 1:
-        raise ArgumentError("cu_seqlens", "None for a batch of several rows", f"B = {B}", "Pack into B = 1")
-    if Tq != Tk:
-        raise ArgumentError("cu_seqlens", "None where q and k differ in length", f"lengths {Tq} and {Tk}")
-    if cu.device != device:
-        raise ArgumentError("cu_seqlens", f"a tensor on {device}", cu.device)
-    if cu.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_cu_seqlens(cu, Tk)
 
 
 def _kind_of_call(x: Tensors, options: Options, kv_layout: object, cu_seqlens: object) -> tuple | None:

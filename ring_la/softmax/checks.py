@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..checks import FLOATS, check_flag, check_scale, is_finite
 from ..context import ATTENTION
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from .backends import BACKENDS
 from .core import Tensors
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Options(NamedTuple):
@@ -51,7 +49,7 @@ def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
         if t is None and name not in ("q", "k", "v"):
             continue
         if not isinstance(t, Tensor) or t.dtype not in FLOATS:
-            raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe(t))
+            raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(t))
     for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
         if t.dim() != 4:
             raise ArgumentError(name, "four dimensions [B, T, H, D]", list(t.shape))
@@ -72,7 +70,7 @@ def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
     _check_joint(x, joint)
     if alibi_slopes is not None:
         if not isinstance(alibi_slopes, Tensor) or list(alibi_slopes.shape) not in ([H], [B, H]):
-            raise ArgumentError("alibi_slopes", f"[H] = [{H}] or [B, H] = [{B}, {H}]", describe(alibi_slopes))
+            raise ArgumentError("alibi_slopes", f"[H] = [{H}] or [B, H] = [{B}, {H}]", describe_tensor(alibi_slopes))
         if alibi_slopes.requires_grad:
             raise UnsupportedError("alibi_slopes", "constants", "a tensor that requires a gradient", "Detach it")
     for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", alibi_slopes)):
@@ -100,16 +98,14 @@ def _check_joint(x: Tensors, joint: str) -> None:
 
 def check_options(o: Options) -> None:
     """Refuse keywords that are out of range."""
-    if not isinstance(o.causal, bool):
-        raise ArgumentError("causal", "True or False", repr(o.causal))
-    if o.scale is not None and not finite(o.scale):
-        raise ArgumentError("scale", "a finite number or None", repr(o.scale))
-    if not finite(o.softcap) or o.softcap < 0:
+    check_flag("causal", o.causal)
+    check_scale(o.scale)
+    if not is_finite(o.softcap) or o.softcap < 0:
         raise ArgumentError("softcap", "a finite number ≥ 0", repr(o.softcap))
     pair = isinstance(o.window, (tuple, list)) and len(o.window) == 2 and all(isinstance(w, int) for w in o.window)
     if not pair or min(o.window) < -1:
         raise ArgumentError("window", "(left, right), two ints, each −1 or more", repr(o.window))
-    if not finite(o.dropout_p) or not 0 <= o.dropout_p < 1:
+    if not is_finite(o.dropout_p) or not 0 <= o.dropout_p < 1:
         raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", repr(o.dropout_p))
     if o.dropout_seed is not None and (not isinstance(o.dropout_seed, int) or not 0 <= o.dropout_seed < 2**63):
         raise ArgumentError("dropout_seed", "None or an int from 0 to 2**63 − 1", repr(o.dropout_seed))
@@ -119,13 +115,3 @@ def check_options(o: Options) -> None:
         raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(o.strategy))
     if o.backend not in (None, "reference", *BACKENDS):
         raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
-
-
-def finite(x: object) -> bool:
-    """Whether it is a number and finite."""
-    return isinstance(x, (int, float)) and -math.inf < x < math.inf
-
-
-def describe(x: object) -> str:
-    """What came, for a message."""
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -1,7 +1,8 @@
 """Sharded ≡ whole: every recurrence × layout × P, outputs, final states and every gradient on every rank.
 
-A scan sees nothing of a recurrence but its transition: the first of each kind goes by every scan, the others by one that
-applies transitions and one that composes them. The truth is the fp64 token loop of `ring_la.reference` on the whole sequence.
+A scan sees nothing of a recurrence but its transition: the first of each kind goes by every scan, the others by one
+that applies transitions and one that composes them. The truth is the fp64 token loop of `ring_la.reference` on the
+whole sequence.
 """
 
 from __future__ import annotations

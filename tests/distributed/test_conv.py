@@ -121,6 +121,8 @@ def test_one_device_matches_reference():
         (dict(initial_state=torch.zeros(1, 6, 4)), "initial_state"),
         (dict(cu_seqlens=torch.tensor([0, 3])), "cu_seqlens"),
         (dict(layout="zigzag"), "layout"),
+        (dict(output_final_state="yes"), "output_final_state"),
+        (dict(in_place=None), "in_place"),
     ],
 )
 def test_bad_arguments(change, name):

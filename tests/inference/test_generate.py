@@ -108,6 +108,12 @@ def test_sampling():
         Sampler(top_k=1.5)
 
 
+@pytest.mark.parametrize("count", [-1, 2.5, "all"])
+def test_a_number_of_tokens_that_is_none_is_refused(count):
+    with pytest.raises(ArgumentError, match="max_new_tokens: expected an int ≥ 0"):
+        decode(make(), None, count)
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ArgumentError, match="cu_seqlens: expected prompts of at least one token"):
         prefill(make(), tokens(1, 4), cu_seqlens=torch.tensor([0, 0, 4]))

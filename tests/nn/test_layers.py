@@ -83,6 +83,9 @@ def test_bad_input_is_named_at_the_layer(name):
         layer(x, cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ArgumentError, match="state: expected a"):
         layer(x, state=x)
+    for flag in ("output_state", "in_place"):
+        with pytest.raises(ArgumentError, match=f"^{flag}: expected True or False"):
+            layer(x, **{flag: "yes"})
     with pytest.raises(ArgumentError, match="layout: expected a layout made by"):
         layer(x, layout="zigzag")
     with pytest.raises(TypeError):

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...checks import is_finite
 from ...comm import Group
-from ...errors import ArgumentError, RingLAError, UnsupportedError
+from ...errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ...softmax.backends import Ask, choose
-from ...softmax.checks import check_tensors, describe, finite
+from ...softmax.checks import check_tensors
 from ...softmax.core import Plan, Tensors
 from ...softmax.merge import wide
 from ...softmax.scores import Scores
@@ -157,7 +158,7 @@ def settled(
         if packed:
             for name, t in zip(Tensors._fields, tensors):
                 if not isinstance(t, Tensor) or t.dim() != 3:
-                    raise ArgumentError(name, "a tensor [T, H, D]", describe(t))
+                    raise ArgumentError(name, "a tensor [T, H, D]", describe_tensor(t))
         call = make()
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors if t is not None]
         signature = (call.kind, *shapes, *call.flags, torch.is_grad_enabled(), *more)
@@ -199,14 +200,14 @@ def options(
     slopes = alibi_slopes.detach() if isinstance(alibi_slopes, Tensor) else alibi_slopes
     check_tensors(x, "none" if x.joint_k is None else "front", slopes)
     softcap = 0.0 if softcap is None else softcap
-    if not finite(dropout_p) or not 0 <= dropout_p < 1:
+    if not is_finite(dropout_p) or not 0 <= dropout_p < 1:
         raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", dropout_p)
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not pair or not all(w is None or isinstance(w, int) for w in window_size):
         raise ArgumentError("window_size", "(left, right), two ints, −1 for no bound", window_size)
-    if not finite(softcap) or softcap < 0:
+    if not is_finite(softcap) or softcap < 0:
         raise ArgumentError("softcap", "a finite number ≥ 0", softcap)
-    if softmax_scale is not None and not finite(softmax_scale):
+    if softmax_scale is not None and not is_finite(softmax_scale):
         raise ArgumentError("softmax_scale", "a finite number or None", softmax_scale)
     scale = x.q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     seed = int(torch.randint(2**62, ())) if dropout_p else 0

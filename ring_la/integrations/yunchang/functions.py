@@ -9,10 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError, describe_tensor
 from ...layout import check_cu_seqlens
 from ...softmax import core
-from ...softmax.checks import describe
 from ...softmax.core import Saved, Tensors
 from ...softmax.merge import wide
 from .call import Call, group_of, options, settled
@@ -123,7 +122,7 @@ def flat_lse(lse: Tensor, cu: list[int]) -> Tensor:
 def check_packed(cu_seqlens: object, max_seqlen: object, q: Tensor, k: Tensor) -> None:
     """Refuse offsets that are not those of this rank's tokens."""
     if not isinstance(cu_seqlens, Tensor):
-        raise ArgumentError("cu_seqlens", "an integer tensor [N+1]", describe(cu_seqlens))
+        raise ArgumentError("cu_seqlens", "an integer tensor [N+1]", describe_tensor(cu_seqlens))
     if len(k) != len(q):
         raise ArgumentError("k", f"as many tokens as q, {len(q)}", len(k))
     cu = check_cu_seqlens(cu_seqlens, len(q))
@@ -136,7 +135,7 @@ def unpack(name: str, x: object, dim: int, count: int) -> tuple[Tensor, ...]:
     """The `count` tensors that are stacked along `dim`."""
     if not isinstance(x, Tensor) or x.dim() != dim + 3 or x.shape[dim] != count:
         shape = f"[{'B, T' if dim == 2 else 'T'}, {count}, H, D]"
-        raise ArgumentError(name, f"a tensor {shape}", describe(x))
+        raise ArgumentError(name, f"a tensor {shape}", describe_tensor(x))
     return x.unbind(dim)
 
 

@@ -1,0 +1,88 @@
+"""Checks that the public functions share: dtypes, flags, how the tokens are split or packed, values.
+
+Each raises an `ArgumentError` that names the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .context import ShardedLayout
+from .errors import ArgumentError, describe_tensor
+from .layout import check_cu_seqlens
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse anything but a bool: a string or None would pass for one."""
+    if not isinstance(value, bool):
+        raise ArgumentError(name, "True or False", describe_tensor(value))
+
+
+def is_finite(x: object) -> bool:
+    """Whether it is a number, and finite."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < math.inf
+
+
+def check_scale(scale: object) -> None:
+    """Refuse a scale that is neither None nor a finite number."""
+    if scale is not None and not is_finite(scale):
+        raise ArgumentError("scale", "a finite number or None", describe_tensor(scale))
+
+
+def check_depth(layer_idx: object, num_layers: object) -> None:
+    """Refuse a layer that a model of so many layers does not have."""
+    ints = isinstance(layer_idx, int) and isinstance(num_layers, int)
+    if not ints or not 0 <= layer_idx < num_layers:
+        raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
+
+
+def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torch.device) -> int:
+    """Refuse a layout or offsets that do not fit T tokens in B rows; returns the number of documents."""
+    if layout is not None:
+        if not isinstance(layout, ShardedLayout):
+            raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
+        if cu_seqlens is not None:
+            raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
+        layout.require_runs("a recurrence")
+        if device != layout.cp.device:
+            raise ArgumentError("layout", f"one whose group works on {device}, where the inputs are", layout.cp.device)
+        if T != layout.local_length:
+            raise ArgumentError("layout", f"one with {T} tokens on this rank, the T of the inputs", layout.local_length)
+        if layout.packed and B != 1:
+            raise ArgumentError(
+                "layout", f"one without packed documents for a batch of {B}", repr(layout), "Pack into B = 1"
+            )
+        return layout.num_documents if layout.packed else B
+    if cu_seqlens is None:
+        return B
+    check_offsets(cu_seqlens, B, T, device)
+    return cu_seqlens.shape[0] - 1
+
+
+def check_offsets(cu_seqlens: object, B: int, T: int, device: torch.device) -> None:
+    """Refuse what are no offsets of documents packed into the T tokens of one row."""
+    if (
+        not isinstance(cu_seqlens, Tensor)
+        or cu_seqlens.dim() != 1
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ArgumentError("cu_seqlens", "an int32 or int64 tensor [N+1]", describe_tensor(cu_seqlens))
+    if B != 1:
+        raise ArgumentError(
+            "cu_seqlens", "None for a batch of several rows", f"B = {B}", "Pack the documents into B = 1"
+        )
+    if cu_seqlens.device != device:
+        raise ArgumentError("cu_seqlens", f"a tensor on {device}", cu_seqlens.device)
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_cu_seqlens(cu_seqlens, T)
+
+
+def check_nan(name: str, x: Tensor) -> None:
+    """Refuse NaN; synchronises."""
+    if count := int(torch.isnan(x).sum()):
+        raise ArgumentError(name, "no NaN", f"{count} of them")
