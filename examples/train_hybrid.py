@@ -374,11 +374,15 @@ class Trainer:
         name, memory = self.config.model.transformers, self.config.memory
         if memory.mlp_chunk or memory.rounds > 1:
             raise UnsupportedError("memory", "neither mlp_chunk nor rounds with model.transformers", memory)
-        with self.device:
-            if self.config.model.scratch:
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
-            else:
-                model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        try:
+            with self.device:
+                if self.config.model.scratch:
+                    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
+                else:
+                    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        except (OSError, ValueError) as e:
+            expected = "a folder or name of a causal language model, with weights unless model.scratch"
+            raise ArgumentError("model.transformers", expected, repr(name), str(e)) from None
         if model.config.vocab_size < vocab_size:
             raise ArgumentError("data.tokenizer", f"at most the model's {model.config.vocab_size} ids", vocab_size)
         self.flops = StepFlops.of_weights(model, exclude=model.get_input_embeddings())

@@ -244,6 +244,12 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(option, monke
         example().main([f"--run.{option}=true"])
 
 
+def refused(rank: int, options: list[str], message: str) -> None:
+    """In the pool: a run that its configuration ends."""
+    with pytest.raises(example().ArgumentError, match=message):
+        train(rank, options)
+
+
 def test_a_model_of_transformers_trains_alike_on_any_split(ranks, tmp_path):
     transformers = pytest.importorskip("transformers")
     shape = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -257,6 +263,8 @@ def test_a_model_of_transformers_trains_alike_on_any_split(ranks, tmp_path):
     for step, values in curve(tmp_path / "a").items():
         torch.testing.assert_close(torch.tensor(curve(tmp_path / "b")[step]), torch.tensor(values), rtol=1e-4, atol=0)
     assert abs(curve(tmp_path / "a")[1][0] - 5.55) < 0.1
+    options["model__transformers"] = tmp_path / "nowhere"
+    ranks.run(4, refused, arguments(tmp_path / "c", **options), "model.transformers: expected a folder or name")
 
 
 def train_by_trainer(rank: int, options: list[str]) -> list[float]:

@@ -41,6 +41,8 @@ def read(layouts: Callable, arguments: dict[str, object]) -> tuple[Call, dict[st
     given = {n: x for n, x in arguments.items() if x is not None and x is not False}
     _check_names(given)
     name, tokens = _tokens(given)
+    if name == "input_ids" and tokens.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(name, "int64 or int32 ids", str(tokens.dtype))
     read_batch = _part if "layout" in given else _whole
     call, local = read_batch(layouts, name, tokens, given)
     call.keep = _kept(given, call.layout.seq_len)
@@ -130,7 +132,7 @@ def _check_labels(given: dict[str, object], shape: tuple[int, int]) -> None:
     for name in ("labels", "shift_labels"):
         x = given.get(name)
         if x is not None and (not isinstance(x, Tensor) or x.shape != shape):
-            raise ArgumentError(name, f"[B, T] = {list(shape)}, one label a token", getattr(x, "shape", x))
+            raise ArgumentError(name, f"[B, T] = {list(shape)}, one label a token", _shape(x))
 
 
 def _tokens(given: dict[str, object]) -> tuple[str, Tensor]:
@@ -139,8 +141,13 @@ def _tokens(given: dict[str, object]) -> tuple[str, Tensor]:
         raise ArgumentError("input_ids", "input_ids or inputs_embeds", " and ".join(names) or "neither")
     tokens = given[names[0]]
     if not isinstance(tokens, Tensor) or tokens.dim() != (2 if names[0] == "input_ids" else 3):
-        raise ArgumentError(names[0], "[B, T] ids or [B, T, D] embeddings", getattr(tokens, "shape", tokens))
+        raise ArgumentError(names[0], "[B, T] ids or [B, T, D] embeddings", _shape(tokens))
     return names[0], tokens
+
+
+def _shape(x: object) -> list[int] | str:
+    """What an argument is, in an error."""
+    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _check_padding(mask: object, labels: Tensor | None, shift_labels: Tensor | None, tokens: Tensor) -> bool:
@@ -148,8 +155,7 @@ def _check_padding(mask: object, labels: Tensor | None, shift_labels: Tensor | N
     if mask is None:
         return False
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
-        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise UnsupportedError("attention_mask", f"[B, T] = {list(tokens.shape[:2])}", got)
+        raise UnsupportedError("attention_mask", f"[B, T] = {list(tokens.shape[:2])}", _shape(mask))
     real = mask.bool()
     if bool(real.all()):
         return False
@@ -175,7 +181,7 @@ def _documents(given: dict, length: int, batch: int, positions: Tensor | None) -
     if positions is None:
         return None
     if not isinstance(positions, Tensor) or positions.shape[-1] != length:
-        raise ArgumentError("position_ids", f"{length} positions along the last dimension", positions)
+        raise ArgumentError("position_ids", f"{length} positions along the last dimension", _shape(positions))
     if positions.dim() != 2:
         expected = "[B, T], or cu_seqlens with positions of several axes"
         raise UnsupportedError("position_ids", expected, list(positions.shape))

@@ -275,9 +275,13 @@ def refused_calls(rank: int) -> list[str]:
         {"labels": x[:, 1:]},
         {"input_ids": ids(2), "position_ids": torch.arange(LENGTH).expand(3, -1)},
         {"input_ids": ids(2), "cu_seqlens": [0, 30, 2 * LENGTH]},
+        {"input_ids": x.float()},
+        {"input_ids": x.tolist()},
+        {"position_ids": list(range(LENGTH))},
     ):
         with pytest.raises((ArgumentError, UnsupportedError)) as error:
             model(**{"input_ids": x} | keywords)
+        assert len(str(error.value)) < 200
         said.append(str(error.value).partition(":")[0])
     model.config._output_attentions = True  # as it was made, with eager attention
     with pytest.raises(UnsupportedError, match="output_attentions"):
@@ -305,6 +309,7 @@ def refused_calls(rank: int) -> list[str]:
 def test_refused_calls(ranks):
     names = ["pixel_values", "attention_mask", "labels", "output_attentions", "use_cache", "logits_to_keep"]
     names += ["position_ids", "cache_position", "seq_idx", "labels", "position_ids", "cu_seqlens"]
+    names += ["input_ids", "input_ids", "position_ids"]
     for said in ranks.run(2, refused_calls):
         assert said == names
 
