@@ -238,14 +238,15 @@ class ShardedLayout(_OfThisProcess, Layout):
     # -- agreement -----------------------------------------------------------------------------------------
 
     @outside_graphs
-    def agree(self, call: str, signature: object, error: Exception | None) -> None:
-        """All ranks compare a call; an error on one is raised on every rank that compares.
+    def agree(self, call: str, signature: tuple[tuple[str, object], ...] | None, error: Exception | None) -> None:
+        """All ranks compare a call, by names and what they stand for; an error on one is raised on every rank that
+        compares.
 
         With validate="first" a signature already seen on this layout is not compared again.
         """
         known = error is None and (call, signature) in self._seen
         if self.cp.validate == "always" or (self.cp.validate == "first" and not known):
-            report = f"refused: {error}" if error else str(signature)
+            report = f"refused: {error}" if error else {"call": call} | dict(signature)
             try:
                 self.cp.comm.agree(f"the arguments of {call}", report)
             except PeerError:
@@ -282,7 +283,7 @@ class ShardedLayout(_OfThisProcess, Layout):
             raise ArgumentError("other_layout", "a layout made by the same ContextParallel", other)
         if other.seq_len != self.seq_len:
             raise ArgumentError("other_layout", f"a layout of {self.seq_len} tokens", f"one of {other.seq_len}")
-        self._agree_on_tokens("convert", x, dim, other.split)
+        self._agree_on_tokens("convert", x, dim, ("other_layout", other.split))
         if other.split == self.split:
             return x
         route = self.route(("convert", other.split), lambda: [other.tokens(r) for r in range(self.world_size)])
@@ -309,7 +310,7 @@ class ShardedLayout(_OfThisProcess, Layout):
             if not isinstance(ignore_index, int) or not held.min <= ignore_index <= held.max:
                 raise ArgumentError("ignore_index", f"an int that {ids.dtype} holds", repr(ignore_index))
 
-        self._agree_on_tokens("targets", ids, dim, ignore_index, name="ids", check=check)
+        self._agree_on_tokens("targets", ids, dim, ("ignore_index", ignore_index), name="ids", check=check)
         route = self.route("targets", lambda: [self._successors(r) for r in range(self.world_size)])
         following = route(ids, dim)
         last = (self._successors(self.rank) < 0).to(ids.device)
@@ -338,7 +339,7 @@ class ShardedLayout(_OfThisProcess, Layout):
         call: str,
         x: Tensor,
         dim: int,
-        *rest: object,
+        *rest: tuple[str, object],
         name: str = "x",
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -349,10 +350,11 @@ class ShardedLayout(_OfThisProcess, Layout):
             check()
         except RingLAError as e:
             error = e
-        signature: object = None
+        signature = None
         if error is None:
             others = (*x.shape[: dim % x.dim()], *x.shape[dim % x.dim() + 1 :])
-            signature = (dim, others, str(x.dtype), x.requires_grad, torch.is_grad_enabled(), *rest)
+            tokens = (others, str(x.dtype), x.requires_grad)
+            signature = (("dim", dim), (name, tokens), *rest, ("gradients", torch.is_grad_enabled()))
         self.agree(call, signature, error)
 
     def _check_length(self, x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:

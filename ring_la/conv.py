@@ -117,13 +117,8 @@ def _short_conv(
         _check_values(layout, x=x, weight=weight, bias=bias, initial_state=initial_state)
     except RingLAError as e:
         error = e
-    _agree(
-        "short_conv",
-        layout,
-        error,
-        x,
-        (width, activation, _shape_of(bias), _shape_of(initial_state), output_final_state),
-    )
+    own = dict(width=width, activation=activation, bias=_shape_of(bias), initial_state=_shape_of(initial_state))
+    _agree("short_conv", layout, error, x, own | {"output_final_state": output_final_state})
     initial = None if initial_state is None else initial_state.mT
     if layout is None:
         lead, cu = _leads(flat, width - 1, initial, None, cu_seqlens)
@@ -154,7 +149,8 @@ def _token_shift(
         _check_values(layout, x=x, initial_state=initial_state)
     except RingLAError as e:
         error = e
-    _agree("token_shift", layout, error, x, (_shape_of(initial_state), output_final_state))
+    own = dict(initial_state=_shape_of(initial_state), output_final_state=output_final_state)
+    _agree("token_shift", layout, error, x, own)
     initial = None if initial_state is None else initial_state[:, None]
     rows = behind(flat, 1, initial, layout, cu_seqlens)
     o, final = rows.before.view(x.shape), None
@@ -341,9 +337,12 @@ def _shape_of(t: object) -> tuple | None:
     return (tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else None
 
 
-def _agree(call: str, layout: object, error: RingLAError | None, x: Tensor, rest: tuple) -> None:
+def _agree(call: str, layout: object, error: RingLAError | None, x: Tensor, own: dict[str, object]) -> None:
     if isinstance(layout, ShardedLayout):
-        shape = None if error else (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
-        layout.agree(call, (shape, *rest, torch.is_grad_enabled()), error)
+        signature = None
+        if error is None:
+            tokens = (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
+            signature = (("x", tokens), *own.items(), ("gradients", torch.is_grad_enabled()))
+        layout.agree(call, signature, error)
     elif error is not None:
         raise error

@@ -183,15 +183,19 @@ class Group:
         return self._pending("reducing over all ranks", lambda: self.transport.all_reduce(out, op), lambda: out)
 
     def agree(self, what: str, value: object) -> None:
-        """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`."""
+        """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`.
+
+        Of mappings the error shows the entries that differ; where one is a refusal ("refused: …"), that alone.
+        """
         if self.size == 1:
             return
+        entries = isinstance(value, Mapping)
         try:
-            values = self.tell(str(value))
+            values = self.tell("\n".join(f"{k}={v}" for k, v in value.items()) if entries else str(value))
         except RuntimeError as error:
             raise self._peer_error(f"agreeing on {what}", error) from error
         if any(v != values[0] for v in values):
-            lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(values))
+            lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(_differences(values)))
             raise DisagreementError(f"the ranks of this group disagree on {what}:\n{lines}")
 
     def _make_name(self) -> int:
@@ -271,3 +275,12 @@ class Group:
             return missing
         except Exception:  # the store itself is gone: its host, global rank 0, is
             return [self.global_ranks.index(0)] if 0 in self.global_ranks else []
+
+
+def _differences(values: Sequence[str]) -> list[str]:
+    """Of each value the lines that not all have; where some are refusals, their reasons alone."""
+    if any(v.startswith("refused: ") for v in values):
+        return [v if v.startswith("refused: ") else "nothing refused" for v in values]
+    told = [v.splitlines() for v in values]
+    common = set(told[0]).intersection(*told)
+    return [", ".join(line for line in own if line not in common) for own in told]

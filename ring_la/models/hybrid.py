@@ -255,7 +255,10 @@ class HybridLM(nn.Module):
         except RingLAError as e:
             error = e
         if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
-            signature = None if error else (ids.shape[0], states is not None, targets is not None)
+            signature = None
+            if error is None:
+                given = [(f"{name} given", x is not None) for name, x in (("states", states), ("targets", targets))]
+                signature = (("rows of ids", ids.shape[0]), *given)
             layout.agree("HybridLM", signature, error)
         elif error is not None:
             raise error

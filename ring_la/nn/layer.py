@@ -136,8 +136,14 @@ class Layer(nn.Module):
         except RingLAError as e:
             error = e
         if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
-            shape = None if error else (x.shape[0], x.shape[2], str(x.dtype), x.requires_grad)
-            signature = (shape, state is not None, output_state, torch.is_grad_enabled())
+            signature = None
+            if error is None:
+                signature = (
+                    ("x", (x.shape[0], x.shape[2], str(x.dtype), x.requires_grad)),
+                    ("state given", state is not None),
+                    ("output_state", output_state),
+                    ("gradients", torch.is_grad_enabled()),
+                )
             layout.agree(f"nn.{name}", signature, error)
         elif error is not None:
             raise error

@@ -251,7 +251,8 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
         got = layout.local_length
         error = ArgumentError("layout", f"one with {x.shape[1]} tokens on this rank, the T of x", got)
     if isinstance(layout, ShardedLayout):
-        layout.agree(f"nn.{name}", None if error else (x.shape[0], str(x.dtype), output_routing), error)
+        signature = None if error else (("x", (x.shape[0], str(x.dtype))), ("output_routing", output_routing))
+        layout.agree(f"nn.{name}", signature, error)
     elif error is not None:
         raise error
 

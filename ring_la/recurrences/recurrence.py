@@ -131,7 +131,7 @@ def _run(name: str, describe: functools.partial[Recurrence], options: Options, f
         decays = None if error else known(r.decays, options.layout)
         trusted = error is None and options.layout.cp.validate == "never"
         if not trusted:
-            options.layout.agree(name, None if error else (*signature(r, options, flags), decays), error)
+            options.layout.agree(name, None if error else signature(r, options, flags, decays), error)
     elif error is not None:
         raise error
     if options.backend == "reference":
@@ -212,14 +212,22 @@ def _reference(
     return LinearAttentionOutput(out.o.to(values.dtype), final)
 
 
-def signature(r: Recurrence, options: Options, flags: tuple) -> tuple:
-    """What must be the same on all ranks: shapes but T, dtypes, flags and who needs a gradient."""
+def signature(
+    r: Recurrence, options: Options, flags: tuple, decays: tuple[float, ...] | None
+) -> tuple[tuple[str, object], ...]:
+    """What must be the same on all ranks, by name: shapes but T, dtypes, flags and who needs a gradient."""
 
-    def of(x: Tensor | None) -> object:
-        return None if x is None else (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
+    def of(x: Tensor) -> object:
+        return (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
 
     state = options.initial_state
-    tensors = tuple((r.names.get(f, f), of(x)) for f, x in r.inputs._asdict().items() if x is not None)
-    initial = None if state is None else (tuple(state.shape), str(state.dtype), state.requires_grad)
-    rest = (options.scale, options.use_qk_l2norm, options.output_final_state, options.mode, options.backend)
-    return (str(r.rule), r.causal, tensors, ("initial_state", initial), rest, torch.is_grad_enabled(), flags)
+    return (
+        ("rule", str(r.rule)),
+        ("causal", r.causal),
+        *[(r.names.get(f, f), of(x)) for f, x in zip(Inputs._fields, r.inputs) if x is not None],
+        ("initial_state", None if state is None else (tuple(state.shape), str(state.dtype), state.requires_grad)),
+        *[(n, getattr(options, n)) for n in ("scale", "use_qk_l2norm", "output_final_state", "mode", "backend")],
+        ("gradients", torch.is_grad_enabled()),
+        ("decays", decays),
+        *flags,
+    )

@@ -215,16 +215,16 @@ def _kind_of_call(x: Tensors, options: Options, kv_layout: object, cu_seqlens: o
     return call
 
 
-def _signature(x: Tensors, options: Options, kv_layout: ShardedLayout | None) -> tuple:
-    """What must be the same on all ranks: shapes but T, dtypes, flags and who needs a gradient."""
+def _signature(x: Tensors, options: Options, kv_layout: ShardedLayout | None) -> tuple[tuple[str, object], ...]:
+    """What must be the same on all ranks, by name: shapes but T, dtypes, flags and who needs a gradient."""
 
-    def of(name: str, t: Tensor | None) -> object:
+    def of(name: str, t: Tensor | None) -> tuple[str, object]:
         if t is None:
-            return None
+            return name, None
         shape = (t.shape[0], *t.shape[2:]) if name in ("q", "k", "v") else tuple(t.shape)
-        return (name, shape, str(t.dtype), t.requires_grad)
+        return name, (shape, str(t.dtype), t.requires_grad)
 
     tensors = [of(name, t) for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", options.alibi_slopes))]
-    flags = [v for n, v in zip(options._fields, options) if n != "alibi_slopes"]
+    flags = [(n, tuple(v) if isinstance(v, list) else v) for n, v in options._asdict().items() if n != "alibi_slopes"]
     other = None if kv_layout is None else kv_layout.key
-    return (*tensors, *(tuple(v) if isinstance(v, list) else v for v in flags), other, torch.is_grad_enabled())
+    return (*tensors, *flags, ("kv_layout", other), ("gradients", torch.is_grad_enabled()))

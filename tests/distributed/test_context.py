@@ -341,6 +341,9 @@ def test_ranks_that_differ_get_the_same_error(ranks, validate):
         assert messages[0] == messages[2], case
         if messages[0].startswith("DisagreementError") and messages[1].startswith("DisagreementError"):
             assert messages[0] == messages[1], case
+    ranks_say = [f"\n  rank {r}: output_final_state={r == 1}" for r in range(3)]  # what differs, and nothing else
+    assert results[0]["option"].endswith("the arguments of gla:" + "".join(ranks_say))
+    assert "rank 0: nothing refused\n  rank 1: refused: k: expected" in results[0]["refused"]
 
 
 def check_late_disagreement(rank: int) -> tuple[str, float]:
