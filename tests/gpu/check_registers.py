@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
@@ -79,7 +80,7 @@ def compiled(kernel, args: tuple, constants: dict):
             if isinstance(value, TensorDescriptor):
                 kind = f"tensordesc<{TYPES[value.dtype]}{value.block_shape}>"
             signature[name] = kind or "*" + TYPES[value.dtype]
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel, {n: signature[n] for n in names}, {(names.index(n),): c for n, c in fixed.items()},
         {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")},
     )  # fmt: skip
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--show", action="store_true", help="print every kernel")
     args = parser.parse_args()
-    table.LEAST = 1
+    table.LEAST, simple.hopper = 1, lambda device: True
     seen, bad = set(), 0
     for case in cases(args.rules.split(",")):
         for kernel, tensors, constants in launched(case):

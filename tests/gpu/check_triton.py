@@ -19,7 +19,7 @@ import torch
 
 from ring_la.algebra import Rule
 from ring_la.kernels.local import Inputs
-from ring_la.kernels.triton import local, table
+from ring_la.kernels.triton import local, simple, table
 from tests.kernels.triton_cases import RULES, Case, error, errors
 
 PACKED = (0, 1, 1, 130, 257, 300)
@@ -42,7 +42,7 @@ def cases(rules: list[str]) -> list[Case]:
         if rule in ("additive_none", "additive_scalar"):
             out += by_descriptor(rule)
         if rule == "additive_scalar":
-            out += constant(rule)
+            out += constant(rule) + portable(rule)
         if rule in ("additive_scalar", "delta_scalar"):
             out += forgetful(rule)
     return out
@@ -65,6 +65,14 @@ def forgetful(rule: str) -> list[Case]:
     return [*out, Case(rule, 1, 1200, 2, 2, 64, 64, decay=2.0, waves=4)]
 
 
+def portable(rule: str) -> list[Case]:
+    """What devices and versions of Triton compute that have no kernel in Gluon."""
+    more = dict(dtype=torch.bfloat16, gluon=False)
+    out = [Case(rule, 2, 300, 4, 2, K, V, **more) for K, V in ((64, 64), (128, 128), (128, 64), (64, 128))]
+    out.append(Case(rule, 1, 300, 4, 4, 128, 128, cu=PACKED, **more))
+    return [*out, Case(rule, 1, 2000, 2, 2, 128, 128, states=False, decay=30.0, **more)]
+
+
 def constant(rule: str) -> list[Case]:
     """A decay whose gradient nobody wants, by token and the same at every token."""
     out = []
@@ -79,7 +87,7 @@ def constant(rule: str) -> list[Case]:
 
 def work(part: int, parts: int, rules: list[str]) -> None:
     """Check every `parts`-th case; one line of JSON each, so that a crash loses only what follows it."""
-    table.LEAST, large, waves, slots = 1, table.BULK, table.WAVES, table.SLOTS
+    table.LEAST, large, waves, slots, hopper = 1, table.BULK, table.WAVES, table.SLOTS, simple.hopper
     for i, case in enumerate(cases(rules)):
         if i % parts != part:
             continue
@@ -88,6 +96,7 @@ def work(part: int, parts: int, rules: list[str]) -> None:
         table.BULK = dict.fromkeys(table.BULK, 0) if case.bulk else large
         table.WAVES = dict.fromkeys(waves, case.waves) if case.waves else waves
         table.SLOTS = dict.fromkeys(slots, case.waves) if case.waves else slots
+        simple.hopper = hopper if case.gluon else lambda device: False
         try:
             torch.manual_seed(i)
             row["errors"] = errors(case, local.TritonRecurrence, "cuda")
@@ -139,6 +148,7 @@ def show(row: dict) -> str:
     c = row["case"]
     name = f"{c['rule']:17s} B{c['B']} T{c['T']} H{c['H']}/{c['Hk']} {c['K']}x{c['V']} {c['dtype'][6:]}"
     name += f" cu={c['cu']} g={c['decay']}" + "".join(f" {n}" for n in ("static", "bulk") if c.get(n) == "True")
+    name += " without Gluon" if c.get("gluon") == "False" else ""
     errs = " ".join(f"{k}:{v:.1e}" for k, v in row["errors"].items())
     return f"{'ok ' if row['ok'] else 'BAD'} {name} {errs} {row.get('failed', '')} {row['seconds']}s"
 

@@ -58,6 +58,7 @@ class Case:
     gate: bool = True  # the decay's gradient is wanted
     static: bool = False  # a scalar decay is the same at every token
     bulk: bool = False  # tensors go by descriptor, however small
+    gluon: bool = True  # kernels in Gluon are used where there are any
     waves: int = 0  # programs wanted in a pass over segments; 0: as for large inputs, so segments of one chunk
 
     def inputs(self, device: str = "cpu") -> Inputs:

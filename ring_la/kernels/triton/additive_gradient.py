@@ -62,34 +62,39 @@ def additive_gradient_kernel(
     A = A.to(z.dtype)
     B = tl.dot(z, tl.trans(w), input_precision=PREC)
     B *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf"))) * scale
-    one = tl.where(n > 0, 1.0, 0.0)  # a factor the compiler does not know, or it would chain two products
+    B = B.to(z.dtype)
+    one = tl.where(n > 0, 1.0, 0.0)  # what the compiler does not know, or it would chain two products …
+    nought = tl.where(n > 0, 0.0, 1.0)  # … or hold one, rather than make it again
     P = tl.zeros([C, C], tl.float32)  # k·q, [j, i]
     dv = tl.zeros([C, BV], tl.float32)
     reads = tl.zeros([C], tl.float32)
     writes = tl.zeros([C], tl.float32)
-    through = 0.0
+    through = tl.zeros([BK], tl.float32)
     for m in range(0, K, BK):
         d = m + tl.arange(0, BK)
         x = tile(q_, t, n, d, HK * K, K)
         y = tile(k_, t, n, d, HK * K, K)
         R = tile(adjoints + chunk * (K * V), d, K, e, V, V)
         S = tile(states + chunk * (K * V), d, K, e, V, V)
-        through += tl.sum(tl.sum(S.to(tl.float32) * R.to(tl.float32), 1), 0)
+        dk = tl.dot(z, tl.trans(R), input_precision=PREC)
+        dq = tl.dot(w, tl.trans(S), input_precision=PREC)
+        dk_inside = tl.dot(B, x, input_precision=PREC)
+        dq_inside = tl.dot(A, y, input_precision=PREC)
         P = tl.dot(y, tl.trans(x), P, input_precision=PREC)
         dv = tl.dot(y, R, dv, input_precision=PREC)
-        dk = tl.dot(z, tl.trans(R), input_precision=PREC) * reach[:, None]
+        through += tl.sum(S.to(tl.float32) * R.to(tl.float32), 1)
+        dk *= reach[:, None]
         writes += tl.sum(dk * y.to(tl.float32), 1)
-        dk += tl.dot(B.to(z.dtype), x, input_precision=PREC) * one
-        put(dk_, dk, t, n, d, H * K, K)
-        dq = tl.dot(w, tl.trans(S), input_precision=PREC) * keep[:, None]
+        put(dk_, dk + dk_inside * one, t, n, d, H * K, K)
+        dq *= keep[:, None]
         reads += tl.sum(dq * x.to(tl.float32), 1)
-        dq += tl.dot(A, y, input_precision=PREC) * one
-        put(dq_, dq, t, n, d, H * K, K)
-    pairs = tl.where(t[:, None] < t[None, :], P * B, 0.0)
-    reads += tl.sum(pairs, 0) - tl.sum(pairs, 1)
-    dg = tl.cumsum(reads, 0, reverse=True) + tl.cumsum(writes, 0) - writes + through * tl.exp2(gc)
-    tl.store(dg_ + (b.to(tl.int64) * T + start + t) * H + h, dg, t < n)
-    P *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf")))
+        put(dq_, dq + dq_inside * one, t, n, d, H * K, K)
+    P *= tl.exp2(tl.where(sees, g[None, :] - g[:, None], float("-inf"))) * scale
     dv *= reach[:, None]
-    dv += tl.dot(P.to(z.dtype), w, input_precision=PREC) * scale
+    dv += tl.dot(P.to(z.dtype), w, input_precision=PREC)
     put(head(dv_, b, start, h, T, H, H, V), dv, t, n, e, H * V, V)
+    pairs = P * tl.dot(z, tl.trans(w), tl.zeros([C, C], tl.float32) + nought, input_precision=PREC)
+    pairs = tl.where(t[:, None] < t[None, :], pairs, 0.0)
+    reads += tl.sum(pairs, 0) - tl.sum(pairs, 1)
+    dg = tl.cumsum(reads, 0, reverse=True) + tl.cumsum(writes, 0) - writes + tl.sum(through, 0) * tl.exp2(gc)
+    tl.store(dg_ + (b.to(tl.int64) * T + start + t) * H + h, dg, t < n)

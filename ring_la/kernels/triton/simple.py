@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -44,6 +46,13 @@ class Early(NamedTuple):
 def columns(D: int) -> int:
     """A head as a tile is wide: narrower ones than 64 columns are what the compiler gets wrong."""
     return max(64, width(D))
+
+
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether kernels in Gluon, which is not the same in every version of Triton, are for this device."""
+    here = device.type == "cuda" and torch.version.cuda is not None and triton.__version__.startswith("3.6.")
+    return here and torch.cuda.get_device_capability(device)[0] == 9
 
 
 class Simple(Base):
@@ -182,12 +191,20 @@ class Simple(Base):
         B, T, H = self.B, self.T, self.H
         dq, dk, dv = (self._new(B, T, H, n, dtype=v.dtype) for n in (self.K, self.K, self.V))
         dg = self._new(B, T, H)
-        launch(
-            additive_gradient_kernel, (self._NC * H, B), q, k, v, do, self._decays(self._static), states,
-            adjoints, dq, dk, dv, dg, self.chunks.table, T, self._NC, self.scale, H=H, HK=self.HK, K=self.K, V=self.V,
-            BK=how.block, BV=columns(self.V), C=self.chunk, STATIC=self._static, PREC=self.precision,
-            VARLEN=self._packed, **how.options,
+        args = (
+            q, k, v, do, self._decays(self._static), states, adjoints, dq, dk, dv, dg, self.chunks.table, T, self._NC,
+            self.scale,
         )  # fmt: skip
+        shape = dict(H=H, HK=self.HK, K=self.K, V=self.V, C=self.chunk, VARLEN=self._packed)
+        if {self.K, self.V} <= {64, 128} and not self._static and hopper(self.device):
+            from ring_la.kernels.triton.additive_gradient_hopper import additive_gradient_hopper_kernel
+
+            launch(additive_gradient_hopper_kernel, (self._NC * H, B), *args, **shape, num_warps=4)
+        else:
+            launch(
+                additive_gradient_kernel, (self._NC * H, B), *args, **shape, BK=how.block, BV=columns(self.V),
+                STATIC=self._static, PREC=self.precision, **how.options,
+            )  # fmt: skip
         return Inputs(dq, dk, dv, dg)
 
     # -- gradients -----------------------------------------------------------------------------------------

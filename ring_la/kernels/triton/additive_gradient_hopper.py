@@ -1,0 +1,225 @@
+"""`additive_gradient` for Hopper, in Gluon, where copies and products are waited for by name.
+
+The same sums, rounded in the same places; see there. A program is one chunk again, but all it reads is on its way from
+its first instructions, products run while the factors of others are made, and results are stored while the next
+products run. Channels of q and k go in halves of 64. The second half of S comes where the first was: so two programs of
+128 channels fit a multiprocessor's shared memory, to the byte.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ring_la.kernels.triton.tiles import SIZES
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def ask(to, p, n, D: gl.constexpr, STRIDE: gl.constexpr):
+    """Start to copy a tile of rows D wide to shared memory; rows from n on are zero."""
+    ROWS: gl.constexpr = to.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, D, gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(to, p + r[:, None] * STRIDE + c[None, :], mask=(r < n)[:, None])
+
+
+@gluon.jit
+def ask_whole(to, p, D: gl.constexpr):
+    """`ask` for a state, whose rows lie side by side and are all there."""
+    ROWS: gl.constexpr = to.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, D, gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(to, p + r[:, None] * D + c[None, :])
+
+
+@gluon.jit
+def arrived(OUTSTANDING: gl.constexpr):
+    """All but the last OUTSTANDING groups of copies are there, for every warp and for products."""
+    async_copy.wait_group(OUTSTANDING)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def put(p, x, n, D: gl.constexpr, STRIDE: gl.constexpr):
+    """Store n rows of an accumulator, 16 bytes a thread."""
+    ROWS: gl.constexpr = x.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    x = gl.convert_layout(x.to(p.dtype.element_ty), layout)
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, D, gl.SliceLayout(0, layout))
+    gl.store(p + r[:, None] * STRIDE + c[None, :], x, mask=(r < n)[:, None])
+
+
+@gluon.jit
+def product(a, b, like):
+    """a bᵀ, started."""
+    return warpgroup_mma(a, b.permute((1, 0)), like, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weights(seen, gap):
+    """Factors of pairs, from the logarithms of their decays."""
+    return gl.exp2(gl.where(seen, gap, float("-inf")))
+
+
+@gluon.jit
+def weighed(x, factors, other, sums):
+    """x, its rows times `factors`, and `sums` with the rows' products with what lies in `other`."""
+    x = x * factors[:, None]
+    return x, sums + gl.sum(x * other.load(x.type.layout).to(gl.float32), 1)
+
+
+@gluon.jit
+def passing(S, R, layout: gl.constexpr):
+    """<S, R> by row."""
+    return gl.sum(S.load(layout).to(gl.float32) * R.load(layout).to(gl.float32), 1)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def additive_gradient_hopper_kernel(
+    q, k, v, do, F, states, adjoints, dq_, dk_, dv_, dg_, table, T, NC, scale, H: gl.constexpr, HK: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    """One chunk of C = 64 tokens, K and V of 64 or 128, 4 warps; arguments as for `additive_gradient_kernel`, with a
+    decay by token."""
+    s = gl.program_id(0) // H  # the heads of a chunk side by side, as they lie in memory
+    h = gl.program_id(0) % H
+    b = gl.program_id(1)
+    if VARLEN:
+        start = gl.load(table + s * 6)
+        end = gl.load(table + s * 6 + 1)
+    else:
+        start = s * C
+        end = gl.minimum(start + C, T)
+    n = end - start
+    if n <= 0:
+        return
+    HALF: gl.constexpr = 64
+    TWO: gl.constexpr = K == 2 * HALF
+    LATER: gl.constexpr = 1 if TWO else 0
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    STATE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    kind: gl.constexpr = v.dtype.element_ty
+    z = gl.allocate_shared_memory(kind, [C, V], SHARED)
+    w = gl.allocate_shared_memory(kind, [C, V], SHARED)
+    x = gl.allocate_shared_memory(kind, [K // HALF, C, HALF], SHARED)
+    y = gl.allocate_shared_memory(kind, [K // HALF, C, HALF], SHARED)
+    R = gl.allocate_shared_memory(kind, [K // HALF, HALF, V], SHARED)
+    S = gl.allocate_shared_memory(kind, [HALF, V], SHARED)
+
+    chunk = (b.to(gl.int64) * NC + s) * H + h
+    token = b.to(gl.int64) * T + start
+    q += (token * HK + h // (H // HK)) * K
+    k += (token * HK + h // (H // HK)) * K
+    v += (token * H + h) * V
+    do += (token * H + h) * V
+    states += chunk * (K * V)
+    adjoints += chunk * (K * V)
+    ask(z, v, n, V, H * V)
+    ask(w, do, n, V, H * V)
+    async_copy.commit_group()
+    for m in gl.static_range(K // HALF):
+        ask(x.index(m), q + m * HALF, n, HALF, HK * K)
+        ask(y.index(m), k + m * HALF, n, HALF, HK * K)
+    async_copy.commit_group()
+    ask_whole(S, states, V)
+    for m in gl.static_range(K // HALF):
+        ask_whole(R.index(m), adjoints + m * HALF * V, V)
+    async_copy.commit_group()
+
+    f = F + chunk * (4 * C)
+    row = gl.arange(0, C, gl.SliceLayout(1, NARROW))
+    column = gl.arange(0, C, gl.SliceLayout(0, NARROW))
+    g_row = gl.load(f + row)
+    g_column = gl.load(f + column)
+    keep = gl.load(f + C + row)
+    reach = gl.load(f + 2 * C + row)
+    reach_wide = gl.load(f + 2 * C + gl.arange(0, C, gl.SliceLayout(1, WIDE)))
+    gc = gl.load(f + C - 1)
+    narrow = gl.zeros([C, HALF], gl.float32, NARROW)
+    wide = gl.zeros([C, V], gl.float32, WIDE)
+
+    arrived(2)
+    A = product(w, z, narrow)  # [i, j]
+    B = product(z, w, narrow)  # [j, i]
+    decay = weights(row[:, None] >= column[None, :], g_row[:, None] - g_column[None, :]) * scale
+    A = warpgroup_mma_wait(1, deps=[A])
+    A = gl.convert_layout((A * decay).to(kind), gl.DotOperandLayout(0, NARROW, 2))
+    arrived(1)
+    P = product(y.index(0), x.index(0), narrow)  # k·q, [j, i]
+    if TWO:
+        P = warpgroup_mma(y.index(1), x.index(1).permute((1, 0)), P, is_async=True)
+    decay = weights(row[:, None] <= column[None, :], g_column[None, :] - g_row[:, None]) * scale
+    P, B = warpgroup_mma_wait(0, deps=[P, B])
+    P = P * decay
+    pairs = gl.where(row[:, None] < column[None, :], P * B, 0.0)
+    reads = gl.convert_layout(gl.sum(pairs, 0), gl.SliceLayout(1, NARROW)) - gl.sum(pairs, 1)
+    writes = gl.zeros([C], gl.float32, gl.SliceLayout(1, NARROW))
+    B = gl.convert_layout((B * decay).to(kind), gl.DotOperandLayout(0, NARROW, 2))
+    P = gl.convert_layout(P.to(kind), gl.DotOperandLayout(0, WIDE, 2))
+
+    arrived(0)
+    dq = product(w, S, narrow)
+    dk = product(z, R.index(0), narrow)
+    if TWO:
+        dk_later = product(z, R.index(1), narrow)
+    through = passing(S, R.index(0), STATE)
+    dq, S = warpgroup_mma_wait(1 + LATER, deps=[dq, S])
+    if TWO:
+        gl.thread_barrier()
+        ask_whole(S, states + HALF * V, V)
+        async_copy.commit_group()
+    dq, reads = weighed(dq, keep, x.index(0), reads)
+    dq = warpgroup_mma(A, y.index(0), dq, is_async=True)
+    dk = warpgroup_mma_wait(1 + LATER, deps=[dk])
+    dk, writes = weighed(dk, reach, y.index(0), writes)
+    dk = warpgroup_mma(B, x.index(0), dk, is_async=True)
+    if TWO:
+        dk_later = warpgroup_mma_wait(2, deps=[dk_later])
+        dk_later, writes = weighed(dk_later, reach, y.index(1), writes)
+        dk_later = warpgroup_mma(B, x.index(1), dk_later, is_async=True)
+        dk_later = warpgroup_mma_wait(0, deps=[dk_later])
+    # what products read must stay where it is until they are awaited
+    dq, dk, z, y = warpgroup_mma_wait(0, deps=[dq, dk, z, y])
+    dq_ += (token * H + h) * K
+    dk_ += (token * H + h) * K
+    put(dq_, dq, n, HALF, H * K)
+    put(dk_, dk, n, HALF, H * K)
+    if TWO:
+        put(dk_ + HALF, dk_later, n, HALF, H * K)
+        arrived(0)
+        dq = product(w, S, narrow)
+    dv = warpgroup_mma(y.index(0), R.index(0), wide, use_acc=False, is_async=True)
+    if TWO:
+        dv = warpgroup_mma(y.index(1), R.index(1), dv, is_async=True)
+        through += passing(S, R.index(1), STATE)
+        dq = warpgroup_mma_wait(2, deps=[dq])
+        dq, reads = weighed(dq, keep, x.index(1), reads)
+        dq = warpgroup_mma(A, y.index(1), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+    dv, y, R = warpgroup_mma_wait(0, deps=[dv, y, R])
+    dv = warpgroup_mma(P, w, dv * reach_wide[:, None], is_async=True)
+    if TWO:
+        put(dq_ + HALF, dq, n, HALF, H * K)
+    dv, w = warpgroup_mma_wait(0, deps=[dv, w])
+    put(dv_ + (token * H + h) * V, dv, n, V, H * V)
+
+    reads = gl.convert_layout(reads, FLAT)
+    writes = gl.convert_layout(writes, FLAT)
+    dg = gl.associative_scan(reads, 0, plus, reverse=True) + gl.associative_scan(writes, 0, plus) - writes
+    dg += gl.sum(through, 0) * gl.exp2(gc)
+    t = gl.arange(0, C, FLAT)
+    gl.store(dg_ + (token + t) * H + h, dg, mask=t < n)
