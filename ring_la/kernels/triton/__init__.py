@@ -8,7 +8,10 @@ Importing this package does not import Triton: `ring_la.kernels.triton.local` do
     gates.py       cumulative gates of a chunk
     prefix.py      the scan over segments
     additive.py    additive writes with a scalar decay or none: one fused pass, used four times
-    additive_gate.py   the same with what the decay's gradient needs, and that gradient
+    additive_writes.py   dk and dv of those without a decay by token, in one pass
+    additive_states.py, additive_gradient.py   the chunks' states; the gradients of all chunks at once, from them
+    additive_gradient_hopper.py   the same in Gluon, for Hopper
+    additive_gate.py   a decay's gradient where one program does not hold a state
     intra.py       what a chunk computes without its state: decayed products and the triangular inverse
     forward.py     the pass that carries the state of every other rule
     backward.py    the pass that carries its gradient
