@@ -40,7 +40,8 @@ class Border(Protocol):
     Attributes:
         key: what two borders have in common that launch alike. memory: what their launches use and no call brings.
         beside: the stream that exchanges may run on beside the caller's; None: they stand in order.
-        whole: (forward, back) whether `segments` sees to every piece. arrives: whether any state comes.
+        whole: (forward, back) whether `segments` sees to every piece. arrives: whether any state comes. carries:
+            whether any of what comes goes on.
     """
 
     key: Hashable
@@ -48,6 +49,7 @@ class Border(Protocol):
     beside: object
     whole: tuple[bool, bool]
     arrives: tuple[bool, bool]
+    carries: tuple[bool, bool]
 
     def segments(
         self, kind: Transition, A: Tensor | None, b: Tensor, S0: Tensor | None, entering: Tensor, leaving: Tensor,
@@ -59,8 +61,8 @@ class Border(Protocol):
         ...
 
     def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
-        """The same for dense maps (A, `leaving`) of whole pieces, this way: fill `entering` where a state comes from
-        elsewhere. A is None where none does. B must be 1 or N."""
+        """The same for dense maps (A, `leaving`) of whole pieces: fill `entering` where a state comes from elsewhere. A
+        is not read where nothing goes on; backward it is transposed. B must be 1 or N."""
         ...
 
 

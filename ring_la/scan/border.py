@@ -31,7 +31,8 @@ class Border:
         self.hops = _hops(chain, group.rank, pieces), _hops(chain.reversed, group.rank, back)
         self.key = (group.name, *self.hops)
         self.whole = tuple({hop.piece for hop in hops} == set(range(count)) for hops in self.hops)
-        self.arrives = tuple(any(hop.source is not None or hop.earlier is not None for hop in h) for h in self.hops)
+        self.arrives = tuple(any(map(_comes, h)) for h in self.hops)
+        self.carries = tuple(any(_comes(hop) and _goes(hop) for hop in h) for h in self.hops)
         self._sent = tuple(sum(hop.target is not None for hop in hops) for hops in self.hops)
 
     @property
@@ -69,9 +70,17 @@ class Border:
         for hop in self.hops[reverse]:
             n, b, before = hop.piece, piece(leaving, hop.piece), piece(leaving, hop.earlier)
             came = None if hop.source is None and before is None else piece(entering, n)
-            launch_dense(
-                self.group, b if A is None else piece(A, n), False, b, before, came, b if hop.keeps else None, hop
-            )
+            hop, maps = hop._replace(passes=_comes(hop) and _goes(hop)), b if A is None else piece(A, n)
+            launch_dense(self.group, maps, reverse, b, before, came, b if hop.keeps else None, hop)
+
+
+def _comes(hop: Hop) -> bool:
+    return hop.source is not None or hop.earlier is not None
+
+
+def _goes(hop: Hop) -> bool:
+    """Whether what comes may go on."""
+    return hop.passes and (hop.target is not None or hop.keeps)
 
 
 def _hops(chain: Chain, rank: int, pieces: Sequence[tuple[int, int]]) -> tuple[Hop, ...]:

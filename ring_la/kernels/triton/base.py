@@ -17,7 +17,7 @@ from ring_la.kernels.triton import table
 from ring_la.kernels.triton.cut import Cut
 from ring_la.kernels.triton.gates import factors_kernel
 from ring_la.kernels.triton.launch import Beside, aligned, aside, join, launch
-from ring_la.kernels.triton.prefix import arrive_kernel, prefix_dense_kernel, prefix_kernel, through_kernel
+from ring_la.kernels.triton.prefix import prefix_dense_kernel, prefix_kernel, through_kernel
 from ring_la.kernels.triton.table import Launch, cdiv, power_of_2, width
 
 DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
@@ -39,6 +39,8 @@ class Kept(NamedTuple):
     states: Tensor | None = None
     whole: Tensor | None = None
     """The transitions of a call whose pieces states enter; `transition` lacks each piece's first."""
+    passed: Tensor | None = None
+    """The products of each piece's dense transitions, where states go through it."""
     bounds: Tensor | None = None
     """What the norms of chunks' transitions are at most (`horizon`)."""
 
@@ -213,7 +215,7 @@ class Base:
         cut = self.segments
         entering, leaving = self._new(*own.shape) if enter or self._in_parts else own, self._pieces()
         if self.dense:
-            self._prefix_dense(own, transition, S0, entering, leaving, reverse=reverse, enter=enter)
+            self._prefix_dense(own, transition, S0, leaving, None, entering, reverse=reverse, enter=enter)
             return entering, leaving
         block = 1024
         launch(
@@ -232,20 +234,7 @@ class Base:
         result waits for it."""
         cut = self.segments
         if self.dense:
-            entering, leaving, arrives = self._new(*own.shape), self._pieces(), border.arrives[reverse]
-            before, passed = (torch.empty_like(transition), self._maps_of_pieces()) if arrives else (None, None)
-            self._prefix_dense(own, transition, S0, entering, leaving, before, passed, reverse=reverse)
-            arrived = (torch.zeros_like if cut.pieces > 1 else torch.empty_like)(leaving) if arrives else leaving
-            with aside(beside):
-                border.dense(passed, arrived, leaving, reverse)
-
-            def finish() -> tuple[Tensor, Tensor]:
-                join(beside)
-                if arrives:
-                    self._arrive(before, arrived, entering, reverse)
-                return entering, leaving
-
-            return finish
+            return self._cross_dense(own, transition, S0, reverse, border, beside)
         if border.whole[reverse]:
             entering, leaving = self._new(*own.shape), self._pieces()
         else:
@@ -260,12 +249,40 @@ class Base:
 
         return finish
 
+    def _cross_dense(
+        self, own: Tensor, transition: Tensor, S0: Tensor | None, reverse: bool, border: Border, beside: Beside | None
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """The same for dense maps: links need those of whole pieces, and the scan starts again with what arrives."""
+        arrives, passed = border.arrives[reverse], self._kept.passed
+        if not arrives:
+            entering, leaving = self._prefix(own, transition, S0, reverse)
+            arrived = leaving
+        elif border.carries[reverse] and passed is None and not reverse:
+            leaving, passed = self._pieces(), self._maps_of_pieces()
+            room = (torch.empty_like(x) if self._in_parts else None for x in (own, transition))
+            self._prefix_dense(own, transition, S0, leaving, passed, *room)
+        else:
+            _, leaving = self._prefix(own, transition, S0, reverse, enter=False)
+            passed = self._through(transition) if border.carries[reverse] and passed is None else passed
+        if arrives:
+            self._kept, several = self._kept._replace(passed=passed), self.segments.pieces > 1
+            zero = torch.zeros_like if several else torch.empty_like
+            arrived = S0.clone() if several and S0 is not None else zero(leaving)
+        with aside(beside):
+            border.dense(passed, arrived, leaving, reverse)
+
+        def finish() -> tuple[Tensor, Tensor]:
+            join(beside)
+            return self._prefix(own, transition, arrived, reverse) if arrives else (entering, leaving)
+
+        return finish
+
     def _prefix_dense(
-        self, own: Tensor, transition: Tensor, S0: Tensor | None, entering: Tensor | None = None,
-        leaving: Tensor | None = None, before: Tensor | None = None, passed: Tensor | None = None, *,
-        reverse: bool = False, enter: bool = True,
+        self, own: Tensor, transition: Tensor, S0: Tensor | None, leaving: Tensor | None, passed: Tensor | None = None,
+        entering: Tensor | None = None, before: Tensor | None = None, *, reverse: bool = False, enter: bool = False,
     ) -> None:  # fmt: skip
-        """`prefix_dense_kernel` into `leaving` or `passed` or both."""
+        """`prefix_dense_kernel` into `leaving` or `passed` or both; `entering` and `before` are room where transitions
+        are read in parts."""
         cut, how = self.segments, self._dense(table.PREFIX if passed is None else table.PREFIX_MAPS)
         columns = sum(cdiv(n, how["BV"]) for n, out in ((self.V, leaving), (self.K, passed)) if out is not None)
         room = (own if x is None else x for x in (S0, entering, leaving, before, passed))
@@ -273,15 +290,6 @@ class Base:
             prefix_dense_kernel, (columns, cut.pieces, self._rows), own, transition, *room, cut.first, cut.count,
             cut.pieces, H=self.H, K=self.K, V=self.V, HAS_S0=S0 is not None, ENTER=enter, STATES=leaving is not None,
             MAPS=passed is not None, REVERSE=reverse, VARLEN=self._packed, BJ=self._whole, **how,
-        )  # fmt: skip
-
-    def _arrive(self, before: Tensor, arrived: Tensor, entering: Tensor, reverse: bool) -> None:
-        """Add to `entering` what comes of the states that `arrived` at the pieces."""
-        cut, how = self.segments, self._dense(table.ARRIVE)
-        launch(
-            arrive_kernel, (cdiv(self.V, how["BV"]) * cut.count, self._rows), before, arrived, entering, cut.table,
-            self.T, cut.count, cut.pieces, cut.length, H=self.H, K=self.K, V=self.V, C=self.chunk, REVERSE=reverse,
-            VARLEN=self._packed, BJ=min(32, width(self.K)), **how,
         )  # fmt: skip
 
     def _dense(self, entries: dict[int, Launch]) -> dict[str, int]:
@@ -306,7 +314,7 @@ class Base:
         cut = self.segments
         if self.dense:
             before, out = torch.empty_like(transition) if self._in_parts else None, self._maps_of_pieces()
-            self._prefix_dense(transition, transition, None, before=before, passed=out, enter=False)
+            self._prefix_dense(transition, transition, None, None, out, None, before)
             return out
         out = self._new(self.B, cut.pieces, *transition.shape[2:])
         channels, block = math.prod(transition.shape[2:]), 256

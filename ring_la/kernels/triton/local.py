@@ -78,6 +78,7 @@ class TritonRecurrence(Simple, General):
     def kept(self) -> tuple[Tensor | None, ...]:
         """What spares the gradients work, after `output`: states entering the segments, and what the chunks found."""
         found = dict(entering=self._entered[0]) if self._entered else {}
+        found["passed"] = self._kept.passed
         if self.F is not self.inputs.v:
             found["F"] = self.F
         if self.bounds is not self.inputs.v:

@@ -2,8 +2,7 @@
 
 Forward  S ← A_s S + b_s over s = first … last; the adjoint runs last … first with A_sᵀ. `entering[s]` is the state
 before segment s (in the direction of the scan; ENTER), `leaving[n]` the state after the last one of piece n. Without S0
-the first transition is not read: the passes leave it out. Where a state comes to a piece only afterwards, the scan is
-linear: under dense transitions the products of those before each segment bring it to all segments at once.
+the first transition is not read: the passes leave it out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ring_la.kernels.triton.tiles import SIZES, span
+from ring_la.kernels.triton.tiles import SIZES
 
 
 @triton.jit
@@ -67,8 +66,7 @@ def _fold(
     W: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, HAS_S0: tl.constexpr, EYE: tl.constexpr,
     ENTER: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of one piece's state [K, W] under dense transitions; EYE: of the product of the transitions, whose
-    `entering`, the product of those before a segment, is not stored for the first."""
+    """BV columns of one piece's state [K, W] under dense transitions; EYE: of the product of the transitions."""
     k = tl.arange(0, BK)
     j = tl.arange(0, BJ)
     v = column * BV + tl.arange(0, BV)
@@ -116,9 +114,8 @@ def prefix_dense_kernel(
     """Dense transitions A [B, NS, H, K, K]. Where A is too large for one tile (BJ < BK), its columns meet the state BJ
     at a time, from `entering`.
 
-    STATES: the scan itself. MAPS: what it does to a state that comes from elsewhere, by programs of their own: `before`
-    [B, NS, H, K, K] takes the products of the transitions before each segment but the first (ENTER), `passed` [B, N,
-    H, K, K] those of all.
+    STATES: the scan itself. MAPS: the product of each piece's transitions, by programs of their own, in `passed` [B, N,
+    H, K, K]; `before` [B, NS, H, K, K] is what `entering` is to states.
     """
     NV: tl.constexpr = (V + BV - 1) // BV if STATES else 0
     column = tl.program_id(0)
@@ -138,38 +135,6 @@ def prefix_dense_kernel(
                 A_, A_, A_, before, passed, lo, count, b, n, h, column - NV, NS, N, H, K, K, BK, BJ, BV, False, True,
                 ENTER, REVERSE,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=SIZES)
-def arrive_kernel(
-    before, arrived, entering, table, T, NS, N, LENGTH, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr,
-    VARLEN: tl.constexpr,
-):  # fmt: skip
-    """To the states `entering` the segments, what becomes there of those that `arrived` [B, N, H, K, V] at the pieces,
-    all segments at once: `before` is the product of the transitions between."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    s = tl.program_id(0) // NV
-    v = tl.program_id(0) % NV * BV + tl.arange(0, BV)
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
-    start, end, piece, _, first, last = span(table, s, T, LENGTH, C, VARLEN)
-    if end <= start:
-        return
-    k = tl.arange(0, BK)
-    live = (k < K)[:, None] & (v < V)[None, :]
-    at = k[:, None] * V + v[None, :]
-    row = (b * NS + s) * H + h
-    arrived += ((b * N + piece) * H + h) * K * V
-    S = tl.load(entering + row * K * V + at, live, other=0.0)
-    if last if REVERSE else first:
-        S += tl.load(arrived + at, live, other=0.0)
-    else:
-        for m in range(0, K, BJ):
-            c = m + tl.arange(0, BJ)
-            x = tl.load(arrived + c[:, None] * V + v[None, :], (c < K)[:, None] & (v < V)[None, :], other=0.0)
-            S = tl.dot(_block(before + row * K * K, k, c, K, False), x, S, input_precision="tf32x3")
-    tl.store(entering + row * K * V + at, S, live)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -63,7 +63,6 @@ GRADIENT: Table = {
 # By key channels alone, always on fp32: columns of a state, or of a product of transitions, that a program takes.
 PREFIX = {64: Launch(32, 4, 2), 128: Launch(32, 8, 2), 256: Launch(32, 4, 1)}
 PREFIX_MAPS = {64: Launch(32, 4, 2), 128: Launch(64, 8, 2), 256: Launch(32, 4, 1)}
-ARRIVE = {64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(32, 4, 2)}
 INNER = {0: 64, 1: 32}
 """Value channels a step of `delta_gradient`, without a decay and with a scalar one."""
 # One stage and 64 channels under 8 warps: with pipelined loads, or 32 channels under 4 warps, what the compiler makes
