@@ -27,7 +27,7 @@ from tests.kernels.triton_cases import Case, errors
 
 PASSES = [(64, 4, 1), (64, 4, 1, 168), (64, 4, 2), (64, 4, 2, 168), (128, 8, 1), (128, 8, 2)]
 ROWS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2)]
-GRADIENTS = [(32, 4, 1), (64, 4, 1), (64, 8, 1)]
+GRADIENTS = [(32, 4, 1), (32, 4, 2), (32, 4, 3), (32, 8, 2)]
 GRID = {
     "SUMMARISE": [(64, 4, 2), (64, 4, 3), (128, 4, 3), (128, 8, 2), (128, 8, 3)],
     "ATTEND": [(64, 4, 1), (64, 4, 2), (128, 8, 2), (128, 8, 3), (128, 8, 4)],
@@ -38,7 +38,7 @@ GRID = {
     "SUMMARY": PASSES, "OUTPUT": PASSES, "KEEP": PASSES, "BACK_SUMMARY": PASSES, "BACKWARD": PASSES,
     "PAIRS": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (64, 4, 2, 168)],
     "GRADIENT": ROWS,
-    "GRADIENT_DIAGONAL": GRADIENTS,
+    "GRADIENT_DIAGONAL": GRADIENTS, "DPLR_GRADIENT": [(32, 4, 1), (32, 8, 1), (64, 8, 1)],
     "INTRA": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 1, 128)],
     "INTRA_DIAGONAL": [(32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (32, 4, 1, 168)],
     "WAVES": [132, 264, 528, 1056],
@@ -49,7 +49,8 @@ RULES = {
     "ATTEND_GATED": ["additive_scalar"], "WRITES": ["additive_none", "additive_scalar"],
     "STATES": ["additive_scalar"], "ADDITIVE_GRADIENT": ["additive_scalar"],
     "GRADIENT": DELTA, "INTRA": DELTA,
-    "PAIRS": DIAGONAL, "GRADIENT_DIAGONAL": DIAGONAL, "INTRA_DIAGONAL": DIAGONAL,
+    "PAIRS": ["dplr_diagonal"], "DPLR_GRADIENT": ["dplr_diagonal"],
+    "GRADIENT_DIAGONAL": DIAGONAL, "INTRA_DIAGONAL": DIAGONAL,
 }  # fmt: skip
 PASSED = [*DELTA, *DIAGONAL]
 FLAGS = ("SUMMARY", "KEEP", "OUT", "REVERSE", "TRANSPOSED", "LEVELLED")

@@ -127,6 +127,34 @@ def test_decays_of_a_token_in_bf16(rule: str) -> None:
     assert all(e < 6e-3 for e in worst.values()), worst
 
 
+@pytest.mark.parametrize(
+    ("rule", "limits"),
+    [
+        ("additive_diagonal", {"dv": 2.7e-3, "dg": 2.3e-3}),
+        ("delta_none", {"dv": 3.8e-3}),
+        ("dplr_diagonal", {"dq": 3.8e-3, "dk": 3.8e-3, "dg": 4.3e-3}),
+    ],
+)
+def test_what_is_rounded_once_only(rule: str, limits: dict[str, float]) -> None:
+    """Pairs and their gradients, and dO times the scale, are not rounded to bf16: each would be as much as a result."""
+    compute_bf16()
+    case = Case(rule, T=128, K=32, V=32, dtype=torch.bfloat16, states=False)
+    worst = errors(case, local.TritonRecurrence, DEVICE)
+    assert all(worst[n] < limit for n, limit in limits.items()), worst
+
+
+@pytest.mark.parametrize("rule", ["additive_diagonal", "delta_none"])
+def test_a_scale_of_zero(rule: str) -> None:
+    x = Case(rule, T=20).inputs(DEVICE)
+    run = local.TritonRecurrence(Rule.parse(rule), x, None, 0.0)
+    o, end = run.output(None, keep=True)
+    grads, _ = run.gradients(None, torch.ones_like(o), torch.ones_like(end))
+    assert (o == 0).all()
+    assert (grads.q == 0).all()
+    assert (grads.v != 0).any()
+    assert all(g.isfinite().all() for g in grads if g is not None)
+
+
 @pytest.mark.parametrize("rule", ["delta_none", "delta_scalar", "delta_diagonal"])
 def test_beta_of_zero_in_fp16(rule: str) -> None:
     """What the backward pass leaves is multiplied by β, which the gradient of β divides by: in fp16 that takes care."""

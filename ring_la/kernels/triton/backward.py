@@ -17,15 +17,15 @@ from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    q, kr, kw, kv, do, F, G, A, Av, L, M, state, dr, dv_, states, leaving, log_a, table, T, NS, NC, N, LENGTH, scale,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, kr, kw, kv, do, F, G, A, Ar, Av, L, M, state, dr, dv_, states, leaving, log_a, table, T, NS, NC, N, LENGTH,
+    scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, SUMMARY: tl.constexpr,
-    ALL: tl.constexpr,
+    ALL: tl.constexpr, FINE: tl.constexpr,
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One segment, BV columns, everything transposed as in `forward`. SUMMARY: state ← what the segment adds. Otherwise
     `state` is read and written: dV (under delta writes β dR; dplr: dR, and dV apart), the gradient of the state after
-    each chunk [V, K], and that of the state entering the piece."""
+    each chunk [V, K], and that of the state entering the piece. FINE: A is A + Ar."""
     NV: tl.constexpr = (V + BV - 1) // BV
     iv = tl.program_id(0) % NV
     s = tl.program_id(0) // NV
@@ -52,9 +52,14 @@ def backward_kernel(
     g_ = head(G, b, start, h, T, H, H, K)
     at = d[None, :] * V + e[:, None]
     inside = (e < V)[:, None] & (d < K)[None, :]
+    # S in units of the scale, so that dO meets q as it came: not under a decay by token, which rounds it anyway, nor in
+    # fp16, where it might overflow
+    whole: tl.constexpr = DECAY == 1 or q.dtype.element_ty == tl.float16
+    unit = 1.0 if whole else tl.where(scale == 0.0, 1.0, scale)
+    rest = scale / unit
     S = tl.zeros([BV, BK], tl.float32)
     if not SUMMARY and HAS_STATE:
-        S = tl.load(state + row * (K * V) + at, inside, other=0.0)
+        S = tl.load(state + row * (K * V) + at, inside, other=0.0) / unit
     total = tl.zeros([BK], tl.float32)
     n = (left + C - 1) // C
     for j in range(n):
@@ -65,7 +70,7 @@ def backward_kernel(
             gc = tl.exp2(tl.load(f + C - 1))  # before what is prefetched is awaited
         y = tile(q_ + c * (HK * K), t, left - c, d, HK * K, K)
         z = tl.trans(tile(do_ + c * (H * V), t, left - c, e, H * V, V))
-        Sx = S.to(y.dtype)
+        Sx = (S * unit).to(y.dtype)
         if DELTA:
             be = tl.zeros([C], tl.float32)
             if c < left:  # always, but what a branch loads is not prefetched: two programs' shared memory just fits
@@ -79,7 +84,7 @@ def backward_kernel(
             S *= gc
             zf *= (read * scale)[None, :]
         else:
-            zf *= scale
+            zf *= rest
         if DECAY == 2:
             gc = tl.load(g_ + (tl.minimum(c + C, left) - 1) * (H * K) + d, d < K, other=0.0)
             total += gc
@@ -91,6 +96,9 @@ def backward_kernel(
                 du *= tl.load(f + 2 * C + t)[None, :]
             p = tile(a_ + c * (H * C), t, left - c, t, H * C, C)
             du = tl.dot(z, p, du, input_precision=PREC)
+            if FINE:
+                p = tile(head(Ar, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
+                du = tl.dot(z, p, du, input_precision=PREC)
             if DELTA or DPLR:
                 m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
                 du = tl.dot(du.to(x.dtype), m, input_precision=PREC)
@@ -107,15 +115,15 @@ def backward_kernel(
                     put(head(dv_, b, start, h, T, H, H, V) + c * (H * V), tl.trans(dv), t, left - c, e, H * V, V)
         S = tl.dot(zf.to(y.dtype), y, S, input_precision=PREC)
         if DELTA:
-            reads = du * (-be * read if DECAY == 1 else -be)[None, :]
+            reads = du * (-be * read if DECAY == 1 else -be / unit)[None, :]
             xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K) if DECAY == 2 else x
             S = tl.dot(reads.to(x.dtype), xr, S, input_precision=PREC)
         if DPLR:
             xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K)
-            S = tl.dot(du.to(x.dtype), xr, S, input_precision=PREC)
+            S = tl.dot((du / unit).to(x.dtype), xr, S, input_precision=PREC)
     if SUMMARY:
-        tl.store(state + row * (K * V) + at, S, inside)
+        tl.store(state + row * (K * V) + at, S * unit, inside)
         if DECAY == 2 and not (DELTA or DPLR) and iv == 0:
             tl.store(log_a + row * K + d, total, d < K)
     elif first:
-        tl.store(leaving + entry(b, piece, h, N, H) * (K * V) + at, S, inside)
+        tl.store(leaving + entry(b, piece, h, N, H) * (K * V) + at, S * unit, inside)

@@ -43,6 +43,8 @@ class Kept(NamedTuple):
     """The products of each piece's dense transitions, where states go through it."""
     bounds: Tensor | None = None
     """What the norms of chunks' transitions are at most (`horizon`)."""
+    Ar: Tensor | None = None
+    """What A's rounding left."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ring_la.kernels.triton.gates import running
+from ring_la.kernels.triton.gradient import parted, times
 from ring_la.kernels.triton.intra import (
     direct_mask,
     gates_at,
@@ -28,6 +29,7 @@ from ring_la.kernels.triton.intra import (
     level_border,
     level_mask,
     middle,
+    nearest,
     reach,
     row_of,
 )
@@ -62,8 +64,8 @@ def weights(g, gp, g_, t, n, d, low, i, STRIDE: tl.constexpr, D: tl.constexpr, L
 @triton.jit(do_not_specialize=SIZES)
 def dplr_products_kernel(
     q, k, a, b, g_, G, Ab, Ak, L, M, qr_, ar_, bw_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, PREC: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """scale · A_b, scale · A_k, L and M of one chunk [B, T, H, C]; G, e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K];
     low as in `products_kernel`."""
@@ -103,10 +105,11 @@ def dplr_products_kernel(
         zw = z * w
         put(kw_ + at, yw * rest, t, n, d, H * K, K)
         put(bw_ + at, zw * rest, t, n, d, H * K, K)
-        yw = tl.trans(yw)
-        zw = tl.trans(zw)
+        yw = tl.trans(nearest(yw, PREC))
+        zw = tl.trans(nearest(zw, PREC))
         xw = xf * tl.exp2(g)
         put(qr_ + at, xw * ref, t, n, d, H * K, K)
+        xw = nearest(xw, PREC)
         qk = tl.dot(xw, yw, qk, input_precision=PREC)
         qb = tl.dot(xw, zw, qb, input_precision=PREC)
         # the chunk's first token has none before it, and may be far from the reference
@@ -114,6 +117,7 @@ def dplr_products_kernel(
         x = tile(a + at, t, n, d, H * K, K)
         xw = x * tl.where(first, 0.0, tl.exp2(tl.minimum(before, LIMIT)))
         put(ar_ + at, tl.where(first, x.to(tl.float32), xw * ref), t, n, d, H * K, K)
+        xw = nearest(xw, PREC)
         ak = tl.dot(xw, yw, ak, input_precision=PREC)
         ab = tl.dot(xw, zw, ab, input_precision=PREC)
     tl.store(low_ + entry(i_b, s, h, NC, H), tl.where(spread <= LIMIT, LEVELS, -1))
@@ -130,8 +134,8 @@ def dplr_products_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def dplr_levels_kernel(
     q, k, a, b, G, Ab, Ak, L, M, qr_, ar_, bw_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, PREC: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """What `dplr_products_kernel` computes, level by level, for the chunks it left (low < 0); low ← their `reach`."""
     s = tl.program_id(0)
@@ -185,20 +189,52 @@ def dplr_levels_kernel(
     put(head(M, i_b, start, h, T, H, H, C), invert(-ab, C, PREC), t, n, t, H * C, C)
 
 
+@triton.jit(do_not_specialize=SIZES)
+def pairs_kernel(
+    do, u, dr, P, E, own, table, T, scale, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """scale · dO Uᵀ and dR Uᵀ of one chunk, [B, T, H, C], strictly lower; the first one's diagonal, which no decay
+    touches, [B, T, H]."""
+    s = tl.program_id(0)
+    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
+    if n <= 0:
+        return
+    t = tl.arange(0, C)
+    at = entry(b, start, h, T, H) * V
+    p = tl.zeros([C, C], tl.float32)
+    x = tl.zeros([C, C], tl.float32)
+    for m in range(0, V, BV):
+        e = m + tl.arange(0, BV)
+        ux = tl.trans(tile(u + at, t, n, e, H * V, V))
+        p = tl.dot(tile(do + at, t, n, e, H * V, V), ux, p, input_precision=PREC)
+        x = tl.dot(tile(dr + at, t, n, e, H * V, V), ux, x, input_precision=PREC)
+    p *= scale
+    strict = t[:, None] > t[None, :]
+    put(head(P, b, start, h, T, H, H, C), tl.where(strict, p, 0.0), t, n, t, H * C, C)
+    p = tl.sum(tl.where(t[:, None] == t[None, :], p, 0.0), 1)
+    tl.store(head(own, b, start, h, T, H, H, 1) + t * H, p, t < n)
+    put(head(E, b, start, h, T, H, H, C), tl.where(strict, x, 0.0), t, n, t, H * C, C)
+
+
 @triton.jit
-def between(dx, dy, x, y, wx, wy, p_, mask, t, n, H: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr):
+def between(dx, dy, x, y, wx, wy, p_, mask, t, n, H: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+            PREC: tl.constexpr):  # fmt: skip
     """(dx + P y, dy + Pᵀ x) over the pairs of `mask`, x and y weighed by wx and wy, and what these pairs add to the
-    gradient of G where x is read and take from it where y is written.
+    gradient of G where x is read and take from it where y is written. PARTS: 1, 2 for P in two parts, 3 for all.
 
     Pairs cancel there: what they are summed with is rounded like what they were multiplied with.
     """
     dt = x.dtype
-    p = tl.where(mask, tile(p_, t, n, t, H * C, C), 0.0).to(dt)
-    xw = (x * wx).to(dt)
-    yw = (y * wy).to(dt)
-    read = tl.dot(p, yw, input_precision=PREC)
-    written = tl.dot(tl.trans(p), xw, input_precision=PREC)
-    return dx + wx * read, dy + wy * written, xw.to(tl.float32) * read, yw.to(tl.float32) * written
+    p, rest = parted(tl.where(mask, tile(p_, t, n, t, H * C, C).to(tl.float32), 0.0), dt)
+    xw = x * wx
+    yw = y * wy
+    if PARTS < 3:
+        xw = xw.to(dt).to(tl.float32)
+        yw = yw.to(dt).to(tl.float32)
+    read = times(p, rest, yw, tl.zeros_like(dx), PARTS > 1, PARTS == 3, PREC)
+    written = times(tl.trans(p), tl.trans(rest), xw, tl.zeros_like(dy), PARTS > 1, PARTS == 3, PREC)
+    return dx + wx * read, dy + wy * written, xw * read, yw * written
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -261,9 +297,9 @@ def dplr_gradient_kernel(
         wq = tl.exp2(g - ref)
         wk = tl.exp2(ref - g)
         mask = t[:, None] > t[None, :]
-        dq, db, read, written = between(dq, db, xq, yb, wq, wk, p_, mask, t, n, H, C, PREC)
+        dq, db, read, written = between(dq, db, xq, yb, wq, wk, p_, mask, t, n, H, C, 1, PREC)
         dG += read - written
-        dq, dk, read, written = between(dq, dk, xq, yk, wq, wk, pv_, mask, t, n, H, C, PREC)
+        dq, dk, read, written = between(dq, dk, xq, yk, wq, wk, pv_, mask, t, n, H, C, 3, PREC)
         dG += read - written
         put(head(dq_, i_b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
     xa = tile(head(a, i_b, start, h, T, H, H, K), t, n, d, H * K, K)
@@ -272,23 +308,23 @@ def dplr_gradient_kernel(
     reads = xa.to(tl.float32) * da  # at G', so only from the next token on
     if not LEVELLED:
         wa = tl.exp2(tl.minimum(gp - ref, LIMIT))
-        da, db, read, written = between(da, db, xa, yb, wa, wk, e_, mask, t, n, H, C, PREC)
+        da, db, read, written = between(da, db, xa, yb, wa, wk, e_, mask, t, n, H, C, 1, PREC)
         reads += read
         dG -= written
-        da, dk, read, written = between(da, dk, xa, yk, wa, wk, ev_, mask, t, n, H, C, PREC)
+        da, dk, read, written = between(da, dk, xa, yk, wa, wk, ev_, mask, t, n, H, C, 2, PREC)
         reads += read
         dG -= written
     else:
         for i in range(low - 1, LEVELS):
             wq, wa, wk, mask = weights(g, gp, g_, t, n, d, low, i, H * K, K, LIMIT)
-            dq, db, read, written = between(dq, db, xq, yb, wq, wk, p_, mask, t, n, H, C, PREC)
+            dq, db, read, written = between(dq, db, xq, yb, wq, wk, p_, mask, t, n, H, C, 1, PREC)
             dG += read - written
-            dq, dk, read, written = between(dq, dk, xq, yk, wq, wk, pv_, mask, t, n, H, C, PREC)
+            dq, dk, read, written = between(dq, dk, xq, yk, wq, wk, pv_, mask, t, n, H, C, 1, PREC)
             dG += read - written
-            da, db, read, written = between(da, db, xa, yb, wa, wk, e_, mask, t, n, H, C, PREC)
+            da, db, read, written = between(da, db, xa, yb, wa, wk, e_, mask, t, n, H, C, 1, PREC)
             reads += read
             dG -= written
-            da, dk, read, written = between(da, dk, xa, yk, wa, wk, ev_, mask, t, n, H, C, PREC)
+            da, dk, read, written = between(da, dk, xa, yk, wa, wk, ev_, mask, t, n, H, C, 1, PREC)
             reads += read
             dG -= written
         put(head(dq_, i_b, start, h, T, H, H, K), dq, t, n, d, H * K, K)

@@ -13,15 +13,21 @@ from ring_la.kernels.triton import table
 from ring_la.kernels.triton.backward import backward_kernel
 from ring_la.kernels.triton.base import Base, Kept, total
 from ring_la.kernels.triton.delta_gradient import delta_gradient_kernel
-from ring_la.kernels.triton.dplr import dplr_gradient_kernel, dplr_levels_kernel, dplr_products_kernel
+from ring_la.kernels.triton.dplr import (
+    dplr_gradient_kernel,
+    dplr_levels_kernel,
+    dplr_products_kernel,
+    pairs_kernel,
+)
 from ring_la.kernels.triton.forward import forward_kernel
 from ring_la.kernels.triton.gates import LEAST_HALF
-from ring_la.kernels.triton.gradient import gradient_kernel, pairs_kernel
+from ring_la.kernels.triton.gradient import gradient_kernel
 from ring_la.kernels.triton.intra import levels_kernel, plain_products_kernel, products_kernel, weigh_kernel
 from ring_la.kernels.triton.launch import launch
 from ring_la.kernels.triton.table import (
     BACK_SUMMARY,
     BACKWARD,
+    DPLR_GRADIENT,
     GRADIENT,
     GRADIENT_DIAGONAL,
     INTRA,
@@ -48,6 +54,7 @@ class Intra(NamedTuple):
     kv: Tensor
     Av: Tensor
     L: Tensor
+    Ar: Tensor
 
 
 class General(Base):
@@ -59,7 +66,7 @@ class General(Base):
         if self.decay != 2:  # delta writes
             i = self.inputs
             A, M = self._plain_products() if self._kept.M is None else (self._kept.A, self._kept.M)
-            return Intra(A, M, i.q, i.k, i.k, i.v, i.v, i.v, i.v)
+            return Intra(A, M, i.q, i.k, i.k, i.v, i.v, i.v, i.v, i.v)
         if self._kept.A is not None:
             return self._weigh(self._kept)
         return self._dplr_products() if self.dplr else self._products()
@@ -86,7 +93,8 @@ class General(Base):
         return A, M
 
     def _products(self) -> Intra:
-        i, how, (A,) = self.inputs, self._pick(INTRA_DIAGONAL), self._squares(1)
+        i, how = self.inputs, self._pick(INTRA_DIAGONAL)
+        A, Ar = [*self._squares(2 if self._fine else 1), i.v][:2]
         self.G = self._new(*i.g.shape)
         qr, kw_, kr = [*self._keys(3 if self.delta else 2), i.v][:3]
         M = self._squares(1)[0] if self.delta else i.v
@@ -94,13 +102,13 @@ class General(Base):
         low = self._new(self.B, self._NC, self.H, dtype=torch.int32)
         kw = dict(
             H=self.H, HK=self.HK, K=self.K, BK=min(how.block, width(self.K)), C=self.chunk, LEVELS=self._levels,
-            LIMIT=self._limit, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed,
+            LIMIT=self._limit, DELTA=self.delta, FINE=self._fine, PREC=self.precision, VARLEN=self._packed,
         )  # fmt: skip
-        out = self.F, self.G, A, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC, self.scale
+        out = self.F, self.G, A, Ar, M, qr, kr, kw_, low, self.chunks.table, self.T, self._NC, self.scale
         beta = i.beta if self.delta else i.v
         launch(products_kernel, (self._NC, self._rows), i.q, i.k, i.g, beta, *out, **kw, **how.options)
         launch(levels_kernel, (self._NC, self._rows), i.q, i.k, *out, **kw, num_warps=4, num_stages=1)
-        return Intra(A, M, qr, kr, kw_, low, i.v, i.v, i.v)
+        return Intra(A, M, qr, kr, kw_, low, i.v, i.v, i.v, Ar)
 
     def _dplr_products(self) -> Intra:
         i, how, (Ab, Ak, L, M) = self.inputs, self._pick(INTRA_DIAGONAL), self._squares(4)
@@ -115,7 +123,7 @@ class General(Base):
         grid = self._NC, self._rows
         launch(dplr_products_kernel, grid, i.q, i.k, i.a, i.b, i.g, *out, **constants, **how.options)
         launch(dplr_levels_kernel, grid, i.q, i.k, i.a, i.b, *out, **constants, num_warps=4, num_stages=1)
-        return Intra(Ab, M, qr, ar, bw, low, kw, Ak, L)
+        return Intra(Ab, M, qr, ar, bw, low, kw, Ak, L, i.v)
 
     def _weigh(self, kept: Kept) -> Intra:
         """`intra` from what was kept of it: the keys and queries weighed again."""
@@ -128,7 +136,12 @@ class General(Base):
             C=self.chunk, DELTA=self.delta, DPLR=self.dplr, VARLEN=self._packed, num_warps=8,
         )  # fmt: skip
         A, M, low, Av, L = (i.v if x is None else x for x in kept[2:7])
-        return Intra(A, M, qr, kr, kw, low, kv, Av, L)
+        return Intra(A, M, qr, kr, kw, low, kv, Av, L, i.v if kept.Ar is None else kept.Ar)
+
+    @property
+    def _fine(self) -> bool:
+        """Whether what A's rounding leaves is kept: where no delta rule rounds more, it would be most of dv's error."""
+        return not self.dense and self.inputs.v.dtype != torch.float32
 
     @property
     def _levels(self) -> int:
@@ -173,11 +186,11 @@ class General(Base):
         block = min(how.block, width(self.V))
         launch(
             backward_kernel, (cdiv(self.V, block) * cut.count, self._rows), x.qr, x.kr, x.kw, x.kv, do, self.F,
-            self.G, x.A, x.Av, x.L, x.M, none if state is None else state, none if dr is None else dr,
+            self.G, x.A, x.Ar, x.Av, x.L, x.M, none if state is None else state, none if dr is None else dr,
             none if dv is None else dv, none if states is None else states, none if leaving is None else leaving,
             none if log_a is None else log_a, cut.table, self.T, cut.count, self.chunks.count, cut.pieces, cut.length,
-            self.scale, **self._constants(block), SUMMARY=summary, ALL=full, HAS_STATE=state is not None,
-            **how.options,
+            self.scale, **self._constants(block), SUMMARY=summary, ALL=full, FINE=self._fine,
+            HAS_STATE=state is not None, **how.options,
         )  # fmt: skip
 
     def _room(self) -> tuple[Tensor, Tensor]:
@@ -207,22 +220,6 @@ class General(Base):
             return self._delta_gradients(do, u, dr, states, adjoints)
         return self._chunk_gradients(do, u, dr, states, adjoints)
 
-    def _pairs(self, do, u, dv) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(P, E, P's diagonal, the part of dβ found here) of every chunk; see `pairs_kernel`."""
-        i, how = self.inputs, self._pick(PAIRS)
-        B, T, H = self.B, self.T, self.H
-        P = self._squares(1)[0] if self.dense else self._new(B, T, H, self.chunk)
-        E = self._squares(1)[0] if self.dense else i.v
-        dbeta = self._new(B, T, H) if self.delta else None
-        own = self._new(B, T, H)
-        launch(
-            pairs_kernel, (self._NC, self._rows), i.v, self.F, do, u, dv, P, E, own,
-            P if dbeta is None else dbeta, self.chunks.table, T, self._NC, self.scale, H=H, V=self.V,
-            BV=min(how.block, width(self.V)), C=self.chunk, DELTA=self.delta, READS=self.dense, PREC=self.precision,
-            VARLEN=self._packed, **how.options,
-        )  # fmt: skip
-        return P, E, own, dbeta
-
     def _delta_gradients(self, do, u, dv, states, adjoints) -> Inputs:
         """The gradients of every chunk's inputs, all chunks at once: a scalar decay or none."""
         i, K, how = self.inputs, self.K, self._pick(GRADIENT)
@@ -242,21 +239,19 @@ class General(Base):
     def _chunk_gradients(self, do, u, dv, states, adjoints) -> Inputs:
         """The same for a decay per key channel."""
         i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
-        P, E, own, dbeta = self._pairs(do, u, dv)
-        least = 64 if self.delta and i.v.dtype != torch.float32 else 32  # the compiler's faults, see `table`
-        block = max(least, min(how.block, width(K)))
-        nk = cdiv(K, block)
         dq, dk = self._keys(2)
-        dread = self._by_block(nk) if self.delta else P
         dg = torch.empty_like(i.g)
+        dbeta = self._new(self.B, self.T, self.H) if self.delta else None
         for levelled in (False, True):
             launch(
-                gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, self.F, self.G, self.intra.low, own, do, u, dv,
-                P, E, states, adjoints, dq, dk, dg, dread, self.chunks.table, self.T, self._NC, self.scale, H=self.H,
-                HK=self.HK, K=K, V=self.V, BK=block, BV=min(64, width(self.V)), C=self.chunk, LEVELS=self._levels,
-                LEVELLED=levelled, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed, **how.options,
+                gradient_kernel, (self._NC, self._rows), i.q, i.k, i.v, self.F, self.G, self.intra.low, do, u, dv,
+                states, adjoints, dq, dk, dg, dg if dbeta is None else dbeta, self.chunks.table, self.T, self._NC,
+                self.scale, H=self.H, HK=self.HK, K=K, V=self.V, BK=max(32, min(how.block, width(K))),
+                BV=min(64, width(self.V)) if i.v.dtype == torch.float32 else width(self.V), C=self.chunk,
+                LEVELS=self._levels, LEVELLED=levelled, DELTA=self.delta, PREC=self.precision, VARLEN=self._packed,
+                **how.options,
             )  # fmt: skip
-        return Inputs(dq, dk, self._by_beta(dv), dg, dbeta + total(dread) if self.delta else None)
+        return Inputs(dq, dk, self._by_beta(dv), dg, dbeta)
 
     def _by_beta(self, dv: Tensor) -> Tensor:
         """β dR, where the pass left `divisor` · dR: in fp16 they differ by more than rounding."""
@@ -265,10 +260,22 @@ class General(Base):
         beta = self.inputs.beta.float()
         return dv * torch.where(beta.abs() < LEAST_HALF.value, beta / LEAST_HALF.value, 1.0).to(dv.dtype)[..., None]
 
+    def _pairs(self, do, u, dr, fine: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(P, E, P's diagonal) of every chunk, `fine`: in fp32; see `pairs_kernel`."""
+        how, shape = self._pick(PAIRS), (self.B, self.T, self.H)
+        P, E = (self._new(*shape, self.chunk) for _ in "PE") if fine else self._squares(2)
+        own = self._new(*shape)
+        launch(
+            pairs_kernel, (self._NC, self._rows), do, u, dr, P, E, own, self.chunks.table, self.T, self.scale,
+            H=self.H, V=self.V, BV=min(how.block, width(self.V)), C=self.chunk, PREC=self.precision,
+            VARLEN=self._packed, **how.options,
+        )  # fmt: skip
+        return P, E, own
+
     def _dplr_gradients(self, do, y, dr, dv, states, adjoints) -> Inputs:
-        i, K, how = self.inputs, self.K, self._pick(GRADIENT_DIAGONAL)
-        P, E, own, _ = self._pairs(do, y, dr)
-        Pv, Ev, own_v, _ = self._pairs(do, i.v, dr)
+        i, K, how = self.inputs, self.K, self._pick(DPLR_GRADIENT)
+        P, E, own = self._pairs(do, y, dr, False)
+        Pv, Ev, own_v = self._pairs(do, i.v, dr, True)  # most of what is wanted; what comes by Y is rounded with Y
         block = min(how.block, width(K))
         dq, dk, da, db = self._keys(4)
         dg = torch.empty_like(i.g)

@@ -11,9 +11,9 @@ read against the state, and written to it):
 
 S' the state after the chunk. What the pass leaves is dv = β dR, rounded once: E and the read part of dk come of it with
 their β, and dβ is divided by it (`divisor`). Here a decay per key channel, where the same holds channel by channel and
-the decayed sums go by `intra`'s levels: `pairs` finds P = scale · dA and E = dE, which sum over V, `gradient` the rest
-for a block of key channels. `delta_gradient` does it for a scalar decay or none. (The identities are the adjoint of the
-WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
+the decayed sums go by `intra`'s levels; P = scale · dA and E = dE are found first. `delta_gradient` does it for a
+scalar decay or none.
+(The identities are the adjoint of the WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
 """
 
 from __future__ import annotations
@@ -26,113 +26,114 @@ from ring_la.kernels.triton.intra import gates_at, level_weights
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
 
 
-@triton.jit(do_not_specialize=SIZES)
-def pairs_kernel(
-    v, F, do, u, dv, P, E, own, dbeta, table, T, NC, scale, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DELTA: tl.constexpr, READS: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
-    """P and E of one chunk for a decay per key channel, [B, T, H, C], strictly lower; P's diagonal, which no decay
-    touches, [B, T, H]. READS: there is a dR. For delta writes, where E is β E, also the part dR·v of dβ."""
-    s = tl.program_id(0)
-    b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
-    if n <= 0:
-        return
-    t = tl.arange(0, C)
-    at = entry(b, start, h, T, H) * V
-    p = tl.zeros([C, C], tl.float32)
-    x = tl.zeros([C, C], tl.float32)
-    dbe = tl.zeros([C], tl.float32)
-    for m in range(0, V, BV):
-        e = m + tl.arange(0, BV)
-        ux = tl.trans(tile(u + at, t, n, e, H * V, V))
-        p = tl.dot(tile(do + at, t, n, e, H * V, V), ux, p, input_precision=PREC)
-        if READS:
-            r = tile(dv + at, t, n, e, H * V, V)
-            x = tl.dot(r, ux, x, input_precision=PREC)
-        if DELTA:
-            dbe += tl.sum(r.to(tl.float32) * tile(v + at, t, n, e, H * V, V).to(tl.float32), 1)
-    p *= scale
-    strict = t[:, None] > t[None, :]
-    put(head(P, b, start, h, T, H, H, C), tl.where(strict, p, 0.0), t, n, t, H * C, C)
-    p = tl.sum(tl.where(t[:, None] == t[None, :], p, 0.0), 1)
-    tl.store(head(own, b, start, h, T, H, H, 1) + t * H, p, t < n)
-    if READS:
-        put(head(E, b, start, h, T, H, H, C), tl.where(strict, x, 0.0), t, n, t, H * C, C)
-    if DELTA:
-        be = divisor(tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t), u.dtype.element_ty)
-        tl.store(head(dbeta, b, start, h, T, H, H, 1) + t * H, dbe / be, t < n)
+@triton.jit
+def parted(x, dtype: tl.constexpr):
+    """fp32 x in two parts of `dtype`."""
+    part = x.to(dtype)
+    return part, (x - part.to(tl.float32)).to(dtype)
 
 
 @triton.jit
-def twofold(a, b, acc, PREC: tl.constexpr):
-    """acc + a b for an fp32 b, which goes in two parts of a's dtype; one, if that is fp32."""
-    part = b.to(a.dtype)
+def times(a, rest, b, acc, REST: tl.constexpr, LEFT: tl.constexpr, PREC: tl.constexpr):
+    """acc + a b for an fp32 b in a's dtype; REST: a + rest in place of a; LEFT: and what rounding b leaves."""
+    part, left = parted(b, a.dtype)
     if a.dtype != tl.float32:
-        acc = tl.dot(a, (b - part.to(tl.float32)).to(a.dtype), acc, input_precision=PREC)
+        if LEFT:
+            acc = tl.dot(a, left, acc, input_precision=PREC)
+        if REST:
+            acc = tl.dot(rest, part, acc, input_precision=PREC)
     return tl.dot(a, part, acc, input_precision=PREC)
 
 
 @triton.jit
-def at_once(dq, dw, dread, x, y, of, p, r, g, gc, ref, DELTA: tl.constexpr, PREC: tl.constexpr):
+def at_once(dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, ref, DELTA: tl.constexpr, PREC: tl.constexpr):
     """A chunk under one reference: (dq, dw, dread, dG, Σ k·dw of what leaves it), given what the states contribute."""
+    up = tl.exp2(g - ref[None, :])
     down = tl.exp2(ref[None, :] - g)
+    from_start = tl.exp2(ref)[None, :]
     yw = y * down
+    xw = x * up
+    dq = times(p, p2, yw, dq * from_start, not DELTA, True, PREC)
+    dG = xw * dq
     dw *= tl.exp2(gc - ref)[None, :]
     inside = tl.sum(yw * dw, 0)
-    w = tl.exp2(ref)[None, :]
-    dq = twofold(p, yw, dq * w, PREC)
+    dw = times(pt, pt2, xw, dw, not DELTA, True, PREC)
     if DELTA:
-        dread = twofold(r, yw, dread * w, PREC)
-    w = tl.exp2(g - ref[None, :])
-    xw = x * w
-    dw = twofold(tl.trans(p), xw, dw, PREC)
-    dG = xw * dq
-    dq *= w
-    if DELTA:
-        xw = -(y * w) * of
-        dw = twofold(tl.trans(r), xw, dw, PREC)
+        xw = -(y * up) * of
+        dread = times(p2, p2, yw, dread * from_start, False, True, PREC)
         dG += xw * dread
-        dread *= w
+        dread *= up
+        dw = times(pt2, pt2, xw, dw, False, True, PREC)
     dG -= yw * dw
-    return dq, dw * down, dread, dG, inside
+    return dq * up, dw * down, dread, dG, inside
 
 
 @triton.jit
-def at_level(dq, dw, dread, dG, x, y, of, p, r, w, down, DELTA: tl.constexpr, PREC: tl.constexpr):
+def at_level(dq, dw, dread, dG, x, y, of, p, p2, pt, pt2, up, down, DELTA: tl.constexpr, PREC: tl.constexpr):
     """(dq, dw, dread, dG) with the pairs of one level.
 
     Pairs cancel in dG: what they are summed with must be rounded like what they were multiplied with.
     """
-    xw = (x * w).to(x.dtype)
+    xw = (x * up).to(x.dtype)
     yw = (y * down).to(y.dtype)
     acc = tl.dot(p, yw, input_precision=PREC)
-    dq += w * acc
+    dq += up * acc
     dG += xw.to(tl.float32) * acc
-    acc = tl.dot(tl.trans(p), xw, input_precision=PREC)
+    acc = tl.dot(pt, xw, input_precision=PREC)
     if DELTA:
-        xw = (-(y * w) * of).to(y.dtype)
-        read = tl.dot(r, yw, input_precision=PREC)
-        dread += w * read
+        xw = (-(y * up) * of).to(y.dtype)
+        read = tl.dot(p2, yw, input_precision=PREC)
+        dread += up * read
         dG += xw.to(tl.float32) * read
-        acc = tl.dot(tl.trans(r), xw, acc, input_precision=PREC)
+        acc = tl.dot(pt2, xw, acc, input_precision=PREC)
     return dq, dw + down * acc, dread, dG - yw.to(tl.float32) * acc
+
+
+@triton.jit
+def square(x_, y_, t, n, mask, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+           PREC: tl.constexpr):  # fmt: skip
+    """X Yᵀ of a chunk [C, C] where `mask` holds, BV of V channels at a time."""
+    acc = tl.zeros([C, C], tl.float32)
+    for m in range(0, V, BV):
+        e = m + tl.arange(0, BV)
+        y = tl.trans(tile(y_, t, n, e, H * V, V))
+        acc = tl.dot(tile(x_, t, n, e, H * V, V), y, acc, input_precision=PREC)
+    return tl.where(mask, acc, 0.0)
+
+
+@triton.jit
+def of_states(do_, u_, r_, states, adjoints, t, n, d, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """(dO S, U dS, dR S, Σ S dS over the value channels), BV of them at a time."""
+    dq = tl.zeros([C, BK], tl.float32)
+    dw = tl.zeros([C, BK], tl.float32)
+    dread = tl.zeros([C, BK], tl.float32)
+    edge = tl.zeros([BK], tl.float32)
+    for m in range(0, V, BV):
+        e = m + tl.arange(0, BV)
+        S = tile(states, e, V, d, K, K)
+        dS = tile(adjoints, e, V, d, K, K)
+        dq = tl.dot(tile(do_, t, n, e, H * V, V), S, dq, input_precision=PREC)
+        dw = tl.dot(tile(u_, t, n, e, H * V, V), dS, dw, input_precision=PREC)
+        if DELTA:
+            dread = tl.dot(tile(r_, t, n, e, H * V, V), S, dread, input_precision=PREC)
+        edge += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+    return dq, dw, dread, edge
 
 
 @triton.jit(do_not_specialize=SIZES)
 def gradient_kernel(
-    q, k, F, G, low_, own_, do, u, dv, P, E, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale,
-    H: tl.constexpr,
+    q, k, v, F, G, low_, do, u, dv, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     LEVELS: tl.constexpr, LEVELLED: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, BK key channels, a decay each. dq, dk per value head; dβ per block of channels, [NK, B, T, H].
+    """One chunk, BK key channels a step, a decay each. dq, dk per value head; dβ [B, T, H].
 
     `states` and `adjoints` hold S and dS of every chunk, [V, K]. LEVELLED takes the chunks that need levels, otherwise
-    those that do not (`intra`). Pairs of a token with itself go by `own`; dg leaves them out, where they cancel.
+    those that do not (`intra`). Squares are found both ways round, since accumulators must not be transposed. dg leaves
+    out pairs of a token with itself, where they cancel.
     """
-    NK: tl.constexpr = (K + BK - 1) // BK
-    ik = tl.program_id(0) % NK
-    s = tl.program_id(0) // NK
+    s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
         return
@@ -140,70 +141,83 @@ def gradient_kernel(
     if LEVELLED == (low == LEVELS):
         return
     t = tl.arange(0, C)
-    d = ik * BK + tl.arange(0, BK)
+    e = tl.arange(0, BV)
+    dt = q.dtype.element_ty
+    at_chunk = entry(b, s, h, NC, H) * (K * V)
+    q_ = head(q, b, start, h, T, HK, H, K)
+    k_ = head(k, b, start, h, T, HK, H, K)
+    g_ = head(G, b, start, h, T, H, H, K)
     do_ = head(do, b, start, h, T, H, H, V)
     u_ = head(u, b, start, h, T, H, H, V)
     r_ = head(dv, b, start, h, T, H, H, V)
-    at_chunk = entry(b, s, h, NC, H) * (K * V)
-    dq = tl.zeros([C, BK], tl.float32)
-    dw = tl.zeros([C, BK], tl.float32)
-    dread = tl.zeros([C, BK], tl.float32)
-    edges = tl.zeros([BV, BK], tl.float32)
-    for m in range(0, V, BV):
-        e = m + tl.arange(0, BV)
-        S = tile(states + at_chunk, e, V, d, K, K)
-        dS = tile(adjoints + at_chunk, e, V, d, K, K)
-        dq = tl.dot(tile(do_, t, n, e, H * V, V), S, dq, input_precision=PREC)
-        dw = tl.dot(tile(u_, t, n, e, H * V, V), dS, dw, input_precision=PREC)
+    before = t[:, None] > t[None, :]
+    after = t[:, None] < t[None, :]
+    p = square(do_, u_, t, n, t[:, None] >= t[None, :], H, V, BV, C, PREC) * scale
+    own = tl.sum(tl.where(before, 0.0, p), 1)[:, None]
+    p, p2 = parted(tl.where(before, p, 0.0), dt)
+    pt, pt2 = parted(square(u_, do_, t, n, after, H, V, BV, C, PREC) * scale, dt)
+    of = 1.0
+    if DELTA:  # in place of the rests, since the rule itself rounds more
+        p2 = square(r_, u_, t, n, before, H, V, BV, C, PREC).to(dt)
+        pt2 = square(u_, r_, t, n, after, H, V, BV, C, PREC).to(dt)
+        be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
+        of = share(be[:, None], dt)
+        dbe = tl.zeros([C], tl.float32)
+        for m in range(0, V, BV):
+            e = m + tl.arange(0, BV)
+            vx = tile(head(v, b, start, h, T, H, H, V), t, n, e, H * V, V)
+            dbe += tl.sum(tile(r_, t, n, e, H * V, V).to(tl.float32) * vx.to(tl.float32), 1)
+    if V <= BV:
+        z = tile(do_, t, n, e, H * V, V)
+        w = tile(u_, t, n, e, H * V, V)
         if DELTA:
-            dread = tl.dot(tile(r_, t, n, e, H * V, V), S, dread, input_precision=PREC)
-        edges += S.to(tl.float32) * dS.to(tl.float32)
-    dq *= scale
-    q_ = head(q, b, start, h, T, HK, H, K)
-    k_ = head(k, b, start, h, T, HK, H, K)
-    p_ = head(P, b, start, h, T, H, H, C)
-    e_ = head(E, b, start, h, T, H, H, C)
-    x = tile(q_, t, n, d, HK * K, K)
-    y = tile(k_, t, n, d, HK * K, K)
-    of = share(tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)[:, None], x.dtype) if DELTA else 1.0
-    g_ = head(G, b, start, h, T, H, H, K)
-    g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
-    gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
-    edge = tl.sum(edges, 0) * tl.exp2(gc)
-    if not LEVELLED:
-        ref = tl.load(g_ + tl.minimum(C // 2, n - 1) * (H * K) + d, d < K, other=0.0)
-        strict = t[:, None] > t[None, :]
-        # through registers: products of transposed tiles that lie in shared memory as they were loaded go wrong
-        p = tl.where(strict, tile(p_, t, n, t, H * C, C), 0.0).to(x.dtype)
-        r = tl.where(strict, tile(e_, t, n, t, H * C, C), 0.0).to(x.dtype) if DELTA else p
-        dq, dw, dread, dG, inside = at_once(dq, dw, dread, x, y, of, p, r, g, gc, ref, DELTA, PREC)
-    else:
-        w = tl.exp2(g)
-        dq *= w
-        dread *= w
-        dw *= tl.exp2(gc[None, :] - g)
-        dG = x.to(tl.float32) * dq - y.to(tl.float32) * (dw + dread * of)
-        inside = tl.sum(y.to(tl.float32) * dw, 0)
-        for i in range(low - 1, LEVELS):
-            x = tile(q_, t, n, d, HK * K, K)
-            y = tile(k_, t, n, d, HK * K, K)
-            g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
-            w, down, mask = level_weights(g, g_, t, n, d, low, i, H * K, K)
-            p = tl.where(mask, tile(p_, t, n, t, H * C, C), 0.0).to(x.dtype)
-            r = tl.where(mask, tile(e_, t, n, t, H * C, C), 0.0).to(x.dtype) if DELTA else p
-            dq, dw, dread, dG = at_level(dq, dw, dread, dG, x, y, of, p, r, w, down, DELTA, PREC)
+            r = tile(r_, t, n, e, H * V, V)
+    for m in range(0, K, BK):
+        d = m + tl.arange(0, BK)
         x = tile(q_, t, n, d, HK * K, K)
         y = tile(k_, t, n, d, HK * K, K)
-    edge += inside
-    yf = y.to(tl.float32)
+        g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
+        gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
+        if V <= BV:
+            S = tile(states + at_chunk, e, V, d, K, K)
+            dS = tile(adjoints + at_chunk, e, V, d, K, K)
+            edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+            dq = tl.dot(z, S, input_precision=PREC)
+            dw = tl.dot(w, dS, input_precision=PREC)
+            dread = tl.dot(r, S, input_precision=PREC) if DELTA else dw
+        else:
+            dq, dw, dread, edge = of_states(
+                do_, u_, r_, states + at_chunk, adjoints + at_chunk, t, n, d, H, K, V, BK, BV, C, DELTA, PREC
+            )
+        dq *= scale
+        edge *= tl.exp2(gc)
+        if not LEVELLED:
+            ref = tl.load(g_ + tl.minimum(C // 2, n - 1) * (H * K) + d, d < K, other=0.0)
+            dq, dw, dread, dG, inside = at_once(dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, ref, DELTA, PREC)
+        else:
+            up = tl.exp2(g)
+            dq *= up
+            dw *= tl.exp2(gc[None, :] - g)
+            dG = x.to(tl.float32) * dq - y.to(tl.float32) * dw
+            inside = tl.sum(y.to(tl.float32) * dw, 0)
+            if DELTA:
+                dread *= up
+                dG -= y.to(tl.float32) * (dread * of)
+            for i in range(low - 1, LEVELS):
+                up, down, mask = level_weights(g, g_, t, n, d, low, i, H * K, K)
+                back = tl.trans(mask)
+                dq, dw, dread, dG = at_level(
+                    dq, dw, dread, dG, x, y, of, tl.where(mask, p, 0.0), tl.where(mask, p2, 0.0),
+                    tl.where(back, pt, 0.0), tl.where(back, pt2, 0.0), up, down, DELTA, PREC,
+                )  # fmt: skip
+        dq += own * y.to(tl.float32)
+        dw += own * x.to(tl.float32)
+        if DELTA:
+            dbe -= tl.sum(y.to(tl.float32) * dread, 1)
+            dw -= dread * of
+        put(head(dq_, b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
+        put(head(dk_, b, start, h, T, H, H, K), dw, t, n, d, H * K, K)
+        dg = tl.cumsum(dG, 0, reverse=True) + (edge + inside)[None, :]  # in fp32: most of it may cancel
+        put(head(dg_, b, start, h, T, H, H, K), dg, t, n, d, H * K, K)
     if DELTA:
-        part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
-        be = divisor(tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t), y.dtype)
-        tl.store(dbeta_ + part, -tl.sum(yf * dread, 1) / be, t < n)
-        dread *= of
-    own = tl.load(head(own_, b, start, h, T, H, H, 1) + t * H, t < n, other=0.0)[:, None]
-    xf = x.to(tl.float32)
-    put(head(dq_, b, start, h, T, H, H, K), dq + own * yf, t, n, d, H * K, K)
-    put(head(dk_, b, start, h, T, H, H, K), dw - dread + own * xf, t, n, d, H * K, K)
-    dg = tl.cumsum(dG, 0, reverse=True) + edge[None, :]  # in fp32: most of it may cancel
-    put(head(dg_, b, start, h, T, H, H, K), dg, t, n, d, H * K, K)
+        tl.store(head(dbeta_, b, start, h, T, H, H, 1) + t * H, dbe / divisor(be, dt), t < n)

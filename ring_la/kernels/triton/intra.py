@@ -153,6 +153,24 @@ def plain_products_kernel(
 
 
 @triton.jit
+def nearest(x, PREC: tl.constexpr):
+    """x as a product in tf32 takes it, but rounded: the product itself drops the last 13 bits, and all it gives is then
+    too small. A NaN stays one."""
+    if PREC == "tf32":
+        bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FC00000) + 0x1000
+        x = (bits & -0x2000).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def put_square(A, Ar, a, b, h, start, t, n, T, H: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr):
+    """Store a chunk's [C, C]; FINE: what its rounding leaves too."""
+    put(head(A, b, start, h, T, H, H, C), a, t, n, t, H * C, C)
+    if FINE:
+        put(head(Ar, b, start, h, T, H, H, C), a - a.to(A.dtype.element_ty).to(tl.float32), t, n, t, H * C, C)
+
+
+@triton.jit
 def row_of(x, t, i):
     """Row i of x, by token t."""
     return tl.sum(tl.where((t == i)[:, None], x, 0.0), 0)
@@ -160,9 +178,9 @@ def row_of(x, t, i):
 
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
-    q, k, g_, beta, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
+    q, k, g_, beta, F, G, A, Ar, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
-    PREC: tl.constexpr, VARLEN: tl.constexpr,
+    FINE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = scale · Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
 
@@ -198,17 +216,17 @@ def products_kernel(
         up = tl.exp2(g)
         yw = y * tl.exp2(-g)
         put(kw_ + at, yw * tl.exp2(rest)[None, :], t, n, d, H * K, K)
-        yw = tl.trans(yw)
+        yw = tl.trans(nearest(yw, PREC))
         xw = x * up
         put(qr_ + at, xw * ref, t, n, d, H * K, K)
-        a = tl.dot(xw, yw, a, input_precision=PREC)
+        a = tl.dot(nearest(xw, PREC), yw, a, input_precision=PREC)
         if DELTA:
             xw = y * up
             put(kr_ + at, xw * ref, t, n, d, H * K, K)
-            L = tl.dot(xw, yw, L, input_precision=PREC)
+            L = tl.dot(nearest(xw, PREC), yw, L, input_precision=PREC)
     tl.store(low_ + entry(b, s, h, NC, H), tl.where(spread <= LIMIT, LEVELS, -1))
     a = tl.where(t[:, None] > t[None, :], a, 0.0) + tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
-    put(head(A, b, start, h, T, H, H, C), a * scale, t, n, t, H * C, C)
+    put_square(A, Ar, a * scale, b, h, start, t, n, T, H, C, FINE)
     if DELTA:
         f = F + entry(b, s, h, NC, H) * (4 * C)
         _, be = chunk_factors(g_, beta, f, b.to(tl.int64) * T + start, t, n, h, H, C, False, False)
@@ -218,9 +236,9 @@ def products_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def levels_kernel(
-    q, k, F, G, A, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
-    PREC: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, F, G, A, Ar, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr,
+    DELTA: tl.constexpr, FINE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """What `products_kernel` computes, level by level, for the chunks it left (low < 0); low ← their `reach`."""
     s = tl.program_id(0)
@@ -261,7 +279,7 @@ def levels_kernel(
             if DELTA:
                 L += tl.where(mask, tl.dot((y * up).to(dt), yw, input_precision=PREC), 0.0)
     tl.store(low_, least)
-    put(head(A, b, start, h, T, H, H, C), a * scale, t, n, t, H * C, C)
+    put_square(A, Ar, a * scale, b, h, start, t, n, T, H, C, FINE)
     if DELTA:
         be = tl.load(F + entry(b, s, h, NC, H) * (4 * C) + 3 * C + t)
         L = tl.where(t[:, None] > t[None, :], L * be[:, None], 0.0)

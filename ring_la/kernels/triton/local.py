@@ -94,6 +94,8 @@ class TritonRecurrence(Simple, General):
                 found["M"] = x.M
             if self.dplr:
                 found |= dict(Av=x.Av, L=x.L)
+            if self._fine:
+                found["Ar"] = x.Ar
         if self._states is not None:
             found |= dict(u=self._states[0] if self.dense else None, states=self._states[1])
         return Kept(**found)

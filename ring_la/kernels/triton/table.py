@@ -65,11 +65,8 @@ PREFIX = {64: Launch(32, 4, 2), 128: Launch(32, 8, 2), 256: Launch(32, 4, 1)}
 PREFIX_MAPS = {64: Launch(32, 4, 2), 128: Launch(64, 8, 2), 256: Launch(32, 4, 1)}
 INNER = {0: 64, 1: 32}
 """Value channels a step of `delta_gradient`, without a decay and with a scalar one."""
-# One stage and 64 channels under 8 warps: with pipelined loads, or 32 channels under 4 warps, what the compiler makes
-# of the delta rule's gradient is wrong at times, or reads outside of its memory.
-GRADIENT_DIAGONAL: Table = {
-    64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1), ("additive_diagonal", 128): Launch(32, 4, 1)
-}  # fmt: skip
+GRADIENT_DIAGONAL: Table = {64: Launch(32, 4, 2), 128: Launch(32, 4, 2), 256: Launch(32, 8, 1)}
+DPLR_GRADIENT: Table = {64: Launch(64, 8, 1), 128: Launch(32, 8, 1), 256: Launch(64, 8, 1)}
 INTRA: Table = {
     64: Launch(64, 4, 1), 128: Launch(128, 4, 1), 256: Launch(64, 4, 1), ("delta_scalar", 128): Launch(128, 4, 1, 128)
 }  # fmt: skip
