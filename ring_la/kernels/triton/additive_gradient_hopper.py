@@ -177,10 +177,10 @@ def additive_gradient_hopper_kernel(
     if TWO:
         dk_later = product(z, R.index(1), narrow)
     through = passing(S, R.index(0), STATE)
-    dq, _ = warpgroup_mma_wait(1 + LATER, deps=[dq, S])
+    dq, second = warpgroup_mma_wait(1 + LATER, deps=[dq, S])
     if TWO:
         gl.thread_barrier()
-        ask_whole(S, states + HALF * V, V)
+        ask_whole(second, states + HALF * V, V)
         async_copy.commit_group()
     dq, reads = weighed(dq, keep, x.index(0), reads)
     dq = warpgroup_mma(A, y.index(0), dq, is_async=True)
@@ -192,9 +192,9 @@ def additive_gradient_hopper_kernel(
         dk_later, writes = weighed(dk_later, reach, y.index(1), writes)
         dk_later = warpgroup_mma(B, x.index(1), dk_later, is_async=True)
         dk_later = warpgroup_mma_wait(0, deps=[dk_later])
-    # What a product reads is named where it is awaited: its memory is given away after the last mention. Never by the
-    # name that comes back, which the compiler does not know for the same memory.
-    dq, dk, _, _, _ = warpgroup_mma_wait(0, deps=[dq, dk, z, x, y])
+    # A tile's memory is given away after the last mention of its own name, so what a product reads is mentioned where
+    # it is awaited, or later. By a name that comes back addresses are made anew; held, they would spill others.
+    dq, dk, _, _, keys = warpgroup_mma_wait(0, deps=[dq, dk, z, x, y])
     dq_ += (token * H + h) * K
     dk_ += (token * H + h) * K
     put(dq_, dq, n, HALF, H * K)
@@ -202,16 +202,17 @@ def additive_gradient_hopper_kernel(
     if TWO:
         put(dk_ + HALF, dk_later, n, HALF, H * K)
         arrived(0)
-        dq = product(w, S, narrow)
-        through += passing(S, R.index(1), STATE)
-    dv = warpgroup_mma(y.index(0), R.index(0), wide, use_acc=False, is_async=True)
+        dq = product(w, second, narrow)
+    dv = warpgroup_mma(keys.index(0), R.index(0), wide, use_acc=False, is_async=True)
     if TWO:
-        dv = warpgroup_mma(y.index(1), R.index(1), dv, is_async=True)
+        dv = warpgroup_mma(keys.index(1), R.index(1), dv, is_async=True)
+        through += passing(second, R.index(1), STATE)
         dq = warpgroup_mma_wait(2, deps=[dq])
         dq, reads = weighed(dq, keep, x.index(1), reads)
-        dq = warpgroup_mma(A, y.index(1), dq, is_async=True)
+        dq = warpgroup_mma(A, keys.index(1), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
     dv, _, _, _ = warpgroup_mma_wait(0, deps=[dv, y, R, S])
+    gl.thread_barrier()
     dv = warpgroup_mma(P, w, dv * reach_wide[:, None], is_async=True)
     if TWO:
         put(dq_ + HALF, dq, n, HALF, H * K)

@@ -24,6 +24,7 @@ from ring_la.kernels.triton.table import (
     ADDITIVE_GRADIENT,
     ATTEND,
     ATTEND_GATED,
+    ATTEND_KEEP,
     STATES,
     SUMMARISE,
     WRITES,
@@ -159,8 +160,11 @@ class Simple(Base):
         """One of the four roles of `attend_kernel`. `dots`: (w, DOT, STATE_DOT, before, ends, EDGE)."""
         wanted, cut = dots is not None, self.segments
         static = self._static and not wanted
-        how = self._pick(ATTEND_GATED if self.decay and not static else ATTEND)
+        gated = self.decay == 1 and not static
+        how = self._pick(ATTEND_GATED if gated else ATTEND)
         dx, dz = x.shape[3], z.shape[3]
+        if gated and self._bulk and states is not None and dx == dz == 128:
+            how = ATTEND_KEEP
         block, wide = min(how.block, columns(dz)), columns(dx)
         w, *dots = (x if d is None else d for d in dots or (None,) * 6)
         launch(
