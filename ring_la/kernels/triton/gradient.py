@@ -90,6 +90,30 @@ def at_level(dq, dw, dread, dG, x, y, of, p, p2, pt, pt2, up, down, DELTA: tl.co
 
 
 @triton.jit
+def by_levels(
+    dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, g_, t, n, d, low, STRIDE: tl.constexpr, D: tl.constexpr,
+    LEVELS: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """What `at_once` gives, for a chunk that needs levels (`intra`), the first of them `low`."""
+    up = tl.exp2(g)
+    dq *= up
+    dw *= tl.exp2(gc[None, :] - g)
+    dG = x.to(tl.float32) * dq - y.to(tl.float32) * dw
+    inside = tl.sum(y.to(tl.float32) * dw, 0)
+    if DELTA:
+        dread *= up
+        dG -= y.to(tl.float32) * (dread * of)
+    for i in range(low - 1, LEVELS):
+        up, down, mask = level_weights(g, g_, t, n, d, low, i, STRIDE, D)
+        back = tl.trans(mask)
+        dq, dw, dread, dG = at_level(
+            dq, dw, dread, dG, x, y, of, tl.where(mask, p, 0.0), tl.where(mask, p2, 0.0), tl.where(back, pt, 0.0),
+            tl.where(back, pt2, 0.0), up, down, DELTA, PREC,
+        )  # fmt: skip
+    return dq, dw, dread, dG, inside
+
+
+@triton.jit
 def square(x_, y_, t, n, mask, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
            PREC: tl.constexpr):  # fmt: skip
     """X Yᵀ of a chunk [C, C] where `mask` holds, BV of V channels at a time."""
@@ -195,21 +219,9 @@ def gradient_kernel(
             ref = tl.load(g_ + tl.minimum(C // 2, n - 1) * (H * K) + d, d < K, other=0.0)
             dq, dw, dread, dG, inside = at_once(dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, ref, DELTA, PREC)
         else:
-            up = tl.exp2(g)
-            dq *= up
-            dw *= tl.exp2(gc[None, :] - g)
-            dG = x.to(tl.float32) * dq - y.to(tl.float32) * dw
-            inside = tl.sum(y.to(tl.float32) * dw, 0)
-            if DELTA:
-                dread *= up
-                dG -= y.to(tl.float32) * (dread * of)
-            for i in range(low - 1, LEVELS):
-                up, down, mask = level_weights(g, g_, t, n, d, low, i, H * K, K)
-                back = tl.trans(mask)
-                dq, dw, dread, dG = at_level(
-                    dq, dw, dread, dG, x, y, of, tl.where(mask, p, 0.0), tl.where(mask, p2, 0.0),
-                    tl.where(back, pt, 0.0), tl.where(back, pt2, 0.0), up, down, DELTA, PREC,
-                )  # fmt: skip
+            dq, dw, dread, dG, inside = by_levels(
+                dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, g_, t, n, d, low, H * K, K, LEVELS, DELTA, PREC
+            )
         dq += own * y.to(tl.float32)
         dw += own * x.to(tl.float32)
         if DELTA:
