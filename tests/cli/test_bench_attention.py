@@ -17,3 +17,8 @@ def test_table(tmp_path, capsys):
     head, rule, line = capsys.readouterr().out.splitlines()
     assert line == "| causal | 4,096 | ring cudnn | 1.29 | 72% | 4.50 | 76% | 1.10, 4.40 (80%, 70%) |  | 0.69 |"
     assert head.count("|") == rule.count("|") == line.count("|")
+
+
+def test_a_file_that_is_none(tmp_path, capsys):
+    assert main(["bench", "attention", "--read", str(tmp_path / "absent.json")]) != 0
+    assert "read: expected what an earlier --out wrote, got" in capsys.readouterr().err
