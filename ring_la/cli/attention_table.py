@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from ..errors import ArgumentError
+from .options import earlier
 
 HEAD = ("case", "tokens a rank", "", "forward", "share", "with backward", "share", "in a row", "CUDA graph", "peak")
 
@@ -17,18 +15,11 @@ def table(files: Iterable[pathlib.Path]) -> Iterator[str]:
     yield _line(HEAD)
     yield "|---" * len(HEAD) + "|"
     for file in files:
-        for row in _rows(file):
+        for row in earlier(file)["rows"]:
             name = row["name"].removeprefix("ring_la ")
             times = (f(row, n) for n in ("forward", "total") for f in (_time, _share))
             peak = f"{row['peak']:.2f}"
             yield _line((row["case"], f"{row['T']:,}", name, *times, _pair(row, "row_"), _pair(row, "graph_"), peak))
-
-
-def _rows(file: pathlib.Path) -> list[dict[str, Any]]:
-    try:
-        return json.loads(file.read_text())["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError("read", "what an earlier --out wrote", f"{file} ({error!r})") from error
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -1,9 +1,15 @@
-"""Types of options for argparse: what is none ends with the option's name, what was expected and what came."""
+"""What commands' options have in common: their types for argparse, and the figures of an earlier run. What is none ends
+with the option's name, what was expected and what came."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
 
 
 def count(text: str) -> int:
@@ -28,3 +34,13 @@ def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
         return text.split(",")
 
     return chosen
+
+
+def earlier(file: Path) -> dict[str, Any]:
+    """What a benchmark's --out wrote, for --read: a dictionary with "rows"."""
+    try:
+        found = json.loads(file.read_text())
+        found["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError("read", "what an earlier --out wrote", f"{file} ({error!r})") from error
+    return found

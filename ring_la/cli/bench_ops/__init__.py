@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..options import count
+from ..options import count, earlier
 from . import report, tables, tuning
 from .cases import CASES, SHARED_INPUTS, Shape
 from .measure import bandwidth
@@ -136,10 +136,7 @@ def run(args: argparse.Namespace) -> int:
     if args.docs and not (args.out or args.read):
         raise ArgumentError("docs", "--out or --read as well, the file that the tables name", "none")
     if args.read:
-        try:
-            found = json.loads(args.read.read_text())
-        except (OSError, ValueError) as error:
-            raise ArgumentError("read", "what an earlier --out wrote", f"{args.read} ({error})") from error
+        found = earlier(args.read)
     else:
         found = measured(args, *_choices(args, device), device)
     print(*report.notes(found), sep="\n", flush=True)
