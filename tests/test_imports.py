@@ -28,6 +28,7 @@ LEVELS = [
     {"inference"},
     {"integrations"},
     {"training"},
+    {"serving"},
     {"cli"},
 ]
 """Bottom to top; a module may import what stands below it, and its own package."""

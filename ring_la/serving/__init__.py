@@ -1,0 +1,34 @@
+"""Completions from a model whose prompts are read by all ranks: requests in, tokens out as they come.
+
+`Engine` decides what happens next, `Ranks` lets the other ranks follow, `Batch` decodes requests side by side, `Prefixes`
+finds prompts that were read before, `text` goes from text to tokens and back, `http` speaks OpenAI's protocol.
+"""
+
+from .batch import Batch
+from .engine import Busy, Engine, Job, Request
+from .events import Done, Event, Failed, Piece
+from .model import Hybrid, Served
+from .prefixes import Prefixes
+from .ranks import Ranks
+from .text import Bytes, NoText, Stream, Subwords, Text
+
+__all__ = [
+    "Batch",
+    "Busy",
+    "Bytes",
+    "Done",
+    "Engine",
+    "Event",
+    "Failed",
+    "Hybrid",
+    "Job",
+    "NoText",
+    "Piece",
+    "Prefixes",
+    "Ranks",
+    "Request",
+    "Served",
+    "Stream",
+    "Subwords",
+    "Text",
+]

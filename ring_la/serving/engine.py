@@ -1,0 +1,339 @@
+"""Requests in, tokens out: prompts read by all ranks, piece by piece, decoded by rank 0 as one batch.
+
+    engine = Engine(model, text, cp)
+    engine.submit(job)          # rank 0, from any thread; job.emit hears of its tokens
+    engine.run()                # every rank, until engine.stop(): rank 0 decides, the others follow
+
+Rank 0 goes round and round: a piece of the prompt whose turn it is, then a token of each sequence of the batch. So a long
+prompt holds up others' tokens by one piece at a time, and who goes away is noticed between two pieces or tokens.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from ..context import ContextParallel
+from ..errors import ArgumentError, RingLAError
+from ..inference import Prefilled, Sampler
+from .batch import Batch
+from .events import Done, Event, Failed, Piece
+from .model import Served
+from .prefixes import Prefixes
+from .ranks import PAUSE, Ranks, What, Word
+from .text import Stream, Text
+
+
+class Busy(RingLAError):
+    """The server takes no request now: too many are waiting, or it is about to stop."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to complete.
+
+    Attributes:
+        ids: the prompt, at least one token.
+        max_tokens: the most tokens to decode, at least one.
+        temperature, top_k: as in `Sampler`. seed: of the sampling; None: another one each time.
+        stop: strings that end the completion.
+    """
+
+    ids: Sequence[int]
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class Job:
+    """A request under way.
+
+    Args:
+        request: what to complete. emit: called in the engine's thread with each `Event`; the last is `Done` or `Failed`.
+    """
+
+    def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
+        self.request, self.emit = request, emit
+        self.reused = self.decoded = 0
+        self.cancelled = False
+        self.stream: Stream | None = None
+
+    def cancel(self) -> None:
+        """Nobody wants it any more; it hears of nothing further. From any thread."""
+        self.cancelled = True
+
+    def take(self, token: int, end: frozenset[int]) -> bool:
+        """Pass on a token; whether it was the last."""
+        self.decoded += 1
+        if token not in end:
+            self.emit(Piece(token, self.stream.push(token)))
+        stopped = token in end or self.stream.stopped
+        if not stopped and self.decoded < self.request.max_tokens:
+            return False
+        reason = "stop" if stopped else "length"
+        self.emit(Done(reason, self.stream.rest(), len(self.request.ids), self.reused, self.decoded))
+        return True
+
+
+@dataclass
+class Reading:
+    """A prompt of which `at` tokens are read; what the model remembers of them is state `key` (0: nothing yet)."""
+
+    job: Job
+    at: int = 0
+    key: int = 0
+    kept: bool = True
+    """Whether state `key` stays when the reading has gone on."""
+
+
+class Engine:
+    """A model that answers requests. Collective: every rank makes one, then calls `run`.
+
+    Args:
+        model: what reads and decodes. text: its vocabulary.
+        cp: the ranks a prompt is split over; None: this process alone.
+        max_tokens: the most tokens of a prompt and its completion together; None: the model's own limit.
+        piece: the most tokens of a prompt that are read at once; None: any number.
+        batch: the most sequences decoded side by side (one, where the model's states cannot be joined).
+        waiting: the most requests that wait.
+        keep: bytes of states kept for prompts that begin alike, on each rank; 0: none.
+        patience: seconds that requests under way get to end after `stop`.
+    """
+
+    def __init__(
+        self,
+        model: Served,
+        text: Text,
+        cp: ContextParallel | None = None,
+        *,
+        max_tokens: int | None = None,
+        piece: int | None = None,
+        batch: int = 8,
+        waiting: int = 64,
+        keep: int = 0,
+        patience: float = 5.0,
+    ) -> None:
+        for name, value, least in (("batch", batch, 1), ("waiting", waiting, 1), ("keep", keep, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ArgumentError(name, f"an int ≥ {least}", repr(value))
+        for name, value in (("max_tokens", max_tokens), ("piece", piece)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
+        limits = [n for n in (max_tokens, model.max_tokens) if n is not None]
+        self.model, self.text, self.cp = model, text, cp
+        self.max_tokens = min(limits, default=None)
+        self.ranks = Ranks(cp)
+        self.batch = Batch(model)
+        self._rows = batch if model.flexible else 1
+        self._piece = piece if model.flexible else None
+        self._prefixes = Prefixes(keep if model.flexible else 0)
+        self._queue: queue.Queue[Job] = queue.Queue(waiting)
+        self._reading: Reading | None = None
+        self._states: dict[int, Prefilled] = {}
+        self._last_key = 0
+        self._stop_at: float | None = None
+        self._patience = patience
+        self._closed = threading.Event()
+
+    # -- from any thread -----------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests under way."""
+        return len(self.batch.rows) + (self._reading is not None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return self._queue.qsize()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether requests are refused because the engine stops, or has stopped."""
+        return self._stop_at is not None or self._closed.is_set()
+
+    def submit(self, job: Job) -> None:
+        """Queue a request (rank 0).
+
+        Raises:
+            ArgumentError: it cannot be completed, by the argument's name. Busy: not now.
+        """
+        self._check(job.request)
+        if self.stopping:
+            raise Busy("the server is about to stop")
+        job.stream = Stream(self.text.decoder(), job.request.stop)
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            raise Busy(f"{self._queue.maxsize} requests are waiting already") from None
+        if self._closed.is_set():  # by now: nobody would take it out
+            self._fail("the server has stopped")
+
+    def stop(self) -> None:
+        """Take no more requests, and return from `run` when those under way have ended or had their time."""
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._patience
+
+    def _check(self, request: Request) -> None:
+        ids, vocab_size = request.ids, self.model.vocab_size
+        if not ids:
+            raise ArgumentError("prompt", "at least one token", "none")
+        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if wrong is not None:
+            raise ArgumentError("prompt", f"token ids from 0 to {vocab_size - 1}", wrong)
+        if request.max_tokens < 1:
+            raise ArgumentError("max_tokens", "an int ≥ 1", request.max_tokens)
+        if self.max_tokens is not None and len(ids) + request.max_tokens > self.max_tokens:
+            expected = f"at most {self.max_tokens} tokens together with max_tokens"
+            raise ArgumentError("prompt", expected, f"{len(ids)} + {request.max_tokens}")
+        if request.stop and not self.text.has_text:
+            raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
+        Sampler(request.temperature, request.top_k)
+
+    # -- every rank ----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until `stop` is called on any rank.
+
+        Raises:
+            PeerError: a rank died or stalled; requests under way have failed with its message.
+        """
+        if not self.ranks.leads:
+            self._follow()
+            return
+        try:
+            while self._turn():
+                pass
+            self._fail("the server has stopped")
+            self.ranks.tell(Word(What.STOP))
+        except BaseException as error:
+            self._closed.set()
+            self._fail(f"the server has failed: {error}")
+            raise
+        finally:
+            self._closed.set()
+
+    def _follow(self) -> None:
+        while True:
+            word = self.ranks.hear(self.stopping)
+            if word.what == What.STOP:
+                self._closed.set()
+                return
+            self._do(word)
+
+    def _do(self, word: Word) -> None:
+        """What all ranks do alike."""
+        if word.what == What.READ:
+            before = self._states[word.start].states if word.start else None
+            ids = word.ids[None].to(self.model.device)
+            self._states[word.key] = self.model.read(ids, before, self.cp)
+        elif word.what == What.DROP:
+            del self._states[word.key]
+
+    # -- rank 0 --------------------------------------------------------------------------------------------
+
+    def _say(self, word: Word) -> None:
+        """Have all ranks do something."""
+        if self.ranks.tell(word):
+            self.stop()
+        self._do(word)
+
+    def _turn(self) -> bool:
+        """A piece of a prompt and a token of each sequence; False if nothing will come any more."""
+        if self.ranks.tell_in_time():
+            self.stop()
+        if self._stop_at is not None:
+            idle = not self.running and self._queue.empty()
+            if idle or time.monotonic() > self._stop_at:
+                return False
+        self._let_go()
+        if self._reading is None and len(self.batch.rows) < self._rows:
+            self._begin()
+        if self._reading is not None:
+            self._read()
+        if self.batch.rows:
+            self._decode()
+        return True
+
+    def _let_go(self) -> None:
+        """Forget requests that nobody waits for any more."""
+        self.batch.keep([i for i, row in enumerate(self.batch.rows) if not row.job.cancelled])
+        if self._reading is not None and self._reading.job.cancelled:
+            self._forget(self._reading)
+            self._reading = None
+
+    def _begin(self) -> None:
+        """Take the next request, if there is one; with nothing else to do, wait a little for it."""
+        job = None
+        with suppress(queue.Empty):
+            job = self._queue.get_nowait() if self.batch.rows else self._queue.get(timeout=PAUSE / 2)
+        if job is not None and not job.cancelled:
+            key, job.reused = self._prefixes.longest(job.request.ids)
+            self._reading = Reading(job, job.reused, key)
+
+    def _read(self) -> None:
+        """Read a piece of the prompt; after the last, the sequence joins the batch."""
+        reading, ids = self._reading, self._reading.job.request.ids
+        if reading.at < len(ids):
+            size = self._piece or len(ids)
+            end = min(len(ids), (reading.at // size + 1) * size)
+            self._last_key += 1
+            self._say(Word(What.READ, self._last_key, reading.key, torch.tensor(ids[reading.at : end])))
+            self._forget(reading)
+            size = _bytes(self._states[self._last_key]) if self._prefixes.budget else 0
+            gone = self._prefixes.put(ids[:end], self._last_key, size)
+            reading.at, reading.key, reading.kept = end, self._last_key, self._last_key not in gone
+            for key in gone:
+                if key != reading.key:
+                    self._say(Word(What.DROP, key))
+        if reading.at == len(ids):
+            request = reading.job.request
+            generator = torch.Generator(self.model.device)
+            generator.seed() if request.seed is None else generator.manual_seed(request.seed)
+            sampler = Sampler(request.temperature, request.top_k, generator)
+            self.batch.add(reading.job, self._states[reading.key], sampler)
+            self._forget(reading)
+            self._reading = None
+
+    def _forget(self, reading: Reading) -> None:
+        """The state a reading has gone on from, where nothing else keeps it."""
+        if reading.key and not reading.kept:
+            self._say(Word(What.DROP, reading.key))
+
+    def _decode(self) -> None:
+        """A token of each sequence."""
+        tokens = self.batch.sample()
+        left = [
+            i
+            for i, (row, token) in enumerate(zip(self.batch.rows, tokens))
+            if not row.job.cancelled and not row.job.take(token, self.text.end)
+        ]
+        self.batch.keep(left)
+        if left:
+            self.batch.step([tokens[i] for i in left])
+
+    def _fail(self, message: str) -> None:
+        """End every request there is."""
+        jobs = [row.job for row in self.batch.rows]
+        self.batch.keep([])
+        if self._reading is not None:
+            jobs.append(self._reading.job)
+            self._reading = None
+        with suppress(queue.Empty):
+            while True:
+                jobs.append(self._queue.get_nowait())
+        for job in jobs:
+            job.emit(Failed(message))
+
+
+def _bytes(prompt: Prefilled) -> int:
+    """The memory of what a flexible model remembers."""
+    return prompt.logits.nbytes + sum(x.nbytes for state in prompt.states for x in state if x is not None)

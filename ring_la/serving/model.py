@@ -1,0 +1,55 @@
+"""What a server needs of a model: read a prompt on all ranks, then one token more of each of several."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..context import ContextParallel
+from ..inference import Prefilled, prefill, step
+from ..models import HybridLM
+from ..nn import KVCache
+
+
+class Served(Protocol):
+    """A model to decode with.
+
+    Attributes:
+        vocab_size: number of tokens. device: where it is.
+        max_tokens: the most tokens a sequence may have; None: any number.
+        flexible: whether states can be continued from more than once, and several joined to decode as a batch.
+    """
+
+    vocab_size: int
+    device: torch.device
+    max_tokens: int | None
+    flexible: bool
+
+    def read(self, ids: Tensor, states: Any, cp: ContextParallel | None) -> Prefilled:
+        """Read a prompt ``ids [1, T]``, which every rank has whole. Collective."""
+
+    def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
+        """Read one more token of each sequence, ``tokens [N]``. No communication."""
+
+
+class Hybrid:
+    """A `HybridLM`, whose states are tensors with one row a sequence."""
+
+    flexible = True
+    max_tokens = None
+
+    def __init__(self, model: HybridLM) -> None:
+        self.model = model.eval()
+        self.vocab_size = model.config.vocab_size
+        self.device = model.embedding.weight.device
+        attention = any(block.layer.state_type is KVCache for block in model.blocks)
+        self._kind = "zigzag" if attention else "contiguous"  # balanced, or as few segments as can be
+
+    def read(self, ids: Tensor, states: list[Any] | None, cp: ContextParallel | None) -> Prefilled:
+        layout = None if cp is None else cp.layout(ids.shape[1], self._kind)
+        return prefill(self.model, ids if layout is None else layout.shard(ids), states=states, layout=layout)
+
+    def step(self, tokens: Tensor, states: list[Any], in_place: bool) -> Prefilled:
+        return step(self.model, tokens, states, in_place=in_place)

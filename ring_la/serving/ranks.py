@@ -1,0 +1,96 @@
+"""Rank 0 decides, the others follow: what to do next travels on the CPU, over gloo.
+
+Every word is an exchange among all ranks, so that each hears of the others: rank 0 says something once a second even
+if nothing is to be done. A server may be idle for ever and no wait comes near its timeout; a rank that died or stalled
+is a `PeerError` on all that are left.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import Group
+from ..context import ContextParallel
+
+PAUSE = 1.0
+"""Seconds without a word after which rank 0 says `NOTHING`."""
+
+
+class What(IntEnum):
+    """What ranks do next."""
+
+    NOTHING = 0
+    READ = 1
+    """Read `ids` after the tokens of state `start`; the result is state `key`."""
+    DROP = 2
+    """Forget state `key`."""
+    STOP = 3
+    """Said by another rank than 0: it was told to stop, so all should."""
+
+
+class Word(NamedTuple):
+    """One thing to do."""
+
+    what: What
+    key: int = 0
+    start: int = 0
+    ids: Tensor | None = None
+    """int64 ``[T]``, on the CPU."""
+
+
+class Ranks:
+    """The line from rank 0 to the others. Collective: every rank makes one, on GPUs every rank of the job.
+
+    Args:
+        cp: the ranks; None: this process alone, which has nobody to tell.
+    """
+
+    def __init__(self, cp: ContextParallel | None) -> None:
+        self.comm: Group | None = None
+        self._spoken = time.monotonic()
+        if cp is not None and cp.size > 1:
+            self.comm = cp.comm
+            if cp.comm.on_cuda:
+                line = dist.new_group(cp.comm.global_ranks, backend="gloo", timeout=cp.timeout)
+                self.comm = Group(line, cp.timeout, "torch")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self.comm is None or self.comm.rank == 0
+
+    def tell(self, word: Word) -> bool:
+        """On rank 0: all ranks hear `word`. Returns whether one of them was told to stop.
+
+        Raises:
+            PeerError: a rank died, or did not listen within the timeout.
+        """
+        if self.comm is None:
+            return False
+        length = 0 if word.ids is None else len(word.ids)
+        others = self._exchange(word.what, word.key, word.start, length)[1:]
+        if length:
+            self.comm.exchange({r: word.ids for r in range(1, self.comm.size)}, {}).wait()
+        self._spoken = time.monotonic()
+        return bool((others[:, 0] == What.STOP).any())
+
+    def tell_in_time(self) -> bool:
+        """On rank 0: say `NOTHING` if nothing was said for a while; returns as `tell`."""
+        quiet = self.comm is None or time.monotonic() - self._spoken < PAUSE
+        return False if quiet else self.tell(Word(What.NOTHING))
+
+    def hear(self, stop: bool = False) -> Word:
+        """On the other ranks: what rank 0 says next. `stop`: this rank was told to stop, so rank 0 should."""
+        what, key, start, length = self._exchange(What.STOP if stop else What.NOTHING, 0, 0, 0)[0].tolist()
+        ids = self.comm.recv((length,), torch.int64, torch.device("cpu"), 0).wait() if length else None
+        return Word(What(what), key, start, ids)
+
+    def _exchange(self, *row: int) -> Tensor:
+        """Every rank's four numbers ``[P, 4]``."""
+        return self.comm.all_gather(torch.tensor(row)).wait()

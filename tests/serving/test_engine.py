@@ -1,0 +1,227 @@
+"""Requests over several ranks get the tokens one process finds by reading the whole text again for every token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from ring_la import ArgumentError, ContextParallel, PeerError
+from ring_la.inference import Sampler, generate
+from ring_la.serving import Busy, Done, Engine, Event, Failed, Hybrid, Job, NoText, Piece, Request
+from tests.distributed.pool import group
+from tests.inference.test_generate import greedy, make, tokens
+
+LONG = 60.0
+
+
+class Asked(Job):
+    """A request, and what it heard."""
+
+    def __init__(self, ids: Sequence[int], max_tokens: int = 4, **options) -> None:
+        self.events: list[Event] = []
+        super().__init__(Request(list(ids), max_tokens, **options), self.events.append)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [e.token for e in self.events if isinstance(e, Piece)]
+
+
+def prompt(length: int) -> list[int]:
+    return tokens(1, length)[0].tolist()
+
+
+def serve(engine: Engine, jobs: Sequence[Job]) -> None:
+    """Answer all of them, then stop."""
+    if engine.ranks.leads:
+        for job in jobs:
+            engine.submit(job)
+        engine.stop()
+    engine.run()
+
+
+def engine(cp: ContextParallel | None = None, **options) -> Engine:
+    return Engine(Hybrid(make()), NoText(), cp, patience=LONG, **options)
+
+
+def truth(ids: Sequence[int], n: int) -> list[int]:
+    return greedy(make(), torch.tensor([ids]), n)[0].tolist()
+
+
+ASKED = [(1, 6), (29, 2), (2, 1), (17, 5), (40, 3)]
+"""Lengths of prompts, and tokens wanted: they come and go at different times, two at once."""
+
+
+def check_requests(rank: int, piece: int | None) -> list[list[int]]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    jobs = [Asked(prompt(length), n) for length, n in ASKED]
+    serve(engine(cp, piece=piece, batch=2), jobs)
+    return [job.tokens for job in jobs]
+
+
+@pytest.mark.parametrize(("size", "piece"), [(1, 7), (2, None), (3, 7)])
+def test_requests_on_ranks(ranks, size, piece):
+    assert ranks.run(size, check_requests, piece)[0] == [truth(prompt(length), n) for length, n in ASKED]
+
+
+def check_turns(rank: int) -> list[tuple[list[int], int, int]]:
+    """A conversation of three turns, a prompt that begins like it, and one asked again."""
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    ids = prompt(40)
+    asked = [ids[:9], ids[:25], ids[:40], ids[:12] + ids[:3], ids[:9]]
+    jobs = [Asked(x, 3) for x in asked]
+    server = engine(cp, piece=8, batch=1, keep=1 << 20)
+    serve(server, jobs)
+    assert set(server._states) == {e.key for e in server._prefixes._entries.values()} or rank > 0
+    return [(job.tokens, job.events[-1].reused_tokens, len(server._states)) for job in jobs] if rank == 0 else []
+
+
+def test_prompts_that_begin_alike_are_read_from_there(ranks):
+    ids = prompt(40)
+    got = ranks.run(2, check_turns)[0]
+    assert [t for t, _, _ in got] == [truth(x, 3) for x in (ids[:9], ids[:25], ids[:40], ids[:12] + ids[:3], ids[:9])]
+    assert [reused for _, reused, _ in got] == [0, 9, 25, 9, 9]
+
+
+def test_states_that_do_not_fit_leave_again():
+    ids = prompt(40)
+    one = engine(keep=1 << 20)
+    serve(one, [Asked(ids)])
+    size = one._prefixes.size
+    jobs = [Asked(ids), Asked(ids[::-1]), Asked(ids[::-1]), Asked(ids)]
+    few = engine(keep=size + size // 2, batch=1)
+    serve(few, jobs)
+    assert [job.events[-1].reused_tokens for job in jobs] == [0, 0, 40, 0]
+    assert len(few._states) == 1
+    none = engine(batch=1)
+    serve(none, jobs := [Asked(ids), Asked(ids)])
+    assert jobs[1].events[-1].reused_tokens == 0
+    assert not none._states
+
+
+def check_sampling(rank: int) -> list[list[int]]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    options = dict(temperature=1.5, top_k=9)
+    jobs = [Asked(prompt(13), 8, seed=s, **options) for s in (3, 4, 3)] + [Asked(prompt(13), 8)]
+    serve(engine(cp), jobs)
+    return [job.tokens for job in jobs]
+
+
+def test_a_seed_gives_the_same_tokens_whoever_is_beside(ranks):
+    got = ranks.run(2, check_sampling)[0]
+    for tokens_, seed in zip(got, (3, 4, 3)):
+        sampler = Sampler(1.5, 9, torch.Generator().manual_seed(seed))
+        assert tokens_ == generate(make(), torch.tensor([prompt(13)]), 8, sampler)[0].tolist()
+    assert got[0] != got[1]
+    assert got[3] == truth(prompt(13), 8)
+
+
+def test_who_goes_away_is_forgotten():
+    server = engine(piece=4)
+    gone, reading, waits, stays = Asked(prompt(5), 50), Asked(prompt(40)), Asked(prompt(3)), Asked(prompt(6), 5)
+    hear, seen = gone.emit, []
+
+    def leave(event: Event) -> None:
+        hear(event)
+        seen.append(server.running)
+        if len(gone.events) == 3:
+            gone.cancel()
+            reading.cancel()
+            waits.cancel()
+
+    gone.emit = leave
+    serve(server, [gone, reading, waits, stays])
+    assert len(gone.events) == 3
+    assert (reading.events, waits.events) == ([], [])
+    assert stays.tokens == truth(prompt(6), 5)
+    assert seen[-1] == 2
+    assert not server._states
+
+
+def test_the_end_of_a_text_ends_a_completion():
+    want = truth(prompt(7), 6)
+    at = next(i for i in range(1, 6) if want[i] not in want[:i])
+    server = Engine(Hybrid(make()), NoText(frozenset({want[at]})), patience=LONG)
+    serve(server, [job := Asked(prompt(7), 6)])
+    assert job.tokens == want[:at]
+    assert job.events[-1] == Done("stop", "", 7, 0, at + 1)
+    serve(engine(), [job := Asked(prompt(7), 6)])
+    assert job.events[-1] == Done("length", "", 7, 0, 6)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "^prompt: expected at least one token"),
+        (Request([3, 19]), "^prompt: expected token ids from 0 to 18, got 19"),
+        (Request([3] * 30, 11), r"^prompt: expected at most 40 tokens together with max_tokens, got 30 \+ 11"),
+        (Request([3], 0), "^max_tokens: expected"),
+        (Request([3], temperature=-1), "^temperature: expected"),
+        (Request([3], stop=("x",)), "^stop: expected nothing for a model without a tokenizer"),
+    ],
+)
+def test_what_cannot_be_completed(request_, message):
+    with pytest.raises(ArgumentError, match=message):
+        engine(max_tokens=40).submit(Job(request_, print))
+
+
+def test_too_many_and_too_late():
+    server = engine(waiting=2)
+    jobs = [Asked(prompt(3)) for _ in range(2)]
+    for job in jobs:
+        server.submit(job)
+    with pytest.raises(Busy, match="2 requests are waiting"):
+        server.submit(Asked(prompt(3)))
+    server.stop()
+    with pytest.raises(Busy, match="about to stop"):
+        server.submit(Asked(prompt(3)))
+    server.run()
+    assert all(isinstance(job.events[-1], Done) for job in jobs)
+
+
+def test_requests_that_do_not_end_in_time_fail():
+    server = Engine(Hybrid(make()), NoText(), patience=0.2)
+    serve(server, [job := Asked(prompt(3), 100_000)])
+    assert job.events[-1] == Failed("the server has stopped")
+    with pytest.raises(ArgumentError, match="piece: expected an int"):
+        engine(piece=0)
+
+
+def check_stop_elsewhere(rank: int) -> int:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    server = engine(cp)
+    job = Asked(prompt(5))
+    if rank == 0:
+        server.submit(job)
+    else:
+        server.stop()
+    server.run()
+    return len(job.tokens)
+
+
+def test_any_rank_may_be_told_to_stop(ranks):
+    assert ranks.run(2, check_stop_elsewhere)[0] == 4
+
+
+def check_death(rank: int) -> tuple[str, str]:
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=4)
+    server = engine(cp)
+    if rank == 2:
+        os._exit(1)
+    job = Asked(prompt(5), 100_000)
+    if rank == 0:
+        server.submit(job)
+    try:
+        server.run()
+    except PeerError as error:
+        return str(error), str(job.events[-1:])
+    raise AssertionError("nobody died")
+
+
+def test_a_rank_that_dies_ends_the_server(ranks):
+    leader, follower = ranks.run(3, check_death, dying=(2,))
+    assert "no sign of life from rank 2" in leader[0]
+    assert "no sign of life from rank 2" in follower[0]
+    assert "the server has failed: rank 0 of 3" in leader[1]
