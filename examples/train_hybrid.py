@@ -520,8 +520,9 @@ class Trainer:
         return "".join(said)
 
     def _about(self) -> dict[str, Any]:
-        """What config.json keeps: the configuration, and which text it was of."""
-        return asdict(self.config) | {"corpus": self.corpus.key}
+        """What config.json keeps: the configuration, which text it was of, and a HybridLM's shape."""
+        hybrid = None if self.config.model.transformers else self.config.model.config(self.corpus.vocab_size).to_dict()
+        return asdict(self.config) | {"corpus": self.corpus.key, "hybrid": hybrid}
 
     def _rehearse(self, tokens: int) -> None:
         """Forward and backward over a short sequence, without an update."""

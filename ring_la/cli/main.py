@@ -21,6 +21,7 @@ from ..errors import RingLAError
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("doctor",): ("doctor", "what is here, what calls would run on, and what a group of ranks can do"),
     ("plan",): ("plan", "step time, memory and the best split of a model on a cluster, from measured rates"),
+    ("serve",): ("serve", "completions of a model over HTTP, prompts split over the ranks"),
     ("bench", "ops"): ("bench_ops", "every operator on one GPU beside fla-core and others"),
     ("bench", "scan"): ("bench_scan", "linear recurrences on a split sequence beside the bound and what others do"),
     ("bench", "attention"): ("bench_attention", "softmax attention on a split sequence beside its peers"),

@@ -4,8 +4,8 @@
     engine.submit(job)          # rank 0, from any thread; job.emit hears of its tokens
     engine.run()                # every rank, until engine.stop(): rank 0 decides, the others follow
 
-Rank 0 goes round and round: a piece of the prompt whose turn it is, then a token of each sequence of the batch. So a long
-prompt holds up others' tokens by one piece at a time, and who goes away is noticed between two pieces or tokens.
+Rank 0 goes round and round: a piece of the prompt whose turn it is, then a token of each sequence of the batch. So a
+long prompt holds up others' tokens by one piece at a time, and who goes away is noticed between two pieces or tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Job:
     """A request under way.
 
     Args:
-        request: what to complete. emit: called in the engine's thread with each `Event`; the last is `Done` or `Failed`.
+        request: what to complete.
+        emit: called in the engine's thread with each `Event`; the last is `Done` or `Failed`.
     """
 
     def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import inspect
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from ..context import ContextParallel
 from ..inference import Prefilled, prefill, step
 from ..models import HybridLM
 from ..nn import KVCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Served(Protocol):
@@ -53,3 +57,37 @@ class Hybrid:
 
     def step(self, tokens: Tensor, states: list[Any], in_place: bool) -> Prefilled:
         return step(self.model, tokens, states, in_place=in_place)
+
+
+class Pretrained:
+    """A causal model of Transformers, decoded one sequence after the other: its cache is one sequence's, and grows.
+
+    Args:
+        model: as it was loaded. cp: the ranks prompts will be split over; the model is made to run so, collectively.
+    """
+
+    flexible = False
+
+    def __init__(self, model: PreTrainedModel, cp: ContextParallel | None) -> None:
+        config = model.config.get_text_config()
+        self.vocab_size, self.device = config.vocab_size, model.device
+        self.max_tokens = getattr(config, "max_position_embeddings", None)
+        self.model = model.eval()
+        names = inspect.signature(model.forward).parameters
+        self._cache = "cache_params" if "cache_params" in names else "past_key_values"
+        split = cp is not None and cp.size > 1
+        self._last = {"logits_to_keep": 1} if split or "logits_to_keep" in names else {}
+        if split:
+            from ..integrations.transformers import parallelize
+
+            parallelize(model, cp)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, states: None, cp: ContextParallel | None) -> Prefilled:
+        out = self.model(input_ids=ids, use_cache=True, **self._last)
+        return Prefilled(out.logits[:, -1], out[self._cache])
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
+        out = self.model(input_ids=tokens[:, None], use_cache=True, **{self._cache: states})
+        return Prefilled(out.logits[:, -1], states)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ring_la.serving.load import load
 from tests.distributed.pool import RankError, Ranks
 
 pytest.importorskip("jsonargparse")
@@ -102,6 +103,9 @@ def test_it_learns_and_leaves_what_was_asked_for(whole):
     losses = [curve(whole)[s][0] for s in range(1, STEPS + 1)]
     assert losses[-1] < losses[0] - 0.3
     assert json.loads((whole / "config.json").read_text())["data"]["seq_len"] == 193
+    served, text = load(whole)
+    ids = torch.tensor([text.encode((ROOT / "README.md").read_text()[:193])])
+    assert served.model.loss(ids) < losses[0] - 0.2
     assert "gated_delta_rule" in (whole / "profile" / "rank-0.json").read_text() or (
         "aten::mm" in (whole / "profile" / "rank-0.json").read_text()
     )

@@ -45,7 +45,8 @@ def test_stop_strings(said, stop, want, stopped):
 
 def test_subwords_keep_the_spaces_between_them():
     words = {1: "one", 2: "two", 3: "\ufffd"}
-    text = Subwords(lambda t: [1], lambda ids: " ".join(words[i] for i in ids).replace("\ufffd \ufffd", "→"), frozenset())
+    decode = lambda ids: " ".join(words[i] for i in ids).replace("\ufffd \ufffd", "→")  # noqa: E731
+    text = Subwords(lambda t: [1], decode, frozenset())
     assert pushed(Stream(text.decoder()), [1, 2, 3, 3, 1]) == ["one", " two", "", " →", " one", ""]
 
 

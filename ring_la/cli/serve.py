@@ -1,0 +1,105 @@
+"""Serve completions of a model over HTTP, by OpenAI's protocol; under torchrun prompts are read by all ranks.
+
+    ring-la serve runs/demo
+    torchrun --nproc_per_node 4 -m ring_la serve runs/demo --port 8000
+
+    curl localhost:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50}'
+
+MODEL is a checkpoint of a HybridLM (what examples/train_demo.py or train_hybrid.py left), or the folder of a causal
+model of Transformers. Each rank holds the whole model; the tokens of a prompt are split over the ranks, and rank 0
+decodes from the states they hand over. docs/serving.md says more. Needs the extra "serve" (FastAPI and uvicorn).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from ..context import ContextParallel
+from ..errors import UnsupportedError
+from ..serving import Engine
+from ..serving.load import DTYPES, load
+from .job import job
+from .options import count
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint, or a folder with one")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this host's")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (default: as stored)")
+    parser.add_argument("--tokenizer", help='"bytes", a tokenizer.json or a folder (default: the model\'s)')
+    parser.add_argument("--max-tokens-total", type=count, help="of a prompt and its completion (default: the model's)")
+    parser.add_argument("--piece", type=count, default=32768, help="tokens of a prompt each rank reads at once")
+    parser.add_argument("--batch", type=count, default=8, help="completions decoded side by side")
+    parser.add_argument("--waiting", type=count, default=64, help="requests that may wait")
+    parser.add_argument("--keep", type=float, default=1024, help="MiB of states kept for prompts that begin alike")
+    parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
+
+
+def run(args: argparse.Namespace) -> None:
+    require()
+    first = os.environ.get("RANK", "0") == "0"
+    listening = _listen(args.host, args.port) if first else None  # before a model is loaded for nothing
+    with job():
+        if not torch.cuda.is_available():
+            torch.set_num_threads(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        serve(args, listening)
+
+
+def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
+    """Load and serve until a signal comes. `listening`: on rank 0, the socket."""
+    cp = ContextParallel(validate="never", timeout=args.timeout)
+    model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer)
+    engine = Engine(
+        model,
+        text,
+        cp,
+        max_tokens=args.max_tokens_total,
+        piece=args.piece * cp.size,
+        batch=args.batch,
+        waiting=args.waiting,
+        keep=int(args.keep * 2**20),
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: engine.stop())
+    name, server = args.name or Path(args.model).resolve().name, nullcontext()
+    if listening is not None:
+        from ..serving.http import Server, application
+
+        host, port = listening.getsockname()[:2]
+        print(f"ring-la serve: {name} on http://{host}:{port}, {cp.size} rank(s) on {cp.device.type}", flush=True)
+        server = Server(application(engine, name), engine, listening)
+    with server:
+        engine.run()
+    if listening is not None:
+        print("ring-la serve: stopped", flush=True)
+
+
+def require() -> None:
+    """Refuse to serve where FastAPI or uvicorn is not installed."""
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        hint = "pip install 'ring_la[serve]'"
+        raise UnsupportedError(
+            "serve", "an environment with FastAPI and uvicorn", f"no {' and no '.join(missing)}", hint
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    from ..serving.http import listen
+
+    return listen(host, port)
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

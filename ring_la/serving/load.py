@@ -1,0 +1,166 @@
+"""A model and its vocabulary from what is on disk.
+
+a file, or a folder with checkpoint.pt      "config" of a HybridConfig and "model", its weights (examples/train_demo.py)
+a folder with checkpoints/step-*            a run of examples/train_hybrid.py: its newest complete checkpoint
+a folder with config.json and weights       a causal model of Transformers
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ..context import ContextParallel
+from ..errors import ArgumentError, UnsupportedError
+from ..models import HybridConfig, HybridLM
+from ..training.checkpoint import METADATA
+from .model import Hybrid, Pretrained, Served
+from .text import Bytes, NoText, Subwords, Text
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def load(
+    path: str | Path, cp: ContextParallel | None = None, *, dtype: str = "auto", tokenizer: str | None = None
+) -> tuple[Served, Text]:
+    """The model on this rank's device, whole, and its vocabulary. Collective for models of Transformers.
+
+    Args:
+        path: see the module's text. cp: the ranks it will read prompts on; None: this process, on the CPU.
+        dtype: of the weights, a name out of `DTYPES`; "auto": as they are stored.
+        tokenizer: "bytes", a tokenizer.json, or a folder Transformers' AutoTokenizer reads; None: the model's own.
+
+    Raises:
+        ArgumentError: nothing that can be served is there.
+    """
+    path = Path(path)
+    if dtype not in DTYPES:
+        raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
+    about = _about(path)
+    if "hybrid" not in about and ("model_type" in about or "architectures" in about):
+        return _pretrained(path, cp, DTYPES[dtype], tokenizer)
+    if path.is_dir() and not (path / "checkpoint.pt").is_file() and "hybrid" in about:
+        config, weights = _of_run(path, about)
+        tokenizer = tokenizer or about["data"]["tokenizer"]
+    else:
+        config, weights = _of_file(path / "checkpoint.pt" if path.is_dir() else path)
+    with torch.device("meta"):
+        model = HybridLM(config)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as e:
+        raise ArgumentError("model", "weights that fit the configuration beside them", f"{path} ({e})") from None
+    model.to(device="cpu" if cp is None else cp.device, dtype=DTYPES[dtype])
+    return Hybrid(model), vocabulary(tokenizer, config.vocab_size)
+
+
+def vocabulary(tokenizer: str | None, vocab_size: int) -> Text:
+    """The vocabulary of a tokenizer; None: bytes where the number of tokens says so, else token ids alone."""
+    if tokenizer is None:
+        return Bytes(vocab_size) if vocab_size in (256, 257) else NoText()
+    if tokenizer == "bytes":
+        if vocab_size < 256:
+            raise ArgumentError("tokenizer", "none for a model of less than 256 tokens", "'bytes'")
+        return Bytes(vocab_size)
+    if tokenizer.endswith(".json"):
+        return _fast(tokenizer)
+    return _auto(tokenizer, frozenset())
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """The config.json of a folder, empty if there is none."""
+    file = path / "config.json"
+    if not path.exists():
+        raise ArgumentError("model", "a checkpoint or a folder with one", f"{path}, which is not there")
+    if not file.is_file():
+        return {}
+    try:
+        about = json.loads(file.read_text())
+    except ValueError as e:
+        raise ArgumentError("model", "JSON in config.json", f"{file} ({e})") from None
+    return about if isinstance(about, dict) else {}
+
+
+def _of_file(file: Path) -> tuple[HybridConfig, dict[str, Any]]:
+    expected = 'a file of torch.save with "config" and "model"'
+    if not file.is_file():
+        raise ArgumentError(
+            "model", f"{expected}, a run of train_hybrid.py or a model of Transformers", str(file.parent)
+        )
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return HybridConfig(**found["config"]), found["model"]
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as e:
+        raise ArgumentError("model", expected, f"{file} ({type(e).__name__}: {e})") from None
+
+
+def _of_run(path: Path, about: dict[str, Any]) -> tuple[HybridConfig, dict[str, Any]]:
+    steps = sorted(f.parent for f in (path / "checkpoints").glob(f"step-*/{METADATA}"))
+    if about["hybrid"] is None:
+        hint = "Save the model with save_pretrained and serve that folder"
+        raise UnsupportedError("model", "a run of a HybridLM", f"{path}, of a model of Transformers", hint)
+    if not steps:
+        raise ArgumentError("model", "a run with a complete checkpoint", str(path))
+    config = HybridConfig(**about["hybrid"])
+    weights = HybridLM(config).state_dict()
+    dcp.load({"model": weights}, checkpoint_id=steps[-1], no_dist=True)
+    return config, weights
+
+
+def _pretrained(
+    path: Path, cp: ContextParallel | None, dtype: torch.dtype | None, tokenizer: str | None
+) -> tuple[Served, Text]:
+    _require("transformers", "a model of Transformers")
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise ArgumentError("model", "a folder with a causal model of Transformers", f"{path} ({e})") from None
+    end = model.generation_config.eos_token_id
+    end = frozenset([] if end is None else [end] if isinstance(end, int) else end)
+    own = str(path) if any((path / name).is_file() for name in TOKENIZER_FILES) else None
+    text = _auto(tokenizer or own, end) if tokenizer or own else NoText(end)
+    return Pretrained(model.to("cpu" if cp is None else cp.device), cp), text
+
+
+def _fast(file: str) -> Text:
+    """A tokenizer.json."""
+    _require("tokenizers", f"the tokenizer {file}")
+    from tokenizers import Tokenizer
+
+    try:
+        fast = Tokenizer.from_file(file)
+    except Exception as e:  # tokenizers knows no other kind
+        raise ArgumentError("tokenizer", "a tokenizer.json", f"{file} ({e})") from None
+    ends = (fast.token_to_id(t) for t in ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"))
+    end = frozenset({e for e in ends if e is not None})
+    return Subwords(lambda text: fast.encode(text).ids, lambda ids: fast.decode(ids, skip_special_tokens=True), end)
+
+
+def _auto(name: str, end: frozenset[int]) -> Text:
+    """What AutoTokenizer reads."""
+    _require("transformers", f"the tokenizer {name}")
+    from transformers import AutoTokenizer
+
+    try:
+        auto = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except Exception as e:  # each kind of tokenizer fails in its own way
+        raise ArgumentError("tokenizer", "a folder AutoTokenizer reads", f"{name} ({e})") from None
+    end = end or frozenset([] if auto.eos_token_id is None else [auto.eos_token_id])
+    decode = lambda ids: auto.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # noqa: E731
+    return Subwords(lambda text: auto(text)["input_ids"], decode, end)
+
+
+def _require(module: str, what: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(module) is None:
+        hint = f"pip install {module}"
+        raise UnsupportedError("model", f"an environment with {module} for {what}", "none", hint)

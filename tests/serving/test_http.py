@@ -1,0 +1,226 @@
+"""OpenAI's protocol over a socket: answers whole and in pieces, errors that name the field, clients that go away."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+
+import pytest
+import torch
+
+from ring_la import ArgumentError
+from ring_la.inference import Sampler, generate
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.serving import Bytes, Engine, Hybrid
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from ring_la.serving.http import Server, application, listen
+
+PROMPT = "def hello"
+
+
+def model() -> HybridLM:
+    torch.manual_seed(0)
+    return HybridLM(HybridConfig(257, 32, ["gdn", "attention"], 2, mlp_dim=32))
+
+
+class Client:
+    """A server in this process, and one connection a request."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(Hybrid(model()), Bytes(257), max_tokens=4096, keep=1 << 24, patience=0.5)
+        self._listening = listen("127.0.0.1", 0)
+        self.port = self._listening.getsockname()[1]
+        self.server = Server(application(self.engine, "small", max_body=20_000), self.engine, self._listening)
+        self._answering = threading.Thread(target=self.engine.run)
+
+    def __enter__(self) -> Client:
+        self.server.__enter__()
+        self._answering.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+        self._answering.join()
+        self.server.__exit__()
+
+    def open(self, method: str, path: str, body: object = None) -> HTTPConnection:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request(method, path, body if isinstance(body, (str, bytes, type(None))) else json.dumps(body))
+        return connection
+
+    def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict]:
+        answer = (connection := self.open(method, path, body)).getresponse()
+        said = json.loads(answer.read())
+        connection.close()
+        return answer.status, said
+
+    def complete(self, **fields: object) -> dict:
+        status, said = self.ask("POST", "/v1/completions", {"prompt": PROMPT, "temperature": 0} | fields)
+        assert status == 200, said
+        return said
+
+    def idle(self) -> bool:
+        deadline = time.monotonic() + 10
+        while self.engine.running and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.engine.running
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with Client() as client:
+        yield client
+
+
+def greedy(text: str, n: int) -> list[int]:
+    return generate(model(), torch.tensor([list(text.encode())]), n)[0].tolist()
+
+
+def text(ids: list[int]) -> str:
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def test_a_completion(client):
+    said, want = client.complete(max_tokens=7, model="small"), greedy(PROMPT, 7)
+    choice = said["choices"][0]
+    assert (choice["token_ids"], choice["text"], choice["finish_reason"]) == (want, text(want), "length")
+    count = {"prompt_tokens": 9, "completion_tokens": 7, "total_tokens": 16}
+    assert said["usage"] | count == said["usage"]
+    assert said["object"] == "text_completion"
+    by_ids = client.complete(prompt=list(PROMPT.encode()), max_tokens=7)
+    assert by_ids["choices"] == said["choices"]
+    assert by_ids["usage"]["prompt_tokens_details"] == {"cached_tokens": 9}
+
+
+def test_a_stream(client):
+    fields = {"prompt": PROMPT, "max_tokens": 7, "temperature": 0, "stream": True}
+    answer = client.open("POST", "/v1/completions", fields | {"stream_options": {"include_usage": True}}).getresponse()
+    assert answer.getheader("Content-Type").startswith("text/event-stream")
+    *parts, end, nothing = answer.read().decode().split("\n\n")
+    assert (end, nothing) == ("data: [DONE]", "")
+    *parts, count = [json.loads(part.removeprefix("data: ")) for part in parts]
+    choices, want = [part["choices"][0] for part in parts], greedy(PROMPT, 7)
+    assert [c["finish_reason"] for c in choices] == [None] * 7 + ["length"]
+    assert [i for c in choices for i in c["token_ids"]] == want
+    assert "".join(c["text"] for c in choices) == text(want)
+    assert count["usage"]["completion_tokens"] == 7
+    assert count["choices"] == []
+
+
+def test_a_stop_string(client):
+    want = text(greedy(PROMPT, 12))
+    stop = want[5:7]
+    choice = client.complete(max_tokens=12, stop=stop)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (want[: want.find(stop)], "stop")
+
+
+def test_several_at_once_and_sampling(client):
+    prompts = ["a", "of another length", "def f(x):\n", "a"]
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(client.complete, prompt=p, max_tokens=9, temperature=0.9, seed=5) for p in prompts]
+        got = [f.result()["choices"][0]["token_ids"] for f in asked]
+    for prompt, ids in zip(prompts, got):
+        sampler = Sampler(0.9, generator=torch.Generator().manual_seed(5))
+        want = generate(model(), torch.tensor([list(prompt.encode())]), 9, sampler)[0].tolist()
+        assert ids == (want[: want.index(256)] if 256 in want else want)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_stops_its_decoding(client, stream):
+    fields = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": stream}
+    connection = client.open("POST", "/v1/completions", fields)
+    deadline = time.monotonic() + 10
+    while not client.engine.batch.rows and time.monotonic() < deadline:
+        time.sleep(0.001)
+    job = client.engine.batch.rows[0].job
+    if stream:
+        answer = connection.getresponse()
+        assert answer.readline().startswith(b"data: ")
+        answer.close()
+    connection.close()
+    assert client.idle()
+    assert 0 < job.decoded < 4000
+
+
+def test_what_is_there(client):
+    status, said = client.ask("GET", "/v1/models")
+    assert status == 200
+    assert [(m["id"], m["object"], m["max_model_len"]) for m in said["data"]] == [("small", "model", 4096)]
+    assert client.ask("GET", "/health") == (200, {"status": "ok", "running": 0, "waiting": 0})
+    assert client.ask("GET", "/v1/chat")[0] == 404
+    assert client.ask("GET", "/v1/completions")[1]["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "prompt: expected a string or a list of token ids, got nothing"),
+        ({"prompt": [1, "a"]}, "prompt", "expected a string or a list of token ids, got a list with a string in it"),
+        ({"prompt": ["a", "b"]}, "prompt", "expected one prompt, got 2 of them"),
+        ({"prompt": [1, 257]}, "prompt", "expected token ids from 0 to 256, got 257"),
+        ({"prompt": ""}, "prompt", "expected at least one token, got none"),
+        (
+            {"prompt": "a" * 4000, "max_tokens": 97},
+            "prompt",
+            "at most 4096 tokens together with max_tokens",
+        ),
+        ({"max_tokens": 0}, "max_tokens", "expected an integer ≥ 1, got 0"),
+        ({"max_tokens": True}, "max_tokens", "expected an integer ≥ 1, got true"),
+        ({"temperature": "hot"}, "temperature", 'expected a number ≥ 0, got "hot"'),
+        ({"temperature": float("nan")}, "temperature", "expected a number ≥ 0, got NaN"),
+        ({"top_k": 1.5}, "top_k", "expected an integer ≥ 1, got 1.5"),
+        ({"seed": 2**64}, "seed", "expected an integer from"),
+        ({"stop": ["a", ""]}, "stop", "expected a string, or a list of at most 4 strings"),
+        ({"stream": 1}, "stream", "expected true or false, got 1"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "expected with stream=true"),
+        ({"top_p": 0.9}, "top_p", "expected nothing or 1, got 0.9"),
+        ({"n": True}, "n", "expected nothing or 1, got true"),
+        ({"logprobs": 0}, "logprobs", "expected nothing, got 0"),
+        ({"temprature": 1}, "temprature", "expected one of the fields max_tokens, model"),
+    ],
+)
+def test_bad_fields_are_named(client, fields, param, message):
+    status, said = client.ask("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 1} | fields)
+    assert status == 400
+    assert said["error"]["param"] == param
+    assert message in said["error"]["message"]
+
+
+def test_bad_bodies(client):
+    for body, message in (
+        ("{", "body: expected JSON"),
+        ("[]", "body: expected a JSON object, got a list"),
+        ('{"prompt": "\\uD800"}', "body: expected JSON"),
+        ("[" * 10_000, "body: expected JSON"),
+        ("x" * 30_000, "body: expected at most 20000 bytes"),
+        (b"\xff", "body: expected JSON"),
+    ):
+        status, said = client.ask("POST", "/v1/completions", body)
+        assert (status, said["error"]["param"]) == (400, "body")
+        assert message in said["error"]["message"]
+    status, said = client.ask("POST", "/v1/completions", {"prompt": "a", "model": "large"})
+    assert (status, said["error"]["code"]) == (404, "model_not_found")
+
+
+def test_the_end():
+    with Client() as client:
+        fields = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": True}
+        answer = client.open("POST", "/v1/completions", fields).getresponse()
+        answer.readline()
+        client.engine.stop()
+        status, said = client.ask("POST", "/v1/completions", {"prompt": PROMPT})
+        assert (status, said["error"]["code"]) == (503, "busy")
+        assert client.ask("GET", "/health")[0] == 503
+        assert "the server has stopped" in answer.read().decode()
+
+
+def test_a_port_that_is_taken():
+    with listen("127.0.0.1", 0) as taken, pytest.raises(ArgumentError, match="port: expected an address"):
+        listen("127.0.0.1", taken.getsockname()[1])

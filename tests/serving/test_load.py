@@ -1,0 +1,98 @@
+"""What training left on disk is what is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ring_la import ArgumentError, ContextParallel, UnsupportedError
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.serving import Bytes, Engine, NoText
+from ring_la.serving.load import load, vocabulary
+from tests.distributed.pool import group
+from tests.integrations.transformers.models import CASES, VOCABULARY
+from tests.serving.test_engine import LONG, Asked, serve
+
+
+def hybrid(vocab_size: int = 257) -> HybridLM:
+    torch.manual_seed(0)
+    return HybridLM(HybridConfig(vocab_size, 32, ["gdn", "attention"], 2, mlp_dim=32))
+
+
+def same(got: torch.nn.Module, want: torch.nn.Module) -> bool:
+    pairs = zip(got.state_dict().items(), want.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def test_a_checkpoint_of_the_demo(tmp_path):
+    model = hybrid()
+    torch.save({"config": model.config.to_dict(), "model": model.state_dict(), "x": 1}, tmp_path / "checkpoint.pt")
+    for path in (tmp_path, tmp_path / "checkpoint.pt"):
+        served, text = load(path)
+        assert same(served.model, model)
+        assert (served.vocab_size, text.end) == (257, {256})
+    assert load(tmp_path, dtype="bfloat16")[0].model.embedding.weight.dtype == torch.bfloat16
+
+
+def test_the_newest_complete_checkpoint_of_a_run(tmp_path):
+    model = hybrid(99)
+    about = {"hybrid": model.config.to_dict(), "data": {"tokenizer": None}, "model": {}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(ArgumentError, match="model: expected a run with a complete checkpoint"):
+        load(tmp_path)
+    for step in (2, 10):
+        with torch.no_grad():
+            model.embedding.weight.fill_(step)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / f"checkpoints/step-{step:08d}", no_dist=True)
+    (tmp_path / "checkpoints/step-00000011").mkdir()
+    served, text = load(tmp_path)
+    assert same(served.model, model)
+    assert isinstance(text, NoText)
+    assert isinstance(vocabulary("bytes", 300), Bytes)
+    (tmp_path / "config.json").write_text(json.dumps(about | {"hybrid": None}))
+    with pytest.raises(UnsupportedError, match="model: expected a run of a HybridLM"):
+        load(tmp_path)
+
+
+def test_what_is_none(tmp_path):
+    with pytest.raises(ArgumentError, match="model: expected a checkpoint or a folder with one, got"):
+        load(tmp_path / "none")
+    with pytest.raises(ArgumentError, match="model: expected a file of torch"):
+        load(tmp_path)
+    (tmp_path / "checkpoint.pt").write_text("hello")
+    with pytest.raises(ArgumentError, match="model: expected a file of torch"):
+        load(tmp_path)
+    with pytest.raises(ArgumentError, match="dtype: expected one of auto"):
+        load(tmp_path, dtype="int8")
+    with pytest.raises(ArgumentError, match="tokenizer: expected none for a model of less than 256"):
+        vocabulary("bytes", 100)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (21, 2)]
+
+
+def check_transformers(rank: int, folder: str) -> list[list[int]]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    model, text = load(folder, cp)
+    jobs = [Asked(ids, 5) for ids in prompts()]
+    engine = Engine(model, text, cp, patience=LONG)
+    serve(engine, jobs)
+    assert not engine._states
+    return [job.tokens for job in jobs]
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "qwen3_next"), (2, "qwen3_next")])
+def test_models_of_transformers(ranks, tmp_path: Path, size, name):
+    model = CASES[name].make().eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    got = ranks.run(size, check_transformers, str(tmp_path))[0]
+    for ids, tokens in zip(prompts(), got, strict=True):
+        want = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0, len(ids) :]
+        assert tokens == want.tolist()
