@@ -217,7 +217,7 @@ class Engine:
             self.ranks.tell(Word(What.STOP))
         except BaseException as error:
             self._closed.set()
-            self._fail(f"the server has failed: {error}")
+            self._fail(f"the server has failed ({type(error).__name__})")  # the whole of it is the operator's
             raise
         finally:
             self._closed.set()

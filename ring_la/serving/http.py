@@ -88,7 +88,7 @@ def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def failed(_: Request, e: Exception) -> JSONResponse:
-        return JSONResponse(error(f"{type(e).__name__}: {e}", "server_error"), 500)
+        return JSONResponse(error(f"the server has failed ({type(e).__name__})", "server_error"), 500)
 
     return app
 

@@ -224,4 +224,4 @@ def test_a_rank_that_dies_ends_the_server(ranks):
     leader, follower = ranks.run(3, check_death, dying=(2,))
     assert "no sign of life from rank 2" in leader[0]
     assert "no sign of life from rank 2" in follower[0]
-    assert "the server has failed: rank 0 of 3" in leader[1]
+    assert "the server has failed (PeerError)" in leader[1]
