@@ -26,6 +26,7 @@ from ..context import ContextParallel
 from ..errors import UnsupportedError
 from ..serving import Engine
 from ..serving.load import DTYPES, load
+from ..serving.memory import fitting
 from .job import job
 from .options import count
 
@@ -37,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (default: as stored)")
     parser.add_argument("--tokenizer", help='"bytes", a tokenizer.json or a folder (default: the model\'s)')
-    parser.add_argument("--max-tokens-total", type=count, help="of a prompt and its completion (default: the model's)")
+    parser.add_argument(
+        "--max-tokens-total",
+        type=count,
+        help="of a prompt and its completion (default: what the model allows and memory holds)",
+    )
     parser.add_argument("--piece", type=count, default=32768, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--batch", type=count, default=8, help="completions decoded side by side")
     parser.add_argument("--waiting", type=count, default=64, help="requests that may wait")
@@ -59,15 +64,17 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
     """Load and serve until a signal comes. `listening`: on rank 0, the socket."""
     cp = ContextParallel(validate="never", timeout=args.timeout)
     model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer)
+    piece, keep = args.piece * cp.size, int(args.keep * 2**20)
     engine = Engine(
         model,
         text,
         cp,
         max_tokens=args.max_tokens_total,
-        piece=args.piece * cp.size,
+        room=fitting(model, cp, piece if model.flexible else None, keep),
+        piece=piece,
         batch=args.batch,
         waiting=args.waiting,
-        keep=int(args.keep * 2**20),
+        keep=keep,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: engine.stop())
@@ -76,7 +83,9 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         from ..serving.http import Server, application
 
         host, port = listening.getsockname()[:2]
-        print(f"ring-la serve: {name} on http://{host}:{port}, {cp.size} rank(s) on {cp.device.type}", flush=True)
+        longest = "of any length" if engine.max_tokens is None else f"of up to {engine.max_tokens:,} tokens"
+        where = f"{cp.size} rank(s) on {cp.device.type}"
+        print(f"ring-la serve: {name} on http://{host}:{port}, requests {longest}, {where}", flush=True)
         server = Server(application(engine, name), engine, listening)
     with server:
         engine.run()

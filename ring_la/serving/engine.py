@@ -24,6 +24,7 @@ from ..errors import ArgumentError, RingLAError
 from ..inference import Prefilled, Sampler
 from .batch import Batch
 from .events import Done, Event, Failed, Piece
+from .memory import held
 from .model import Served
 from .prefixes import Prefixes
 from .ranks import PAUSE, Ranks, What, Word
@@ -51,6 +52,11 @@ class Request:
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Tokens of the prompt and the longest completion."""
+        return len(self.ids) + self.max_tokens
 
 
 class Job:
@@ -102,6 +108,7 @@ class Engine:
         model: what reads and decodes. text: its vocabulary.
         cp: the ranks a prompt is split over; None: this process alone.
         max_tokens: the most tokens of a prompt and its completion together; None: the model's own limit.
+        room: the tokens there is memory for, those under way aligned (the longest, times their number); None: any.
         piece: the most tokens of a prompt that are read at once; None: any number.
         batch: the most sequences decoded side by side (one, where the model's states cannot be joined).
         waiting: the most requests that wait.
@@ -116,6 +123,7 @@ class Engine:
         cp: ContextParallel | None = None,
         *,
         max_tokens: int | None = None,
+        room: int | None = None,
         piece: int | None = None,
         batch: int = 8,
         waiting: int = 64,
@@ -125,18 +133,19 @@ class Engine:
         for name, value, least in (("batch", batch, 1), ("waiting", waiting, 1), ("keep", keep, 0)):
             if not isinstance(value, int) or value < least:
                 raise ArgumentError(name, f"an int ≥ {least}", repr(value))
-        for name, value in (("max_tokens", max_tokens), ("piece", piece)):
+        for name, value in (("max_tokens", max_tokens), ("room", room), ("piece", piece)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
-        limits = [n for n in (max_tokens, model.max_tokens) if n is not None]
+        limits = [n for n in (max_tokens, room, model.max_tokens) if n is not None]
         self.model, self.text, self.cp = model, text, cp
-        self.max_tokens = min(limits, default=None)
+        self.max_tokens, self._room = min(limits, default=None), room
         self.ranks = Ranks(cp)
         self.batch = Batch(model)
         self._rows = batch if model.flexible else 1
         self._piece = piece if model.flexible else None
         self._prefixes = Prefixes(keep if model.flexible else 0)
         self._queue: queue.Queue[Job] = queue.Queue(waiting)
+        self._next: Job | None = None
         self._reading: Reading | None = None
         self._states: dict[int, Prefilled] = {}
         self._last_key = 0
@@ -154,7 +163,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that wait."""
-        return self._queue.qsize()
+        return self._queue.qsize() + (self._next is not None)
 
     @property
     def stopping(self) -> bool:
@@ -192,7 +201,7 @@ class Engine:
             raise ArgumentError("prompt", f"token ids from 0 to {vocab_size - 1}", wrong)
         if request.max_tokens < 1:
             raise ArgumentError("max_tokens", "an int ≥ 1", request.max_tokens)
-        if self.max_tokens is not None and len(ids) + request.max_tokens > self.max_tokens:
+        if self.max_tokens is not None and request.total > self.max_tokens:
             expected = f"at most {self.max_tokens} tokens together with max_tokens"
             raise ArgumentError("prompt", expected, f"{len(ids)} + {request.max_tokens}")
         if request.stop and not self.text.has_text:
@@ -252,8 +261,7 @@ class Engine:
         if self.ranks.tell_in_time():
             self.stop()
         if self._stop_at is not None:
-            idle = not self.running and self._queue.empty()
-            if idle or time.monotonic() > self._stop_at:
+            if not self.running + self.waiting or time.monotonic() > self._stop_at:
                 return False
         self._let_go()
         if self._reading is None and len(self.batch.rows) < self._rows:
@@ -272,13 +280,22 @@ class Engine:
             self._reading = None
 
     def _begin(self) -> None:
-        """Take the next request, if there is one; with nothing else to do, wait a little for it."""
-        job = None
-        with suppress(queue.Empty):
-            job = self._queue.get_nowait() if self.batch.rows else self._queue.get(timeout=PAUSE / 2)
-        if job is not None and not job.cancelled:
+        """Take the next request, if there is one and room for it; with nothing else to do, wait a little for it."""
+        if self._next is None:
+            with suppress(queue.Empty):
+                self._next = self._queue.get_nowait() if self.batch.rows else self._queue.get(timeout=PAUSE / 2)
+        job = self._next
+        if job is None or not (job.cancelled or self._fits(job)):
+            return
+        self._next = None
+        if not job.cancelled:
             key, job.reused = self._prefixes.longest(job.request.ids)
             self._reading = Reading(job, job.reused, key)
+
+    def _fits(self, job: Job) -> bool:
+        """Whether there is memory for it beside those under way."""
+        jobs = [job, *(row.job for row in self.batch.rows)]
+        return self._room is None or len(jobs) * max(job.request.total for job in jobs) <= self._room
 
     def _read(self) -> None:
         """Read a piece of the prompt; after the last, the sequence joins the batch."""
@@ -289,7 +306,7 @@ class Engine:
             self._last_key += 1
             self._say(Word(What.READ, self._last_key, reading.key, torch.tensor(ids[reading.at : end])))
             self._forget(reading)
-            size = _bytes(self._states[self._last_key]) if self._prefixes.budget else 0
+            size = held(self._states[self._last_key]) if self._prefixes.budget else 0
             gone = self._prefixes.put(ids[:end], self._last_key, size)
             reading.at, reading.key, reading.kept = end, self._last_key, self._last_key not in gone
             for key in gone:
@@ -327,14 +344,11 @@ class Engine:
         self.batch.keep([])
         if self._reading is not None:
             jobs.append(self._reading.job)
-            self._reading = None
+        if self._next is not None:
+            jobs.append(self._next)
+        self._reading = self._next = None
         with suppress(queue.Empty):
             while True:
                 jobs.append(self._queue.get_nowait())
         for job in jobs:
             job.emit(Failed(message))
-
-
-def _bytes(prompt: Prefilled) -> int:
-    """The memory of what a flexible model remembers."""
-    return prompt.logits.nbytes + sum(x.nbytes for state in prompt.states for x in state if x is not None)

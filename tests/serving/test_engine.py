@@ -189,6 +189,19 @@ def test_requests_that_do_not_end_in_time_fail():
         engine(piece=0)
 
 
+def test_sequences_wait_for_room():
+    jobs, most = [Asked(prompt(n), 4) for n in (20, 6, 3)], []
+    for job in jobs:
+        hear = job.emit
+        job.emit = lambda event, hear=hear: (hear(event), most.append(len(server.batch.rows)))
+    server = engine(room=48)
+    serve(server, jobs)
+    assert [job.tokens for job in jobs] == [truth(prompt(n), 4) for n in (20, 6, 3)]
+    assert max(most) == 2
+    with pytest.raises(ArgumentError, match="prompt: expected at most 48 tokens"):
+        engine(room=48).submit(Asked(prompt(45)))
+
+
 def check_stop_elsewhere(rank: int) -> int:
     cp = ContextParallel(group(), scan="ring", validate="never")
     server = engine(cp)

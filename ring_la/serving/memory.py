@@ -1,0 +1,67 @@
+"""How many tokens fit a GPU: measured before the first request, by reading prompts of two lengths.
+
+What grows with a sequence is its states. While a piece is read, or a token, those before it, those after it and a copy
+the attention makes of keys and values exist at once; what a piece needs beside them does not grow. Where a prompt is
+read in one piece, everything grows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..context import ContextParallel
+from ..inference import Prefilled
+from .model import Served
+
+COPIES = 3
+"""States of a sequence that exist at once while it grows."""
+SHARE = 0.9
+"""Of the memory that is free, what is given out: the rest is lost between blocks."""
+FEW, MANY = 64, 8192
+"""Tokens a rank reads to measure; `MANY` where there is no piece."""
+
+
+class Taken(NamedTuple):
+    """Bytes a prompt took: at most, and for what is remembered of it."""
+
+    peak: int
+    states: int
+
+
+def fitting(model: Served, cp: ContextParallel, piece: int | None, keep: int) -> int | None:
+    """The tokens of all sequences together that fit beside everything else; None: any number, or a CPU. Collective.
+
+    Args:
+        piece: the most tokens read at once; None: whole prompts. keep: bytes promised to something else.
+    """
+    if model.device.type != "cuda":
+        return None
+    few, many = FEW * cp.size, piece or MANY * cp.size
+    _take(model, cp, few)  # compiles what is to be compiled
+    a, b = _take(model, cp, few), _take(model, cp, max(many, few + 1))
+    torch.cuda.empty_cache()
+    room = SHARE * torch.cuda.mem_get_info(model.device)[0] - keep
+    if model.flexible:
+        each, room = COPIES * (b.states - a.states) / (many - few), room - b.peak
+    else:
+        each = (b.peak - a.peak) / (many - few)
+    tokens = room / each if each > 0 else 2**62
+    least = cp.comm.all_reduce(torch.tensor([int(max(0, tokens))], device=model.device), dist.ReduceOp.MIN).wait()
+    return int(least) if least < 2**62 else None
+
+
+def held(prompt: Prefilled) -> int:
+    """Bytes of what a flexible model remembers of a prompt."""
+    return prompt.logits.nbytes + sum(x.nbytes for state in prompt.states for x in state if x is not None)
+
+
+def _take(model: Served, cp: ContextParallel, tokens: int) -> Taken:
+    before = torch.cuda.memory_allocated(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    ids = torch.arange(tokens, device=model.device)[None] % model.vocab_size
+    prompt = model.read(ids, None, cp)
+    torch.cuda.synchronize(model.device)
+    return Taken(torch.cuda.max_memory_allocated(model.device) - before, held(prompt) if model.flexible else 0)

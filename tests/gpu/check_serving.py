@@ -1,0 +1,150 @@
+"""The engine on one GPU: right tokens, its times, and whether what `memory.fitting` promises fits.
+
+    python -m tests.gpu.check_serving [--out FOLDER]
+
+tokens   an fp32 model whose prompts are read in pieces, decoded as a batch and go on from kept states, against
+         `ring_la.inference.generate` of each prompt alone
+times    a bf16 model of 8 layers (gated delta nets, every fourth softmax attention): reading 131,072 tokens, the next
+         turn of that conversation, a token of 1 and of 8 sequences
+memory   a GPU with a few GiB left: a request of as many tokens as are said to fit is answered, and what it took
+
+Each part's figures are kept in OUT/serving.json as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ring_la import ContextParallel
+from ring_la.cli.job import job
+from ring_la.inference import generate
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.serving import Done, Engine, Event, Hybrid, Job, NoText, Piece, Request
+from ring_la.serving.memory import fitting
+
+GIB = 2**30
+
+
+class Timed(Job):
+    """A request, its tokens and when each came."""
+
+    def __init__(self, ids: Sequence[int], max_tokens: int) -> None:
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self.end: Event | None = None
+        super().__init__(Request(list(ids), max_tokens), self.hear)
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Piece):
+            self.tokens.append(event.token)
+            self.times.append(time.perf_counter())
+        else:
+            self.end = event
+
+
+def answer(engine: Engine, jobs: Sequence[Job]) -> float:
+    """When the requests were made; returns after all are answered."""
+    for each in jobs:
+        engine.submit(each)
+    engine.stop()
+    start = time.perf_counter()
+    engine.run()
+    assert all(isinstance(each.end, Done) for each in jobs), [each.end for each in jobs]
+    return start
+
+
+def make(dim: int, heads: int, layers: list[str], dtype: torch.dtype) -> HybridLM:
+    torch.manual_seed(0)
+    options = {"attention": {"num_kv_heads": max(1, heads // 4)}}
+    with torch.device("cuda"):
+        model = HybridLM(HybridConfig(257, dim, layers, heads, options=options))
+        with torch.no_grad():  # logits that are far apart
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+    return model.to(dtype)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def tokens(cp: ContextParallel) -> dict:
+    model = make(256, 4, ["gdn", "kda", "mamba2", "attention"], torch.float32)
+    asked = [(1, 20), (3000, 9), (37, 15), (5000, 12), (3000, 9)]
+    jobs = [Timed(prompt(length), n) for length, n in asked]
+    answer(Engine(Hybrid(model), NoText(), cp, piece=1024, batch=3, keep=GIB, patience=90), jobs)
+    want = [generate(model, torch.tensor([prompt(length)], device="cuda"), n)[0].tolist() for length, n in asked]
+    equal = [a.tokens == b for a, b in zip(jobs, want)]
+    assert all(equal), [(a.tokens, b) for a, b in zip(jobs, want)]
+    return {"requests equal": equal, "reused": [each.end.reused_tokens for each in jobs]}
+
+
+def times(cp: ContextParallel) -> dict:
+    model = Hybrid(make(2048, 16, ["gdn", "gdn", "gdn", "attention"] * 2, torch.bfloat16))
+    long = prompt(131072)
+    out = {"parameters": sum(p.numel() for p in model.model.parameters())}
+    for name in ("cold", "warm"):
+        first, turn = Timed(long, 64), Timed([*long, *prompt(500)], 64)
+        start = answer(Engine(model, NoText(), cp, piece=32768, batch=1, keep=8 * GIB, patience=90), [first, turn])
+        out[f"{name}: first token after 131,072 tokens, s"] = first.times[0] - start
+        out[f"{name}: first token of the next turn, s"] = turn.times[0] - first.times[-1]
+        out[f"{name}: a token after 131,072, ms"] = 1e3 * (first.times[-1] - first.times[0]) / 63
+        assert turn.end.reused_tokens == 131072
+    for count in (1, 8):
+        jobs = [Timed(prompt(1000 + i), 130) for i in range(count)]
+        answer(Engine(model, NoText(), cp, batch=8, patience=90), jobs)
+        spans = [each.times[-1] - each.times[29] for each in jobs]
+        out[f"a token of {count} sequences of 1,000, ms"] = 10 * max(spans)
+    return out
+
+
+def memory(cp: ContextParallel) -> dict:
+    model, out = Hybrid(make(1024, 8, ["gdn", "attention"], torch.bfloat16)), {}
+    torch.cuda.empty_cache()
+    ballast = torch.empty(torch.cuda.mem_get_info()[0] - 6 * GIB, dtype=torch.uint8, device="cuda")
+    room = fitting(model, cp, 16384, 0)
+    out["tokens said to fit in 6 GiB"] = room
+    torch.cuda.reset_peak_memory_stats()
+    each = Timed(prompt(room - 40), 40)
+    answer(Engine(model, NoText(), cp, piece=16384, room=room, patience=120), [each])
+    taken = torch.cuda.max_memory_reserved() - ballast.nbytes
+    out |= {"GiB taken by a request of so many": taken / GIB}
+    pure = Hybrid(make(256, 4, ["gdn", "mamba2"], torch.bfloat16))
+    out["recurrences alone"] = fitting(pure, cp, 16384, 0)
+    assert out["recurrences alone"] is None
+    return out
+
+
+PARTS: dict[str, Callable[[ContextParallel], dict]] = {"tokens": tokens, "times": times, "memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
+    args = parser.parse_args()
+    results = {}
+    with job():
+        cp = ContextParallel(validate="never")
+        for name in args.parts:
+            start = time.perf_counter()
+            try:
+                results[name] = PARTS[name](cp)
+            except Exception:
+                results[name] = {"failed": traceback.format_exc()[-1500:]}
+            results[name]["seconds"] = time.perf_counter() - start
+            torch.cuda.empty_cache()
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "serving.json").write_text(json.dumps(results, indent=1))
+            print(name, json.dumps(results[name], indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()
