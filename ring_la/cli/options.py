@@ -19,6 +19,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def amount(text: str) -> int:
+    """A number ≥ 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number ≥ 0, got {text!r}")
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
     """Numbers ≥ 1, comma-separated."""
     return [count(word) for word in text.split(",")]

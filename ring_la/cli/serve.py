@@ -28,7 +28,7 @@ from ..serving import Engine
 from ..serving.load import DTYPES, load
 from ..serving.memory import fitting
 from .job import job
-from .options import count
+from .options import amount, count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--piece", type=count, default=32768, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--batch", type=count, default=8, help="completions decoded side by side")
     parser.add_argument("--waiting", type=count, default=64, help="requests that may wait")
-    parser.add_argument("--keep", type=float, default=1024, help="MiB of states kept for prompts that begin alike")
+    parser.add_argument("--keep", type=amount, default=1024, help="MiB of states kept for prompts that begin alike")
     parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
 
 
@@ -64,7 +64,7 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
     """Load and serve until a signal comes. `listening`: on rank 0, the socket."""
     cp = ContextParallel(validate="never", timeout=args.timeout)
     model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer)
-    piece, keep = args.piece * cp.size, int(args.keep * 2**20)
+    piece, keep = args.piece * cp.size, args.keep * 2**20
     engine = Engine(
         model,
         text,

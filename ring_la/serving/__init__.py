@@ -6,12 +6,13 @@
 """
 
 from .batch import Batch
-from .engine import Busy, Engine, Job, Request
-from .events import Done, Event, Failed, Piece
+from .engine import Engine
+from .job import Done, Event, Failed, Job, Piece, Request
 from .model import Hybrid, Served
 from .prefixes import Prefixes
 from .ranks import Ranks
 from .text import Bytes, NoText, Stream, Subwords, Text
+from .waiting import Busy, Waiting
 
 __all__ = [
     "Batch",
@@ -32,4 +33,5 @@ __all__ = [
     "Stream",
     "Subwords",
     "Text",
+    "Waiting",
 ]

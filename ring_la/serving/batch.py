@@ -60,12 +60,16 @@ class Batch:
         self._after = Prefilled(self._after.logits[at], [chosen(state, at) for state in self._after.states])
         self._own = True
 
-    def sample(self) -> list[int]:
-        """The next token of each row."""
+    def sample(self) -> list[int | None]:
+        """The next token of each row; None where the logits are not finite, which no sampling survives."""
         logits = self._after.logits
+        finite = logits.isfinite().all(-1, keepdim=True)
+        logits = torch.where(finite, logits, 0)
         if all(row.sampler.temperature == 0 for row in self.rows):
-            return logits.argmax(-1).tolist()
-        return torch.cat([row.sampler(logits[i : i + 1]) for i, row in enumerate(self.rows)]).tolist()
+            tokens = logits.argmax(-1)
+        else:
+            tokens = torch.cat([row.sampler(logits[i : i + 1]) for i, row in enumerate(self.rows)])
+        return [token if token >= 0 else None for token in torch.where(finite[:, 0], tokens, -1).tolist()]
 
     def step(self, tokens: Sequence[int]) -> None:
         """Read the token that came of each row."""

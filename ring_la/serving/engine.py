@@ -10,84 +10,23 @@ long prompt holds up others' tokens by one piece at a time, and who goes away is
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from ..context import ContextParallel
-from ..errors import ArgumentError, RingLAError
+from ..errors import ArgumentError
 from ..inference import Prefilled, Sampler
 from .batch import Batch
-from .events import Done, Event, Failed, Piece
+from .job import Failed, Job, Request
 from .memory import held
 from .model import Served
 from .prefixes import Prefixes
 from .ranks import PAUSE, Ranks, What, Word
 from .text import Stream, Text
-
-
-class Busy(RingLAError):
-    """The server takes no request now: too many are waiting, or it is about to stop."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to complete.
-
-    Attributes:
-        ids: the prompt, at least one token.
-        max_tokens: the most tokens to decode, at least one.
-        temperature, top_k: as in `Sampler`. seed: of the sampling; None: another one each time.
-        stop: strings that end the completion.
-    """
-
-    ids: Sequence[int]
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_k: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-
-    @property
-    def total(self) -> int:
-        """Tokens of the prompt and the longest completion."""
-        return len(self.ids) + self.max_tokens
-
-
-class Job:
-    """A request under way.
-
-    Args:
-        request: what to complete.
-        emit: called in the engine's thread with each `Event`; the last is `Done` or `Failed`.
-    """
-
-    def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
-        self.request, self.emit = request, emit
-        self.reused = self.decoded = 0
-        self.cancelled = False
-        self.stream: Stream | None = None
-
-    def cancel(self) -> None:
-        """Nobody wants it any more; it hears of nothing further. From any thread."""
-        self.cancelled = True
-
-    def take(self, token: int, end: frozenset[int]) -> bool:
-        """Pass on a token; whether it was the last."""
-        self.decoded += 1
-        if token not in end:
-            self.emit(Piece(token, self.stream.push(token)))
-        stopped = token in end or self.stream.stopped
-        if not stopped and self.decoded < self.request.max_tokens:
-            return False
-        reason = "stop" if stopped else "length"
-        self.emit(Done(reason, self.stream.rest(), len(self.request.ids), self.reused, self.decoded))
-        return True
+from .waiting import Busy, Waiting
 
 
 @dataclass
@@ -136,6 +75,8 @@ class Engine:
         for name, value in (("max_tokens", max_tokens), ("room", room), ("piece", piece)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
+        if max_tokens is not None and model.max_tokens is not None and max_tokens > model.max_tokens:
+            raise ArgumentError("max_tokens", f"at most {model.max_tokens}, what the model knows", max_tokens)
         limits = [n for n in (max_tokens, room, model.max_tokens) if n is not None]
         self.model, self.text, self.cp = model, text, cp
         self.max_tokens, self._room = min(limits, default=None), room
@@ -144,8 +85,7 @@ class Engine:
         self._rows = batch if model.flexible else 1
         self._piece = piece if model.flexible else None
         self._prefixes = Prefixes(keep if model.flexible else 0)
-        self._queue: queue.Queue[Job] = queue.Queue(waiting)
-        self._next: Job | None = None
+        self._waiting = Waiting(waiting)
         self._reading: Reading | None = None
         self._states: dict[int, Prefilled] = {}
         self._last_key = 0
@@ -163,7 +103,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that wait."""
-        return self._queue.qsize() + (self._next is not None)
+        return len(self._waiting)
 
     @property
     def stopping(self) -> bool:
@@ -180,10 +120,7 @@ class Engine:
         if self.stopping:
             raise Busy("the server is about to stop")
         job.stream = Stream(self.text.decoder(), job.request.stop)
-        try:
-            self._queue.put_nowait(job)
-        except queue.Full:
-            raise Busy(f"{self._queue.maxsize} requests are waiting already") from None
+        self._waiting.put(job)
         if self._closed.is_set():  # by now: nobody would take it out
             self._fail("the server has stopped")
 
@@ -196,7 +133,7 @@ class Engine:
         ids, vocab_size = request.ids, self.model.vocab_size
         if not ids:
             raise ArgumentError("prompt", "at least one token", "none")
-        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+        wrong = next((i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size), None)
         if wrong is not None:
             raise ArgumentError("prompt", f"token ids from 0 to {vocab_size - 1}", wrong)
         if request.max_tokens < 1:
@@ -281,14 +218,8 @@ class Engine:
 
     def _begin(self) -> None:
         """Take the next request, if there is one and room for it; with nothing else to do, wait a little for it."""
-        if self._next is None:
-            with suppress(queue.Empty):
-                self._next = self._queue.get_nowait() if self.batch.rows else self._queue.get(timeout=PAUSE / 2)
-        job = self._next
-        if job is None or not (job.cancelled or self._fits(job)):
-            return
-        self._next = None
-        if not job.cancelled:
+        job = self._waiting.first(0.0 if self.batch.rows else PAUSE / 2)
+        if job is not None and self._fits(job) and self._waiting.take(job):
             key, job.reused = self._prefixes.longest(job.request.ids)
             self._reading = Reading(job, job.reused, key)
 
@@ -315,7 +246,10 @@ class Engine:
         if reading.at == len(ids):
             request = reading.job.request
             generator = torch.Generator(self.model.device)
-            generator.seed() if request.seed is None else generator.manual_seed(request.seed)
+            if request.seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(request.seed)
             sampler = Sampler(request.temperature, request.top_k, generator)
             self.batch.add(reading.job, self._states[reading.key], sampler)
             self._forget(reading)
@@ -328,27 +262,23 @@ class Engine:
 
     def _decode(self) -> None:
         """A token of each sequence."""
-        tokens = self.batch.sample()
-        left = [
-            i
-            for i, (row, token) in enumerate(zip(self.batch.rows, tokens))
-            if not row.job.cancelled and not row.job.take(token, self.text.end)
-        ]
+        tokens, left = self.batch.sample(), []
+        for i, (row, token) in enumerate(zip(self.batch.rows, tokens)):
+            if row.job.cancelled:
+                continue
+            if token is None:
+                row.job.emit(Failed("the model's result is not finite"))
+            elif not row.job.take(token, self.text.end):
+                left.append(i)
         self.batch.keep(left)
         if left:
             self.batch.step([tokens[i] for i in left])
 
     def _fail(self, message: str) -> None:
         """End every request there is."""
-        jobs = [row.job for row in self.batch.rows]
+        reading = [] if self._reading is None else [self._reading.job]
+        jobs = [*(row.job for row in self.batch.rows), *reading, *self._waiting.empty()]
         self.batch.keep([])
-        if self._reading is not None:
-            jobs.append(self._reading.job)
-        if self._next is not None:
-            jobs.append(self._next)
-        self._reading = self._next = None
-        with suppress(queue.Empty):
-            while True:
-                jobs.append(self._queue.get_nowait())
+        self._reading = None
         for job in jobs:
             job.emit(Failed(message))

@@ -21,9 +21,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..errors import ArgumentError, RingLAError
-from .engine import Busy, Engine, Job
-from .events import Done, Event, Failed, Piece
+from .engine import Engine
+from .job import Done, Event, Failed, Job, Piece
 from .protocol import Answer, UnknownModel, error, parse, usage
+from .waiting import Busy
 
 ALIVE = 15.0
 """Seconds after which a stream without news gets a comment, so that nobody between takes it for dead."""
@@ -65,7 +66,7 @@ def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         job = Job(wanted.request, emit)
-        engine.submit(job)
+        await asyncio.to_thread(engine.submit, job)
         answer = Answer(name)
         if wanted.stream:
             said = _stream(job, events, answer, wanted.include_usage)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ArgumentError, UnsupportedError
-from .engine import Request
-from .events import Done
+from .job import Done, Request
 from .text import Text
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -35,6 +34,8 @@ TAKEN = (
     "max_tokens", "model", "prompt", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "user",
 )  # fmt: skip
 MAX_STOPS = 4
+TEMPERATURES = (0.01, 100)
+"""Beyond them logits divided by the temperature leave what fp32 holds, or tell tokens no longer apart."""
 
 
 class UnknownModel(ArgumentError):
@@ -78,7 +79,7 @@ def parse(body: object, model: str, text: Text) -> Wanted:
         Request(
             ids=_prompt(body, text),
             max_tokens=_int(body, "max_tokens", 1, default=16),
-            temperature=_number(body, "temperature", default=1.0),
+            temperature=_temperature(body),
             top_k=_int(body, "top_k", 1, default=None),
             seed=_int(body, "seed", -(2**63), default=None, most=2**63 - 1),
             stop=_stop(body),
@@ -134,12 +135,11 @@ def _int(body: Mapping[str, Any], name: str, least: int, default: int | None, mo
     return value
 
 
-def _number(body: Mapping[str, Any], name: str, default: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ArgumentError(name, "a number ≥ 0", short(value))
+def _temperature(body: Mapping[str, Any]) -> float:
+    least, most = TEMPERATURES
+    value = 1.0 if body.get("temperature") is None else body["temperature"]
+    if type(value) not in (int, float) or not (value == 0 or least <= value <= most):
+        raise ArgumentError("temperature", f"0 or a number from {least} to {most}", short(value))
     return value
 
 

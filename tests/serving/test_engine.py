@@ -189,6 +189,20 @@ def test_requests_that_do_not_end_in_time_fail():
         engine(piece=0)
 
 
+def test_a_result_that_is_not_finite_fails_its_request_and_not_the_server():
+    server = engine(batch=2)
+    read = server.model.read
+
+    def broken(ids, states, cp):
+        out = read(ids, states, cp)
+        return out._replace(logits=out.logits.masked_fill(ids[:, -1:] == 3, torch.nan))
+
+    server.model.read = broken
+    serve(server, jobs := [Asked([1, 3]), Asked([5]), Asked([3], temperature=1.0), Asked([6])])
+    assert [job.events for job in jobs[::2]] == 2 * [[Failed("the model's result is not finite")]]
+    assert [job.tokens for job in jobs[1::2]] == [truth([5], 4), truth([6], 4)]
+
+
 def test_sequences_wait_for_room():
     jobs, most = [Asked(prompt(n), 4) for n in (20, 6, 3)], []
     for job in jobs:

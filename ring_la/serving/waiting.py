@@ -1,0 +1,64 @@
+"""Requests that wait, first come, first served; those nobody waits for any more make room."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from ..errors import RingLAError
+from .job import Job
+
+
+class Busy(RingLAError):
+    """The server takes no request now: too many are waiting, or it is about to stop."""
+
+
+class Waiting:
+    """A queue of at most so many requests, filled and emptied by several threads."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        with self._changed:
+            self._let_go()
+            return len(self._jobs)
+
+    def put(self, job: Job) -> None:
+        """Queue a request. Raises `Busy` if there are too many."""
+        with self._changed:
+            self._let_go()
+            if len(self._jobs) >= self.most:
+                raise Busy(f"{self.most} requests are waiting already")
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def first(self, seconds: float = 0.0) -> Job | None:
+        """The request whose turn it is, which stays; waits for one so long."""
+        with self._changed:
+            self._let_go()
+            if not self._jobs and seconds:
+                self._changed.wait(seconds)
+                self._let_go()
+            return self._jobs[0] if self._jobs else None
+
+    def take(self, job: Job) -> bool:
+        """`job` leaves; False if it has left already."""
+        with self._changed:
+            there = job in self._jobs
+            if there:
+                self._jobs.remove(job)
+            return there
+
+    def empty(self) -> list[Job]:
+        """All of them, which leave."""
+        with self._changed:
+            jobs = list(self._jobs)
+            self._jobs.clear()
+            return jobs
+
+    def _let_go(self) -> None:
+        if any(job.cancelled for job in self._jobs):
+            self._jobs = deque(job for job in self._jobs if not job.cancelled)
