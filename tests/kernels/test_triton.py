@@ -123,7 +123,8 @@ def test_a_decays_gradient_adds_up() -> None:
 def test_decays_of_a_token_in_bf16(rule: str) -> None:
     """Most of what dg sums over a chunk cancels where a token forgets nearly all before it."""
     compute_bf16()
-    worst = errors(Case(rule, T=128, K=32, V=32, decay=30.0, dtype=torch.bfloat16), local.TritonRecurrence, DEVICE)
+    case = Case(rule, T=64, H=4, K=32, V=32, decay=30.0, dtype=torch.bfloat16)
+    worst = errors(case, local.TritonRecurrence, DEVICE)
     assert all(e < 6e-3 for e in worst.values()), worst
 
 
@@ -131,12 +132,14 @@ def test_decays_of_a_token_in_bf16(rule: str) -> None:
     ("rule", "limits"),
     [
         ("additive_diagonal", {"dv": 2.7e-3, "dg": 2.3e-3}),
-        ("delta_none", {"dv": 3.8e-3}),
+        ("delta_none", {"dv": 3.3e-3, "dbeta": 4e-3}),
+        ("delta_diagonal", {"dv": 3.7e-3, "dbeta": 4.1e-3}),
         ("dplr_diagonal", {"dq": 3.8e-3, "dk": 3.8e-3, "dg": 4.3e-3}),
     ],
 )
 def test_what_is_rounded_once_only(rule: str, limits: dict[str, float]) -> None:
-    """Pairs and their gradients, and dO times the scale, are not rounded to bf16: each would be as much as a result."""
+    """Pairs and their gradients, dO times the scale, and what M multiplies, where M is 1, are not rounded to bf16: each
+    would be as much as a result."""
     compute_bf16()
     case = Case(rule, T=128, K=32, V=32, dtype=torch.bfloat16, states=False)
     worst = errors(case, local.TritonRecurrence, DEVICE)

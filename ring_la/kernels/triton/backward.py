@@ -2,7 +2,7 @@
 
 With dS the gradient of the state after a chunk and dR that of R = β(V − e^G K S):
 
-    dU = Aᵀ dO + (e^{G_C−G} K) dS,     dR = Mᵀ dU      (additive writes: dV = dU)
+    dU = Aᵀ dO + (e^{G_C−G} K) dS,     dR = dU + (M − I)ᵀ dU      (additive writes: dV = dU)
     dS ← e^{G_C} dS + scale · (e^G Q)ᵀ dO − (e^G K)ᵀ (β dR)
 """
 
@@ -101,7 +101,7 @@ def backward_kernel(
                 du = tl.dot(z, p, du, input_precision=PREC)
             if DELTA or DPLR:
                 m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
-                du = tl.dot(du.to(x.dtype), m, input_precision=PREC)
+                du = tl.dot(du.to(x.dtype), m, du, input_precision=PREC)
             if not SUMMARY:
                 w = du * divisor(be, x.dtype)[None, :] if DELTA else du
                 put(dr_ + c * (H * V), tl.trans(w), t, left - c, e, H * V, V)

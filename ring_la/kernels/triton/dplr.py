@@ -67,8 +67,8 @@ def dplr_products_kernel(
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr,
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """scale · A_b, scale · A_k, L and M of one chunk [B, T, H, C]; G, e^G q, e^{G'} a, e^{G_C−G} b and k [B, T, H, K];
-    low as in `products_kernel`."""
+    """scale · A_b, scale · A_k, L and M − I of one chunk [B, T, H, C]; G, e^G q, e^{G'} a, e^{G_C−G} b and k
+    [B, T, H, K]; low as in `products_kernel`."""
     s = tl.program_id(0)
     i_b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:

@@ -1,6 +1,6 @@
 """The pass that carries the state through a segment, for delta writes and for a decay per key channel.
 
-Over a chunk of C tokens with the state S before it, G the running log-decay, A and M from `intra`:
+Over a chunk of C tokens with the state S before it, G the running log-decay, A and M (as M − I) from `intra`:
 
     U = M β (V − e^G K S)      (additive writes: U = V)
     O = scale · e^G Q S + A U
@@ -111,7 +111,7 @@ def forward_kernel(
             r = tl.dot(Sx, tl.trans(xr), r, input_precision=PREC)
         if DELTA or DPLR:
             m = tile(m_ + c * (H * C), t, left - c, t, H * C, C)
-            uf = tl.dot(r.to(x.dtype), tl.trans(m), input_precision=PREC)
+            uf = tl.dot(r.to(x.dtype), tl.trans(m), r, input_precision=PREC)
             ux = uf.to(x.dtype)
             if KEEP:
                 put(u_ + c * (H * V), tl.trans(ux), t, left - c, e, H * V, V)

@@ -1,7 +1,8 @@
 """What a chunk computes before its state arrives: decayed products and the triangular inverse of the delta rule.
 
 WY form (Yang et al. 2024, arXiv:2406.06484; with decay, arXiv:2412.06464): over a chunk, S_t = e^{G_t} S + Σ_{s≤t}
-e^{G_t−G_s} k_s u_sᵀ with (I + L) U = β(V − e^G K S), L_ts = β_t e^{G_t−G_s} k_t·k_s for s < t. M = (I + L)⁻¹.
+e^{G_t−G_s} k_s u_sᵀ with (I + L) U = β(V − e^G K S), L_ts = β_t e^{G_t−G_s} k_t·k_s for s < t. M = (I + L)⁻¹,
+kept as M − I: what M multiplies is added to that product in fp32, and is rounded only where it meets other tokens.
 
 A decay per key channel cannot leave the product Σ_d x_td y_sd e^{G_td−G_sd}, and e^{−G_s} may overflow. Pairs inside
 blocks of 2^m tokens over which G varies little (`reach`) take the block's middle as reference. Every other pair (t,
@@ -81,7 +82,7 @@ def level_weights(g, g_, t, n, d, low, i, STRIDE: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def invert(L, C: tl.constexpr, PREC: tl.constexpr):
-    """(I + L)⁻¹ for a strictly lower triangular L [C, C]: blocks of 16 by substitution, then pairs of blocks by
+    """(I + L)⁻¹ − I for a strictly lower triangular L [C, C]: blocks of 16 by substitution, then pairs of blocks by
     products.
 
     For [[P, 0], [X, Q]] the inverse's corner is −Q⁻¹ X P⁻¹; no power of L is ever formed.
@@ -104,7 +105,7 @@ def invert(L, C: tl.constexpr, PREC: tl.constexpr):
     if C >= 64:
         X = tl.where(level_mask(t, 5), L, 0.0)
         P -= tl.dot(tl.dot(P, X, input_precision=PREC), P, input_precision=PREC)
-    return P
+    return P - (t[:, None] == t[None, :]).to(tl.float32)
 
 
 @triton.jit
@@ -121,8 +122,8 @@ def plain_products_kernel(
     BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr,
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M [B, T, H, C] of every chunk, for a scalar decay or none; F: its
-    `chunk_factors`; BOUNDED: also `put_bound`'s, [B, H, NC]."""
+    """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M − I [B, T, H, C] of every chunk, for a scalar decay or none; F:
+    its `chunk_factors`; BOUNDED: also `put_bound`'s, [B, H, NC]."""
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
@@ -182,7 +183,7 @@ def products_kernel(
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
     FINE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """A_ts = scale · Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M; a decay per key channel.
+    """A_ts = scale · Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M − I; a decay per key channel.
 
     Also G (in units of ln 2) and what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, all
     [B, T, H, K], and β's row of F. One reference serves the whole chunk: low [B, NC, H] says LEVELS where it may, else
