@@ -17,7 +17,8 @@ import importlib.util
 import os
 import signal
 import socket
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -76,21 +77,36 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         waiting=args.waiting,
         keep=keep,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: engine.stop())
-    name, server = args.name or Path(args.model).resolve().name, nullcontext()
-    if listening is not None:
-        from ..serving.http import Server, application
+    with stopped_by_signals(engine):
+        cp.comm.agree("being ready", True)  # who is told of the server may send a signal to any rank
+        if listening is None:
+            engine.run()
+        else:
+            answer(engine, args.name or Path(args.model).resolve().name, listening)
 
-        host, port = listening.getsockname()[:2]
-        longest = "of any length" if engine.max_tokens is None else f"of up to {engine.max_tokens:,} tokens"
-        where = f"{cp.size} rank(s) on {cp.device.type}"
-        print(f"ring-la serve: {name} on http://{host}:{port}, requests {longest}, {where}", flush=True)
-        server = Server(application(engine, name), engine, listening)
-    with server:
+
+@contextmanager
+def stopped_by_signals(engine: Engine) -> Iterator[None]:
+    """SIGTERM and SIGINT stop the engine."""
+    before = {number: signal.signal(number, lambda *_: engine.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:  # and hold it no longer: process groups must be gone before the interpreter is
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def answer(engine: Engine, name: str, listening: socket.socket) -> None:
+    """On rank 0: run the engine, and serve HTTP beside it."""
+    from ..serving.http import Server, application
+
+    (host, port), ranks = listening.getsockname()[:2], 1 if engine.cp is None else engine.cp.size
+    longest = "of any length" if engine.max_tokens is None else f"of up to {engine.max_tokens:,} tokens"
+    where = f"{ranks} rank(s) on {engine.model.device.type}"
+    print(f"ring-la serve: {name} on http://{host}:{port}, requests {longest}, {where}", flush=True)
+    with Server(application(engine, name), engine, listening):
         engine.run()
-    if listening is not None:
-        print("ring-la serve: stopped", flush=True)
+    print("ring-la serve: stopped", flush=True)
 
 
 def require() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm import Group
 from ..context import ContextParallel
+from ..errors import ArgumentError
 
 PAUSE = 1.0
 """Seconds without a word after which rank 0 says `NOTHING`."""
@@ -45,20 +46,25 @@ class Word(NamedTuple):
 
 
 class Ranks:
-    """The line from rank 0 to the others. Collective: every rank makes one, on GPUs every rank of the job.
+    """The line from rank 0 to the others. Collective: every rank makes one.
 
     Args:
-        cp: the ranks; None: this process alone, which has nobody to tell.
+        cp: the ranks; on GPUs all of the job's. None: this process alone, which has nobody to tell.
+
+    Raises:
+        ArgumentError: some ranks of a job on GPUs.
     """
 
     def __init__(self, cp: ContextParallel | None) -> None:
         self.comm: Group | None = None
         self._spoken = time.monotonic()
         if cp is not None and cp.size > 1:
-            self.comm = cp.comm
-            if cp.comm.on_cuda:
-                line = dist.new_group(cp.comm.global_ranks, backend="gloo", timeout=cp.timeout)
-                self.comm = Group(line, cp.timeout, "torch")
+            if cp.size == dist.get_world_size():
+                self.comm = Group(dist.new_group(backend="gloo", timeout=cp.timeout), cp.timeout, "torch")
+            elif cp.comm.on_cuda:
+                raise ArgumentError("cp", "all ranks of the job", f"{cp.size} of {dist.get_world_size()}")
+            else:
+                self.comm = cp.comm
 
     @property
     def leads(self) -> bool:
