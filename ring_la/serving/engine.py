@@ -75,6 +75,8 @@ class Engine:
         for name, value in (("max_tokens", max_tokens), ("room", room), ("piece", piece)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
+        if not isinstance(patience, (int, float)) or not patience >= 0:
+            raise ArgumentError("patience", "a number ≥ 0", repr(patience))
         if max_tokens is not None and model.max_tokens is not None and max_tokens > model.max_tokens:
             raise ArgumentError("max_tokens", f"at most {model.max_tokens}, what the model knows", max_tokens)
         limits = [n for n in (max_tokens, room, model.max_tokens) if n is not None]
@@ -151,7 +153,7 @@ class Engine:
         """Serve until `stop` is called on any rank.
 
         Raises:
-            PeerError: a rank died or stalled; requests under way have failed with its message.
+            PeerError: a rank died or stalled; requests under way have failed.
         """
         if not self.ranks.leads:
             self._follow()

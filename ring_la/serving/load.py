@@ -7,6 +7,7 @@ a folder with config.json and weights       a causal model of Transformers
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
 from pathlib import Path
@@ -159,8 +160,6 @@ def _auto(name: str, end: frozenset[int]) -> Text:
 
 
 def _require(module: str, what: str) -> None:
-    import importlib.util
-
     if importlib.util.find_spec(module) is None:
         hint = f"pip install {module}"
         raise UnsupportedError("model", f"an environment with {module} for {what}", "none", hint)

@@ -72,6 +72,43 @@ def test_what_is_none(tmp_path):
         vocabulary("bytes", 100)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """A folder with a tokenizer of pieces of words, and what AutoTokenizer needs beside it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|user|>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special)
+    made.train_from_iterator([TEXT], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+TEXT = "one sequence over many ranks → naïve one sequence\n\n  over many ranks"
+
+
+def test_tokenizers(tokenizer):
+    for name in (str(tokenizer), str(tokenizer / "tokenizer.json")):
+        text = vocabulary(name, 300)
+        ids = text.encode(TEXT + "🙂")
+        decoder = text.decoder()
+        assert len(ids) < len(TEXT)
+        assert text.end == set(text.encode("<|endoftext|>"))
+        said = [decoder.push(i) for i in ids]
+        assert "".join(said) + decoder.rest() == TEXT + "🙂"
+        assert "" in said  # the face is four bytes, and they are not one token
+        assert "\ufffd" not in "".join(said)
+    with pytest.raises(ArgumentError, match="tokenizer: expected a tokenizer"):
+        vocabulary(str(tokenizer / "none.json"), 300)
+    with pytest.raises(ArgumentError, match="tokenizer: expected a folder AutoTokenizer reads"):
+        vocabulary(str(tokenizer / "none"), 300)
+
+
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (21, 2)]
