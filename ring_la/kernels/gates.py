@@ -132,7 +132,7 @@ def _unit_length(x: Tensor, eps: float) -> Tensor:
     if _triton_norm(x):
         from .triton.norm import unit
 
-        return unit(x, eps)
+        return unit(x, None, eps)
     return plain_unit_length(x, eps).contiguous()
 
 
@@ -140,7 +140,7 @@ def _unit_length_backward(dy: Tensor, x: Tensor, eps: float) -> list[Tensor]:
     if _triton_norm(x):
         from .triton.norm import unit
 
-        return [unit(x, eps, dy)]
+        return [unit(x, dy, eps)]
     return [plain_unit_length_backward(dy, x, eps).contiguous()]
 
 

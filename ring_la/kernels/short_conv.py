@@ -163,16 +163,15 @@ def plain_convolve_backward(
 
 
 @functools.cache
-def _triton() -> tuple[Callable, Callable, Callable, Callable]:
-    """Triton's kernels: what replays their launches, why they cannot take a call, forward and backward."""
-    from .triton.again import again
+def _triton() -> tuple[Callable, Callable, Callable]:
+    """Triton's kernels: why they cannot take a call, forward and backward."""
     from .triton.conv import backward, forward, unsupported
 
-    return again, unsupported, forward, backward
+    return unsupported, forward, backward
 
 
 def _by_triton(x: Tensor) -> bool:
-    return x.is_cuda and triton_installed() and not _triton()[1](x)
+    return x.is_cuda and triton_installed() and not _triton()[0](x)
 
 
 def _short_conv(
@@ -180,8 +179,7 @@ def _short_conv(
 ) -> tuple[Tensor, Tensor]:
     """`convolve`; the rows are an empty tensor unless `ends`."""
     if _by_triton(x):
-        again, _, forward, _ = _triton()
-        o, last = again(forward, (x, weight, bias, lead, cu), silu, ends, strided=True)
+        o, last = _triton()[1](x, weight, bias, lead, cu, silu, ends)
         return o, last
     o, last = plain_convolve(x, weight, bias, lead, cu, silu, ends)
     return o.contiguous(), x.new_empty(0) if last is None else last.contiguous()
@@ -208,8 +206,7 @@ def _short_conv_backward(
     do = torch.zeros_like(x) if do is None else do
     tensors = do, dends if ends else None, x, weight, bias, lead, cu
     if _by_triton(x):
-        again, _, _, backward = _triton()
-        grads = again(backward, tensors, silu, strided=True)
+        grads = _triton()[2](*tensors, silu)
     else:
         grads = plain_convolve_backward(*tensors, silu)
     return [g.contiguous() for g in grads if g is not None]

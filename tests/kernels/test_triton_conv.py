@@ -12,7 +12,7 @@ from tests.kernels.triton_cases import error, interpreted
 interpreted()
 
 from ring_la.kernels.triton import conv  # noqa: E402
-from ring_la.kernels.triton.again import again  # noqa: E402
+from ring_la.kernels.triton.again import replayed  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {
@@ -75,13 +75,9 @@ def test_what_is_replayed(name: str) -> None:
 
         return counting
 
-    def forward(*arguments):
-        return again(ahead, arguments[:5], *arguments[5:], strided=True)
-
-    def backward(*arguments):
-        return again(back, arguments[:7], *arguments[7:], strided=True)
-
-    want, ahead, back = both(CASES[name], conv.forward, conv.backward), counted(conv.forward), counted(conv.backward)
+    plain = conv.forward.__wrapped__, conv.backward.__wrapped__
+    want = both(CASES[name], *plain)
+    pair = [replayed(n, strided=True)(counted(function)) for n, function in zip((5, 7), plain)]
     for _ in range(4):
-        assert all(torch.equal(a, b) for a, b in zip(want, both(CASES[name], forward, backward), strict=True))
-    assert calls == 2 * [conv.forward, conv.backward]
+        assert all(torch.equal(a, b) for a, b in zip(want, both(CASES[name], *pair), strict=True))
+    assert calls == 2 * [*plain]

@@ -60,7 +60,7 @@ def unit_case(D: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[l
     dy = draw(2, T, 3, D, dtype=dtype)
     true = of_autograd(lambda y: gates.plain_unit_length(y, 1e-6), [x], dy)
     plain = [gates.plain_unit_length(x, 1e-6), gates.plain_unit_length_backward(dy, x, 1e-6)]
-    return true, [norm.unit(x, 1e-6), norm.unit(x, 1e-6, dy)], plain
+    return true, [norm.unit(x, None, 1e-6), norm.unit(x, dy, 1e-6)], plain
 
 
 def rms_case(

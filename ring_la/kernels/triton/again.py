@@ -11,13 +11,27 @@ from typing import Any
 
 from torch import Tensor
 
-from ring_la.kernels.triton.launch import ALIGNMENT, aligned
+from ring_la.kernels.triton.launch import ALIGNMENT, aligned, recording
 from ring_la.kernels.triton.strided import based
 from ring_la.kernels.triton.tape import Known, Playing, Recorder
 
 
+def replayed(tensors: int, *, strided: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of a function of so many tensors (or None) and then of constants: it goes by way of `again`."""
+
+    def decorate(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def function(*arguments: Any) -> Any:
+            return again(call, arguments[:tensors], *arguments[tensors:], strided=strided)
+
+        return function
+
+    return decorate
+
+
 @functools.lru_cache(maxsize=512)
-def _known(key: Hashable) -> Known:
+def signature(key: Hashable) -> Known:
+    """What is known of the calls of one signature. Holds no tensor."""
     return Known()
 
 
@@ -25,7 +39,8 @@ def again(call: Callable[..., Any], tensors: Sequence[Tensor | None], *constants
     """``call(*tensors, *constants)``, which launches kernels and returns what it has made: a tensor, or several tensors
     or None.
 
-    The call sees tensors that are aligned, without history and contiguous, or (`strided`) as they lie.
+    The call sees tensors that are aligned, without history and contiguous, or (`strided`) as they lie. Within a call
+    that is being written down it is part of that.
     """
     key: list[Hashable] = [call, constants, strided]
     given: list[Tensor] = []  # each once
@@ -43,8 +58,8 @@ def again(call: Callable[..., Any], tensors: Sequence[Tensor | None], *constants
                 given.append(x)
                 addresses.append(address)
         key.append(known)
-    node = _known((given[0].device, *key))
-    if node.tape is not None:
+    node, part = signature((given[0].device, *key)), recording.get() is not None
+    if node.tape is not None and not part:
         playing = Playing(given[0])
         for x, address in zip(given, addresses):
             playing.bring(x, address)
@@ -53,8 +68,8 @@ def again(call: Callable[..., Any], tensors: Sequence[Tensor | None], *constants
     given = [x.detach() if x.requires_grad else x for x in given]
     places = iter(given)
     arguments = [x if x is None else given[x] if isinstance(x, int) else next(places) for x in key[3:]]
-    if not node.seen or node.refused:
-        node.seen = True
+    if part or node.refused or not node.seen:
+        node.seen = node.seen or not part
         return call(*arguments, *constants)
     recorder = Recorder()
     for x in given:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_la.kernels.triton import strided
+from ring_la.kernels.triton.again import replayed
 from ring_la.kernels.triton.conv_kernels import conv_backward_kernel, conv_edges_kernel, conv_kernel, conv_sums_kernel
 from ring_la.kernels.triton.launch import aligned, launch
 from ring_la.kernels.triton.table import cdiv, power_of_2
@@ -125,6 +126,7 @@ class Call:
         return out
 
 
+@replayed(5, strided=True)
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, lead: Tensor | None, cu: Tensor | None, silu: bool, ends: bool
 ) -> tuple[Tensor, Tensor]:
@@ -133,6 +135,7 @@ def forward(
     return call.forward(silu), call.ends() if ends else x.new_empty(0)
 
 
+@replayed(7, strided=True)
 def backward(
     do: Tensor,
     dends: Tensor | None,

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.again import replayed
 from ring_la.kernels.triton.launch import aligned, launch
-from ring_la.kernels.triton.strided import rows, strides
+from ring_la.kernels.triton.strided import matrix
 from ring_la.kernels.triton.table import cdiv, power_of_2
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4
@@ -77,9 +78,8 @@ def _launch(
     a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float, dg: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     C = a.shape[-1]
-    flat = rows(a.reshape(-1, C))
-    count = flat.shape[0]
-    unit, (step,) = strides(flat)
+    flat, unit, step = matrix(a, C)
+    count = a.numel() // C
     out = torch.empty(a.shape, dtype=torch.float32 if dg is None else a.dtype, device=a.device)
     runs = cdiv(count, RUN)
     sums = torch.empty(0 if dg is None else runs, 2, C, device=a.device)
@@ -95,11 +95,13 @@ def _launch(
     return out, sums
 
 
+@replayed(3, strided=True)
 def forward(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float) -> Tensor:
     """g, fp32; see `kernels.gates`."""
     return _launch(a, A_log, bias, sign, factor, None)[0]
 
 
+@replayed(4, strided=True)
 def backward(
     dg: Tensor, a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.again import replayed
 from ring_la.kernels.triton.decay import softplus
 from ring_la.kernels.triton.launch import aligned, launch
 from ring_la.kernels.triton.strided import rows, strides
@@ -78,11 +79,13 @@ def _launch(x, dt, A, bias, softplus: bool, dv=None, dg=None) -> tuple[Tensor, T
     return out, g
 
 
+@replayed(4, strided=True)
 def forward(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
     """(v like x, g ``[B, T, H]`` fp32); see `kernels.gates.discretise`."""
     return _launch(x, dt, A, bias, softplus)
 
 
+@replayed(6, strided=True)
 def backward(
     dv: Tensor, dg: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.again import replayed
 from ring_la.kernels.triton.launch import aligned, launch
 from ring_la.kernels.triton.strided import rows, strides
 from ring_la.kernels.triton.table import cdiv, power_of_2
@@ -47,7 +48,8 @@ def unit_kernel(
     tl.store(out + i * D + d, y.to(out.dtype.element_ty), inside)
 
 
-def unit(x: Tensor, eps: float, dy: Tensor | None = None) -> Tensor:
+@replayed(2, strided=True)
+def unit(x: Tensor, dy: Tensor | None, eps: float) -> Tensor:
     """``x [B, T, H, D]`` with rows of unit length, or the gradient of x given that of the result; contiguous."""
     x = rows(x)
     B, T, H, D = x.shape

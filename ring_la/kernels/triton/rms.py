@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.again import replayed
 from ring_la.kernels.triton.launch import aligned, launch
 from ring_la.kernels.triton.table import cdiv, power_of_2
 
@@ -88,11 +89,13 @@ def _launch(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: flo
     return out, dgate, sums
 
 
+@replayed(3)
 def forward(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float) -> Tensor:
     """``x [..., D]``, weight ``[D]``, gate like x; see `kernels.rms`."""
     return _launch(x, weight, gate, silu, eps, None)[0]
 
 
+@replayed(4)
 def backward(
     do: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:

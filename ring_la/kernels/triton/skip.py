@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.again import replayed
 from ring_la.kernels.triton.launch import aligned, launch
-from ring_la.kernels.triton.strided import rows, strides
+from ring_la.kernels.triton.strided import matrix
 from ring_la.kernels.triton.table import cdiv, power_of_2
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4
@@ -52,9 +53,8 @@ def skip_kernel(
 
 def _launch(y: Tensor, x: Tensor, D: Tensor, dtype: torch.dtype, back: bool) -> tuple[Tensor, Tensor | None]:
     C = x.shape[2] * x.shape[3]
-    flat, y, D = rows(x.reshape(-1, C)), aligned(y), aligned(D)
-    unit, (step,) = strides(flat)
-    count, block = flat.shape[0], min(CHANNELS, max(16, power_of_2(C)))
+    (flat, unit, step), y, D = matrix(x, C), aligned(y), aligned(D)
+    count, block = x.shape[0] * x.shape[1], min(CHANNELS, max(16, power_of_2(C)))
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     runs = cdiv(count, RUN)
     sums = torch.empty(runs, C, device=x.device) if back else None
@@ -67,11 +67,13 @@ def _launch(y: Tensor, x: Tensor, D: Tensor, dtype: torch.dtype, back: bool) -> 
     return out, sums
 
 
+@replayed(3, strided=True)
 def forward(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
     """y and x ``[B, T, H, V]``, D ``[H]`` or ``[H, V]``; o in x's dtype."""
     return _launch(y, x, D, x.dtype, False)[0]
 
 
+@replayed(3, strided=True)
 def backward(do: Tensor, x: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and D."""
     dx, sums = _launch(do, x, D, x.dtype, True)

@@ -22,6 +22,17 @@ def rows(x: Tensor) -> Tensor:
     return based(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
+def matrix(x: Tensor, width: int) -> tuple[Tensor, int, int]:
+    """`x` as rows of its last `width` elements: what begins where they do, unit, and the step from row to row in it."""
+    if x.is_contiguous():  # as it is: a view takes the host as long as a launch
+        x, step = based(x), 0 if x.numel() == width else width
+    else:
+        x = rows(x.reshape(-1, width))
+        step = 0 if x.shape[0] == 1 else x.stride(0)
+    unit = 1 if step % 16 else 16
+    return x, unit, step // unit
+
+
 def strides(x: Tensor) -> tuple[int, tuple[int, ...]]:
     """(unit, strides of all dimensions but the last in it): a dimension of one element has none."""
     found = [0 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride())]

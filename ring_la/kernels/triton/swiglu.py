@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.triton.again import replayed
 from ring_la.kernels.triton.launch import aligned, launch
 from ring_la.kernels.triton.table import cdiv, power_of_2
 
@@ -58,11 +59,13 @@ def _launch(y: Tensor, do: Tensor | None) -> Tensor:
     return out
 
 
+@replayed(1)
 def forward(y: Tensor) -> Tensor:
     """o ``[…, D]`` of y ``[…, 2 D]``."""
     return _launch(y, None)
 
 
+@replayed(2)
 def backward(do: Tensor, y: Tensor) -> Tensor:
     """The gradient of y."""
     return _launch(y, do)

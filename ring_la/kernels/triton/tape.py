@@ -7,7 +7,7 @@ that nobody sees afterwards, laid out by when each part was needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,9 @@ from ring_la.kernels.triton.launch import Beside, Interpreted, bind, recording
 
 BOUNDARY = 256
 """Bytes every part of an allocation is aligned to."""
+
+MAPS = 64
+"""Encoded descriptors of one argument of a launch that are kept."""
 
 aten = torch.ops.aten
 EMPTY = (
@@ -55,20 +58,35 @@ class Tiled:
     strides: list[int]
     block: list[int]
 
-    def at(self, address: int) -> Described:
-        """What a launch takes of a descriptor of the matrix at an address."""
-        return Described(address, self.shape, self.strides)
-
 
 class Described:
     """A tensor descriptor as Triton's launcher reads it, of memory that no tensor need stand for."""
 
     padding = "zero"
+    round_f32_to_tf32 = False
 
-    def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
+    def __init__(self, address: int, tiled: Tiled) -> None:
         bind()
-        self.base, self.shape, self.strides = self, shape, strides
-        self.data_ptr = lambda: address
+        self.base, self.shape, self.strides = self, tiled.shape, tiled.strides
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class Maps(dict[int, Any]):
+    """What a launch takes of a descriptor, by the address it is of: encoded once, since a call's memory tends to lie
+    where the last one's lay. At most `MAPS`."""
+
+    def __init__(self, tiled: Tiled, encode: Callable[[Described], list[Any]] | None) -> None:
+        self._tiled, self._encode = tiled, encode
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MAPS:
+            self.clear()
+        found = Described(address, self._tiled)
+        self[address] = found = found if self._encode is None else self._encode(found)[0]
+        return found
 
 
 class Playing:
@@ -100,31 +118,41 @@ class Playing:
 
 class Launched(NamedTuple):
     """A launch: the frame of `Compiled.start` without addresses, and where in it which tensor's go: (index, its number,
-    bytes from its start). `tiles`: arguments that are descriptors of what lies there. `beside`: the stream it goes to,
-    if not the caller's."""
+    bytes from its start), or descriptors of what lies there. `beside`: the stream it goes to, if not the caller's."""
 
     how: Compiled
     frame: list[Any]
     places: tuple[tuple[int, int, int], ...]
-    tiles: tuple[tuple[int, Tiled], ...]
+    tiles: tuple[tuple[int, int, int, Maps], ...]
     beside: Beside | None = None
 
     @classmethod
     def of(
         cls, how: Compiled, grid: tuple[int, int, int], args: Sequence[tuple[int, int | float]],
-        tiles: Sequence[tuple[int, Tiled]], beside: Beside | None,
+        tiles: Mapping[int, Tiled], beside: Beside | None,
     ) -> Launched:  # fmt: skip
-        """Each of `args` is a tensor's number and bytes from its start, or 0 and a constant."""
-        places = tuple((FIRST + i, n, offset) for i, (n, offset) in enumerate(args) if n)
-        tiles = tuple((FIRST + i, tiled) for i, tiled in tiles)
-        return cls(how, how.frame(grid, [constant for _, constant in args]), places, tiles, beside)
+        """Each of `args` is a tensor's number and bytes from its start, or 0 and a constant; those of `tiles` are
+        descriptors."""
+        how, encodings = how.encoding() if tiles else (how, {})
+        places, maps, flat = [], [], []
+        for i, (number, offset) in enumerate(args):
+            at = FIRST + len(flat)
+            if i in tiles:
+                maps.append((at, number, offset, Maps(tiles[i], encodings.get(i))))
+                flat += [None, *tiles[i].shape, *tiles[i].strides] if encodings else [None]
+            elif number:
+                places.append((at, number, offset))
+                flat.append(0)
+            else:
+                flat.append(offset)
+        return cls(how, how.frame(grid, flat), tuple(places), tuple(maps), beside)
 
     def play(self, playing: Playing) -> None:
         bases, frame = playing.bases, self.frame.copy()
         for i, number, offset in self.places:
             frame[i] = bases[number] + offset
-        for i, tiled in self.tiles:
-            frame[i] = tiled.at(frame[i])
+        for i, number, offset, maps in self.tiles:
+            frame[i] = maps[bases[number] + offset]
         frame[STREAM] = playing.stream if self.beside is None else self.beside.stream.cuda_stream
         self.how.start(frame)
 
@@ -367,7 +395,7 @@ class Recorder(TorchDispatchMode):
         _, how, grid, args, beside = event
         if isinstance(how, Interpreted):
             return InterpretedLaunch(how, grid, tuple(self._placed(x) for x in args))
-        tiles = tuple((i, x) for i, x in enumerate(args) if isinstance(x, Tiled))
+        tiles = {i: x for i, x in enumerate(args) if isinstance(x, Tiled)}
         return Launched.of(how, grid, [self._base(x.base if isinstance(x, Tiled) else x) for x in args], tiles, beside)
 
     def _placed(self, x: Any) -> Any:

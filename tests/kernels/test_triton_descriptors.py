@@ -1,0 +1,82 @@
+"""Tensor descriptors in replayed launches: encoded once an address, as Triton's launcher would before every launch."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+triton = pytest.importorskip("triton")
+driver = pytest.importorskip("triton.backends.nvidia.driver")
+if not triton.__version__.startswith(("3.5.", "3.6.")):
+    pytest.skip("the launcher below is that of Triton 3.5 and 3.6", allow_module_level=True)
+
+from ring_la.compiled import Compiled  # noqa: E402
+from ring_la.kernels.triton import tape  # noqa: E402
+
+HOW = dict(swizzle=3, elem_size=2, elem_type=9, block_size=[64, 128], fp4_padded=False)
+SIGNATURE = dict(enumerate(["fp32", "tensordesc<bf16[64,128]>", "*bf16", "tensordesc<bf16[64,128]>", "constexpr"]))
+TILED = tape.Tiled(None, [32768, 4096], [4096, 1], [64, 128])
+
+
+class Launcher:
+    """Triton's launcher, but for what it launches; `launched` is what a kernel would get."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple] = []
+        self.launch = driver.wrap_handle_tensordesc(lambda *args: self.launched.append(args), SIGNATURE, [HOW, HOW])
+
+    def __call__(self, *args) -> None:
+        self.launch(*args[:5], False, False, None, None, *args[5:])
+
+
+@pytest.fixture
+def encoded(monkeypatch) -> list[tuple]:
+    """What the driver was asked to encode."""
+    asked: list[tuple] = []
+
+    def fill(*args) -> str:
+        asked.append(args)
+        return f"map of {args[0]}"
+
+    utils = types.SimpleNamespace(fill_tma_descriptor=fill)
+    monkeypatch.setattr(
+        type(triton.runtime.driver), "active", property(lambda _: types.SimpleNamespace(utils=utils)), raising=False
+    )
+    return asked
+
+
+def launched(run: Launcher, cached: bool, monkeypatch) -> tape.Launched:
+    """A kernel of (number, descriptor, tensor, descriptor, constant, constant), written down."""
+    kernel = types.SimpleNamespace(run=run, function=1, packed_metadata="metadata")
+    how = Compiled(kernel, ["a constant", 8])
+    if not cached:
+        monkeypatch.setattr(how, "encoding", lambda: (how, {}))
+    args = [(0, 0.5), (1, 0), (2, 16), (2, 64)]
+    return tape.Launched.of(how, (3, 2, 1), args, {1: TILED, 3: TILED}, None)
+
+
+def play(one: tape.Launched, *bases: int) -> None:
+    one.play(types.SimpleNamespace(bases=[0, *bases], stream=7))
+
+
+def test_a_launch_gets_what_tritons_launcher_would_make(encoded, monkeypatch):
+    runs = Launcher(), Launcher()
+    mine, theirs = (launched(run, run is runs[0], monkeypatch) for run in runs)
+    for bases in ((4096, 8192), (4096, 1 << 20), (4096, 8192)):
+        for one in (mine, theirs):
+            play(one, *bases)
+    assert runs[0].launched == runs[1].launched
+    assert "map of 1048640" in runs[0].launched[1]
+
+
+def test_an_address_is_encoded_once(encoded, monkeypatch):
+    one = launched(Launcher(), True, monkeypatch)
+    for _ in range(3):
+        play(one, 4096, 8192)
+    assert [x[0] for x in encoded] == [4096, 8192 + 64]
+    for n in range(tape.MAPS):
+        play(one, 4096, 16384 * (n + 2))
+    assert len(one.tiles[1][3]) <= tape.MAPS
+    play(one, 4096, 8192)
+    assert encoded[-1][0] == 8192 + 64, "what was dropped is encoded anew"
