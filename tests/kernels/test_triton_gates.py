@@ -181,3 +181,47 @@ def test_small_decays_keep_their_digits() -> None:
     got = decay.forward(a, None, None, 1.0, 1.0)
     true = -torch.log1p(a.double().exp())
     assert ((got - true) / true).abs().max() < 5e-6
+
+
+def calls() -> dict[str, tuple]:
+    """Every function that is replayed, and arguments for it."""
+    torch.manual_seed(0)
+    x, dy, gate = (draw(2, 9, 3, 20) for _ in range(3))
+    a, dt, dg, A, bias, D, weight = (
+        draw(2, 9, 24)[..., :20],
+        draw(2, 9, 3),
+        draw(2, 9, 3),
+        *(draw(3) for _ in range(3)),
+        draw(20),
+    )
+    wide = draw(2, 9, 80)[..., :60].unflatten(2, (3, 20))
+    return {
+        "unit": (norm.unit, x, None, 1e-6),
+        "unit's gradient": (norm.unit, wide, dy, 1e-6),
+        "decay": (decay.forward, a, None, weight, 1.0, 1.0),
+        "decay's gradient": (decay.backward, draw(2, 9, 20), a, draw(4), weight, 1.0, 1.0),
+        "rms": (triton_rms.forward, x, weight, gate, True, 1e-5),
+        "rms' gradient": (triton_rms.backward, dy, x, weight, None, True, 1e-5),
+        "step": (triton_discretise.forward, wide, dt, A, bias, True),
+        "step's gradient": (triton_discretise.backward, dy, dg, x, dt, A, None, True),
+        "skip": (triton_skip.forward, x, wide, D),
+        "skip's gradient": (triton_skip.backward, dy, wide, D),
+        "swiglu": (triton_swiglu.forward, x),
+        "swiglu's gradient": (triton_swiglu.backward, draw(2, 9, 3, 10), x),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", calls())
+def test_what_is_replayed(name: str) -> None:
+    """The second call is written down and the third replayed: the same bits, in tensors of their own, as the function
+    itself returns them."""
+    function, *arguments = calls()[name]
+    want = function.__wrapped__(*arguments)
+    for _ in range(4):
+        got = function(*arguments)
+        assert type(got) is type(want)
+        pairs = list(zip(got, want, strict=True)) if isinstance(want, tuple) else [(got, want)]
+        assert all(a is b is None or torch.equal(a, b) for a, b in pairs)
+        ours = [a.untyped_storage().data_ptr() for a, _ in pairs if a is not None]
+        assert len(set(ours)) == len(ours)
+        assert not {t.untyped_storage().data_ptr() for t in arguments if isinstance(t, Tensor)} & set(ours)

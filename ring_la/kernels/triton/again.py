@@ -64,7 +64,7 @@ def again(call: Callable[..., Any], tensors: Sequence[Tensor | None], *constants
         for x, address in zip(given, addresses):
             playing.bring(x, address)
         out = node.tape.play(playing)
-        return out[0] if len(out) == 1 else out
+        return out[0] if len(out) == 1 else tuple(out)
     given = [x.detach() if x.requires_grad else x for x in given]
     places = iter(given)
     arguments = [x if x is None else given[x] if isinstance(x, int) else next(places) for x in key[3:]]
