@@ -64,6 +64,17 @@ def test_large_inputs(more: dict, monkeypatch) -> None:
     assert all(e < 1e-4 for e in worst.values()), worst
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("cu", [None, (0, 1, 1, 75, 170)])
+def test_segments_of_several_chunks(cu: tuple[int, ...] | None, bulk: bool, monkeypatch) -> None:
+    """What a segment adds to the state's gradient is found in dq's pass."""
+    monkeypatch.setattr(table, "LEAST", 2)
+    monkeypatch.setattr(table, "BULK", {0: 0 if bulk else 2**40})
+    monkeypatch.setattr(local.TritonRecurrence, "_fused", True)
+    worst = errors(Case("additive_none", T=170, K=64, V=64, H=2, Hk=1, cu=cu), local.TritonRecurrence, DEVICE)
+    assert all(e < 1e-4 for e in worst.values()), worst
+
+
 def test_nothing_beyond_the_horizon_is_computed(monkeypatch) -> None:
     """What a segment has forgotten may be anything, and nothing of what enters it leaves."""
     monkeypatch.setattr(table, "WAVES", {"additive": 1, "delta": 1})

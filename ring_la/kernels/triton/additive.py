@@ -130,19 +130,21 @@ def _both(a, b, c, d):
 
 @triton.jit(do_not_specialize=SIZES)
 def attend_kernel(
-    X, Y, Z, F, entering, O, leaving, states, W, DOT, STATE_DOT, before, ends, EDGE, table, T, NS, NC, N, LENGTH, scale,
-    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
+    X, Y, Z, F, entering, O, leaving, states, W, sums, DOT, STATE_DOT, before, ends, EDGE, table, T, NS, NC, N, LENGTH,
+    scale, H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HZ: tl.constexpr, DX: tl.constexpr, DZ: tl.constexpr,
     BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr,
     REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, KEEP: tl.constexpr,
-    DOTS: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    SUMS: tl.constexpr, DOTS: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """The operation above for one segment and BZ columns of z; states lie in memory as [DX, DZ], or TRANSPOSED.
 
     LEAVE stores the scan's last state, KEEP that before each chunk, `states` [B, NC, H, DX, DZ]. STATIC: every token of
-    a head has the same log-decay, F [H] (of any dtype). DOTS (with GATED): DOT [NZ, B, H, T] = out·W by token, W with
-    z's heads; forward also STATE_DOT, the part of it that comes in with the state of the chunk; reverse with a state
-    also EDGE [NZ, B, H, NS] = <that state, the forward's after the segment>, the latter from `before`, of the segments,
-    or `ends`, of the pieces.
+    a head has the same log-decay, F [H] (of any dtype). W has z's heads. SUMS (without a decay): `sums` [B, NS, H, DZ,
+    DX] = scale Σ w xᵀ of each segment, zeros for a piece's first: in dq's pass, with q for w, what segments add to the
+    state's gradient; out is no descriptor then, since its staging would not fit beside three chunks. DOTS (with GATED):
+    DOT [NZ, B, H, T] = out·W by token; forward also STATE_DOT, the part of it that comes in with the chunk's state;
+    reverse with a state also EDGE [NZ, B, H, NS] = <that state, the forward's after the segment>, the latter from
+    `before`, of the segments, or `ends`, of the pieces.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
@@ -159,9 +161,13 @@ def attend_kernel(
     x_, rx, cx = rows(X, b, start, h, T, HX, H, DX, BULK)
     y_, ry, cy = rows(Y, b, start, h, T, HY, H, DX, BULK)
     z_, rz, cz = rows(Z, b, start, h, T, HZ, H, DZ, BULK)
-    o_, ro, co = rows(O, b, start, h, T, H, H, DZ, BULK)
+    o_, ro, co = rows(O, b, start, h, T, H, H, DZ, BULK and not SUMS)
     if DOTS:
         w_ = head(W, b, start, h, T, HZ, H, DZ)
+    if SUMS:
+        w_, rw, cw = rows(W, b, start, h, T, HZ, H, DZ, BULK)
+        ahead = tl.where(first, 0, 1)  # nobody wants the first segment's sum: it reads one chunk again and again
+        B = tl.zeros([BZ, BX], tl.float32)
     f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
     row = (b.to(tl.int64) * NS + s) * H + h
     own = ((b.to(tl.int64) * N + piece) * H + h) * (DX * DZ)
@@ -196,6 +202,9 @@ def attend_kernel(
         z = take(Z, z_, rz, cz, c, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
         if DOTS:
             w = tile(w_ + c * (HZ * DZ), t, left - c, e, HZ * DZ, DZ)
+        if SUMS:
+            w = take(W, w_, rw, cw, c * ahead, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
+            B = tl.dot(tl.trans(w), x, B, input_precision=PREC)
         A = tl.dot(x, tl.trans(y), input_precision=PREC)
         yw = tl.trans(y)
         reach_next = reach
@@ -249,7 +258,7 @@ def attend_kernel(
             tl.store(DOT + token, dot, t < left - c)
         else:
             o += inner
-        if BULK:
+        if BULK and not SUMS:
             O.store([ro + c, co + iz * BZ], o.to(x.dtype))
         else:
             put(o_ + c * (H * DZ), o, t, left - c, e, H * DZ, DZ)
@@ -257,3 +266,6 @@ def attend_kernel(
         reach = reach_next
     if LEAVE and (first if REVERSE else last):
         tl.store(leaving + own + at, S, inside)
+    if SUMS:
+        place = sums + row * (DX * DZ) + e[:, None] * DX + d[None, :]
+        tl.store(place, B * (scale * ahead), (e < DZ)[:, None] & (d < DX)[None, :])

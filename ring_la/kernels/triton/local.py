@@ -129,6 +129,10 @@ class TritonRecurrence(Simple, General):
             adjoint, dS0 = crossed()
         elif self.segments.count == 1:
             adjoint, dS0 = dS_end, self._pieces()
+        elif self._sums_with_dq and self._early is None and self._own_back is None:
+            own = self._maps()
+            self._early = self._early_gradients(self._enter_once(S0), self._cotangent(do), gate, own)
+            adjoint, dS0 = self._prefix(own, None, dS_end, True)
         else:
             adjoint, dS0 = self._prefix(*self._summarise_back(do, dS_end is not None), dS_end, True)
         if self._early is None:

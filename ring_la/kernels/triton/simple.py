@@ -91,6 +91,11 @@ class Simple(Base):
         `gate`, a decay's gradient, is wanted."""
         return self._fused and self.decay == 1 and (gate or not self._static)
 
+    @property
+    def _sums_with_dq(self) -> bool:
+        """Whether dq's pass, which reads do, also sums up the segments for the state's gradient."""
+        return self.simple and self._fused and not self.decay
+
     def _tiles(self, x: Tensor, block: int, bulk: bool = True) -> Tensor | TensorDescriptor:
         """`x` [B, T, H, D], or what reads and writes its tiles of a chunk by `block` columns."""
         if not (bulk and self._bulk):
@@ -155,26 +160,31 @@ class Simple(Base):
         return states
 
     def _attend(
-        self, x, y, z, out, state, *, reverse=False, transposed=False, leaving=None, states=None, dots=None
+        self, x, y, z, out, state, *, reverse=False, transposed=False, leaving=None, states=None, sums=None, dots=None
     ) -> None:  # fmt: skip
-        """One of the four roles of `attend_kernel`. `dots`: (w, DOT, STATE_DOT, before, ends, EDGE)."""
-        wanted, cut = dots is not None, self.segments
+        """One of the four roles of `attend_kernel`. `sums`: (w, sums). `dots`: (w, DOT, STATE_DOT, before, ends,
+        EDGE)."""
+        wanted, summed, cut = dots is not None, sums is not None, self.segments
         static = self._static and not wanted
         gated = self.decay == 1 and not static
         how = self._pick(ATTEND_GATED if gated else ATTEND)
         dx, dz = x.shape[3], z.shape[3]
         if gated and self._bulk and states is not None and dx == dz == 128:
             how = ATTEND_KEEP
+        if summed:
+            how = self._pick(table.ATTEND_SUMS)
         block, wide = min(how.block, columns(dz)), columns(dx)
         w, *dots = (x if d is None else d for d in dots or (None,) * 6)
+        w, sums = (self._tiles(sums[0], block), sums[1]) if summed else (w, x)
         launch(
             attend_kernel, (cdiv(dz, block) * cut.count, self._rows), self._tiles(x, wide), self._tiles(y, wide),
-            self._tiles(z, block), self._decays(static), x if state is None else state, self._tiles(out, block),
-            x if leaving is None else leaving, x if states is None else self._state_tiles(states, wide, block), w,
-            *dots, cut.table, self.T, cut.count, self._NC, cut.pieces, cut.length, self.scale, HX=x.shape[2],
-            HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block, GATED=self.decay == 1, STATIC=static,
-            REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=state is not None, LEAVE=leaving is not None,
-            KEEP=states is not None, DOTS=wanted, **self._shape, **how.options,
+            self._tiles(z, block), self._decays(static), x if state is None else state,
+            self._tiles(out, block, not summed), x if leaving is None else leaving,
+            x if states is None else self._state_tiles(states, wide, block), w, sums, *dots, cut.table, self.T,
+            cut.count, self._NC, cut.pieces, cut.length, self.scale, HX=x.shape[2], HY=y.shape[2], HZ=z.shape[2],
+            DX=dx, DZ=dz, BX=wide, BZ=block, GATED=self.decay == 1, STATIC=static, REVERSE=reverse,
+            TRANSPOSED=transposed, HAS_STATE=state is not None, LEAVE=leaving is not None, KEEP=states is not None,
+            SUMS=summed, DOTS=wanted, **self._shape, **how.options,
         )  # fmt: skip
 
     def _writes(self, do: Tensor, adjoint: Tensor | None, dk: Tensor, dv: Tensor, dS0: Tensor) -> None:
@@ -213,15 +223,16 @@ class Simple(Base):
 
     # -- gradients -----------------------------------------------------------------------------------------
 
-    def _early_gradients(self, entering: Tensor | None, do: Tensor, gate: bool) -> Early:
-        """What needs no gradient of a state: the chunks' states; or dq, and with `gate` what dg needs of its pass."""
+    def _early_gradients(self, entering: Tensor | None, do: Tensor, gate: bool, sums: Tensor | None = None) -> Early:
+        """What needs no gradient of a state: the chunks' states; or dq, and with `gate` what dg needs of its pass.
+        `sums`: room for what the segments add to the state's gradient, where dq's pass finds that, too."""
         q, k, v = self.inputs[:3]
         if self._by_chunk(gate):
             return Early(states=self._states_between(k, v, entering) if self._states is None else self._states[1])
         B, T, H = self.B, self.T, self.H
         dq = self._new(B, T, H, self.K, dtype=v.dtype)
         if not (gate and self.decay):
-            self._attend(do, v, k, dq, entering, transposed=True)
+            self._attend(do, v, k, dq, entering, transposed=True, sums=None if sums is None else (q, sums))
             return Early(dq)
         parts = self._parts(self.K)
         early = Early(dq, self._new(parts, B, H, T), self._new(parts, B, H, T), self._pieces())

@@ -32,6 +32,8 @@ SUMMARISE: Table = {
 # 4 warps: two programs a multiprocessor, which hides what a decay by token costs; one that is constant costs little.
 ATTEND: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3), 256: Launch(64, 8, 1)}
 ATTEND_GATED: Table = {64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 1)}
+# The pass of dq that also sums up segments: an operand more.
+ATTEND_SUMS: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3)}
 # The pass that leaves the chunks' states, by descriptor, from 128 channels to 128: whole states, and copies far ahead.
 ATTEND_KEEP = Launch(128, 8, 3)
 WRITES: Table = {64: Launch(64, 4, 3), 128: Launch(128, 8, 3)}
