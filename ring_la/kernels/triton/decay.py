@@ -74,8 +74,9 @@ def decay_kernel(
         tl.store(sums + run * (2 * C) + C + c, to_scale, inside)
 
 
+@replayed(4, strided=True)
 def _launch(
-    a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float, dg: Tensor | None
+    a: Tensor, A_log: Tensor | None, bias: Tensor | None, dg: Tensor | None, sign: float, factor: float
 ) -> tuple[Tensor, Tensor]:
     C = a.shape[-1]
     flat, unit, step = matrix(a, C)
@@ -95,18 +96,16 @@ def _launch(
     return out, sums
 
 
-@replayed(3, strided=True)
 def forward(a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float) -> Tensor:
     """g, fp32; see `kernels.gates`."""
-    return _launch(a, A_log, bias, sign, factor, None)[0]
+    return _launch(a, A_log, bias, None, sign, factor)[0]
 
 
-@replayed(4, strided=True)
 def backward(
     dg: Tensor, a: Tensor, A_log: Tensor | None, bias: Tensor | None, sign: float, factor: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of a, A_log and bias."""
-    da, sums = _launch(a, A_log, bias, sign, factor, dg)
+    da, sums = _launch(a, A_log, bias, dg, sign, factor)
     sums = sums.sum(0)
     dA = None if A_log is None else sums[1].view(A_log.shape[0], -1).sum(1).to(A_log.dtype)
     return da, dA, None if bias is None else sums[0].to(bias.dtype)

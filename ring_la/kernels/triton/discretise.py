@@ -61,7 +61,8 @@ def discretise_kernel(
         tl.store(g + i, step * a, live)
 
 
-def _launch(x, dt, A, bias, softplus: bool, dv=None, dg=None) -> tuple[Tensor, Tensor]:
+@replayed(6, strided=True)
+def _launch(x, dt, A, bias, dv, dg, softplus: bool) -> tuple[Tensor, Tensor]:
     x, dt, A = rows(x), aligned(dt), aligned(A)
     bias, dv, dg = (None if t is None else aligned(t) for t in (bias, dv, dg))
     B, T, H, D = x.shape
@@ -79,17 +80,15 @@ def _launch(x, dt, A, bias, softplus: bool, dv=None, dg=None) -> tuple[Tensor, T
     return out, g
 
 
-@replayed(4, strided=True)
 def forward(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
     """(v like x, g ``[B, T, H]`` fp32); see `kernels.gates.discretise`."""
-    return _launch(x, dt, A, bias, softplus)
+    return _launch(x, dt, A, bias, None, None, softplus)
 
 
-@replayed(6, strided=True)
 def backward(
     dv: Tensor, dg: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of x, dt, A and bias."""
-    dx, found = _launch(x, dt, A, bias, softplus, dv, dg)
+    dx, found = _launch(x, dt, A, bias, dv, dg, softplus)
     dbias = None if bias is None else found[0].sum((0, 1)).to(bias.dtype)
     return dx, found[0].to(dt.dtype), found[1].sum((0, 1)).to(A.dtype), dbias

@@ -69,7 +69,10 @@ def rms_kernel(
         tl.store(sums + tl.program_id(0) * D + d, total, inside)
 
 
-def _launch(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float, do: Tensor | None):
+@replayed(4)
+def _launch(
+    x: Tensor, weight: Tensor, gate: Tensor | None, do: Tensor | None, silu: bool, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x, weight = aligned(x), aligned(weight)
     gate, do = (None if t is None else aligned(t) for t in (gate, do))
     D = x.shape[-1]
@@ -89,16 +92,14 @@ def _launch(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: flo
     return out, dgate, sums
 
 
-@replayed(3)
 def forward(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float) -> Tensor:
     """``x [..., D]``, weight ``[D]``, gate like x; see `kernels.rms`."""
-    return _launch(x, weight, gate, silu, eps, None)[0]
+    return _launch(x, weight, gate, None, silu, eps)[0]
 
 
-@replayed(4)
 def backward(
     do: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and gate."""
-    dx, dgate, sums = _launch(x, weight, gate, silu, eps, do)
+    dx, dgate, sums = _launch(x, weight, gate, do, silu, eps)
     return dx, sums.sum(0).to(weight.dtype), dgate

@@ -51,6 +51,7 @@ def skip_kernel(
         tl.store(sums + run * C + c, tl.sum(total, 0), inside)
 
 
+@replayed(3, strided=True)
 def _launch(y: Tensor, x: Tensor, D: Tensor, dtype: torch.dtype, back: bool) -> tuple[Tensor, Tensor | None]:
     C = x.shape[2] * x.shape[3]
     (flat, unit, step), y, D = matrix(x, C), aligned(y), aligned(D)
@@ -67,13 +68,11 @@ def _launch(y: Tensor, x: Tensor, D: Tensor, dtype: torch.dtype, back: bool) -> 
     return out, sums
 
 
-@replayed(3, strided=True)
 def forward(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
     """y and x ``[B, T, H, V]``, D ``[H]`` or ``[H, V]``; o in x's dtype."""
     return _launch(y, x, D, x.dtype, False)[0]
 
 
-@replayed(3, strided=True)
 def backward(do: Tensor, x: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and D."""
     dx, sums = _launch(do, x, D, x.dtype, True)

@@ -44,6 +44,7 @@ def swiglu_kernel(y, do, out, count, D: tl.constexpr, BR: tl.constexpr, BC: tl.c
         tl.store(out + i * D + c, (gate * s * up).to(out.dtype.element_ty), inside)
 
 
+@replayed(2)
 def _launch(y: Tensor, do: Tensor | None) -> Tensor:
     y, D = aligned(y), y.shape[-1] // 2
     back = do is not None
@@ -59,13 +60,11 @@ def _launch(y: Tensor, do: Tensor | None) -> Tensor:
     return out
 
 
-@replayed(1)
 def forward(y: Tensor) -> Tensor:
     """o ``[…, D]`` of y ``[…, 2 D]``."""
     return _launch(y, None)
 
 
-@replayed(2)
 def backward(do: Tensor, y: Tensor) -> Tensor:
     """The gradient of y."""
     return _launch(y, do)
