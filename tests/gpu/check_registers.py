@@ -53,7 +53,7 @@ def recorded(launches: list) -> Iterator[None]:
 def launched(case: Case) -> list:
     """The launches of one forward and one backward, with states and without."""
     x, rule, launches = case.inputs(), Rule.parse(case.rule), []
-    table.BULK = dict.fromkeys(LARGE, 0) if case.bulk else LARGE
+    table.BULK = 0 if case.bulk else LARGE
     pieces = 1 if case.cu is None else len(case.cu) - 1
     S = torch.zeros(case.B, pieces, case.H, case.K, case.V) if case.states else None
     cu = None if case.cu is None else torch.tensor(case.cu)

@@ -93,7 +93,7 @@ def work(part: int, parts: int, rules: list[str]) -> None:
             continue
         row = {"case": {k: str(v) for k, v in case.__dict__.items()}}
         start = time.time()
-        table.BULK = dict.fromkeys(table.BULK, 0) if case.bulk else large
+        table.BULK = 0 if case.bulk else large
         table.WAVES = dict.fromkeys(waves, case.waves) if case.waves else waves
         table.SLOTS = dict.fromkeys(slots, case.waves) if case.waves else slots
         simple.hopper = hopper if case.gluon else lambda device: False
@@ -168,7 +168,7 @@ def main() -> None:
         work(args.part, args.jobs, rules)
         return
     if args.warm:
-        table.BULK = dict.fromkeys(table.BULK, 0)
+        table.BULK = 0
         wide(args.warm, 512)
         return
     command = [sys.executable, "-m", "tests.gpu.check_triton", "--jobs", str(args.jobs), "--rules", args.rules]

@@ -68,7 +68,7 @@ class Simple(Base):
         Beside an exchange in any case: without addresses in registers the passes leave room for its kernel."""
         v = self.inputs.v
         whole = all(columns(n) == n for n in (self.K, self.V)) and (self.B == 1 or self.T % self.chunk == 0)
-        large = self.B * self.T * self.H * max(self.K, self.V) >= table.BULK[self.decay]
+        large = self.B * self.T * self.H * max(self.K, self.V) >= table.BULK
         return (large or self._crowded) and whole and not self._packed and v.element_size() == 2 and self._copies
 
     @property

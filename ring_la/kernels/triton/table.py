@@ -97,8 +97,8 @@ RUN = 1024
 SLOTS = {64: 264, 128: 132, 256: 132}
 """Programs that run at a time in a pass under a scalar decay or none, by the width of heads."""
 
-BULK = {0: 1 << 26, 1: 1 << 25}
-"""Elements a tensor from which descriptors, some µs of host time each, pay: without a decay, with a scalar one."""
+BULK = 1 << 24
+"""Elements a tensor from which tensors go by descriptor, of which each costs the host µs at a new address."""
 
 
 def cdiv(a: int, b: int) -> int:
