@@ -69,8 +69,7 @@ def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
         await asyncio.to_thread(engine.submit, job)
         answer = Answer(name)
         if wanted.stream:
-            said = _stream(job, events, answer, wanted.include_usage)
-            return StreamingResponse(said, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return EventStream(job, _pieces(events, answer, wanted.include_usage))
         return JSONResponse(*await _whole(job, events, answer, request))  # the status second
 
     @app.exception_handler(RingLAError)
@@ -114,28 +113,38 @@ def _read(data: bytes) -> object:
     return value
 
 
-async def _stream(job: Job, events: asyncio.Queue[Event], answer: Answer, count: bool) -> AsyncIterator[str]:
-    """Server-sent events; whoever goes away closes this, and the job is cancelled."""
-    try:
-        while True:
-            try:
-                event = await asyncio.wait_for(events.get(), ALIVE)
-            except asyncio.TimeoutError:
-                yield ": still at it\n\n"
-                continue
-            if isinstance(event, Piece):
-                yield _sent(answer.part(event.text, [event.token]))
-                continue
-            if isinstance(event, Failed):
-                yield _sent(error(event.message, "server_error"))
-                return
-            yield _sent(answer.part(event.text, [], event.reason))
-            if count:
-                yield _sent(answer.usage(event))
-            yield "data: [DONE]\n\n"
+class EventStream(StreamingResponse):
+    """Server-sent events of a job, which is cancelled when they end, were it before the first."""
+
+    def __init__(self, job: Job, pieces: AsyncIterator[str]) -> None:
+        super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._job = job
+
+    async def __call__(self, *args: Any) -> None:
+        try:
+            await super().__call__(*args)
+        finally:
+            self._job.cancel()
+
+
+async def _pieces(events: asyncio.Queue[Event], answer: Answer, count: bool) -> AsyncIterator[str]:
+    while True:
+        try:
+            event = await asyncio.wait_for(events.get(), ALIVE)
+        except asyncio.TimeoutError:
+            yield ": still at it\n\n"
+            continue
+        if isinstance(event, Piece):
+            yield _sent(answer.part(event.text, [event.token]))
+            continue
+        if isinstance(event, Failed):
+            yield _sent(error(event.message, "server_error"))
             return
-    finally:
-        job.cancel()
+        yield _sent(answer.part(event.text, [], event.reason))
+        if count:
+            yield _sent(answer.usage(event))
+        yield "data: [DONE]\n\n"
+        return
 
 
 def _sent(value: object) -> str:
@@ -172,7 +181,7 @@ async def _watch(request: Request, events: asyncio.Queue[Event]) -> None:
 class Server:
     """The application, served from a thread of its own.
 
-        with Server(application(engine, name), listening):
+        with Server(application(engine, name), engine, listening):
             engine.run()
 
     The engine is told to stop if the thread ends before it.

@@ -132,15 +132,15 @@ def test_several_at_once_and_sampling(client):
         assert ids == (want[: want.index(256)] if 256 in want else want)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_stops_its_decoding(client, stream):
+@pytest.mark.parametrize(("stream", "listens"), [(True, True), (True, False), (False, False)])
+def test_a_client_that_goes_away_stops_its_decoding(client, stream, listens):
     fields = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": stream}
     connection = client.open("POST", "/v1/completions", fields)
     deadline = time.monotonic() + 10
     while not client.engine.batch.rows and time.monotonic() < deadline:
         time.sleep(0.001)
     job = client.engine.batch.rows[0].job
-    if stream:
+    if listens:
         answer = connection.getresponse()
         assert answer.readline().startswith(b"data: ")
         answer.close()
