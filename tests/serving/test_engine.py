@@ -233,7 +233,7 @@ def test_any_rank_may_be_told_to_stop(ranks):
 
 
 def check_death(rank: int) -> tuple[str, str]:
-    cp = ContextParallel(group(), scan="ring", validate="never", timeout=4)
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=2)
     server = engine(cp)
     if rank == 2:
         os._exit(1)
