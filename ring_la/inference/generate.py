@@ -35,18 +35,23 @@ class Sampler:
     Attributes:
         temperature: 0: the most likely token; else sample from softmax(logits / temperature).
         top_k: among this many of the likeliest; None: all.
+        top_p: among the likeliest that together have this probability (Holtzman et al. 2020, arXiv 1904.09751, §3.1),
+            counted after the temperature and top_k; 1: all.
         generator: randomness to draw from. Ranks that decode side by side need equal ones to draw alike.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     generator: torch.Generator | None = None
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, (int, float)) or not self.temperature >= 0:
             raise ArgumentError("temperature", "a number ≥ 0", repr(self.temperature))
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
             raise ArgumentError("top_k", "an int ≥ 1 or None", repr(self.top_k))
+        if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
+            raise ArgumentError("top_p", "a number above 0 and at most 1", repr(self.top_p))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens ``[N]`` from logits ``[N, vocab_size]``."""
@@ -56,7 +61,12 @@ class Sampler:
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        return torch.multinomial(logits.softmax(-1), 1, generator=self.generator)[:, 0]
+        weights = logits.softmax(-1)
+        if self.top_p < 1:
+            likeliest, order = weights.sort(-1, descending=True)
+            before = likeliest.cumsum(-1) - likeliest
+            weights = torch.zeros_like(weights).scatter(-1, order, likeliest.masked_fill(before >= self.top_p, 0))
+        return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import torch
 
 from ..context import ContextParallel
 from ..errors import ArgumentError
-from ..inference import Prefilled, Sampler
+from ..inference import Prefilled
 from .batch import Batch
 from .job import Failed, Job, Request
 from .memory import held
@@ -145,7 +145,7 @@ class Engine:
             raise ArgumentError("prompt", expected, f"{len(ids)} + {request.max_tokens}")
         if request.stop and not self.text.has_text:
             raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
-        Sampler(request.temperature, request.top_k)
+        request.sampler(None)
 
     # -- every rank ----------------------------------------------------------------------------------------
 
@@ -252,8 +252,7 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed(request.seed)
-            sampler = Sampler(request.temperature, request.top_k, generator)
-            self.batch.add(reading.job, self._states[reading.key], sampler)
+            self.batch.add(reading.job, self._states[reading.key], request.sampler(generator))
             self._forget(reading)
             self._reading = None
 

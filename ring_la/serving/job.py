@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from ..inference import Sampler
 from .text import Stream
 
 
@@ -44,7 +47,7 @@ class Request:
     Attributes:
         ids: the prompt, at least one token.
         max_tokens: the most tokens to decode, at least one.
-        temperature, top_k: as in `Sampler`. seed: of the sampling; None: another one each time.
+        temperature, top_k, top_p: as in `Sampler`. seed: of the sampling; None: another one each time.
         stop: strings that end the completion.
     """
 
@@ -52,6 +55,7 @@ class Request:
     max_tokens: int = 16
     temperature: float = 0.0
     top_k: int | None = None
+    top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -59,6 +63,10 @@ class Request:
     def total(self) -> int:
         """Tokens of the prompt and the longest completion."""
         return len(self.ids) + self.max_tokens
+
+    def sampler(self, generator: torch.Generator | None) -> Sampler:
+        """What chooses its tokens. Raises ArgumentError for values that make no sense."""
+        return Sampler(self.temperature, self.top_k, generator, self.top_p)
 
 
 class Job:

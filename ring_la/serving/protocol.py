@@ -26,12 +26,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "presence_penalty": (None, 0),
     "suffix": (None,),
-    "top_p": (None, 1),
 }
 """Fields of the protocol that are not supported, and the values with which they ask for nothing."""
 
 TAKEN = (
-    "max_tokens", "model", "prompt", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "user",
+    "max_tokens", "model", "prompt", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "top_p",
+    "user",
 )  # fmt: skip
 MAX_STOPS = 4
 TEMPERATURES = (0.01, 100)
@@ -81,6 +81,7 @@ def parse(body: object, model: str, text: Text) -> Wanted:
             max_tokens=_int(body, "max_tokens", 1, default=16),
             temperature=_temperature(body),
             top_k=_int(body, "top_k", 1, default=None),
+            top_p=_top_p(body),
             seed=_int(body, "seed", -(2**63), default=None, most=2**63 - 1),
             stop=_stop(body),
         ),
@@ -140,6 +141,13 @@ def _temperature(body: Mapping[str, Any]) -> float:
     value = 1.0 if body.get("temperature") is None else body["temperature"]
     if type(value) not in (int, float) or not (value == 0 or least <= value <= most):
         raise ArgumentError("temperature", f"0 or a number from {least} to {most}", short(value))
+    return value
+
+
+def _top_p(body: Mapping[str, Any]) -> float:
+    value = 1.0 if body.get("top_p") is None else body["top_p"]
+    if type(value) not in (int, float) or not 0 < value <= 1:
+        raise ArgumentError("top_p", "a number above 0 and at most 1", short(value))
     return value
 
 

@@ -100,6 +100,13 @@ def test_sampling():
     assert set(draw(temperature=1.0, top_k=2).tolist()) == {2, 3}
     assert set(draw(temperature=5.0).tolist()) == {0, 1, 2, 3}
     assert torch.equal(draw(temperature=1.0), draw(temperature=1.0))
+    share = logits[0].softmax(-1)
+    assert set(draw(temperature=1.0, top_p=float(share[2]) - 1e-3).tolist()) == {2}
+    assert set(draw(temperature=1.0, top_p=float(share[2]) + 1e-3).tolist()) == {2, 3}
+    assert set(draw(temperature=5.0, top_p=0.999, top_k=2).tolist()) == {2, 3}
+    assert torch.equal(draw(temperature=5.0, top_p=1), draw(temperature=5.0))
+    with pytest.raises(ArgumentError, match="top_p: expected a number above 0"):
+        Sampler(top_p=0.0)
     with pytest.raises(ArgumentError, match="temperature: expected a number"):
         Sampler(temperature=-1)
     with pytest.raises(ArgumentError, match="top_k: expected an int"):
