@@ -72,7 +72,8 @@ INNER = {0: 64, 1: 32}
 GRADIENT_DIAGONAL: Table = {64: Launch(32, 4, 2), 128: Launch(32, 4, 2), 256: Launch(32, 8, 1)}
 DPLR_GRADIENT: Table = {64: Launch(64, 8, 1), 128: Launch(64, 8, 1), 256: Launch(64, 8, 1)}
 INTRA: Table = {
-    64: Launch(64, 4, 1), 128: Launch(128, 4, 1), 256: Launch(64, 4, 1), ("delta_scalar", 128): Launch(128, 4, 1, 128)
+    64: Launch(64, 4, 1), 128: Launch(128, 4, 1), 256: Launch(64, 4, 1), ("delta_scalar", 128): Launch(128, 4, 1, 128),
+    ("delta_none", 128): Launch(128, 4, 1, 128),
 }  # fmt: skip
 INTRA_DIAGONAL: Table = {
     64: Launch(32, 4, 2), 128: Launch(32, 4, 2), 256: Launch(32, 4, 2), ("delta_diagonal", 128): Launch(32, 4, 3)
