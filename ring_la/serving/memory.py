@@ -18,7 +18,7 @@ from .model import Served
 
 COPIES = 3
 """States of a sequence that exist at once while it grows."""
-SHARE = 0.9
+SHARE = 0.8
 """Of the memory that is free, what is given out: the rest is lost between blocks."""
 FEW, MANY = 64, 8192
 """Tokens a rank reads to measure; `MANY` where there is no piece."""

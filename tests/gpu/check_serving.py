@@ -25,7 +25,7 @@ import torch
 
 from ring_la import ContextParallel
 from ring_la.cli.job import job
-from ring_la.inference import generate
+from ring_la.inference import Prefilled, generate
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Done, Engine, Event, Hybrid, Job, NoText, Piece, Request
 from ring_la.serving.memory import fitting
@@ -104,13 +104,45 @@ def times(cp: ContextParallel) -> dict:
         out[f"{name}: first token of the next turn, s"] = turn.times[0] - first.times[-1]
         out[f"{name}: a token after 131,072, ms"] = 1e3 * (first.times[-1] - first.times[0]) / 63
         assert turn.end.reused_tokens == 131072
-    for count in (1, 8):
-        jobs = [Timed(prompt(1000 + i), 130) for i in range(count)]
-        if answer(Engine(model, NoText(), cp, batch=8, patience=90), jobs) is None:
-            continue
-        spans = [each.times[-1] - each.times[29] for each in jobs]
-        out[f"a token of {count} sequences of 1,000, ms"] = 10 * max(spans)
+    for cudnn in (True, False, True):
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        name = f"of 1,000{'' if cudnn else ' without cuDNN attention'}"
+        for count in (1, 8):
+            jobs = [Timed(prompt(1000 + i), 130) for i in range(count)]
+            if answer(Engine(model, NoText(), cp, batch=8, patience=90), jobs) is None:
+                continue
+            spans = [each.times[-1] - each.times[29] for each in jobs]
+            out[f"a token of {count} sequences {name}, ms"] = 10 * max(spans)
+        read = model.read(torch.tensor([prompt(1000)], device="cuda"), None, cp)
+        out[f"a step {name} that does not grow, ms"] = 1e3 * spent(lambda read=read: one_step(model, read), 50)
+        out[f"a step {name} that grows, ms"] = 1e3 * spent(Growing(model, read), 50)
+        print(out, flush=True)
     return out
+
+
+def spent(call: Callable[[], None], times: int) -> float:
+    """Seconds a call, after three."""
+    for i in range(times + 3):
+        if i == 3:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / times
+
+
+def one_step(model: Hybrid, read: Prefilled) -> Prefilled:
+    return model.step(torch.tensor([1], device="cuda"), read.states, in_place=False)
+
+
+class Growing:
+    """Step after step."""
+
+    def __init__(self, model: Hybrid, read: Prefilled) -> None:
+        self.model, self.read = model, read
+
+    def __call__(self) -> None:
+        self.read = one_step(self.model, self.read)
 
 
 def memory(cp: ContextParallel) -> dict:
