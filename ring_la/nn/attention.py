@@ -154,6 +154,9 @@ def _decode(q: Tensor, cache: KVCache, window: int) -> Tensor:
         mask = (distance >= 0) & (distance <= (window if window >= 0 else S))
         if cache.empty is not None:
             mask = mask & (column >= cache.empty[:, None])[:, None, None]
-    heads = (y.transpose(1, 2) for y in (q, cache.k.to(q.dtype), cache.v.to(q.dtype)))
-    o = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=q.shape[2] != cache.k.shape[2])
-    return o.transpose(1, 2)
+    N, H, Hk = len(q), q.shape[2], cache.k.shape[2]
+    k, v = (y.to(q.dtype).transpose(1, 2) for y in (cache.k, cache.v))
+    if T > 1:
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=H != Hk).transpose(1, 2)
+    rows = q.reshape(N, Hk, H // Hk, -1)  # heads that share keys are rows of one: nothing is copied for a mask
+    return F.scaled_dot_product_attention(rows, k, v, mask).reshape(N, 1, H, -1)
