@@ -6,17 +6,22 @@ dense attention to the cache, each document with its own length.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError
 from ..softmax import attention
 from .layer import Call, Layer, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import RMSNorm, check_rotation, rotate
+
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""PyTorch's kernels without cuDNN's, which is planned anew for every number of keys: in decoding, for every token."""
 
 
 class KVCache(NamedTuple):
@@ -159,4 +164,5 @@ def _decode(q: Tensor, cache: KVCache, window: int) -> Tensor:
     if T > 1:
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=H != Hk).transpose(1, 2)
     rows = q.reshape(N, Hk, H // Hk, -1)  # heads that share keys are rows of one: nothing is copied for a mask
-    return F.scaled_dot_product_attention(rows, k, v, mask).reshape(N, 1, H, -1)
+    with sdpa_kernel(UNPLANNED) if q.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(rows, k, v, mask).reshape(N, 1, H, -1)
