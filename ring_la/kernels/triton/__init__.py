@@ -3,6 +3,7 @@
 Importing this package does not import Triton: `ring_la.kernels.triton.local` does.
 
     tiles.py       loads, spans and small device helpers
+    hopper.py      the same for the kernels in Gluon
     cut.py         pieces into segments and chunks, on the device and without a host synchronisation
     launch.py      launching again what was compiled
     gates.py       cumulative gates of a chunk
@@ -17,6 +18,7 @@ Importing this package does not import Triton: `ring_la.kernels.triton.local` do
     backward.py    the pass that carries its gradient
     gradient.py    a chunk's gradients, from the states around it, for a decay per key channel
     delta_gradient.py  the same for a scalar decay or none
+    delta_gradient_hopper.py   the same in Gluon, for Hopper
     dplr.py        diagonal plus low rank: its chunks' products and gradients
     base.py, simple.py, general.py   the launches, by what they share
     local.py       the `Local` protocol over them

@@ -11,78 +11,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from ring_la.kernels.triton.hopper import arrived, ask, ask_whole, passing, plus, product, put, weights, widened
 from ring_la.kernels.triton.tiles import SIZES
-
-
-@gluon.jit
-def plus(a, b):
-    return a + b
-
-
-@gluon.jit
-def ask(to, p, n, D: gl.constexpr, STRIDE: gl.constexpr):
-    """Start to copy a tile of rows D wide to shared memory; rows from n on are zero."""
-    ROWS: gl.constexpr = to.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    c = gl.arange(0, D, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(to, p + r[:, None] * STRIDE + c[None, :], mask=(r < n)[:, None])
-
-
-@gluon.jit
-def ask_whole(to, p, D: gl.constexpr):
-    """`ask` for a state, whose rows lie side by side and are all there."""
-    ROWS: gl.constexpr = to.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    c = gl.arange(0, D, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(to, p + r[:, None] * D + c[None, :])
-
-
-@gluon.jit
-def arrived(OUTSTANDING: gl.constexpr):
-    """All but the last OUTSTANDING groups of copies are there, for every warp and for products."""
-    async_copy.wait_group(OUTSTANDING)
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.jit
-def put(p, x, n, D: gl.constexpr, STRIDE: gl.constexpr):
-    """Store n rows of an accumulator, 16 bytes a thread."""
-    ROWS: gl.constexpr = x.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    x = gl.convert_layout(x.to(p.dtype.element_ty), layout)
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    c = gl.arange(0, D, gl.SliceLayout(0, layout))
-    gl.store(p + r[:, None] * STRIDE + c[None, :], x, mask=(r < n)[:, None])
-
-
-@gluon.jit
-def product(a, b, like):
-    """a bᵀ, started."""
-    return warpgroup_mma(a, b.permute((1, 0)), like, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def weights(seen, gap):
-    """Factors of pairs, from the logarithms of their decays."""
-    return gl.exp2(gl.where(seen, gap, float("-inf")))
 
 
 @gluon.jit
 def weighed(x, factors, other, sums):
     """x, its rows times `factors`, and `sums` with the rows' products with what lies in `other`."""
     x = x * factors[:, None]
-    return x, sums + gl.sum(x * other.load(x.type.layout).to(gl.float32), 1)
-
-
-@gluon.jit
-def passing(S, R, layout: gl.constexpr):
-    """<S, R> by row."""
-    return gl.sum(S.load(layout).to(gl.float32) * R.load(layout).to(gl.float32), 1)
+    return x, sums + gl.sum(x * widened(other.load(x.type.layout)), 1)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -135,9 +74,9 @@ def additive_gradient_hopper_kernel(
         ask(x.index(m), q + m * HALF, n, HALF, HK * K)
         ask(y.index(m), k + m * HALF, n, HALF, HK * K)
     async_copy.commit_group()
-    ask_whole(S, states, V)
+    ask_whole(S, states, V, V)
     for m in gl.static_range(K // HALF):
-        ask_whole(R.index(m), adjoints + m * HALF * V, V)
+        ask_whole(R.index(m), adjoints + m * HALF * V, V, V)
     async_copy.commit_group()
 
     f = F + chunk * (4 * C)
@@ -180,7 +119,7 @@ def additive_gradient_hopper_kernel(
     dq, second = warpgroup_mma_wait(1 + LATER, deps=[dq, S])
     if TWO:
         gl.thread_barrier()
-        ask_whole(second, states + HALF * V, V)
+        ask_whole(second, states + HALF * V, V, V)
         async_copy.commit_group()
     dq, reads = weighed(dq, keep, x.index(0), reads)
     dq = warpgroup_mma(A, y.index(0), dq, is_async=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from ring_la.algebra import Rule
@@ -85,6 +86,13 @@ def total(parts: Tensor) -> Tensor:
     return parts if parts.dim() == 3 else parts.sum(0)
 
 
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether kernels in Gluon, which is not the same in every version of Triton, are for this device."""
+    here = device.type == "cuda" and torch.version.cuda is not None and triton.__version__.startswith("3.6.")
+    return here and torch.cuda.get_device_capability(device)[0] == 9
+
+
 class Base:
     """One rank's tokens under one rule, cut into chunks and segments. A scalar decay may come as from `once`."""
 
@@ -138,6 +146,11 @@ class Base:
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype)
+
+    @property
+    def _gluon(self) -> bool:
+        """Whether kernels in Gluon are for the device and these head sizes."""
+        return {self.K, self.V} <= {64, 128} and self.inputs.v.element_size() == 2 and hopper(self.device)
 
     def _by_block(self, blocks: int) -> Tensor:
         """Room for what each block of channels adds to a number a token and head: ``[blocks, B, T, H]``, or of a single

@@ -224,16 +224,24 @@ class General(Base):
         """The gradients of every chunk's inputs, all chunks at once: a scalar decay or none."""
         i, K, how = self.inputs, self.K, self._pick(GRADIENT)
         block = max(32, min(how.block, width(K)))  # the transposed products go wrong at 16 columns
-        nk = cdiv(K, block)
+        nk = 1 if self._gluon else cdiv(K, block)
         dq, dk = self._keys(2)
         dbeta = self._by_block(nk)
         dg = torch.empty_like(dbeta) if self.decay else dbeta
-        launch(
-            delta_gradient_kernel, (self._NC * nk, self._rows), i.q, i.k, i.v, self.F, do, u, dv, states, adjoints, dq,
-            dk, dg, dbeta, self.chunks.table, self.T, self._NC, self.scale, H=self.H, HK=self.HK, K=K, V=self.V,
-            BK=block, BV=min(table.INNER[self.decay], width(self.V)), C=self.chunk, GATED=self.decay == 1,
-            PREC=self.precision, VARLEN=self._packed, **how.options,
+        args = (
+            i.q, i.k, i.v, self.F, do, u, dv, states, adjoints, dq, dk, dg, dbeta, self.chunks.table, self.T, self._NC,
+            self.scale,
         )  # fmt: skip
+        shape = dict(H=self.H, HK=self.HK, K=K, V=self.V, C=self.chunk, GATED=self.decay == 1, VARLEN=self._packed)
+        if self._gluon:
+            from ring_la.kernels.triton.delta_gradient_hopper import delta_gradient_hopper_kernel
+
+            launch(delta_gradient_hopper_kernel, (self._NC * self.H, self.B), *args, **shape, num_warps=4)
+        else:
+            launch(
+                delta_gradient_kernel, (self._NC * nk, self._rows), *args, **shape, BK=block,
+                BV=min(table.INNER[self.decay], width(self.V)), PREC=self.precision, **how.options,
+            )  # fmt: skip
         return Inputs(dq, dk, self._by_beta(dv), total(dg) if self.decay else None, total(dbeta))
 
     def _chunk_gradients(self, do, u, dv, states, adjoints) -> Inputs:

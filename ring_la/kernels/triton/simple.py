@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -47,13 +45,6 @@ class Early(NamedTuple):
 def columns(D: int) -> int:
     """A head as a tile is wide: narrower ones than 64 columns are what the compiler gets wrong."""
     return max(64, width(D))
-
-
-@functools.cache
-def hopper(device: torch.device) -> bool:
-    """Whether kernels in Gluon, which is not the same in every version of Triton, are for this device."""
-    here = device.type == "cuda" and torch.version.cuda is not None and triton.__version__.startswith("3.6.")
-    return here and torch.cuda.get_device_capability(device)[0] == 9
 
 
 class Simple(Base):
@@ -210,7 +201,7 @@ class Simple(Base):
             self.scale,
         )  # fmt: skip
         shape = dict(H=H, HK=self.HK, K=self.K, V=self.V, C=self.chunk, VARLEN=self._packed)
-        if {self.K, self.V} <= {64, 128} and not self._static and hopper(self.device):
+        if not self._static and self._gluon:
             from ring_la.kernels.triton.additive_gradient_hopper import additive_gradient_hopper_kernel
 
             launch(additive_gradient_hopper_kernel, (self._NC * H, B), *args, **shape, num_warps=4)
