@@ -52,7 +52,7 @@ def error(got: Tensor, true: Tensor) -> float:
 
 def measure(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
     """ms of a forward (without gradients) and of forward and backward, GiB at the peak beyond the inputs, µs of the
-    host for a forward call without and with gradients, and the forward through a CUDA graph. A step has no backward."""
+    host for a forward call without and with gradients, and the same through CUDA graphs. A step has no backward."""
     x = inputs(case, shape, device)
     with torch.no_grad():
         do = torch.randn_like(op(x))
@@ -72,7 +72,9 @@ def measure(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
         row |= {"host_us": host_microseconds(forward), "peak_gib": peak(whole)}
         if not case.step:
             row["host_grad_us"] = host_microseconds(lambda: op(x))
-        row |= graph_times(forward)
+        row |= graph_times(forward, "fwd")
+        if not case.step:
+            row |= graph_times(both, "fwd_bwd")
     return row
 
 
@@ -124,16 +126,17 @@ def peak(call: Callable[[], Any]) -> float:
     return round((torch.cuda.max_memory_allocated() - held) / 2**30, 3)
 
 
-def graph_times(forward: Callable[[], Any]) -> dict[str, Any]:
-    """The forward captured: ms of a replay, µs of the host for one; or why it cannot be captured."""
+def graph_times(call: Callable[[], Any], name: str) -> dict[str, Any]:
+    """A call captured: ms of a replay, µs of the host for one of a forward; or why it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            forward()
+            call()
     except Exception as e:
         torch.cuda.synchronize()
-        return {"graph_failed": f"{type(e).__name__}: {e}".splitlines()[0][:120]}
-    return {"graph_fwd": milliseconds(graph.replay, budget=0.1), "graph_host_us": host_microseconds(graph.replay)}
+        return {f"graph_{name}_failed": f"{type(e).__name__}: {e}".splitlines()[0][:120]}
+    host = {"graph_host_us": host_microseconds(graph.replay)} if name == "fwd" else {}
+    return {f"graph_{name}": milliseconds(graph.replay, budget=0.1)} | host
 
 
 def bandwidth(device: str = "cuda") -> float:

@@ -27,7 +27,8 @@ def _side(name: str, side: Row, row: Row, mine: Row | None = None) -> str:
         return f"{name}: {side.get('failed') or 'errors ' + str(side.get('errors'))}"[:150]
     times = "/".join(f"{side[n]:.3f}" for n in ("fwd", "fwd_bwd") if n in side) + " ms"
     if "graph_fwd" in side:
-        times += f" (graph {side['graph_fwd']:.3f})"
+        graphs = "/".join(f"{side[n]:.3f}" for n in ("graph_fwd", "graph_fwd_bwd") if n in side)
+        times += f" (graph {graphs})"
     if mine and "fwd" in mine:
         times += (
             " = " + "/".join(f"{side[n] / mine[n]:.2f}" for n in ("fwd", "fwd_bwd") if n in side and n in mine) + "x"

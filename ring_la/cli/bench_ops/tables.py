@@ -95,7 +95,8 @@ def _title(s: Shape) -> str:
 
 
 def _calls(rows: list[Row]) -> list[str]:
-    head = "op|forward, ms|and backward|floors|beside|forward ×|both ×|peak, GiB|host, µs|with gradients|a graph|error"
+    times = "op|forward, ms|and backward|floors|beside|forward ×|both ×|both as graphs ×"
+    head = f"{times}|peak, GiB|host, µs|with gradients|a graph|error"
     return _table(head, [line for row in rows for line in _lines(row, _call)])
 
 
@@ -118,7 +119,7 @@ def _lines(row: Row, cells) -> list[list[str]]:
 def _call(row: Row, mine: Row, peer: str, side: Row) -> list[str]:
     return [
         f"{mine['fwd']:.3f}", f"{mine['fwd_bwd']:.3f}", f"{mine['fwd_bwd'] / row['floor_ms']:.1f}", peer,
-        *_over(mine, side, "fwd", "fwd_bwd"), *_both(mine, side, ".2f", "peak_gib"),
+        *_over(mine, side, "fwd", "fwd_bwd", "graph_fwd_bwd"), *_both(mine, side, ".2f", "peak_gib"),
         *_both(mine, side, ".0f", "host_us", "host_grad_us", "graph_host_us"), _errors(mine, side),
     ]  # fmt: skip
 
