@@ -13,7 +13,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ring_la.kernels.triton.hopper import arrived, ask, ask_whole, passing, plus, product, put, weights, widened
+from ring_la.kernels.triton.hopper import (
+    arrived,
+    ask,
+    ask_whole,
+    chunk_here,
+    passing,
+    plus,
+    product,
+    put,
+    weights,
+    widened,
+)
 from ring_la.kernels.triton.tiles import SIZES
 
 
@@ -31,16 +42,7 @@ def additive_gradient_hopper_kernel(
 ):  # fmt: skip
     """One chunk of C = 64 tokens, K and V of 64 or 128, 4 warps; arguments as for `additive_gradient_kernel`, with a
     decay by token."""
-    s = gl.program_id(0) // H  # the heads of a chunk side by side, as they lie in memory
-    h = gl.program_id(0) % H
-    b = gl.program_id(1)
-    if VARLEN:
-        start = gl.load(table + s * 6)
-        end = gl.load(table + s * 6 + 1)
-    else:
-        start = s * C
-        end = gl.minimum(start + C, T)
-    n = end - start
+    s, h, b, start, n = chunk_here(table, T, H, C, VARLEN)
     if n <= 0:
         return
     HALF: gl.constexpr = 64

@@ -18,6 +18,7 @@ from ring_la.kernels.triton.hopper import (
     arrived,
     ask,
     ask_whole,
+    chunk_here,
     passing,
     plus,
     product,
@@ -87,16 +88,7 @@ def delta_gradient_hopper_kernel(
 ):  # fmt: skip
     """One chunk of C = 64 tokens, K and V of 64 or 128, 4 warps; arguments as for `delta_gradient_kernel`, in bf16 or
     fp16."""
-    s = gl.program_id(0) // H  # the heads of a chunk side by side, as they lie in memory
-    h = gl.program_id(0) % H
-    b = gl.program_id(1)
-    if VARLEN:
-        start = gl.load(table + s * 6)
-        end = gl.load(table + s * 6 + 1)
-    else:
-        start = s * C
-        end = gl.minimum(start + C, T)
-    n = end - start
+    s, h, b, start, n = chunk_here(table, T, H, C, VARLEN)
     if n <= 0:
         return
     HALF: gl.constexpr = 64

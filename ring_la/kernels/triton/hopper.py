@@ -14,6 +14,19 @@ def plus(a, b):
 
 
 @gluon.jit
+def chunk_here(table, T, H: gl.constexpr, C: gl.constexpr, VARLEN: gl.constexpr):
+    """(number, head, batch, first token, tokens) of a program's chunk; its heads side by side, as in memory."""
+    s = gl.program_id(0) // H
+    if VARLEN:
+        start = gl.load(table + s * 6)
+        end = gl.load(table + s * 6 + 1)
+    else:
+        start = s * C
+        end = gl.minimum(start + C, T)
+    return s, gl.program_id(0) % H, gl.program_id(1), start, end - start
+
+
+@gluon.jit
 def ask(to, p, n, D: gl.constexpr, STRIDE: gl.constexpr):
     """Start to copy a tile of rows D wide to shared memory; rows from n on are zero."""
     ROWS: gl.constexpr = to.shape[0]
