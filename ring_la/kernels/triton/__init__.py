@@ -1,4 +1,4 @@
-"""Triton bodies of the linear recurrences.
+"""Triton bodies of the linear recurrences, and of the steps around them.
 
 Importing this package does not import Triton: `ring_la.kernels.triton.local` does.
 
@@ -6,7 +6,9 @@ Importing this package does not import Triton: `ring_la.kernels.triton.local` do
     hopper.py      the same for the kernels in Gluon
     cut.py         pieces into segments and chunks, on the device and without a host synchronisation
     launch.py      launching again what was compiled
+    table.py       block sizes
     gates.py       cumulative gates of a chunk
+    horizon.py     which chunks a segment's end has forgotten
     prefix.py      the scan over segments
     additive.py    additive writes with a scalar decay or none: one fused pass, used four times
     additive_writes.py   dk and dv of those without a decay by token, in one pass
@@ -22,6 +24,9 @@ Importing this package does not import Triton: `ring_la.kernels.triton.local` do
     dplr.py        diagonal plus low rank: its chunks' products and gradients
     base.py, simple.py, general.py   the launches, by what they share
     local.py       the `Local` protocol over them
-    replay.py, tape.py   what is used: the same, written down once for a signature and done again
+    replay.py, recorder.py, tape.py   what is used: the same, written down once for a signature and done again
+    again.py       the same for functions of one step
     decode.py      one token a sequence
+    conv.py, conv_kernels.py, norm.py, rms.py, decay.py, discretise.py, skip.py, swiglu.py, cross_entropy.py, read.py
+                   a step each of what stands around a recurrence; strided.py: their inputs as they lie
 """

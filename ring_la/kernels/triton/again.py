@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ring_la.kernels.triton.launch import ALIGNMENT, aligned, recording
+from ring_la.kernels.triton.recorder import Recorder
 from ring_la.kernels.triton.strided import based
-from ring_la.kernels.triton.tape import Known, Playing, Recorder
+from ring_la.kernels.triton.tape import Known, Playing
 
 
 def replayed(tensors: int, *, strided: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

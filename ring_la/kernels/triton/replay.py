@@ -19,7 +19,8 @@ from ring_la.kernels.local import Border, Inputs
 from ring_la.kernels.triton.base import once
 from ring_la.kernels.triton.launch import ALIGNMENT, aligned
 from ring_la.kernels.triton.local import TritonRecurrence
-from ring_la.kernels.triton.tape import Known, Playing, Recorder
+from ring_la.kernels.triton.recorder import Recorder
+from ring_la.kernels.triton.tape import Known, Playing
 
 WIDTH = len(Inputs._fields)
 
