@@ -15,7 +15,7 @@ from .checks import FLOATS, check_flag, check_nan, check_split
 from .comm import Replicated, Route, SumOverRanks
 from .context import ShardedLayout
 from .errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
-from .kernels.short_conv import Rows, convolve, convolve_backward
+from .kernels.fused.short_conv import Rows, convolve, convolve_backward
 from .linear import Seams
 from .outputs import ShortConvOutput, TokenShiftOutput
 

@@ -13,10 +13,11 @@ import ring_la
 ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
-    {"errors", "algebra", "outputs", "compiled"},
+    {"errors", "algebra", "outputs"},
     {"autograd"},
     {"layout", "reference"},
-    {"comm", "kernels"},
+    {"kernels"},
+    {"comm"},
     {"scan", "grouped_gemm"},
     {"context"},
     {"checks"},

@@ -26,7 +26,7 @@ from ..comm import Group
 from ..comm.symmetric import refusal
 from ..context import ContextParallel
 from ..kernels import Inputs
-from ..kernels.backends import triton_refuses, triton_tokens_refuses
+from ..kernels.choice import triton_refuses, triton_tokens_refuses
 from ..kernels.grouped import BACKENDS as GROUPED
 from ..kernels.grouped import Call, choose, load
 from ..scan import STRATEGIES, Chain

@@ -28,7 +28,7 @@ from ..errors import UnsupportedError
 from .transport import TorchTransport, Work
 
 if TYPE_CHECKING:
-    from ..compiled import Compiled
+    from ..kernels.runtime.compiled import Compiled
     from .group import Group
 
 UNIT = 16
@@ -281,7 +281,7 @@ class SymmetricTransport:
         own = self.own, self.mailboxes, self.broken, self.report
         compiled = self._kernel[grid](_words(m.source), _words(m.target), *own, *rest, **c, num_warps=4)
         if compiled is not None and max(m.apart) < UNIT << 31:  # the interpreter compiles nothing
-            from ..compiled import Compiled
+            from ..kernels.runtime.compiled import Compiled
 
             self._compiled = Compiled(compiled, c.values())
 

@@ -1,9 +1,9 @@
 """Device code of the linear recurrences. Nothing here communicates."""
 
-from .backends import check_choice, make_local
-from .chunking import Chunks
-from .local import Inputs, Local
-from .ops import linear_recurrence, linear_recurrence_in_place, state_dtype
+from .choice import check_choice, make_local
+from .operators import linear_recurrence, linear_recurrence_in_place, state_dtype
+from .protocol import Inputs, Local
+from .pytorch.chunks import Chunks
 
 __all__ = [
     "Chunks",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..autograd import first_derivative_only, traced
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
-from ..kernels.backends import triton_installed
+from ..kernels.choice import triton_installed
 
 BACKENDS = ("auto", "chunked", "liger")
 IGNORE = -100
@@ -121,7 +121,7 @@ def plain_losses(logits: Tensor, targets: Tensor, ignore_index: int, wanted: boo
 
 def triton_losses(logits: Tensor, targets: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor]:
     """`plain_losses` by one kernel, which writes the gradient into `logits`."""
-    from ..kernels.triton.cross_entropy import losses_and_gradient
+    from ..kernels.fused.cross_entropy_kernel import losses_and_gradient
 
     return losses_and_gradient(logits, targets, ignore_index, wanted), logits
 
@@ -129,7 +129,7 @@ def triton_losses(logits: Tensor, targets: Tensor, ignore_index: int, wanted: bo
 def _by_triton(logits: Tensor) -> bool:
     if traced(logits) or not (logits.is_cuda and triton_installed()):
         return False
-    from ..kernels.triton.cross_entropy import unsupported
+    from ..kernels.fused.cross_entropy_kernel import unsupported
 
     return not unsupported(logits)
 

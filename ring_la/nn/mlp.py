@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..kernels.swiglu import swiglu
+from ..kernels.fused.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):

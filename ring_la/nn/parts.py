@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..conv import short_conv
 from ..errors import ArgumentError
-from ..kernels.rms import rms_norm
+from ..kernels.fused.rms_norm import rms_norm
 from .layer import Call, positive, wide
 
 

@@ -14,7 +14,7 @@ from ..autograd import full_precision
 from ..comm import Replicated, SumOverRanks
 from ..context import ShardedLayout
 from ..kernels import Inputs, state_dtype
-from ..kernels.outer import outer_sum, read_state, sum_and_read
+from ..kernels.fused.bidirectional import outer_sum, read_state, sum_and_read
 from ..outputs import LinearAttentionOutput
 
 

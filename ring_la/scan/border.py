@@ -42,7 +42,7 @@ class Border:
 
     @cached_property
     def beside(self) -> object:
-        from ..kernels.triton.launch import Beside
+        from ..kernels.runtime.launch import Beside
 
         side = self.group.side_stream
         return None if side is None else Beside(side)

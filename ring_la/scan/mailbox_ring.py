@@ -80,7 +80,7 @@ def launch_link(
 ) -> None:
     """A link whose map is `m` [B, H, …]: what enters is `before` or, from `hop.source`, goes to `entering`; what leaves
     goes to `hop.target` and `leaving`."""
-    from ..kernels.triton.launch import aligned
+    from ..kernels.runtime.launch import aligned
 
     b = aligned(m.b)
     if m.A is None:
@@ -116,7 +116,7 @@ def launch_segments(
     """`link_kernel` over the segments of piece `hop.piece`: b and `entering` [B, NS, H, K, V], `before` and `leaving`
     [B, N, H, K, V], A log2 of the segments' transitions or (not `log`) themselves, `first` [N, 2]. `beside`: other
     kernels run on the device meanwhile, which it leaves room for."""
-    from ..kernels.triton.launch import launch
+    from ..kernels.runtime.launch import launch
     from .link_kernel import TINY, link_kernel
 
     lanes, (B, segments, H, K, V) = group.mailboxes.lanes[0], b.shape
@@ -147,7 +147,7 @@ def launch_dense(
     hop: Hop,
 ) -> None:
     """`dense_link_kernel` over states [..., H, K, V] that lie without gaps, as do A (or its transpose) and b."""
-    from ..kernels.triton.launch import launch
+    from ..kernels.runtime.launch import launch
     from .link_kernel import TINY, dense_link_kernel
 
     lanes, (*rows, K, V) = group.mailboxes.lanes[1], b.shape

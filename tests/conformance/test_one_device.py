@@ -11,8 +11,8 @@ from torch import Tensor
 import ring_la
 from ring_la import reference
 from ring_la.kernels import Inputs
-from ring_la.kernels.chunked import ChunkedRecurrence
-from ring_la.kernels.ops import linear_recurrence, linear_recurrence_backward
+from ring_la.kernels.operators import linear_recurrence, linear_recurrence_backward
+from ring_la.kernels.pytorch.chunked import ChunkedRecurrence
 from ring_la.recurrences import RECURRENCES as FUNCTIONS
 from tests.conformance.cases import RECURRENCES, error, make_inputs
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import ring_la
 from ring_la.cli.bench_ops import peers
-from ring_la.compiled import Compiled
+from ring_la.kernels.runtime.compiled import Compiled
 from tests.conformance.cases import make_inputs
 
 OPS = (

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds, peak
-from ring_la.kernels import gates, rms, short_conv, skip, swiglu
+from ring_la.kernels.fused import gates, short_conv, skip, swiglu
+from ring_la.kernels.fused import rms_norm as rms
 from ring_la.models import loss
 from tests.kernels import test_triton_conv as conv_cases
 from tests.kernels import test_triton_gates as gates_cases

@@ -26,7 +26,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.triton import base, cut, general, local, simple, table
+from ring_la.kernels.scalar_decay import launches as simple
+from ring_la.kernels.segments import backend as local
+from ring_la.kernels.segments import base, cut, table
+from ring_la.kernels.wy import launches as general
 from tests.gpu.check_triton import cases
 from tests.kernels.triton_cases import RULES, Case
 

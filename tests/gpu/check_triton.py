@@ -18,8 +18,9 @@ import time
 import torch
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import Inputs
-from ring_la.kernels.triton import base, local, table
+from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.segments import backend as local
+from ring_la.kernels.segments import base, table
 from tests.kernels.triton_cases import RULES, Case, error, errors
 
 PACKED = (0, 1, 1, 130, 257, 300)

@@ -14,8 +14,9 @@ import multiprocessing
 import torch
 
 from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds
-from ring_la.kernels import short_conv
-from ring_la.kernels.triton import again, conv
+from ring_la.kernels.fused import short_conv
+from ring_la.kernels.fused import short_conv_launches as conv
+from ring_la.kernels.runtime import replayed as again
 
 SHAPES = ((1, 32768, 12288), (1, 32768, 3072), (4, 4096, 3072), (1, 2048, 6144))
 SIZES = list(itertools.product((64, 128, 256), (2, 4, 8)))

@@ -20,9 +20,12 @@ from contextlib import contextmanager
 import torch
 
 from ring_la.algebra import Rule
-from ring_la.kernels.triton import base, general, local, simple, table
-from ring_la.kernels.triton.launch import launch as plain
-from ring_la.kernels.triton.table import Launch
+from ring_la.kernels.runtime.launch import launch as plain
+from ring_la.kernels.scalar_decay import launches as simple
+from ring_la.kernels.segments import backend as local
+from ring_la.kernels.segments import base, table
+from ring_la.kernels.segments.table import Launch
+from ring_la.kernels.wy import launches as general
 from tests.kernels.triton_cases import Case, errors
 
 PASSES = [(64, 4, 1), (64, 4, 1, 168), (64, 4, 2), (64, 4, 2, 168), (128, 8, 1), (128, 8, 2)]

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from ring_la.errors import SecondDerivativeError
-from ring_la.kernels import gates, ops, outer, rms, short_conv, swiglu
+from ring_la.kernels import operators as ops
+from ring_la.kernels.fused import bidirectional as outer
+from ring_la.kernels.fused import gates, short_conv, swiglu
+from ring_la.kernels.fused import rms_norm as rms
 
 CU = torch.tensor([0, 3, 3, 8])
 

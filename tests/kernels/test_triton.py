@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import Inputs
+from ring_la.kernels.protocol import Inputs
 from tests.kernels.interpreter import compute_bf16
 from tests.kernels.triton_cases import RULES, Case, error, errors, interpreted, token_loop
 
 interpreted()
 
-from ring_la.kernels.triton import local, table  # noqa: E402
+from ring_la.kernels.segments import backend as local  # noqa: E402
+from ring_la.kernels.segments import table  # noqa: E402
 
 SHAPES = {
     "one segment": dict(T=30, states=False),

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels.short_conv import plain_convolve, plain_convolve_backward
+from ring_la.kernels.fused.short_conv import plain_convolve, plain_convolve_backward
 from tests.kernels.triton_cases import error, interpreted
 
 interpreted()
 
-from ring_la.kernels.triton import conv  # noqa: E402
-from ring_la.kernels.triton.again import replayed  # noqa: E402
+from ring_la.kernels.fused import short_conv_launches as conv  # noqa: E402
+from ring_la.kernels.runtime.replayed import replayed  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {

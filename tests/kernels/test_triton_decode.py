@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ring_la.algebra import Rule
-from ring_la.kernels.local import Inputs
+from ring_la.kernels.protocol import Inputs
 from tests.kernels.triton_cases import RULES, Case, error, interpreted, token_loop
 
 interpreted()
 
-from ring_la.kernels.triton.decode import TritonTokens, run  # noqa: E402
+from ring_la.kernels.triton.recurrent import TritonTokens, run  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"one token": dict(B=3, T=1), "some": dict(B=2, T=5), "packed": dict(T=6, cu=(0, 1, 1, 6))}

@@ -11,8 +11,8 @@ driver = pytest.importorskip("triton.backends.nvidia.driver")
 if not triton.__version__.startswith(("3.5.", "3.6.")):
     pytest.skip("the launcher below is that of Triton 3.5 and 3.6", allow_module_level=True)
 
-from ring_la.compiled import Compiled  # noqa: E402
-from ring_la.kernels.triton import tape  # noqa: E402
+from ring_la.kernels.runtime import tape  # noqa: E402
+from ring_la.kernels.runtime.compiled import Compiled  # noqa: E402
 
 HOW = dict(swizzle=3, elem_size=2, elem_type=9, block_size=[64, 128], fp4_padded=False)
 SIGNATURE = dict(enumerate(["fp32", "tensordesc<bf16[64,128]>", "*bf16", "tensordesc<bf16[64,128]>", "constexpr"]))

@@ -6,16 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels import gates, rms, skip, swiglu
+from ring_la.kernels.fused import gates, skip, swiglu
+from ring_la.kernels.fused import rms_norm as rms
 from tests.kernels.triton_cases import error, interpreted
 
 interpreted()
 
-from ring_la.kernels.triton import again, decay, norm  # noqa: E402
-from ring_la.kernels.triton import discretise as triton_discretise  # noqa: E402
-from ring_la.kernels.triton import rms as triton_rms  # noqa: E402
-from ring_la.kernels.triton import skip as triton_skip  # noqa: E402
-from ring_la.kernels.triton import swiglu as triton_swiglu  # noqa: E402
+from ring_la.kernels.fused import discretise_kernel as triton_discretise  # noqa: E402
+from ring_la.kernels.fused import log_decay_kernel as decay  # noqa: E402
+from ring_la.kernels.fused import rms_norm_kernel as triton_rms  # noqa: E402
+from ring_la.kernels.fused import skip_kernel as triton_skip  # noqa: E402
+from ring_la.kernels.fused import swiglu_kernel as triton_swiglu  # noqa: E402
+from ring_la.kernels.fused import unit_length_kernel as norm  # noqa: E402
+from ring_la.kernels.runtime import replayed as again  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # tokens [B, T], channels, heads of A_log, whether there is a bias, sign, factor

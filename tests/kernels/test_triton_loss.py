@@ -11,7 +11,7 @@ from tests.kernels.triton_cases import error, interpreted
 
 interpreted()
 
-from ring_la.kernels.triton import cross_entropy  # noqa: E402
+from ring_la.kernels.fused import cross_entropy_kernel as cross_entropy  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ring_la.kernels import outer
+from ring_la.kernels.fused import bidirectional as outer
 from tests.kernels.triton_cases import error, interpreted
 
 interpreted()
 
-from ring_la.kernels.triton.again import again  # noqa: E402
-from ring_la.kernels.triton.read import read, total  # noqa: E402
+from ring_la.kernels.fused.read_state_kernel import read, total  # noqa: E402
+from ring_la.kernels.runtime.replayed import again  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # batch, tokens, heads of q and k, heads of v, K, V, offsets

@@ -10,11 +10,11 @@ from tests.kernels.triton_cases import RULES, Case, interpreted
 interpreted()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.local import Inputs  # noqa: E402
-from ring_la.kernels.triton import table  # noqa: E402
-from ring_la.kernels.triton.local import TritonRecurrence  # noqa: E402
-from ring_la.kernels.triton.recorder import layout  # noqa: E402
-from ring_la.kernels.triton.replay import Replay, root  # noqa: E402
+from ring_la.kernels.protocol import Inputs  # noqa: E402
+from ring_la.kernels.runtime.recorder import layout  # noqa: E402
+from ring_la.kernels.segments import table  # noqa: E402
+from ring_la.kernels.segments.backend import TritonRecurrence  # noqa: E402
+from ring_la.kernels.segments.replay import Replay, root  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = 64 if DEVICE == "cuda" else 16

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_la.algebra import Rule, act
-from ring_la.kernels.local import Inputs
+from ring_la.kernels.protocol import Inputs
 
 RULES = ("additive_none", "additive_scalar", "additive_diagonal", "delta_none", "delta_scalar", "delta_diagonal",
          "dplr_diagonal")  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ring_la
-from ring_la.kernels import backends
+from ring_la.kernels import choice as backends
 from ring_la.scan import Border
 from tests.conformance.cases import make_inputs
 from tests.distributed.pool import group
@@ -71,7 +71,9 @@ def errors(
 
 def check_op(rank: int, size: int, folder: str, name: str, kinds: tuple[str, ...]) -> tuple[int, int]:
     """How many calls met at a border, and how many steps were replayed; all are compared."""
-    from ring_la.kernels.triton import local, table, tape
+    from ring_la.kernels.runtime import tape
+    from ring_la.kernels.segments import backend as local
+    from ring_la.kernels.segments import table
 
     cp = ring_la.ContextParallel(group(size), scan="ring", validate="never")
     cp.comm = over_files(rank, size, folder)

@@ -1,0 +1,1 @@
+"""The steps around a recurrence, each an operator with its kernel beside it."""

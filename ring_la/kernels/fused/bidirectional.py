@@ -1,0 +1,203 @@
+"""Linear attention without a direction on one rank: what the tokens of a piece add up to, and what they read.
+
+    ring_la::outer_sum      S_n = Σ_t k_t v_tᵀ over the tokens of piece n, fp32 (fp64 for fp64)
+    ring_la::read_state     o_t = scale · S_nᵀ q_t, or S_n q_t
+    ring_la::sum_and_read   both, where nothing comes between
+
+The first two are each other's gradients. On CUDA registered operators, by Triton where it can; elsewhere PyTorch's own
+operations, which have derivatives of every order. Heads of v or S may be a multiple of those of k or q.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..choice import triton_installed
+from ..pytorch.chunks import Chunks
+from .operator import Operator
+
+CHUNK = 64
+
+
+def outer_sum(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
+    """``[B, N, H, K, V]`` of ``k [B, T, Hk, K]`` and ``v [B, T, H, V]``; `cu` ``[N+1]`` holds the pieces' offsets."""
+    return outer_sum_op(k, v, cu) if k.is_cuda else plain_outer_sum(k, v, cu)
+
+
+def read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float) -> Tensor:
+    """``o [B, T, H, V]`` in q's dtype, of ``q [B, T, Hq, K]`` and its piece's state, ``S [B, N, H, K, V]``."""
+    return read_state_op(q, S, cu, scale, False) if q.is_cuda else plain_read_state(q, S, cu, scale, False)
+
+
+def sum_and_read(
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What the tokens read of what they add up to, and that ``[B, N, H, K, V]``; `S` of its dtype is added to it."""
+    if q.is_cuda:
+        return sum_and_read_op(q, k, v, S, cu, scale)
+    return _sum_then_read(q, k, v, S, cu, scale, PLAIN)
+
+
+# -- in PyTorch ----------------------------------------------------------------------------------------------
+
+
+def plain_outer_sum(k: Tensor, v: Tensor, cu: Tensor | None, scale: float = 1.0, S: Tensor | None = None) -> Tensor:
+    """``scale · Σ k vᵀ + S``."""
+    wide = torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
+    k, v = scale * _repeated(k, v.shape[2]).to(wide), v.to(wide)
+    if cu is None:
+        sums = (k.permute(0, 2, 3, 1) @ v.transpose(1, 2))[:, None]
+        return sums if S is None else sums + S
+    chunks = Chunks(k.shape[1], CHUNK, cu, device=k.device)
+    parts = chunks.split(k).mT @ chunks.split(v)  # [B, chunks, H, K, V]
+    sums = parts.new_zeros(k.shape[0], chunks.pieces + 1, *parts.shape[2:]).index_add(1, chunks.piece, parts)
+    sums = sums[:, : chunks.pieces]  # the last took the unused chunks
+    return sums if S is None else sums + S
+
+
+def plain_read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:
+    S = scale * (S.mT if transposed else S)
+    q = _repeated(q, S.shape[2])
+    if cu is None:
+        return (q.transpose(1, 2) @ S[:, 0].to(q.dtype)).transpose(1, 2)
+    chunks = Chunks(q.shape[1], CHUNK, cu, device=q.device)
+    return chunks.merge(chunks.split(q) @ S.index_select(1, chunks.known).to(q.dtype))
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+class By(NamedTuple):
+    """What computes the steps below: ``total(k, v, cu, scale, S)`` is ``scale · Σ k vᵀ + S``, ``read(x, S, cu, scale,
+    transposed)`` what tokens read."""
+
+    total: Callable[..., Tensor]
+    read: Callable[..., Tensor]
+
+
+PLAIN = By(plain_outer_sum, plain_read_state)
+
+
+def _sum(k: Tensor, v: Tensor, cu: Tensor | None, by: By) -> Tensor:
+    return by.total(k, v, cu, 1.0, None)
+
+
+def _sum_back(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, by: By) -> tuple[Tensor, ...]:
+    return _own(by.read(v, dS, cu, 1.0, True), k), by.read(k, dS, cu, 1.0, False).to(v.dtype)
+
+
+def _read(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: By) -> Tensor:
+    return by.read(q, S, cu, scale, transposed)
+
+
+def _read_back(
+    do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: By
+) -> tuple[Tensor, ...]:
+    dS = by.total(q, do, cu, scale, None)
+    dS = (dS.mT.contiguous() if transposed else dS).to(S.dtype)
+    return _own(by.read(do, S, cu, scale, not transposed), q), dS
+
+
+def _sum_then_read(
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float, by: By
+) -> tuple[Tensor, ...]:
+    S = by.total(k, v, cu, 1.0, S)
+    return by.read(q, S, cu, scale, False), S
+
+
+def _sum_then_read_back(
+    do: Tensor, dS: Tensor | None, q: Tensor, k: Tensor, v: Tensor, S: Tensor, cu: Tensor | None, scale: float, by: By
+) -> tuple[Tensor, ...]:
+    dS = by.total(q, do, cu, scale, dS)
+    return _own(by.read(do, S, cu, scale, True), q), *_sum_back(dS, k, v, cu, by), dS
+
+
+def _own(grad: Tensor, x: Tensor) -> Tensor:
+    """A gradient of all heads, summed over those that x's heads serve."""
+    if grad.shape[2] != x.shape[2]:
+        grad = grad.unflatten(2, (x.shape[2], -1)).sum(3, dtype=torch.promote_types(x.dtype, torch.float32))
+    return grad.to(x.dtype)
+
+
+# -- the operators -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _triton() -> tuple[Callable, Callable, By]:
+    """What replays launches, why Triton cannot take a call, and its kernels."""
+    from ..runtime.replayed import again
+    from .read_state_kernel import read, total, unsupported
+
+    return again, unsupported, By(total, read)
+
+
+def _run(step: Callable[..., Any], tensors: Sequence[Tensor | None], *constants: Hashable) -> Any:
+    """A step by Triton where it can, else by PyTorch."""
+    if tensors[0].is_cuda and triton_installed():
+        again, unsupported, by = _triton()
+        if not unsupported(tensors):
+            return again(step, tensors, *constants, by)
+    out = step(*tensors, *constants, PLAIN)
+    return out.contiguous() if isinstance(out, Tensor) else tuple(x.contiguous() for x in out)
+
+
+def _outer_sum(k: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
+    return _run(_sum, (k, v, cu))
+
+
+def _outer_sum_backward(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> list[Tensor]:
+    """Gradients of k and v."""
+    return [*_run(_sum_back, (dS, k, v, cu))]
+
+
+def _read_state(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:
+    return _run(_read, (q, S, cu), scale, transposed)
+
+
+def _read_state_backward(
+    do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool
+) -> list[Tensor]:
+    """Gradients of q and S."""
+    return [*_run(_read_back, (do, q, S, cu), scale, transposed)]
+
+
+def _sum_and_read(
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    o, S = _run(_sum_then_read, (q, k, v, S, cu), scale)
+    return o, S
+
+
+def _sum_and_read_backward(
+    do: Tensor | None, dS: Tensor | None, q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None,
+    scale: float, whole: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v and S; `whole` is what was read."""
+    do = torch.zeros_like(v, dtype=q.dtype) if do is None else do
+    grads = _run(_sum_then_read_back, (do, dS, q, k, v, whole, cu), scale)
+    return [*grads[: 3 if S is None else 4]]
+
+
+def _fake_outer_sum(k, v, cu):
+    wide = torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
+    pieces = 1 if cu is None else cu.shape[0] - 1
+    return k.new_empty((k.shape[0], pieces, v.shape[2], k.shape[3], v.shape[3]), dtype=wide)
+
+
+def _fake_read_state(q, S, cu, scale, transposed):
+    return q.new_empty((*q.shape[:2], S.shape[2], S.shape[3 if transposed else 4]))
+
+
+def _fake_sum_and_read(q, k, v, S, cu, scale):
+    return q.new_empty((*q.shape[:2], *v.shape[2:])), _fake_outer_sum(k, v, cu)
+
+
+outer_sum_op = Operator("outer_sum", _outer_sum, _outer_sum_backward, _fake_outer_sum, 2)
+read_state_op = Operator("read_state", _read_state, _read_state_backward, _fake_read_state, 2)
+sum_and_read_op = Operator("sum_and_read", _sum_and_read, _sum_and_read_backward, _fake_sum_and_read, 4, keeps=(1,))

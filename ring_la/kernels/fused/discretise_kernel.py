@@ -1,0 +1,94 @@
+"""Mamba-2's time step: ``Δ = dt + bias``, perhaps through a softplus; ``v = Δ x`` and ``g = Δ A``: one pass each way.
+
+With dΔ = Σ dv x + dg A:  dx = Δ dv,  ddt = dΔ (times the softplus' slope),  dbias = Σ ddt,  dA = Σ dg Δ
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_la.kernels.fused.log_decay_kernel import softplus
+from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.runtime.replayed import replayed
+from ring_la.kernels.runtime.strided import rows, strides
+from ring_la.kernels.segments.table import cdiv, power_of_2
+
+ELEMENTS, WARPS = 2048, 4
+"""Of a program's tile."""
+
+
+def unsupported(x: Tensor) -> str:
+    """Why these kernels cannot take a call, or an empty string."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype}"
+    return "" if 1 <= x.shape[-1] <= 2048 else f"heads of {x.shape[-1]}"
+
+
+@triton.jit(do_not_specialize=("T", "rows", "sb", "st", "sh"))
+def discretise_kernel(
+    x, dt, A, bias, dv, dg, out, g, T, rows, sb, st, sh, H: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
+    BD: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """BR rows of [B, T, H] of D: v and g, or (BACK) dx, and ddt and dg Δ in ``g [2, rows]``."""
+    i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    d = tl.arange(0, BD)[None, :]
+    live = i < rows
+    inside = live[:, None] & (d < D)
+    h = i % H
+    token = i // H
+    at = (token // T * sb + token % T * st + h * sh)[:, None] * UNIT + d
+    y = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    z = tl.load(dt + i, live, other=0.0).to(tl.float32)
+    a = tl.load(A + h, live, other=0.0).to(tl.float32)
+    if BIAS:
+        z += tl.load(bias + h, live, other=0.0).to(tl.float32)
+    step = softplus(z) if SOFTPLUS else z
+    into = i[:, None] * D + d
+    if BACK:
+        w = tl.load(dv + into, inside, other=0.0).to(tl.float32)
+        u = tl.load(dg + i, live, other=0.0).to(tl.float32)
+        tl.store(out + into, (step[:, None] * w).to(out.dtype.element_ty), inside)
+        to_step = tl.sum(w * y, 1) + u * a
+        if SOFTPLUS:
+            to_step *= tl.sigmoid(z)
+        tl.store(g + i, to_step, live)
+        tl.store(g + rows + i, u * step, live)
+    else:
+        tl.store(out + into, (step[:, None] * y).to(out.dtype.element_ty), inside)
+        tl.store(g + i, step * a, live)
+
+
+@replayed(6, strided=True)
+def _launch(x, dt, A, bias, dv, dg, softplus: bool) -> tuple[Tensor, Tensor]:
+    x, dt, A = rows(x), aligned(dt), aligned(A)
+    bias, dv, dg = (None if t is None else aligned(t) for t in (bias, dv, dg))
+    B, T, H, D = x.shape
+    unit, steps = strides(x)
+    back, count, block = dv is not None, B * T * H, power_of_2(D)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    g = torch.empty(*([2] if back else []), B, T, H, device=x.device)
+    tall = max(1, ELEMENTS // block)
+    if count:
+        launch(
+            discretise_kernel, (cdiv(count, tall),), x, dt, A, A if bias is None else bias, x if dv is None else dv,
+            dt if dg is None else dg, out, g, T, count, *steps, H=H, D=D, BR=tall, BD=block, UNIT=unit,
+            BIAS=bias is not None, SOFTPLUS=softplus, BACK=back, num_warps=WARPS,
+        )  # fmt: skip
+    return out, g
+
+
+def forward(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
+    """(v like x, g ``[B, T, H]`` fp32); see `kernels.gates.discretise`."""
+    return _launch(x, dt, A, bias, None, None, softplus)
+
+
+def backward(
+    dv: Tensor, dg: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of x, dt, A and bias."""
+    dx, found = _launch(x, dt, A, bias, dv, dg, softplus)
+    dbias = None if bias is None else found[0].sum((0, 1)).to(bias.dtype)
+    return dx, found[0].to(dt.dtype), found[1].sum((0, 1)).to(A.dtype), dbias

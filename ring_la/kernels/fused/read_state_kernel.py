@@ -1,0 +1,89 @@
+"""What tokens read from their piece's state, ``o_t = scale · Sᵀ x_t`` or ``scale · S x_t``: one product a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_la.algebra import Rule
+from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.segments.backend import TritonRecurrence
+from ring_la.kernels.segments.cut import Cut
+from ring_la.kernels.segments.table import cdiv, width
+from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
+
+RULE = Rule("additive", "none")
+CHUNK, CHUNKS, COLUMNS = 64, 8, 128
+"""Tokens a product, products a program, and columns of the result a program takes."""
+
+
+@triton.jit(do_not_specialize=SIZES)
+def read_kernel(
+    x, S, o, table, T, N, LENGTH, scale, H: tl.constexpr, HX: tl.constexpr, DX: tl.constexpr, DO: tl.constexpr,
+    BX: tl.constexpr, BO: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, PREC: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """LENGTH tokens of a piece and head, BO columns of o; S [B, N, H, DX, DO], or TRANSPOSED [B, N, H, DO, DX]."""
+    NO: tl.constexpr = (DO + BO - 1) // BO
+    s = tl.program_id(0) // NO
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    start, end, piece, _, _, _ = span(table, s, T, LENGTH, C, VARLEN)
+    if end <= start:
+        return
+    d = tl.arange(0, BX)
+    e = tl.program_id(0) % NO * BO + tl.arange(0, BO)
+    t = tl.arange(0, C)
+    at = e[None, :] * DX + d[:, None] if TRANSPOSED else d[:, None] * DO + e[None, :]
+    state = S + ((b.to(tl.int64) * N + piece) * H + h) * (DX * DO)
+    state = tl.load(state + at, (d < DX)[:, None] & (e < DO)[None, :], other=0.0) * scale
+    state = state.to(x.dtype.element_ty)
+    x_ = head(x, b, start, h, T, HX, H, DX)
+    o_ = head(o, b, start, h, T, H, H, DO)
+    left = end - start
+    for c in range(0, left, C):
+        y = tile(x_ + c * (HX * DX), t, left - c, d, HX * DX, DX)
+        put(o_ + c * (H * DO), tl.dot(y, state, input_precision=PREC), t, left - c, e, H * DO, DO)
+
+
+def total(k: Tensor, v: Tensor, cu: Tensor | None, scale: float, S: Tensor | None = None) -> Tensor:
+    """``scale · Σ k vᵀ + S`` of each piece ``[B, N, H, K, V]``: the adjoint of a recurrence that forgets nothing."""
+    return TritonRecurrence(RULE, Inputs(k, k, v), cu, scale).adjoint(v, S)
+
+
+def unsupported(tensors: Sequence[Tensor | None]) -> str:
+    """Why these kernels cannot take tokens [B, T, H, D], states [B, N, H, K, V] and offsets, or an empty string."""
+    for x in tensors:
+        if x is None or x.dim() == 1:
+            continue
+        if x.dtype != torch.float32 and (x.dim() == 5 or x.dtype not in (torch.bfloat16, torch.float16)):
+            return f"dtype {x.dtype}"
+        if x.shape[-1] > 256:
+            return f"a head size {x.shape[-1]}"
+        if not (0 < x.shape[0] * x.shape[2] <= 65535 and x.shape[1] and x.shape[-1]):
+            return f"sizes {list(x.shape)}"
+    return ""
+
+
+def read(x: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool) -> Tensor:
+    """``o [B, T, H, DO]`` in x's dtype of ``x [B, T, Hx, DX]`` and S ``[B, N, H, DX, DO]``, or the other way round."""
+    x, S = aligned(x), aligned(S)
+    (B, T, HX, DX), N, H = x.shape, S.shape[1], S.shape[2]
+    DO = S.shape[3 if transposed else 4]
+    cu = None if cu is None else aligned(cu.to(torch.int32))
+    fp32 = x.dtype == torch.float32
+    chunk = CHUNK // 2 if fp32 else CHUNK
+    cut = Cut.of(T, CHUNKS * chunk, chunk, cu)
+    block = min(COLUMNS // 2 if fp32 or DX > 128 else COLUMNS, width(DO))
+    o = torch.empty(B, T, H, DO, dtype=x.dtype, device=x.device)
+    launch(
+        read_kernel, (cdiv(DO, block) * cut.count, B * H), x, S, o, cut.table, T, N, cut.length, scale, H=H, HX=HX,
+        DX=DX, DO=DO, BX=width(DX), BO=block, C=chunk, TRANSPOSED=transposed, PREC="tf32x3" if fp32 else "tf32",
+        VARLEN=cu is not None, num_warps=4, num_stages=1 if fp32 else 3,
+    )  # fmt: skip
+    return o

@@ -1,0 +1,221 @@
+"""The PyTorch backend: chunks as affine systems (`terms`), scanned in order. Runs anywhere, in fp32 or fp64.
+
+Forward over chunks c:  ``S_{c+1} = A_c S_c + b_c``,  ``o_c = Q_c S_c + p_c``.
+Backward, right to left: ``G_c = A_cᵀ G_{c+1} + Q_cᵀ do_c``; then the chunk's own terms get the gradients
+``dA = G_{c+1} S_cᵀ``, ``db = G_{c+1}``, ``dQ = do S_cᵀ``, ``dp = do``, and the tokens theirs through `terms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ...algebra import Rule, act, outer, product, transpose
+from ...autograd import full_precision
+from ..protocol import Inputs
+from .chunks import Chunks
+from .terms import Decay, StateTerms, output_terms, state_terms
+
+CHUNK = {"none": 64, "scalar": 64, "diagonal": 32}
+"""Tokens a chunk by decay; measured on two x86 cores at T 2048, K = V = 64 (fp32)."""
+
+
+class ChunkedRecurrence:
+    """One rank's tokens under one rule; see `kernels.local.Local`.
+
+    `size` and `lead` override the chunk length and align chunks (see `Chunks`).
+    """
+
+    prepares = True
+    crosses = False
+
+    def __init__(
+        self,
+        rule: Rule,
+        inputs: Inputs,
+        cu: Tensor | None,
+        scale: float,
+        *,
+        size: int | None = None,
+        lead: Tensor | None = None,
+    ) -> None:
+        self.rule, self.inputs, self.scale = rule, inputs, scale
+        q, v = inputs.q, inputs.v
+        self.chunks = Chunks(q.shape[1], size or CHUNK[rule.decay], cu, lead, q.device)
+        wide = any(x is not None and x.dtype == torch.float64 for x in inputs)
+        self.dtype = torch.float64 if wide else torch.float32
+        self.state_shape = (q.shape[0], self.chunks.pieces, v.shape[2], q.shape[3], v.shape[3])
+        self._chunked_inputs: tuple[Inputs, Decay] | None = None
+        self._state: StateTerms | None = None
+        self._out: tuple[Tensor, Tensor] | None = None
+        self._back: tuple[Callable[..., Inputs], Tensor] | None = None
+
+    # -- the protocol --------------------------------------------------------------------------------------
+
+    def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
+        with full_precision(self.inputs.q):
+            _, S_end = self._scan(S0)
+            return (self._through() if through else None), S_end
+
+    def prepare(self) -> None:
+        with full_precision(self.inputs.q):
+            _ = self.out
+
+    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+        with full_precision(self.inputs.q):
+            entering, S_end = self._scan(S0)
+            Q, p = self.out
+            return self.chunks.merge(Q @ entering + p).to(self.inputs.v.dtype), S_end
+
+    def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
+        with full_precision(self.inputs.q):
+            return self._scan_back(self._cotangent(do), dS_end)[1]
+
+    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
+        with full_precision(self.inputs.q):
+            self._back = self._differentiable_terms(), self._scan(S0)[0]
+
+    def kept(self) -> tuple[Tensor | None, ...]:
+        return ()
+
+    def gradients(
+        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
+    ) -> tuple[Inputs, Tensor]:
+        with full_precision(self.inputs.q):
+            if self._back is None:
+                self.prepare_gradients(S0, do, gate)
+            (back, entering), self._back = self._back, None
+            do = self._cotangent(do)
+            leaving, dS0 = self._scan_back(do, dS_end)
+            dA = outer(self.rule.transition, leaving, entering)
+            return back(dA, leaving, do @ entering.mT, do), dS0
+
+    # -- the chunks' terms ---------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> StateTerms:
+        """The chunks' maps of the state."""
+        if self._state is None:
+            self._chunked_inputs = self._cut(self.inputs)
+            self._state = state_terms(self.rule, *self._chunked_inputs)
+        return self._state
+
+    @property
+    def out(self) -> tuple[Tensor, Tensor]:
+        """The chunks' Q and p."""
+        if self._out is None:
+            state = self.state
+            self._out = output_terms(self.rule, *self._chunked_inputs, self.scale, state)
+        return self._out
+
+    def _cut(self, inputs: Inputs) -> tuple[Inputs, Decay]:
+        heads = inputs.v.shape[2]
+        x = Inputs(*(self._chunked(x, heads) for x in inputs))
+        return x, Decay(self.rule, x)
+
+    def _chunked(self, x: Tensor | None, heads: int) -> Tensor | None:
+        if x is None:
+            return None
+        x = self.chunks.split(x.to(self.dtype))
+        return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+    def _differentiable_terms(self) -> Callable[..., Inputs]:
+        """Compute the terms so that their gradient can be taken; returns the map from it to the inputs' gradient."""
+        with recording():
+            leaves = Inputs(*(None if x is None else x.detach().requires_grad_() for x in self.inputs))
+            x, decay = self._cut(leaves)
+            state = state_terms(self.rule, x, decay)
+            values = (state.A, state.b, *output_terms(self.rule, x, decay, self.scale, state))
+        self._state = StateTerms(None if state.A is None else state.A.detach(), state.b.detach())
+        self._out = (values[2].detach(), values[3].detach())
+
+        def back(*cotangent: Tensor | None) -> Inputs:
+            pairs = [(t, d) for t, d in zip(values, cotangent) if t is not None]
+            present = [x for x in leaves if x is not None]
+            with recording():
+                grads = iter(torch.autograd.grad([t for t, _ in pairs], present, [d for _, d in pairs]))
+            return Inputs(*(None if x is None else next(grads) for x in leaves))
+
+        return back
+
+    def _cotangent(self, do: Tensor) -> Tensor:
+        return self.chunks.split(do.to(self.dtype))
+
+    # -- scans over chunks ---------------------------------------------------------------------------------
+
+    def _scan(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The state entering each chunk ``[B, chunks, H, K, V]``, and leaving each piece."""
+        t, c, kind = self.state, self.chunks, self.rule.transition
+        start = self._states(S0, t.b)
+        entering, leaves, S = [], [], start[:, 0]
+        for i in range(c.count):
+            if c.packed:
+                S = torch.where(c.first[i], start.index_select(1, c.known[i : i + 1])[:, 0], S)
+            entering.append(S)
+            S = act(kind, None if t.A is None else t.A[:, i], S) + t.b[:, i]
+            leaves.append(S)
+        if not c.packed:
+            return torch.stack(entering, 1), S[:, None]
+        leaving = torch.stack(leaves, 1).index_select(1, c.final.clamp(min=0))
+        return torch.stack(entering, 1), torch.where(_per_piece(c.empty), start, leaving)
+
+    def _scan_back(self, do: Tensor, dS_end: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The gradient of the state leaving each chunk, and of the state entering each piece."""
+        c, kind = self.chunks, self.rule.transition
+        A = transpose(kind, self.state.A)
+        own = self.out[0].mT @ do
+        end = self._states(dS_end, own)
+        leaving: list[Tensor] = []
+        G = end[:, -1]
+        into: list[Tensor] = []
+        for i in reversed(range(c.count)):
+            if c.packed:
+                G = torch.where(c.last[i], end.index_select(1, c.known[i : i + 1])[:, 0], G)
+            leaving.append(G)
+            G = act(kind, None if A is None else A[:, i], G) + own[:, i]
+            into.append(G)
+        leaving.reverse()
+        into.reverse()
+        if not c.packed:
+            return torch.stack(leaving, 1), into[0][:, None]
+        dS0 = torch.stack(into, 1).index_select(1, c.begin.clamp(max=c.count - 1))
+        return torch.stack(leaving, 1), torch.where(_per_piece(c.empty), end, dS0)
+
+    def _through(self) -> Tensor | None:
+        """The product of each piece's transitions."""
+        t, c, kind = self.state, self.chunks, self.rule.transition
+        if t.A is None:
+            return None
+        unit = t.A.new_ones(()) if kind != "dense" else torch.eye(t.A.shape[-1], dtype=t.A.dtype, device=t.A.device)
+        products, P = [], unit.expand_as(t.A[:, 0])
+        for i in range(c.count):
+            if c.packed:
+                P = torch.where(c.first[i], unit, P)
+            P = product(kind, t.A[:, i], P)
+            products.append(P)
+        if not c.packed:
+            return P[:, None]
+        A = torch.stack(products, 1).index_select(1, c.final.clamp(min=0))
+        return torch.where(c.empty.view(1, -1, *[1] * (A.dim() - 2)), unit, A)
+
+    def _states(self, S: Tensor | None, like: Tensor) -> Tensor:
+        return like.new_zeros(self.state_shape) if S is None else S.to(self.dtype)
+
+
+def _per_piece(mask: Tensor) -> Tensor:
+    return mask.view(1, -1, 1, 1, 1)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd on, also inside a registered operator, where the dispatcher has switched it off."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradOther, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    with guard, torch.enable_grad():
+        yield

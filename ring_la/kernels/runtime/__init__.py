@@ -1,0 +1,1 @@
+"""Launching Triton kernels: once by Triton, then by addresses; whole calls recorded and replayed."""

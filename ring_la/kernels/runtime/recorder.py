@@ -1,0 +1,245 @@
+"""What watches the steps of a call and makes a `Tape` of each.
+
+A dispatch mode sees torch's operations, and `launch` tells of kernels. Memory is laid out by when it was needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ring_la.kernels.runtime.compiled import Compiled
+from ring_la.kernels.runtime.launch import Beside, Interpreted, recording
+from ring_la.kernels.runtime.tape import InterpretedLaunch, Launched, Operation, Ordered, Place, Ref, Tape, Tiled
+
+BOUNDARY = 256
+"""Bytes every part of an allocation is aligned to."""
+
+aten = torch.ops.aten
+EMPTY = (
+    aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
+    aten.new_empty_strided.default,
+)  # fmt: skip
+
+
+@dataclass
+class _Allocated:
+    """A tensor a step allocated: when, in events, and until when its memory was needed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: StorageWeakRef
+    born: int
+    died: int | None = None
+
+    @property
+    def size(self) -> int:
+        bytes_ = self.dtype.itemsize * math.prod(self.shape)
+        return max(1, -(-bytes_ // BOUNDARY)) * BOUNDARY
+
+
+class Recorder(TorchDispatchMode):
+    """Watches the steps of one call (``with recorder.watching(): …``) and makes a tape of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._next = 1
+        self._places: dict[int, Place] = {}  # parts of earlier steps' buffers
+        self._events: list[tuple] = []
+        self._allocated: dict[int, _Allocated] = {}
+        self._refused = False
+        self._lasting: dict[int, Tensor] = {}
+
+    def __enter__(self) -> Recorder:
+        self._token = recording.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        recording.reset(self._token)
+
+    def bring(self, x: Tensor) -> int:
+        """A tensor of the caller; the numbers are those `Playing.bring` gives."""
+        return self._number(x)
+
+    def outlived(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors that are there as long as the tape is, at one address."""
+        self._lasting |= {id(x): x for x in tensors}
+
+    # -- what happens ----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self._look()
+        known = tuple(self._referred(x) for x in args)
+        out = function(*args, **kwargs)
+        if any(isinstance(x, Tensor) for x in kwargs.values()):
+            self._refused = True
+        made = (out,) if isinstance(out, Tensor) else out
+        if not isinstance(made, (tuple, list)) or not all(isinstance(x, Tensor) for x in made):
+            self._refused = True
+        elif function in EMPTY and out.is_contiguous():
+            number = self._number(out)
+            self._allocated[number] = _Allocated(
+                tuple(out.shape), out.dtype, StorageWeakRef(out.untyped_storage()), len(self._events)
+            )
+            self._events.append(("allocated", number))
+        else:
+            numbers = tuple(0 if x in self._numbers else self._number(x) for x in made)
+            self._events.append(("operation", function, known, kwargs, numbers))
+        return out
+
+    def launched(
+        self, how: Compiled | Interpreted, grid: tuple[int, int, int], args: Sequence[Any], beside: Beside | None
+    ) -> None:
+        self._look()
+        self._events.append(("launched", how, grid, tuple(self._referred(x) for x in args), beside))
+
+    def ordered(self, step: Callable[[], None]) -> None:
+        self._look()
+        self._events.append(("ordered", step))
+
+    def _number(self, x: Tensor) -> int:
+        self._numbers[x] = number = self._next
+        self._next += 1
+        return number
+
+    def _referred(self, x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(self._referred(y) for y in x)
+        if isinstance(x, TensorDescriptor):
+            return Tiled(self._referred(x.base), x.shape, x.strides, x.block_shape)
+        if not isinstance(x, Tensor) or id(x) in self._lasting:
+            return x
+        if x not in self._numbers:
+            self._refused = True  # memory this call does not own, and its caller did not bring
+            return None
+        return Ref(self._numbers[x])
+
+    def _look(self) -> None:
+        """Whose memory is no longer needed."""
+        for one in self._allocated.values():
+            if one.died is None and one.storage.expired():
+                one.died = len(self._events)
+
+    # -- a step's end ----------------------------------------------------------------------------------------
+
+    def finish(
+        self, returned: Sequence[Tensor | None], kept: Sequence[Tensor | None] = (), last: bool = False
+    ) -> Tape | None:
+        """The tape of the step that ends here with `returned`. None: it did something that cannot be repeated so.
+
+        `kept` must be tensors of their own, as the results are: so are all that are still there, but after the `last`
+        step, when no later one returns them.
+        """
+        self._look()
+        events, self._events = self._events, []
+        allocated, self._allocated = self._allocated, {}
+        numbers = tuple(0 if x is None else self._numbers.get(x, -1) for x in returned)
+        if -1 in numbers or any(n in self._places for n in numbers):
+            self._refused = True
+        if self._refused:
+            return None
+        used = {r.number for e in events if e[0] == "operation" for r in _refs(e[2])}
+        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in (*returned, *kept) if x is not None}
+        whole = {
+            n for n, a in allocated.items()
+            if n in used or a.storage.cdata in storages or (a.died is None and not last)
+        }  # fmt: skip
+        scratch = {n: a for n, a in allocated.items() if n not in whole and a.died is not None}
+        lasting = {n: a for n, a in allocated.items() if n not in whole and a.died is None}
+        buffers = []
+        for parts in (scratch, lasting):
+            offsets, size = layout(
+                [(a.size, a.born, len(events) if a.died is None else a.died) for a in parts.values()]
+            )
+            if parts:
+                buffers.append((self._next, size))
+                places = zip(parts.items(), offsets)
+                self._places |= {n: Place(self._next, offset, a.shape, a.dtype) for (n, a), offset in places}
+                self._next += 1
+        alive = {number for number in self._numbers.values()}
+        needed = alive | set(numbers) | used | {r.number for e in events if e[0] == "launched" for r in _refs(e[3])}
+        work = tuple(
+            self._done(e)
+            for e in events
+            if e[0] in ("launched", "ordered") or (e[0] == "operation" and _wanted(e, needed))
+        )
+        made = whole | {n for e in events if e[0] == "operation" for n in e[4] if n}
+        dead = tuple(n for n in made if n not in alive) + tuple(n for n, _ in buffers[: bool(scratch)])
+        room = [(n, allocated[n].shape, _strides(allocated[n].shape), allocated[n].dtype) for n in sorted(whole)]
+        room += [(n, (size,), (1,), torch.uint8) for n, size in buffers]
+        return Tape(self._next, tuple(room), work, dead, numbers)
+
+    def _done(self, event: tuple) -> Launched | InterpretedLaunch | Ordered | Operation:
+        if event[0] == "ordered":
+            return Ordered(event[1])
+        if event[0] == "operation":
+            _, function, args, keywords, numbers = event
+            return Operation(function, tuple(self._placed(x) for x in args), keywords, numbers)
+        _, how, grid, args, beside = event
+        if isinstance(how, Interpreted):
+            return InterpretedLaunch(how, grid, tuple(self._placed(x) for x in args))
+        tiles = {i: x for i, x in enumerate(args) if isinstance(x, Tiled)}
+        return Launched.of(how, grid, [self._base(x.base if isinstance(x, Tiled) else x) for x in args], tiles, beside)
+
+    def _placed(self, x: Any) -> Any:
+        if isinstance(x, Tiled):
+            return replace(x, base=self._placed(x.base))
+        if isinstance(x, (tuple, list)) and not isinstance(x, Ref):
+            return type(x)(self._placed(y) for y in x)
+        return self._places.get(x.number, x) if isinstance(x, Ref) else x
+
+    def _base(self, x: Any) -> tuple[int, int | float]:
+        if not isinstance(x, Ref):
+            if isinstance(x, Tensor):
+                return 0, x.data_ptr()
+            return 0, 0 if x is None else x  # None was a constant to the compiler
+        place = self._places.get(x.number)
+        return (x.number, 0) if place is None else (place.buffer, place.offset)
+
+
+def layout(parts: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Offsets of parts (size, first event, event from which it is not needed) in one buffer, and its size: parts needed
+    at once do not overlap. The largest first, each at the first place it fits."""
+    placed: list[tuple[int, int, int, int]] = []
+    offsets = [0] * len(parts)
+    for i in sorted(range(len(parts)), key=lambda i: -parts[i][0]):
+        size, born, died = parts[i]
+        at = 0
+        for start, stop, *life in sorted(placed):
+            if life[0] < died and born < life[1] and start < at + size and at < stop:
+                at = stop
+        offsets[i] = at
+        placed.append((at, at + size, born, died))
+    return offsets, max((stop for _, stop, *_ in placed), default=0)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod([max(1, n) for n in shape[i + 1 :]]) for i in range(len(shape)))
+
+
+def _refs(x: Any) -> list[Ref]:
+    if isinstance(x, Ref):
+        return [x]
+    if isinstance(x, Tiled):
+        return _refs(x.base)
+    return [r for y in x for r in _refs(y)] if isinstance(x, (tuple, list)) else []
+
+
+def _wanted(event: tuple, needed: set[int]) -> bool:
+    """Whether an operation does more than to make a view nobody needs."""
+    _, function, _, _, numbers = event
+    views = all(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+    return not views or any(n in needed for n in numbers)

@@ -1,0 +1,235 @@
+"""A call's work on the device, written down once and done again without the Python that led to it.
+
+What a kernel's host code does (allocations, launches, a few of torch's operations) depends on shapes, dtypes and flags
+alone, never on values. A `Recorder` (see `recorder`) watches it once; a `Tape` repeats it on other tensors with one
+allocation for all that nobody sees afterwards, laid out by when each part was needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ring_la.kernels.runtime.compiled import FIRST, STREAM, Compiled, current_stream
+from ring_la.kernels.runtime.launch import Beside, Interpreted, bind
+
+MAPS = 64
+"""Encoded descriptors of one argument of a launch that are kept."""
+
+
+class Ref(NamedTuple):
+    """A tensor of a tape by its number."""
+
+    number: int
+
+
+class Place(NamedTuple):
+    """Part of a buffer: the buffer's number, bytes from its start."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A tensor descriptor: what its tensor stands for, and how it is read."""
+
+    base: Any
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+
+class Described:
+    """A tensor descriptor as Triton's launcher reads it, of memory that no tensor need stand for."""
+
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, address: int, tiled: Tiled) -> None:
+        bind()
+        self.base, self.shape, self.strides = self, tiled.shape, tiled.strides
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class Maps(dict[int, Any]):
+    """What a launch takes of a descriptor, by the address it is of: encoded once, since a call's memory tends to lie
+    where the last one's lay. At most `MAPS`."""
+
+    def __init__(self, tiled: Tiled, encode: Callable[[Described], list[Any]] | None) -> None:
+        self._tiled, self._encode = tiled, encode
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MAPS:
+            self.clear()
+        found = Described(address, self._tiled)
+        self[address] = found = found if self._encode is None else self._encode(found)[0]
+        return found
+
+
+class Playing:
+    """The tensors of a call by number: what the caller brought and what the tapes made. Number 0 is no tensor, but
+    where constants count from. `like`: any tensor of the device; `device`: which CUDA device that is, if it is one."""
+
+    __slots__ = ("bases", "device", "like", "stream", "tensors")
+
+    def __init__(self, like: Tensor) -> None:
+        self.like, self.device = like, like.device.index if like.is_cuda else None
+        self.tensors: list[Tensor | None] = [None]
+        self.bases = [0]
+        self.stream = 0
+
+    def bring(self, x: Tensor, address: int) -> None:
+        """A tensor of the caller, contiguous and aligned; its number is the next."""
+        self.tensors.append(x)
+        self.bases.append(address)
+
+    def put(self, number: int, x: Tensor) -> None:
+        self.tensors[number] = x
+        self.bases[number] = x.data_ptr()
+
+    def at(self, place: Place) -> Tensor:
+        """A tensor over part of a buffer."""
+        size = place.dtype.itemsize * math.prod(place.shape)
+        return self.tensors[place.buffer][place.offset : place.offset + size].view(place.dtype).view(place.shape)
+
+
+class Launched(NamedTuple):
+    """A launch: the frame of `Compiled.start` without addresses, and where in it which tensor's go: (index, its number,
+    bytes from its start), or descriptors of what lies there. `beside`: the stream it goes to, if not the caller's."""
+
+    how: Compiled
+    frame: list[Any]
+    places: tuple[tuple[int, int, int], ...]
+    tiles: tuple[tuple[int, int, int, Maps], ...]
+    beside: Beside | None = None
+
+    @classmethod
+    def of(
+        cls, how: Compiled, grid: tuple[int, int, int], args: Sequence[tuple[int, int | float]],
+        tiles: Mapping[int, Tiled], beside: Beside | None,
+    ) -> Launched:  # fmt: skip
+        """Each of `args` is a tensor's number and bytes from its start, or 0 and a constant; those of `tiles` are
+        descriptors."""
+        how, encodings = how.encoding() if tiles else (how, {})
+        places, maps, flat = [], [], []
+        for i, (number, offset) in enumerate(args):
+            at = FIRST + len(flat)
+            if i in tiles:
+                maps.append((at, number, offset, Maps(tiles[i], encodings.get(i))))
+                flat += [None, *tiles[i].shape, *tiles[i].strides] if encodings else [None]
+            elif number:
+                places.append((at, number, offset))
+                flat.append(0)
+            else:
+                flat.append(offset)
+        return cls(how, how.frame(grid, flat), tuple(places), tuple(maps), beside)
+
+    def play(self, playing: Playing) -> None:
+        bases, frame = playing.bases, self.frame.copy()
+        for i, number, offset in self.places:
+            frame[i] = bases[number] + offset
+        for i, number, offset, maps in self.tiles:
+            frame[i] = maps[bases[number] + offset]
+        frame[STREAM] = playing.stream if self.beside is None else self.beside.stream.cuda_stream
+        self.how.start(frame)
+
+
+class InterpretedLaunch(NamedTuple):
+    """A launch of Triton's interpreter."""
+
+    how: Interpreted
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+
+    def play(self, playing: Playing) -> None:
+        self.how(self.grid, 0, [_filled(x, playing) for x in self.args])
+
+
+class Ordered(NamedTuple):
+    """Streams put in order."""
+
+    step: Callable[[], None]
+
+    def play(self, playing: Playing) -> None:
+        self.step()
+
+
+class Operation(NamedTuple):
+    """One of torch's operations, and the numbers of what it makes (0: nothing new)."""
+
+    function: Any
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    out: tuple[int, ...]
+
+    def play(self, playing: Playing) -> None:
+        out = self.function(*[_filled(x, playing) for x in self.args], **self.keywords)
+        for number, x in zip(self.out, (out,) if isinstance(out, Tensor) else out):
+            if number:
+                playing.put(number, x)
+
+
+class Tape(NamedTuple):
+    """The work of one step of a call.
+
+    `end` is the first number beyond its tensors; `room` are those allocated (number, shape, strides, dtype), bytes
+    holding many parts; `dead` are those nobody needs after it; `returned` is its result.
+    """
+
+    end: int
+    room: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    work: tuple[Launched | InterpretedLaunch | Ordered | Operation, ...]
+    dead: tuple[int, ...]
+    returned: tuple[int, ...]
+
+    def play(self, playing: Playing) -> list[Tensor | None]:
+        """Do it on what `playing` holds."""
+        device, tensors, bases = playing.device, playing.tensors, playing.bases
+        if device is not None:
+            if device != torch._C._cuda_getDevice():  # the public way takes the host longer
+                with torch.cuda.device(device):
+                    return self.play(playing)
+            playing.stream = current_stream(device)
+        new = self.end - len(tensors)
+        tensors.extend([None] * new)
+        bases.extend([0] * new)
+        empty = playing.like.new_empty_strided  # half the host's time of torch.empty
+        for number, shape, strides, dtype in self.room:
+            tensors[number] = x = empty(shape, strides, dtype=dtype)
+            bases[number] = x.data_ptr()
+        for one in self.work:
+            one.play(playing)
+        out = [tensors[number] for number in self.returned]
+        for number in self.dead:
+            tensors[number] = None
+        return out
+
+
+class Known:
+    """What is known of a step: its tape, once written; whether it was seen before; whether it cannot be written."""
+
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+        self.seen = self.refused = False
+
+
+def _filled(x: Any, playing: Playing) -> Any:
+    if isinstance(x, Tiled):
+        return TensorDescriptor(_filled(x.base, playing), x.shape, x.strides, x.block)
+    if isinstance(x, Ref):
+        return playing.tensors[x.number]
+    if isinstance(x, Place):
+        return playing.at(x)
+    return type(x)(_filled(y, playing) for y in x) if isinstance(x, (tuple, list)) else x

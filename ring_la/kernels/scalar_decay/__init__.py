@@ -1,0 +1,1 @@
+"""Additive writes under a scalar decay or none, in Triton."""
