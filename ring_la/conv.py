@@ -15,7 +15,7 @@ from .checks import FLOATS, check_flag, check_nan, check_split
 from .comm import Replicated, Route, SumOverRanks
 from .context import ShardedLayout
 from .errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
-from .kernels.fused.short_conv import Rows, convolve, convolve_backward
+from .kernels.fused.short_conv import LedTokens, convolve, convolve_backward
 from .linear import Seams
 from .outputs import ShortConvOutput, TokenShiftOutput
 
@@ -161,12 +161,12 @@ def _token_shift(
 
 def behind(
     x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout | None, cu_seqlens: Tensor | None
-) -> Rows:
+) -> LedTokens:
     """The tokens of ``x [B, T, D]``, of any dtype, behind the `width` before them.
 
     `initial` are the rows before each document ``[N, width, D]``; None: zeros.
     """
-    return Rows.of(x, width, *_leads(x, width, initial, layout, cu_seqlens))
+    return LedTokens.of(x, width, *_leads(x, width, initial, layout, cu_seqlens))
 
 
 _short_conv_split, _token_shift_split = outside_graphs(_short_conv), outside_graphs(_token_shift)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import ring_la
 from ring_la.cli.bench_ops import peers
-from ring_la.kernels.runtime.compiled import Compiled
+from ring_la.kernels.runtime.triton_version import CompiledKernel
 from tests.conformance.cases import make_inputs
 
 OPS = (
@@ -49,7 +49,7 @@ class Launches:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        real = Compiled.start
+        real = CompiledKernel.start
 
         def timed(*args) -> None:
             start = time.perf_counter()
@@ -57,11 +57,11 @@ class Launches:
             self.seconds += time.perf_counter() - start
             self.count += 1
 
-        Compiled.start = timed
+        CompiledKernel.start = timed
         try:
             yield
         finally:
-            Compiled.start = real
+            CompiledKernel.start = real
 
 
 class Nothing(torch.autograd.Function):

@@ -15,8 +15,8 @@ import torch
 
 from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds
 from ring_la.kernels.fused import short_conv
-from ring_la.kernels.fused import short_conv_launches as conv
-from ring_la.kernels.runtime import replayed as again
+from ring_la.kernels.fused import short_conv_kernel as conv
+from ring_la.kernels.runtime.replayed_function import record_of
 
 SHAPES = ((1, 32768, 12288), (1, 32768, 3072), (4, 4096, 3072), (1, 2048, 6144))
 SIZES = list(itertools.product((64, 128, 256), (2, 4, 8)))
@@ -26,7 +26,7 @@ RUNS = ((32, 64), (32, 128), (32, 256), (64, 512), (16, 1024))
 def choose(channels: int, step: int, runs: tuple[int, int]) -> None:
     conv.CHANNELS = channels
     conv.FORWARD = conv.BACKWARD = (step, *runs)
-    again.signature.cache_clear()  # what is replayed has the sizes it was written down with
+    record_of.cache_clear()  # what is replayed has the sizes it was written down with
 
 
 def given(B: int, T: int, D: int, packed: bool) -> tuple[torch.Tensor, ...]:
