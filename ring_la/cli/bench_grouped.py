@@ -27,7 +27,7 @@ from torch import Tensor
 from ring_la.cli.options import count
 from ring_la.errors import UnsupportedError
 from ring_la.grouped_gemm import grouped_gemm
-from ring_la.kernels.grouped import BACKENDS, Call, choose, load, tuning
+from ring_la.kernels.grouped import BACKENDS, GroupedProduct, choose, load, tuning
 from ring_la.kernels.grouped.aten import grouped_mm
 
 KINDS = ("rows", "rows_t", "outer")
@@ -47,11 +47,11 @@ def group_sizes(kind: str, rows: int, groups: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def call_of(kind: str, a: Tensor, b: Tensor, dc: Tensor, sizes: Tensor) -> Call:
+def call_of(kind: str, a: Tensor, b: Tensor, dc: Tensor, sizes: Tensor) -> GroupedProduct:
     return {
-        "rows": Call("rows", a, b, sizes),
-        "rows_t": Call("rows", dc, b.mT, sizes),
-        "outer": Call("outer", a, dc, sizes),
+        "rows": GroupedProduct("rows", a, b, sizes),
+        "rows_t": GroupedProduct("rows", dc, b.mT, sizes),
+        "outer": GroupedProduct("outer", a, dc, sizes),
     }[kind]
 
 
@@ -67,7 +67,7 @@ def error(out: Tensor, truth: Tensor) -> float:
     return float((out.double() - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
-def truth_of(call: Call) -> Tensor:
+def truth_of(call: GroupedProduct) -> Tensor:
     return load("loop").compute(call._replace(x=call.x.double(), y=call.y.double(), sizes=call.sizes.cpu()))
 
 
@@ -96,9 +96,9 @@ def check_all() -> list[dict]:
             truth = truth_of(call)
             low = error(load("loop").compute(call), truth)
             for name in BACKENDS:
-                reason = load(name).refusal(call)
+                reason = load(name).unsupported(call)
                 line = {"kind": kind, "backend": name, "dtype": str(dtype), "K": k, "N": n, "G": len(sizes)}
-                if reason is None:
+                if not reason:
                     found = error(load(name).compute(call), truth)
                     line |= {"error": found, "of the loop": low, "ok": bool(found <= 2 * low + 1e-6)}
                 else:
@@ -169,7 +169,7 @@ def times(functions: dict[str, Callable[[], object]], rounds: int = ROUNDS, inne
     return {name: statistics.median(s.elapsed_time(e) / inner for s, e in pairs) for name, pairs in marks.items()}
 
 
-def contenders(kind: str, call: Call, sizes: list[int]) -> dict[str, Callable[[], object]]:
+def contenders(kind: str, call: GroupedProduct, sizes: list[int]) -> dict[str, Callable[[], object]]:
     """The ways to compute one product."""
     ends = call.ends()
     x, y = call.x, call.y
@@ -178,10 +178,10 @@ def contenders(kind: str, call: Call, sizes: list[int]) -> dict[str, Callable[[]
         "dense": (lambda: x.mT @ y) if kind == "outer" else (lambda: x @ y[0]),
         "loop": lambda: load("loop").compute(host),
     }
-    if load("torch").refusal(call) is None:
+    if not load("torch").unsupported(call):
         functions["torch"] = lambda: grouped_mm(x.mT if kind == "outer" else x, y, ends)
     for name in ("cutlass", "triton"):
-        if load(name).refusal(call) is None:
+        if not load(name).unsupported(call):
             functions[name] = lambda name=name: load(name).compute(call)
     operator = torch.ops.ring_la.grouped_outer if kind == "outer" else torch.ops.ring_la.grouped_rows
     functions["auto"] = lambda: operator(x, y, call.sizes, "auto", True)
@@ -203,11 +203,11 @@ def training(a: Tensor, b: Tensor, dc: Tensor, sizes: list[int], device_sizes: T
         "triton": lambda: grouped_gemm(a, b, device_sizes, backend="triton"),
         "auto": lambda: grouped_gemm(a, b, device_sizes),
     }
-    call = Call("rows", a.detach(), b.detach(), device_sizes)
+    call = GroupedProduct("rows", a.detach(), b.detach(), device_sizes)
     return {
         name: lambda name=name, f=f: torch.autograd.grad(f(), (a, w if name == "dense" else b), dc)
         for name, f in forwards.items()
-        if name not in ("torch", "triton") or load(name).refusal(call) is None
+        if name not in ("torch", "triton") or not load(name).unsupported(call)
     }
 
 

@@ -28,7 +28,7 @@ from ..context import ContextParallel
 from ..kernels import Inputs
 from ..kernels.choice import triton_refuses, triton_tokens_refuses
 from ..kernels.grouped import BACKENDS as GROUPED
-from ..kernels.grouped import Call, choose, load
+from ..kernels.grouped import GroupedProduct, choose, load
 from ..scan import STRATEGIES, Chain
 from ..softmax.backends import BACKENDS, Ask
 from ..softmax.scores import Scores
@@ -122,9 +122,9 @@ def softmax(heads: int, width: int) -> list[tuple[str, str]]:
 def grouped() -> list[tuple[str, str]]:
     device, dtype = device_and_dtype()
     a, b = torch.empty(256, 64, device=device, dtype=dtype), torch.empty(4, 64, 64, device=device, dtype=dtype)
-    call = Call("rows", a, b, torch.full((4,), 64, device=device))
+    call = GroupedProduct("rows", a, b, torch.full((4,), 64, device=device))
     used = choose("auto", call)
-    return [(n, load(n).refusal(call) or ("used" if n == used else "could")) for n in GROUPED]
+    return [(n, load(n).unsupported(call) or ("used" if n == used else "could")) for n in GROUPED]
 
 
 def symmetric(comm: Group) -> str:

@@ -74,7 +74,7 @@ def class_of(x: Any, unspecialised: bool) -> Hashable:
     if isinstance(x, TensorDescriptor):
         return x.base.dtype, tuple(x.block_shape)
     if isinstance(x, tuple):
-        return tuple(class_of(y, unspecialised) for y in x)
+        return tuple(class_of(y, False) for y in x)  # Triton looks into tuples whatever it is told
     return type(x)
 
 
