@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..algebra import Affine, Rule
 from ..comm import Group
-from ..comm.symmetric import refusal
+from ..comm.sharing import unsupported
 from ..context import ContextParallel
 from ..kernels import Inputs
 from ..kernels.choice import triton_refuses, triton_tokens_refuses
@@ -137,10 +137,10 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
     start = time.monotonic()
     cp = ContextParallel(scan="auto")
     seconds = time.monotonic() - start
-    hosts = set(cp.comm.tell(socket.gethostname()))
+    hosts = set(cp.comm.agreement.tell(socket.gethostname()))
     lines = [
         ("hosts, backend", f"{len(hosts)}, {dist.get_backend()}"),
-        ("symmetric memory", refusal(cp.comm) or symmetric(cp.comm)),
+        ("symmetric memory", unsupported(cp.comm, cp.comm.agreement) or symmetric(cp.comm)),
         ("set-up", f"{seconds:.2f} s, the measurement included"),
     ]
     for pattern in ("link", "hop", "swap", "gather", "exchange"):

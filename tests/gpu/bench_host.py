@@ -198,7 +198,7 @@ def exchanges() -> list[dict[str, Any]]:
         }
         for pattern, call in patterns.items():
             for ordered in (True, False):
-                with g.in_order(ordered):
+                with g.streams.in_order(ordered):
                     for _ in range(3):
                         call()
                     rows.append(

@@ -8,6 +8,9 @@ import types
 import pytest
 import torch
 
+from tests.kernels.triton_cases import interpreted
+
+interpreted()  # here it would do to compile, but not for the files after this one
 triton = pytest.importorskip("triton")
 
 from ring_la.kernels.runtime import contract  # noqa: E402

@@ -165,7 +165,7 @@ class Parallel:
         if validate == "always" or (validate == "first" and (error is not None or not self._compared)):
             report = f"refused: {error}" if error else {n: _facts(x) for n, x in given.items() if n != "self"}
             try:
-                self.cp.comm.agree("the inputs of the model, which every rank must be given whole", report)
+                self.cp.comm.agreement.agree("the inputs of the model, which every rank must be given whole", report)
             except PeerError:
                 if error is not None:  # the others compared a call before: this rank's own error
                     raise error from None
