@@ -67,6 +67,10 @@ INLINE void ldm_trans(u32* r, u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
 }
+INLINE void stm(const u32* r, u32 a) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(a), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
 INLINE void stm_trans(const u32* r, u32 a) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(a), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
@@ -79,6 +83,13 @@ INLINE void bar_arrive(u32 a) { asm volatile("mbarrier.arrive.shared.b64 _, [%0]
 INLINE void bar_wait(u32 a, u32 phase) {
   asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}"
                ::"r"(a), "r"(phase) : "memory");
+}
+INLINE void bar_expect(u32 a, u32 bytes) {  // arrive, and wait for so many bytes of copies
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(a), "r"(bytes) : "memory");
+}
+INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {  // by the copy engine; `bar` hears of it
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 INLINE int load_acquire(const int* p) {
   int x;
@@ -100,6 +111,7 @@ INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
 }
 
 #define F4(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
+#define F8(x) F4(x), F4((x) + 4)
 #define F16(x) F4(x), F4((x) + 4), F4((x) + 8), F4((x) + 12)
 #define F64(x) F4(x[0]), F4(x[1]), F4(x[2]), F4(x[3]), F4(x[4]), F4(x[5]), F4(x[6]), F4(x[7]), F4(x[8]), F4(x[9]), \
                F4(x[10]), F4(x[11]), F4(x[12]), F4(x[13]), F4(x[14]), F4(x[15])
@@ -107,6 +119,10 @@ INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
 INLINE void wg_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void wg_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait for what was committed. The registers are named behind the wait, so that nothing reads them before it.
+INLINE void wg_wait(float (&d)[8]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("" : F8(d)::"memory");
+}
 INLINE void wg_wait(float (&d)[16]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   asm volatile("" : F16(d)::"memory");
@@ -131,6 +147,27 @@ INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) {
       "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
       "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
       : F64(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// d [64, 16] = a [64, 16] b [16, 16] (`more`: + d); b stored [n][k]
+INLINE void wgmma16(float (&d)[8], const u32* a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;\n}"
+      : F8(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+}
+// The same with a in shared memory, stored [k][m]
+INLINE void wgmma16(float (&d)[8], u64 a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 1, 0;\n}"
+      : F8(d) : "l"(a), "l"(b), "r"(more));
+}
+INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+      "%16, %17, p, 1, 1, 1, 0;\n}"
+      : F16(d) : "l"(a), "l"(b), "r"(more));
 }
 // Of an operand in shared memory with 128-byte swizzle: bytes between its parts (PTX ISA, matrix descriptor format).
 INLINE u64 descriptor(u32 at, u32 lead, u32 stride) {

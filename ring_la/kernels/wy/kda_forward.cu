@@ -15,14 +15,9 @@
 // rounding, when the span begins. The bound holds element by element: with |S| <= u in each row, a token gives
 // u <- e^g u, then u <- u + beta |k| (|k| . u). Where it is not small enough, the span waits for the state that the one
 // before it leaves. Programs take spans in order, so that one which waits waits for one that runs.
-#include "hopper.cuh"
+#include "kda.cuh"
 
-#define C 16    // tokens a chunk
-#define D 128   // channels of a head
 #define SLOTS 8 // chunks under way, one a warp that makes factors
-#define GROUP 4 // tokens whose factors are made together
-#define FORGOTTEN 9.3e-10f // 2^-30
-#define HARDEST -82.f      // e^82 is the largest factor
 
 // A slot: k and q, then kg and qg (128-byte swizzle, 64 channels a row); g, then kd in its place; v, then o; M; P; e^GL.
 #define SLOT 22528
@@ -32,85 +27,14 @@
 #define OFF_M 20480
 #define OFF_P 20992
 #define OFF_E 21504
+#define OFF_B 22016  // beta, where it is kept apart from M
 #define SCRATCH (SLOTS * SLOT) // of each warp that makes factors: ki, and the triangle it inverts
 #define OWN (4096 + 1280)
 #define BARS (SCRATCH + SLOTS * OWN) // of each slot: full, empty
 #define HARD (BARS + SLOTS * 16)     // of each slot: whether it goes token by token
 #define SAID (HARD + SLOTS * 4)      // the ticket; forgotten over one chunk, over two; whether the next span waits
+#define STAGE (SAID + 16)             // of each warp that carries the state: 1 KB on its way out
 
-struct Args {
-  const u16 *q, *k, *v;  // [tokens, HK, 128], v [tokens, H, 128], bf16
-  const void *g, *beta;  // [tokens, H, 128] and [tokens, H], fp32 or bf16
-  u16* o;                // [tokens, H, 128]
-  const float* S0;       // [pieces, H, K, V] or null: zero
-  float* S1;             // [pieces, H, K, V] or null: nobody wants it
-  const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
-  const int* cu;         // [pieces + 1] beside a table
-  int* decided;          // [count, H], zero at first: 1 a span starts from zero, 2 it waits
-  int* done;             // [count, H], zero at first: whether `states` holds what the span leaves
-  int* ticket;           // zero at first
-  float* states;         // [count, H, 128 * 128]
-  int T, H, HK, count, length, pieces;
-  float scale;
-};
-
-struct Span { int begin, end, piece, first, last; };
-
-INLINE Span span_of(const Args& a, int s) {
-  Span x;
-  if (a.table) {
-    const int* row = a.table + s * 6;
-    x.begin = row[0]; x.end = row[1]; x.piece = row[2]; x.first = row[4]; x.last = row[5];
-  } else {
-    const int each = (a.T + a.length - 1) / a.length, n = s % each;
-    x.piece = s / each; x.first = n == 0; x.last = n == each - 1;
-    x.begin = x.piece * a.T + n * a.length; x.end = x.piece * a.T + min((n + 1) * a.length, a.T);
-  }
-  return x;
-}
-
-INLINE float beta_at(const Args& a, u64 i) {
-#if BETA_BF16
-  return __uint_as_float((u32)((const u16*)a.beta)[i] << 16);
-#else
-  return ((const float*)a.beta)[i];
-#endif
-}
-
-// Whether what entered `tokens` tokens before `begin` is forgotten there; by one warp, four channels a lane.
-INLINE bool forgotten(const Args& a, int begin, int h, int tokens, int lane) {
-  const int hk = h / (a.H / a.HK);
-  float u[4] = {1.f, 1.f, 1.f, 1.f};
-  for (int t = begin - tokens; t < begin; t += 8) {
-    float4 g[8]; uint2 k[8]; float b[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      u64 at = (u64)(t + j) * a.H + h;
-#if GATE_BF16
-      uint2 w = ((const uint2*)a.g)[at * 32 + lane];
-      g[j] = make_float4(lo(w.x), hi(w.x), lo(w.y), hi(w.y));
-#else
-      g[j] = ((const float4*)a.g)[at * 32 + lane];
-#endif
-      k[j] = ((const uint2*)a.k)[((u64)(t + j) * a.HK + hk) * 32 + lane];
-      b[j] = fabsf(beta_at(a, at));
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      float k0 = fabsf(lo(k[j].x)), k1 = fabsf(hi(k[j].x)), k2 = fabsf(lo(k[j].y)), k3 = fabsf(hi(k[j].y));
-      u[0] *= ex2(g[j].x * LOG2E); u[1] *= ex2(g[j].y * LOG2E); u[2] *= ex2(g[j].z * LOG2E); u[3] *= ex2(g[j].w * LOG2E);
-      float d = (u[0] * k0 + u[1] * k1) + (u[2] * k2 + u[3] * k3);
-#pragma unroll
-      for (int m = 16; m; m >>= 1) d += __shfl_xor_sync(~0u, d, m);
-      d *= b[j];
-      u[0] += d * k0; u[1] += d * k1; u[2] += d * k2; u[3] += d * k3;
-    }
-  }
-  return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
-}
-
-// Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.
-INLINE u32 swz(int row, int chunk) { return (u32)((chunk ^ (row & 7)) << 4); }
 // The same of row `row` of kg (rows 0 to 15) and qg (16 to 31), 16 chunks each, for wgmma
 INLINE u32 kq(int row, int chunk) { return OFF_KQ + (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
 
@@ -154,20 +78,6 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, u32 at, int lane) {
 #endif
 }
 
-// The gates of token i and this lane's four channels
-INLINE void gates(float (&g)[4], u32 at, int i, int lane) {
-#if GATE_BF16
-  u32 r[2];
-  lds64(r, at + OFF_G + i * 512 + lane * 8);
-  g[0] = lo(r[0]); g[1] = hi(r[0]); g[2] = lo(r[1]); g[3] = hi(r[1]);
-#else
-  u32 r[4];
-  lds128(r, at + OFF_G + i * 512 + lane * 16);
-#pragma unroll
-  for (int j = 0; j < 4; j++) g[j] = __uint_as_float(r[j]);
-#endif
-}
-
 // kg and qg over k and q, kd over g, ki to its place. E: e^GL.
 INLINE void make_factors(const float (&E)[4], float scale, u32 at, u32 ki_at, int lane) {
   const u32 column = ((lane >> 1) & 7) * 16 + (lane & 1) * 8, row0 = at + (lane >> 4) * 4096 + column,
@@ -180,7 +90,7 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, u32 ki_at, in
 #pragma unroll
     for (int l = 0; l < GROUP; l++) {
       const u32 place = (row0 ^ (((i0 + l) & 7) << 4)) + (i0 + l) * 128;
-      gates(g[l], at, i0 + l, lane);
+      gates(g[l], at + OFF_G, i0 + l, lane);
       lds64(q[l], place + 2048);
       lds64(k[l], place);
     }
@@ -221,37 +131,24 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
     mma(P[0], qg, ki[0], ki[1]); mma(P[1], qg, ki[2], ki[3]);
   }
   const int r = lane >> 2;
+#if KEEP
+  if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(b));
+#else
   const float b0 = __shfl_sync(~0u, b, r), b1 = __shfl_sync(~0u, b, r + 8);
+#endif
 #pragma unroll
   for (int nt = 0; nt < 2; nt++) {
     const int j = nt * 8 + 2 * (lane & 3);
+#if KEEP
+    const float c0 = __shfl_sync(~0u, b, j), c1 = __shfl_sync(~0u, b, j + 1);
+    sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * c0), __float_as_uint(A[nt][1] * c1));
+    sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * c0), __float_as_uint(A[nt][3] * c1));
+#else
     sts32(at + OFF_P + r * 32 + j * 2, pack(j <= r ? P[nt][0] : 0.f, j + 1 <= r ? P[nt][1] : 0.f));
     sts32(at + OFF_P + (r + 8) * 32 + j * 2, pack(j <= r + 8 ? P[nt][2] : 0.f, j + 1 <= r + 8 ? P[nt][3] : 0.f));
     sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * b0), __float_as_uint(A[nt][1] * b0));
     sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * b1), __float_as_uint(A[nt][3] * b1));
-  }
-}
-
-// M by forward substitution in fp32, a column a lane (both halves of the warp find the same)
-INLINE void invert(float b, u32 at, u32 pairs, int lane) {
-  const int j = lane & 15;
-  const float bj = __shfl_sync(~0u, b, j);
-  float y[C];
-#pragma unroll
-  for (int i = 0; i < C; i++) {
-    y[i] = i == j ? bj : 0.f;
-#pragma unroll
-    for (int m = 0; m < i; m += 4) {
-      u32 r[4];
-      lds128(r, pairs + i * 80 + m * 4);
-#pragma unroll
-      for (int l = 0; l < 4; l++)
-        if (m + l < i) y[i] = fmaf(-__uint_as_float(r[l]), y[m + l], y[i]);
-    }
-  }
-  if (lane < C) {
-#pragma unroll
-    for (int i = 0; i < C; i++) sts16(at + OFF_M + i * 32 + j * 2, (u16)(pack(y[i], 0.f) & 0xffff));
+#endif
   }
 }
 
@@ -269,7 +166,7 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, u32 base
 #pragma unroll
     for (int i = 0; i < C; i++) {
       float g[4];
-      gates(g, at, i, lane);
+      gates(g, at + OFF_G, i, lane);
 #pragma unroll
       for (int j = 0; j < 4; j++) E[j] += g[j];
     }
@@ -286,7 +183,11 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, u32 base
       __syncwarp();
       make_pairs(b, at, ki_at, pairs, lane);
       __syncwarp();
-      invert(b, at, pairs, lane);
+#if KEEP
+      invert(1.f, at + OFF_M, pairs, lane);
+#else
+      invert(__shfl_sync(~0u, b, lane & 15), at + OFF_M, pairs, lane);
+#endif
       proxy_fence();
     }
     __syncwarp();
@@ -345,26 +246,13 @@ INLINE void token_by_token(float (&S)[16][4], u32 at, int lane, int v0, bool wri
   }
 }
 
-// Empty pieces, which no span sees: those behind a piece, and before the first, leave what enters. By 256 threads.
-INLINE void leave_empty(const Args& a, int piece, int h, int i) {
-  if (!a.table) return;
-  auto copy = [&](int p) {
-    const u64 at = ((u64)p * a.H + h) * D * D;
-    for (int j = i; j < D * D; j += 256) a.S1[at + j] = a.S0 ? a.S0[at + j] : 0.f;
-  };
-  if (a.cu[piece] == 0) for (int p = piece - 1; p >= 0; p--) copy(p);
-  for (int p = piece + 1; p < a.pieces && a.cu[p] == a.cu[p + 1]; p++) copy(p);
-}
-
-INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of those that carry the state
-
 // The state a span starts with; returns how many of its chunks, which begin two early, come before that.
 INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
   const int tq = lane & 3, v = w * 16 + (lane >> 2);
   int skip = 0;
   if (!x.first) {
     if ((w & 3) == 0) {
-      const bool ok = forgotten(a, x.begin, h, w ? 2 * C : C, lane);
+      const bool ok = forgotten(a, x.begin - (w ? 2 * C : C), h, w ? 2 * C : C, false, lane);
       if (lane == 0) sts32(said + 4 + w, ok);
     }
     between_warps();
@@ -447,18 +335,55 @@ INLINE void solve(u32 (&u)[4], const float (&RO)[16], const u32 (&v)[4], const u
   for (int i = 0; i < 4; i++) u[i] = pack(U[i >> 1][2 * (i & 1)], U[i >> 1][2 * (i & 1) + 1]);
 }
 
+#if KEEP
+// The state as the backward reads it, by way of 1 KB of shared memory a warp: 32 channels of K at a time
+INLINE void keep_state(const float (&S)[16][4], char* to, u32 stage, int w, int lane) {
+  const int m = lane >> 3, row = (lane & 7) + ((m & 1) << 3), col = m >> 1;
+#pragma unroll
+  for (int part = 0; part < 4; part++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float(&x)[4] = S[4 * part + 2 * i], (&y)[4] = S[4 * part + 2 * i + 1];
+      const u32 f[4] = {pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3])};
+      stm(f, stage + row * 64 + (((2 * i + col) ^ (row >> 1)) & 3) * 16);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int r = i * 8 + (lane >> 2), c = lane & 3;
+      u32 z[4];
+      lds128(z, stage + r * 64 + ((c ^ (r >> 1)) & 3) * 16);
+      stg128(to + state_place(w * 16 + r, 4 * part + c), z);
+    }
+    __syncwarp();
+  }
+}
+#endif
+
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
   const u32 bars = base + BARS;
   float S[16][4];
   const int skip = enter(S, a, x, s, h, base + SAID, w, lane);
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, begin = uniform(x.begin);
-  float O[8];  // S^T qg^T of the chunk before, and its U: what is left to do of it
+#if KEEP
+  u32 kept[4];  // W of the chunk before, which is still to go out
+#else
+  float O[8];  // S^T qg^T of the chunk before: with its U what is left to do of it
+#endif
   u32 u[4];
   int left = -1;
   auto finish = [&]() {
     const u32 at = base + (left % SLOTS) * SLOT;
     const int t = t0 + left * C;
     if (t >= begin) {
+#if KEEP
+      const int row = lane >> 1, j = w * 2 + (lane & 1);
+      stm_trans(kept, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
+      __syncwarp();
+      u32 z[4];
+      lds128(z, at + OFF_V + row * 256 + swz(row, j));
+      stg128((char*)(a.kept_W + ((u64)(x.chunk + (t - begin) / C) * a.H + h) * (C * D)) + rows_place(row, j), z);
+#else
       u32 p[4];
       ldm(p, at + OFF_P + rb * 32 + cb * 16);
       mma(O, u, p[0], p[1]); mma(O + 4, u, p[2], p[3]);
@@ -469,6 +394,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
       u32 z[4];
       lds128(z, at + OFF_V + row * 256 + swz(row, j));
       if (t + row < x.end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + j * 8, z);
+#endif
     }
     __syncwarp();
     if (lane == 0) bar_arrive(bars + (left % SLOTS) * 16 + 8);
@@ -487,17 +413,33 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
     } else {
       float RO[16];
       u32 v[4], m[4];
+#if KEEP
+      if (t >= begin)
+        keep_state(S, (char*)(a.kept_S + ((u64)(x.chunk + (t - begin) / C) * a.H + h) * (D * D)), base + STAGE + w * 1024,
+                   w, lane);
+#endif
       read_state(RO, S, at, lane);
       if (left >= 0) finish();
       ldm_trans(v, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
       ldm(m, at + OFF_M + rb * 32 + cb * 16);
       wg_wait(RO);
       solve(u, RO, v, m);
+#if KEEP
+#pragma unroll
+      for (int i = 0; i < 4; i++) {  // what was solved for is W
+        u32 b[2];
+        lds64(b, at + OFF_B + ((i >> 1) * 8 + 2 * (lane & 3)) * 4);
+        kept[i] = u[i];
+        u[i] = pack(lo(u[i]) * __uint_as_float(b[0]), hi(u[i]) * __uint_as_float(b[1]));
+      }
+#endif
       wg_fence();
       wgmma128(S, u, descriptor(at + OFF_G, 1024, 2048));
       wg_commit();
+#if !KEEP
 #pragma unroll
       for (int j = 0; j < 8; j++) O[j] = RO[8 + j];
+#endif
       left = c;
       wg_wait(S);
     }
