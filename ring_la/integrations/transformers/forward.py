@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ...autograd import first_derivative_only
 from ...errors import UnsupportedError
-from .cache import Recorder
+from .cache import RecordingCache
 from .call import Call
 from .head import loss_in_chunks
 from .loss import agreed
@@ -82,7 +82,7 @@ def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, argum
     call, local = parallel.read(arguments)
     if call.targets is None:
         call.agreed = agreed(call.layout.cp.comm, call.fingerprint)
-    recorder = Recorder() if _wants_cache(model, arguments, call) else None
+    recorder = RecordingCache() if _wants_cache(model, arguments, call) else None
     local |= known(original, {"use_cache": recorder is not None, parallel.cache: recorder, "return_dict": True})
     if "position_ids" not in known(original, {"position_ids": None}):
         del local["position_ids"]
