@@ -111,9 +111,7 @@ def test_interpreted_launches_are_checked_too(checked):
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
     logits = torch.randn(33)[1:].view(4, 8)
-    with pytest.raises(
-        AssertionError, match="cross_entropy_kernel: argument logits: .*boundary of 16 bytes, got one 4"
-    ):
+    with pytest.raises(AssertionError, match=r"cross_entropy_kernel: argument logits: .*boundary of 16 bytes"):
         cross_entropy_kernel.forward(logits, torch.zeros(4, dtype=torch.int64), -100, True)
 
 
