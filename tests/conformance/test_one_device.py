@@ -13,14 +13,14 @@ from ring_la import reference
 from ring_la.kernels import Inputs
 from ring_la.kernels.operators import linear_recurrence, linear_recurrence_backward
 from ring_la.kernels.pytorch.chunked import ChunkedRecurrence
-from ring_la.recurrences import RECURRENCES as FUNCTIONS
+from ring_la.recurrences import RECURRENCES as DEFINITIONS
 from tests.conformance.cases import RECURRENCES, error, make_inputs
 
 H, K, V = 4, 6, 5
 
 
 def test_the_cases_cover_the_registry():
-    assert {f.__name__ for f in FUNCTIONS} == set(RECURRENCES)
+    assert {r.name for r in DEFINITIONS} == set(RECURRENCES)
 
 
 def run(function, x: dict, state: Tensor, cotangents, **keywords):
