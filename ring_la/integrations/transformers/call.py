@@ -1,7 +1,9 @@
-"""One call of a parallelized model, as its layers see it."""
+"""One call of a parallelized model, as its layers see it, and which one is under way."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,7 +31,7 @@ class Returned:
 
 
 @dataclass(eq=False)
-class Call:
+class ModelCall:
     """How the tokens of this call are split, and what its loss needs.
 
     Attributes:
@@ -78,7 +80,7 @@ class Call:
         """The hidden states, or NaN where the ranks were not given the same batch."""
         return hidden if self.agreed is None else torch.where(self.agreed, hidden, torch.nan)
 
-    def of_head(self, hidden: Tensor, chunk: slice) -> Call:
+    def of_head(self, hidden: Tensor, chunk: slice) -> ModelCall:
         """A call that runs the head alone, on a chunk of what the backbone returned."""
         output = self.result(last_hidden_state=hidden)
         return replace(self, losses=0, chunk=chunk, hidden=None, backbone=output)
@@ -95,3 +97,27 @@ class Call:
                 same = self.layout.cp.layout(self.layout.seq_len, self.layout.kind, cuts, self.layout.multiple_of)
                 self._chunked[size] = {"layout": same}
         return self._chunked[size]
+
+
+class Current:
+    """The call that the layers of a model find as theirs.
+
+    Attributes:
+        call: the split call under way, or whose backward pass is; None in a call that is not split.
+    """
+
+    def __init__(self) -> None:
+        self.call: ModelCall | None = None
+
+    @contextmanager
+    def during(self, call: ModelCall | None) -> Iterator[None]:
+        """A call is under way."""
+        before, self.call = self.call, call
+        try:
+            yield
+        finally:
+            self.call = before
+
+    def leave(self) -> None:
+        """No call is under way any more."""
+        self.call = None

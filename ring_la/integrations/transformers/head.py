@@ -9,16 +9,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from ...errors import UnsupportedError
-from .call import Call
-from .loss import Whole, gather_router_logits, gather_tokens
+from .call import ModelCall
+from .loss import WholeLoss, gather_router_logits, gather_tokens
 
 
 def backbone_forward(self: nn.Module, *args, **keywords) -> ModelOutput:
     """The backbone's forward, or what it returned before where only the head is to run."""
-    parallel = self._ring_la
-    if parallel.call is not None and parallel.call.backbone is not None:
-        return parallel.call.backbone
-    return parallel.forward_of(type(self))(self, *args, **keywords)
+    call = self._ring_la.call
+    if call is not None and call.backbone is not None:
+        return call.backbone
+    return self._ring_la.forwards.of(type(self))(self, *args, **keywords)
 
 
 def after_backbone(module: nn.Module, args: tuple, output: object) -> None:
@@ -42,7 +42,7 @@ def after_backbone(module: nn.Module, args: tuple, output: object) -> None:
         output["last_hidden_state"] = x[:, call.chunk]
 
 
-def loss_in_chunks(run: Callable[[Call, bool], ModelOutput], call: Call, tokens: int) -> ModelOutput:
+def loss_in_chunks(run: Callable[[ModelCall, bool], ModelOutput], call: ModelCall, tokens: int) -> ModelOutput:
     """A call whose head works on about `tokens` tokens at once and computes them again in the backward pass.
 
     Args:
@@ -60,9 +60,9 @@ def loss_in_chunks(run: Callable[[Call, bool], ModelOutput], call: Call, tokens:
         chunk = slice(start, start + step)
         loss = loss + checkpoint(_part, run, call.hidden[:, chunk], call, chunk, use_reentrant=False)
     fields = {n: x for n, x in out.items() if n != "logits"}
-    return type(out)(**fields | {"loss": out["loss"] + Whole.apply(loss, call.layout.cp.comm, call.fingerprint)})
+    return type(out)(**fields | {"loss": out["loss"] + WholeLoss.apply(loss, call.layout.cp.comm, call.fingerprint)})
 
 
-def _part(run: Callable, hidden: Tensor, call: Call, chunk: slice) -> Tensor:
+def _part(run: Callable, hidden: Tensor, call: ModelCall, chunk: slice) -> Tensor:
     """This rank's part of the loss at a chunk of its tokens."""
     return run(call.of_head(hidden, chunk), True)["loss"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...context import ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
 from ...layout import check_cu_seqlens
-from .call import Call
+from .call import ModelCall
 from .loss import fingerprint
 
 TOKENS = ("input_ids", "inputs_embeds")
@@ -28,7 +28,7 @@ READ = {
 """Keywords read here."""
 
 
-def read(layouts: Callable, arguments: dict[str, object]) -> tuple[Call, dict[str, object]]:
+def read(layouts: Callable, arguments: dict[str, object]) -> tuple[ModelCall, dict[str, object]]:
     """The call and what the model gets in it.
 
     Args:
@@ -51,7 +51,7 @@ def read(layouts: Callable, arguments: dict[str, object]) -> tuple[Call, dict[st
     return call, local | {n: x for n, x in arguments.items() if n in PASSED}
 
 
-def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Call, dict[str, Tensor]]:
+def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[ModelCall, dict[str, Tensor]]:
     """The call for a batch that is whole on every rank."""
     batch, length = tokens.shape[:2]
     _check_labels(given, (batch, length))
@@ -66,7 +66,7 @@ def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[C
         tokens = tokens.flatten(0, 1)[None]
         labels = None if labels is None else labels.reshape(1, -1)
     layout = layouts(tokens.shape[1], offsets)
-    call = Call(layout, ignore_index=given.get("ignore_index", -100), padded=padded)
+    call = ModelCall(layout, ignore_index=given.get("ignore_index", -100), padded=padded)
     if positions is None:
         call.last_position = max(b - a for a, b in zip(layout.cu_seqlens, layout.cu_seqlens[1:])) - 1
         positions = layout.positions[None]
@@ -80,7 +80,7 @@ def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[C
     return call, {name: layout.shard(tokens), "position_ids": positions}
 
 
-def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Call, dict[str, Tensor]]:
+def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[ModelCall, dict[str, Tensor]]:
     """The call for tokens that are this rank's already."""
     layout = given["layout"]
     if not isinstance(layout, ShardedLayout):
@@ -92,7 +92,7 @@ def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Ca
             raise ArgumentError(other, "None with layout=", "a tensor", "Documents are given to ContextParallel.layout")
     _check_labels(given, tuple(tokens.shape[:2]))
     comm = layout.cp.comm
-    call = Call(layout, ignore_index=given.get("ignore_index", -100))
+    call = ModelCall(layout, ignore_index=given.get("ignore_index", -100))
     positions = given.get("position_ids")
     if positions is None:
         positions = layout.positions[None]
