@@ -24,7 +24,7 @@ from .loss import IGNORE
 
 
 @dataclass(frozen=True)
-class Round:
+class SequenceRound:
     """One run of tokens of a sequence.
 
     Attributes:
@@ -49,7 +49,7 @@ class Round:
 
 def in_rounds(
     ids: Tensor, cp: ContextParallel, rounds: int, cu_seqlens: Tensor | Sequence[int] | None
-) -> Iterator[Round]:
+) -> Iterator[SequenceRound]:
     """The rounds of a sequence ``[1, T]``, one after the other; see `HybridLM.loss_in_rounds`."""
     cu = _check(ids, cp, rounds, cu_seqlens)
     T = ids.shape[1]
@@ -59,11 +59,11 @@ def in_rounds(
     total = max(1, T - int(ends.sum()))
     borders = [T * i // rounds for i in range(rounds + 1)]
 
-    def one(start: int, stop: int) -> Round:
+    def one(start: int, stop: int) -> SequenceRound:
         inside = [start, *cu[bisect_right(cu, start) : bisect_left(cu, stop)], stop]
         layout = cp.layout(stop - start, cu_seqlens=[c - start for c in inside] if cu_seqlens is not None else None)
         mine = (layout.shard(x[:, start:stop]) for x in (ids, targets))
-        return Round(layout, *mine, total, start not in cu, stop == T)
+        return SequenceRound(layout, *mine, total, start not in cu, stop == T)
 
     return map(one, borders, borders[1:])
 

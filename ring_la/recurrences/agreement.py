@@ -10,13 +10,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..context import ShardedLayout
 from ..kernels import Inputs
-from .definition import Options, Recurrence
+from .definition import CommonOptions, Recurrence
 
 Flags = tuple[tuple[str, object], ...]
 """A call's own arguments that are no tensors, by name."""
 
 
-def agree(name: str, r: Recurrence, options: Options, flags: Flags) -> tuple[float, ...] | None:
+def agree(name: str, r: Recurrence, options: CommonOptions, flags: Flags) -> tuple[float, ...] | None:
     """Let the ranks of a layout agree on a checked call; returns its decays where the host knows them."""
     decays = known(r.decays, options.layout)
     if options.layout.cp.validate != "never":
@@ -40,7 +40,7 @@ def known(decays: Callable[[], tuple[float, ...]] | Tensor | None, layout: Shard
 
 
 def signature(
-    r: Recurrence, options: Options, flags: Flags, decays: tuple[float, ...] | None
+    r: Recurrence, options: CommonOptions, flags: Flags, decays: tuple[float, ...] | None
 ) -> tuple[tuple[str, object], ...]:
     """What must be the same on all ranks, by name: shapes but T, dtypes, flags and who needs a gradient."""
 

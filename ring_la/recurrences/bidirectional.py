@@ -16,10 +16,10 @@ from ..context import ShardedLayout
 from ..kernels import Inputs, state_dtype
 from ..kernels.fused.bidirectional import outer_sum, read_state, sum_and_read
 from ..outputs import LinearAttentionOutput
-from .definition import Options
+from .definition import CommonOptions
 
 
-def bidirectional(inputs: Inputs, scale: float, options: Options) -> LinearAttentionOutput:
+def bidirectional(inputs: Inputs, scale: float, options: CommonOptions) -> LinearAttentionOutput:
     """o ``[B, T, H, V]`` and each document's state ``[N, H, K, V]``, of q, k ``[B,T,Hk,K]`` and v ``[B,T,H,V]``.
 
     An initial state ``[N, H, K, V]`` is added to every document's sum.

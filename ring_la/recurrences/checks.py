@@ -9,10 +9,10 @@ from ..checks import FLOATS, check_flag, check_nan, check_scale, check_split
 from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels import Inputs, check_choice, state_dtype
-from .definition import Options, Recurrence
+from .definition import CommonOptions, Recurrence
 
 
-def check(r: Recurrence, options: Options) -> None:
+def check(r: Recurrence, options: CommonOptions) -> None:
     """Refuse wrong shapes, dtypes, devices and choices. No synchronisation unless the layout validates always."""
     B, T, H, K, V = check_tensors(r)
     check_choice(options.mode, options.backend)
@@ -44,7 +44,7 @@ def check(r: Recurrence, options: Options) -> None:
         check_values(r, state)
 
 
-def check_in_place(r: Recurrence, options: Options) -> None:
+def check_in_place(r: Recurrence, options: CommonOptions) -> None:
     """Refuse to overwrite a state that is missing, shared between ranks, of another dtype, or part of a graph."""
     state, wanted = options.initial_state, state_dtype(*r.inputs)
     if options.backend == "reference":

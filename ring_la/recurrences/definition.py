@@ -41,7 +41,7 @@ class Recurrence(NamedTuple):
         return self.names.get(field, field)
 
 
-class Options(NamedTuple):
+class CommonOptions(NamedTuple):
     """The keywords all recurrences have in common, packed once; `COMMON` says what they mean."""
 
     scale: float | None = None
@@ -99,7 +99,7 @@ class Definition:
     paper: str
     default_scale: float | None = None
 
-    def scale(self, options: Options, channels: int) -> float:
+    def scale(self, options: CommonOptions, channels: int) -> float:
         """The scale of a call whose keys have so many channels."""
         if options.scale is not None:
             return float(options.scale)

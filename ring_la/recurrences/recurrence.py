@@ -26,7 +26,7 @@ from ..outputs import LinearAttentionOutput
 from .agreement import Flags, agree
 from .bidirectional import bidirectional
 from .checks import check
-from .definition import Definition, Options, Recurrence
+from .definition import CommonOptions, Definition, Recurrence
 
 Public = Callable[..., LinearAttentionOutput]
 
@@ -50,13 +50,13 @@ def public(definition: Definition) -> Public:
     """The function of a definition: its own arguments, then the common keywords."""
     describe = definition.describe
     own = inspect.signature(describe)
-    fields = inspect.signature(Options).parameters.values()
+    fields = inspect.signature(CommonOptions).parameters.values()
     common = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
     names = frozenset(p.name for p in common)
 
     @functools.wraps(describe)
     def function(*args, **keywords) -> LinearAttentionOutput:
-        options = Options(**{k: keywords.pop(k) for k in [*keywords] if k in names})
+        options = CommonOptions(**{k: keywords.pop(k) for k in [*keywords] if k in names})
         call = functools.partial(describe, *args, **keywords)
         if options.layout is None:
             return _run(definition, call, options, ())
@@ -74,7 +74,7 @@ def public(definition: Definition) -> Public:
 
 
 def _run(
-    definition: Definition, call: functools.partial[Recurrence], options: Options, flags: Flags
+    definition: Definition, call: functools.partial[Recurrence], options: CommonOptions, flags: Flags
 ) -> LinearAttentionOutput:
     r, error, decays, layout = None, None, None, options.layout
     try:
@@ -102,7 +102,7 @@ def _run(
 _run_outside_graphs = outside_graphs(_run)
 
 
-def _given(call: functools.partial[Recurrence], options: Options) -> Iterator[tuple[str, object]]:
+def _given(call: functools.partial[Recurrence], options: CommonOptions) -> Iterator[tuple[str, object]]:
     """A call's own arguments and its initial state, by name."""
     yield from zip(inspect.signature(call.func).parameters, call.args)
     yield from call.keywords.items()
@@ -124,7 +124,7 @@ def _ready(x: Inputs, unit_length: bool) -> Inputs:
 
 
 def _causal(
-    r: Recurrence, inputs: Inputs, scale: float, options: Options, decays: tuple[float, ...] | None
+    r: Recurrence, inputs: Inputs, scale: float, options: CommonOptions, decays: tuple[float, ...] | None
 ) -> LinearAttentionOutput:
     """The one call into `linear`."""
     return linear.run(
@@ -143,7 +143,7 @@ def _causal(
 
 
 def _by_reference(
-    definition: Definition, call: functools.partial[Recurrence], r: Recurrence, options: Options
+    definition: Definition, call: functools.partial[Recurrence], r: Recurrence, options: CommonOptions
 ) -> LinearAttentionOutput:
     """The fp64 token loop, returned in the dtypes of the other backends."""
     args, keywords = call.args, call.keywords

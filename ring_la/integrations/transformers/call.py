@@ -86,7 +86,7 @@ class ModelCall:
         return replace(self, losses=0, chunk=chunk, hidden=None, backbone=output)
 
     def chunked(self, size: int) -> dict[str, object]:
-        """`split` with every document cut into pieces of `size` tokens that do not see each other."""
+        """`split` with every document cut into parts of `size` tokens that do not see each other."""
         if size not in self._chunked:
             borders = self.cu_seqlens.tolist() if self.layout is None else self.layout.cu_seqlens
             cuts = [t for a, b in zip(borders, borders[1:]) for t in range(a, b, size)] + [borders[-1]]
