@@ -76,7 +76,8 @@ def public(definition: Definition) -> Public:
 def _run(
     definition: Definition, call: functools.partial[Recurrence], options: CommonOptions, flags: Flags
 ) -> LinearAttentionOutput:
-    r, error, decays, layout = None, None, None, options.layout
+    r, error, decays = None, None, None
+    layout = options.layout
     try:
         if transformed() and options.backend != "reference":
             refuse_transforms(_given(call, options))

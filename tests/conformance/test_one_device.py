@@ -14,6 +14,7 @@ from ring_la.kernels import Inputs
 from ring_la.kernels.operators import linear_recurrence, linear_recurrence_backward
 from ring_la.kernels.pytorch.chunked import ChunkedRecurrence
 from ring_la.recurrences import RECURRENCES as DEFINITIONS
+from ring_la.recurrences.recurrence import recurrence
 from tests.conformance.cases import RECURRENCES, error, make_inputs
 
 H, K, V = 4, 6, 5
@@ -21,6 +22,18 @@ H, K, V = 4, 6, 5
 
 def test_the_cases_cover_the_registry():
     assert {r.name for r in DEFINITIONS} == set(RECURRENCES)
+
+
+def test_a_definition_is_what_its_function_is():
+    for r in DEFINITIONS:
+        function = getattr(ring_la, r.name)
+        assert function.definition is r
+        assert r.reference is getattr(reference, r.name)
+        assert f"Source: {r.paper}." in function.__doc__
+    x = make_inputs("gla", 1, 9)
+    scaled = recurrence(paper="none", default_scale=0.25)(ring_la.gla.definition.describe)
+    assert error(scaled(**x).o, ring_la.gla(**x, scale=0.25).o) == 0
+    assert "None: 0.25." in scaled.__doc__
 
 
 def run(function, x: dict, state: Tensor, cotangents, **keywords):

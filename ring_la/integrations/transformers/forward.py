@@ -112,10 +112,10 @@ def _split(model: PreTrainedModel, split: SplitModel, original: Callable, argume
 
 def _check_loss(model: PreTrainedModel, call: ModelCall, out: ModelOutput) -> None:
     """Refuse a loss that is not the cross-entropy of the whole batch, and its routers' loss where it has one."""
-    if call.losses != 1:
+    if len(call.losses) != 1:
         expected = "None for a model that does not call its loss_function once"
-        raise UnsupportedError("labels", expected, f"{call.losses} calls")
-    if out.get("aux_loss") is None and not call.loss.unchanged(out["loss"]):
+        raise UnsupportedError("labels", expected, f"{len(call.losses)} calls")
+    if out.get("aux_loss") is None and not call.losses[0].unchanged(out["loss"]):
         got = f"{type(model).__name__}, which adds to its loss_function's"
         hint = "What it adds is this rank's tokens' alone: set its coefficient to 0"
         raise UnsupportedError("labels", "None for a model with a loss of its own", got, hint)

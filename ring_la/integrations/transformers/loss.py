@@ -21,14 +21,13 @@ def cross_entropy(call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
 
     Where only the head is run it is this rank's part at the head's tokens.
     """
-    targets = call.targets if call.chunk is None else call.targets[:, call.chunk]
-    logits, targets = logits.float().reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
-    part = F.cross_entropy(logits, targets, ignore_index=call.ignore_index, reduction="sum") / call.divisor
-    return (
-        part
-        if call.layout is None or call.backbone is not None
-        else WholeLoss.apply(part, call.layout.cp.comm, call.fingerprint)
-    )
+    targets = call.targets
+    labels = targets.labels if call.head is None else targets.labels[:, call.head.chunk]
+    logits, labels = logits.float().reshape(-1, vocab_size), labels.reshape(-1).to(logits.device)
+    part = F.cross_entropy(logits, labels, ignore_index=targets.ignore_index, reduction="sum") / targets.divisor
+    if call.layout is None or call.head_only:
+        return part
+    return WholeLoss.apply(part, call.layout.cp.comm, call.fingerprint)
 
 
 class WholeLoss(torch.autograd.Function):
