@@ -88,14 +88,14 @@ class Definition:
     Attributes:
         name: of the public function, and of its reference.
         describe: from the function's own arguments to a `Recurrence`.
-        reference: the same function as an fp64 token loop.
+        reference: the same function as an fp64 token loop, or None.
         paper: where it comes from.
         default_scale: the scale where the caller gives none; None means K**-0.5.
     """
 
     name: str
     describe: Callable[..., Recurrence]
-    reference: Callable[..., LinearAttentionOutput]
+    reference: Callable[..., LinearAttentionOutput] | None
     paper: str
     default_scale: float | None = None
 

@@ -16,10 +16,11 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from .. import linear, reference
+from .. import linear
+from .. import reference as references
 from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..context import ShardedLayout
-from ..errors import RingLAError
+from ..errors import RingLAError, UnsupportedError
 from ..kernels import Inputs, state_dtype
 from ..kernels.fused.gates import l2norm
 from ..outputs import LinearAttentionOutput
@@ -31,17 +32,21 @@ from .definition import CommonOptions, Definition, Recurrence
 Public = Callable[..., LinearAttentionOutput]
 
 
-def recurrence(*, paper: str, default_scale: float | None = None) -> Callable[[Callable[..., Recurrence]], Public]:
+def recurrence(
+    *, paper: str, default_scale: float | None = None, reference: Public | None = None
+) -> Callable[[Callable[..., Recurrence]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
 
     Args:
         paper: where it comes from. default_scale: the scale where the caller gives none; None means K**-0.5.
+        reference: the same function as an fp64 token loop; None: the one of its name in `ring_la.reference`, if any.
     """
 
     def define(describe: Callable[..., Recurrence]) -> Public:
         name = describe.__name__
-        return public(Definition(name, describe, getattr(reference, name), paper, default_scale))
+        loop = getattr(references, name, None) if reference is None else reference
+        return public(Definition(name, describe, loop, paper, default_scale))
 
     return define
 
@@ -147,6 +152,9 @@ def _by_reference(
     definition: Definition, call: functools.partial[Recurrence], r: Recurrence, options: CommonOptions
 ) -> LinearAttentionOutput:
     """The fp64 token loop, returned in the dtypes of the other backends."""
+    if definition.reference is None:
+        expected = f"None, 'triton' or 'torch' for {definition.name}"
+        raise UnsupportedError("backend", expected, "'reference'", "It is defined without one")
     args, keywords = call.args, call.keywords
     common = {k: x for k, x in options._asdict().items() if k != "in_place"}
     out = definition.reference(*args, **keywords, **common)
