@@ -1,4 +1,4 @@
-"""The recurrent mode on the GPU: `python -m tests.gpu.bench_decode [--rules dplr_diagonal] [--out FILE]`.
+"""The recurrent mode on the GPU: `python -m benchmarks.decode [--rules dplr_diagonal] [--out FILE]`.
 
 One token for 64 sequences of 32 heads, K = V = 128, against a copy of the states, over block sizes; and how long a
 short sequence takes in either mode, where `kernels.backends.SHORT` comes from.
@@ -15,9 +15,10 @@ import torch
 
 import ring_la
 from ring_la.algebra import Rule
-from ring_la.cli.bench_ops.measure import bandwidth, milliseconds
 from ring_la.kernels.triton import recurrent as decode
-from tests.kernels.triton_cases import Case
+from tests.support.triton_cases import Case
+
+from .ops.measure import bandwidth, milliseconds
 
 RULES = "additive_scalar", "delta_scalar", "delta_diagonal", "dplr_diagonal"
 TILES = (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8)

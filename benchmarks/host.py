@@ -1,4 +1,4 @@
-"""What one call costs the host: `python -m tests.gpu.bench_host --out folder`; with `torchrun`, the eager exchange too.
+"""What one call costs the host: `python -m benchmarks.host --out folder`; with `torchrun`, the eager exchange too.
 
 For every operator at a shape where the host is the bound, µs of the host, medians over calls none of which waits
 for the GPU: forward without and with gradients, backward, how many kernels each launches and how long a call spends in
@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from ring_la.cli.bench_ops import peers
 from ring_la.kernels.runtime.compiled import Compiled
 from tests.conformance.cases import make_inputs
+
+from .peers import ops as peers
 
 OPS = (
     "linear_attention", "retention", "lightning_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule",

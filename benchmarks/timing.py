@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from ..comm import Group
+from ring_la.comm import Group
 
 Step = Callable[[], object]
 

@@ -1,8 +1,8 @@
 """Long sequences trained on GPUs, by examples/train_hybrid.py itself.
 
-    python -m tests.gpu.check_training --gpus 4 --out train-h200x4.json hybrid_1b linear_1b small
+    python -m benchmarks.training --gpus 4 --out train-h200x4.json hybrid_1b linear_1b small
 
-    python -m tests.gpu.check_training --plot loss.png "1 rank=one.json" "4 ranks=four.json"    # "small", overlaid
+    python -m benchmarks.training --plot loss.png "1 rank=one.json" "4 ranks=four.json"    # "small", overlaid
 
 A part is a configuration of examples/configs with a time limit; all run under one torchrun. What they logged is written
 after each step, also of one that failed or ran out of time, after which the next do not run. It says every few seconds
@@ -27,7 +27,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from . import ROOT, environment
+
 PARTS = {
     "hybrid_1b": (["--config", "examples/configs/hybrid_1b.yaml"], 150),
     "linear_1b": (["--config", "examples/configs/linear_1b.yaml"], 110),
@@ -62,7 +63,7 @@ def main() -> None:
         return
     names = args.parts or list(PARTS)
     limit = args.limit or sum(PARTS[name][1] for name in names)
-    options = {name: PARTS[name][0] + (SHORT[name] if args.gpus == 1 else []) + args.more for name in names}
+    options = {name: options_of(name, args.gpus) + args.more for name in names}
     results = run(options, args.gpus, limit, lambda found: Path(args.out).write_text(json.dumps(found, indent=1)))
     for name, result in results.items():
         steps = result["steps"]
@@ -72,6 +73,11 @@ def main() -> None:
             print("  before the first step:", {part: round(s, 1) for part, s in start["seconds"].items()})
         for kernel, calls, ms in result.get("kernels", [])[:25]:
             print(f"  {ms:9.1f} ms {calls:6d} × {kernel[:100]}")
+
+
+def options_of(name: str, gpus: int) -> list[str]:
+    """The command line of a part."""
+    return PARTS[name][0] + (SHORT[name] if gpus == 1 else [])
 
 
 def run(options: dict[str, list[str]], gpus: int, limit: float, keep: Callable[[dict[str, dict]], None]) -> dict:
@@ -91,10 +97,10 @@ def run(options: dict[str, list[str]], gpus: int, limit: float, keep: Callable[[
             }
 
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-        command += ["-m", "tests.gpu.check_training", "--inside", str(todo)]
-        environment = os.environ | {"PYTHONFAULTHANDLER": "1"}  # SIGABRT leaves the stacks
+        command += ["-m", "benchmarks.training", "--inside", str(todo)]
+        watched = environment(PYTHONFAULTHANDLER="1")  # SIGABRT leaves the stacks
         with open(log, "w") as out:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=watched)
             outcome = watch(
                 process, [f / "metrics.jsonl" for f in folders.values()], limit, lambda: keep(results("under way"))
             )

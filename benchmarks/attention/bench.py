@@ -5,7 +5,7 @@
 The bound is one non-causal call of a kernel with the FLOPs that a rank owes: causal attention of T·P tokens is half
 of T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel. Where ring-flash-attn
 and yunchang are installed they run in the cases they can do, on PyTorch's FlashAttention-2 where flash-attn is
-absent. Times are medians of CUDA events, of the slowest rank: of one call, of one in a row of `IN_A_ROW` calls (where
+absent. Times are medians of CUDA events, of the slowest rank: of one call, of one in a row of 10 calls (where
 the host runs ahead, as in a model), and of replays of a CUDA graph. The bound is timed in each of these ways too,
 taking turns with the call that is compared with it. All devices start together, behind a sum over the ranks: when
 their hosts come out of a barrier is no part of what is measured, nor of the bound. Every variant's output and gradient
@@ -15,16 +15,13 @@ of q are first compared, token by token, with those of the first one.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
 import os
 import pathlib
 import random
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
+from ring_la.cli.options import count
 from ring_la.comm import TRANSPORTS
 from ring_la.comm.memory import Memory
 from ring_la.errors import UnsupportedError
@@ -39,16 +37,14 @@ from ring_la.layout import KINDS
 from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS
 
-from .attention_peers import Call, Peers
-from .attention_table import table
-from .options import count, counts, names
+from ..options import counts, names
+from ..peers.attention import Call, Peers
+from .measure import Timed, bound_of, measure, peak
+from .table import table
 
-WARM, SETTLE = 2, 6
-ROUNDS, ENOUGH = (7, 25), 300.0
-"""The least and the most rounds, and the ms that they should take."""
+SETTLE = 6
+"""Calls of a way before it is compared."""
 STRATEGIES = ("ring", "all_gather", "ulysses")
-IN_A_ROW, SHORT = 10, 20.0
-"""Calls measured in a row, where forward + backward takes less than so many ms."""
 CASES: dict[str, dict] = {
     "causal": dict(),
     "gqa 32:8": dict(groups=8),
@@ -56,100 +52,6 @@ CASES: dict[str, dict] = {
     "window 4096": dict(window=(4096, -1)),
     "softcap 30": dict(softcap=30.0),
 }
-
-
-class Timed:
-    """A call to be timed: forward, and forward with backward."""
-
-    def __init__(self, call: Call, tensors: list[Tensor], do: Tensor) -> None:
-        self.call, self.do = call, do
-        self.leaves = [t.detach().requires_grad_() for t in tensors]
-
-    @torch.no_grad()
-    def forward(self) -> None:
-        self.call(*self.leaves)
-
-    def total(self) -> None:
-        torch.autograd.grad(self.call(*self.leaves), self.leaves, self.do)
-
-    @functools.cached_property
-    def graphs(self) -> dict[str, torch.cuda.CUDAGraph]:
-        """Of both."""
-        out = {}
-        for name in ("forward", "total"):
-            function = getattr(self, name)
-            function()  # memory and kernels that a graph may not make
-            torch.cuda.synchronize()
-            out[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(out[name]):
-                function()
-        return out
-
-
-def milliseconds(functions: Sequence[Callable[[], object]], calls: int = 1) -> list[float]:
-    """Median time of one of `calls` in a row of each function, of the slowest rank. The functions take turns, so that
-    a clock that drifts or a host that is busy is no difference between them."""
-    together, start, stop = torch.zeros(1, device="cuda"), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def once(function: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
-        dist.barrier()
-        dist.all_reduce(together)
-        start.record()
-        for _ in range(calls):
-            function()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop) / calls
-
-    def slowest(times: Iterable[float]) -> list[float]:
-        x = torch.tensor([*times], device="cuda")
-        dist.all_reduce(x, op=dist.ReduceOp.MAX)
-        return x.tolist()
-
-    first = [[once(f) for _ in range(WARM)] for f in functions]
-    enough = slowest([sum(t[-1] for t in first) * calls])[0]
-    rounds = max(ROUNDS[0], min(ROUNDS[1], int(ENOUGH / enough)))
-    times = [[once(f) for f in functions] for _ in range(rounds)]
-    return slowest(statistics.median(t) for t in zip(*times))
-
-
-def measure(ours: Timed, bound: Timed, graphs: bool) -> dict[str, float]:
-    """Forward, forward + backward (ms): of one call, of one in a row if that is short, replayed if so asked; of the
-    bound in the same way and the same rounds ("bound_…"), and its share of ours ("share_…")."""
-    row: dict[str, float] = {}
-
-    def take(prefix: str, pairs: dict[str, list[Callable[[], object]]], calls: int = 1) -> None:
-        for name, pair in pairs.items():
-            time, limit = milliseconds(pair, calls)
-            name = prefix + name
-            row[name], row[f"bound_{name}"], row[f"share_{name}"] = time, limit, limit / time
-
-    eager = dict(forward=[ours.forward, bound.forward], total=[ours.total, bound.total])
-    take("", eager)
-    if row["total"] < SHORT:
-        take("row_", eager, IN_A_ROW)
-    if graphs:
-        take("graph_", {name: [ours.graphs[name].replay, bound.graphs[name].replay] for name in eager})
-    return row
-
-
-def peak(ours: Timed) -> float:
-    """Memory of a forward + backward above what is held (GiB), of the worst rank."""
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    ours.total()
-    out = torch.tensor((torch.cuda.max_memory_allocated() - held) / 2**30, device="cuda")
-    dist.all_reduce(out, op=dist.ReduceOp.MAX)
-    return out.item()
-
-
-def bound_of(T: int, P: int, H: int, groups: int, D: int, backend: str, share: float, softcap: float) -> Timed:
-    """One non-causal call with ``share`` of the FLOPs of T × T·P scores."""
-    keys = max(128, int(T * P * share) // 128 * 128)
-    q, do = (torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(1, keys, groups, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return Timed(lambda *x: attention(*x, causal=False, softcap=softcap, backend=backend).o, [q, k, v], do)
 
 
 def document_offsets(total: int, unit: int, count: int = 30) -> list[int]:
@@ -328,9 +230,3 @@ def bench(
         if rank == 0:
             print(described(row), flush=True)
     return rows
-
-
-if __name__ == "__main__":
-    from .main import main
-
-    sys.exit(main(["bench", "attention", *sys.argv[1:]]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable, Iterator
 
-from .options import earlier
+from ..options import earlier
 
 HEAD = ("case", "tokens a rank", "", "forward", "share", "with backward", "share", "in a row", "CUDA graph", "peak")
 

@@ -1,7 +1,7 @@
-"""``python -m ring_la.cli.bench_ops`` is ``ring-la bench ops``."""
+"""``python -m benchmarks.ops`` is ``ring-la bench ops``."""
 
 import sys
 
-from ..main import main
+from ring_la.cli.main import main
 
 sys.exit(main(["bench", "ops", *sys.argv[1:]]))

@@ -2,15 +2,15 @@
 
     ring-la bench ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--tune SECONDS] [--out FILE.json] [--png FILE.png]
 
-Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by name. FLA is tuned first (see `tuning`),
-for at most --tune seconds. Each side of an operator is a process of its own. They compile side by side for at most
---warm seconds and compare themselves with fp64; then one after the other is timed alone, but for a side whose error is
-off. Times are medians of CUDA events;
-memory is the peak beyond the inputs; the host's time is that of a forward call without and with gradients, and of the
-replay of one as a CUDA graph. --cold measures the first forward and backward with empty caches, all sides at once; a
-peer's goes on while the others compile, and is stopped before anything is timed. FLA's guard against the gated backward
-on this Triton (#640) is switched off; its errors are checked like all others. --docs writes the tables into a Markdown
-file (see `tables`), and --read does that with an earlier run's figures.
+Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by name. FLA is tuned first (see
+`peers/fla_tuning.py`), for at most --tune seconds. Each side of an operator is a process of its own. They compile side
+by side for at most --warm seconds and compare themselves with fp64; then one after the other is timed alone, but for a
+side whose error is off. Times are medians of CUDA events; memory is the peak beyond the inputs; the host's time is
+that of a forward call without and with gradients, and of the replay of one as a CUDA graph. --cold measures the first
+forward and backward with empty caches, all sides at once; a peer's goes on while the others compile, and is stopped
+before anything is timed. FLA's guard against the gated backward on this Triton (#640) is switched off; its errors are
+checked like all others. --docs writes the tables into a Markdown file (see `tables`), and --read does that with an
+earlier run's figures.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
-from ..options import count, earlier
-from . import report, tables, tuning
+from ring_la.cli.options import count
+from ring_la.errors import ArgumentError
+
+from .. import ROOT, environment
+from ..options import earlier
+from ..peers import fla_tuning
+from ..peers.ops import peers_of, versions
+from . import report, tables
 from .cases import CASES, SHARED_INPUTS, Shape
 from .measure import bandwidth
-from .peers import peers_of, versions
 
 SHAPES = {"cuda": "1x32768x32x128,1x32768x8x128,1x8192x32x128,4x4096x16x64", "cpu": "1x128x2x16"}
 STEPS = {"cuda": "64x1x32x128", "cpu": "4x1x2x16"}
@@ -54,10 +58,10 @@ class Worker:
 
     def __init__(self, name: str, side: str, shapes: list[str], env: dict[str, str] | None = None) -> None:
         self.name, self.side, self.shapes = name, side, shapes
-        command = [sys.executable, "-m", "ring_la.cli.bench_ops.worker", name, side, ",".join(shapes)]
+        command = [sys.executable, "-m", "benchmarks.ops.worker", name, side, ",".join(shapes)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | tuning.ENVIRONMENT | {"OMP_NUM_THREADS": "1"} | (env or {}),
+            env=environment(**fla_tuning.ENVIRONMENT, OMP_NUM_THREADS="1") | (env or {}),
         )  # fmt: skip
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.said: list[str] = []
@@ -162,7 +166,7 @@ def measured(args: argparse.Namespace, names: list[str], shapes: list[str], devi
     rows_planned = plan(names, shapes, device)
     theirs = [row for row in rows_planned if "fla" in sides[row[0]]]
     if theirs and args.tune:
-        found["tuning"] = tuning.tune(theirs, args.tune, args.jobs)
+        found["tuning"] = fla_tuning.tune(theirs, args.tune, args.jobs)
         print(f"tuning fla-core: {json.dumps(found['tuning'])}", flush=True)
     workers, ready = prepare(rows_planned, sides, args.jobs, time.monotonic() + args.warm)
     found["warm_s"] = round(time.monotonic() - started, 1)
@@ -277,8 +281,7 @@ def save(found: dict[str, Any], out: pathlib.Path | None) -> None:
 def machine(device: str) -> dict[str, str]:
     """What a figure depends on."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    root = pathlib.Path(__file__).parents[3]
-    git = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "--short", "HEAD"]
+    git = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel", "--short", "HEAD"]
     said = subprocess.run(git, capture_output=True, text=True).stdout.split()
-    commit = said[1] if said and pathlib.Path(said[0]) == root else "unknown"
+    commit = said[1] if said and pathlib.Path(said[0]) == ROOT else "unknown"
     return {"device": name, "commit": commit} | versions()

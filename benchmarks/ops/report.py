@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from .peers import GUARD, GUARDED
+from ..peers.ops import GUARD, GUARDED
 
 Row = dict[str, Any]
 HOST = ("host_us", "host_grad_us", "graph_host_us")

@@ -1,6 +1,6 @@
 """The measured rows as Markdown, written into a page between two marks so that its figures are those of the run.
 
-ring-la bench ops --read docs/benchmarks/ops-h200.json --docs docs/kernels.md
+ring-la bench ops --read benchmarks/results/ops-h200.json --docs docs/kernels.md
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 import pathlib
 from typing import Any
 
-from ...errors import ArgumentError
+from ring_la.errors import ArgumentError
+
+from ..peers.ops import GUARD, GUARDED
 from .cases import Shape
-from .peers import GUARD, GUARDED
 
 BEGIN, END = "<!-- ring-la bench ops -->", "<!-- end of ring-la bench ops -->"
 WORSE = 1.1

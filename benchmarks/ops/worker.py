@@ -1,7 +1,7 @@
 """One side of one operator in a process of its own: it compiles and checks as soon as it starts, then measures when
 told to, so that many can compile at once and each is timed alone.
 
-    python -m ring_la.cli.bench_ops.worker OP SIDE SHAPE,SHAPE     commands on stdin, one JSON object a line on stdout
+    python -m benchmarks.ops.worker OP SIDE SHAPE,SHAPE     commands on stdin, one JSON object a line on stdout
 
 It says ``{"first_s": …}`` of its first forward and backward, ``{"ready": SHAPE, "errors": …}`` for each shape, then
 answers each ``measure SHAPE`` with a row.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import peers
+from ..peers import ops as peers
 from .cases import CASES, Case, Shape, floor_bytes, inputs
 from .measure import Op, errors, measure, results
 

@@ -9,7 +9,6 @@ compiled kernels, with fewer repetitions. No configuration is left out. Triton's
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -19,9 +18,10 @@ from typing import Any
 
 import torch
 
-from . import peers
-from .cases import CASES, Shape, inputs
-from .measure import TOKENS, results
+from .. import environment
+from ..ops.cases import CASES, Shape, inputs
+from ..ops.measure import TOKENS, results
+from . import ops as peers
 
 ENVIRONMENT = {"TRITON_CACHE_AUTOTUNING": "1"}
 """For every process that runs fla-core: all its kernels keep on disk what they tuned, also those that would not."""
@@ -32,7 +32,7 @@ Call = Callable[[str, str], None]
 """Makes a row's calls."""
 
 
-def tune(rows: Rows, seconds: float, jobs: int, program: str = "ring_la.cli.bench_ops.tuning") -> dict[str, Any]:
+def tune(rows: Rows, seconds: float, jobs: int, program: str = "benchmarks.peers.fla_tuning") -> dict[str, Any]:
     """Compile with `jobs` processes, then tune, the rows in their order, for at most so long; what was done.
 
     Needs a GPU, Triton and fla-core. What is not compiled after 2/3 of the time is compiled as it is tuned. `program`
@@ -40,7 +40,7 @@ def tune(rows: Rows, seconds: float, jobs: int, program: str = "ring_la.cli.benc
     """
     start = time.monotonic()
     command = [sys.executable, "-c", f"from {program} import main; main()"]
-    env = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+    env = environment(**ENVIRONMENT, OMP_NUM_THREADS="1")
     listed = ",".join(f"{name}:{shape}" for name, shape in rows)
     compiling = [
         subprocess.Popen([*command, "compile", str(n), str(jobs), listed], env=env, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""The peers of each operator: functions of our inputs, by name; what is not installed says so.
+"""The peers of ``ring-la bench ops``, by operator: functions of our inputs, by name; what is not installed says so.
 
 FLA and the Mamba kernels return tuples or tensors: a peer here returns the output tensor, whose graph the backward
 takes.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from .cases import Inputs
+from ..ops.cases import Inputs
 
 GUARD = "FLA's guard against the gated backward on this Triton (its issue #640) is switched off"
 GUARDED = ("simple_gla", "mamba2", "gated_delta_rule")

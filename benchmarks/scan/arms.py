@@ -25,11 +25,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import ring_la
-from ring_la.algebra import Affine, Transition, transition_shape
+from ring_la.algebra import Affine, transition_shape
 from ring_la.comm import Group, Pending
 from ring_la.context import ContextParallel
 from ring_la.recurrences.retention import retention_decay
 from ring_la.scan import STRATEGIES, Chain, Cost, Exchange, Link, Scan
+
+from ..peers.scan import FLA, fla
 
 HALF_LIVES = (16, 65536)
 """Tokens: half-lives of trained gates, log-uniform over the heads."""
@@ -43,24 +45,22 @@ Call = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Op:
-    """What a recurrence's tokens bring beyond q, k, v, and the shape of its transition."""
+    """What a recurrence's tokens bring beyond q, k, v."""
 
-    transition: Transition
     gate: Literal["", "scalar", "diagonal"] = ""
     beta: bool = False
-    fla: str = ""
 
 
 OPS: dict[str, Op] = {
-    "linear_attention": Op("identity"),
-    "retention": Op("scalar"),
-    "simple_gla": Op("scalar", "scalar"),
-    "gla": Op("diagonal", "diagonal"),
-    "delta_rule": Op("dense", beta=True),
-    "gated_delta_rule": Op("dense", "scalar", True, "gated_delta_rule.chunk_gated_delta_rule"),
-    "kda": Op("dense", "diagonal", True, "kda.chunk_kda"),
+    "linear_attention": Op(),
+    "retention": Op(),
+    "simple_gla": Op("scalar"),
+    "gla": Op("diagonal"),
+    "delta_rule": Op(beta=True),
+    "gated_delta_rule": Op("scalar", True),
+    "kda": Op("diagonal", True),
 }
-"""`Op.fla` names the function of fla-core that takes a context-parallel context."""
+"""Those of `ring_la.cli.transitions`."""
 
 
 def tokens(
@@ -200,7 +200,7 @@ class Team:
             out[label] = lambda *x, layout=layout: op(*x, layout=layout).o
         if P > 1:
             out["Ulysses pattern"] = ulysses(name, self.group)
-        if OPS[name].fla and self.group.on_cuda and importlib.util.find_spec("fla"):
+        if name in FLA and self.group.on_cuda and importlib.util.find_spec("fla"):
             out["FLA local"] = fla(name, T, None)
             if P > 1:
                 out["FLA CP"] = fla(name, T, self.group)
@@ -230,23 +230,6 @@ def ulysses(name: str, group: Group) -> Call:
         return Swap.apply(group, False, op(*whole).o)
 
     return call
-
-
-def fla(name: str, T: int, group: Group | None) -> Call:
-    """fla-core's function, alone or under its context parallelism over `group`."""
-    import fla.ops.common.chunk_o as chunk_o
-
-    chunk_o.TRITON_ABOVE_3_7_1 = True  # its guard of #640, which refuses this Triton; errors are checked here
-    module, function = OPS[name].fla.split(".")
-    op = getattr(importlib.import_module(f"fla.ops.{module}"), function)
-    device = torch.device("cuda", torch.cuda.current_device())
-    if group is None:
-        cu = torch.tensor([0, T], device=device)
-        return lambda *x: op(*x, cu_seqlens=cu)[0]
-    from fla.ops.cp import build_cp_context
-
-    context = build_cp_context(torch.tensor([0, T * group.size], device=device), group=group.group)
-    return lambda *x: op(*x, cp_context=context)[0]
 
 
 def gradients(call: Call, x: Sequence[Tensor], do: Tensor) -> list[Tensor]:

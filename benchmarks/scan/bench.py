@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 4 -m ring_la bench scan [--ranks 2,4] [--lengths 16384,4096] [--out runs/bench_scan]
 
-Arms are those of scan_cases.py. Each is first compared with an fp64 run of the whole sequence and not timed if it is
+Arms are those of arms.py. Each is first compared with an fp64 run of the whole sequence and not timed if it is
 off. Times are of the slowest rank, medians over rounds in which the arms take turns; no barrier stands inside what is
 timed. "share" is the local arm's time over the arm's. Two tracks: as shipped (ring_la's auto, FLA CP), and one kernel
 under every exchange (all others). On CUDA also replayed as CUDA graphs with --graph.
@@ -24,16 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
+from ring_la.algebra import Affine
+from ring_la.cli.job import job
+from ring_la.cli.options import count
+from ring_la.cli.transitions import TRANSITIONS
+from ring_la.comm.group import TRANSPORTS
+from ring_la.errors import ArgumentError
+from ring_la.scan import Chain
 
-from ..algebra import Affine
-from ..comm.group import TRANSPORTS
-from ..errors import ArgumentError
-from ..scan import Chain
-from .job import job
-from .options import count
-from .scan_cases import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
-from .scan_report import Case, Report
-from .timing import Step, captured, in_turns, speeds
+from ..timing import Step, captured, in_turns, speeds
+from .arms import OPS, UNSPLIT, Call, Team, error, exchanges, gate_kinds, tokens, truth
+from .report import Case, Report
 
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 CHECKED = {"cuda": 1024, "cpu": 192}
@@ -112,7 +113,7 @@ def bench(team: Team, args: argparse.Namespace, report: Report) -> None:
                 measure(team, Case(name, gates, P, T, ""), args, report)
                 if cuda:
                     torch.cuda.empty_cache()
-    for kind in dict.fromkeys(OPS[name].transition for name in names(args.ops)) if P > 1 else ():
+    for kind in dict.fromkeys(TRANSITIONS[name] for name in names(args.ops)) if P > 1 else ():
         like = Affine(kind, None, torch.empty(1, args.heads, args.width, args.width, device="meta"))
         case = Case(kind, "", P, 0, "exchange")
         report.add(case, in_turns(exchanges(team.group, like), team.group, **how(args)), predictions(team, like), {})
@@ -130,7 +131,7 @@ def measure(team: Team, case: Case, args: argparse.Namespace, report: Report) ->
     x = tokens(case.op, case.gates, (case.T, args.heads, args.width), dtype, group.device, seed=group.rank)
     do = torch.randn_like(x[2])
     state = torch.empty(1, args.heads, args.width, args.width, device="meta")
-    like = Affine(OPS[case.op].transition, None, state)
+    like = Affine(TRANSITIONS[case.op], None, state)
     for what, steps in passes(calls, x, do).items():
         case, predicted = case._replace(what=what), predictions(team, like, "backward" in what)
         report.add(case, in_turns(steps, group, **how(args)), predicted, failed)

@@ -1,6 +1,6 @@
 """The planner's links against real ones: gloo between network namespaces behind a token bucket.
 
-    python -m tests.scan.check_links [--nodes 4 --per-node 1] [--mbit 100,20] [--out FILE.json]
+    python -m benchmarks.scan.links [--nodes 4 --per-node 1] [--mbit 100,20] [--out FILE.json]
 
 Needs root on Linux and iproute2. Every namespace is a node with `--per-node` ranks behind a veth of `--mbit` (tc's
 tbf; a delay would need netem). The cluster handed to the cost model is what was asked of tc (a GPU's share of its
@@ -26,12 +26,13 @@ import torch.distributed as dist
 from ring_la.algebra import Affine
 from ring_la.cli.cluster import Cluster
 from ring_la.cli.rates import H200
-from ring_la.cli.scan_cases import exchanges
-from ring_la.cli.timing import in_turns
 from ring_la.comm import Group
 from ring_la.layout import Layout
 from ring_la.scan import Chain, CostModel
 from ring_la.scan.auto import Line
+
+from ..timing import in_turns
+from .arms import exchanges
 
 STATES = (("identity", 8, 32), ("identity", 16, 64), ("scalar", 32, 64), ("dense", 4, 64), ("dense", 16, 64))
 """Shape of A, heads, K = V."""
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--per-node", type=int, default=1)
     parser.add_argument("--mbit", default="100,20")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("runs/check_links.json"))
+    parser.add_argument("--out", type=Path, default=Path("runs/links.json"))
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
@@ -151,7 +152,7 @@ def main() -> None:
             shape(args.nodes, mbit)
             same = ("nodes", "per_node", "rounds", "out")
             options = [word for n in same for word in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
-            command = [sys.executable, "-m", "tests.scan.check_links", *options, "--mbit", str(mbit)]
+            command = [sys.executable, "-m", "benchmarks.scan.links", *options, "--mbit", str(mbit)]
             ranks = range(args.nodes * args.per_node)
             started = [
                 subprocess.Popen(["ip", "netns", "exec", f"ringla{r // args.per_node}", *command, "--rank", str(r)])

@@ -1,4 +1,4 @@
-"""Where a split call's time goes: `torchrun --nproc_per_node 4 -m tests.gpu.profile_scan --out folder`.
+"""Where a split call's time goes: `torchrun --nproc_per_node 4 -m benchmarks.scan.profile --out folder`.
 
 For each op, length and arm (this rank's tokens alone, the split path on a group of one, strategies over both
 transports): microseconds eager and as a CUDA graph, the host's time to launch one call, and the timeline of one replay
@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from tests.gpu.check_symmetric import both_ways, captured, inputs, microseconds
+from tests.support.split_calls import both_ways, captured, inputs
+
+from ..symmetric import microseconds
 
 ARMS = ("local", "alone", "torch all_gather", "symmetric all_gather", "symmetric ring", "torch ring")
 

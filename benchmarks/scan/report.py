@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..scan import STRATEGIES, CostModel
-from .scan_cases import UNSPLIT
+from ring_la.scan import STRATEGIES, CostModel
+
+from .arms import UNSPLIT
 
 CLOSE = 1.05
 """Two arms closer than this are one: runs of the same arm differ as much."""

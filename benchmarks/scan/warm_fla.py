@@ -1,23 +1,23 @@
 """Compiles and tunes fla-core's context-parallel kernels on one GPU, so that `ring-la bench scan` finds them ready.
 
-    python -m tests.gpu.warm_fla [--ops gated_delta_rule,kda] [--seconds 150]
+    python -m benchmarks.scan.warm_fla [--ops gated_delta_rule,kda] [--seconds 150]
 
-As `ring_la.cli.bench_ops.tuning` does it, which also says what Triton's cache then holds. The exchange is imitated:
+As `peers/fla_tuning.py` does it, which also says what Triton's cache then holds. The exchange is imitated:
 every rank's summary is this rank's.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import types
 
 import torch
 
-from ring_la.cli.bench_ops import tuning
-from ring_la.cli.scan_cases import OPS, fla, gradients, tokens
+from ..peers import fla_tuning
+from ..peers.scan import fla, function
+from .arms import gradients, tokens
 
 SHAPES = "4096x32x128", "16384x32x128"
 
@@ -29,8 +29,7 @@ def call(name: str, shape: str) -> None:
 
     chain.all_gather_into_tensor = lambda inp, group=None: (torch.stack([inp] * 3), None)
     chain.dist = types.SimpleNamespace(get_rank=lambda group: 1, get_world_size=lambda group: 3)
-    module, function = OPS[name].fla.split(".")
-    op = getattr(importlib.import_module(f"fla.ops.{module}"), function)
+    op = function(name)
     sizes = tuple(map(int, shape.split("x")))
     x = tokens(name, "trained", sizes, torch.bfloat16, torch.device("cuda"), 0)
     cu = torch.tensor([0, sizes[0]], device="cuda")
@@ -45,14 +44,14 @@ def call(name: str, shape: str) -> None:
 
 def main() -> None:
     if sys.argv[1:2] in (["compile"], ["tune"]):
-        return tuning.main(call, fake=False)
+        return fla_tuning.main(call, fake=False)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="gated_delta_rule,kda")
     parser.add_argument("--seconds", type=float, default=150)
     args = parser.parse_args()
     jobs = min(16, os.cpu_count() or 1)  # each holds a few GiB of the GPU
     rows = [(op, shape) for op in args.ops.split(",") for shape in SHAPES]
-    print(tuning.tune(rows, args.seconds, jobs, "tests.gpu.warm_fla"), flush=True)
+    print(fla_tuning.tune(rows, args.seconds, jobs, "benchmarks.scan.warm_fla"), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the sizes in `kernels/triton/conv.py` come from: `python -m tests.gpu.tune_conv [--out FILE]`.
+"""Where the sizes in `kernels/triton/conv.py` come from: `python -m benchmarks.tuning.conv [--out FILE]`.
 
 Every choice of channels and tokens a step is compiled in parallel, compared with PyTorch's own operations, and timed:
 ms forward and backward at several shapes, dense and packed, for several lengths of a program's run.
@@ -13,10 +13,11 @@ import multiprocessing
 
 import torch
 
-from ring_la.cli.bench_ops.measure import bandwidth, error, milliseconds
 from ring_la.kernels.fused import short_conv
 from ring_la.kernels.fused import short_conv_launches as conv
 from ring_la.kernels.runtime import replayed as again
+
+from ..ops.measure import bandwidth, error, milliseconds
 
 SHAPES = ((1, 32768, 12288), (1, 32768, 3072), (4, 4096, 3072), (1, 2048, 6144))
 SIZES = list(itertools.product((64, 128, 256), (2, 4, 8)))

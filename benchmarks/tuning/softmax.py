@@ -1,4 +1,4 @@
-"""Time launch settings of the softmax kernels: `python -m tests.gpu.tune_softmax --jobs 14 --out FILE.json`.
+"""Time launch settings of the softmax kernels: `python -m benchmarks.tuning.softmax --jobs 14 --out FILE.json`.
 
 Every setting is compiled by a pool of processes first (on a short sequence: no kernel is compiled for a length), then
 timed alone in this one, causal in bf16. Medians of CUDA events, ms; prints the fastest of each kernel and width.
@@ -100,7 +100,7 @@ def main() -> None:
     if args.compile is not None:
         sweep(256, args.heads, args.compile, args.jobs, 1)
         return
-    start, command = time.time(), [sys.executable, "-m", "tests.gpu.tune_softmax", "--jobs", str(args.jobs)]
+    start, command = time.time(), [sys.executable, "-m", "benchmarks.tuning.softmax", "--jobs", str(args.jobs)]
     workers = [
         subprocess.Popen([*command, "--heads", str(args.heads), "--compile", str(i)], stdout=subprocess.DEVNULL)
         for i in range(args.jobs)

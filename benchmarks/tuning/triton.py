@@ -1,4 +1,4 @@
-"""Time launch configurations of each kernel: `python -m tests.gpu.tune_triton --what ATTEND,GRADIENT --out FILE`.
+"""Time launch configurations of each kernel: `python -m benchmarks.tuning.triton --what ATTEND,GRADIENT --out FILE`.
 
 Each configuration is compiled by a pool of processes first (on a short sequence: no kernel is compiled for a length),
 then timed alone in this one, launch by launch. Medians of CUDA events, in ms. Its results are checked against the fp64
@@ -26,7 +26,7 @@ from ring_la.kernels.segments import backend as local
 from ring_la.kernels.segments import base, table
 from ring_la.kernels.segments.table import Launch
 from ring_la.kernels.wy import launches as general
-from tests.kernels.triton_cases import Case, errors
+from tests.support.triton_cases import Case, errors
 
 PASSES = [(64, 4, 1), (64, 4, 1, 168), (64, 4, 2), (64, 4, 2, 168), (128, 8, 1), (128, 8, 2)]
 ROWS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2)]
@@ -160,7 +160,7 @@ def main() -> None:
                 times(rule, (shape[0], 512, *shape[2:]), 1)
         return
     start, rows = time.time(), []
-    command = [sys.executable, "-m", "tests.gpu.tune_triton", *sys.argv[1:], "--part"]
+    command = [sys.executable, "-m", "benchmarks.tuning.triton", *sys.argv[1:], "--part"]
     pool = [subprocess.Popen([*command, str(i)], env=os.environ | {"OMP_NUM_THREADS": "1"}) for i in range(args.jobs)]
     for p in pool:
         p.wait()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import pytest
 import torch
 
-from ring_la.cli.bench_ops import LIMIT, Worker, cases, measure, plan, report, side_row, tables
+from benchmarks import ROOT
+from benchmarks.ops import cases, measure, report, tables
+from benchmarks.ops.bench import LIMIT, Worker, plan, side_row
 from ring_la.cli.main import main
 from ring_la.errors import ArgumentError
 
@@ -49,9 +50,9 @@ def test_a_run(tmp_path, capsys):
 
 
 def test_the_page_says_what_was_measured(tmp_path):
-    docs = pathlib.Path(__file__).parents[2] / "docs"
-    found = json.loads((docs / "benchmarks/ops-h200.json").read_text())
-    assert tables.markdown(found, "benchmarks/ops-h200.json") in (docs / "kernels.md").read_text()
+    name = "benchmarks/results/ops-h200.json"
+    found = json.loads((ROOT / name).read_text())
+    assert tables.markdown(found, f"../{name}") in (ROOT / "docs/kernels.md").read_text()
     page = tmp_path / "page.md"
     page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
     tables.write(found, tmp_path / "raw/ops.json", page)

@@ -8,9 +8,10 @@ import json
 import torch
 import torch.distributed as dist
 
-from ring_la.cli import bench_scan
-from ring_la.cli.scan_cases import Team
-from ring_la.cli.scan_report import Report
+from benchmarks.scan import bench
+from benchmarks.scan.arms import OPS, Team
+from benchmarks.scan.report import Report
+from ring_la.cli.transitions import TRANSITIONS
 from ring_la.scan import STRATEGIES
 from tests.distributed.pool import group
 
@@ -19,8 +20,12 @@ ARMS = {"local", "alone", *STRATEGIES, "auto", "LASP pattern", "LASP-2 pattern",
 
 def options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench_scan.add_arguments(parser)
+    bench.add_arguments(parser)
     return parser.parse_args(words)
+
+
+def test_what_is_measured_is_what_the_planner_knows():
+    assert list(OPS) == list(TRANSITIONS)
 
 
 def check_bench(rank: int, folder: str) -> list[dict]:
@@ -28,7 +33,7 @@ def check_bench(rank: int, folder: str) -> list[dict]:
     args = options("--ops", "retention,gated_delta_rule", "--gates", "trained", *shape)
     alone = dist.new_group([rank], use_local_synchronization=True)
     report = Report(args)
-    bench_scan.bench(Team(group(), alone), args, report)
+    bench.bench(Team(group(), alone), args, report)
     report.finish()
     return report.rows
 
@@ -57,8 +62,8 @@ def check_wrong(rank: int, folder: str) -> dict[str, str]:
     right = team.arms
     spoilt = {"ring": lambda f: lambda *x: 1.01 * f(*x), "doubling": lambda f: f}
     team.arms = lambda *a: {n: spoilt[n](f) for n, f in right(*a).items()}
-    case = bench_scan.Case("retention", "trained", 2, 64, "")
-    calls, failed = bench_scan.checked(team, case, torch.float32, args)
+    case = bench.Case("retention", "trained", 2, 64, "")
+    calls, failed = bench.checked(team, case, torch.float32, args)
     return failed | {n: "timed" for n in calls}
 
 

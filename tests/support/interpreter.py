@@ -1,4 +1,4 @@
-"""Triton's interpreter with bf16 as GPUs compute it.
+"""Triton's interpreter on a CPU, and bf16 in it as GPUs compute it.
 
 NumPy has no bf16, so the interpreter keeps the bits in uint16, and multiplies, adds and casts those. Here operands are
 widened to fp32 and results rounded to nearest, ties to even.
@@ -6,7 +6,11 @@ widened to fp32 and results rounded to nearest, ties to even.
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+import pytest
+import torch
 
 
 def widened(x: np.ndarray) -> np.ndarray:
@@ -51,3 +55,27 @@ def compute_bf16() -> None:
     for name in ("create_fp_trunc", "create_fp_ext", "create_si_to_fp", "create_ui_to_fp", "create_fp_to_si",
                  "create_fp_to_ui"):  # fmt: skip
         setattr(InterpreterBuilder, name, cast_impl)
+
+
+def interpreted() -> None:
+    """Have Triton interpret kernels on the CPU where there is no GPU; call before anything imports Triton.
+
+    Skips the module where Triton is absent or was imported to compile. The interpreter takes a loop's bound from an
+    array of one element, which NumPy refuses from 2.4 on.
+    """
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    language = pytest.importorskip("triton.language")
+    if type(language.sum).__name__ != "InterpretedFunction":
+        pytest.skip("Triton was imported to compile, without a GPU", allow_module_level=True)
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    if patch.__name__ != "patched":
+        interpreter._patch_lang_tensor = patched

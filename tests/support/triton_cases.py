@@ -4,10 +4,8 @@ GPU's)."""
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -16,30 +14,6 @@ from ring_la.kernels.protocol import Inputs
 
 RULES = ("additive_none", "additive_scalar", "additive_diagonal", "delta_none", "delta_scalar", "delta_diagonal",
          "dplr_diagonal")  # fmt: skip
-
-
-def interpreted() -> None:
-    """Have Triton interpret kernels on the CPU where there is no GPU; call before anything imports Triton.
-
-    Skips the module where Triton is absent or was imported to compile. The interpreter takes a loop's bound from an
-    array of one element, which NumPy refuses from 2.4 on.
-    """
-    if torch.cuda.is_available():
-        return
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    language = pytest.importorskip("triton.language")
-    if type(language.sum).__name__ != "InterpretedFunction":
-        pytest.skip("Triton was imported to compile, without a GPU", allow_module_level=True)
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    if patch.__name__ != "patched":
-        interpreter._patch_lang_tensor = patched
 
 
 @dataclass(frozen=True)
