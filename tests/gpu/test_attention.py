@@ -1,21 +1,15 @@
-"""Softmax attention on GPUs: `python -m tests.gpu.check_attention --jobs 8`, or under torchrun with one rank a GPU.
+"""Softmax attention on one GPU: `pytest -m gpu tests/gpu/test_attention.py -n 8`.
 
 Every backend installed here × head width × dtype × feature against the dense fp64 reference: outputs, lse and every
 gradient. An error passes if it is at most twice that of an independent low-precision run (the reference's formula in
-that dtype), or below a floor. Under torchrun the calls run split instead, by every strategy, layout and transport, on
-the whole group, a mesh and two groups of half the ranks (see `attention_split`). Prints a line a case and a summary;
-exits 1 if anything is off.
+that dtype), or below a floor. What a backend refuses is skipped with its reason. Split calls: test_attention_split.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
-import traceback
 from functools import cache
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -23,6 +17,8 @@ import ring_la
 from ring_la import reference
 from ring_la.softmax import attention
 from tests.softmax.cases import error, finite
+
+pytestmark = pytest.mark.gpu
 
 FLOOR = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 3e-5}
 FEATURES: dict[str, dict] = {
@@ -42,6 +38,7 @@ FEATURES: dict[str, dict] = {
     "all": dict(window=(150, -1), softcap=5.0, alibi=True, sinks=True, joint="front", heads=(8, 2), dlse=True),
 }
 T, DEVICE = 700, "cuda"
+BACKENDS, WIDTHS = ("cudnn", "flash", "flash_attn_2", "triton", "torch"), (64, 128, 256)
 
 
 @cache
@@ -146,75 +143,38 @@ def dropout_like_torch(dtype: torch.dtype) -> dict[str, float]:
     return {n: error(g, want[n]) for n, g in got.items()}
 
 
-def cases(args: argparse.Namespace) -> list[tuple]:
+def cases() -> list[tuple]:
     """(backend, feature, D, dtype); every feature in bf16 at 64 and 128, where compilers went wrong before."""
     out = []
-    for D in map(int, args.widths.split(",")):
+    for D in WIDTHS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             if dtype == torch.float32 and D != 64:
                 continue
             some = FEATURES if dtype == torch.bfloat16 and D < 256 else ("causal", "gqa", "packed", "all")
-            out += [(backend, feature, D, dtype) for backend in args.backends.split(",") for feature in some]
+            out += [(backend, feature, D, dtype) for backend in BACKENDS for feature in some]
     return out
 
 
-class Report:
-    """Prints a line a case and counts."""
-
-    def __init__(self, rank: int = 0, quiet: bool = False) -> None:
-        self.rank, self.quiet, self.done, self.bad, self.failed, self.worst = rank, quiet, 0, 0, 0, 0.0
-
-    def attempt(self, name: str, limit: dict[str, float], function, *arguments) -> None:
-        try:
-            errors = function(*arguments)
-        except Exception:  # a table of all failures is the point of this script
-            self.bad, self.failed = self.bad + 1, self.failed + 1
-            print(f"FAILED  {name} (rank {self.rank})\n{traceback.format_exc(limit=-4)}", flush=True)
-            return
-        if isinstance(errors, str):
-            verdict, text = "refused", errors
-        else:
-            share = max(e / limit.get(n, limit[""]) for n, e in errors.items())
-            verdict = "ok" if share <= 1 else "OFF"
-            self.done, self.bad, self.worst = self.done + 1, self.bad + (share > 1), max(self.worst, share)
-            text = " ".join(f"{n}={e:.1e}" for n, e in errors.items()) + f" limit {limit['']:.1e}"
-        if verdict == "OFF" or (self.rank == 0 and not self.quiet):
-            print(f"{verdict:8}{name} (rank {self.rank}): {text}", flush=True)
+def off(found: dict[str, float], dtype: torch.dtype, D: int) -> dict[str, tuple[float, float]]:
+    """Errors that are not within their limits, with those."""
+    limit = limits(dtype, D)
+    return {n: (e, limit.get(n, limit[""])) for n, e in found.items() if not e <= limit.get(n, limit[""])}
 
 
-def in_parallel(jobs: int) -> int:
-    """Run this script in parts, so that kernels compile side by side."""
-    command = [sys.executable, "-m", "tests.gpu.check_attention", *sys.argv[1:]]
-    parts = [subprocess.Popen([*command, "--jobs", "1", "--part", f"{i}/{jobs}"]) for i in range(jobs)]
-    return max(p.wait() for p in parts)
+def title(backend: str, feature: str, D: int, dtype: torch.dtype) -> str:
+    return f"{backend}-{feature}-D{D}-{str(dtype)[6:]}"
 
 
-def main() -> None:
-    if "RANK" in os.environ:
-        from tests.gpu import attention_split
-
-        sys.exit(attention_split.main())
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", default="cudnn,flash,flash_attn_2,triton,torch")
-    parser.add_argument("--widths", default="64,128,256")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--part", default="0/1")
-    args = parser.parse_args()
-    if args.jobs > 1:
-        sys.exit(in_parallel(args.jobs))
-    part, parts = map(int, args.part.split("/"))
-    report = Report()
-    for i, (backend, feature, D, dtype) in enumerate(cases(args)):
-        if i % parts == part:
-            name = f"{backend} {feature} D{D} {str(dtype)[6:]}"
-            report.attempt(name, limits(dtype, D), one_device, backend, feature, D, dtype)
-    if part == 0:
-        report.attempt("dropout, triton as torch", limits(torch.bfloat16, 64), dropout_like_torch, torch.bfloat16)
-    print(
-        f"part {args.part}: {report.done} compared, {report.bad} off, worst {report.worst:.2f} of its limit", flush=True
-    )
-    sys.exit(report.bad > 0)
+@pytest.mark.parametrize(("backend", "feature", "D", "dtype"), [pytest.param(*c, id=title(*c)) for c in cases()])
+def test_one_device(backend, feature, D, dtype, record_property):
+    found = one_device(backend, feature, D, dtype)
+    if isinstance(found, str):
+        pytest.skip(found)
+    record_property("errors", found)
+    assert not off(found, dtype, D)
 
 
-if __name__ == "__main__":
-    main()
+def test_dropout_like_torch(record_property):
+    found = dropout_like_torch(torch.bfloat16)
+    record_property("errors", found)
+    assert not off(found, torch.bfloat16, 64)

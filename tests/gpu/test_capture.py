@@ -1,4 +1,4 @@
-"""What runs without the host, on the GPU: `python -m tests.gpu.check_capture [--ops gla,…] [--limit 300] [--out FILE]`.
+"""What runs without the host, on the GPU: `pytest -m gpu tests/gpu/test_capture.py -n 14 --dist loadgroup`.
 
 For every recurrence, short_conv, token_shift and the bidirectional form, forward and backward:
 
@@ -8,28 +8,22 @@ For every recurrence, short_conv, token_shift and the bidirectional form, forwar
     compile   torch.compile(fullgraph=True, dynamic=True) in chunk and recurrent mode over changing lengths, one graph
     decode    one-token steps from a state: no synchronisation, captured, compiled; in place where the step can
 
-One process an op, all at once; each case is one line of JSON as it ends. Exits 1 if anything is off.
+With `--dist loadgroup` the cases of an op go to one process, which compiles its kernels once.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
-import subprocess
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 import ring_la
 from tests.conformance.cases import RECURRENCES, error, make_inputs
 
+pytestmark = pytest.mark.gpu
 H, D, T = 4, 64, 1024
 LIMIT = 1e-2
 """Between two runs of the same kernels in bf16; runs in different modes are farther apart."""
@@ -148,8 +142,8 @@ def compiled_kernels() -> dict[str, int]:
     return found
 
 
-def check_stable(name: str) -> float:
-    """0, or raises with the kernels that were compiled again."""
+def compiled_again(name: str) -> tuple[dict[str, int], dict[str, int]]:
+    """How many more variants of each kernel other lengths need, and other packings."""
     packings = (packed(), offsets(1, 2, 997), offsets(*[97] * 11), offsets(777))
     lengths = (T, 1000, 777, 3001)
 
@@ -169,13 +163,11 @@ def check_stable(name: str) -> float:
     before = compiled_kernels()
     for cu in packings[1:]:
         run(int(cu[-1]), cu)
-    again = grown(before)
-    if dense or again:
-        raise AssertionError(f"compiled again over lengths {dense}, over packings {again}")
-    return 0.0
+    return dense, grown(before)
 
 
-def check_compile(name: str, mode: str | None) -> float:
+def check_compile(name: str, mode: str | None) -> tuple[float, int]:
+    """The worst error over three lengths, and the graphs they took."""
     torch._dynamo.reset()
     keywords = {} if mode is None else {"mode": mode}
     op = op_of(name, **keywords)
@@ -186,9 +178,7 @@ def check_compile(name: str, mode: str | None) -> float:
         x = inputs(name, length=length)
         do = like_output(op, x)
         worst = max(worst, apart(both(compiled, x, do), both(op, x, do)))
-    if stats["unique_graphs"] - graphs > 1:
-        raise AssertionError(f"{stats['unique_graphs'] - graphs} graphs over three lengths")
-    return worst
+    return worst, stats["unique_graphs"] - graphs
 
 
 @torch.no_grad()
@@ -240,86 +230,57 @@ def check_decode(name: str) -> float:
     return max(worst, apart([torch.cat(steps(compiled), 1)], [whole[:, 5:]]))
 
 
-def cases(name: str) -> dict[str, tuple[Callable[[], float], float]]:
-    """label: (what gives the worst error, its limit)."""
-    out: dict[str, tuple[Callable[[], float], float]] = {
-        "sync": (lambda: check_sync(name), LIMIT),
-        "sync packed": (lambda: check_sync(name, packed()), LIMIT),
-        "graph": (lambda: check_graph(name), LIMIT),
-        "graph packed": (lambda: check_graph(name, packed()), LIMIT),
-        "stable": (lambda: check_stable(name), 0.0),
-    }
-    modes = (None,) if name in OTHERS else ("chunk", "recurrent")
-    for mode in modes:
-        out[f"compile {mode or ''}".strip()] = (lambda mode=mode: check_compile(name, mode), APART)
-    if name != "bidirectional":
-        out["decode"] = (lambda: check_decode(name), APART)
-    return out
+OPS = (*RECURRENCES, *OTHERS)
 
 
-def work(name: str) -> None:
-    """The cases of one op, one line of JSON each."""
-    for label, (check, limit) in cases(name).items():
-        start = time.time()
-        try:
-            worst = check()
-            row = {"ok": worst <= limit, "worst": worst}
-        except Exception as e:  # a table of all failures is the point of this script
-            where = [f"{f.filename.split('/')[-1]}:{f.lineno}" for f in traceback.extract_tb(e.__traceback__)][-4:]
-            row = {"ok": False, "failed": f"{type(e).__name__}: {str(e)[:600]}", "where": where}
-        row = {"op": name, "case": label, "seconds": round(time.time() - start, 1)} | row
-        print("JSON " + json.dumps(row), flush=True)
+def over(ops: tuple[str, ...]) -> list:
+    """Parameters, an op's in one process."""
+    return [pytest.param(name, id=name, marks=pytest.mark.xdist_group(name)) for name in ops]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", default=",".join((*RECURRENCES, *OTHERS)))
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for everything")
-    parser.add_argument("--out")
-    parser.add_argument("--only")
-    args = parser.parse_args()
-    if args.only:
-        return work(args.only)
-    names, rows, lock = args.ops.split(","), [], threading.Lock()
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.gpu.check_capture", "--only"]
-    running = {
-        n: subprocess.Popen([*command, n], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env) for n in names
-    }
-
-    def listen(name: str, process: subprocess.Popen) -> None:
-        tail: list[str] = []
-        for raw in process.stdout:
-            text = raw.decode(errors="replace")
-            if text.startswith("JSON "):
-                with lock:
-                    rows.append(json.loads(text[5:]))
-                    save()
-            else:
-                tail.append(text)
-        if process.wait() and tail:
-            print(f"{name}: ended with {process.returncode}\n{''.join(tail[-8:])}", flush=True)
-
-    def save() -> None:
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, f, indent=1)
-
-    threads = [threading.Thread(target=listen, args=item, daemon=True) for item in running.items()]
-    for thread in threads:
-        thread.start()
-    deadline = time.time() + args.limit
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.time()))
-    for process in running.values():
-        process.kill()
-    for row in [r for r in rows if not r["ok"]]:
-        print("BAD", json.dumps(row))
-    expected = sum(len(cases(n)) for n in names)
-    print(f"{sum(r['ok'] for r in rows)} of {len(rows)} right, {expected - len(rows)} not reached")
-    sys.stdout.flush()
-    os._exit(len(rows) < expected or not all(r["ok"] for r in rows))
+@pytest.mark.parametrize("documents", ["dense", "packed"])
+@pytest.mark.parametrize("name", over(OPS))
+def test_sync(name, documents, record_property):
+    worst = check_sync(name, packed() if documents == "packed" else None)
+    record_property("worst", worst)
+    assert worst <= LIMIT
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("documents", ["dense", "packed"])
+@pytest.mark.parametrize("name", over(OPS))
+def test_graph(name, documents, record_property):
+    worst = check_graph(name, packed() if documents == "packed" else None)
+    record_property("worst", worst)
+    assert worst <= LIMIT
+
+
+@pytest.mark.parametrize("name", over(OPS))
+def test_stable(name):
+    dense, packings = compiled_again(name)
+    assert not dense, "over lengths"
+    assert not packings, "over packings"
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@pytest.mark.parametrize("name", over(RECURRENCES))
+def test_compile(name, mode, record_property):
+    compiles(name, mode, record_property)
+
+
+@pytest.mark.parametrize("name", over(OTHERS))
+def test_compile_without_modes(name, record_property):
+    compiles(name, None, record_property)
+
+
+def compiles(name: str, mode: str | None, record_property) -> None:
+    worst, graphs = check_compile(name, mode)
+    record_property("worst", worst)
+    assert worst <= APART
+    assert graphs <= 1, "over three lengths"
+
+
+@pytest.mark.parametrize("name", over(tuple(n for n in OPS if n != "bidirectional")))
+def test_decode(name, record_property):
+    worst = check_decode(name)
+    record_property("worst", worst)
+    assert worst <= APART

@@ -1,23 +1,13 @@
-"""Sharded ≡ whole over NCCL, one rank a GPU: `torchrun --nproc_per_node N -m tests.gpu.check_nccl`.
+"""Sharded ≡ whole over NCCL, one rank a GPU: `pytest -m gpu tests/gpu/test_nccl.py`.
 
-Runs the conformance checks of the CPU suite on GPUs for every group size P ≤ N: every recurrence × scan × layout ×
-packing in fp64 on the PyTorch backend (1e-9), and in fp32 and bf16 on the default backend (Triton where it can), moves
-of tokens, convolutions. Each rank's worst errors are gathered; rank 0 prints one line a check and a summary last.
+The conformance checks of the CPU suite on GPUs for every group size P there is: every recurrence × scan × layout ×
+packing in fp64 on the PyTorch backend (1e-9), and in fp32 and bf16 on the default backend (Triton where it can).
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import functools
-import json
-import os
-import time
-import traceback
-from datetime import timedelta
-
+import pytest
 import torch
-import torch.distributed as dist
 
 import ring_la
 from ring_la.scan import STRATEGIES
@@ -25,8 +15,10 @@ from tests.conformance import test_sharded as sharded
 from tests.conformance.cases import RECURRENCES, error, make_inputs
 from tests.distributed import pool
 
-PATIENCE = 45.0
-"""Seconds one check may take before every rank shows where it stands and stops."""
+SIZES = (2, 4, 8)
+SPLITS = (
+    ("dense", "zigzag"), ("packed", "zigzag"), ("packed", "contiguous"), ("uneven", "contiguous"), ("short", "zigzag"),
+)  # fmt: skip
 
 
 def whole_and_split(rank: int, P: int, name: str, dtype: torch.dtype, kind: str, D: int) -> dict[str, float]:
@@ -68,87 +60,28 @@ def whole_and_split(rank: int, P: int, name: str, dtype: torch.dtype, kind: str,
     return ratios
 
 
-def checks(world: int):
-    """(label, P, function of the rank giving its worst figure, bound)."""
-    for P in [p for p in (2, 4, 8) if p <= world]:
-        for name in RECURRENCES:
-            for documents, kind in (
-                ("dense", "zigzag"),
-                ("packed", "zigzag"),
-                ("packed", "contiguous"),
-                ("uneven", "contiguous"),
-                ("short", "zigzag"),
-            ):
-                f = functools.partial(
-                    sharded.check_sharded, P=P, name=name, documents=documents, kind=kind, scans=tuple(STRATEGIES)
-                )
-                worst = lambda rank, f=f: max(e for by in f(rank).values() for e in by.values())  # noqa: E731
-                yield f"fp64 {name} {documents} {kind}", P, worst, 1e-9
-    for dtype in (torch.bfloat16, torch.float32):
-        for name in RECURRENCES:
-            for D in (64, 128):
-                f = functools.partial(whole_and_split, P=world, name=name, dtype=dtype, kind="zigzag", D=D)
-                yield f"{str(dtype)[6:]} {name} {D}", world, lambda rank, f=f: max(f(rank).values()), 2.0
+def sizes() -> list:
+    return [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in SIZES]
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--out")
-    arguments.add_argument("--budget", type=float, default=300.0)
-    arguments.add_argument("--only", default="")
-    arguments.add_argument("--verbose", action="store_true")
-    arguments.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
-    options = arguments.parse_args()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = None
-    if options.backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(options.backend, device_id=device, timeout=timedelta(seconds=90))
-    control = dist.new_group(backend="gloo")
-    for P in range(1, world + 1):
-        pool._groups[P] = dist.new_group(list(range(P)))
-    start, rows = time.monotonic(), []
-    for label, P, check, bound in checks(world):
-        late = torch.tensor([time.monotonic() - start > options.budget])
-        dist.broadcast(late, 0, group=control)
-        if late.item():
-            break
-        if options.only not in label:
-            continue
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        value, failed, began = 0.0, "", time.monotonic()
-        if rank < P:
-            try:
-                value = check(rank)
-            except Exception:
-                value, failed = float("inf"), traceback.format_exc()
-                print(f"rank {rank}, {label}, P={P}\n{failed}", flush=True)
-        values: list = [None] * world
-        dist.all_gather_object(values, (value, failed), group=control)
-        faulthandler.cancel_dump_traceback_later()
-        worst = max(v for v, _ in values)
-        seconds = round(time.monotonic() - began, 2)
-        rows.append({"check": label, "P": P, "worst": worst, "bound": bound, "ok": worst <= bound, "seconds": seconds})
-        if rank == 0 and (options.verbose or not rows[-1]["ok"]):
-            print("ok " if rows[-1]["ok"] else "BAD", rows[-1], flush=True)
-        if any(t for _, t in values):
-            break
-    name = torch.cuda.get_device_name() if device else "cpu"
-    if rank == 0:
-        bad = sum(not r["ok"] for r in rows)
-        by = {}
-        for r in rows:
-            key = (r["check"].split()[0], r["P"])
-            by.setdefault(key, []).append(r["worst"])
-        for (kind, P), worst in by.items():
-            print(f"{kind} P={P}: {len(worst)} checks, worst {max(worst):.2e}")
-        print(f"{len(rows)} checks, {bad} bad, {time.monotonic() - start:.0f} s, {world} × {name}")
-        if options.out:
-            with open(options.out, "w") as f:
-                json.dump({"torch": torch.__version__, "device": name, "rows": rows}, f, indent=1)
-    dist.destroy_process_group()
+@pytest.mark.parametrize(("documents", "kind"), SPLITS)
+@pytest.mark.parametrize("name", RECURRENCES)
+@pytest.mark.parametrize("P", sizes())
+def test_every_exchange_in_fp64(P, name, documents, kind, gpu_ranks, record_property):
+    found = gpu_ranks.run(P, sharded.check_sharded, P, name, documents, kind, tuple(STRATEGIES))
+    worst = max(e for errors in found for by in errors.values() for e in by.values())
+    record_property("worst", worst)
+    assert worst <= 1e-9
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.gpu(needs=2)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", RECURRENCES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_the_default_backend_on_all_gpus(dtype, name, D, gpu_ranks, record_property):
+    """Errors are at most twice those of the call on one device."""
+    P = gpu_ranks.size
+    found = gpu_ranks.run(P, whole_and_split, P, name, dtype, "zigzag", D)
+    worst = max(ratio for ratios in found for ratio in ratios.values())
+    record_property("worst", worst)
+    assert worst <= 2.0

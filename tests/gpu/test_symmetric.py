@@ -1,53 +1,47 @@
-"""Symmetric memory as a transport: `torchrun --nproc_per_node N -m tests.gpu.check_symmetric --out folder`.
-
-Parts, each with its own limit, each written to folder/symmetric.json when it is done:
+"""Symmetric memory as a transport, over all GPUs: `pytest -m gpu tests/gpu/test_symmetric.py`.
 
     messages    every pattern of `Group`, equal to NCCL's to the bit, under delays that make ranks drift apart
     strategies  every recurrence of a few × scan × layout, fp64, against the token loop (1e-9), and bytes as NCCL's
-    links       the ring by one kernel a link, every kind of map and chain, against the serial recursion in fp64; and
-                microseconds of each strategy's exchange alone by either transport
-    latency     microseconds of each pattern by size, eager and in a CUDA graph, beside NCCL
+    links       the ring by one kernel a link, every kind of map and chain, against the serial recursion in fp64
     graph       forward and backward of a sharded call captured and replayed on new inputs, equal to the eager call
-    exposed     one call's time beside the local work alone, and by the profiler the time in which only messages run
     borders     recurrences whose kernels exchange states among their own launches, bf16 and fp32, against one device
                 in fp64: zigzag, packed, several rows, with states; replayed, and captured
     halos       a split convolution under transport="auto", whose halo goes by mailboxes, beside the whole one
     canonical   deterministic=True under transport="auto": the same bits on 1 GPU and on all
     late        a peer that does not send: NaN within the timeout, then a PeerError that names it
     late_link   the same of a ring by mailboxes under transport="auto"
+
+What all this costs: benchmarks/symmetric.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import functools
-import json
-import os
-import sys
-import tempfile
 import time
-import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ring_la
 from ring_la.algebra import Affine, transpose
-from ring_la.cli.scan_cases import exchanges
 from ring_la.comm import Group
 from ring_la.layout import Layout
 from ring_la.scan import STRATEGIES, Border, Chain, Link
 from tests.conformance import test_sharded as sharded
-from tests.conformance.cases import DOCUMENTS, make_inputs
+from tests.conformance.cases import make_inputs
 from tests.distributed import pool
 from tests.scan import test_border as border
 from tests.scan import test_mailbox_ring as mailbox
+from tests.support.gpu import world
+from tests.support.split_calls import both_ways, captured, inputs
+
+pytestmark = pytest.mark.gpu(needs=2)
 
 TRANSPORTS = ("torch", "symmetric")
-CASES = (("simple_gla", 16384), ("gated_delta_rule", 16384), ("simple_gla", 4096), ("gated_delta_rule", 4096))
+RECURRENCES = ("simple_gla", "gla", "gated_delta_rule", "retention")
 BORDERS = (
     ("linear_attention", "contiguous", torch.bfloat16),
     ("simple_gla", "documents", torch.bfloat16),
@@ -57,32 +51,21 @@ BORDERS = (
     ("kda", "zigzag", torch.bfloat16),
     ("delta_rule", "rows", torch.float32),
 )
-GRAPHS = len(BORDERS)
-CHOSEN: list[int] = []
-FOLDER: list[Path] = []
-LIMIT = {
-    "links": 60, "messages": 30, "strategies": 45, "latency": 40, "graph": 60, "exposed": 75, "late": 30,
-    "late_link": 30, "borders": 90, "canonical": 40, "halos": 40,
-}  # fmt: skip
-
-
-def note(line: str) -> None:
-    """A verdict of this rank, at once: a whole line on the screen, and in folder/rank<n>.txt."""
-    line = f"rank {dist.get_rank()}: {line}\n"
-    sys.stdout.write(line)
-    sys.stdout.flush()
-    with (FOLDER[0] / f"rank{dist.get_rank()}.txt").open("a") as file:
-        file.write(line)
 
 
 def groups() -> dict[str, Group]:
-    return {t: Group(None, timedelta(seconds=60), t) for t in TRANSPORTS}
+    return {t: Group(pool.group(), timedelta(seconds=60), t) for t in TRANSPORTS}
 
 
-def messages() -> dict:
+@functools.lru_cache
+def context(P: int, scan: str, transport: str) -> ring_la.ContextParallel:
+    return ring_la.ContextParallel(pool.group(P), scan=scan, transport=transport)
+
+
+def check_messages(rank: int) -> int:
     """Every pattern by both transports, equal; ranks are delayed at random, so that some run ahead."""
     by = groups()
-    rank, P, device = by["torch"].rank, by["torch"].size, by["torch"].device
+    P, device = by["torch"].size, by["torch"].device
     random = torch.Generator().manual_seed(rank)
     checked = 0
     for n in (20, 1024, 100_000, 524_288, 3_000_000, 12_000_000):
@@ -113,96 +96,94 @@ def messages() -> dict:
                 assert all(torch.equal(a, b) for a, b in zip(*got.values())), (n, dtype, repeat)
                 checked += len(got["torch"])
     assert by["symmetric"].transport.late() == []
-    return {"messages compared": checked}
+    return checked
 
 
-@functools.lru_cache
-def context(P: int, scan: str, transport: str) -> ring_la.ContextParallel:
-    return ring_la.ContextParallel(pool.group(P), scan=scan, transport=transport)
+def test_messages(gpu_ranks, record_property):
+    compared = gpu_ranks.run(gpu_ranks.size, check_messages)
+    record_property("compared", compared[0])
+    assert len(set(compared)) == 1
+    assert compared[0] > 100
 
 
-def strategies() -> dict:
-    """Worst error by recurrence and transport; the bytes of both transports are the same."""
-    rank, out = dist.get_rank(), {}
-    for P in sorted({2, dist.get_world_size()}):
-        if rank >= P:
-            continue
-        for name in ("simple_gla", "gla", "gated_delta_rule", "retention"):
-            for documents, kind in (("packed", "zigzag"), ("uneven", "contiguous")):
-                sent = {}
-                for transport in TRANSPORTS:
-                    sharded.context = functools.partial(context, transport=transport)
-                    comms = [context(P, scan, transport).comm for scan in STRATEGIES]
-                    before = sum(c.bytes_sent for c in comms)
-                    errors = sharded.check_sharded(rank, P, name, documents, kind, tuple(STRATEGIES))
-                    sent[transport] = sum(c.bytes_sent for c in comms) - before
-                    worst = max(e for by in errors.values() for e in by.values())
-                    out[f"P={P} {name} {documents} {kind} {transport}"] = worst
-                    assert worst < 1e-9, (P, name, documents, kind, transport, errors)
-                assert len(set(sent.values())) == 1, sent
-    return {"checks": len(out), "worst": max(out.values(), default=0.0), "documents": list(DOCUMENTS)}
+def check_strategies(
+    rank: int, P: int, name: str, documents: str, kind: str
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Worst error and bytes sent, by transport."""
+    worst, sent, shared = {}, {}, sharded.context
+    try:
+        for transport in TRANSPORTS:
+            sharded.context = functools.partial(context, transport=transport)
+            comms = [context(P, scan, transport).comm for scan in STRATEGIES]
+            before = sum(c.bytes_sent for c in comms)
+            errors = sharded.check_sharded(rank, P, name, documents, kind, tuple(STRATEGIES))
+            sent[transport] = sum(c.bytes_sent for c in comms) - before
+            worst[transport] = max(e for by in errors.values() for e in by.values())
+    finally:
+        sharded.context = shared
+    return worst, sent
 
 
-def links() -> dict:
-    """By kind of map: the worst error of the ring's links, and µs, eager and in a graph, of each exchange alone."""
-    by, out = groups(), {}
-    g, shape = by["symmetric"], (1, 32, 128, 128)
-    random = torch.Generator().manual_seed(g.rank)
-    for kind in ("identity", "scalar", "diagonal", "dense"):
-        worst = 0.0
-        for layout, documents in (("contiguous", None), ("zigzag", None), ("zigzag", [0, 5, 16, 40, 48])):
-            whole = Chain.of(Layout(48, layout, g.size, g.rank, documents))
-            forward = mailbox.maps(whole, kind, shape, "cuda")
-            back = [Affine(kind, transpose(kind, m.A), m.b) for m in forward[::-1]]
-            for chain, maps in ((whole, forward), (whole.reversed, back)) * 2:
-                torch.cuda._sleep(int(torch.randint(1, 400_000, (), generator=random)))
-                mine = [Link(maps[i]) for i in chain.local(g.rank)]
-                got = STRATEGIES["ring"].start(chain, mine, Affine(kind, None, maps[0].b), g).wait()
-                wide = [Affine(kind, None if m.A is None else m.A.double(), m.b.double()) for m in maps]
-                want = mailbox.serial(chain, wide)
-                for i, state in zip(chain.local(g.rank), got):
-                    assert (state is None) == (want[i] is None), (kind, i)
-                    if state is not None:
-                        worst = max(worst, ((state - want[i]).norm() / want[i].norm()).item())
-        assert worst < 1e-6, (kind, worst)
-        row: dict = {"worst": worst}
-        for transport, group in by.items():
-            runs = exchanges(group, Affine(kind, None, torch.empty(shape, device="meta")))
-            row[transport] = {name: (microseconds(run), microseconds(captured(run))) for name, run in runs.items()}
-        out[kind] = row
-        if g.rank == 0:
-            print(kind, row, flush=True)
+@pytest.mark.parametrize(("documents", "kind"), [("packed", "zigzag"), ("uneven", "contiguous")])
+@pytest.mark.parametrize("name", RECURRENCES)
+@pytest.mark.parametrize("P", sorted({2, world(2)}))
+def test_strategies(P, name, documents, kind, gpu_ranks, record_property):
+    found = gpu_ranks.run(P, check_strategies, P, name, documents, kind)
+    record_property("worst", {t: max(worst[t] for worst, _ in found) for t in TRANSPORTS})
+    for worst, sent in found:
+        assert max(worst.values()) < 1e-9
+        assert len(set(sent.values())) == 1, "both transports send as many bytes"
+
+
+def check_links(rank: int, kind: str) -> float:
+    """The worst error of the ring's links."""
+    g, shape, worst = Group(pool.group(), timedelta(seconds=60), "symmetric"), (1, 32, 128, 128), 0.0
+    random = torch.Generator().manual_seed(rank)
+    for layout, documents in (("contiguous", None), ("zigzag", None), ("zigzag", [0, 5, 16, 40, 48])):
+        whole = Chain.of(Layout(48, layout, g.size, g.rank, documents))
+        forward = mailbox.maps(whole, kind, shape, "cuda")
+        back = [Affine(kind, transpose(kind, m.A), m.b) for m in forward[::-1]]
+        for chain, maps in ((whole, forward), (whole.reversed, back)) * 2:
+            torch.cuda._sleep(int(torch.randint(1, 400_000, (), generator=random)))
+            mine = [Link(maps[i]) for i in chain.local(g.rank)]
+            got = STRATEGIES["ring"].start(chain, mine, Affine(kind, None, maps[0].b), g).wait()
+            wide = [Affine(kind, None if m.A is None else m.A.double(), m.b.double()) for m in maps]
+            want = mailbox.serial(chain, wide)
+            for i, state in zip(chain.local(g.rank), got):
+                assert (state is None) == (want[i] is None), (kind, i)
+                if state is not None:
+                    worst = max(worst, ((state - want[i]).norm() / want[i].norm()).item())
     assert g.transport.late() == []
-    return out
+    return worst
 
 
-def borders() -> dict[str, object]:
-    """The worst error by case, and of replayed graphs beside eager calls on other inputs."""
-    out, begun, begin, began = {}, [], Border.begin, time.monotonic()
+@pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal", "dense"])
+def test_links(kind, gpu_ranks, record_property):
+    worst = max(gpu_ranks.run(gpu_ranks.size, check_links, kind))
+    record_property("worst", worst)
+    assert worst < 1e-6
+
+
+def check_borders(rank: int, name: str, kind: str, dtype: torch.dtype) -> tuple[dict[str, float], int]:
+    """Errors of everything a call computes, and how many of its exchanges went by mailboxes."""
+    begun, begin = [], Border.begin
     Border.begin = lambda self, size, reverse: (begun.append(size), begin(self, size, reverse))[1]
     cp = context(dist.get_world_size(), "ring", "auto")
+    shape = dict(Hk=2, H=4, K=64, V=128) if kind == "zigzag" else dict(Hk=4, H=4, K=128, V=128)
     try:
-        chosen = CHOSEN or range(GRAPHS + 1)
-        for n in [n for n in chosen if n != GRAPHS]:
-            (name, kind, dtype), met = BORDERS[n], len(begun)
-            shape = dict(Hk=2, H=4, K=64, V=128) if kind == "zigzag" else dict(Hk=4, H=4, K=128, V=128)
-            first(functools.partial(compiled, name, dtype, **shape))
-            found = border.errors(cp, name, kind, 9, dtype, **shape)
-            key, limit = f"{name} {kind} {dtype}", 2e-2 if dtype == torch.bfloat16 else 1e-4
-            out[key] = max(found.values())
-            worst = max(found, key=found.__getitem__)
-            note(f"{key}: worst {worst} {found[worst]:.1e}, limit {limit:.0e}, {time.monotonic() - began:.1f} s")
-            assert out[key] < limit, (key, found)
-            assert len(begun) - met == 10 * (cp.size > 1), (key, "not by mailboxes")
-        for name in ("simple_gla", "gated_delta_rule") if GRAPHS in chosen else ():
-            x, do = inputs(name, 4096, 32, 0), torch.randn(1, 4096, 32, 128, device="cuda").bfloat16()
-            first(functools.partial(both_ways, name, x, do, None))
-            out[f"graph {name}"] = replayed(name, cp)
-            note(f"graph {name}: {out[f'graph {name}']}, {time.monotonic() - began:.1f} s")
-            assert out[f"graph {name}"]["error"] < 1e-2, (name, out)
+        first(functools.partial(compiled, name, dtype, **shape))
+        return border.errors(cp, name, kind, 9, dtype, **shape), len(begun)
     finally:
         Border.begin = begin
-    return out
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype"), BORDERS)
+def test_borders(name, kind, dtype, gpu_ranks, record_property):
+    found = gpu_ranks.run(gpu_ranks.size, check_borders, name, kind, dtype)
+    worst = {n: max(errors[n] for errors, _ in found) for n in found[0][0]}
+    record_property("errors", worst)
+    assert max(worst.values()) < (2e-2 if dtype == torch.bfloat16 else 1e-4), worst
+    assert {begun for _, begun in found} == {10}, "not by mailboxes"
 
 
 def first(run) -> None:
@@ -224,172 +205,12 @@ def compiled(name: str, dtype: torch.dtype, **shape: int) -> None:
     border.ended(name, x, None, torch.ones_like(x["v"]), None, cu_seqlens=cu)
 
 
-def halos() -> dict:
-    """A split convolution under transport="auto" beside the whole one, eager and as a graph on other inputs."""
-    cp, D, T, out = context(dist.get_world_size(), "ring", "auto"), 1024, 512, {}
-    draw = torch.Generator("cuda").manual_seed(0)
-    for kind in ("contiguous", "zigzag"):
-        layout = cp.layout(T * cp.size, kind)
-        inputs = [torch.randn(2, 1, T * cp.size, D, generator=draw, device="cuda") for _ in range(2)]
-        w = torch.randn(D, 4, generator=draw, device="cuda", requires_grad=True)
-        x, do = (layout.shard(t[0]) for t in inputs)
-        x.requires_grad_()
-
-        def split(x=x, do=do, w=w, layout=layout) -> list[torch.Tensor]:
-            o = ring_la.short_conv(x, w, None, "silu", layout=layout).o
-            return [o, *torch.autograd.grad(o, (x,), do)]
-
-        kept: list[torch.Tensor] = []
-        replay = captured(lambda split=split, kept=kept: kept.__setitem__(slice(None), split()))
-        for n in range(2):
-            whole, dwhole = (t[n].clone() for t in inputs)
-            with torch.no_grad():
-                x.copy_(layout.shard(whole)), do.copy_(layout.shard(dwhole))
-            replay()
-            whole.requires_grad_()
-            o = ring_la.short_conv(whole, w, None, "silu").o
-            want = [layout.shard(t) for t in (o, *torch.autograd.grad(o, (whole,), dwhole))]
-            for got in (kept, split()):
-                worst = max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want))
-                out[f"{kind} {n}"] = max(worst, out.get(f"{kind} {n}", 0.0))
-        assert all(e < 1e-6 for e in out.values()), out
-        note(f"halos {kind}: {out}")
-    assert cp.comm.mailboxes.late() == []
-    return out
-
-
-def canonical() -> dict:
-    """Outputs whose bits do not depend on the number of GPUs."""
-    P, T = dist.get_world_size(), 1024
-    alone = [dist.new_group([rank]) for rank in range(P)][dist.get_rank()]
-    make = functools.partial(ring_la.ContextParallel, deterministic=True, transport="auto", validate="never")
-    split, one = make(pool.group(P)), make(alone)
-    for name in ("simple_gla", "gated_delta_rule"):
-        rng = torch.Generator("cuda").manual_seed(0)
-        x = {n: t.detach() for n, t in inputs(name, T, 4, 0).items()}
-        for t in x.values():
-            t.copy_(-torch.rand(t.shape, generator=rng, device="cuda") if t.dim() == 3 else
-                    torch.randn(t.shape, generator=rng, device="cuda") / 12)  # fmt: skip
-        if "beta" in x:
-            x["beta"].neg_()
-        op, layout = getattr(ring_la, name), split.layout(T, "contiguous")
-        whole = op(**x, layout=one.layout(T, "contiguous"), output_final_state=True)
-        mine = op(**{n: layout.shard(t) for n, t in x.items()}, layout=layout, output_final_state=True)
-        assert torch.equal(layout.shard(whole.o), mine.o), name
-        assert torch.equal(whole.final_state, mine.final_state), name
-    return {"tokens": T}
-
-
-def microseconds(run, repeats: int = 20) -> float:
-    """Median over calls of the slowest rank."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    dist.barrier()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    times = torch.tensor([a.elapsed_time(b) for a, b in zip(events, events[1:])], device="cuda")
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return round(times.median().item() * 1e3, 1)
-
-
-def captured(run, warm: int = 3):
-    """`run` as a CUDA graph; returns its replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warm):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    return graph.replay
-
-
-def latency() -> list[dict]:
-    by, out = groups(), []
-    for size in (64, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20):
-        for transport in TRANSPORTS[::-1]:
-            row = {"KiB": size / 1024, "transport": transport} | patterns(by[transport], size)
-            out.append(row)
-            if dist.get_rank() == 0:
-                print(row, flush=True)
-    return out
-
-
-def patterns(g: Group, size: int) -> dict[str, float]:
-    """Microseconds of each pattern for messages of `size` bytes."""
-    x = torch.randn(size // 4, device=g.device)
-    room, rows = torch.empty_like(x), x[: x.numel() // g.size * g.size].view(g.size, -1)
-    right, left = (g.rank + 1) % g.size, (g.rank - 1) % g.size
-    runs = {
-        "swap": lambda: g.exchange({right: x}, {left: room}).wait(),
-        "all_gather": lambda: g.all_gather(x).wait(),
-        "all_to_all": lambda: g.all_to_all(rows).wait(),
-        "all_reduce": lambda: g.all_reduce(x).wait(),
-        "chain": lambda: chain(g, x),
-    }
-    out = {name: microseconds(run, 15) for name, run in runs.items()}
-    if size <= 8 << 20:
-        out |= {f"{name} graph": microseconds(captured(runs[name]), 15) for name in ("swap", "all_gather")}
-    return out
-
-
-def chain(g: Group, x: torch.Tensor) -> None:
-    if g.rank:
-        x = g.recv(x.shape, x.dtype, x.device, g.rank - 1).wait()
-    if g.rank < g.size - 1:
-        g.send(x, g.rank + 1).wait()
-
-
-def inputs(name: str, T: int, H: int, seed: int) -> dict[str, torch.Tensor]:
-    """bf16 tokens of this rank, K = V = 128; half-lives from 16 to 65,536 tokens over the heads."""
-    rng = torch.Generator("cuda").manual_seed(seed * 1000 + dist.get_rank())
-    draw = lambda *s: torch.randn(*s, generator=rng, device="cuda")  # noqa: E731
-    x = {n: draw(1, T, H, 128).bfloat16() for n in "qkv"}
-    x["k"] = torch.nn.functional.normalize(x["k"].float(), dim=-1).bfloat16()
-    rate = 0.6931 / torch.logspace(4, 16, H, 2.0, device="cuda")
-    if name in ("simple_gla", "gated_delta_rule"):
-        x["g"] = -rate * torch.rand(1, T, H, generator=rng, device="cuda") * 2
-    if name in ("gla", "kda"):
-        x["g"] = -rate[:, None] * torch.rand(1, T, H, 128, generator=rng, device="cuda") * 2
-    if name in ("delta_rule", "gated_delta_rule", "kda"):
-        x["beta"] = torch.sigmoid(draw(1, T, H))
-    return {n: t.requires_grad_() for n, t in x.items()}
-
-
-def both_ways(name: str, x: dict, do: torch.Tensor, layout) -> list[torch.Tensor]:
-    out = getattr(ring_la, name)(**x, layout=layout).o
-    return [out, *torch.autograd.grad(out, list(x.values()), do)]
-
-
-def graph() -> dict:
-    """Replay on new inputs is the eager call on them."""
-    out = {}
-    for transport in TRANSPORTS[::-1]:
-        scans = ("ring", "all_gather") if transport == "torch" else tuple(STRATEGIES)
-        for name in ("simple_gla", "gated_delta_rule"):
-            for scan in scans:
-                out[f"{transport} {name} {scan}"] = row = replayed(
-                    name, context(dist.get_world_size(), scan, transport)
-                )
-                if dist.get_rank() == 0:
-                    print(transport, name, scan, row, flush=True)
-                assert row["error"] < 1e-2, (transport, name, scan, row)
-    return out
-
-
-def replayed(name: str, cp: ring_la.ContextParallel, T: int = 4096, H: int = 32) -> dict[str, float]:
-    began, layout = time.monotonic(), cp.layout(T * cp.size, "contiguous")
+def check_graph(rank: int, transport: str, name: str, scan: str, T: int = 4096, H: int = 32) -> float:
+    """How far a replay on new inputs is from the eager call on them."""
+    cp = context(dist.get_world_size(), scan, transport)
+    layout = cp.layout(T * cp.size, "contiguous")
     x, new, do = inputs(name, T, H, 0), inputs(name, T, H, 1), torch.randn(1, T, H, 128, device="cuda").bfloat16()
+    first(functools.partial(both_ways, name, x, do, None))
     kept: list[torch.Tensor] = []
 
     def run() -> None:
@@ -404,187 +225,133 @@ def replayed(name: str, cp: ring_la.ContextParallel, T: int = 4096, H: int = 32)
     torch.cuda.synchronize()
     got = [t.detach().clone() for t in kept]
     want = both_ways(name, new, do, layout)
-    error = max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(got, want))
-    times = {"graph us": microseconds(replay, 8), "eager us": microseconds(run, 8)}
-    return {"error": error} | times | {"seconds": round(time.monotonic() - began, 1)}
+    return max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(got, want, strict=True))
 
 
-def exposed() -> list[dict]:
-    """Exposed communication by strategy and transport, by difference and by the profiler's trace."""
-    rows = []
-    for name, T in (
-        ("simple_gla", 16384),
-        ("gated_delta_rule", 16384),
-        ("simple_gla", 4096),
-        ("gated_delta_rule", 4096),
-    ):
-        H = 32
-        x, do = inputs(name, T, H, 0), torch.randn(1, T, H, 128, device="cuda").bfloat16()
-        arms = {"local": None}
-        for transport in TRANSPORTS:
-            for scan in ("ring", "all_gather", "all_to_all"):
-                cp = context(dist.get_world_size(), scan, transport)
-                arms[f"{transport} {scan}"] = cp.layout(T * cp.size, "contiguous")
-        runs = {arm: functools.partial(both_ways, name, x, do, layout) for arm, layout in arms.items()}
-        best = dict.fromkeys(runs, float("inf"))
-        for _ in range(3):
-            for arm, run in runs.items():
-                best[arm] = min(best[arm], microseconds(run, 6))
-        for arm, run in runs.items():
-            row = {"op": name, "T": T, "arm": arm, "us": best[arm], "share": round(best["local"] / best[arm], 3)}
-            row |= traced(run) if T == 16384 and arm != "local" else {}
-            if arm == "local" or "all_gather" in arm:
-                try:
-                    row["graph us"] = microseconds(captured(run), 8)
-                except Exception as error:  # a transport that cannot be captured is a line of the table
-                    row["graph us"] = repr(error)[:200]
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print(row, flush=True)
-    return rows
+def graphs() -> list[tuple[str, str, str]]:
+    """(transport, recurrence, strategy); under "auto" the ring's exchanges are launches among the kernel's own."""
+    scans = {"symmetric": tuple(STRATEGIES), "torch": ("ring", "all_gather"), "auto": ("ring",)}
+    names = ("simple_gla", "gated_delta_rule")
+    return [(transport, name, scan) for transport, some in scans.items() for name in names for scan in some]
 
 
-def traced(run, calls: int = 4) -> dict:
-    """Microseconds a call: kernels' time on the busiest stream, on the others, and on those while it stood still."""
-    from torch.profiler import ProfilerActivity, profile
-
-    run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        for _ in range(calls):
-            run()
-        torch.cuda.synchronize()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profiler.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    streams: dict[int, list[tuple[float, float]]] = {}
-    names: dict[str, float] = {}
-    for e in events:
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            streams.setdefault(e["args"]["stream"], []).append((e["ts"], e["ts"] + e["dur"]))
-            names[e["name"][:48]] = names.get(e["name"][:48], 0) + e["dur"] / calls
-    busiest = max(streams, key=lambda s: sum(b - a for a, b in streams[s]))
-    main = union(streams[busiest])
-    others = union([i for s, spans in streams.items() if s != busiest for i in spans])
-    host = sum(e["dur"] for e in events if e.get("cat") == "cuda_runtime" and "Launch" in e.get("name", "")) / calls
-    return {
-        "main busy": round(length(main) / calls, 1),
-        "others busy": round(length(others) / calls, 1),
-        "exposed": round((length(union([*main, *others])) - length(main)) / calls, 1),
-        "idle": round((main[-1][1] - main[0][0] - length(union([*main, *others]))) / calls, 1),
-        "host launches": round(host, 1),
-        "kernels": sum(len(s) for s in streams.values()) // calls,
-        "top": {n: round(t, 1) for n, t in sorted(names.items(), key=lambda i: -i[1])[:12]},
-    }
+@pytest.mark.parametrize(("transport", "name", "scan"), graphs())
+def test_graph(transport, name, scan, gpu_ranks, record_property):
+    worst = max(gpu_ranks.run(gpu_ranks.size, check_graph, transport, name, scan))
+    record_property("worst", worst)
+    assert worst < 1e-2
 
 
-def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    out: list[tuple[float, float]] = []
-    for a, b in sorted(spans):
-        if out and a <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], b))
-        else:
-            out.append((a, b))
-    return out
+def check_halos(rank: int, kind: str) -> float:
+    """The worst error of a split convolution beside the whole one, eager and as a graph on other inputs."""
+    cp, D, T, worst = context(dist.get_world_size(), "ring", "auto"), 1024, 512, 0.0
+    draw = torch.Generator("cuda").manual_seed(0)
+    layout = cp.layout(T * cp.size, kind)
+    inputs = [torch.randn(2, 1, T * cp.size, D, generator=draw, device="cuda") for _ in range(2)]
+    w = torch.randn(D, 4, generator=draw, device="cuda", requires_grad=True)
+    x, do = (layout.shard(t[0]) for t in inputs)
+    x.requires_grad_()
+
+    def split() -> list[torch.Tensor]:
+        o = ring_la.short_conv(x, w, None, "silu", layout=layout).o
+        return [o, *torch.autograd.grad(o, (x,), do)]
+
+    kept: list[torch.Tensor] = []
+    replay = captured(lambda: kept.__setitem__(slice(None), split()))
+    for n in range(2):
+        whole, dwhole = (t[n].clone() for t in inputs)
+        with torch.no_grad():
+            x.copy_(layout.shard(whole)), do.copy_(layout.shard(dwhole))
+        replay()
+        whole.requires_grad_()
+        o = ring_la.short_conv(whole, w, None, "silu").o
+        want = [layout.shard(t) for t in (o, *torch.autograd.grad(o, (whole,), dwhole))]
+        for got in (kept, split()):
+            worst = max(worst, *(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)))
+    assert cp.comm.mailboxes.late() == []
+    return worst
 
 
-def length(spans: list[tuple[float, float]]) -> float:
-    return sum(b - a for a, b in spans)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_halos(kind, gpu_ranks, record_property):
+    worst = max(gpu_ranks.run(gpu_ranks.size, check_halos, kind))
+    record_property("worst", worst)
+    assert worst < 1e-6
 
 
-def late() -> dict:
-    """The last rank does not send what the first waits for."""
-    g = Group(None, timedelta(seconds=3), "symmetric")
+def check_canonical(rank: int, name: str) -> tuple[bool, bool]:
+    """Whether output and final state have the same bits on one GPU and on all."""
+    P, T = dist.get_world_size(), 1024
+    alone = [dist.new_group([rank]) for rank in range(P)][dist.get_rank()]
+    make = functools.partial(ring_la.ContextParallel, deterministic=True, transport="auto", validate="never")
+    split, one = make(pool.group(P)), make(alone)
+    rng = torch.Generator("cuda").manual_seed(0)
+    x = {n: t.detach() for n, t in inputs(name, T, 4, 0).items()}
+    for t in x.values():
+        t.copy_(-torch.rand(t.shape, generator=rng, device="cuda") if t.dim() == 3 else
+                torch.randn(t.shape, generator=rng, device="cuda") / 12)  # fmt: skip
+    if "beta" in x:
+        x["beta"].neg_()
+    op, layout = getattr(ring_la, name), split.layout(T, "contiguous")
+    whole = op(**x, layout=one.layout(T, "contiguous"), output_final_state=True)
+    mine = op(**{n: layout.shard(t) for n, t in x.items()}, layout=layout, output_final_state=True)
+    return torch.equal(layout.shard(whole.o), mine.o), torch.equal(whole.final_state, mine.final_state)
+
+
+@pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule"])
+def test_canonical(name, gpu_ranks):
+    assert gpu_ranks.run(gpu_ranks.size, check_canonical, name) == [(True, True)] * gpu_ranks.size
+
+
+def check_late(rank: int) -> tuple[float, str] | None:
+    """The last rank does not send what the first waits for; there, the seconds until NaN came, and the next error."""
+    g = Group(pool.group(), timedelta(seconds=3), "symmetric")
     x = torch.ones(1024, device=g.device)
     g.all_gather(x).wait()
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    out, began = {}, time.monotonic()
-    if g.rank == 0:
-        got = g.recv(x.shape, x.dtype, x.device, g.size - 1).wait()
-        torch.cuda.synchronize()
-        assert bool(got.isnan().all()), got
-        out["seconds until NaN"] = round(time.monotonic() - began, 2)
-        try:
-            g.all_gather(x)
-        except ring_la.PeerError as error:
-            out["error"] = str(error)
-        assert f"rank {g.size - 1}" in out["error"]
-    return out
+    together()
+    if rank:
+        return None
+    began = time.monotonic()
+    got = g.recv(x.shape, x.dtype, x.device, g.size - 1).wait()
+    return named(began, got, lambda: g.all_gather(x))
 
 
-def late_link() -> dict:
-    """The first rank does not send its state."""
-    g = Group(None, timedelta(seconds=3), "auto")
+def check_late_link(rank: int) -> tuple[float, str] | None:
+    """The first rank does not send its state; the second says when NaN came, and the next error."""
+    g = Group(pool.group(), timedelta(seconds=3), "auto")
     assert g.mailboxes is not None
     link = Link(Affine("scalar", torch.ones(1, 32, device=g.device), torch.ones(1, 32, 128, 128, device=g.device)))
-    like, chain, out = Affine("scalar", None, link.map.b), Chain.line(g.size), {}
+    like, chain = Affine("scalar", None, link.map.b), Chain.line(g.size)
     ring = functools.partial(STRATEGIES["ring"].start, chain, [link], like, g)
     ring().wait()
+    together()
+    if rank != 1:
+        return None
+    began = time.monotonic()
+    (entering,) = ring().wait()
+    return named(began, entering, lambda: ring().wait())
+
+
+def together() -> None:
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    began = time.monotonic()
-    if g.rank == 1:
-        (entering,) = ring().wait()
-        torch.cuda.synchronize()
-        assert bool(entering.isnan().all())
-        out["seconds until NaN"] = round(time.monotonic() - began, 2)
-        try:
-            ring().wait()
-        except ring_la.PeerError as error:
-            out["error"] = str(error)
-        assert "rank 0" in out["error"]
-    return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/symmetric"))
-    parser.add_argument(
-        "--parts", default="messages,links,borders,halos,strategies,canonical,exposed,graph,latency,late_link,late"
-    )
-    parser.add_argument("--borders", default="", help=f"numbers of BORDERS, {GRAPHS}: graphs; default: all")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no part is started")
-    args = parser.parse_args()
-    CHOSEN.extend(int(n) for n in args.borders.split(",") if n)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-    rank, world, start, result = dist.get_rank(), dist.get_world_size(), time.monotonic(), {}
-    for P in range(1, world + 1):
-        pool._groups[P] = dist.new_group(list(range(P)))
-    args.out.mkdir(parents=True, exist_ok=True)
-    FOLDER.append(args.out)
-    for part in args.parts.split(","):
-        stop = torch.tensor([time.monotonic() - start > args.budget])
-        dist.broadcast(stop, 0, group=control)
-        if stop.item():
-            break
-        faulthandler.dump_traceback_later(LIMIT[part], exit=True)
-        began, value, failed = time.monotonic(), None, ""
-        try:
-            value = globals()[part]()
-        except Exception:
-            failed = traceback.format_exc()
-            print(f"rank {rank}, {part}\n{failed}", flush=True)
-        everywhere: list = [None] * world
-        dist.all_gather_object(everywhere, failed, group=control)
-        faulthandler.cancel_dump_traceback_later()
-        bad = [f"rank {r}: {f}" for r, f in enumerate(everywhere) if f]
-        result[part] = {"ok": not bad, "seconds": round(time.monotonic() - began, 1), "value": value, "failures": bad}
-        if rank == 0:
-            about = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "ranks": world}
-            (args.out / "symmetric.json").write_text(json.dumps(about | result, indent=1))
-            print(f"{part}: {'ok' if not bad else 'FAILED'} in {result[part]['seconds']} s", flush=True)
-        if bad and part == "messages":  # the rest is then of interest by torch's own backend only
-            global TRANSPORTS
-            TRANSPORTS = ("torch",)
-    if rank == 0:
-        print({p: r["ok"] for p, r in result.items()}, flush=True)
-    os._exit(0)  # a rank whose peers are late would wait in NCCL's shutdown
+def named(began: float, got: torch.Tensor, again: Callable[[], object]) -> tuple[float, str]:
+    """Seconds until `got` was there, all NaN; and what `again` raises."""
+    torch.cuda.synchronize()
+    assert bool(got.isnan().all()), got
+    seconds = round(time.monotonic() - began, 2)
+    with pytest.raises(ring_la.PeerError) as error:
+        again()
+    return seconds, str(error.value)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize(("check", "waiting", "missing"), [(check_late_link, 1, 0), (check_late, 0, -1)])
+def test_late(check, waiting, missing, gpu_ranks, record_property):
+    found = gpu_ranks.run(gpu_ranks.size, check)
+    gpu_ranks.stop()  # an exchange is half done
+    seconds, error = found[waiting]
+    record_property("seconds until NaN", seconds)
+    assert f"rank {missing % gpu_ranks.size}" in error

@@ -1,31 +1,29 @@
-"""Architectures of Transformers over GPUs against the unmodified model: `torchrun -m tests.gpu.check_transformers`.
+"""Architectures of Transformers over GPUs against the unmodified model: `pytest -m gpu tests/gpu/test_transformers.py`.
 
 Every recurrent and indexed architecture of the CPU suite, and softmax models with windows, sinks and soft caps, widened
 to head dimensions of 64, 1024 tokens, dense and packed, on groups of 2 and of 4 ranks. The truth is the unmodified
 model in fp32 on one GPU, by the library's own PyTorch functions. In fp32 errors are relative to it; in bf16 they stand
 beside those of the unmodified model in bf16.
 
-On groups of 2 every group takes its own share of the architectures. Each line is printed as it comes and kept in
-``OUT/transformers.P.R.json``, R the first of the P ranks. A check beyond --limit prints where every rank stands and
-ends the job; started again, it goes on after that check.
+Groups of 2 run side by side if pytest-xdist does: with `-n 2 -k P2` on 4 GPUs, each worker has two of them.
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import json
-import os
-import sys
 import time
-import traceback
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cache
 
+import pytest
 import torch
 import torch.distributed as dist
 
+pytest.importorskip("transformers")
+
+import transformers
+
 import ring_la
+from tests.distributed import pool
 from tests.integrations.transformers.models import INDEXED, RECURRENT, SMALL, SOFTMAX, VOCABULARY, Case
 
 WIDE = dict(
@@ -179,36 +177,14 @@ def errors(got: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict
     }
 
 
-class Record:
-    """What became of a group's checks, kept by its first rank in a file; one that ended a job counts as done."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.results: dict[str, dict] = json.loads(path.read_text()) if path.exists() else {}
-        for result in self.results.values():
-            if "seconds" not in result:
-                result["error"] = "the job ended in it"
-
-    def write(self, key: str, result: dict) -> None:
-        self.results[key] = result
-        self.path.write_text(json.dumps(self.results, indent=1))
-
-    def failures(self) -> list[str]:
-        """Checks that failed, or whose gradients are off: by 1e-3 in fp32, in bf16 by three times the model's own."""
-        return [k for k, x in self.results.items() if "error" in x or x["float32"]["gradients"] > 1e-3 or _coarse(x)]
+def wrong(result: dict) -> bool:
+    """Whether gradients are off: by 1e-3 in fp32, in bf16 by three times the unmodified model's own."""
+    return not result["float32"]["gradients"] <= 1e-3 or _coarse(result)
 
 
 def _coarse(result: dict) -> bool:
     own = result.get("unmodified bfloat16")
     return result["bfloat16"]["gradients"] > (0.2 if own is None else 3 * own["gradients"] + 1e-2)
-
-
-def line_of(result: dict) -> str:
-    if "error" in result:
-        return result["error"]
-    parts = {kind: e for kind, e in result.items() if isinstance(e, dict) and kind != "took"}
-    numbers = {k: " ".join(f"{n} {x:.1e}" for n, x in e.items() if isinstance(x, float)) for k, e in parts.items()}
-    return " | ".join(f"{kind} {text}" for kind, text in numbers.items())
 
 
 @dataclass(frozen=True)
@@ -219,100 +195,43 @@ class Half:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, groups: list[list[int]], rank: int, timeout: float) -> Half | None:
-        """That of this rank; collective over all ranks."""
+    @cache
+    def of(cls, rank: int, P: int, timeout: float) -> Half:
+        """That of this rank, of P that are all of the job; collective."""
         mine = None
-        for group in groups:
-            for i, dtype in enumerate((torch.float32, torch.bfloat16)):
-                ranks = group[i * len(group) // 2 : (i + 1) * len(group) // 2]
-                handle = dist.new_group(ranks)
-                if rank in ranks:
-                    mine = cls(ring_la.ContextParallel(handle, timeout=timeout), dtype)
+        for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+            ranks = list(range(i * P // 2, (i + 1) * P // 2))
+            handle = dist.new_group(ranks)
+            if rank in ranks:
+                mine = cls(ring_la.ContextParallel(handle, timeout=timeout), dtype)
+        assert mine is not None
         return mine
 
 
-def run_checks(
-    checks: list[Check],
-    cp: ring_la.ContextParallel,
-    half: Half | None,
-    record: Record | None,
-    end: float,
-    limit: float,
-) -> None:
-    """Run checks on a group, one by one, until `end`; its first rank has the record."""
-    for check in checks:
-        key, began = f"P={cp.size} {check}", time.monotonic()
-        skip = record is not None and (key in record.results or began > end)
-        if int(cp.comm.all_reduce(torch.tensor(int(skip), device=cp.device)).wait()):
-            continue
-        if record is not None:
-            record.write(key, {})
-        faulthandler.dump_traceback_later(limit, exit=True)
-        try:
-            if half is not None and not check.packed:
-                check.split(half.dtype, half.cp, Took())
-            result = check.run(cp)
-        except Exception:
-            result = {"error": traceback.format_exc()[-1500:]}
-        faulthandler.cancel_dump_traceback_later()
-        if record is not None:
-            seconds = time.monotonic() - began
-            record.write(key, result | {"seconds": round(seconds, 2)})
-            print(f"{key:28} {seconds:5.1f} s  {line_of(result)} {result.get('took', '')}", flush=True)
+LENGTH, LIMIT = 1024, 60.0
+"""Tokens; seconds a check may take."""
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; default: all")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of the context group, one by one")
-    parser.add_argument("--seconds", type=float, default=240.0, help="start no check after this many")
-    parser.add_argument("--limit", type=float, default=60.0, help="a check that takes longer ends the job")
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    given = parser.parse_args()
-    if unknown := set(given.names) - ARCHITECTURES.keys():
-        parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
-    return given
+@cache
+def context(P: int) -> ring_la.ContextParallel:
+    return ring_la.ContextParallel(pool.group(P), timeout=LIMIT)
 
 
-def main() -> None:
-    given, start = arguments(), time.monotonic()
-    faulthandler.dump_traceback_later(given.seconds, exit=True)  # until the first check
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(given.device, rank) if given.device == "cuda" else torch.device("cpu")
-    if given.device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
-    sys.modules["fla"] = None  # type: ignore[assignment]  # the library falls back on its PyTorch functions
-    import transformers
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    if rank == 0:
-        print(f"{dist.get_world_size()} ranks, transformers {transformers.__version__}", flush=True)
-    names = [n for n in given.names or ARCHITECTURES if hasattr(transformers, ARCHITECTURES[n].model)]
-    if given.names and len(names) < len(given.names) and rank == 0:
-        print("not in this version:", *sorted(set(given.names) - set(names)), flush=True)
-    folder, world = Path(os.environ.get("OUT", ".")), dist.get_world_size()
-    for size in given.ranks:
-        groups = [list(range(a, a + size)) for a in range(0, world - size + 1, size)]
-        handles = [dist.new_group(group) for group in groups]
-        half = Half.of(groups, rank, given.limit) if size > 2 else None
-        mine = next((i for i, group in enumerate(groups) if rank in group), None)
-        if mine is None:
-            continue
-        first, cp = groups[mine][0], ring_la.ContextParallel(handles[mine], timeout=given.limit)
-        record = Record(folder / f"transformers.{size}.{first}.json") if rank == first else None
-        checks = [
-            Check(n, packed, given.length, device) for n in names[mine :: len(groups)] for packed in (False, True)
-        ]
-        if record is not None:
-            print(f"groups of {size} ranks after {time.monotonic() - start:.1f} s", flush=True)
-        run_checks(checks, cp, half, record, start + given.seconds, given.limit)
-        if record is not None:
-            print(f"P={size}: {len(record.results)} checks, wrong: {record.failures() or 'none'}", flush=True)
-    os._exit(0)  # groups of the other sizes are not waited for
+def check_architecture(rank: int, P: int, name: str, packed: bool, length: int = LENGTH) -> dict:
+    cp = context(P)
+    check = Check(name, packed, length, cp.device)
+    if P > 2 and P == dist.get_world_size() and not packed:
+        half = Half.of(rank, P, LIMIT)
+        check.split(half.dtype, half.cp, Took())
+    return check.run(cp)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("P", [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (2, 4)])
+def test_against_the_unmodified_model(P, name, packed, gpu_ranks, record_property):
+    if not hasattr(transformers, ARCHITECTURES[name].model):
+        pytest.skip(f"not in transformers {transformers.__version__}")
+    result = gpu_ranks.run(P, check_architecture, P, name, packed, timeout=LIMIT)[0]
+    record_property("result", result)
+    assert not wrong(result), result

@@ -1,28 +1,25 @@
-"""Every Triton kernel on the GPU against the fp64 token loop: `python -m tests.gpu.check_triton [--jobs 12] [--out
-FILE]`.
+"""Every Triton kernel on the GPU against the fp64 token loop: `pytest -m gpu tests/gpu/test_triton.py -n 12`.
 
 The interpreter cannot show what the compiler gets wrong (Triton 3.4–3.7 on Hopper miscompiles a transposed product of
-accumulators at 64 channels), so every gradient is proven here at K = 64, 128 and 256. Exits 1 if anything is off.
+accumulators at 64 channels), so every gradient is proven here at K = 64, 128 and 256. Tensors of more than 2^31
+elements need 130 GB free, so a process alone: `pytest -m gpu tests/gpu/test_triton.py -k beyond`, best after the
+others, which have compiled.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-import threading
-import time
-
+import pytest
 import torch
+
+pytest.importorskip("triton")
 
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.segments import backend as local
 from ring_la.kernels.segments import base, table
-from tests.kernels.triton_cases import RULES, Case, error, errors
+from tests.support.triton_cases import RULES, Case, error, errors
 
+pytestmark = pytest.mark.gpu
 PACKED = (0, 1, 1, 130, 257, 300)
 LIMIT = {torch.bfloat16: 1.2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
 
@@ -88,33 +85,47 @@ def constant(rule: str) -> list[Case]:
     return [*out, Case(rule, 1, 200, 2, 2, 64, 64, gate=False, static=True)]
 
 
-def work(part: int, parts: int, rules: list[str]) -> None:
-    """Check every `parts`-th case; one line of JSON each, so that a crash loses only what follows it."""
-    table.LEAST, large, waves, slots, hopper = 1, table.BULK, table.WAVES, table.SLOTS, base.hopper
-    for i, case in enumerate(cases(rules)):
-        if i % parts != part:
-            continue
-        row = {"case": {k: str(v) for k, v in case.__dict__.items()}}
-        start = time.time()
-        table.BULK = 0 if case.bulk else large
-        table.WAVES = dict.fromkeys(waves, case.waves) if case.waves else waves
-        table.SLOTS = dict.fromkeys(slots, case.waves) if case.waves else slots
-        base.hopper = hopper if case.gluon else lambda device: False
-        try:
-            torch.manual_seed(i)
-            row["errors"] = errors(case, local.TritonRecurrence, "cuda")
-            row["ok"] = all(e < LIMIT[case.dtype] for e in row["errors"].values())
-        except Exception as e:  # a table of all failures is the point of this script
-            row |= {"ok": False, "errors": {}, "failed": f"{type(e).__name__}: {str(e)[-400:]}"}
-        row["seconds"] = round(time.time() - start, 1)
-        print(json.dumps(row), flush=True)
+def title(case: Case) -> str:
+    name = f"{case.rule}-B{case.B}T{case.T}H{case.H}/{case.Hk}-{case.K}x{case.V}-{str(case.dtype)[6:]}-g{case.decay}"
+    flags = dict(packed=case.cu, stateless=not case.states, gateless=not case.gate, static=case.static, bulk=case.bulk)
+    flags |= {"portable": not case.gluon, f"waves{case.waves}": case.waves}
+    return "-".join([name, *(flag for flag, on in flags.items() if on)])
 
 
-def wide(rule: str, T: int = 530_000, H: int = 32, D: int = 128) -> dict:
-    """More than 2^31 elements a tensor: the last head's last tokens, of every result, are those of the head alone."""
-    rows = {"case": dict(rule=rule, B="1", T=str(T), H=str(H), Hk=str(H), K=str(D), V=str(D), dtype="torch.bfloat16",
-            cu="None", decay="0.1")}  # fmt: skip
-    start = time.time()
+@pytest.mark.parametrize(("seed", "case"), [pytest.param(*c, id=title(c[1])) for c in enumerate(cases(list(RULES)))])
+def test_against_the_token_loop(seed, case, monkeypatch, record_property):
+    monkeypatch.setattr(table, "LEAST", 1)
+    if case.bulk:
+        monkeypatch.setattr(table, "BULK", 0)
+    if case.waves:
+        monkeypatch.setattr(table, "WAVES", dict.fromkeys(table.WAVES, case.waves))
+        monkeypatch.setattr(table, "SLOTS", dict.fromkeys(table.SLOTS, case.waves))
+    if not case.gluon:
+        monkeypatch.setattr(base, "hopper", lambda device: False)
+    torch.manual_seed(seed)
+    found = errors(case, local.TritonRecurrence, "cuda")
+    record_property("errors", found)
+    assert all(e < LIMIT[case.dtype] for e in found.values()), found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_last_head_of_many(rule, monkeypatch, record_property):
+    """What more than 2^31 elements launch, on few: their tensors go by descriptor."""
+    monkeypatch.setattr(table, "BULK", 0)
+    last_head(rule, 512, record_property)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_beyond_2_31_elements(rule, alone, record_property):
+    torch.cuda.empty_cache()
+    needed = 130e9
+    if (free := torch.cuda.mem_get_info()[0]) < needed:
+        pytest.skip(f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free")
+    last_head(rule, 530_000, record_property)
+
+
+def last_head(rule: str, T: int, record_property, H: int = 32, D: int = 128) -> None:
+    """The last head's last tokens, of every result, are those of the head alone."""
     torch.manual_seed(0)
     write, decay = rule.split("_")
 
@@ -135,80 +146,10 @@ def wide(rule: str, T: int = 530_000, H: int = 32, D: int = 128) -> dict:
         grads, _ = run.gradients(None, do, None)
         return [t[:, -300:, -1].clone() for t in (o, *grads) if t is not None] + [end[:, :, -1]]
 
-    try:
-        whole = results(x, do)
-        last = Inputs(*(None if t is None else t[:, :, -1:].contiguous() for t in x))
-        alone = results(last, do[:, :, -1:].contiguous())
-    except torch.OutOfMemoryError:
-        return rows | {"errors": {}, "ok": False, "failed": "out of memory", "seconds": round(time.time() - start, 1)}
+    whole = results(x, do)
+    last = Inputs(*(None if t is None else t[:, :, -1:].contiguous() for t in x))
+    alone = results(last, do[:, :, -1:].contiguous())
     names = ["o", *(f"d{n}" for n, t in x._asdict().items() if t is not None), "S"]
-    errs = {n: error(a, b.double()) for n, a, b in zip(names, whole, alone)}
-    seconds = round(time.time() - start, 1)
-    return rows | {"errors": errs, "ok": all(e < 1.2e-2 for e in errs.values()), "seconds": seconds}
-
-
-def show(row: dict) -> str:
-    c = row["case"]
-    name = f"{c['rule']:17s} B{c['B']} T{c['T']} H{c['H']}/{c['Hk']} {c['K']}x{c['V']} {c['dtype'][6:]}"
-    name += f" cu={c['cu']} g={c['decay']}" + "".join(f" {n}" for n in ("static", "bulk") if c.get(n) == "True")
-    name += " without Gluon" if c.get("gluon") == "False" else ""
-    errs = " ".join(f"{k}:{v:.1e}" for k, v in row["errors"].items())
-    return f"{'ok ' if row['ok'] else 'BAD'} {name} {errs} {row.get('failed', '')} {row['seconds']}s"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--rules", default=",".join(RULES))
-    parser.add_argument("--out")
-    parser.add_argument("--part", type=int)
-    parser.add_argument("--limit", type=float, help="seconds after which what is not done is left out")
-    parser.add_argument("--wide", default="", help="rules to check beyond 2^31 elements too, or all (130 GB)")
-    parser.add_argument("--warm", help="compile what --wide launches for a rule")
-    args = parser.parse_args()
-    rules = [r for r in args.rules.split(",") if r]
-    if args.part is not None:
-        work(args.part, args.jobs, rules)
-        return
-    if args.warm:
-        table.BULK = 0
-        wide(args.warm, 512)
-        return
-    command = [sys.executable, "-m", "tests.gpu.check_triton", "--jobs", str(args.jobs), "--rules", args.rules]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen([*command, "--part", str(i)], stdout=subprocess.PIPE, env=env) for i in range(args.jobs)
-    ]
-    large = RULES if args.wide == "all" else [r for r in args.wide.split(",") if r]
-    warm = [subprocess.Popen([*command, "--warm", rule], env=env) for rule in large]
-    threading.Timer(args.limit, lambda: [p.terminate() for p in running]).start() if args.limit else None
-    rows = []
-    for p in running:
-        rows += [json.loads(line) for line in p.communicate()[0].decode().splitlines() if line.startswith("{")]
-    for p in warm:
-        p.wait()
-    for rule in large:
-        rows.append(wide(rule))
-        torch.cuda.empty_cache()
-        print(show(rows[-1]), flush=True)
-    rows.sort(key=lambda r: (r["ok"], str(r["case"])), reverse=True)
-    for row in rows:
-        if not row["ok"]:
-            print(show(row))
-    worst: dict = {}
-    for row in rows:
-        key = (row["case"]["rule"], row["case"]["dtype"][6:])
-        for name, e in row["errors"].items():
-            worst.setdefault(key, {})[name] = max(e, worst.get(key, {}).get(name, 0.0))
-    for key, errs in sorted(worst.items()):
-        print(*key, " ".join(f"{n}:{e:.1e}" for n, e in errs.items()))
-    print(len(cases(rules)) + len(large) - len(rows), "not checked")
-    print(f"{sum(r['ok'] for r in rows)} of {len(rows)} right")
-    if args.out:
-        json.dump(rows, open(args.out, "w"), indent=1)
-    sys.stdout.flush()
-    os._exit(not all(r["ok"] for r in rows))
-
-
-if __name__ == "__main__":
-    main()
+    found = {n: error(a, b.double()) for n, a, b in zip(names, whole, alone, strict=True)}
+    record_property("errors", found)
+    assert all(e < 1.2e-2 for e in found.values()), found
