@@ -1,9 +1,15 @@
-"""`bench attention --read`: the table of docs/benchmarks.md from the figures beside it."""
+"""`bench attention`: the table of docs/benchmarks.md from the figures beside it, and flash_attn lent to peers."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
+import sys
 
+import pytest
+
+from benchmarks.peers import flash_attn
 from ring_la.cli.main import main
 
 
@@ -22,3 +28,15 @@ def test_table(tmp_path, capsys):
 def test_a_file_that_is_none(tmp_path, capsys):
     assert main(["bench", "attention", "--read", str(tmp_path / "absent.json")]) != 0
     assert "read: expected what an earlier --out wrote, got" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_attn_is_lent_while_peers_are_imported():
+    before = set(sys.modules)
+    with flash_attn.flash_attn():
+        lent = importlib.import_module("flash_attn.flash_attn_interface")
+        assert lent._flash_attn_varlen_forward is flash_attn._varlen_forward
+    with pytest.raises(ImportError, match="not to be had"), flash_attn.flash_attn():
+        raise ImportError("not to be had")
+    assert not {name for name in set(sys.modules) - before if "flash_attn" in name}
+    assert importlib.util.find_spec("flash_attn") is None
