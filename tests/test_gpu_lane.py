@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,18 @@ def test_the_folder_is_read_if_asked_for():
 )
 def test_workers_share_the_gpus(workers, gpus, shares):
     assert [gpu.share(n, workers, gpus) for n in range(workers)] == shares
+
+
+@pytest.mark.parametrize(("visible", "mine"), [("", "2,3"), ("4,5,6,7", "6,7")])
+def test_a_worker_sees_its_gpus_alone(visible, mine, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    worker = config("gpu")
+    worker.workerinput = {"workerid": "gw1", "workercount": 2}
+    gpu.pytest_configure(worker)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == mine
 
 
 def test_a_test_without_its_gpus_is_skipped(monkeypatch):
