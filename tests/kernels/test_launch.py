@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from tests.kernels.triton_cases import interpreted
+from tests.support.interpreter import interpreted
 
 interpreted()  # here it would do to compile, but not for the files after this one
 triton = pytest.importorskip("triton")
