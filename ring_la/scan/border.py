@@ -1,8 +1,8 @@
 """The ring by mailboxes as part of a kernel's own scan: where its segments end, the scan goes on at the next rank.
 
 A rank's kernels scan over segments of its tokens anyway. A `MailboxBorder` puts the exchange between those launches, so
-that a split call is launched, and replayed, as one on a single device is: `kernels.protocol.Border` is what kernels know
-of it.
+that a split call is launched, and replayed, as one on a single device is: `kernels.protocol.Border` is what kernels
+know of it.
 """
 
 from __future__ import annotations

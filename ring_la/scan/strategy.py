@@ -135,8 +135,8 @@ class Steps(Exchange):
     """An exchange written as a generator that yields before each wait.
 
     On the CPU, and in order (`MessageStreams.in_order`), it runs to its first wait when posted and to its end in
-    ``wait()``; else on CUDA it is queued whole on a side stream when posted, so that it runs beside the caller's kernels
-    without the host.
+    ``wait()``; else on CUDA it is queued whole on a side stream when posted, so that it runs beside the caller's
+    kernels without the host.
     """
 
     def __init__(

@@ -8,11 +8,12 @@ import types
 import pytest
 import torch
 
-from tests.kernels.triton_cases import interpreted
+from tests.support.interpreter import interpreted
 
 interpreted()  # here it would do to compile, but not for the files after this one
 triton = pytest.importorskip("triton")
 
+from ring_la.kernels.fused import cross_entropy_kernel  # noqa: E402
 from ring_la.kernels.runtime import contract  # noqa: E402
 from ring_la.kernels.runtime import launch as launching  # noqa: E402
 from ring_la.kernels.runtime.triton_version import FIRST, STREAM, class_of  # noqa: E402
@@ -104,6 +105,14 @@ def test_a_broken_promise_names_kernel_and_argument(checked, name):
     x, n, promise, message = BROKEN[name]
     with pytest.raises(AssertionError, match=message):
         launching.launch(Stub("kernel"), (1,), x, n, BLOCK=4, tensors=promise)
+
+
+def test_interpreted_launches_are_checked_too(checked):
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    logits = torch.randn(33)[1:].view(4, 8)
+    with pytest.raises(AssertionError, match=r"cross_entropy_kernel: argument logits: .*boundary of 16 bytes"):
+        cross_entropy_kernel.forward(logits, torch.zeros(4, dtype=torch.int64), -100, True)
 
 
 def test_a_size_that_is_specialised_breaks_the_promise(checked):

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ring_la.kernels.fused.cross_entropy import plain_losses
 from ring_la.models.loss import IGNORE
-from tests.kernels.triton_cases import error, interpreted
+from tests.support.interpreter import interpreted
+from tests.support.triton_cases import error
 
 interpreted()
 

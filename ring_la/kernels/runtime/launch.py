@@ -20,6 +20,7 @@ from ring_la.kernels.runtime.observer import observing
 from ring_la.kernels.runtime.streams import launching_on
 from ring_la.kernels.runtime.triton_version import (
     ALIGNMENT,
+    NARROW,
     CompiledKernel,
     InterpretedKernel,
     TensorDescriptor,
@@ -98,11 +99,14 @@ class _Known:
             if isinstance(x, Tensor):
                 flat.append(address := x.data_ptr())
                 key.append(x.dtype if address % ALIGNMENT == 0 else class_of(x, free))
-            else:
-                if isinstance(x, TensorDescriptor):
-                    bind_device()
-                flat.append(x)
-                key.append(class_of(x, free))
+                continue
+            flat.append(x)
+            if free and type(x) is int:
+                key.append(-NARROW <= x < NARROW)
+                continue
+            if isinstance(x, TensorDescriptor):
+                bind_device()
+            key.append(class_of(x, free))
         found = self._compiled.get(tuple(key))
         if found is not None:
             found(grid, current_stream(device.index) if stream is None else stream.cuda_stream, flat)

@@ -24,6 +24,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 ALIGNMENT = 16
 """Bytes: of a tensor on such a boundary Triton's compiler makes wide loads."""
 
+NARROW = 2**31
+"""Sizes below it, and above its negative, are passed as 32 bits; others as 64."""
+
 PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, per cent."""
 
@@ -61,8 +64,8 @@ def unspecialised(kernel: Any) -> tuple[bool, ...]:
 
 def class_of_size(n: int, unspecialised: bool) -> Hashable:
     """What Triton specialises on in an int: its width and, where it may, whether it is 1 or a multiple of 16."""
-    wide = not -(2**31) <= n < 2**31
-    return (int, wide) if unspecialised else (int, wide, 1 if n == 1 else 16 if n % 16 == 0 else 0)
+    narrow = -NARROW <= n < NARROW
+    return narrow if unspecialised else (narrow, 1 if n == 1 else 16 if n % 16 == 0 else 0)
 
 
 def class_of(x: Any, unspecialised: bool) -> Hashable:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.scalar_decay.chunk_gradients import additive_gradient_kernel
 from ring_la.kernels.scalar_decay.gate_gradient import gate_gradient_kernel
 from ring_la.kernels.scalar_decay.passes import attend_kernel, summarise_kernel
