@@ -122,7 +122,8 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, int lane) {
         G[j] = fmaf(g[l][j], LOG2E, G[j]);
         up[j] = ex2(G[j]); down[j] = ex2(-G[j]); to_end[j] = E[j] * down[j];
       }
-      const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale, q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
+      const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale;
+      const float q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
       const float k0 = lo(k[l][0]), k1 = hi(k[l][0]), k2 = lo(k[l][1]), k3 = hi(k[l][1]);
       sts64(place + OFF_QG, pack(q0 * up[0], q1 * up[1]), pack(q2 * up[2], q3 * up[3]));
       sts64(place + OFF_KG, pack(k0 * up[0], k1 * up[1]), pack(k2 * up[2], k3 * up[3]));

@@ -1,4 +1,5 @@
-// KDA's forward in one launch: q, k, v, g, beta in, o and states out, nothing else through memory but what spans hand on.
+// KDA's forward in one launch: q, k, v, g, beta in, o and states out, nothing else through memory but what spans pass on.
+// With KEEP: no o, but what kda_backward.cu wants of every chunk.
 //
 // S <- (I - beta k k^T) diag(e^g) S + beta k v^T,  o = scale S^T q    (Kimi Linear, arXiv 2510.26692, equation 1)
 //
@@ -33,7 +34,7 @@
 #define BARS (SCRATCH + SLOTS * OWN) // of each slot: full, empty
 #define HARD (BARS + SLOTS * 16)     // of each slot: whether it goes token by token
 #define SAID (HARD + SLOTS * 4)      // the ticket; forgotten over one chunk, over two; whether the next span waits
-#define STAGE (SAID + 16)             // of each warp that carries the state: 1 KB on its way out
+#define STAGE (SAID + 16)            // of each warp that carries the state: 1 KB on its way out
 
 // The same of row `row` of kg (rows 0 to 15) and qg (16 to 31), 16 chunks each, for wgmma
 INLINE u32 kq(int row, int chunk) { return OFF_KQ + (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
@@ -105,7 +106,8 @@ INLINE void make_factors(const float (&E)[4], float scale, u32 at, u32 ki_at, in
         G[j] = fmaf(g[l][j], LOG2E, G[j]);
         up[j] = ex2(G[j]); down[j] = ex2(-G[j]); to_end[j] = E[j] * down[j];
       }
-      const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale, q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
+      const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale;
+      const float q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
       const float k0 = lo(k[l][0]), k1 = hi(k[l][0]), k2 = lo(k[l][1]), k3 = hi(k[l][1]);
       sts64(place + 2048, pack(q0 * up[0], q1 * up[1]), pack(q2 * up[2], q3 * up[3]));
       sts64(place, pack(k0 * up[0], k1 * up[1]), pack(k2 * up[2], k3 * up[3]));
@@ -407,7 +409,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
     const int way = c < skip ? 2 : lds32(base + HARD + slot * 4);
     if (__any_sync(~0u, way)) {
       if (left >= 0) finish();
-      if (c >= skip) token_by_token(S, at, lane, w * 16, t >= begin, a, t, x.end, h);
+      if (c >= skip) token_by_token(S, at, lane, w * 16, !KEEP && t >= begin, a, t, x.end, h);
       __syncwarp();
       if (lane == 0) bar_arrive(bars + slot * 16 + 8);
     } else {
