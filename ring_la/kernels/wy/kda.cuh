@@ -20,9 +20,10 @@ struct Args {
   int* done;             // [count, H], zero at first: whether `states` holds what the span leaves
   int* ticket;           // zero at first
   float* states;         // [count, H, 128 * 128]
-  u16* kept_S;           // [chunks, H, 128 * 128], the state before each chunk as `state_place` lays it out
-  u16* kept_W;           // [chunks, H, 16 * 128], W = U / beta of its tokens, see `rows_place`
+  u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
+  u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
+  int first_head, heads; // this launch's
   float scale;
 };
 
@@ -41,6 +42,8 @@ INLINE Span span_of(const Args& a, int s) {
   }
   return x;
 }
+
+INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
 
 INLINE float beta_at(const Args& a, u64 i) {
 #if BETA_BF16

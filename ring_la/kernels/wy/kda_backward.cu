@@ -56,7 +56,7 @@ INLINE u32 by_value(int row, int chunk) { return (u32)((chunk >> 3) * 4096 + row
 
 // -- a chunk's factors: a warp a chunk -------------------------------------------------------------------------------
 
-INLINE void load_chunk(const BackArgs& b, int t, int end, u64 chunk, int h, u32 at, int lane) {
+INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, u32 at, int lane) {
   const Args& a = b.a;
   const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
@@ -90,7 +90,7 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, u64 chunk, int h, u32 
     g += 2 * sv;
   }
 #endif
-  const char* w = (const char*)(a.kept_W + (chunk * a.H + h) * (C * D)) + lane * 16;
+  const char* w = (const char*)(a.kept_W + kept_at(a, chunk, h) * (C * D)) + lane * 16;
 #pragma unroll 2
   for (int i = 0; i < 8; i++) cp16(at + OFF_W + i * 512 + lane * 16, w + i * 512, true);
 }
@@ -238,7 +238,7 @@ INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32
     if (i >= 2) bar_wait(bar + 8, ((i >> 1) - 1) & 1);
     if (lane == 0) {
       bar_expect(bar, 32768);
-      copy_in(base + STATES + (i & 1) * 32768, b.a.kept_S + ((u64)(x.chunk + m) * b.a.H + h) * (D * D), 32768, bar);
+      copy_in(base + STATES + (i & 1) * 32768, b.a.kept_S + kept_at(b.a, x.chunk + m, h) * (D * D), 32768, bar);
     }
   };
   if (first < n) ask(0);
@@ -605,10 +605,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
       bar_init(base + BARS_S + i * 16 + 8, 8);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    sts32(base + SAID, a.count * a.H - 1 - atomicAdd(a.ticket, 1));
+    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(a.ticket, 1));
   }
   __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.H, h = i % a.H;
+  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const Span y = x.last ? x : span_of(a, s + 1);

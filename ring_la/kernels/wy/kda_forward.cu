@@ -384,7 +384,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
       __syncwarp();
       u32 z[4];
       lds128(z, at + OFF_V + row * 256 + swz(row, j));
-      stg128((char*)(a.kept_W + ((u64)(x.chunk + (t - begin) / C) * a.H + h) * (C * D)) + rows_place(row, j), z);
+      stg128((char*)(a.kept_W + kept_at(a, x.chunk + (t - begin) / C, h) * (C * D)) + rows_place(row, j), z);
 #else
       u32 p[4];
       ldm(p, at + OFF_P + rb * 32 + cb * 16);
@@ -417,8 +417,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
       u32 v[4], m[4];
 #if KEEP
       if (t >= begin)
-        keep_state(S, (char*)(a.kept_S + ((u64)(x.chunk + (t - begin) / C) * a.H + h) * (D * D)), base + STAGE + w * 1024,
-                   w, lane);
+        keep_state(S, (char*)(a.kept_S + kept_at(a, x.chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 1024, w, lane);
 #endif
       read_state(RO, S, at, lane);
       if (left >= 0) finish();
@@ -463,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     sts32(base + SAID, atomicAdd(a.ticket, 1));
   }
   __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.H, h = i % a.H;
+  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
