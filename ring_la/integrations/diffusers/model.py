@@ -280,6 +280,7 @@ class SplitModel:
     def _attend_eagerly(self, qkv, order, sizes, masked, scale) -> Tensor:
         return self.call.keys.attend(qkv, order, sizes, masked, scale, self.backend)
 
+    @outside_graphs
     def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:
         """Attention in the call under way, as the registered operator asks for it."""
         given = None if mask is None else GivenMask("the mask of a block", mask, tuple(masked.split(",")))
