@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
 from ...errors import ArgumentError, UnsupportedError
 from .compare import tensors_in
 from .plans import BlockPlan, ModelPlan
+
+
+def blocks_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.Module, str]]:
+    """The name of each module that is given a part of its tokens, the module, and its class's name in the plan."""
+    for path, kind in plan.blocks.items():
+        found = getattr(model, path, None)
+        if isinstance(found, nn.ModuleList):
+            yield from ((f"{path}.{n}", block, kind) for n, block in enumerate(found))
+        elif isinstance(found, nn.Module):
+            yield path, found, kind
+        else:
+            raise other_version(type(model).__name__, f"no list of blocks {path}")
 
 
 def check_block(name: str, block: nn.Module, kind: str, spec: BlockPlan, model: str) -> tuple[str, ...]:
@@ -62,15 +74,14 @@ def check_call(model: nn.Module, plan: ModelPlan, signature: inspect.Signature, 
         raise UnsupportedError(name, "its default on a split sequence", type(value).__name__, hint)
     if not isinstance(given["hidden_states"], Tensor):
         raise ArgumentError("hidden_states", "a tensor", type(given["hidden_states"]).__name__)
-    for path, kind in plan.blocks.items():
-        for n, block in enumerate(getattr(model, path)):
-            if hasattr(block, "_diffusers_hook"):
-                raise UnsupportedError("transformer", "blocks without hooks of Diffusers", f"one on {path}.{n}")
-            for label, module in block.named_modules():
-                known = plan.classes[kind].attention.get(label)
-                if known and known.streams and not getattr(module.processor, "ring_la", False):
-                    got = f"{path}.{n}.{label} with {type(module.processor).__name__}, set afterwards"
-                    raise UnsupportedError("transformer", "the processors of parallelize", got)
+    for name, block, kind in blocks_of(model, plan):
+        if hasattr(block, "_diffusers_hook"):
+            raise UnsupportedError("transformer", "blocks without hooks of Diffusers", f"one on {name}")
+        for label, module in block.named_modules():
+            known = plan.classes[kind].attention.get(label)
+            if known and known.streams and not getattr(module.processor, "ring_la", False):
+                got = f"{name}.{label} with {type(module.processor).__name__}, set afterwards"
+                raise UnsupportedError("transformer", "the processors of parallelize", got)
 
 
 def other_version(what: str, got: str) -> UnsupportedError:

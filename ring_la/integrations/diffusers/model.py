@@ -16,8 +16,8 @@ from ...context import ContextParallel
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
 from .catalogue import find_plan
-from .checks import check_block, check_call, check_library_backend, other_version
-from .compare import InputComparison, WholeImage
+from .checks import blocks_of, check_block, check_call, check_library_backend, other_version
+from .compare import InputComparison, WholeImage, tensors_in
 from .keys import GivenMask, Keys
 from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, Role, TimeSteps, TokenRows
 from .processors import split_class
@@ -85,13 +85,13 @@ class ModelCall:
         masked: the mask that the last block got.
         batch: its rows.
         started: whether a block has run.
-        parts: whole tensors that several blocks get, by id, and this rank's part of them.
+        parts: whole tensors that several blocks get, by id and role, and this rank's part of them.
     """
 
     def __init__(self, cp: ContextParallel, layouts: Layouts, batch: int) -> None:
         self.streams, self.batch, self.started = Streams(cp.rank, cp.size), batch, False
         self.keys, self.masked = Keys(cp, layouts), None
-        self.parts: dict[int, tuple[Tensor, Tensor]] = {}
+        self.parts: dict[tuple[int, TokenRows], tuple[Tensor, Tensor]] = {}
 
 
 class SplitModel:
@@ -120,22 +120,22 @@ class SplitModel:
         if missing:
             raise other_version(type(model).__name__, f"no argument {missing[0]}")
         undo.callback(model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-        for path, kind in self.plan.blocks.items():
-            blocks = getattr(model, path, None)
-            if not isinstance(blocks, nn.ModuleList):
-                raise other_version(type(model).__name__, f"no list of blocks {path}")
-            for n, block in enumerate(blocks):
-                spec, name = self.plan.classes[kind], f"{path}.{n}"
-                names = check_block(name, block, kind, spec, type(model).__module__)
-                self._adopt_attention(block, spec, undo)
-                hook = functools.partial(self._split, name, spec, names)
-                undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for name, block, kind in blocks_of(model, self.plan):
+            spec = self.plan.classes[kind]
+            names = check_block(name, block, kind, spec, type(model).__module__)
+            self._adopt_attention(block, spec, undo)
+            hook = functools.partial(self._split, name, spec, names)
+            undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if self.plan.cuts_whole_text:
-            undo.callback(blocks[-1].register_forward_hook(self._widen).remove)
+            undo.callback(block.register_forward_hook(self._widen).remove)
         for path, roles in self.plan.outputs.items():
             hook = functools.partial(self._split_output, roles)
             undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
-        undo.callback(model.get_submodule(self.plan.last).register_forward_hook(self._gather).remove)
+        last = model.get_submodule(self.plan.last)
+        last = last[-1] if isinstance(last, nn.ModuleList) else last
+        undo.callback(last.register_forward_hook(self._gather).remove)
+        if self.plan.layers_behind:
+            undo.callback(model.register_forward_hook(self._divide_gradient).remove)
 
     def _adopt_attention(self, block: nn.Module, spec: BlockPlan, undo: ExitStack) -> None:
         for label, known in spec.attention.items():
@@ -204,7 +204,8 @@ class SplitModel:
     ) -> tuple[tuple, dict[str, object]]:
         """Before a block: this rank's tokens of what is whole. torch.compile traces it."""
         call, given = self.call, {**dict(zip(names, args)), **keywords}
-        if not call.started:
+        first = not call.started
+        if first:
             self._start(spec, given)
         for argument, role in spec.arguments.items():
             x = given.get(argument)
@@ -213,48 +214,49 @@ class SplitModel:
                 if argument in given:
                     given[argument] = None
             elif x is not None and role is not None:
-                given[argument] = self._part(f"{name}: {argument}", x, role)
+                given[argument] = self._part(f"{name}: {argument}", x, role, not first)
         return tuple([given.pop(n) for n in names[: len(args)]]), given
 
     def _start(self, spec: BlockPlan, given: Mapping[str, object]) -> None:
         """Before the first block of a call: how many tokens there are."""
-        streams = {"image": "hidden_states"}
-        if isinstance(spec.arguments.get("encoder_hidden_states"), TokenRows):
-            streams["text"] = "encoder_hidden_states"
-        for stream, argument in streams.items():  # processors slice by lengths, which at 0 is another slice
-            if given[argument].shape[1] < self.cp.size:
-                expected = f"at least {self.cp.size} tokens of {stream}, one for each rank"
-                raise ArgumentError(argument, expected, given[argument].shape[1])
-        self.call.streams.sizes = {s: given[n].shape[1] for s, n in streams.items()}
+        sizes: dict[str, int] = {}
+        for argument, role in spec.arguments.items():
+            if isinstance(role, TokenRows) and len(role.streams) == 1 and role.streams[0] not in sizes:
+                tokens, stream = given[argument].shape[role.dim], role.streams[0]
+                if tokens < self.cp.size:  # processors slice by lengths, which at 0 is another slice
+                    expected = f"at least {self.cp.size} tokens of {stream}, one for each rank"
+                    raise ArgumentError(argument, expected, tokens)
+                sizes[stream] = tokens
+        self.call.streams.sizes = sizes
         self.call.started = True
 
-    def _part(self, name: str, x: object, role: Role) -> object:
-        """This rank's tokens of an argument."""
+    def _part(self, name: str, x: object, role: Role, keep: bool = False) -> object:
+        """This rank's tokens of an argument; with `keep` those of whole rows are cut once a call."""
         if role is None or x is None:
             return x
         if isinstance(role, tuple):
             if not isinstance(x, (tuple, list)) or len(x) != len(role):
                 raise ArgumentError(name, f"{len(role)} tensors", type(x).__name__)
-            return type(x)([self._part(name, one, part) for one, part in zip(x, role)])
-        if isinstance(role, TokenRows):
-            return self._rows(name, x, role)
+            return type(x)([self._part(name, one, part, keep) for one, part in zip(x, role)])
         streams = self.call.streams
+        if isinstance(role, TokenRows):
+            if not keep or torch.compiler.is_compiling() or x.requires_grad:
+                return streams.shard(name, x, role.streams, role.dim)
+            return self._kept_rows(name, x, role)
         if role.flat:
             rows = x.unflatten(0, (self.call.batch, -1))
             return x if rows.shape[1] == 1 else streams.shard(name, rows, ("image",), 1).flatten(0, 1)
         return streams.shard(name, x, ("image",), 1) if x.dim() == role.dims and x.shape[1] > 1 else x
 
-    def _rows(self, name: str, x: Tensor, role: TokenRows) -> Tensor:
-        """This rank's rows; of what all blocks are given, once a call."""
-        streams, parts = self.call.streams, self.call.parts
-        if torch.compiler.is_compiling() or x.requires_grad:
-            return streams.shard(name, x, role.streams, role.dim)
-        if id(x) not in parts or parts[id(x)][0] is not x:
-            part = streams.shard(name, x, role.streams, role.dim)
+    def _kept_rows(self, name: str, x: Tensor, role: TokenRows) -> Tensor:
+        """This rank's rows of what all blocks are given (rotary embeddings)."""
+        parts, key = self.call.parts, (id(x), role)
+        if key not in parts or parts[key][0] is not x:
+            part = self.call.streams.shard(name, x, role.streams, role.dim)
             if part is x:
                 return x
-            parts[id(x)] = x, part
-        return parts[id(x)][1]
+            parts[key] = x, part
+        return parts[key][1]
 
     def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: tuple) -> tuple:
         """Behind a module that makes steps of time: this rank's, where each token has its own."""
@@ -298,7 +300,15 @@ class SplitModel:
         if not self.call.started:  # all blocks were skipped
             return output
         layout = self.layouts.of(counts([self.call.streams.sizes["image"]], self.cp.size))
-        return WholeImage.apply(output, layout, self.scale, self.comparison)
+        scale = self.cp.size if self.plan.layers_behind else self.scale
+        return WholeImage.apply(output, layout, scale, self.comparison)
+
+    def _divide_gradient(self, model: nn.Module, args: tuple, output: object) -> None:
+        """Behind a model with layers behind the gathering: what every rank computes there counts once in the sum."""
+        share = self.scale / self.cp.size
+        for x in tensors_in(output):
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad * share)
 
 
 def _has(block: nn.Module, path: str) -> bool:

@@ -1,7 +1,7 @@
-"""What of each model is split: the arguments of its blocks, and the attention inside them.
+"""What is said of a model for it to be split: the arguments of its blocks, and the attention inside them.
 
-A model that is not here is refused, and so is one whose blocks take an argument or hold an attention that its plan
-does not name. A new model is an entry in `PLANS`; its tests are the cases of tests/integrations/diffusers/models.py.
+A model of which nothing is said is refused, and so is one whose blocks take an argument or hold an attention that its
+plan does not name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One class of blocks: the role of every argument of its forward, and its attention by attribute."""
+    """One class of blocks: the role of every argument of its forward, and its attention by attribute.
+
+    The first argument with rows of "image" alone, and of "text" alone, says how many tokens there are.
+    """
 
     arguments: Mapping[str, Role]
     attention: Mapping[str, AttentionPlan]
@@ -72,14 +75,25 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model.
+    """What is split of a model, whose call takes `hidden_states`. All tokens of one batch row are one sequence without
+    a direction; whatever is not attention works on each token by itself.
+
+        plan = ModelPlan(
+            blocks={"transformer_blocks": "MyBlock"},
+            classes={"MyBlock": BlockPlan({"hidden_states": TokenRows(("image",)), "temb": None},
+                                          {"attn": AttentionPlan(("image",), ("MyProcessor",))})},
+            inputs=("hidden_states", "timestep"),
+        )
+        parallelize(transformer, cp, plan=plan)
 
     Attributes:
-        blocks: its lists of blocks, in the order of their calls, and what their blocks are called.
+        blocks: its lists of blocks (or single modules that take tokens), in the order of their calls, and what their
+            classes are called.
         classes: these blocks.
         inputs: arguments of its forward that may be given; others must be left as they are by default.
         outputs: roles of what other modules of it return, by name and index.
-        last: the layer whose output, the image's tokens, is gathered.
+        last: the layer whose output, the image's tokens, is gathered; of a list the last one.
+        layers_behind: what follows on `last`, on whole tokens and every rank, has parameters or takes inputs.
         cuts_whole_text: behind the last block, the model takes off as many tokens as the whole text has.
     """
 
@@ -88,4 +102,5 @@ class ModelPlan:
     inputs: tuple[str, ...]
     outputs: Mapping[str, Mapping[int, Role]] = field(default_factory=dict)
     last: str = "proj_out"
+    layers_behind: bool = False
     cuts_whole_text: bool = False

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 pytest.importorskip("diffusers")
 
@@ -13,7 +16,7 @@ import diffusers
 
 import ring_la
 from ring_la.errors import RingLAError
-from ring_la.integrations.diffusers import parallelize
+from ring_la.integrations.diffusers import AttentionPlan, BlockPlan, ModelPlan, TokenRows, parallelize
 from tests.distributed.pool import group
 from tests.softmax.cases import error
 
@@ -106,3 +109,69 @@ def check_skipped(rank: int) -> list[float]:
 def test_skipped_layers(ranks):
     """SD3's guidance by skipped layers (the first one too, where tokens were split)."""
     assert all(e < 1e-9 for errors in ranks.run(3, check_skipped) for e in errors)
+
+
+# -- a plan of one's own -----------------------------------------------------------------------------------
+
+
+class OwnProcessor:
+    def __call__(self, attn: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in attn.qkv(x).chunk(3, 2))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class OwnAttention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.processor = torch.nn.Linear(8, 24), OwnProcessor()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.processor(self, x)
+
+
+class OwnBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = OwnAttention()
+
+    def forward(self, hidden_states: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.attn(hidden_states + shift)
+
+
+class Own(torch.nn.Module):
+    """A user's transformer, with a layer behind the gathering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.behind = torch.nn.ModuleList([OwnBlock(), OwnBlock()]), torch.nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden_states = block(hidden_states, shift)
+        return self.behind(hidden_states)
+
+
+def check_own(rank: int, average: bool) -> list[float]:
+    torch.manual_seed(0)
+    model, x, shift = Own().double(), torch.randn(2, 7, 8).double(), torch.randn(2, 1, 8).double()
+    leaves = list(model.parameters())
+
+    def outcome() -> list[torch.Tensor]:
+        out = model(x, shift=shift)
+        return [out, *torch.autograd.grad((out * out).sum(), leaves)]
+
+    want = outcome()
+    rows = TokenRows(("image",))
+    block = BlockPlan({"hidden_states": rows, "shift": None}, {"attn": AttentionPlan(("image",), ("OwnProcessor",))})
+    plan = ModelPlan({"blocks": "OwnBlock"}, {"OwnBlock": block}, ("hidden_states", "shift"), last="blocks")
+    cp = ring_la.ContextParallel(group(3), scan="ring", timeout=60)
+    parallelize(model, cp, average=average, plan=dataclasses.replace(plan, layers_behind=True))
+    got = outcome()
+    for grad in got[1:]:
+        dist.all_reduce(grad, group=group(3))
+    return [error(g / (3 if average and n else 1), w) for n, (g, w) in enumerate(zip(got, want))]
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_plan_of_ones_own(ranks, average):
+    assert all(e < 1e-12 for errors in ranks.run(3, check_own, average) for e in errors)
