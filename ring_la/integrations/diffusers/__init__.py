@@ -10,6 +10,7 @@ text's where text is part of the sequence:
 
     plans       what is said of a model: which argument of its blocks has which tokens along which dimension
     catalogue   the models of which that is said
+    call        what one call of the model knows
     streams     how the tokens of image, text and both are split
     keys        attention over them, with the text that a mask leaves out
     operators   the same as one node of a compiled graph

@@ -52,8 +52,8 @@ class InputComparison:
         """Before a call: agree on its inputs, or raise on every rank what is wrong with one's."""
         cp, self._sums = self.cp, None
         if cp.validate != "never" and cp.size > 1:
-            whole = cp.validate == "always" or self._first
-            late = self._late()
+            whole, capturing = cp.validate == "always" or self._first, _capturing(cp.device)
+            late = "" if capturing else self._late()
             try:
                 refused = late or error
                 facts = {name: _facts(x, whole) for name, x in given.items()}
@@ -64,7 +64,7 @@ class InputComparison:
             if late:
                 raise DisagreementError(late)
             self._first = self._first and error is not None
-            if not whole and error is None and not _capturing(cp.device):
+            if not whole and error is None and not capturing:
                 self._names, self._sums = _checksums(given, cp.device)
         if error is not None:
             raise error

@@ -15,13 +15,14 @@ from ...autograd import outside_graphs, wanting
 from ...context import ContextParallel
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
+from .call import ModelCall
 from .catalogue import find_plan
 from .checks import blocks_of, check_block, check_call, check_library_backend, other_version
 from .compare import InputComparison, WholeImage, tensors_in
-from .keys import GivenMask, Keys
+from .keys import GivenMask
 from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, Role, TimeSteps, TokenRows
 from .processors import split_class
-from .streams import Layouts, Streams, counts
+from .streams import Layouts, counts
 
 
 def parallelize(
@@ -75,23 +76,6 @@ def parallelize(
         split.adopt(transformer, undo)
         undo.pop_all()  # accepted
     return transformer
-
-
-class ModelCall:
-    """One call of the model.
-
-    Attributes:
-        streams, keys: its tokens, and the keys its blocks see.
-        masked: the mask that the last block got.
-        batch: its rows.
-        started: whether a block has run.
-        parts: whole tensors that several blocks get, by id and role, and this rank's part of them.
-    """
-
-    def __init__(self, cp: ContextParallel, layouts: Layouts, batch: int) -> None:
-        self.streams, self.batch, self.started = Streams(cp.rank, cp.size), batch, False
-        self.keys, self.masked = Keys(cp, layouts), None
-        self.parts: dict[tuple[int, TokenRows], tuple[Tensor, Tensor]] = {}
 
 
 class SplitModel:
@@ -299,6 +283,7 @@ class SplitModel:
         """Behind the last layer: the whole image."""
         if not self.call.started:  # all blocks were skipped
             return output
+        self.call.parts.clear()  # the blocks are done
         layout = self.layouts.of(counts([self.call.streams.sizes["image"]], self.cp.size))
         scale = self.cp.size if self.plan.layers_behind else self.scale
         return WholeImage.apply(output, layout, scale, self.comparison)

@@ -385,7 +385,18 @@ CASES: dict[str, Case] = {
 SINGLE = ("cosmos, learned",)
 """Cases whose models take nothing but fp32."""
 
-ROUNDED = ("wan", "chronoedit", "skyreels", "auraflow", "hunyuan dit", "stable audio", "lumina2", "krea2", "cosmos")
+ROUNDED = (
+    "wan",
+    "chronoedit",
+    "skyreels",
+    "easyanimate",
+    "auraflow",
+    "hunyuan dit",
+    "stable audio",
+    "lumina2",
+    "krea2",
+    "cosmos",
+)
 """Cases whose norms, steps or rotations are in fp32 whatever the model is in."""
 
 
