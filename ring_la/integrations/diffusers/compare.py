@@ -112,27 +112,27 @@ class InputComparison:
 
 
 class WholeImage(torch.autograd.Function):
-    """All ranks' rows ``[B, T, …]``. The result is the same on all ranks and so is its gradient, of which each takes
+    """All ranks' rows, along `dim`. The result is the same on all ranks and so is its gradient, of which each takes
     its rows, times `scale`. The checksums of the call's inputs travel with them."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, layout: ShardedLayout, scale: int, comparison: InputComparison) -> Tensor:
-        ctx.layout, ctx.scale = layout, scale
-        rows, longest = x.movedim(1, 0), max(layout.lengths)
+    def forward(ctx, x: Tensor, layout: ShardedLayout, dim: int, scale: int, comparison: InputComparison) -> Tensor:
+        ctx.layout, ctx.dim, ctx.scale = layout, dim, scale
+        rows, longest = x.movedim(dim, 0), max(layout.lengths)
         more = comparison.rows(rows)
         sent = rows.new_zeros(longest + (0 if more is None else len(more)), *rows.shape[1:])
         sent[: len(rows)] = rows
         if more is not None:
             sent[longest:] = more
         came = layout.cp.comm.all_gather(sent).wait()
-        out = torch.cat([part[:n] for part, n in zip(came, layout.lengths)]).movedim(0, 1)
+        out = torch.cat([part[:n] for part, n in zip(came, layout.lengths)]).movedim(0, dim)
         differs = None if more is None else comparison.found(came[:, longest:])
         return out.contiguous() if differs is None else torch.where(differs, torch.nan, out)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
-        return ctx.layout.shard(grad) * ctx.scale, None, None, None
+        return ctx.layout.shard(grad, ctx.dim) * ctx.scale, None, None, None, None
 
 
 def _told(sent: Sent) -> str:

@@ -279,14 +279,19 @@ class SplitModel:
         return torch.cat([others, output], 1)
 
     @outside_graphs
-    def _gather(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def _gather(self, module: nn.Module, args: tuple, output: object) -> object:
         """Behind the last layer: the whole image."""
         if not self.call.started:  # all blocks were skipped
             return output
         self.call.parts.clear()  # the blocks are done
-        layout = self.layouts.of(counts([self.call.streams.sizes["image"]], self.cp.size))
+        if isinstance(output, tuple):
+            return tuple(self._whole(x, stream) for x, stream in zip(output, self.plan.returned, strict=True))
+        return self._whole(output, self.plan.returned[0])
+
+    def _whole(self, x: Tensor, stream: str) -> Tensor:
+        layout = self.layouts.of(counts([self.call.streams.sizes[stream]], self.cp.size))
         scale = self.cp.size if self.plan.layers_behind else self.scale
-        return WholeImage.apply(output, layout, scale, self.comparison)
+        return WholeImage.apply(x, layout, self.plan.dim, scale, self.comparison)
 
     def _divide_gradient(self, model: nn.Module, args: tuple, output: object) -> None:
         """Behind a model with layers behind the gathering: what every rank computes there counts once in the sum."""

@@ -93,6 +93,8 @@ class ModelPlan:
         inputs: arguments of its forward that may be given; others must be left as they are by default.
         outputs: roles of what other modules of it return, by name and index.
         last: the layer whose output, the image's tokens, is gathered; of a list the last one.
+        returned: the stream of that output, or of each tensor of it.
+        dim: their dimension of tokens.
         layers_behind: what follows on `last`, on whole tokens and every rank, has parameters or takes inputs.
         cuts_whole_text: behind the last block, the model takes off as many tokens as the whole text has.
     """
@@ -102,5 +104,7 @@ class ModelPlan:
     inputs: tuple[str, ...]
     outputs: Mapping[str, Mapping[int, Role]] = field(default_factory=dict)
     last: str = "proj_out"
+    returned: tuple[str, ...] = IMAGE
+    dim: int = 1
     layers_behind: bool = False
     cuts_whole_text: bool = False

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from diffusers import (
+    AllegroTransformer3DModel,
     AuraFlowTransformer2DModel,
     BriaTransformer2DModel,
     ChromaTransformer2DModel,
@@ -13,14 +14,17 @@ from diffusers import (
     CogVideoXTransformer3DModel,
     CogView3PlusTransformer2DModel,
     CogView4Transformer2DModel,
+    ConsisIDTransformer3DModel,
     CosmosTransformer3DModel,
     DiTTransformer2DModel,
     EasyAnimateTransformer3DModel,
+    ErnieImageTransformer2DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     GlmImageTransformer2DModel,
     HunyuanDiT2DModel,
     HunyuanImageTransformer2DModel,
+    HunyuanVideoFramepackTransformer3DModel,
     HunyuanVideoTransformer3DModel,
     JoyImageEditTransformer3DModel,
     Kandinsky5Transformer3DModel,
@@ -277,6 +281,48 @@ def easyanimate() -> tuple[nn.Module, dict[str, object]]:
     return EasyAnimateTransformer3DModel(**sizes, **depth), latents(1, 6, 10)
 
 
+def allegro() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2)
+    dims = dict(cross_attention_dim=24, caption_channels=12, sample_height=6, sample_width=10, sample_frames=1)
+    places = torch.meshgrid(*(torch.arange(n) for n in (1, 3, 5)), indexing="ij")
+    tables = tuple((torch.randn(n, 4), torch.randn(n, 4)) for n in (1, 3, 5))
+    rotary = (tables, tuple(x.reshape(1, -1) for x in places))
+    return AllegroTransformer3DModel(**sizes, **dims), latents(1, 6, 10) | dict(image_rotary_emb=rotary)
+
+
+def ernie() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=24, in_channels=4, out_channels=4)
+    model = ErnieImageTransformer2DModel(text_in_dim=12, rope_axes_dim=(4, 4, 8), **sizes)
+    inputs = dict(hidden_states=draw(B, 4, 3, 5), timestep=step(), text_bth=draw(B, TEXT, 12))
+    return model, inputs | dict(text_lens=torch.tensor([3, TEXT]))
+
+
+def consisid() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=2)
+    dims = dict(time_embed_dim=8, text_embed_dim=12, sample_width=4, sample_height=6, sample_frames=9)
+    dims |= dict(max_text_seq_length=TEXT, use_rotary_positional_embeddings=True)
+    faces = dict(is_train_face=True, cross_attn_interval=1, cross_attn_dim_head=8, cross_attn_num_heads=2)
+    faces |= dict(LFE_id_dim=10, LFE_vit_dim=6, LFE_depth=2, LFE_num_scale=2, LFE_dim_head=4, LFE_num_heads=2)
+    faces |= dict(LFE_num_id_token=2, LFE_num_querie=3, LFE_output_dim=21)
+    inputs = dict(hidden_states=draw(B, 3, 4, 6, 4), encoder_hidden_states=draw(B, TEXT, 12), timestep=step())
+    inputs |= dict(id_cond=draw(B, 10), id_vit_hidden=[draw(B, 5, 6), draw(B, 5, 6)])
+    rotary = (torch.randn(18, 16), torch.randn(18, 16))
+    return ConsisIDTransformer3DModel(**sizes, **dims, **faces), inputs | dict(image_rotary_emb=rotary)
+
+
+def framepack() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=1)
+    depth = dict(num_single_layers=1, num_refiner_layers=1, text_embed_dim=12, pooled_projection_dim=6)
+    more = dict(rope_axes_dim=(4, 4, 8), has_image_proj=True, image_proj_dim=6, has_clean_x_embedder=True)
+    mask = torch.ones(B, TEXT, dtype=torch.long)
+    mask[0, 2:] = 0
+    inputs = latents(1, 6, 6) | dict(encoder_attention_mask=mask, pooled_projections=draw(B, 6), guidance=step())
+    inputs |= dict(image_embeds=draw(B, 3, 6), indices_latents=torch.tensor([7]))
+    for n, (frames, name) in enumerate(((1, "clean"), (2, "history_2x"), (4, "history_4x"))):
+        inputs |= {f"latents_{name}": draw(B, 4, frames, 6, 6), f"indices_latents_{name}": torch.arange(frames) + 7 * n}
+    return HunyuanVideoFramepackTransformer3DModel(**sizes, **depth, **more), inputs
+
+
 def glm_image() -> tuple[nn.Module, dict[str, object]]:
     sizes = dict(num_layers=2, attention_head_dim=16, num_attention_heads=2, in_channels=4, out_channels=4)
     dims = dict(text_embed_dim=12, time_embed_dim=8, condition_dim=4, prior_vq_quantizer_codebook_size=8)
@@ -366,6 +412,10 @@ CASES: dict[str, Case] = {
     "hunyuan image": hunyuan_image,
     "krea2": krea2,
     "lumina2": lumina2,
+    "allegro": allegro,
+    "ernie": ernie,
+    "consisid": consisid,
+    "framepack": framepack,
     "glm image": glm_image,
     "easyanimate": easyanimate,
     "joyimage": joyimage,

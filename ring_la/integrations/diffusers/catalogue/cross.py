@@ -48,6 +48,20 @@ def _basic(*processors: str, attn2: bool = True) -> BlockPlan:
     return BlockPlan(arguments, {"attn1": AttentionPlan(IMAGE, processors)} | cross)
 
 
+_allegro = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": SAME,
+        "temb": SAME,
+        "attention_mask": SAME,
+        "encoder_attention_mask": SAME,
+        "image_rotary_emb": (SAME, (TokenRows(IMAGE),) * 3),
+    },
+    {
+        "attn1": AttentionPlan(IMAGE, ("AllegroAttnProcessor2_0",)),
+        "attn2": AttentionPlan(None, ("AllegroAttnProcessor2_0",)),
+    },
+)
 _hunyuan_dit = BlockPlan(
     {
         "hidden_states": TokenRows(IMAGE),
@@ -181,5 +195,10 @@ CROSS: Mapping[str, ModelPlan] = {
         {"blocks": "SkyReelsV2TransformerBlock"},
         {"SkyReelsV2TransformerBlock": _skyreels},
         (*_common, "encoder_hidden_states_image", "fps"),
+    ),
+    "AllegroTransformer3DModel": ModelPlan(
+        {"transformer_blocks": "AllegroTransformerBlock"},
+        {"AllegroTransformerBlock": _allegro},
+        (*_common, "encoder_attention_mask", "image_rotary_emb"),
     ),
 }

@@ -46,6 +46,10 @@ _cogvideox = BlockPlan(
     arguments=_both | {"image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)), "attention_kwargs": SAME},
     attention={"attn1": AttentionPlan(FRONT, ("CogVideoXAttnProcessor2_0",))},
 )
+_consisid = BlockPlan(
+    _both | {"image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))},
+    {"attn1": AttentionPlan(FRONT, ("CogVideoXAttnProcessor2_0",))},
+)
 _qwen = BlockPlan(
     arguments=_both
     | {
@@ -122,6 +126,16 @@ _hunyuan_image = BlockPlan(
     {"attn": AttentionPlan(REAR, ("HunyuanImageAttnProcessor",))},
 )
 
+_hunyuan_video = (
+    {
+        "transformer_blocks": "HunyuanVideoTransformerBlock",
+        "single_transformer_blocks": "HunyuanVideoSingleTransformerBlock",
+    },
+    {
+        "HunyuanVideoTransformerBlock": _hunyuan("freqs_cis"),
+        "HunyuanVideoSingleTransformerBlock": _hunyuan("image_rotary_emb"),
+    },
+)
 # text and image are one tensor before the first block, and so one stream
 _krea2 = BlockPlan(
     {
@@ -131,6 +145,15 @@ _krea2 = BlockPlan(
         "attention_mask": KeyMask(IMAGE),
     },
     {"attn": AttentionPlan(IMAGE, ("Krea2AttnProcessor",))},
+)
+_ernie = BlockPlan(
+    {
+        "x": TokenRows(IMAGE, 0),
+        "rotary_pos_emb": TokenRows(IMAGE),
+        "temb": (TokenRows(IMAGE, 0),) * 6,
+        "attention_mask": KeyMask(IMAGE),
+    },
+    {"self_attention": AttentionPlan(IMAGE, ("ErnieImageSingleStreamAttnProcessor",))},
 )
 _lumina2 = BlockPlan(
     {
@@ -171,14 +194,7 @@ JOINT: Mapping[str, ModelPlan] = {
         (*_common, "timestep_cond", "ofs", "image_rotary_emb"),
     ),
     "HunyuanVideoTransformer3DModel": ModelPlan(
-        {
-            "transformer_blocks": "HunyuanVideoTransformerBlock",
-            "single_transformer_blocks": "HunyuanVideoSingleTransformerBlock",
-        },
-        {
-            "HunyuanVideoTransformerBlock": _hunyuan("freqs_cis"),
-            "HunyuanVideoSingleTransformerBlock": _hunyuan("image_rotary_emb"),
-        },
+        *_hunyuan_video,
         (*_common, "encoder_attention_mask", "pooled_projections", "guidance"),
     ),
     "BriaTransformer2DModel": _flux_family("Bria", "attention_kwargs", "pooled_projections", "guidance"),
@@ -258,5 +274,32 @@ JOINT: Mapping[str, ModelPlan] = {
         {"double_blocks": "JoyImageTransformerBlock"},
         {"JoyImageTransformerBlock": _joyimage},
         _common,
+    ),
+    "ErnieImageTransformer2DModel": ModelPlan(
+        {"layers": "ErnieImageSharedAdaLNBlock"},
+        {"ErnieImageSharedAdaLNBlock": _ernie},
+        ("hidden_states", "timestep", "text_bth", "text_lens", "return_dict"),
+        last="final_linear",
+        dim=0,
+    ),
+    "ConsisIDTransformer3DModel": ModelPlan(
+        {"transformer_blocks": "ConsisIDBlock"},
+        {"ConsisIDBlock": _consisid},
+        (*_common, "timestep_cond", "image_rotary_emb", "id_cond", "id_vit_hidden"),
+        last="transformer_blocks",
+        returned=REAR,
+        layers_behind=True,
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": ModelPlan(
+        *_hunyuan_video,
+        (
+            *(*_common, "encoder_attention_mask", "pooled_projections", "guidance", "image_embeds"),
+            *("indices_latents", "latents_clean", "indices_latents_clean"),
+            *("latents_history_2x", "indices_latents_history_2x"),
+            *("latents_history_4x", "indices_latents_history_4x"),
+        ),
+        last="single_transformer_blocks",
+        returned=REAR,
+        layers_behind=True,
     ),
 }
