@@ -26,6 +26,7 @@ from diffusers import (
     HunyuanImageTransformer2DModel,
     HunyuanVideoFramepackTransformer3DModel,
     HunyuanVideoTransformer3DModel,
+    JoyImageEditPlusTransformer3DModel,
     JoyImageEditTransformer3DModel,
     Kandinsky5Transformer3DModel,
     Krea2Transformer2DModel,
@@ -331,9 +332,15 @@ def glm_image() -> tuple[nn.Module, dict[str, object]]:
     return GlmImageTransformer2DModel(**sizes, **dims), latents(6, 10) | prior | size
 
 
-def joyimage() -> tuple[nn.Module, dict[str, object]]:
+def joyimage(plus: bool = False) -> tuple[nn.Module, dict[str, object]]:
     sizes = dict(hidden_size=32, num_attention_heads=2, num_layers=2, mlp_width_ratio=1.0, text_dim=12, in_channels=4)
-    return JoyImageEditTransformer3DModel(rope_dim_list=[4, 4, 8], rope_type="mrope", **sizes), latents(1, 6, 10)
+    if not plus:
+        return JoyImageEditTransformer3DModel(rope_dim_list=[4, 4, 8], rope_type="mrope", **sizes), latents(1, 6, 10)
+    mask = torch.ones(B, TEXT, dtype=torch.bool)
+    mask[0, 3:] = False
+    inputs = dict(hidden_states=draw(B, 15, 4, 1, 2, 2), encoder_hidden_states=draw(B, TEXT, 12), timestep=step())
+    inputs |= dict(encoder_hidden_states_mask=mask, shape_list=[[(1, 3, 5)], [(1, 2, 2), (1, 2, 4)]])
+    return JoyImageEditPlusTransformer3DModel(rope_dim_list=[4, 4, 8], **sizes), inputs
 
 
 def pixart() -> tuple[nn.Module, dict[str, object]]:
@@ -419,6 +426,7 @@ CASES: dict[str, Case] = {
     "glm image": glm_image,
     "easyanimate": easyanimate,
     "joyimage": joyimage,
+    "joyimage plus": lambda: joyimage(True),
     "chronoedit": lambda: wan_like(ChronoEditTransformer3DModel),
     "skyreels": lambda: wan_like(SkyReelsV2Transformer3DModel),
     "pixart": pixart,

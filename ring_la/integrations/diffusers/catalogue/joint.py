@@ -120,6 +120,10 @@ _joyimage = BlockPlan(
     },
     {"attn": AttentionPlan(REAR, ("JoyImageAttnProcessor",))},
 )
+_joyimage_plus = BlockPlan(
+    _both | {"image_rotary_emb": (TokenRows(IMAGE), TokenRows(IMAGE)), "attention_mask": KeyMask(REAR)},
+    {"attn": AttentionPlan(REAR, ("JoyImageEditPlusAttnProcessor",))},
+)
 _auraflow = {"attn": AttentionPlan(FRONT, ("AuraFlowAttnProcessor2_0",))}
 _hunyuan_image = BlockPlan(
     _both | {"attention_mask": KeyMask(REAR), "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))},
@@ -274,6 +278,11 @@ JOINT: Mapping[str, ModelPlan] = {
         {"double_blocks": "JoyImageTransformerBlock"},
         {"JoyImageTransformerBlock": _joyimage},
         _common,
+    ),
+    "JoyImageEditPlusTransformer3DModel": ModelPlan(
+        {"double_blocks": "JoyImageEditPlusTransformerBlock"},
+        {"JoyImageEditPlusTransformerBlock": _joyimage_plus},
+        (*_common, "encoder_hidden_states_mask", "shape_list"),
     ),
     "ErnieImageTransformer2DModel": ModelPlan(
         {"layers": "ErnieImageSharedAdaLNBlock"},
