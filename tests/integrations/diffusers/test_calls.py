@@ -54,9 +54,11 @@ def test_later_calls_are_compared(ranks):
     assert ranks.run(2, check_later_calls) == [[], []]
 
 
-def check_late(rank: int) -> list[str]:
+def check_late(rank: int, dtype: torch.dtype) -> list[str]:
     """As on a GPU: nobody waits for the checksums. The output is NaN, and the next call says why."""
     model, inputs = make("flux")
+    model = model.to(dtype)
+    inputs = {n: x.detach().to(dtype) for n, x in inputs.items()}
     parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
     model._ring_la.comparison.waits = False
     with torch.no_grad():
@@ -68,8 +70,9 @@ def check_late(rank: int) -> list[str]:
         return bad + ([] if torch.equal(model(**inputs).sample, want) else ["afterwards"])
 
 
-def test_checksums_that_are_read_late(ranks):
-    assert ranks.run(2, check_late) == [[], []]
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_checksums_that_are_read_late(ranks, dtype):
+    assert ranks.run(2, check_late, dtype) == [[], []]
 
 
 def check_backends(rank: int) -> list[str]:
