@@ -10,7 +10,7 @@ from .plans import TokenRows
 from .streams import Layouts, Streams
 
 
-class ModelCall:
+class DenoiserCall:
     """One call of the model.
 
     Attributes:

@@ -15,7 +15,7 @@ from ...autograd import outside_graphs, wanting
 from ...context import ContextParallel
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
-from .call import ModelCall
+from .call import DenoiserCall
 from .catalogue import find_plan
 from .checks import blocks_of, check_block, check_call, check_library_backend, other_version
 from .compare import InputComparison, WholeImage, tensors_in
@@ -70,7 +70,7 @@ def parallelize(
         raise ArgumentError("transformer", "one that is not parallelized", "one that is")
     if getattr(transformer, "_parallel_config", None) is not None:
         raise UnsupportedError("transformer", "one without Diffusers' own parallelism", "enable_parallelism was called")
-    split = SplitModel(transformer, plan or find_plan(transformer), cp, backend, cp.size if average else 1)
+    split = SplitDenoiser(transformer, plan or find_plan(transformer), cp, backend, cp.size if average else 1)
     check_library_backend()
     with ExitStack() as undo:
         split.adopt(transformer, undo)
@@ -78,7 +78,7 @@ def parallelize(
     return transformer
 
 
-class SplitModel:
+class SplitDenoiser:
     """What `parallelize` leaves in a model, under the name ``_ring_la``.
 
     Attributes:
@@ -92,7 +92,7 @@ class SplitModel:
         self.plan, self.cp, self.backend, self.scale = plan, cp, backend, scale
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
-        self.call = ModelCall(cp, self.layouts, 0)
+        self.call = DenoiserCall(cp, self.layouts, 0)
         self._signature = inspect.signature(type(model).forward)
         self.number = operators.enter(self)
 
@@ -136,7 +136,7 @@ class SplitModel:
             self._classes[kind, spec.streams] = split_class(kind, functools.partial(self._attend, spec.streams))
         return self._classes[kind, spec.streams]
 
-    def __deepcopy__(self, memo: dict) -> SplitModel:
+    def __deepcopy__(self, memo: dict) -> SplitDenoiser:
         """A copy would share the calls of its original."""
         raise UnsupportedError("transformer", "a copy made before parallelize", "a parallelized one")
 
@@ -150,7 +150,7 @@ class SplitModel:
             given = dict(self._signature.bind(model, *args, **keywords).arguments)
             del given["self"]
             check_call(model, self.plan, self._signature, given)
-            self.call = ModelCall(self.cp, self.layouts, len(given["hidden_states"]))
+            self.call = DenoiserCall(self.cp, self.layouts, len(given["hidden_states"]))
         except (TypeError, RingLAError) as e:
             error = e
         self.comparison.begin(given, error)
