@@ -454,6 +454,7 @@ ROUNDED = (
     "lumina2",
     "krea2",
     "cosmos",
+    "consisid",
 )
 """Cases whose norms, steps or rotations are in fp32 whatever the model is in."""
 
