@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .algebra import Affine
 from .autograd import first_derivative_only, outside_graphs
 from .comm import TRANSPORTS, Group, Route
-from .errors import ArgumentError, PeerError, RingLAError, UnsupportedError
+from .errors import ArgumentError, Facts, PeerError, RingLAError, UnsupportedError
 from .layout import Layout
 from .scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
 
@@ -352,9 +352,7 @@ class ShardedLayout(_OfThisProcess, Layout):
             error = e
         signature = None
         if error is None:
-            others = (*x.shape[: dim % x.dim()], *x.shape[dim % x.dim() + 1 :])
-            tokens = (others, str(x.dtype), x.requires_grad)
-            signature = (("dim", dim), (name, tokens), *rest, ("gradients", torch.is_grad_enabled()))
+            signature = (("dim", dim), (name, Facts.of(x, dim)), *rest, ("gradients", torch.is_grad_enabled()))
         self.agree(call, signature, error)
 
     def _check_length(self, x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:
@@ -364,6 +362,8 @@ class ShardedLayout(_OfThisProcess, Layout):
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ArgumentError(name, f"a tensor with dimension {dim}", got)
         if x.shape[dim] != length:
+            if x.shape[dim] == self.seq_len:
+                self.require_local(name, self.seq_len)
             raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
 
 

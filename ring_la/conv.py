@@ -14,7 +14,7 @@ from .autograd import first_derivative_only, outside_graphs, refuse_transforms
 from .checks import FLOATS, check_flag, check_nan, check_split
 from .comm import Replicated, Route, SumOverRanks
 from .context import ShardedLayout
-from .errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
+from .errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 from .kernels.fused.short_conv import Rows, convolve, convolve_backward
 from .linear import Seams
 from .outputs import ShortConvOutput, TokenShiftOutput
@@ -117,7 +117,7 @@ def _short_conv(
         _check_values(layout, x=x, weight=weight, bias=bias, initial_state=initial_state)
     except RingLAError as e:
         error = e
-    own = dict(width=width, activation=activation, bias=_shape_of(bias), initial_state=_shape_of(initial_state))
+    own = dict(width=width, activation=activation, bias=_facts_of(bias), initial_state=_facts_of(initial_state))
     _agree("short_conv", layout, error, x, own | {"output_final_state": output_final_state})
     initial = None if initial_state is None else initial_state.mT
     if layout is None:
@@ -149,7 +149,7 @@ def _token_shift(
         _check_values(layout, x=x, initial_state=initial_state)
     except RingLAError as e:
         error = e
-    own = dict(initial_state=_shape_of(initial_state), output_final_state=output_final_state)
+    own = dict(initial_state=_facts_of(initial_state), output_final_state=output_final_state)
     _agree("token_shift", layout, error, x, own)
     initial = None if initial_state is None else initial_state[:, None]
     rows = behind(flat, 1, initial, layout, cu_seqlens)
@@ -332,17 +332,16 @@ def _check_values(layout: ShardedLayout | None, **tensors: Tensor | None) -> Non
                 check_nan(name, t)
 
 
-def _shape_of(t: object) -> tuple | None:
+def _facts_of(t: object) -> Facts | None:
     """What ranks compare of a tensor they share; None for what has been refused already."""
-    return (tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else None
+    return Facts.of(t) if isinstance(t, Tensor) else None
 
 
 def _agree(call: str, layout: object, error: RingLAError | None, x: Tensor, own: dict[str, object]) -> None:
     if isinstance(layout, ShardedLayout):
         signature = None
         if error is None:
-            tokens = (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
-            signature = (("x", tokens), *own.items(), ("gradients", torch.is_grad_enabled()))
+            signature = (("x", Facts.of(x, 1)), *own.items(), ("gradients", torch.is_grad_enabled()))
         layout.agree(call, signature, error)
     elif error is not None:
         raise error

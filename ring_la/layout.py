@@ -25,6 +25,7 @@ from torch import Tensor
 from .errors import ArgumentError, UnsupportedError
 
 KINDS = ("contiguous", "zigzag", "striped")
+WHOLE = "This is the whole sequence: layout.shard(x) first"
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,14 @@ class Layout:
     def local_length(self) -> int:
         """Number of tokens this rank owns."""
         return self.lengths[self.rank]
+
+    def require_local(self, name: str, tokens: int) -> None:
+        """Refuse an argument whose tokens are not those of this rank, by their number."""
+        if tokens == self.local_length:
+            return
+        if tokens == self.seq_len:
+            raise ArgumentError(name, "this rank's tokens with a layout", f"all {tokens}", WHOLE)  # alike on all ranks
+        raise ArgumentError("layout", f"one with {tokens} tokens on this rank, the T of {name}", self.local_length)
 
     @cached_property
     def order(self) -> Tensor:

@@ -270,8 +270,10 @@ class HybridLM(nn.Module):
             raise ArgumentError("states", f"one for each of {len(self.blocks)} layers", len(states))
         if targets is not None and (not isinstance(targets, Tensor) or targets.shape != ids.shape):
             raise ArgumentError("targets", f"a tensor of the shape of ids, {list(ids.shape)}", describe_tensor(targets))
-        if not isinstance(layout, ShardedLayout):
-            check_split(ids.shape[1], ids.shape[0], layout, cu_seqlens, ids.device)
+        if isinstance(layout, ShardedLayout):
+            layout.require_local("ids", ids.shape[1])
+        else:
+            check_split(ids.shape[1], ids.shape[0], layout, cu_seqlens, ids.device, "ids")
 
 
 def _make_layer(config: HybridConfig, i: int) -> Layer:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..checks import FLOATS, check_flag, check_split
 from ..context import ShardedLayout
-from ..errors import ArgumentError, RingLAError, describe_tensor
+from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
 
 
 class LayerState(NamedTuple):
@@ -139,7 +139,7 @@ class Layer(nn.Module):
             signature = None
             if error is None:
                 signature = (
-                    ("x", (x.shape[0], x.shape[2], str(x.dtype), x.requires_grad)),
+                    ("x", Facts.of(x, 1)),
                     ("state given", state is not None),
                     ("output_state", output_state),
                     ("gradients", torch.is_grad_enabled()),
@@ -157,9 +157,8 @@ class Layer(nn.Module):
             raise ArgumentError("x", f"{self.dim} channels last, the dim of this {name}", x.shape[2])
         if self.needs_runs or not isinstance(layout, ShardedLayout) or layout.has_runs:
             check_split(x.shape[1], x.shape[0], layout, cu_seqlens, x.device)
-        elif x.shape[1] != layout.local_length:
-            got = layout.local_length
-            raise ArgumentError("layout", f"one with {x.shape[1]} tokens on this rank, the T of x", got)
+        else:
+            layout.require_local("x", x.shape[1])
         if state is not None and not isinstance(state, self.state_type):
             raise ArgumentError("state", f"a {self.state_type.__name__} or None for {name}", type(state).__name__)
 
