@@ -17,6 +17,7 @@ from ...autograd import first_derivative_only
 from ...errors import UnsupportedError
 from .cache import Recorder
 from .call import Call
+from .foreign import told_as_theirs
 from .head import loss_in_chunks
 from .loss import agreed
 
@@ -38,10 +39,12 @@ def model_forward(original: Callable) -> Callable:
             arguments = {"output_attentions": True} | arguments
         cache = arguments.get(parallel.cache)
         if cache is not None and _filled(cache):
-            return _whole(self, parallel, original, arguments)
+            with told_as_theirs(parallel.cp.device):
+                return _whole(self, parallel, original, arguments)
         parallel.check_again(self)
         parallel.check_averaging(self)
-        return _split(self, parallel, original, arguments)
+        with told_as_theirs(parallel.cp.device):
+            return _split(self, parallel, original, arguments)
 
     return forward
 

@@ -17,15 +17,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...context import ContextParallel, ShardedLayout
-from ...errors import ArgumentError, PeerError, RingLAError, UnsupportedError
+from ...errors import ArgumentError, DisagreementError, PeerError, RingLAError, UnsupportedError
 from . import probe
 from .attention import NAME, attend
 from .averaging import refuse_averaging
 from .call import Call, Returned
+from .foreign import told_as_theirs
 from .forward import known, model_forward
 from .head import after_backbone, backbone_forward
 from .inputs import read
-from .loss import cross_entropy
+from .loss import ROWS, cross_entropy
 from .masks import make_mask
 from .mixers import entry_of, make_forward, uncached
 from .rotary import goes_by_length, rotary_forward
@@ -184,7 +185,10 @@ class Parallel:
         """The layout of a whole batch; the last one is kept."""
         key = (seq_len, offsets)
         if key not in self._layouts:
-            layout = self.cp.layout(seq_len, self.kind, offsets)
+            try:
+                layout = self.cp.layout(seq_len, self.kind, offsets)
+            except DisagreementError as error:
+                raise DisagreementError(f"{error}\n{ROWS}") from None
             if min(layout.lengths) == 0:
                 raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
             self._layouts = {key: layout}
@@ -205,7 +209,7 @@ class Parallel:
         if arguments.get("layout") is None and (validate == "always" or (validate == "first" and not self._compared)):
             tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_floating_point()}
             sums = {n: zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()) for n, x in tensors.items()}
-            comm.agree("the whole batch, which every rank must be given", sums)
+            comm.agree("the whole batch, which every rank must be given", sums, ROWS)
             self._compared = True
         return call, local
 
@@ -251,7 +255,8 @@ class Parallel:
         try:
             longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
             longest = longest if longest > 0 else probe.TOKENS  # XLNet's -1: any
-            probe.check(model, run, table.num_embeddings, longest, table.weight.device)
+            with told_as_theirs(table.weight.device):
+                probe.check(model, run, table.num_embeddings, longest, table.weight.device)
         finally:
             self.leave()
         self.unchecked = False
