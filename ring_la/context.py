@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .algebra import Affine
 from .autograd import first_derivative_only, outside_graphs
+from .choices import AttentionChoice, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
 from .comm import TRANSPORTS, Group, Route
 from .errors import ArgumentError, Facts, PeerError, RingLAError, UnsupportedError
 from .layout import Layout
@@ -71,12 +72,12 @@ class ContextParallel(_OfThisProcess):
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
-        scan: str = "auto",
-        attention: str = "auto",
-        transport: str = "auto",
+        scan: ScanChoice = "auto",
+        attention: AttentionChoice = "auto",
+        transport: TransportChoice = "auto",
         deterministic: bool = False,
         timeout: timedelta | float = 300.0,
-        validate: Literal["first", "always", "never"] = "first",
+        validate: ValidateChoice = "first",
     ) -> None:
         _one_of("scan", scan, ("auto", *STRATEGIES))
         _one_of("attention", attention, ATTENTION)
@@ -123,7 +124,7 @@ class ContextParallel(_OfThisProcess):
     def layout(
         self,
         seq_len: int,
-        kind: str = "zigzag",
+        kind: LayoutKind = "zigzag",
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int | None = None,
     ) -> ShardedLayout:
@@ -195,7 +196,7 @@ class ShardedLayout(_OfThisProcess, Layout):
         self,
         cp: ContextParallel,
         seq_len: int,
-        kind: str = "zigzag",
+        kind: LayoutKind = "zigzag",
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int | None = None,
     ) -> None:

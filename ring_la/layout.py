@@ -22,6 +22,7 @@ from operator import index
 import torch
 from torch import Tensor
 
+from .choices import LayoutKind
 from .errors import ArgumentError, UnsupportedError
 
 KINDS = ("contiguous", "zigzag", "striped")
@@ -74,7 +75,7 @@ class Layout:
     def __init__(
         self,
         seq_len: int,
-        kind: str = "contiguous",
+        kind: LayoutKind = "contiguous",
         world_size: int = 1,
         rank: int = 0,
         cu_seqlens: Tensor | Sequence[int] | None = None,

@@ -118,6 +118,7 @@ def test_command_lines_in_comments_and_docs_are_the_example_s():
             )
             if shown and '"$@"' not in line:
                 words = shlex.split(shown[1], comments=True)
+                words = words[2:] if words[0] == "--check" else words
                 assert parsed([w for w in words if w != "..."]), line
                 seen += 1
     assert seen >= 4
