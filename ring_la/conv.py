@@ -7,6 +7,8 @@ Where a shard is shorter than the kernel the lead comes from several ranks at on
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def short_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Literal["silu"] | None = None,
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -167,6 +167,9 @@ class HybridLM(nn.Module):
         keywords = {"layout": layout, "cu_seqlens": cu_seqlens, "routings": routings, "in_place": in_place}
         x, states = self.hidden(ids, states=states, output_states=output_states, **keywords)
         return LMOutput(self.logits(x), states)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def hidden(
         self,

@@ -11,7 +11,7 @@ are therefore decoded as a batch of N rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -111,6 +111,9 @@ class Layer(nn.Module):
         self.check(x, state, output_state, layout, cu_seqlens, in_place)
         in_place = in_place and state is not None
         return self.mix(x, state, Call(layout, cu_seqlens, output_state, in_place))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def mix(self, x: Tensor, state: Any, call: Call) -> LayerOutput:
         """The layer itself, over checked arguments."""

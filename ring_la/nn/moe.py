@@ -17,7 +17,7 @@ loss, and their gradients to its gradient, without any exchange in the backward 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +133,9 @@ class MixtureOfExperts(nn.Module):
             sums = (_wait_outside_graphs if outside else _wait)(pending)
         tokens = max(1, x.shape[0] * (x.shape[1] if layout is None else layout.seq_len))
         return MoEOutput(o, self._routing(logits, p, sums, tokens))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _logits(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..autograd import refuse_transforms
 from ..checks import check_nan, check_offsets
+from ..choices import AttentionChoice, JointPlace
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError
 from ..outputs import AttentionOutput
@@ -33,11 +34,11 @@ def attention(
     dropout_seed: int | None = None,
     joint_k: Tensor | None = None,
     joint_v: Tensor | None = None,
-    joint: str = "none",
+    joint: JointPlace = "none",
     layout: ShardedLayout | None = None,
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
-    strategy: str | None = None,
+    strategy: AttentionChoice | None = None,
     backend: str | None = None,
 ) -> AttentionOutput:
     """Softmax attention, whole or on a split sequence, with exact gradients.

@@ -9,6 +9,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def parallelize(
     model: PreTrainedModel,
     cp: ContextParallel,
     *,
-    kind: str = "zigzag",
+    kind: Literal["zigzag", "contiguous"] = "zigzag",
     average: bool = False,
     loss_chunk: int | None = None,
     check: bool = True,
