@@ -39,5 +39,5 @@ def loop(rank: int) -> tuple[list[str], float]:
 
 
 def test_the_training_loop_runs(ranks):
-    found = ranks.run(2, loop)
-    assert all(shape == ["(2,)"] and 0 < loss < 6 for shape, loss in found), found
+    found = ranks.run(4, loop)
+    assert all(shape == ["(4,)"] and 0 < loss < 6 for shape, loss in found), found
