@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pydoc
 import types
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -11,8 +13,11 @@ import pytest
 
 import ring_la
 from ring_la import comm, context, layout, nn, scan
+from ring_la.context import arguments
 from ring_la.kernels import grouped
 from ring_la.models import HybridLM
+from ring_la.recurrences import FUNCTIONS
+from tests import recurrence_stub
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +39,7 @@ def words(function: object, argument: str) -> set[object]:
         (ring_la.ContextParallel.__init__, "scan", {"auto", *scan.STRATEGIES}),
         (ring_la.ContextParallel.__init__, "attention", set(context.ATTENTION)),
         (ring_la.ContextParallel.__init__, "transport", set(comm.TRANSPORTS)),
-        (ring_la.ContextParallel.__init__, "validate", set(context.VALIDATE)),
+        (ring_la.ContextParallel.__init__, "validate", set(arguments.VALIDATE)),
         (ring_la.ContextParallel.layout, "kind", set(layout.KINDS)),
         (layout.Layout.__init__, "kind", set(layout.KINDS)),
         (ring_la.grouped_gemm, "backend", {"auto", *grouped.BACKENDS}),
@@ -55,6 +60,25 @@ def test_a_call_of_a_layer_is_typed_as_its_forward(kind):
     assert kind.__call__ is nn.Layer.__mro__[1].__call__, "calls go through the module's hooks"
 
 
+def test_recurrences_show_type_checkers_their_arguments():
+    """The stub is what the functions take, so that a misspelt keyword is found before it runs."""
+    assert ast.dump(ast.parse(recurrence_stub.FILE.read_text())) == ast.dump(ast.parse(recurrence_stub.stub())), (
+        "run python -m tests.recurrence_stub and ruff format"
+    )
+    assert "use_qk_l2norm: bool = False" in recurrence_stub.FILE.read_text()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_help_shows_the_arguments(function):
+    shown = pydoc.plain(pydoc.render_doc(function))
+    assert f"{function.__name__}(" in shown
+    assert "layout: 'ShardedLayout | None' = None" in shown
+    assert "initial_state: the state before each document" in shown
+    assert "(...)" not in shown
+
+
 def test_the_package_says_that_it_is_typed():
     assert (ROOT / "ring_la/py.typed").exists()
-    assert '[tool.setuptools.package-data]\nring_la = ["py.typed"]\n' in (ROOT / "pyproject.toml").read_text()
+    assert (
+        '[tool.setuptools.package-data]\nring_la = ["py.typed", "**/*.pyi"]\n' in (ROOT / "pyproject.toml").read_text()
+    )
