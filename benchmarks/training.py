@@ -33,8 +33,7 @@ PARTS = {
     "hybrid_1b": (["--config", "examples/configs/hybrid_1b.yaml"], 150),
     "linear_1b": (["--config", "examples/configs/linear_1b.yaml"], 110),
     "small": (
-        ["--config", "examples/configs/small.yaml", "--memory.dtype", "bfloat16", "--run.save_every", "0"]
-        + ["--run.steps", "300"],
+        ["--config=examples/configs/small.yaml", "--memory.dtype=bfloat16", "--run.save_every=0", "--run.steps=300"],
         70,
     ),
 }
