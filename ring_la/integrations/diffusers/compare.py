@@ -57,7 +57,7 @@ class InputComparison:
             try:
                 refused = late or error
                 facts = {name: _facts(x, whole) for name, x in given.items()}
-                cp.comm.agree(WHAT, f"refused: {refused}" if refused else facts)
+                cp.comm.agreement.agree(WHAT, f"refused: {refused}" if refused else facts)
             except DisagreementError:
                 self._sent.clear()  # all ranks know
                 raise
