@@ -26,7 +26,7 @@ from ..comm import Group
 from ..comm.symmetric import refusal
 from ..context import ContextParallel
 from ..kernels import Inputs
-from ..kernels.choice import triton_refuses, triton_tokens_refuses
+from ..kernels.choice import unsupported
 from ..kernels.grouped import BACKENDS as GROUPED
 from ..kernels.grouped import Call, choose, load
 from ..scan import STRATEGIES, Chain
@@ -107,9 +107,9 @@ def linear(width: int) -> list[tuple[str, str]]:
     lines = []
     for write in ("additive", "delta", "dplr"):
         rule = Rule(write, "scalar" if write != "dplr" else "diagonal")
-        why = triton_refuses(rule, Inputs(x, x, x, *[x] * (len(rule.inputs) - 3)))
+        why = unsupported(rule, Inputs(x, x, x, *[x] * (len(rule.inputs) - 3)))
         lines.append((f"{write}, in chunks", f"torch (triton: {why})" if why else "triton"))
-    why = triton_tokens_refuses(Inputs(x, x, x))
+    why = unsupported(rule, Inputs(x, x, x), recurrent=True)
     return [*lines, ("token by token", f"torch (triton: {why})" if why else "triton")]
 
 

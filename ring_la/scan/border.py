@@ -1,7 +1,8 @@
-"""The ring by mailboxes as part of a kernel's own scan: where its segments end, the scan goes on at the next rank.
+"""The ring by mailboxes as part of a kernel's own scan: where its spans end, the scan goes on at the next rank.
 
-A rank's kernels scan over segments of its tokens anyway. A `Border` puts the exchange between those launches, so that a
-split call is launched, and replayed, as one on a single device is: `kernels.local.Border` is what kernels know of it.
+A rank's kernels scan over spans of its tokens anyway. A `MailboxBorder` puts the exchange between those launches, so
+that a split call is launched, and replayed, as one on a single device is: `kernels.protocol.Border` is what kernels
+know of it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..algebra import Transition
 from ..comm import Group
+from ..kernels import SpanMaps
 from .chain import Chain
 from .mailbox_ring import Hop, launch_dense, launch_segments
 
 
-class Border:
+class MailboxBorder:
     """The launches of one layout's exchange on one rank.
 
     Args:
@@ -52,10 +53,11 @@ class Border:
         self.group.sends(self._sent[reverse] * size)
         self.group.mailboxes.order()
 
-    def segments(
-        self, kind: Transition, A: Tensor | None, b: Tensor, S0: Tensor | None, entering: Tensor, leaving: Tensor,
-        first: Tensor | None, reverse: bool, beside: bool,
+    def spans(
+        self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
+        reverse: bool, beside: bool,
     ) -> None:  # fmt: skip
+        kind, b, A, _ = maps
         for hop in self.hops[reverse]:
             before = None if hop.earlier is None else leaving
             if S0 is not None and before is None and hop.source is None:  # a document's own first state

@@ -16,7 +16,7 @@ import torch
 import ring_la
 from ring_la.algebra import Rule
 from ring_la.cli.bench_ops.measure import bandwidth, milliseconds
-from ring_la.kernels.triton import recurrent as decode
+from ring_la.kernels import recurrent as decode
 from tests.kernels.triton_cases import Case
 
 RULES = "additive_scalar", "delta_scalar", "delta_diagonal", "dplr_diagonal"

@@ -39,7 +39,7 @@ from ring_la.algebra import Affine, transpose
 from ring_la.cli.scan_cases import exchanges
 from ring_la.comm import Group
 from ring_la.layout import Layout
-from ring_la.scan import STRATEGIES, Border, Chain, Link
+from ring_la.scan import STRATEGIES, Chain, Link, MailboxBorder
 from tests.conformance import test_sharded as sharded
 from tests.conformance.cases import DOCUMENTS, make_inputs
 from tests.distributed import pool
@@ -178,8 +178,8 @@ def links() -> dict:
 
 def borders() -> dict[str, object]:
     """The worst error by case, and of replayed graphs beside eager calls on other inputs."""
-    out, begun, begin, began = {}, [], Border.begin, time.monotonic()
-    Border.begin = lambda self, size, reverse: (begun.append(size), begin(self, size, reverse))[1]
+    out, begun, begin, began = {}, [], MailboxBorder.begin, time.monotonic()
+    MailboxBorder.begin = lambda self, size, reverse: (begun.append(size), begin(self, size, reverse))[1]
     cp = context(dist.get_world_size(), "ring", "auto")
     try:
         chosen = CHOSEN or range(GRAPHS + 1)
@@ -201,7 +201,7 @@ def borders() -> dict[str, object]:
             note(f"graph {name}: {out[f'graph {name}']}, {time.monotonic() - began:.1f} s")
             assert out[f"graph {name}"]["error"] < 1e-2, (name, out)
     finally:
-        Border.begin = begin
+        MailboxBorder.begin = begin
     return out
 
 

@@ -18,9 +18,9 @@ import time
 import torch
 
 from ring_la.algebra import Rule
-from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.segments import backend as local
-from ring_la.kernels.segments import base, table
+from ring_la.kernels.families import recurrence
+from ring_la.kernels.protocol import Backward, Inputs
+from ring_la.kernels.spans import plan, table
 from tests.kernels.triton_cases import RULES, Case, error, errors
 
 PACKED = (0, 1, 1, 130, 257, 300)
@@ -90,19 +90,19 @@ def constant(rule: str) -> list[Case]:
 
 def work(part: int, parts: int, rules: list[str]) -> None:
     """Check every `parts`-th case; one line of JSON each, so that a crash loses only what follows it."""
-    table.LEAST, large, waves, slots, hopper = 1, table.BULK, table.WAVES, table.SLOTS, base.hopper
+    table.LEAST_CHUNKS, large, waves, slots, hopper = 1, table.DESCRIBED, table.WAVES, table.SLOTS, plan.hopper
     for i, case in enumerate(cases(rules)):
         if i % parts != part:
             continue
         row = {"case": {k: str(v) for k, v in case.__dict__.items()}}
         start = time.time()
-        table.BULK = 0 if case.bulk else large
+        table.DESCRIBED = 0 if case.bulk else large
         table.WAVES = dict.fromkeys(waves, case.waves) if case.waves else waves
         table.SLOTS = dict.fromkeys(slots, case.waves) if case.waves else slots
-        base.hopper = hopper if case.gluon else lambda device: False
+        plan.hopper = hopper if case.gluon else lambda device: False
         try:
             torch.manual_seed(i)
-            row["errors"] = errors(case, local.TritonRecurrence, "cuda")
+            row["errors"] = errors(case, recurrence, "cuda")
             row["ok"] = all(e < LIMIT[case.dtype] for e in row["errors"].values())
         except Exception as e:  # a table of all failures is the point of this script
             row |= {"ok": False, "errors": {}, "failed": f"{type(e).__name__}: {str(e)[-400:]}"}
@@ -130,10 +130,10 @@ def wide(rule: str, T: int = 530_000, H: int = 32, D: int = 128) -> dict:
     x = Inputs(q, k, v, g, gates() if write == "delta" else None, a, None if a is None else a.mul(-0.5))
 
     def results(x: Inputs, do: torch.Tensor) -> list[torch.Tensor]:
-        run = local.TritonRecurrence(Rule.parse(rule), x, None, 1.0)
-        o, end = run.output(None)
-        grads, _ = run.gradients(None, do, None)
-        return [t[:, -300:, -1].clone() for t in (o, *grads) if t is not None] + [end[:, :, -1]]
+        run = recurrence(Rule.parse(rule), x, None, 1.0)
+        out = run.output(None)
+        grads, _ = run.gradients(Backward(None, do), None)
+        return [t[:, -300:, -1].clone() for t in (out.o, *grads) if t is not None] + [out.leaving[:, :, -1]]
 
     try:
         whole = results(x, do)
@@ -171,7 +171,7 @@ def main() -> None:
         work(args.part, args.jobs, rules)
         return
     if args.warm:
-        table.BULK = 0
+        table.DESCRIBED = 0
         wide(args.warm, 512)
         return
     command = [sys.executable, "-m", "tests.gpu.check_triton", "--jobs", str(args.jobs), "--rules", args.rules]
