@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..algebra import Transition
+
+if TYPE_CHECKING:
+    from .runtime.launch import Beside  # imports Triton
 
 Forward = TypeVar("Forward")
 """What a backend finds for its summary that its output needs, too."""
@@ -157,7 +160,7 @@ class Border(Protocol):
 
     key: Hashable
     memory: tuple[Tensor, ...]
-    beside: object
+    beside: Beside | None
     whole: tuple[bool, bool]
     arrives: tuple[bool, bool]
     carries: tuple[bool, bool]
@@ -188,8 +191,8 @@ class Local(Protocol[Forward, Back]):
             `summary`, `adjoint` and the like.
     """
 
-    prepares: bool
-    crosses: bool
+    prepares: ClassVar[bool]
+    crosses: ClassVar[bool]
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[Forward] | None = None) -> Summary[Forward]:
         """The state leaving each piece, given those that enter, and if `through` the pieces' transitions. `known`: a

@@ -211,6 +211,7 @@ class TritonTokens(Generic[Forward, Back]):
     def output(
         self, S0: Tensor | None, summary: Summary[Forward] | None = None, border: Border | None = None
     ) -> Output:
+        assert border is None  # see `crosses`
         state = None if S0 is None else S0.detach().to(torch.float32).contiguous()
         in_place = self.in_place and state is not None and state.data_ptr() == S0.data_ptr()
         if in_place and state.data_ptr() % ALIGNMENT:  # written where it lies
@@ -230,4 +231,5 @@ class TritonTokens(Generic[Forward, Back]):
         adjoint: Adjoint[Back] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
+        assert border is None
         return self.chunked.gradients(backward, dS_end, adjoint)

@@ -53,16 +53,18 @@ def root(key: Hashable) -> Node:
 
 
 class Brought(NamedTuple):
-    """A tensor of the caller, its version if the kernels take a copy, and what they take."""
+    """A tensor of the caller (kept, so that its identity stays its own), what the kernels take, and if that is a copy
+    the version it is of (None: nobody tells when it changes)."""
 
     place: int
     given: Tensor
-    version: int | None
     ready: Tensor
+    copied: bool = False
+    version: int | None = None
 
-    def stands(self, x: Tensor, dtype: torch.dtype | None) -> bool:
-        """Whether `ready` is still what x is."""
-        same = self.ready is x or (self.version is not None and self.version == x._version)
+    def stands(self, dtype: torch.dtype | None) -> bool:
+        """Whether `ready` is still what was given."""
+        same = not self.copied or (self.version is not None and self.version == self.given._version)
         return same and (dtype is None or self.ready.dtype == dtype)
 
 
@@ -163,14 +165,15 @@ class Replay:
             return None, None
         brought = self._brought
         known = brought.get(id(x))
-        if known is not None and known.stands(x, dtype):
+        if known is not None and known.stands(dtype):
             return known.ready, known.place
-        ready, version, address, own = x, None, x.data_ptr(), x.dtype
-        if (dtype is not None and own is not dtype) or address % ALIGNMENT or not x.is_contiguous():
+        ready, address, own = x, x.data_ptr(), x.dtype
+        copied = (dtype is not None and own is not dtype) or address % ALIGNMENT != 0 or not x.is_contiguous()
+        if copied:
             ready = aligned(x if dtype is None else x.to(dtype))
-            version = None if x.is_inference() else x._version
             address, own = ready.data_ptr(), ready.dtype
-        brought[id(x)] = Brought(self._places, x, version, ready)
+        version = x._version if copied and not x.is_inference() else None
+        brought[id(x)] = Brought(self._places, x, ready, copied, version)
         self._places += 1
         self._playing.bring(ready, address)
         self._fresh.append(ready)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from ..comm import Group
 from ..kernels import SpanMaps
 from .chain import Chain
 from .mailbox_ring import Hop, launch_dense, launch_segments
+
+if TYPE_CHECKING:
+    from ..kernels.runtime.launch import Beside
 
 
 class MailboxBorder:
@@ -42,7 +46,7 @@ class MailboxBorder:
         return boxes.own, boxes.mailboxes, boxes.broken, boxes.report
 
     @cached_property
-    def beside(self) -> object:
+    def beside(self) -> Beside | None:
         from ..kernels.runtime.launch import Beside
 
         side = self.group.side_stream

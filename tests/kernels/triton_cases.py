@@ -156,5 +156,10 @@ def errors(case: Case, backend, device: str = "cpu") -> dict[str, float]:
 
 
 def without_states(saved: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """What an output leaves that keeps no states before the chunks, which are the last of it (and U of WY forms)."""
-    return (*saved[:-1], None) if len(saved) == 3 else (*saved[:-2], None, None)
+    """What a long call's output leaves, which keeps no states before the chunks."""
+    from ring_la.kernels.scalar_decay.recurrence import ScalarDecaySaved
+    from ring_la.kernels.wy.saved import WYSaved
+
+    if isinstance(saved, ScalarDecaySaved):
+        return saved._replace(states=None)
+    return WYSaved.of(saved)._replace(u=None, states=None).flat

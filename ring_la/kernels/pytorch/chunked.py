@@ -86,6 +86,7 @@ class ChunkedRecurrence:
     def output(
         self, S0: Tensor | None, summary: Summary[ChunkTerms] | None = None, border: Border | None = None
     ) -> Output:
+        assert border is None  # see `crosses`
         with full_precision(self.inputs.q):
             terms = self._with_output(self._terms() if summary is None else summary.found)
             entering, S_end = self._scan(terms, S0)
@@ -110,6 +111,7 @@ class ChunkedRecurrence:
         adjoint: Adjoint[Differentiable | None] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
+        assert border is None
         with full_precision(self.inputs.q):
             found = None if adjoint is None else adjoint.found
             terms, back, entering = self._differentiable(backward.S0) if found is None else found

@@ -21,6 +21,7 @@ class TokenRecurrence(ChunkedRecurrence):
     def output(
         self, S0: Tensor | None, summary: Summary[ChunkTerms] | None = None, border: Border | None = None
     ) -> Output:
+        assert border is None
         with full_precision(self.inputs.q):
             return Output(*self._tokens(S0))
 

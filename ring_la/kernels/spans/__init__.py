@@ -1,1 +1,1 @@
-"""What the Triton backends share: pieces cut into segments and chunks, and the scan over segments."""
+"""What the families of Triton kernels share: the plan of a call, its chunks and spans, and the scan over spans."""
