@@ -146,11 +146,7 @@ def run(
     N = 1 if cu is None else cu.shape[0] - 1
     x = Inputs(*(None if t is None else aligned(t) for t in x))
     if into is None:
-        into = (
-            torch.empty(B, N, H, K, V, dtype=torch.float32, device=x.v.device)
-            if state is None
-            else state.new_empty(B, N, H, K, V)
-        )
+        into = x.v.new_empty(B, N, H, K, V, dtype=torch.float32 if state is None else state.dtype)
     o = torch.empty_like(x.v)
     block, warps = TILE[rule.write]
     block = min(block, power_of_2(V))
