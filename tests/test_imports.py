@@ -13,7 +13,7 @@ import ring_la
 ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
-    {"errors", "outputs"},
+    {"errors", "outputs", "choices"},
     {"algebra", "autograd"},
     {"layout", "reference"},
     {"kernels"},
