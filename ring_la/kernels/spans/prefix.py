@@ -1,15 +1,25 @@
-"""The scan over the segments of each piece: from every segment's own map to the state that enters it.
+"""The scan over the spans of each piece: from every span's own map to the state that enters it.
 
 Forward  S ← A_s S + b_s over s = first … last; the adjoint runs last … first with A_sᵀ. `entering[s]` is the state
-before segment s (in the direction of the scan; ENTER), `leaving[n]` the state after the last one of piece n. Without S0
+before span s (in the direction of the scan; ENTER), `leaving[n]` the state after the last one of piece n. Without S0
 the first transition is not read: the passes leave it out.
 """
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ring_la.kernels.protocol import SpanMaps
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.spans import table
+from ring_la.kernels.spans.plan import DECAY, SpanPlan, filled
+from ring_la.kernels.spans.table import cdiv, width
 from ring_la.kernels.triton.tiles import SIZES
 
 
@@ -148,3 +158,83 @@ def through_kernel(log_a, out, first, NS, N, WIDTH, BLK: tl.constexpr, VARLEN: t
     for i in range(count):
         total += tl.load(log_a + (b * NS + lo + i) * WIDTH + e, e < WIDTH, other=0.0)
     tl.store(out + (b * N + n) * WIDTH + e, tl.exp2(total), e < WIDTH)
+
+
+def prefix(
+    plan: SpanPlan, maps: SpanMaps, S0: Tensor | None, reverse: bool, enter: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The states entering the spans (not `enter`: nothing to read), and those leaving the pieces."""
+    _, _, H, _, K, V = plan.sizes
+    entering = torch.empty_like(maps.own) if enter or in_parts(plan) else maps.own
+    leaving, spans, block = plan.states_of_pieces(), plan.spans, 1024
+    if plan.dense:
+        prefix_dense(plan, maps, S0, DensePrefix(leaving, entering=entering), reverse, enter)
+        return entering, leaving
+    launch(
+        prefix_kernel, (cdiv(K * V, block), spans.pieces, plan.rows),
+        *filled(maps.own, maps.transition, S0, entering, leaving), spans.first, spans.count, spans.pieces, H=H, K=K,
+        V=V, DECAY=DECAY[plan.rule.decay], HAS_S0=S0 is not None, ENTER=enter, REVERSE=reverse, BLK=block,
+        VARLEN=plan.packed, num_warps=4,
+    )  # fmt: skip
+    return entering, leaving
+
+
+class DensePrefix(NamedTuple):
+    """What `prefix_dense_kernel` fills, as far as it is there: the states leaving the pieces, the pieces' transitions;
+    states and transitions before each span, which transitions that are read in parts meet there."""
+
+    leaving: Tensor | None = None
+    transitions: Tensor | None = None
+    entering: Tensor | None = None
+    before: Tensor | None = None
+
+
+def prefix_dense(
+    plan: SpanPlan, maps: SpanMaps, S0: Tensor | None, out: DensePrefix, reverse: bool = False, enter: bool = False
+) -> None:
+    """`prefix_dense_kernel` for states or transitions or both."""
+    _, _, H, _, K, V = plan.sizes
+    states, products = out.leaving is not None, out.transitions is not None
+    spans, how = plan.spans, (table.PREFIX_MAPS if products else table.PREFIX)[max(64, width(K))]
+    launch(
+        prefix_dense_kernel, (cdiv(V, how.block) * states + cdiv(K, how.block) * products, spans.pieces, plan.rows),
+        *filled(maps.own, maps.transition, S0, out.entering, out.leaving, out.before, out.transitions), spans.first,
+        spans.count, spans.pieces, H=H, K=K, V=V, HAS_S0=S0 is not None, ENTER=enter, STATES=states, MAPS=products,
+        REVERSE=reverse, VARLEN=plan.packed, BJ=_part(plan), BK=width(K), BV=how.block, **how.options,
+    )  # fmt: skip
+
+
+def prefix_and_transitions(plan: SpanPlan, maps: SpanMaps, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Under dense transitions, the states leaving the pieces and the pieces' transitions, in one launch."""
+    leaving, transitions = plan.states_of_pieces(), plan.maps_of_pieces()
+    entering, before = (torch.empty_like(x) if in_parts(plan) else None for x in (maps.own, maps.transition))
+    prefix_dense(plan, maps, S0, DensePrefix(leaving, transitions, entering, before))
+    return leaving, transitions
+
+
+def transitions_of_pieces(plan: SpanPlan, maps: SpanMaps) -> Tensor | None:
+    """The product of each piece's transitions, from its spans'; None for the identity."""
+    transition, spans = maps.transition, plan.spans
+    if transition is None:
+        return None
+    if plan.dense:
+        before, out = torch.empty_like(transition) if in_parts(plan) else None, plan.maps_of_pieces()
+        prefix_dense(plan, maps, None, DensePrefix(transitions=out, before=before))
+        return out
+    out = plan.new(plan.sizes.B, spans.pieces, *transition.shape[2:])
+    channels, block = math.prod(transition.shape[2:]), 256
+    launch(
+        through_kernel, (cdiv(channels, block), spans.pieces, plan.sizes.B), transition, out, spans.first, spans.count,
+        spans.pieces, channels, BLK=block, VARLEN=plan.packed, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def in_parts(plan: SpanPlan) -> bool:
+    """Whether a dense transition meets the state in parts, which it finds in `entering`."""
+    return plan.dense and _part(plan) < width(plan.sizes.K)
+
+
+def _part(plan: SpanPlan) -> int:
+    """Columns of a dense transition that a scan reads at a time: all up to 128."""
+    return width(plan.sizes.K) if width(plan.sizes.K) <= 128 else 32

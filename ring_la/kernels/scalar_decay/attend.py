@@ -1,126 +1,45 @@
 """Additive writes under a scalar decay or none: S_t = e^{g_t} S_{t−1} + k_t v_tᵀ, o_t = scale · S_tᵀ q_t.
 
-The output and all three gradients are one operation, here `attend`, with the roles exchanged (x reads, y writes, z is
+The output and all three gradients are one operation with the roles exchanged (x reads, y writes, z is
 what is written; F holds the factors of the running log-decay of a chunk, S the state between chunks):
 
     forward   out_i = c_r e^{G_i} Sᵀx_i + c Σ_{j≤i} e^{G_i−G_j} (x_i·y_j) z_j     o: (q, k, v)    dq: (do, v, k)
     reverse   out_i = e^{G_C−G_i} Sᵀx_i + c Σ_{j≥i} e^{G_j−G_i} (x_i·y_j) z_j     dv: (k, q, do)  dk: (v, do, q)
 
-dq reads the forward state and dk the adjoint state transposed. A segment carries its state in registers, so no state
+dq reads the forward state and dk the adjoint state transposed. A span carries its state in registers, so no state
 between chunks need reach memory (GLA, Yang et al. 2024, arXiv:2312.06635, materialises every chunk's or recomputes
 them; the linear-attention form of the gradients is theirs). Where a log-decay's gradient is wanted the passes of o and
-dv leave them for `additive_gradient` (KEEP); where that cannot be, the passes of dq and dk sum q·dq and k·dk = v·dv by
-token on their way (DOTS), for `additive_gate`.
+dv leave them for `chunk_gradients` (KEEP); where that cannot be, the passes of dq and dk sum q·dq and k·dk = v·dv by
+token on their way (DOTS), for `gate_gradient`.
 
 What a chunk waits for decides its time, not its arithmetic: so products of 64 rows do not feed each other as
 accumulators (with 8 warps each half of the warps would compute all of it), and what the next chunk needs of the
-factors is loaded a chunk ahead. BULK: x, y, z and out are tensor descriptors [B·T, heads · D], moved by the copy engine
-without addresses in registers; then a chunk is whole, or ends with the tensor.
+factors is loaded a chunk ahead. BULK: x, y, z and out are tensor descriptors (see `operands`).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ring_la.kernels.triton.horizon import remembered, remembered_constant
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.scalar_decay.operands import (
+    Gates,
+    columns,
+    constant,
+    described,
+    rows,
+    shared_constants,
+    state_tiles,
+    take,
+    tiles,
+)
+from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.table import ATTEND, ATTEND_GATED, ATTEND_KEEP, ATTEND_SUMS, Tiling, cdiv
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
-
-
-@triton.jit
-def rows(p, b, start, h, T, H: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
-    """Where `take` starts in one head: pointer, row and column; of a descriptor only the latter two."""
-    if BULK:
-        at = 0
-    else:
-        at = head(p, b, start, h, T, H, HV, D)
-    return at, b * T + start, h // (HV // H) * D
-
-
-@triton.jit
-def take(p, at, row, column, c, t, left, d, first, STRIDE: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
-    """[t, d] of the chunk at token c; d begins at column `first` of the head."""
-    if BULK:
-        return p.load([row + c, column + first])
-    else:
-        return tile(at + c * STRIDE, t, left - c, d, STRIDE, D)
-
-
-@triton.jit
-def constant(rate, scale, n, t):
-    """Rows 1 and 2 of `gates.factors_kernel`, scale · e^G and e^{G_C − G}, of a chunk of n tokens, and G_C, where every
-    token decays by `rate` (a power of two)."""
-    return scale * tl.exp2(rate * (t + 1)), tl.exp2(rate * tl.maximum(n - 1 - t, 0)), rate * n
-
-
-@triton.jit(do_not_specialize=SIZES)
-def summarise_kernel(
-    Y, Z, F, b_, log_a, table, T, NS, NC, LENGTH, scale, H: tl.constexpr, HY: tl.constexpr,
-    HZ: tl.constexpr, DY: tl.constexpr, DZ: tl.constexpr, BY: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
-    GATED: tl.constexpr, STATIC: tl.constexpr, REVERSE: tl.constexpr, ALL: tl.constexpr, BULK: tl.constexpr,
-    PREC: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
-    """What a segment adds to the state, b [B, NS, H, DY, DZ], and its log-decay; not ALL: leave out the scan's last.
-    Chunks of which the decay leaves nothing (see `horizon`) are not read."""
-    NZ: tl.constexpr = (DZ + BZ - 1) // BZ
-    iz = tl.program_id(0) % NZ
-    s = tl.program_id(0) // NZ
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    start, end, _, chunk, first, last = span(table, s, T, LENGTH, C, VARLEN)
-    left = end - start
-    if left <= 0:
-        return
-    if not ALL and (first if REVERSE else last):
-        return
-    d = tl.arange(0, BY)
-    e = iz * BZ + tl.arange(0, BZ)
-    t = tl.arange(0, C)
-    y_, ry, cy = rows(Y, b, start, h, T, HY, H, DY, BULK)
-    z_, rz, cz = rows(Z, b, start, h, T, HZ, H, DZ, BULK)
-    f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
-    row = (b.to(tl.int64) * NS + s) * H + h
-    at = d[None, :] * DZ + e[:, None]
-    inside = (d < DY)[None, :] & (e < DZ)[:, None]
-    S = tl.zeros([BZ, BY], tl.float32)
-    total = 0.0
-    gc = 0.0
-    n = (left + C - 1) // C
-    count = n
-    STEP: tl.constexpr = H * 4 * C
-    if STATIC:
-        rate = tl.load(F + h).to(tl.float32) * 1.4426950408889634
-        count = remembered_constant(rate * C, n)
-        total = rate * left
-    elif GATED:
-        if REVERSE:
-            count, _, total = remembered(f_ + C - 1, STEP, n)
-        else:
-            count, _, total = remembered(f_ + (n - 1) * STEP + C - 1, -STEP, n)
-        gc = tl.load(f_ + (count - 1 if REVERSE else n - count) * STEP + C - 1)
-    for j in range(count):
-        i = count - 1 - j if REVERSE else n - count + j
-        c = i * C
-        y = take(Y, y_, ry, cy, c, t, left, d, 0, HY * DY, DY, BULK)
-        z = take(Z, z_, rz, cz, c, t, left, e, iz * BZ, HZ * DZ, DZ, BULK)
-        zw = tl.trans(z)
-        following = gc
-        if STATIC:
-            level, rest, gc = constant(rate, scale, tl.minimum(left - c, C), t)
-            keep = level if REVERSE else rest
-        elif GATED:
-            following = tl.load(f_ + (tl.maximum(i - 1, 0) if REVERSE else tl.minimum(i + 1, n - 1)) * STEP + C - 1)
-            keep = tl.load(f_ + i * STEP + (C if REVERSE else 2 * C) + t)
-        if GATED:
-            zw = (zw.to(tl.float32) * keep[None, :]).to(z.dtype)
-            S *= tl.exp2(gc)
-            gc = following
-        S = tl.dot(zw, y, S, input_precision=PREC)
-    if REVERSE and not GATED:
-        S *= scale
-    tl.store(b_ + row * (DY * DZ) + at, S, inside)
-    if GATED and iz == 0:
-        tl.store(log_a + row, total)
 
 
 @triton.jit
@@ -136,15 +55,15 @@ def attend_kernel(
     REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_STATE: tl.constexpr, LEAVE: tl.constexpr, KEEP: tl.constexpr,
     SUMS: tl.constexpr, DOTS: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """The operation above for one segment and BZ columns of z; states lie in memory as [DX, DZ], or TRANSPOSED.
+    """The operation above for one span and BZ columns of z; states lie in memory as [DX, DZ], or TRANSPOSED.
 
     LEAVE stores the scan's last state, KEEP that before each chunk, `states` [B, NC, H, DX, DZ]. STATIC: every token of
     a head has the same log-decay, F [H] (of any dtype). W has z's heads. SUMS (without a decay): `sums` [B, NS, H, DZ,
-    DX] = scale Σ w xᵀ of each segment, zeros for a piece's first: in dq's pass, with q for w, what segments add to the
+    DX] = scale Σ w xᵀ of each span, zeros for a piece's first: in dq's pass, with q for w, what spans add to the
     state's gradient; out is no descriptor then, since its staging would not fit beside three chunks. DOTS (with GATED):
     DOT [NZ, B, H, T] = out·W by token; forward also STATE_DOT, the part of it that comes in with the chunk's state;
-    reverse with a state also EDGE [NZ, B, H, NS] = <that state, the forward's after the segment>, the latter from
-    `before`, of the segments, or `ends`, of the pieces.
+    reverse with a state also EDGE [NZ, B, H, NS] = <that state, the forward's after the span>, the latter from
+    `before`, of the spans, or `ends`, of the pieces.
     """
     NZ: tl.constexpr = (DZ + BZ - 1) // BZ
     iz = tl.program_id(0) % NZ
@@ -166,7 +85,7 @@ def attend_kernel(
         w_ = head(W, b, start, h, T, HZ, H, DZ)
     if SUMS:
         w_, rw, cw = rows(W, b, start, h, T, HZ, H, DZ, BULK)
-        ahead = tl.where(first, 0, 1)  # nobody wants the first segment's sum: it reads one chunk again and again
+        ahead = tl.where(first, 0, 1)  # nobody wants the first span's sum: it reads one chunk again and again
         B = tl.zeros([BZ, BX], tl.float32)
     f_ = F + ((b.to(tl.int64) * NC + chunk) * H + h) * (4 * C)
     row = (b.to(tl.int64) * NS + s) * H + h
@@ -269,3 +188,82 @@ def attend_kernel(
     if SUMS:
         place = sums + row * (DX * DZ) + e[:, None] * DX + d[None, :]
         tl.store(place, B * (scale * ahead), (e < DZ)[:, None] & (d < DX)[None, :])
+
+
+class Roles(NamedTuple):
+    """Who reads, writes and is written in one of the operation's four uses, and how it runs (see above)."""
+
+    x: Tensor
+    y: Tensor
+    z: Tensor
+    reverse: bool = False
+    transposed: bool = False
+
+
+class SpanSums(NamedTuple):
+    """In dq's pass, what spans add to the state's gradient: `sums` [B, NS, H, DZ, DX] from q, in w's place."""
+
+    w: Tensor
+    sums: Tensor
+
+
+class TokenDots(NamedTuple):
+    """out·w by token [NZ, B, H, T]; forward also the part of it that comes in with a chunk's state; reverse also `edge`
+    [NZ, B, H, NS], <the state that enters a span, the forward's after it>, the latter from `before`, of the spans, or
+    `ends`, of the pieces."""
+
+    w: Tensor
+    out: Tensor
+    of_state: Tensor | None = None
+    before: Tensor | None = None
+    ends: Tensor | None = None
+    edge: Tensor | None = None
+
+
+class Left(NamedTuple):
+    """Where states go: the last of each piece, and those before the chunks."""
+
+    leaving: Tensor | None = None
+    states: Tensor | None = None
+
+
+NOWHERE = Left()
+
+
+def attend(
+    plan: SpanPlan, gates: Gates, roles: Roles, out: Tensor, entering: Tensor | None, left: Left = NOWHERE,
+    extra: SpanSums | TokenDots | None = None,
+) -> None:  # fmt: skip
+    """One of the four uses of `attend_kernel` on all spans, given the states that enter them (None: zero)."""
+    (x, y, z, reverse, transposed), spans, T = roles, plan.spans, plan.sizes.T
+    dx, dz, dots = x.shape[3], z.shape[3], extra if isinstance(extra, TokenDots) else None
+    how = _tiling(plan, gates, roles, left, extra)
+    block, wide = min(how.block, columns(dz)), columns(dx)
+    summed = isinstance(extra, SpanSums)
+    sums, w = (extra.sums, tiles(plan, extra.w, block)) if summed else (None, None if dots is None else dots.w)
+    launch(
+        attend_kernel, (cdiv(dz, block) * spans.count, plan.rows),
+        *filled(
+            tiles(plan, x, wide), tiles(plan, y, wide), tiles(plan, z, block), gates.read, entering,
+            tiles(plan, out, block, not summed), left.leaving, state_tiles(plan, left.states, wide, block), w, sums,
+            *(dots[1:] if dots is not None else (None,) * 5),
+        ),
+        spans.table, T, spans.count, plan.chunk_count, spans.pieces, spans.length, plan.scale, HX=x.shape[2],
+        HY=y.shape[2], HZ=z.shape[2], DX=dx, DZ=dz, BX=wide, BZ=block, GATED=gates.present, STATIC=gates.constant,
+        REVERSE=reverse, TRANSPOSED=transposed, HAS_STATE=entering is not None, LEAVE=left.leaving is not None,
+        KEEP=left.states is not None, SUMS=summed, DOTS=dots is not None, **shared_constants(plan), **how.options,
+    )  # fmt: skip
+
+
+def _tiling(plan: SpanPlan, gates: Gates, roles: Roles, left: Left, extra: SpanSums | TokenDots | None) -> Tiling:
+    gated = gates.present and not gates.constant
+    if isinstance(extra, SpanSums):
+        return plan.pick(ATTEND_SUMS)
+    if gated and described(plan) and left.states is not None and roles.x.shape[3] == roles.z.shape[3] == 128:
+        return ATTEND_KEEP
+    return plan.pick(ATTEND_GATED if gated else ATTEND)
+
+
+def gated_parts(plan: SpanPlan, D: int) -> int:
+    """Programs that share the columns of one head under a decay by token."""
+    return cdiv(D, min(plan.pick(ATTEND_GATED).block, columns(D)))

@@ -11,6 +11,8 @@ before it, (D S + k wᵀ)ᵀ q = Sᵀ (D q) + (k·q) w, so that no sum waits for
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
+from typing import ClassVar, Generic
 
 import torch
 import triton
@@ -18,16 +20,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.protocol import Inputs, Local
+from ring_la.kernels.protocol import (
+    Adjoint,
+    Back,
+    Backward,
+    Border,
+    Forward,
+    InputGradients,
+    Inputs,
+    Local,
+    Output,
+    Summary,
+)
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.replayed_function import replayed_call
 from ring_la.kernels.runtime.triton_version import ALIGNMENT
-from ring_la.kernels.segments.table import cdiv, power_of_2, width
+from ring_la.kernels.spans.plan import DECAY, filled
+from ring_la.kernels.spans.table import cdiv, power_of_2, width
 
 TILE = {"additive": (64, 4), "delta": (64, 4), "dplr": (32, 2)}
 """By the rule's write, columns of a state a program takes and its warps: the best of 16 to 64 and 2 to 8 for 64
 sequences of 32 heads, K = V = 128, on an H200 (benchmarks.decode)."""
-DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
 
 
 def unsupported(inputs: Inputs) -> str:
@@ -132,23 +145,19 @@ def run(
     B, T, H, V = x.v.shape
     HK, K = x.q.shape[2:]
     N = 1 if cu is None else cu.shape[0] - 1
-    q, k, v, g, beta, a, b = (x.v if t is None else aligned(t) for t in x)
+    x = Inputs(*(None if t is None else aligned(t) for t in x))
     if into is None:
-        into = (
-            torch.empty(B, N, H, K, V, dtype=torch.float32, device=v.device)
-            if state is None
-            else state.new_empty(B, N, H, K, V)
-        )
-    o = torch.empty_like(v)
+        into = x.v.new_empty(B, N, H, K, V, dtype=torch.float32 if state is None else state.dtype)
+    o = torch.empty_like(x.v)
     block, warps = TILE[rule.write]
     block = min(block, power_of_2(V))
     programs = B * N * H * cdiv(V, block)
     if programs:
-        given = (into if state is None else state, into, into if rows is None else rows, into if cu is None else cu)
+        given = state, into, rows, cu
         # states are written where they lie, which may be an odd address
-        promise = "contiguous" if all(t.data_ptr() % ALIGNMENT == 0 for t in given) else "any"
+        promise = "contiguous" if all(t is None or t.data_ptr() % ALIGNMENT == 0 for t in given) else "any"
         launch(
-            tokens_kernel, (programs,), q, k, v, g, beta, a, b, *given, o, scale, T, N, H=H, HK=HK, K=K, V=V,
+            tokens_kernel, (programs,), *filled(*x, *given), o, scale, T, N, H=H, HK=HK, K=K, V=V,
             BK=width(K), BV=block, DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
             HAS_STATE=state is not None, INDEXED=rows is not None, PACKED=cu is not None,
             SINGLE=cu is None and T == 1, num_warps=warps, tensors=promise,
@@ -162,47 +171,58 @@ def _run(*arguments) -> tuple[Tensor, Tensor]:
     return run(rule, Inputs(*x), state, scale, cu=cu, into=state if in_place else None)
 
 
-class TritonTokens:
-    """The `Local` of the recurrent mode (see `kernels.local`): the output token by token. Gradients and summaries are
-    those of a chunked backend, which computes the same function.
+class TritonTokens(Generic[Forward, Back]):
+    """The `Local` of the recurrent mode: the output token by token. Gradients and summaries are those of a chunked
+    backend, which computes the same function.
 
     Args:
-        chunked: makes that backend.
+        chunked: makes that backend, when it is asked for.
         in_place: the states that leave may be written over those that enter.
     """
 
-    prepares = False
-    crosses = False
+    prepares: ClassVar[bool] = False
+    crosses: ClassVar[bool] = False
 
     def __init__(
-        self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, chunked: Callable[[], Local], in_place: bool
-    ) -> None:
-        self.rule, self.cu, self.scale, self.chunked, self.in_place = rule, cu, float(scale), chunked, in_place
-        self.inputs = inputs
+        self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float,
+        chunked: Callable[[], Local[Forward, Back]], in_place: bool,
+    ) -> None:  # fmt: skip
+        self.rule, self.cu, self.scale, self.in_place = rule, cu, float(scale), in_place
+        self.inputs, self._make = inputs, chunked
 
-    def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
-        return self.chunked().summary(S0, through)
+    @cached_property
+    def chunked(self) -> Local[Forward, Back]:
+        return self._make()
 
-    def prepare(self) -> None:
-        """Nothing: a token needs the state before it."""
+    def summary(self, S0: Tensor | None, through: bool, known: Summary[Forward] | None = None) -> Summary[Forward]:
+        return self.chunked.summary(S0, through, known)
 
-    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def prepare(self, summary: Summary[Forward]) -> Summary[Forward]:
+        """As it is: a token needs the state before it."""
+        return summary
+
+    def output(
+        self, S0: Tensor | None, summary: Summary[Forward] | None = None, border: Border | None = None
+    ) -> Output:
+        assert border is None  # see `crosses`
         state = None if S0 is None else S0.detach().to(torch.float32).contiguous()
         in_place = self.in_place and state is not None and state.data_ptr() == S0.data_ptr()
         if in_place and state.data_ptr() % ALIGNMENT:  # written where it lies
-            return run(self.rule, self.inputs, state, self.scale, cu=self.cu, into=state)
-        return replayed_call(_run, (*self.inputs, state, self.cu), self.rule, self.scale, in_place)
+            return Output(*run(self.rule, self.inputs, state, self.scale, cu=self.cu, into=state))
+        return Output(*replayed_call(_run, (*self.inputs, state, self.cu), self.rule, self.scale, in_place))
 
-    def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
-        return self.chunked().adjoint(do, dS_end)
+    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Back]:
+        return self.chunked.adjoint(backward, dS_end)
 
-    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
-        """Nothing: the gradients are those of the chunked form."""
+    def prepare_gradients(self, backward: Backward, adjoint: Adjoint[Back]) -> Adjoint[Back]:
+        return self.chunked.prepare_gradients(backward, adjoint)
 
     def gradients(
-        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
-    ) -> tuple[Inputs, Tensor]:
-        return self.chunked().gradients(S0, do, dS_end, gate)
-
-    def kept(self) -> tuple[Tensor | None, ...]:
-        return ()
+        self,
+        backward: Backward,
+        dS_end: Tensor | None,
+        adjoint: Adjoint[Back] | None = None,
+        border: Border | None = None,
+    ) -> InputGradients:
+        assert border is None
+        return self.chunked.gradients(backward, dS_end, adjoint)

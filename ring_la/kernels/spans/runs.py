@@ -45,7 +45,7 @@ def cut_kernel(cu, table, pieces, LENGTH, C: tl.constexpr, BN: tl.constexpr, BS:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Runs:
     """Runs of at most `length` tokens (a multiple of the chunk) of every piece; `count` bounds their number."""
 
     length: int
@@ -56,7 +56,7 @@ class Cut:
     first: Tensor | None  # int32 [pieces, 2]: first run of each piece, and how many it has
 
     @classmethod
-    def of(cls, T: int, length: int, chunk: int, cu: Tensor | None) -> Cut:
+    def of(cls, T: int, length: int, chunk: int, cu: Tensor | None) -> Runs:
         if cu is None:
             return cls(length, chunk, -(-T // length), 1, None, None)
         n = cu.numel() - 1
