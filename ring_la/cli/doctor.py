@@ -116,7 +116,7 @@ def linear(width: int) -> list[tuple[str, str]]:
 def softmax(heads: int, width: int) -> list[tuple[str, str]]:
     device, dtype = device_and_dtype()
     ask = Ask(device, dtype, heads, heads, width, width, Scores(scale=width**-0.5, right=0))
-    return verdict({name: backend.refuses(ask) for name, backend in BACKENDS.items()})
+    return verdict({name: backend.unsupported(ask) for name, backend in BACKENDS.items()})
 
 
 def grouped() -> list[tuple[str, str]]:

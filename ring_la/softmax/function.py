@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from ..autograd import bare, first_derivative_only
-from . import core
-from .core import Plan, Saved, Tensors
+from .plan import AttentionPlan, Saved
+from .tensors import Tensors
 
 
-def attention(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor]:
+def attention(plan: AttentionPlan, x: Tensors) -> tuple[Tensor, Tensor]:
     """o and lse of this rank's queries."""
     if bare(*x):
-        return core.forward(plan, x)[:2]
+        return plan.forward(x)[:2]
     return _Attention.apply(plan, *x)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: Plan, *tensors: Tensor | None):
-        o, lse, saved = core.forward(plan, Tensors(*tensors))
+    def forward(ctx, plan: AttentionPlan, *tensors: Tensor | None):
+        o, lse, saved = plan.forward(Tensors(*tensors))
         ctx.plan = plan
         ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)
         ctx.set_materialize_grads(False)
@@ -30,4 +30,4 @@ class _Attention(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, do: Tensor | None, dlse: Tensor | None):
         *tensors, o, lse = ctx.saved_tensors
-        return None, *core.backward(ctx.plan, Saved(Tensors(*tensors), o, lse), do, dlse)
+        return None, *ctx.plan.backward(Saved(Tensors(*tensors), o, lse), do, dlse)

@@ -11,33 +11,34 @@ from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError, describe_tensor
 from ...layout import check_cu_seqlens
-from ...softmax import core
-from ...softmax.core import Saved, Tensors
-from ...softmax.merge import wide
-from .call import Call, group_of, options, settled
+from ...softmax.merging import wide
+from ...softmax.plan import Saved
+from ...softmax.tensors import Tensors
+from .call import Masks, UpstreamCall, checked, group_of, settled
 
 
 def _forward(
-    ctx, call: Call, q: Tensor, k: Tensor, v: Tensor, group, attn_type, attn_processor
+    ctx, call: UpstreamCall, q: Tensor, k: Tensor, v: Tensor, group, attn_type, attn_processor
 ) -> tuple[Tensor, Tensor]:
     k, v = k.contiguous(), v.contiguous()
-    out, lse, _ = core.forward(call.plan(Tensors(q, k, v), group_of(group)), Tensors(q, k, v))
+    x = Tensors(q, k, v)
+    out, lse, _ = call.plan(x, group_of(group)).forward(x)
     ctx.save_for_backward(q, k, v, out, lse)
     remember(ctx, call, group, attn_type, attn_processor)
     return out, lse
 
 
-def remember(ctx, call: Call, group, attn_type, attn_processor) -> None:
+def remember(ctx, call: UpstreamCall, group, attn_type, attn_processor) -> None:
     """Everything upstream's backwards read, and our own record."""
-    ctx.dropout_p, ctx.softmax_scale, ctx.causal = call.dropout_p, call.scale, call.causal
-    ctx.window_size, ctx.softcap, ctx.alibi_slopes = call.window, call.softcap, call.alibi_slopes
-    ctx.deterministic, ctx.group = call.deterministic, group
+    for name, value in call.masks._asdict().items():
+        setattr(ctx, name, value)
+    ctx.group = group
     ctx.attn_type, ctx.attn_processor = _upstream_type(attn_type), attn_processor
     ctx.ring_la = call
     ctx.set_materialize_grads(False)
 
 
-def recall(ctx, kind: str, tensors: int = 3) -> Call:
+def recall(ctx, kind: str, tensors: int = 3) -> UpstreamCall:
     """The call of a forward, ours or a subclass's that sets upstream's attributes or some of them.
 
     Args:
@@ -46,27 +47,14 @@ def recall(ctx, kind: str, tensors: int = 3) -> Call:
     own = getattr(ctx, "ring_la", None)
     if own is not None:
         return own
-    values = {name: getattr(ctx, name, default) for name, default in UPSTREAM.items()}
-    unknown = len(ctx.next_functions) - tensors - (values["alibi_slopes"] is not None)
+    masks = Masks(*(getattr(ctx, name, default) for name, default in Masks._field_defaults.items()))
+    unknown = len(ctx.next_functions) - tensors - (masks.alibi_slopes is not None)
     if unknown > 0:  # joint keys: the gradient of q would lack their part
         expected = f"{tensors} tensors among the inputs of a forward that leaves the backward to its base class"
         raise UnsupportedError(_name(ctx), expected, tensors + unknown, "Override backward as well")
-    names = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic")
-    if values["softmax_scale"] is None:
-        values["softmax_scale"] = ctx.saved_tensors[0].shape[-1] ** -0.5
-    return Call(kind, *(values[n] for n in names), attn_type=None)
-
-
-UPSTREAM = dict(
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-)
-"""Attributes of ctx and what they mean where a subclass's forward leaves them out."""
+    if masks.softmax_scale is None:
+        masks = masks._replace(softmax_scale=ctx.saved_tensors[0].shape[-1] ** -0.5)
+    return UpstreamCall(kind, masks)
 
 
 def others(ctx) -> list[None]:
@@ -97,7 +85,7 @@ def _backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -> tuple
     q, k, v, out, lse = ctx.saved_tensors[:5]
     call, x = recall(ctx, kind), Tensors(q, k, v)
     saved = Saved(x, out, lse.to(wide(q.dtype)))
-    grads = core.backward(call.plan(x, group_of(ctx.group)), saved, dout, dlse)
+    grads = call.plan(x, group_of(ctx.group)).backward(saved, dout, dlse)
     return grads.q, grads.k, grads.v, *others(ctx)
 
 
@@ -153,11 +141,11 @@ def half_index(cu: list[int], front: bool, device: torch.device) -> slice | Tens
 
 
 def varlen_forward(
-    ctx, call: Call, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, group
+    ctx, call: UpstreamCall, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, group
 ) -> tuple[Tensor, Tensor]:
     cu = cu_seqlens.tolist()
     x = Tensors(*(t.contiguous()[None] for t in (q, k, v)))
-    out, lse, _ = core.forward(call.plan(x, group_of(group), cu=cu), x)
+    out, lse, _ = call.plan(x, group_of(group), cu=cu).forward(x)
     out, lse = out[0], pad_lse(lse[0], cu, int(max_seqlen))
     halves = [half_index(cu, front, q.device) for front in (True, False)] if call.kind == "zigzag" else []
     ctx.is_half_index_tensor = bool(halves) and isinstance(halves[0], Tensor)
@@ -176,7 +164,7 @@ def _varlen_backward(ctx, kind: str, dout: Tensor | None, dlse: Tensor | None) -
     lse, dlse = (None if t is None else flat_lse(t, cu)[None] for t in (lse, dlse))
     saved = Saved(x, out[None], lse.to(wide(q.dtype)))
     dout = None if dout is None else dout[None]
-    grads = core.backward(call.plan(x, group_of(ctx.group), cu=cu), saved, dout, dlse)
+    grads = call.plan(x, group_of(ctx.group), cu=cu).backward(saved, dout, dlse)
     return grads.q[0], grads.k[0], grads.v[0], *others(ctx)
 
 
@@ -203,8 +191,8 @@ def _dense_function(name: str, kind: str, doc: str) -> type[torch.autograd.Funct
         attn_type=None,
         attn_processor=None,
     ):
-        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, attn_type)
-        call = settled([group_of(group)], (q, k, v), lambda: options(kind, Tensors(q, k, v), *masks))
+        masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        call = settled([group_of(group)], (q, k, v), lambda: checked(kind, Tensors(q, k, v), masks, attn_type))
         out, lse = _forward(ctx, call, q, k, v, group, attn_type, attn_processor)
         return (out, lse, None) if return_softmax else out
 
@@ -235,10 +223,10 @@ def _varlen_function(name: str, kind: str, doc: str) -> type[torch.autograd.Func
         return_softmax,
         group,
     ):
-        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, None)
+        masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
 
-        def make() -> Call:
-            call = options(kind, Tensors(q[None], k[None], v[None]), *masks)
+        def make() -> UpstreamCall:
+            call = checked(kind, Tensors(q[None], k[None], v[None]), masks, None)
             check_packed(cu_seqlens, max_seqlen, q, k)
             return call
 
