@@ -24,7 +24,8 @@ from ..softmax.strategies import KeyGather
 from ..softmax.tensors import Tensors
 from . import yunchang
 from .yunchang.call import Masks, UpstreamCall, checked, group_of, settled
-from .yunchang.functions import named, others, recall, remember, unpack
+from .yunchang.ctx import others, recall, remember
+from .yunchang.entries import named, unpack
 
 
 def _without(function: type[torch.autograd.Function], name: str, varlen: bool) -> tuple[Callable, Callable, Callable]:

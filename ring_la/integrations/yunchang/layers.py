@@ -18,7 +18,7 @@ from ...softmax.geometry import Tokens
 from ...softmax.strategies import Heads, HeadSplit
 from ...softmax.tensors import Tensors
 from .call import Masks, UpstreamCall, checked, group_of, kernel_of, settled
-from .functions import KINDS, unpack
+from .entries import KINDS, unpack
 
 
 @dataclass

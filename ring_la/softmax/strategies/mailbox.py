@@ -17,7 +17,7 @@ from ...comm.memory import Memory
 from ..merging import Gradients
 from .job import AttentionJob, KeyValues
 from .schedule import Round, Schedule
-from .views import Bytes, Delivery, Views
+from .views import Addresses, Delivery, Views
 
 
 class Mailbox:
@@ -33,9 +33,9 @@ class Mailbox:
     ) -> None:
         self.job, self.schedule, self.k, self.v, self.dtype = job, schedule, k.contiguous(), v.contiguous(), dtype
         shapes = k.shape, v.shape, k.dtype
-        if shapes not in schedule.bytes:
-            schedule.bytes[shapes] = _bytes(schedule, self._size, k.element_size())
-        self._inbox, self._rooms = schedule.bytes[shapes]
+        if shapes not in schedule.addresses:
+            schedule.addresses[shapes] = _addresses(schedule, self._size, k.element_size())
+        self._inbox, self._rooms = schedule.addresses[shapes]
         self._letters_size = 0 if dtype is None else self._size(schedule.most_received) * dtype.itemsize
         self.memory = Memory.kept(job.group, self._inbox + self._letters_size)
         self._views = schedule.views.setdefault(self.memory, {}).setdefault(shapes, Views())
@@ -120,14 +120,14 @@ class Mailbox:
         return known[name]
 
 
-def _bytes(schedule: Schedule, size: Callable[[int], int], itemsize: int) -> Bytes:
+def _addresses(schedule: Schedule, size: Callable[[int], int], itemsize: int) -> Addresses:
     """Where the inbox and the rooms stand."""
     rooms = []
     for rows in schedule.rows:
         rooms.append([0])
         for n in rows:
             rooms[-1].append(rooms[-1][-1] + _aligned(size(n) * itemsize))
-    return Bytes(max(firsts[-1] for firsts in rooms), rooms)
+    return Addresses(max(firsts[-1] for firsts in rooms), rooms)
 
 
 def _aligned(size: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from ...comm.memory import Memory
 from ..geometry import Pair, Tile, Tokens, tiles
 from .job import AttentionJob
-from .views import Bytes, Views
+from .views import Addresses, Views
 
 Shapes = tuple[torch.Size, torch.Size, torch.dtype]
 """Of k and v."""
@@ -66,7 +66,7 @@ class Schedule:
         rows: for each rank and round, how many keys it computes on.
         most_received: rows of the largest inbox.
         any: whether any rank needs keys of another.
-        bytes, views: where rooms stand, and tensors in a memory, found and kept by mailboxes.
+        addresses, views: where rooms stand, and tensors in a memory, found and kept by mailboxes.
     """
 
     def __init__(self, job: AttentionJob, needs: list[list[list[tuple[int, int]]]]) -> None:
@@ -76,7 +76,7 @@ class Schedule:
         self._inboxes = [self._inbox(owner, needs) for owner in range(self.size)]
         self.most_received = max(sum(map(len, letters.values())) for letters in self._inboxes)
         self.any = self.most_received > 0
-        self.bytes: dict[Shapes, Bytes] = {}
+        self.addresses: dict[Shapes, Addresses] = {}
         self.views: WeakKeyDictionary[Memory, dict[Shapes, Views]] = WeakKeyDictionary()
         self._own: list[Round] | None = None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .job import KeyValues
 
 
-class Bytes(NamedTuple):
+class Addresses(NamedTuple):
     """First bytes: of the inbox, and of the room of each round of each rank."""
 
     inbox: int
