@@ -31,7 +31,6 @@ from ..kernels.grouped import BACKENDS as GROUPED
 from ..kernels.grouped import Call, choose, load
 from ..scan import STRATEGIES, Chain
 from ..softmax.backends import BACKENDS, Ask
-from ..softmax.scores import Scores
 from .job import job
 from .options import count
 from .scan_cases import OPS
@@ -115,7 +114,7 @@ def linear(width: int) -> list[tuple[str, str]]:
 
 def softmax(heads: int, width: int) -> list[tuple[str, str]]:
     device, dtype = device_and_dtype()
-    ask = Ask(device, dtype, heads, heads, width, width, Scores(scale=width**-0.5, right=0))
+    ask = Ask(device, dtype, heads, heads, width, width)
     return verdict({name: backend.unsupported(ask) for name, backend in BACKENDS.items()})
 
 

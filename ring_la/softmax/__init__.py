@@ -2,7 +2,7 @@
 
     attention   the door: AttentionOptions as given → checks, agreement → an AttentionCall with its Scores
     call        one call, on one device or split: placement, strategy and kernel → an AttentionPlan
-    plan        forward and backward of one rank; function (autograd) and operator (torch.compile) go through it
+    plan        forward and backward of one rank, as one autograd Function; operator: the same for torch.compile
     strategies/ one exchange of keys a file       backends/  one kernel a file
     geometry/   where rows stand, which pairs meet       merging/  partial results, put together
 

@@ -63,7 +63,7 @@ class AttentionCall(NamedTuple):
         if self.layout is None:
             place = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
             return self._planned(x, place, "ring")
-        name = pick(self.strategy, x, self.layout, self.kv_layout)
+        name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), self.layout, self.kv_layout)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self._planned(x, place, name)
 
@@ -89,10 +89,11 @@ class AttentionCall(NamedTuple):
 
     def _backend(self, x: Tensors, place: WholePlacement | SplitPlacement, joint: Joint | None) -> AttentionBackend:
         """The same on every rank: what is asked is the same."""
-        strides = place.strides | ({1} if self.scores.reach.windowed and joint is not None else set())
+        windowed = self.scores.reach.windowed
+        strides = place.strides | ({1} if windowed and joint is not None else set())
         facts = dict(host_runs=place.known, strided_pairs=len(strides) > 1, packed=place.packed)
         facts |= dict(repeatable=place.repeatable, rows=place.length)
-        backend = choose(Ask.of(x, self.scores, **facts), self.backend)
+        backend = choose(Ask(*x.kind, self.scores.beyond, windowed, **facts), self.backend)
         if not place.repeatable:
             return backend
         whole = {} if joint is None else {joint.rows: joint.all_rows}

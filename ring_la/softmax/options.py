@@ -13,7 +13,6 @@ from ..errors import ArgumentError, UnsupportedError
 from .backends import BACKENDS
 from .merging import wide
 from .scores import Scores
-from .tensors import Tensors
 
 
 class AttentionOptions(NamedTuple):
@@ -70,21 +69,21 @@ def check_options(o: AttentionOptions) -> None:
         raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
 
 
-def check_whole(x: Tensors, o: AttentionOptions) -> None:
+def check_whole(q: Tensor, k: Tensor, o: AttentionOptions) -> None:
     """Refuse what a call on one device does not take, and offsets that do not fit its tensors."""
     for name, given in (("kv_layout", o.kv_layout), ("strategy", o.strategy)):
         if given is not None:
             raise ArgumentError(name, "None without a layout", repr(given))
     if o.cu_seqlens is not None:
-        Tq, Tk = x.q.shape[1], x.k.shape[1]
+        Tq, Tk = q.shape[1], k.shape[1]
         if Tq != Tk:
             raise ArgumentError("cu_seqlens", "None where q and k differ in length", f"lengths {Tq} and {Tk}")
-        check_offsets(o.cu_seqlens, x.k.shape[0], Tk, x.q.device)
+        check_offsets(o.cu_seqlens, q.shape[0], Tk, q.device)
 
 
-def check_split(x: Tensors, o: AttentionOptions, layout: object) -> None:
+def check_split(q: Tensor, k: Tensor, o: AttentionOptions, layout: object) -> None:
     """Refuse layouts that do not fit the tensors or each other."""
-    B, Tq, Tk = x.q.shape[0], x.q.shape[1], x.k.shape[1]
+    B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
     for name, given in (("layout", layout), ("kv_layout", o.kv_layout)):
         if given is not None and not isinstance(given, ShardedLayout):
             raise ArgumentError(name, "a layout made by ContextParallel.layout, or None", type(given).__name__)

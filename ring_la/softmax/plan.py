@@ -5,7 +5,7 @@
     tokens for heads again
 
 The backward pass starts from the global o and lse, so each block's gradient is exact by itself, and the sink's is
-``−Σ exp(sink − lse) Δ``.
+``−Σ exp(sink − lse) Δ``. Calling a plan records one autograd Function for all of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..autograd import bare, first_derivative_only
 from .backends import QueryRows, exact
 from .geometry import Pair
 from .merging import Gradients, Partial, Sum, row_sums, wide
@@ -46,6 +47,10 @@ class AttentionPlan:
     strategy: Strategy
     joint: Pair | None = None
     heads: Heads | None = None
+
+    def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        """o and lse of this rank's queries, recorded for gradients."""
+        return self.forward(x)[:2] if bare(*x) else _Planned.apply(self, *x)
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]:
         """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
@@ -94,6 +99,22 @@ class AttentionPlan:
             dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
         inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
         return Tensors(*inputs, dsinks, djoint_k, djoint_v)
+
+
+class _Planned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: AttentionPlan, *tensors: Tensor | None):
+        o, lse, saved = plan.forward(Tensors(*tensors))
+        ctx.plan = plan
+        ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do: Tensor | None, dlse: Tensor | None):
+        *tensors, o, lse = ctx.saved_tensors
+        return None, *ctx.plan.backward(Saved(Tensors(*tensors), o, lse), do, dlse)
 
 
 # -- heads for tokens, and back ----------------------------------------------------------------------------

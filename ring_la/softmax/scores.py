@@ -9,7 +9,6 @@ is the same however the sequence is split and whenever it is formed again.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ BEYOND = {
     "alibi_slopes": "it has no ALiBi",
     "dropout_p": "its dropout mask would change with the split",
 }
-"""What a score may have beyond scale and mask, and what is said of a kernel that does not know it."""
+"""Fields that add to scale and mask, and what is said of a kernel that does not know them."""
 
 
 class Scores(NamedTuple):
@@ -50,13 +49,11 @@ class Scores(NamedTuple):
         """Which keys a query sees."""
         return Reach(self.left, self.right)
 
-    def unknown_to(self, knows: Collection[str]) -> str:
-        """Why a kernel that knows these of BEYOND cannot form the scores; "" where it can."""
-        for name, why in BEYOND.items():
-            value = getattr(self, name)
-            if name not in knows and value is not None and (isinstance(value, Tensor) or value != 0):
-                return why
-        return ""
+    @property
+    def beyond(self) -> frozenset[str]:
+        """What they have of BEYOND."""
+        values = {name: getattr(self, name) for name in BEYOND}
+        return frozenset(n for n, x in values.items() if x is not None and (isinstance(x, Tensor) or x != 0))
 
     @property
     def seed_bits(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..checks import FLOATS
@@ -19,6 +20,12 @@ class Tensors(NamedTuple):
     sinks: Tensor | None = None
     joint_k: Tensor | None = None
     joint_v: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[torch.device, torch.dtype, int, int, int, int]:
+        """Device and dtype of q, H, Hk, K and V: what a kernel is chosen by."""
+        (H, K), (Hk, V) = self.q.shape[2:], self.v.shape[2:]
+        return self.q.device, self.q.dtype, H, Hk, K, V
 
     def named(self) -> zip[tuple[str, Tensor | None]]:
         """Each with its name."""

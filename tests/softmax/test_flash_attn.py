@@ -273,7 +273,7 @@ def test_the_fastest_is_chosen(on_the_cpu, monkeypatch):
     monkeypatch.setattr(varlen, "has_triton", lambda: True)
     monkeypatch.setattr(BACKENDS["triton"], "unsupported", lambda ask: "")
     for width, rows, best in ((128, 4096, "triton"), (128, 8, "flash"), (64, 4096, "flash"), (256, 4096, "flash")):
-        ask = Ask(torch.device("cpu"), torch.float64, 4, 4, width, width, Scores(0.3, left=7, right=0), rows=rows)
+        ask = Ask(torch.device("cpu"), torch.float64, 4, 4, width, width, windowed=True, rows=rows)
         assert choose(ask, None).name == best
 
 

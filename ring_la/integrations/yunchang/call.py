@@ -133,7 +133,8 @@ class UpstreamCall:
             scores = scores.of_heads(heads.query_numbers(x.q.device))
         lengths = [[n] if cu is None else [b - a for a, b in zip(cu, cu[1:])] for n in counts]
         rows, keys = sides_of(self.kind, *lengths, group.size, x.q.device)
-        ask = Ask.of(x, scores, packed=cu is not None, repeatable=bool(self.masks.deterministic))
+        facts = dict(packed=cu is not None, repeatable=bool(self.masks.deterministic))
+        ask = Ask(*x.kind, scores.beyond, scores.reach.windowed, **facts)
         job = AttentionJob(choose(ask, options.backend), scores, rows, keys, group=group)
         met = None if joint is None else Pair(*joint, scores.reach)
         return AttentionPlan(job, STRATEGIES["copied" if group.copies else "ring"], met, heads)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...comm import Group
 from ...errors import ArgumentError, UnsupportedError
-from ...softmax import function
 from ...softmax.geometry import Tokens
 from ...softmax.strategies import Heads, HeadSplit
 from ...softmax.tensors import Tensors
@@ -177,7 +176,7 @@ def attend(
         tokens = {side: [t.shape[1]] * ulysses.size for side, t in (("q", x.q), ("k", x.k))}
         split = HeadSplit(x.q.shape[2], x.k.shape[2], ulysses.size)
         heads = Heads(ulysses, split, tokens, {"q": None, "k": None})
-    return function.attention(call.plan(x, ring, heads, joint=joint), x)[0]
+    return call.plan(x, ring, heads, joint=joint)(x)[0]
 
 
 class LongContextAttentionQKVPacked(LongContextAttention):

@@ -17,8 +17,7 @@ from torch import Tensor
 from ..geometry import Pair, Tile
 from ..geometry.tiles import squares, tiles
 from ..merging import Gradients, Partial
-from ..scores import Scores
-from ..tensors import Tensors
+from ..scores import BEYOND, Scores
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,8 @@ class Ask:
         device, dtype: of q, k and v.
         heads, groups: H and Hk.
         width, value_width: K and V.
-        scores: scale, mask, biases and dropout.
+        beyond: what its scores have of `scores.BEYOND`.
+        windowed: whether more than order bounds what a query sees.
         host_runs: whether the host knows every row's document and position (not with packed offsets on a GPU).
         strided_pairs: whether rows at different strides meet (a mask that follows no band).
         packed: whether there are several documents, of ever new lengths.
@@ -43,18 +43,13 @@ class Ask:
     groups: int
     width: int
     value_width: int
-    scores: Scores
+    beyond: frozenset[str] = frozenset()
+    windowed: bool = False
     host_runs: bool = True
     strided_pairs: bool = False
     packed: bool = False
     repeatable: bool = False
     rows: int | None = None
-
-    @classmethod
-    def of(cls, x: Tensors, scores: Scores, **facts: bool | int | None) -> Ask:
-        """What the call of these tensors needs; `facts` are the attributes from host_runs on."""
-        (H, K), (Hk, V) = x.q.shape[2:], x.v.shape[2:]
-        return cls(x.q.device, x.q.dtype, H, Hk, K, V, scores, **facts)
 
 
 class QueryRows(NamedTuple):
@@ -96,7 +91,7 @@ class AttentionBackend(ABC):
 
     def unsupported(self, ask: Ask) -> str:
         """Why this kernel cannot do `ask` here; "" where it can."""
-        return ask.scores.unknown_to(self.knows)
+        return next((why for name, why in BEYOND.items() if name in ask.beyond - self.knows), "")
 
     def suits(self, ask: Ask) -> bool:
         """Whether this kernel, which can do `ask`, is a good choice for it."""
@@ -125,7 +120,7 @@ class TileBackend(AttentionBackend):
     def unsupported(self, ask: Ask) -> str:
         if why := super().unsupported(ask):
             return why
-        if ask.scores.reach.windowed and self.square_only:
+        if ask.windowed and self.square_only:
             return "it has no sliding window"
         if not ask.host_runs:
             return "packed offsets are known to the GPU only"

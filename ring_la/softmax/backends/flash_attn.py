@@ -97,7 +97,7 @@ class FlashAttnCuTe(FlashAttnPackage):
     joins_tiles = False
 
     def unsupported(self, ask: Ask) -> str:
-        if ask.scores.reach.windowed:
+        if ask.windowed:
             return "its backward has no sliding window on Hopper"
         if ask.repeatable:
             return "its backward is not repeatable on Hopper"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ...context import ShardedLayout
-from ..tensors import Tensors
 
 
-def pick(strategy: str, x: Tensors, layout: ShardedLayout, kv_layout: ShardedLayout) -> str:
-    """The strategy to use.
+def pick(strategy: str, heads: tuple[int, int], layout: ShardedLayout, kv_layout: ShardedLayout) -> str:
+    """The strategy to use for so many query and key heads.
 
     Deterministic results need all keys in order. "auto" takes the two-dimensional mesh where there is one; the ring
     where it copies from memory to memory (measured ahead of the others on 4 GPUs, long and short); else Ulysses where
@@ -23,8 +22,8 @@ def pick(strategy: str, x: Tensors, layout: ShardedLayout, kv_layout: ShardedLay
         return "usp"
     if cp.comm.copies:
         return "ring"
-    (H, K), (Hk, V), p = x.q.shape[2:], x.v.shape[2:], cp.size
-    queries, keys = layout.seq_len * H * (K + V), kv_layout.seq_len * Hk * (K + V)
+    (H, Hk), p = heads, cp.size
+    queries, keys = layout.seq_len * H, kv_layout.seq_len * Hk
     if Hk % p == 0 and (queries + keys) / p < keys:
         return "ulysses"
     return "all_gather" if 4 * keys <= queries else "ring"
