@@ -13,7 +13,7 @@ from ..context import ShardedLayout
 from .backends import Ask, AttentionBackend, choose
 from .backends.canonical import Canonical
 from .geometry import Pair
-from .geometry.placement import Joint, SplitPlacement, WholePlacement
+from .geometry.placement import Joint, Placement, SplitPlacement, WholePlacement
 from .plan import AttentionPlan
 from .scores import Scores
 from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit
@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self._planned(x, place, name)
 
-    def _planned(self, x: Tensors, place: WholePlacement | SplitPlacement, name: str) -> AttentionPlan:
+    def _planned(self, x: Tensors, place: Placement, name: str) -> AttentionPlan:
         heads, scores = self._heads(x, place), self.scores
         if heads is not None:
             scores = scores.of_heads(heads.query_numbers(x.q.device))
@@ -79,7 +79,7 @@ class AttentionCall(NamedTuple):
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
         return AttentionPlan(job, STRATEGIES[way], met, heads)
 
-    def _heads(self, x: Tensors, place: WholePlacement | SplitPlacement) -> Heads | None:
+    def _heads(self, x: Tensors, place: Placement) -> Heads | None:
         if place.heads is None:
             return None
         members = place.holders[place.rank]
@@ -87,7 +87,7 @@ class AttentionCall(NamedTuple):
         split = HeadSplit(x.q.shape[2], x.k.shape[2], place.heads.size)
         return Heads(place.heads, split, tokens, dict(zip(("q", "k"), place.order)))
 
-    def _backend(self, x: Tensors, place: WholePlacement | SplitPlacement, joint: Joint | None) -> AttentionBackend:
+    def _backend(self, x: Tensors, place: Placement, joint: Joint | None) -> AttentionBackend:
         """The same on every rank: what is asked is the same."""
         windowed = self.scores.reach.windowed
         strides = place.strides | ({1} if windowed and joint is not None else set())

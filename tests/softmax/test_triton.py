@@ -13,6 +13,7 @@ import torch
 from ring_la.layout import Layout
 from ring_la.softmax.backends import BACKENDS, QueryRows
 from ring_la.softmax.geometry import Pair, Tokens
+from ring_la.softmax.geometry.placement import WholePlacement
 from ring_la.softmax.merging import Gradients, Partial, Sum, one_pass, row_sums
 from ring_la.softmax.scores import Scores
 from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
@@ -75,6 +76,15 @@ def test_blocks_of_any_layout(kind, cu):
         tensors, pair = [torch.randn(*s) for s in shapes], Pair(rows, keys, scores.reach)
         for got, want in zip(*(block(b, scores, tensors, pair) for b in ("triton", "torch"))):
             assert error(got, want) < 1e-5
+
+
+def test_where_joint_keys_stand_is_kept_once():
+    """Each call with joint keys left its lists with the rows, as long as calls of that length came."""
+    q = torch.randn(1, 45, 2, 8)
+    for _ in range(3):
+        attention(q, q, q, joint="front", joint_k=q[:, :5], joint_v=q[:, :5], backend="triton")
+    (rows,) = WholePlacement.of(45, 45, q.device, None).rows
+    assert len(rows.met) == 2
 
 
 def test_parts_in_one_pass(monkeypatch):

@@ -46,12 +46,13 @@ class WholePlacement:
     """All queries and keys on one device.
 
     Attributes:
+        rows, keys: one entry each.
         packed: whether there may be several documents.
         ends: number of keys of each document.
     """
 
-    row: Tokens
-    key: Tokens
+    rows: tuple[Tokens]
+    keys: tuple[Tokens]
     packed: bool
     ends: Sequence[int] | Tensor
     _joint: dict[tuple[str, int], Joint] = field(default_factory=dict)
@@ -67,30 +68,23 @@ class WholePlacement:
         if cu.device.type == "cpu":
             return _known(tq, tk, device, tuple(cu.tolist()))
         rows = Tokens.packed(tk, cu)
-        return WholePlacement(rows, rows, True, cu.diff().to(torch.int64))
-
-    @property
-    def rows(self) -> tuple[Tokens, ...]:
-        return (self.row,)
-
-    @property
-    def keys(self) -> tuple[Tokens, ...]:
-        return (self.key,)
+        return WholePlacement((rows,), (rows,), True, cu.diff().to(torch.int64))
 
     @property
     def known(self) -> bool:
         """Whether the host knows where rows stand."""
-        return self.row.runs is not None
+        return self.rows[0].runs is not None
 
     @property
     def length(self) -> int:
         """Number of queries."""
-        return len(self.row)
+        return len(self.rows[0])
 
     def joint(self, where: str, count: int) -> Joint:
         """Where `count` joint keys stand."""
         if (where, count) not in self._joint:
-            self._joint[where, count] = Joint.of(where, count, self.row, self.row, self.ends, len(self.key))
+            rows, keys = self.rows[0], self.keys[0]
+            self._joint[where, count] = Joint.of(where, count, rows, rows, self.ends, len(keys))
         return self._joint[where, count]
 
 
@@ -99,7 +93,7 @@ def _known(tq: int, tk: int, device: torch.device, cu: tuple[int, ...] | None) -
     keys = Tokens.whole(tk, device, cu)
     rows = keys if tq == tk else Tokens.whole(tq, device, None, tk - tq)
     ends = [tk] if cu is None else [b - a for a, b in zip(cu, cu[1:])]
-    return WholePlacement(rows, keys, cu is not None, ends)
+    return WholePlacement((rows,), (keys,), cu is not None, ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,3 +205,7 @@ class SplitPlacement:
             ends = [b - a for a, b in zip(cu, cu[1:])]
             self._joint[where, count] = Joint.of(where, count, rows, self.whole_rows, ends, self.kv_layout.seq_len)
         return self._joint[where, count]
+
+
+Placement = WholePlacement | SplitPlacement
+"""What a call is planned from: rank, rows, keys, strides, joint keys, and the axes of a split."""
