@@ -45,7 +45,7 @@ def _call_of(arguments: Iterable) -> tuple[Tensors, AttentionCall]:
     """What `flat` has taken apart."""
     rest = iter(arguments)
     x, scores = (kind(*islice(rest, len(kind._fields))) for kind in (Tensors, Scores))
-    return x, AttentionCall(scores, *rest)
+    return x, AttentionCall(scores, **dict(zip(OTHERS, rest)))
 
 
 def _arguments() -> str:
