@@ -13,7 +13,7 @@ from torch import nn
 
 from ..algebra import Affine
 from ..models import HybridConfig, HybridLM
-from ..models.hybrid import Block
+from ..models.block import ResidualBlock
 from ..nn import Attention, MixtureOfExperts
 from .scan_cases import OPS
 
@@ -88,7 +88,7 @@ class Workload:
         return cls(config.dim, tuple(kinds[name] for name in config.layers), ends, config.vocab_size)
 
 
-def _work(name: str, block: Block, config: HybridConfig) -> Work:
+def _work(name: str, block: ResidualBlock, config: HybridConfig) -> Work:
     parameters = sum(p.numel() for p in block.parameters())
     multiplied = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
     if isinstance(block.mlp, MixtureOfExperts):

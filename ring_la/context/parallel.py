@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -13,34 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .algebra import Affine
-from .autograd import first_derivative_only, outside_graphs
-from .comm import TRANSPORTS, Group, Route
-from .errors import ArgumentError, PeerError, RingLAError, UnsupportedError
-from .layout import Layout
-from .scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
+from ..algebra import Affine
+from ..autograd import outside_graphs
+from ..comm import Group, Route
+from ..errors import ArgumentError, PeerError, RingLAError
+from ..layout import Layout
+from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
+from .arguments import check_choices, check_labels, check_length, describe, duration
+from .gather import Gather
+from .grid import Grid, process_group
+from .handle import OfThisProcess
 
-ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
-VALIDATE = ("first", "always", "never")
 CANONICAL_CHUNK = 64
-SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class _OfThisProcess:
-    """A handle of something of this process: a copy is the handle itself, and there is no pickle."""
-
-    def __copy__(self):
-        return self
-
-    def __deepcopy__(self, memo: dict):
-        return self
-
-    def __reduce__(self):
-        hint = "Pickle what it was made of, and make another there"
-        raise UnsupportedError(type(self).__name__, "one that stays in its process", "a pickle", hint)
-
-
-class ContextParallel(_OfThisProcess):
+class ContextParallel(OfThisProcess):
     """One sequence over the ranks of a group.
 
     Args:
@@ -78,18 +64,9 @@ class ContextParallel(_OfThisProcess):
         timeout: timedelta | float = 300.0,
         validate: Literal["first", "always", "never"] = "first",
     ) -> None:
-        _one_of("scan", scan, ("auto", *STRATEGIES))
-        _one_of("attention", attention, ATTENTION)
-        _one_of("transport", transport, TRANSPORTS)
-        _one_of("validate", validate, VALIDATE)
-        timeout = _duration(timeout)
-        if not isinstance(deterministic, bool):
-            raise ArgumentError("deterministic", "True or False", repr(deterministic))
-        if deterministic and scan not in ("auto", "ring"):
-            raise ArgumentError(
-                "scan", '"auto" or "ring" with deterministic=True', repr(scan), "States fold in one order"
-            )
-        self.comm = Group(_process_group(group), timeout, transport)
+        check_choices(scan, attention, transport, deterministic, validate)
+        timeout = duration(timeout)
+        self.comm = Group(process_group(group), timeout, transport)
         self.grid = Grid.of(group, self.comm, transport) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
         if attention == "usp" and self.grid is None:
             raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))
@@ -158,32 +135,7 @@ class ContextParallel(_OfThisProcess):
         return self.cost.seconds(cost, like) if self.cost else cost.received
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The axes of a two-dimensional mesh, as attention uses them.
-
-    Attributes:
-        ulysses: ranks that exchange tokens for heads.
-        ring: ranks that hold the same heads.
-        holders: for each rank of `ring`, the ranks of the whole group it exchanged tokens with.
-    """
-
-    ulysses: Group
-    ring: Group
-    holders: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, whole: Group, transport: str) -> Grid:
-        """The axes of `mesh`, whose ranks are those of `whole`."""
-        carried = "torch" if transport == "torch" else "auto"
-        ulysses, ring = (Group(mesh.get_group(axis), whole.timeout, carried) for axis in ("ulysses", "ring"))
-        by_ring = mesh.mesh if mesh.mesh_dim_names == ("ring", "ulysses") else mesh.mesh.T
-        rows = [sorted(row) for row in by_ring.tolist()]
-        lines = [next(row for row in rows if rank in row) for rank in ring.global_ranks]
-        return cls(ulysses, ring, tuple(tuple(whole.global_ranks.index(r) for r in line) for line in lines))
-
-
-class ShardedLayout(_OfThisProcess, Layout):
+class ShardedLayout(OfThisProcess, Layout):
     """A `Layout` bound to its `ContextParallel`: the layout of an operator's arguments, and the ways to change it.
 
     Attributes:
@@ -212,7 +164,7 @@ class ShardedLayout(_OfThisProcess, Layout):
         except ArgumentError as e:
             error = e
         if cp.validate != "never":
-            cp.comm.agree("the layout", f"refused: {error}" if error else _describe(self))
+            cp.comm.agree("the layout", f"refused: {error}" if error else describe(self))
         if error is not None:
             raise error
         _ = self.lengths  # found now: torch.compile cannot trace the first read of a cached property
@@ -264,7 +216,7 @@ class ShardedLayout(_OfThisProcess, Layout):
 
         Differentiable: the gradient of `x` is this rank's part, zero for other ranks' tokens.
         """
-        self._check_length(x, dim, self.seq_len, "the whole sequence")
+        check_length(x, dim, self.seq_len, "the whole sequence")
         return x.index_select(dim, self._local.to(x.device))
 
     @outside_graphs
@@ -274,7 +226,7 @@ class ShardedLayout(_OfThisProcess, Layout):
         Differentiable: gradients flowing into the result are summed over the ranks.
         """
         self._agree_on_tokens("gather", x, dim)
-        return _Gather.apply(x.movedim(dim, 0), self).movedim(0, dim)
+        return Gather.apply(x.movedim(dim, 0), self, self.cp.comm).movedim(0, dim)
 
     @outside_graphs
     def convert(self, x: Tensor, other: ShardedLayout, dim: int = 1) -> Tensor:
@@ -302,26 +254,14 @@ class ShardedLayout(_OfThisProcess, Layout):
         """
         if isinstance(ids, Tensor) and ids.dim() == 1:
             dim = 0
-
-        def check() -> None:
-            if ids.dtype not in SIGNED:
-                raise ArgumentError("ids", f"one of {', '.join(map(str, SIGNED))}", ids.dtype)
-            held = torch.iinfo(ids.dtype)
-            if not isinstance(ignore_index, int) or not held.min <= ignore_index <= held.max:
-                raise ArgumentError("ignore_index", f"an int that {ids.dtype} holds", repr(ignore_index))
-
+        check = partial(check_labels, ids, ignore_index)
         self._agree_on_tokens("targets", ids, dim, ("ignore_index", ignore_index), name="ids", check=check)
-        route = self.route("targets", lambda: [self._successors(r) for r in range(self.world_size)])
+        route = self.route("targets", lambda: [self.successors(r) for r in range(self.world_size)])
         following = route(ids, dim)
-        last = (self._successors(self.rank) < 0).to(ids.device)
+        last = (self.successors(self.rank) < 0).to(ids.device)
         shape = [1] * ids.dim()
         shape[dim] = -1
         return following.masked_fill(last.view(shape), ignore_index)
-
-    def _successors(self, rank: int) -> Tensor:
-        tokens = self.tokens(rank)
-        last = torch.isin(tokens + 1, torch.tensor(self.cu_seqlens))
-        return torch.where(last, -1, tokens + 1)
 
     def route(self, name: object, wants: Callable[[], Sequence[Tensor]], neighbours: bool = False) -> Route:
         """A route for rows of this layout, made once and kept under `name`."""
@@ -346,7 +286,7 @@ class ShardedLayout(_OfThisProcess, Layout):
         """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
         error = None
         try:
-            self._check_length(x, dim, self.local_length, "this rank's tokens", name)
+            check_length(x, dim, self.local_length, "this rank's tokens", name)
             check()
         except RingLAError as e:
             error = e
@@ -356,75 +296,3 @@ class ShardedLayout(_OfThisProcess, Layout):
             tokens = (others, str(x.dtype), x.requires_grad)
             signature = (("dim", dim), (name, tokens), *rest, ("gradients", torch.is_grad_enabled()))
         self.agree(call, signature, error)
-
-    def _check_length(self, x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:
-        if not isinstance(dim, int):
-            raise ArgumentError("dim", "an int", repr(dim))
-        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ArgumentError(name, f"a tensor with dimension {dim}", got)
-        if x.shape[dim] != length:
-            raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' rows, in sequence order; the gradient is summed over ranks and cut again."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, layout: ShardedLayout) -> Tensor:
-        ctx.layout = layout
-        longest = max(layout.lengths)
-        padded = x.new_zeros(longest, *x.shape[1:])
-        padded[: x.shape[0]] = x
-        parts = layout.cp.comm.all_gather(padded).wait()
-        rows = torch.cat([part[:n] for part, n in zip(parts, layout.lengths)])
-        out = torch.empty_like(rows)
-        out[layout.order.to(x.device)] = rows
-        return out
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, grad: Tensor):
-        layout = ctx.layout
-        rows = grad[layout.order.to(grad.device)].split(list(layout.lengths))
-        padded = grad.new_zeros(layout.world_size, max(layout.lengths), *grad.shape[1:])
-        for part, row in zip(padded, rows):
-            part[: len(row)] = row
-        return layout.cp.comm.all_to_all(padded).wait().sum(0)[: layout.local_length], None
-
-
-def _describe(layout: Layout) -> str:
-    """A layout in few words, equal on two ranks only if the layouts are."""
-    cu = layout.cu_seqlens
-    shown = str(list(cu)) if len(cu) <= 9 else f"{len(cu) - 1} documents, hash {hash(cu):x}"
-    return f"seq_len={layout.seq_len}, kind={layout.kind}, cu_seqlens={shown}, multiple_of={layout.multiple_of}"
-
-
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    if isinstance(group, DeviceMesh):
-        if group.ndim == 1:
-            return group.get_group()
-        if group.ndim != 2 or set(group.mesh_dim_names or ()) != {"ulysses", "ring"}:
-            got = f"one of shape {tuple(group.shape)} with axes {group.mesh_dim_names}"
-            expected = 'a one-dimensional DeviceMesh, or a two-dimensional one with axes "ulysses" and "ring"'
-            raise ArgumentError("group", expected, got, 'Pick an axis: mesh["context"]')
-        ranks = sorted(group.mesh.flatten().tolist())
-        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < dist.get_world_size() else None
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError("group", "a ProcessGroup, a DeviceMesh or None", type(group).__name__)
-    return group
-
-
-def _duration(timeout: timedelta | float) -> timedelta:
-    try:
-        duration = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except (TypeError, ValueError, OverflowError):  # no number, or none that a timedelta can hold
-        duration = timedelta(0)
-    if duration <= timedelta(0):
-        raise ArgumentError("timeout", "a positive timedelta or number of seconds", repr(timeout))
-    return duration
-
-
-def _one_of(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ArgumentError(name, f"one of {', '.join(choices)}", repr(value))
