@@ -8,8 +8,9 @@ from torch import Tensor
 from .. import reference
 from ..autograd import outside_graphs, refuse_transforms, traced
 from ..checks import check_nan
+from ..choices import AttentionChoice, JointPlace
 from ..context import ShardedLayout
-from ..errors import RingLAError
+from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
 from . import operator
 from .call import AttentionCall, KnownCalls
@@ -33,11 +34,11 @@ def attention(
     dropout_seed: int | None = None,
     joint_k: Tensor | None = None,
     joint_v: Tensor | None = None,
-    joint: str = "none",
+    joint: JointPlace = "none",
     layout: ShardedLayout | None = None,
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
-    strategy: str | None = None,
+    strategy: AttentionChoice | None = None,
     backend: str | None = None,
 ) -> AttentionOutput:
     """Softmax attention, whole or on a split sequence, with exact gradients.
@@ -175,8 +176,7 @@ def _signature(x: Tensors, options: AttentionOptions) -> tuple[tuple[str, object
     def of(name: str, t: Tensor | None) -> tuple[str, object]:
         if t is None:
             return name, None
-        shape = (t.shape[0], *t.shape[2:]) if name in ("q", "k", "v") else tuple(t.shape)
-        return name, (shape, str(t.dtype), t.requires_grad)
+        return name, Facts.of(t, 1 if name in ("q", "k", "v") else None)
 
     def flag(name: str, value: object) -> tuple[str, object]:
         if isinstance(value, Tensor):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_flag, check_offsets, check_scale, is_finite
+from ..choices import AttentionChoice, JointPlace
 from ..context import ATTENTION, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError
 from .backends import BACKENDS
@@ -25,10 +26,10 @@ class AttentionOptions(NamedTuple):
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: int | None = None
-    joint: str = "none"
+    joint: JointPlace = "none"
     kv_layout: ShardedLayout | None = None
     cu_seqlens: Tensor | None = None
-    strategy: str | None = None
+    strategy: AttentionChoice | None = None
     backend: str | None = None
 
     def scores(self, q: Tensor) -> Scores:
@@ -89,9 +90,10 @@ def check_split(q: Tensor, k: Tensor, o: AttentionOptions, layout: object) -> No
             raise ArgumentError(name, "a layout made by ContextParallel.layout, or None", type(given).__name__)
     if o.cu_seqlens is not None:
         raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
-    if Tq != layout.local_length:
-        raise ArgumentError("layout", f"one with {Tq} tokens on this rank, the T of q", layout.local_length)
+    layout.require_local("q", Tq)
     keys = layout if o.kv_layout is None else o.kv_layout
+    if Tk == keys.seq_len:
+        keys.require_local("k", Tk)
     if Tk != keys.local_length:
         hint = "" if o.kv_layout else "Give the keys' own layout as kv_layout"
         raise ArgumentError("kv_layout", f"one with {Tk} tokens on this rank, the T of k", keys.local_length, hint)
