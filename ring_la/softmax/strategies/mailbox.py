@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...comm.memory import Memory
 from ..merging import Gradients
 from .job import AttentionJob, KeyValues
 from .schedule import Round, Schedule
@@ -37,7 +36,7 @@ class Mailbox:
             schedule.addresses[shapes] = _addresses(schedule, self._size, k.element_size())
         self._inbox, self._rooms = schedule.addresses[shapes]
         self._letters_size = 0 if dtype is None else self._size(schedule.most_received) * dtype.itemsize
-        self.memory = Memory.kept(job.group, self._inbox + self._letters_size)
+        self.memory = job.group.memory.of(self._inbox + self._letters_size)
         self._views = schedule.views.setdefault(self.memory, {}).setdefault(shapes, Views())
         self._there = self.memory.now()
 
