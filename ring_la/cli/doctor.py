@@ -30,7 +30,6 @@ from ..kernels.grouped import BACKENDS as GROUPED
 from ..kernels.grouped import GroupedProduct, choose, load
 from ..scan import STRATEGIES, Chain
 from ..softmax.backends import BACKENDS, Ask
-from ..softmax.scores import Scores
 from .job import job
 from .options import count
 from .transitions import TRANSITIONS
@@ -114,8 +113,8 @@ def linear(width: int) -> list[tuple[str, str]]:
 
 def softmax(heads: int, width: int) -> list[tuple[str, str]]:
     device, dtype = device_and_dtype()
-    ask = Ask(device, dtype, heads, heads, width, width, Scores(scale=width**-0.5, right=0))
-    return verdict({name: backend.refuses(ask) for name, backend in BACKENDS.items()})
+    ask = Ask(device, dtype, heads, heads, width, width)
+    return verdict({name: backend.unsupported(ask) for name, backend in BACKENDS.items()})
 
 
 def grouped() -> list[tuple[str, str]]:

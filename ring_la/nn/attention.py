@@ -103,8 +103,7 @@ class Attention(Layer):
             at = positions(x, None if state is None else state.length, call)
             q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
         if state is None:
-            window = (self.window, 0 if self.window >= 0 else -1)
-            o = attention(q, k, v, window=window, layout=call.layout, cu_seqlens=call.cu_seqlens).o
+            o = attention(q, k, v, window=(self.window, -1), layout=call.layout, cu_seqlens=call.cu_seqlens).o
             state = _cache(k, v, call) if call.output_state else None
         elif call.layout is None and not call.packed:
             state = state.extend(k, v)
@@ -127,8 +126,8 @@ class Attention(Layer):
                 "packed documents or a cache of documents of several lengths",
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
-        window = (self.window, 0 if self.window >= 0 else -1)
-        o = attention(q, k, v, window=window, joint_k=cache.k, joint_v=cache.v, joint="front", layout=call.layout).o
+        joint = dict(joint_k=cache.k, joint_v=cache.v, joint="front")
+        o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:
             return o, None
         new = _cache(k, v, call)

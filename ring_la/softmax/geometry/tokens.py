@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ...layout import Layout
 
 ANY_DOCUMENT = -1
 """The document of keys that every document sees (joint tokens)."""
@@ -57,7 +57,7 @@ class Tokens:
         tensors: (positions, documents) where there are no runs.
 
     Attributes:
-        tiles: kept by `tiles.tiles`, against other sides.
+        met: what is kept with this side and another, by how far a query sees; see `Pair`.
         ordered: whether rows stand in the order of the sequence.
     """
 
@@ -70,7 +70,7 @@ class Tokens:
     ) -> None:
         self.runs = None if runs is None else tuple(runs)
         self.length, self.device, self._tensors = length, device, tensors
-        self.tiles: WeakKeyDictionary[Tokens, dict] = WeakKeyDictionary()
+        self.met: WeakKeyDictionary[Tokens, dict[object, dict]] = WeakKeyDictionary()
         self.ordered = runs is None or all(
             a.index + (a.length - 1) * a.stride < b.index for a, b in zip(runs, runs[1:])
         )
@@ -101,6 +101,11 @@ class Tokens:
             return self._tensors[1]
         columns = [torch.full((r.length,), r.document) for r in self.runs or ()]
         return (torch.cat(columns) if columns else torch.zeros(0, dtype=torch.int64)).to(self.device)
+
+    @cached_property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(position, document, index) of each row, int32 ``[T]``, as kernels read them."""
+        return tuple(x.to(torch.int32).contiguous() for x in (self.positions, self.documents, self.index))
 
     @cached_property
     def by_document(self) -> dict[int, list[Run]]:
@@ -203,8 +208,7 @@ def _shifts(layout: Layout, other: Layout | None) -> list[int]:
 def _runs_of(layout: Layout, rank: int) -> list[tuple[int, int, int, int]]:
     """(index, length, document, stride) of each run of a rank."""
     if layout.has_runs:
-        pieces = [p for s in layout.local_segments(rank) for p in layout.pieces_of(s)]
-        return [(p.start, len(p), p.document, 1) for p in pieces]
+        return [(p.start, len(p), p.document, 1) for s in layout.local_segments(rank) for p in layout.pieces_of(s)]
     out, p = [], layout.world_size
     for document, (a, b) in enumerate(zip(layout.cu_seqlens, layout.cu_seqlens[1:])):
         mine = range(a + (rank - a) % p, b, p)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .scores import Scores
+from .pair import Pair, Reach, once
 from .tokens import ANY_DOCUMENT, Run, Tokens
 
 
@@ -45,15 +45,10 @@ class Tile(NamedTuple):
         return slice(self.k0, self.k1)
 
 
-def tiles(scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
-    """The rectangles of queries `tq` against keys `tk` that hold every visible pair, each pair once."""
-    kept, mask = tq.tiles.setdefault(tk, {}), (scores.left, scores.right)
-    if mask not in kept:
-        kept[mask] = _tiles(scores, tq, tk)
-    return kept[mask]
-
-
-def _tiles(scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
+@once
+def tiles(pair: Pair) -> list[Tile]:
+    """The rectangles that hold every visible pair of rows, each once."""
+    tq, tk = pair.rows, pair.keys
     if not len(tq) or not len(tk):
         return []
     if tq.runs is None or tk.runs is None:
@@ -61,32 +56,38 @@ def _tiles(scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
     out: list[Tile] = []
     for document, rows in tq.by_document.items():
         keys = tk.by_document.get(document, []) + tk.by_document.get(ANY_DOCUMENT, [])
-        out += _square(scores, tq, rows, keys) or _document(scores, rows, keys)
+        out += _square(pair.reach, tq, rows, keys) or _document(pair.reach, rows, keys)
     return out
 
 
-def sees(scores: Scores, tq: Tokens, tk: Tokens) -> bool:
+@once
+def squares(pair: Pair) -> list[Tile]:
+    """The same, of full tiles and squares alone; see `square`."""
+    return [s for t in tiles(pair) for s in square(t)]
+
+
+def sees(pair: Pair) -> bool:
     """Whether any query sees any key, as far as the host knows."""
-    return bool(tiles(scores, tq, tk))
+    return bool(tiles(pair))
 
 
-def _square(scores: Scores, tq: Tokens, rows: list[Run], keys: list[Run]) -> list[Tile]:
+def _square(reach: Reach, tq: Tokens, rows: list[Run], keys: list[Run]) -> list[Tile]:
     """One tile where the rows are the keys and order is all the mask asks; else none."""
     same = [(r.offset, r.length, r.index) for r in rows] == [(k.offset, k.length, k.index) for k in keys]
     aligned = all(r.position == k.position and r.document == k.document for r, k in zip(rows, keys))
     gapless = all(a.offset + a.length == b.offset for a, b in zip(rows, rows[1:]))
-    if not (same and aligned and gapless and tq.ordered) or scores.left is not None or scores.right not in (None, 0):
+    if not (same and aligned and gapless and tq.ordered) or reach.windowed:
         return []
     a, b = rows[0].offset, rows[-1].offset + rows[-1].length
-    return [Tile(a, b, a, b, hi=None if scores.right is None else 0)]
+    return [Tile(a, b, a, b, hi=None if reach.right is None else 0)]
 
 
-def _document(scores: Scores, rows: list[Run], keys: list[Run]) -> list[Tile]:
+def _document(reach: Reach, rows: list[Run], keys: list[Run]) -> list[Tile]:
     out: list[Tile] = []
     for row in rows:
         line: list[Tile] = []
         for key in keys:
-            tile = _pair(scores, row, key)
+            tile = _pair(reach, row, key)
             if tile is not None:
                 line = [*line[:-1], *_beside(line[-1], tile)] if line else [tile]
         for tile in line:
@@ -94,10 +95,10 @@ def _document(scores: Scores, rows: list[Run], keys: list[Run]) -> list[Tile]:
     return out
 
 
-def _pair(scores: Scores, q: Run, k: Run) -> Tile | None:
+def _pair(reach: Reach, q: Run, k: Run) -> Tile | None:
     """The part of two runs that holds their visible pairs."""
     nearest, farthest = k.position - q.last, k.last - q.position  # smallest and largest p_j − p_i
-    left, right = scores.left, scores.right
+    left, right = reach
     if (right is not None and nearest > right) or (left is not None and farthest < -left):
         return None
     if (right is None or farthest <= right) and (left is None or nearest >= -left):
@@ -144,7 +145,7 @@ def _below(a: Tile, b: Tile) -> list[Tile]:
     return [a, b]
 
 
-def squares(t: Tile) -> list[Tile]:
+def square(t: Tile) -> list[Tile]:
     """A full or causal tile as full tiles and squares with ``hi = 0``, for kernels whose causal mask starts at 0, 0."""
     if t.full:
         return [t]

@@ -7,17 +7,14 @@ once, accumulated in fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.runtime.launch import launch
-
-if TYPE_CHECKING:
-    from .merge import Part
+from ...kernels.runtime.launch import launch
+from .parts import Part, dense
 
 MOST = 6
 """Parts that one launch takes."""
@@ -68,7 +65,7 @@ def merge(o: Tensor, lse: Tensor, parts: Sequence[Part]) -> None:
     B, T, H, V = o.shape
     if not o.numel():
         return
-    tensors, lses = tuple(_dense(p.x) for p in parts), tuple(p.lse.contiguous() for p in parts)
+    tensors, lses = tuple(dense(p.x) for p in parts), tuple(p.lse.contiguous() for p in parts)
     launch(
         _merge, (triton.cdiv(T, ROWS), B * H),
         o, lse, tensors, lses, tuple(x.stride()[:3] for x in tensors), T, *_spans(parts), H, V,
@@ -100,7 +97,7 @@ def add(out: Tensor, parts: Sequence[Part]) -> None:
     B, T, H, D = out.shape
     if not out.numel():
         return
-    tensors = tuple(_dense(p.x) for p in parts)
+    tensors = tuple(dense(p.x) for p in parts)
     launch(
         _add, (triton.cdiv(T * H, ROWS), B),
         out, tensors, tuple(x.stride()[:3] for x in tensors), T, *_spans(parts), H, D, *out.stride()[:3],
@@ -112,11 +109,6 @@ def _spans(parts: Sequence[Part]) -> list[int]:
     """Where each part starts and ends, for as many as a launch takes."""
     spans = [end for p in parts for end in (p.start, p.stop)]
     return spans + [0] * (2 * MOST - len(spans))
-
-
-def _dense(x: Tensor) -> Tensor:
-    """`x` with neighbouring numbers in its last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.jit(do_not_specialize=("T",))
@@ -132,7 +124,7 @@ def _row_sums(DO, O, OUT, T, H, V, DO_b, DO_t, DO_h, O_b, O_t, O_h, R: tl.conste
 def row_sums(do: Tensor, o: Tensor) -> Tensor:
     """``do · o`` of each row, fp32 ``[B, H, T]``, of tensors ``[B, T, H, V]``."""
     B, T, H, V = o.shape
-    do, o = _dense(do), _dense(o)
+    do, o = dense(do), dense(o)
     out = o.new_empty(B, H, T, dtype=torch.float32)
     if out.numel():
         launch(
