@@ -6,8 +6,8 @@
 """
 
 from .batch import Batch
+from .completion import Completion, Ended, Event, Failed, NewToken, Request
 from .engine import Engine
-from .job import Done, Event, Failed, Job, Piece, Request
 from .model import Hybrid, Served
 from .prefixes import Prefixes
 from .ranks import Ranks
@@ -18,14 +18,14 @@ __all__ = [
     "Batch",
     "Busy",
     "Bytes",
-    "Done",
+    "Ended",
     "Engine",
     "Event",
     "Failed",
     "Hybrid",
-    "Job",
+    "Completion",
     "NoText",
-    "Piece",
+    "NewToken",
     "Prefixes",
     "Ranks",
     "Request",

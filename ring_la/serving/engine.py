@@ -20,7 +20,7 @@ from ..context import ContextParallel
 from ..errors import ArgumentError
 from ..inference import Prefilled
 from .batch import Batch
-from .job import Failed, Job, Request
+from .completion import Completion, Failed, Request
 from .memory import held
 from .model import Served
 from .prefixes import Prefixes
@@ -33,7 +33,7 @@ from .waiting import Busy, Waiting
 class Reading:
     """A prompt of which `at` tokens are read; what the model remembers of them is state `key` (0: nothing yet)."""
 
-    job: Job
+    job: Completion
     at: int = 0
     key: int = 0
     kept: bool = True
@@ -112,7 +112,7 @@ class Engine:
         """Whether requests are refused because the engine stops, or has stopped."""
         return self._stop_at is not None or self._closed.is_set()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Completion) -> None:
         """Queue a request (rank 0).
 
         Raises:
@@ -225,7 +225,7 @@ class Engine:
             key, job.reused = self._prefixes.longest(job.request.ids)
             self._reading = Reading(job, job.reused, key)
 
-    def _fits(self, job: Job) -> bool:
+    def _fits(self, job: Completion) -> bool:
         """Whether there is memory for it beside those under way."""
         jobs = [job, *(row.job for row in self.batch.rows)]
         return self._room is None or len(jobs) * max(job.request.total for job in jobs) <= self._room

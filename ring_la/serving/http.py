@@ -21,8 +21,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..errors import ArgumentError, RingLAError
+from .completion import Completion, Ended, Event, Failed, NewToken
 from .engine import Engine
-from .job import Done, Event, Failed, Job, Piece
 from .protocol import Answer, UnknownModel, error, parse, usage
 from .waiting import Busy
 
@@ -65,7 +65,7 @@ def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
             with suppress(RuntimeError):  # the loop is closed: the server is gone, and so is who asked
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = Job(wanted.request, emit)
+        job = Completion(wanted.request, emit)
         await asyncio.to_thread(engine.submit, job)
         answer = Answer(name)
         if wanted.stream:
@@ -116,7 +116,7 @@ def _read(data: bytes) -> object:
 class EventStream(StreamingResponse):
     """Server-sent events of a job, which is cancelled when they end, were it before the first."""
 
-    def __init__(self, job: Job, pieces: AsyncIterator[str]) -> None:
+    def __init__(self, job: Completion, pieces: AsyncIterator[str]) -> None:
         super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._job = job
 
@@ -134,7 +134,7 @@ async def _pieces(events: asyncio.Queue[Event], answer: Answer, count: bool) -> 
         except asyncio.TimeoutError:
             yield ": still at it\n\n"
             continue
-        if isinstance(event, Piece):
+        if isinstance(event, NewToken):
             yield _sent(answer.part(event.text, [event.token]))
             continue
         if isinstance(event, Failed):
@@ -152,7 +152,7 @@ def _sent(value: object) -> str:
 
 
 async def _whole(
-    job: Job, events: asyncio.Queue[Event], answer: Answer, request: Request
+    job: Completion, events: asyncio.Queue[Event], answer: Answer, request: Request
 ) -> tuple[dict[str, Any], int]:
     """The completion in one piece, and the status."""
     leaving = asyncio.create_task(_watch(request, events))
@@ -163,7 +163,7 @@ async def _whole(
             if isinstance(event, Failed):
                 return error(event.message, "server_error"), 500
             text.append(event.text)
-            if isinstance(event, Done):
+            if isinstance(event, Ended):
                 return answer.part("".join(text), ids, event.reason) | {"usage": usage(event)}, 200
             ids.append(event.token)
     finally:

@@ -27,13 +27,13 @@ from ring_la import ContextParallel
 from ring_la.cli.job import job
 from ring_la.inference import Prefilled, generate
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.serving import Done, Engine, Event, Hybrid, Job, NoText, Piece, Request
+from ring_la.serving import Completion, Ended, Engine, Event, Hybrid, NewToken, NoText, Request
 from ring_la.serving.memory import fitting
 
 GIB = 2**30
 
 
-class Timed(Job):
+class Timed(Completion):
     """A request, its tokens and when each came."""
 
     def __init__(self, ids: Sequence[int], max_tokens: int) -> None:
@@ -43,14 +43,14 @@ class Timed(Job):
         super().__init__(Request(list(ids), max_tokens), self.hear)
 
     def hear(self, event: Event) -> None:
-        if isinstance(event, Piece):
+        if isinstance(event, NewToken):
             self.tokens.append(event.token)
             self.times.append(time.perf_counter())
         else:
             self.end = event
 
 
-def answer(engine: Engine, jobs: Sequence[Job]) -> float | None:
+def answer(engine: Engine, jobs: Sequence[Completion]) -> float | None:
     """When the requests were made; returns after all are answered. None on ranks that follow the first."""
     if engine.ranks.leads:
         for each in jobs:
@@ -60,7 +60,7 @@ def answer(engine: Engine, jobs: Sequence[Job]) -> float | None:
     engine.run()
     if not engine.ranks.leads:
         return None
-    assert all(isinstance(each.end, Done) for each in jobs), [each.end for each in jobs]
+    assert all(isinstance(each.end, Ended) for each in jobs), [each.end for each in jobs]
     return start
 
 

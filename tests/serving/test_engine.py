@@ -10,14 +10,14 @@ import torch
 
 from ring_la import ArgumentError, ContextParallel, PeerError
 from ring_la.inference import Sampler, generate
-from ring_la.serving import Busy, Done, Engine, Event, Failed, Hybrid, Job, NoText, Piece, Request
+from ring_la.serving import Busy, Completion, Ended, Engine, Event, Failed, Hybrid, NewToken, NoText, Request
 from tests.distributed.pool import group
 from tests.inference.test_generate import greedy, make, tokens
 
 LONG = 60.0
 
 
-class Asked(Job):
+class Asked(Completion):
     """A request, and what it heard."""
 
     def __init__(self, ids: Sequence[int], max_tokens: int = 4, **options) -> None:
@@ -26,14 +26,14 @@ class Asked(Job):
 
     @property
     def tokens(self) -> list[int]:
-        return [e.token for e in self.events if isinstance(e, Piece)]
+        return [e.token for e in self.events if isinstance(e, NewToken)]
 
 
 def prompt(length: int) -> list[int]:
     return tokens(1, length)[0].tolist()
 
 
-def serve(engine: Engine, jobs: Sequence[Job]) -> None:
+def serve(engine: Engine, jobs: Sequence[Completion]) -> None:
     """Answer all of them, then stop."""
     if engine.ranks.leads:
         for job in jobs:
@@ -146,9 +146,9 @@ def test_the_end_of_a_text_ends_a_completion():
     server = Engine(Hybrid(make()), NoText(frozenset({want[at]})), patience=LONG)
     serve(server, [job := Asked(prompt(7), 6)])
     assert job.tokens == want[:at]
-    assert job.events[-1] == Done("stop", "", 7, 0, at + 1)
+    assert job.events[-1] == Ended("stop", "", 7, 0, at + 1)
     serve(engine(), [job := Asked(prompt(7), 6)])
-    assert job.events[-1] == Done("length", "", 7, 0, 6)
+    assert job.events[-1] == Ended("length", "", 7, 0, 6)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_end_of_a_text_ends_a_completion():
 )
 def test_what_cannot_be_completed(request_, message):
     with pytest.raises(ArgumentError, match=message):
-        engine(max_tokens=40).submit(Job(request_, print))
+        engine(max_tokens=40).submit(Completion(request_, print))
 
 
 def test_too_many_and_too_late():
@@ -178,7 +178,7 @@ def test_too_many_and_too_late():
     with pytest.raises(Busy, match="about to stop"):
         server.submit(Asked(prompt(3)))
     server.run()
-    assert all(isinstance(job.events[-1], Done) for job in jobs)
+    assert all(isinstance(job.events[-1], Ended) for job in jobs)
 
 
 def test_requests_that_do_not_end_in_time_fail():
