@@ -28,6 +28,7 @@ from ..errors import UnsupportedError
 from ..serving import Engine
 from ..serving.load import DTYPES, load
 from ..serving.memory import fitting
+from ..serving.model import rehearse
 from .job import job
 from .options import amount, count
 
@@ -65,6 +66,7 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
     """Load and serve until a signal comes. `listening`: on rank 0, the socket."""
     cp = ContextParallel(validate="never", timeout=args.timeout)
     model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer)
+    rehearse(model, cp)
     piece, keep = args.piece * cp.size, args.keep * 2**20
     engine = Engine(
         model,

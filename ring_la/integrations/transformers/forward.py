@@ -39,6 +39,8 @@ def model_forward(original: Callable) -> Callable:
         cache = arguments.get(parallel.cache)
         if cache is not None and _filled(cache):
             return _whole(self, parallel, original, arguments)
+        if _short_prompt(parallel, arguments):
+            return _last_logits(_whole(self, parallel, original, arguments), arguments["logits_to_keep"])
         parallel.check_again(self)
         parallel.check_averaging(self)
         return _split(self, parallel, original, arguments)
@@ -58,6 +60,26 @@ def _filled(cache: object) -> bool:
         return cache.get_seq_length() > 0
     except ValueError:  # a cache of recurrent states only
         return cache.has_previous_state()
+
+
+def _short_prompt(parallel: Parallel, arguments: dict) -> bool:
+    """Whether this is a prompt that leaves a rank without a token, of which every rank wants the same."""
+    given = {n for n, x in arguments.items() if x is not None and x is not False}
+    ours = {"layout", "cu_seqlens", "labels", "shift_labels", "output_hidden_states", "output_router_logits"}
+    if torch.is_grad_enabled() or given & ours or not {"input_ids", "use_cache", "logits_to_keep"} <= given:
+        return False
+    ids, keep = arguments["input_ids"], arguments["logits_to_keep"]
+    if (isinstance(keep, int) and keep == 0) or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] == 0:
+        return False
+    return parallel.too_short(ids.shape[1])
+
+
+def _last_logits(out: ModelOutput, keep: int | Tensor) -> ModelOutput:
+    """Those of the tokens asked for, from a model that may not know the question."""
+    wanted = keep if isinstance(keep, int) else len(keep)
+    if out["logits"].shape[1] > wanted:
+        out["logits"] = out["logits"][:, -keep:] if isinstance(keep, int) else out["logits"][:, keep]
+    return out
 
 
 def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:

@@ -57,7 +57,8 @@ def parallelize(
         layout: the tokens, labels and positions given are this rank's already. The result's `layout` says in any case
             which tokens its logits and hidden states are of.
         use_cache: in a first call without gradients every rank gets the cache one process would have, and
-            logits_to_keep counts in the whole sequence; calls with a filled cache run whole on every rank.
+            logits_to_keep counts in the whole sequence; calls with a filled cache run whole on every rank, as do
+            prompts that leave a rank without a token (with logits_to_keep, as generate gives it).
 
     Args:
         model: any model whose softmax attention goes through the library's attention and mask functions and whose
@@ -182,13 +183,16 @@ class Parallel:
 
     def layout(self, seq_len: int, offsets: tuple[int, ...] | None) -> ShardedLayout:
         """The layout of a whole batch; the last one is kept."""
+        if self.too_short(seq_len, offsets):
+            raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
+        return self._layouts[seq_len, offsets]
+
+    def too_short(self, seq_len: int, offsets: tuple[int, ...] | None = None) -> bool:
+        """Whether a rank would get no token of a whole batch."""
         key = (seq_len, offsets)
         if key not in self._layouts:
-            layout = self.cp.layout(seq_len, self.kind, offsets)
-            if min(layout.lengths) == 0:
-                raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
-            self._layouts = {key: layout}
-        return self._layouts[key]
+            self._layouts = {key: self.cp.layout(seq_len, self.kind, offsets)}
+        return min(self._layouts[key].lengths) == 0
 
     def read(self, arguments: dict[str, object]) -> tuple[Call, dict[str, object]]:
         """This rank's part of a call. What one rank refuses all refuse; batches are compared as cp.validate says."""
