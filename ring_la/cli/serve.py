@@ -25,7 +25,7 @@ import torch
 
 from ..context import ContextParallel
 from ..errors import UnsupportedError
-from ..serving import Engine
+from ..serving import Engine, Overdue, Watch
 from ..serving.load import DTYPES, load
 from ..serving.memory import fitting
 from ..serving.model import rehearse
@@ -79,18 +79,27 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         waiting=args.waiting,
         keep=keep,
     )
-    with stopped_by_signals(engine):
+    with stopped_by_signals(engine), Watch(engine, cp) as watch:
         cp.comm.agree("being ready", True)  # who is told of the server may send a signal to any rank
         if listening is None:
             engine.run()
         else:
-            answer(engine, args.name or Path(args.model).resolve().name, listening)
+            answer(engine, args.name or Path(args.model).resolve().name, listening, watch)
 
 
 @contextmanager
 def stopped_by_signals(engine: Engine) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the engine."""
-    before = {number: signal.signal(number, lambda *_: engine.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    """SIGTERM and SIGINT stop the engine; SIGALRM, which `Watch` sends, ends a piece that keeps it from stopping."""
+
+    def stop(*_: object) -> None:
+        engine.stop()
+
+    def hurry(*_: object) -> None:
+        if engine.late():
+            raise Overdue
+
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGALRM: hurry}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:  # and hold it no longer: process groups must be gone before the interpreter is
@@ -98,7 +107,7 @@ def stopped_by_signals(engine: Engine) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def answer(engine: Engine, name: str, listening: socket.socket) -> None:
+def answer(engine: Engine, name: str, listening: socket.socket, watch: Watch) -> None:
     """On rank 0: run the engine, and serve HTTP beside it."""
     from ..serving.http import Server, application
 
@@ -106,7 +115,7 @@ def answer(engine: Engine, name: str, listening: socket.socket) -> None:
     longest = "of any length" if engine.max_tokens is None else f"of up to {engine.max_tokens:,} tokens"
     where = f"{ranks} rank(s) on {engine.model.device.type}"
     print(f"ring-la serve: {name} on http://{host}:{port}, requests {longest}, {where}", flush=True)
-    with Server(application(engine, name), engine, listening):
+    with Server(application(engine, name, watch=watch), engine, listening):
         engine.run()
     print("ring-la serve: stopped", flush=True)
 

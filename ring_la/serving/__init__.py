@@ -1,18 +1,19 @@
 """Completions from a model whose prompts are read by all ranks: requests in, tokens out as they come.
 
-`Engine` decides what happens next, `Ranks` lets the other ranks follow, `Batch` decodes requests side by side and
+`Engine` decides what happens next, `Ranks` lets the other ranks follow, `Watch` sees whether they live, `Batch` decodes requests side by side and
 `Prefixes` finds prompts that were read before; `text` goes from text to tokens and back, `load` finds both in a folder.
 `protocol` is OpenAI's, and `http` serves it (imported by those who have FastAPI).
 """
 
 from .batch import Batch
 from .completion import Completion, Ended, Event, Failed, NewToken, Request
-from .engine import Engine
+from .engine import Engine, Overdue
 from .model import Hybrid, Served
 from .prefixes import Prefixes
 from .ranks import Ranks
 from .text import Bytes, NoText, Stream, Subwords, Text
-from .waiting import Busy, Waiting
+from .waiting import Busy, Stopping, Waiting
+from .watch import Watch
 
 __all__ = [
     "Batch",
@@ -25,13 +26,16 @@ __all__ = [
     "Hybrid",
     "Completion",
     "NoText",
+    "Overdue",
     "NewToken",
     "Prefixes",
     "Ranks",
     "Request",
     "Served",
+    "Stopping",
     "Stream",
     "Subwords",
     "Text",
     "Waiting",
+    "Watch",
 ]

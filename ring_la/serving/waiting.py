@@ -10,7 +10,11 @@ from .completion import Completion
 
 
 class Busy(RingLAError):
-    """The server takes no request now: too many are waiting, or it is about to stop."""
+    """The server takes no request now: too many are waiting."""
+
+
+class Stopping(Busy):
+    """The server takes no request any more: it is about to stop."""
 
 
 class Waiting:
