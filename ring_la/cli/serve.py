@@ -131,7 +131,7 @@ def require() -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    from ..serving.http import listen
+    from ..serving.connections import listen
 
     return listen(host, port)
 

@@ -206,7 +206,7 @@ class Group:
     def tell(self, value: str) -> list[str]:
         """Every rank's value by the job's store: no message that a rank which skips the comparison could mistake.
         Collective; blocks the host."""
-        store, n = self._store("agree"), self._agreements
+        store, n = self.store("agree"), self._agreements
         self._agreements += 1
         store.set(f"{n}/{self.rank}", value)
         keys = [f"{n}/{r}" for r in range(self.size)]
@@ -216,7 +216,8 @@ class Group:
             store.delete_key(f"{n - 1}/{self.rank}")
         return values
 
-    def _store(self, purpose: str) -> dist.Store:
+    def store(self, purpose: str) -> dist.Store:
+        """The job's store, for keys that are this group's and this purpose's."""
         job = dist.distributed_c10d._get_default_store()
         return dist.PrefixStore(f"ring_la/{self.name}/{purpose}", job)
 
@@ -264,7 +265,7 @@ class Group:
     def _silent_ranks(self) -> list[int]:
         """Ranks that do not write to the job's store within a few seconds of this failure, the n-th here and there."""
         try:
-            store = self._store(f"failed/{self._failures}")
+            store = self.store(f"failed/{self._failures}")
             self._failures += 1
             store.set(str(self.rank), "failed")
             grace = min(5.0, self.timeout.total_seconds())

@@ -1,7 +1,8 @@
 """Completions from a model whose prompts are read by all ranks: requests in, tokens out as they come.
 
-`Engine` decides what happens next, `Ranks` lets the other ranks follow, `Watch` sees whether they live, `Batch` decodes requests side by side and
-`Prefixes` finds prompts that were read before; `text` goes from text to tokens and back, `load` finds both in a folder.
+`Engine` decides what happens next, `Ranks` lets the other ranks follow, `Watch` sees whether they live, `Batch` decodes
+requests side by side and `Prefixes` finds prompts that were read before; `text` goes from text to tokens and back,
+`load` finds both in a folder.
 `protocol` is OpenAI's, and `http` serves it (imported by those who have FastAPI).
 """
 

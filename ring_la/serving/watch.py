@@ -1,7 +1,7 @@
 """Beside an engine, on every rank: do the others live, has one been told to stop, does a piece outlive its time?
 
-Threads do this, so it needs no turn of the engine's, which may be reading a piece for minutes. A process that was
-stopped (SIGSTOP, a debugger, a host that swaps) answers no more: `Watch.silence` says since when.
+Threads do this, by way of the job's store, so it needs no turn of the engine's, which may be reading a piece for
+minutes. A process that was stopped (SIGSTOP, a debugger, a host that swaps) gives no sign of life any more.
 """
 
 from __future__ import annotations
@@ -10,19 +10,13 @@ import signal
 import threading
 import time
 
-import torch
-import torch.distributed as dist
-
-from ..comm import Group
 from ..context import ContextParallel
-from ..errors import RingLAError
 from .engine import Engine
 
 BEAT = 0.5
 """Seconds between two signs of life."""
 GRACE = 1.0
 """Seconds that a piece may go on after requests under way have had their time."""
-GOES_ON, STOPS, LEAVES = range(3)
 
 
 class Watch:
@@ -38,26 +32,23 @@ class Watch:
 
     def __init__(self, engine: Engine, cp: ContextParallel | None, late: int = signal.SIGALRM) -> None:
         self._engine, self._late = engine, late
-        self._heard = time.monotonic()
-        self._leaves, self._ended = threading.Event(), threading.Event()
-        self._group: Group | None = None
-        if cp is not None and cp.size > 1:
-            ranks = sorted(cp.comm.global_ranks)
-            local = len(ranks) < dist.get_world_size()
-            group = dist.new_group(ranks, backend="gloo", timeout=cp.timeout, use_local_synchronization=local)
-            self._group = Group(group, cp.timeout, "torch")
+        self._leaves = threading.Event()
+        self._comm = None if cp is None or cp.size == 1 else cp.comm
+        self._heard: dict[int, tuple[bytes, float]] = {}  # what other ranks said last, and when that was new
         self._threads = [threading.Thread(target=self._hurry, name="watch", daemon=True)]
-        if self._group is not None:
+        if self._comm is not None:
             self._threads.append(threading.Thread(target=self._beat, name="pulse", daemon=True))
 
     @property
-    def silence(self) -> float:
-        """Seconds since all ranks gave a sign of life."""
-        return 0.0 if self._group is None else time.monotonic() - self._heard
+    def silence(self) -> dict[int, float]:
+        """On rank 0: for each other rank, the seconds since it gave a sign of life."""
+        now = time.monotonic()
+        return {rank: now - when for rank, (_, when) in self._heard.items()}
 
     def __enter__(self) -> Watch:
         self._main = threading.get_ident()
-        self._heard = time.monotonic()
+        if self._comm is not None and self._comm.rank == 0:
+            self._heard = {rank: (b"", time.monotonic()) for rank in range(1, self._comm.size)}
         for thread in self._threads:
             thread.start()
         return self
@@ -68,19 +59,22 @@ class Watch:
             thread.join(4 * BEAT)
 
     def _beat(self) -> None:
-        """Signs of life, until a rank leaves, or one does not answer any more."""
+        """Signs of life, and the news that a rank was told to stop."""
+        store, beats = self._comm.store("pulse"), 0
         try:
-            while True:
-                leaves = self._leaves.wait(BEAT)
-                mine = LEAVES if leaves else STOPS if self._engine.stopping else GOES_ON
-                all_ = self._group.all_gather(torch.tensor([mine])).wait()
-                self._heard = time.monotonic()
-                if bool((all_ != GOES_ON).any()):
+            while not self._leaves.wait(BEAT):
+                beats += 1
+                store.set(str(self._comm.rank), str(beats))
+                if self._engine.stopping:
+                    store.set("stop", "")
+                elif store.check(["stop"]):
                     self._engine.stop()
-                if bool((all_ == LEAVES).any()):
-                    return
-        except RingLAError:
-            return  # the engine hears of it in its own exchange; `silence` grows
+                for rank, (before, _) in self._heard.items():
+                    said = store.get(str(rank)) if store.check([str(rank)]) else b""
+                    if said != before:
+                        self._heard[rank] = said, time.monotonic()
+        except RuntimeError:  # the store is gone, with its host; the engine hears of that in its own exchange
+            return
 
     def _hurry(self) -> None:
         """Signal the main thread once it is late."""
