@@ -27,7 +27,7 @@ from ..context import ContextParallel
 from ..errors import UnsupportedError
 from ..serving import Engine, Overdue, Watch
 from ..serving.load import DTYPES, load
-from ..serving.memory import fitting
+from ..serving.memory import fitting, spare
 from ..serving.model import rehearse
 from .job import job
 from .options import amount, count
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--piece", type=count, default=32768, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--batch", type=count, default=8, help="completions decoded side by side")
     parser.add_argument("--waiting", type=count, default=64, help="requests that may wait")
-    parser.add_argument("--keep", type=amount, default=1024, help="MiB of states kept for prompts that begin alike")
+    parser.add_argument(
+        "--keep", type=amount, help="MiB of states kept for prompts that begin alike (default: a tenth of what is free)"
+    )
     parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
 
 
@@ -67,7 +69,7 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
     cp = ContextParallel(validate="never", timeout=args.timeout)
     model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer)
     rehearse(model, cp)
-    piece, keep = args.piece * cp.size, args.keep * 2**20
+    piece, keep = args.piece * cp.size, spare(model, cp) if args.keep is None else args.keep * 2**20
     engine = Engine(
         model,
         text,

@@ -21,19 +21,17 @@ from dataclasses import dataclass
 import torch
 
 from ..context import ContextParallel
-from ..errors import ArgumentError, DisagreementError, PeerError
-from ..inference import Prefilled
+from ..errors import ArgumentError, PeerError
 from .batch import Batch
 from .completion import Completion, Failed, Request
 from .model import Served
-from .prefixes import Kept, Prefixes, kept, size_since, whole
+from .prefixes import Prefixes, size_since
 from .ranks import PAUSE, Ranks, What, Word
+from .states import FATAL, States
 from .text import Stream, Text
 from .waiting import Stopping, Waiting
 
 LOG = logging.getLogger(__name__)
-FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
-"""After these nothing can be trusted any more."""
 DECODING = 1.0
 """Seconds of decoding for each second of reading, where both are wanted."""
 HOLDUP = 0.25
@@ -113,8 +111,7 @@ class Engine:
         self._prefixes = Prefixes(keep if model.flexible else 0)
         self._waiting = Waiting(waiting)
         self._reading: Reading | None = None
-        self._states: dict[int, Prefilled] = {}
-        self._kept: dict[int, Kept] = {}
+        self.states = States(model, cp, self.ranks)
         self._rate: float | None = None  # tokens a second that are read beside others
         self._owed = 0.0  # seconds of decoding before the next piece
         self._last_key = 0
@@ -214,37 +211,7 @@ class Engine:
             word = self.ranks.hear(self.stopping)
             if word.what == What.STOP:
                 return
-            self._do(word)
-
-    def _do(self, word: Word) -> Exception | None:
-        """What all ranks do alike; an error that is the same on all of them is returned."""
-        if word.what == What.DROP:
-            del self._states[word.key]
-        elif word.what == What.FORGET:
-            del self._kept[word.key]
-        elif word.what in (What.READ, What.KEEP):
-            error = None
-            try:
-                self._read_here(word) if word.what == What.READ else self._keep_here(word)
-            except FATAL:
-                raise
-            except Exception as e:  # of whatever kind: it is a request's, if all have it
-                error = e
-            self.ranks.agree(error)
-            return error
-        return None
-
-    def _read_here(self, word: Word) -> None:
-        before = self._before(word.start).states if word.start else None
-        ids = word.ids[None].to(self.model.device)
-        self._states[word.key] = self.model.read(ids, before, self.cp)
-
-    def _keep_here(self, word: Word) -> None:
-        self._kept[word.key] = kept(self._states[word.key], word.length, word.start, self._kept)
-
-    def _before(self, key: int) -> Prefilled:
-        """A state, or what is kept under that number."""
-        return self._states[key] if key in self._states else whole(key, self._kept)
+            self.states.do(word)
 
     # -- rank 0 --------------------------------------------------------------------------------------------
 
@@ -252,7 +219,7 @@ class Engine:
         """Have all ranks do something; returns the error they all have."""
         if self.ranks.tell(word):
             self.stop()
-        return self._do(word)
+        return self.states.do(word)
 
     def _turn(self) -> bool:
         """A piece of a prompt, where it is due, and a token of each sequence; False if nothing will come any more."""
@@ -335,7 +302,7 @@ class Engine:
         """Keep what is read so far for prompts that begin alike, where there is memory."""
         if not self._prefixes.budget:
             return
-        size = size_since(self._states[reading.key], reading.length)
+        size = size_since(self.states.before(reading.key), reading.length)
         gone = self._prefixes.put(reading.job.request.ids[: reading.at], reading.key, size, reading.kept)
         if gone is None:
             return
@@ -357,7 +324,7 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed(request.seed)
-            self.batch.add(job, self._before(reading.key or reading.kept), request.sampler(generator))
+            self.batch.add(job, self.states.before(reading.key or reading.kept), request.sampler(generator))
         except FATAL:
             raise
         except Exception as error:
@@ -371,21 +338,20 @@ class Engine:
 
     def _decode(self) -> None:
         """A token of each sequence."""
+        jobs = [row.job for row in self.batch.rows]
+        left = list(range(len(jobs)))
         try:
-            tokens, left = self.batch.sample(), []
-            for i, (row, token) in enumerate(zip(self.batch.rows, tokens)):
-                if not row.job.cancelled and not self._take(row.job, token):
-                    left.append(i)
+            tokens = self.batch.sample()
+            left = [i for i, job in enumerate(jobs) if not job.cancelled and not self._take(job, tokens[i])]
             self.batch.keep(left)
             if left:
                 self.batch.step([tokens[i] for i in left])
         except FATAL:
             raise
         except Exception as error:  # in a step of all: what is left of their states is not known
-            jobs = [row.job for row in self.batch.rows]
             self.batch.clear()
-            for job in jobs:
-                self._fail_one(job, error)
+            for i in left:
+                self._fail_one(jobs[i], error)
 
     def _take(self, job: Completion, token: int | None) -> bool:
         """Pass on a sequence's token; whether it was the last."""
@@ -400,10 +366,7 @@ class Engine:
     def _fail_one(self, job: Completion, error: Exception) -> None:
         """A request fails; the others go on."""
         LOG.error("a request has failed", exc_info=error)
-        try:
-            job.emit(Failed(f"the request has failed ({type(error).__name__})"))  # the whole of it is the operator's
-        except Exception:
-            LOG.exception("nobody could be told")
+        _tell(job, f"the request has failed ({type(error).__name__})")  # the whole of it is the operator's
 
     def _fail(self, message: str) -> None:
         """End every request there is."""
@@ -412,4 +375,12 @@ class Engine:
         self.batch.clear()
         self._reading = None
         for job in jobs:
-            job.emit(Failed(message))
+            _tell(job, message)
+
+
+def _tell(job: Completion, message: str) -> None:
+    """A request hears that it has failed."""
+    try:
+        job.emit(Failed(message))
+    except Exception:  # whoever listens may be gone
+        LOG.exception("nobody could be told that %s", message)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any

@@ -20,7 +20,7 @@ GRACE = 1.0
 
 
 class Watch:
-    """Collective: every rank makes one around its engine's `run`, in its main thread.
+    """On every rank, in the main thread, around its engine's `run`.
 
         with Watch(engine, cp):
             engine.run()

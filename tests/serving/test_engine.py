@@ -76,9 +76,9 @@ def check_turns(rank: int) -> list[tuple[list[int], int, int]]:
     jobs = [Asked(x, 3) for x in asked]
     server = engine(cp, piece=8, batch=1, keep=1 << 20)
     serve(server, jobs)
-    assert set(server._kept) == {e.key for e in server._prefixes._entries.values()} or rank > 0
-    assert not server._states
-    return [(job.tokens, job.events[-1].reused_tokens, len(server._kept)) for job in jobs] if rank == 0 else []
+    assert set(server.states.kept) == {e.key for e in server._prefixes._entries.values()} or rank > 0
+    assert not server.states.open
+    return [(job.tokens, job.events[-1].reused_tokens, len(server.states.kept)) for job in jobs] if rank == 0 else []
 
 
 def test_prompts_that_begin_alike_are_read_from_there(ranks):
@@ -97,11 +97,11 @@ def test_states_that_do_not_fit_leave_again():
     few = engine(keep=size + size // 2, batch=1)
     serve(few, jobs)
     assert [job.events[-1].reused_tokens for job in jobs] == [0, 0, 40, 0]
-    assert len(few._kept) == 1
+    assert len(few.states.kept) == 1
     none = engine(batch=1)
     serve(none, jobs := [Asked(ids), Asked(ids)])
     assert jobs[1].events[-1].reused_tokens == 0
-    assert not none._kept
+    assert not none.states.kept
 
 
 def check_sampling(rank: int) -> list[list[int]]:
@@ -140,7 +140,7 @@ def test_who_goes_away_is_forgotten():
     assert (reading.events, waits.events) == ([], [])
     assert stays.tokens == truth(prompt(6), 5)
     assert seen[-1] == 2
-    assert not server._states
+    assert not server.states.open
 
 
 def test_the_end_of_a_text_ends_a_completion():
@@ -277,7 +277,7 @@ def check_one_fails(rank: int) -> list[tuple[list[int], str]]:
     broken_at(server, 3)
     jobs = [Asked([5], 9), Asked([5, 6, 7, 8, 3]), Asked([6, 5])]
     serve(server, jobs)
-    assert not server._states
+    assert not server.states.open
     return [(job.tokens, str(job.events[-1])) for job in jobs] if rank == 0 else []
 
 
@@ -399,13 +399,13 @@ def test_kept_states_grow_with_the_tokens():
     for length in (128, 256):
         server = engine(batch=1, piece=8, keep=1 << 30)
         serve(server, [Asked(ids[:length], 1)])
-        sizes.append(memory(server._kept))
+        sizes.append(memory(server.states.kept))
     assert sizes[1] < 2.1 * sizes[0]
     small = engine(batch=1, piece=8, keep=sizes[0])
     serve(small, jobs := [Asked(ids, 1), Asked(ids, 1)])
     assert 64 <= jobs[1].events[-1].reused_tokens < 256  # the beginning of what does not fit
     assert jobs[0].tokens == jobs[1].tokens
-    assert memory(small._kept) <= sizes[0]
+    assert memory(small.states.kept) <= sizes[0]
 
 
 def test_others_get_several_tokens_between_two_pieces():

@@ -129,7 +129,7 @@ def answers(folder: str, cp: ContextParallel | None = None) -> list[list[int]]:
     jobs = [Asked(ids, 5) for ids in prompts()]
     engine = Engine(model, text, cp, patience=LONG)
     serve(engine, jobs)
-    assert not engine._states
+    assert not engine.states.open
     return [job.tokens for job in jobs]
 
 
