@@ -215,6 +215,12 @@ class Layout:
         """Position of each global token index inside its document, int64."""
         return tokens - torch.tensor(self.cu_seqlens)[self.documents_of(tokens)]
 
+    def successors(self, rank: int) -> Tensor:
+        """Global index of the token after each of `rank`'s in its document, −1 after the last, int64 ``[T_local]``."""
+        tokens = self.tokens(rank)
+        last = torch.isin(tokens + 1, torch.tensor(self.cu_seqlens))
+        return torch.where(last, -1, tokens + 1)
+
     def owners_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Owning rank and local index there of each global token index, int64."""
         if self.kind == "striped":

@@ -8,6 +8,8 @@ import torch
 import tests.without_fla  # noqa: F401
 from tests.distributed.pool import Ranks
 
+pytest_plugins = ["tests.support.gpu"]
+
 
 @pytest.fixture(scope="session")
 def ranks():

@@ -118,6 +118,16 @@ def test_kernels_do_not_communicate():
             assert not any(name.startswith("torch.distributed") for name in names), file
 
 
+def test_the_package_does_not_need_its_checkout():
+    """Benchmarks, examples and tests are no part of an installation."""
+    outside = {"benchmarks", "examples", "tests"}
+    for file in ROOT.rglob("*.py"):
+        nodes = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, (ast.Import, ast.ImportFrom))]
+        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level}
+        assert not outside & {name.split(".")[0] for name in names}, file
+
+
 def test_public_names():
     assert set(ring_la.__all__) == PUBLIC
     assert all(getattr(ring_la, name).__doc__ for name in PUBLIC)

@@ -34,7 +34,7 @@ from ..softmax.backends import BACKENDS, Ask
 from ..softmax.scores import Scores
 from .job import job
 from .options import count
-from .scan_cases import OPS
+from .transitions import TRANSITIONS
 
 LIBRARIES = (
     "triton", "flash-attn", "flash-attn-4", "fla-core", "transformers", "diffusers", "yunchang", "xfuser",
@@ -150,8 +150,8 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
         lines.append((f"  {pattern}", f"α {line.alpha * 1e6:.0f} µs, β {line.beta / 1e9:.2f} GB/s received by a rank"))
     chain = Chain.of(cp.layout(64 * cp.size, args.layout))
     shown: dict[str, list[str]] = {}
-    for name, op in OPS.items():
-        shown.setdefault(op.transition, []).append(name)
+    for name, kind in TRANSITIONS.items():
+        shown.setdefault(kind, []).append(name)
     for kind, names in shown.items():
         like = Affine(kind, None, torch.empty(1, args.heads, args.width, args.width, device="meta"))
         best, seconds = cp.strategy(chain, like).name, cp.cost.predict(chain, like, backward=True)

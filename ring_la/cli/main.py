@@ -1,11 +1,12 @@
 """``ring-la COMMAND [OPTIONS]``: finds the module of a command, parses its options, runs it.
 
-A command is a module of this package, listed in `COMMANDS` under the words that call it, with two functions:
+A command is a module, listed in `COMMANDS` under the words that call it, with two functions:
 
     add_arguments(parser)    adds its options to an `argparse.ArgumentParser`
     run(args)                does the work; its result is the exit status (None: 0)
 
-The module's docstring is the command's help, its first line the summary. Commands are imported when they are called.
+The module's docstring is the command's help, its first line the summary. Commands are imported when they are called;
+benchmarks are not part of the package (see `bench`).
 Errors in what the user asked for (`RingLAError`) are printed without a traceback; the exit status is then 2.
 """
 
@@ -15,19 +16,21 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from ..errors import RingLAError
+from . import bench
 
-COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("doctor",): ("doctor", "what is here, what calls would run on, and what a group of ranks can do"),
-    ("plan",): ("plan", "step time, memory and the best split of a model on a cluster, from measured rates"),
-    ("serve",): ("serve", "completions of a model over HTTP, prompts split over the ranks"),
-    ("bench", "ops"): ("bench_ops", "every operator on one GPU beside fla-core and others"),
-    ("bench", "scan"): ("bench_scan", "linear recurrences on a split sequence beside the bound and what others do"),
-    ("bench", "attention"): ("bench_attention", "softmax attention on a split sequence beside its peers"),
-    ("bench", "grouped"): ("bench_grouped", "grouped GEMM on one GPU beside the other ways to do it"),
+COMMANDS: dict[tuple[str, ...], str] = {
+    ("doctor",): "what is here, what calls would run on, and what a group of ranks can do",
+    ("plan",): "step time, memory and the best split of a model on a cluster, from measured rates",
+    ("serve",): "completions of a model over HTTP, prompts split over the ranks",
+    ("bench", "ops"): "every operator on one GPU beside fla-core and others",
+    ("bench", "scan"): "linear recurrences on a split sequence beside the bound and what others do",
+    ("bench", "attention"): "softmax attention on a split sequence beside its peers",
+    ("bench", "grouped"): "grouped GEMM on one GPU beside the other ways to do it",
 }
-"""Words of a command: its module in this package, and what it does."""
+"""Words of a command, of which the last names its module, and what it does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,24 +39,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next((c for c in COMMANDS if tuple(words[: len(c)]) == c), None)
     if command is None:
         return _overview(words)
-    module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
-    parser = argparse.ArgumentParser(
-        prog=" ".join(("ring-la", *command)),
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
+    program = " ".join(("ring-la", *command))
     try:
+        module = _module(command)
+        parser = argparse.ArgumentParser(
+            prog=program, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(parser)
         return module.run(parser.parse_args(words[len(command) :])) or 0
     except RingLAError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
+
+
+def _module(command: tuple[str, ...]) -> ModuleType:
+    if command[0] == "bench":
+        return bench.find(command[-1])
+    return importlib.import_module(f".{command[-1]}", __package__)
 
 
 def _overview(words: Sequence[str]) -> int:
     """The list of commands: on request, or with a complaint about a command that is not in it."""
     asked = not words or words[-1] in ("-h", "--help") or any(tuple(words) == c[: len(words)] for c in COMMANDS)
-    lines = [f"  ring-la {' '.join(c):18}{what}" for c, (_, what) in COMMANDS.items()]
+    lines = [f"  ring-la {' '.join(c):18}{what}" for c, what in COMMANDS.items()]
     text = "\n".join(["commands (each has --help):", *lines])
     if asked:
         print(text)

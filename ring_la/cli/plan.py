@@ -1,7 +1,7 @@
 """Step time, memory and the best split of a hybrid model on a cluster, predicted from measured rates.
 
     ring-la plan --layers gdn,gdn,gdn,attention --repeat 8 --dim 2048 --heads 16 --length 262144 --gpus 8,64,1024
-    ring-la plan --config model.json --length 1048576 --gpus 512 --rates docs/benchmarks/scan-h200x4.json
+    ring-la plan --config model.json --length 1048576 --gpus 512 --rates benchmarks/results/scan-h200x4.json
 
 One line for each number of ranks P a sequence can be split over; the other GPUs hold replicas with sequences of their
 own, and weights, gradients and optimiser states are sharded over all. docs/planning.md says what is counted and how far
@@ -24,7 +24,7 @@ from ..scan import Chain, CostModel
 from ..scan.auto import Line
 from .cluster import Cluster
 from .rates import H200, Rates
-from .workload import Work, Workload
+from .workload import BlockWork, Workload
 
 STATE_BYTES = 16
 """A parameter in bf16 with its gradient, and Adam's master copy and two moments in fp32."""
@@ -219,7 +219,7 @@ def matmuls(setting: Setting, parameters: int, tokens: float) -> float:
     return 2 * (3 if setting.backward else 1) * parameters * tokens / setting.rates.matmul
 
 
-def local(setting: Setting, block: Work, tokens: float) -> float:
+def local(setting: Setting, block: BlockWork, tokens: float) -> float:
     """Seconds of one block's own work on this rank's tokens."""
     rates, backward = setting.rates, setting.backward
     products = matmuls(setting, block.multiplied, tokens)
@@ -240,14 +240,14 @@ def local(setting: Setting, block: Work, tokens: float) -> float:
     return seconds
 
 
-def _recomputed(setting: Setting, block: Work) -> tuple[bool, bool]:
+def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:
     """Whether the backward pass computes the layer and the MLP of a block again."""
     whole = "block" in setting.recompute
     mlp = whole or "mlp" in setting.recompute or setting.mlp_chunk is not None
     return whole or block.layer in setting.recompute, mlp
 
 
-def rotation(setting: Setting, model: CostModel, block: Work, tokens: float, P: int) -> float:
+def rotation(setting: Setting, model: CostModel, block: BlockWork, tokens: float, P: int) -> float:
     """Seconds of the ring of keys and values, P − 1 swaps forward; backward their gradients travel too."""
     return (P - 1) * model.swap(block.kv * tokens) * (3 if setting.backward else 1)
 
@@ -273,7 +273,7 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
     return STATE_BYTES * work.parameters / gpus + 4 * largest.parameters + kept + again + logits
 
 
-def _kept(setting: Setting, block: Work, tokens: float) -> float:
+def _kept(setting: Setting, block: BlockWork, tokens: float) -> float:
     """Bytes of a block that last from the forward to the backward pass."""
     one = 2 * setting.work.dim  # what is recomputed keeps its input
     if "block" in setting.recompute:
@@ -283,7 +283,7 @@ def _kept(setting: Setting, block: Work, tokens: float) -> float:
     return ((one if layer else block.layer_saved + norm) + (one if mlp else block.mlp_saved + norm)) * tokens
 
 
-def _again(setting: Setting, block: Work, tokens: float) -> float:
+def _again(setting: Setting, block: BlockWork, tokens: float) -> float:
     """Bytes that exist while a block is recomputed: all of it, or its dearer half; of an MLP's, a chunk's."""
     layer, mlp = _recomputed(setting, block)
     halves = [

@@ -13,9 +13,9 @@ from torch import nn
 
 from ..algebra import Affine
 from ..models import HybridConfig, HybridLM
-from ..models.hybrid import Block
+from ..models.block import ResidualBlock
 from ..nn import Attention, MixtureOfExperts
-from .scan_cases import OPS
+from .transitions import TRANSITIONS
 
 RECURRENCES = {
     "linear_attention": "linear_attention", "retention": "retention", "lightning": "retention", "gla": "gla",
@@ -27,14 +27,14 @@ PROBE = 128
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockWork:
     """One block: a layer along the sequence and its MLP.
 
     Attributes:
         parameters: of the block. multiplied: those a token is multiplied with (of experts, the active ones).
         layer_saved, mlp_saved, norm_saved: bytes kept for the backward pass, a token: by the layer, by the MLP, and by
             each of the two norms before them.
-        recurrence: name in `OPS`; "" for attention.
+        recurrence: name in `TRANSITIONS`; "" for attention.
         heads, K, V: of the state; of attention, query heads and their width twice.
         kv: bytes of keys and values, a token (attention).
     """
@@ -59,7 +59,7 @@ class Work:
     @property
     def state(self) -> Affine:
         """A map of this layer's state."""
-        return Affine(OPS[self.recurrence].transition, None, torch.empty(1, self.heads, self.K, self.V, device="meta"))
+        return Affine(TRANSITIONS[self.recurrence], None, torch.empty(1, self.heads, self.K, self.V, device="meta"))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Workload:
     """A model: its blocks, and the embedding with the output projection."""
 
     dim: int
-    blocks: tuple[Work, ...]
+    blocks: tuple[BlockWork, ...]
     ends: int
     """Parameters of embedding, last norm and head."""
     vocabulary: int
@@ -79,7 +79,7 @@ class Workload:
     @classmethod
     def of(cls, config: HybridConfig) -> Workload:
         """Read off the model of this configuration, in bf16."""
-        kinds: dict[str, Work] = {}
+        kinds: dict[str, BlockWork] = {}
         for name in dict.fromkeys(config.layers):
             one = HybridConfig(**config.to_dict() | {"layers": [name], "vocab_size": 1})
             with torch.device("meta"):
@@ -88,7 +88,7 @@ class Workload:
         return cls(config.dim, tuple(kinds[name] for name in config.layers), ends, config.vocab_size)
 
 
-def _work(name: str, block: Block, config: HybridConfig) -> Work:
+def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
     parameters = sum(p.numel() for p in block.parameters())
     multiplied = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
     if isinstance(block.mlp, MixtureOfExperts):
@@ -102,10 +102,11 @@ def _work(name: str, block: Block, config: HybridConfig) -> Work:
     if isinstance(layer, Attention):
         heads, width = layer.num_heads, layer.widths[0] // layer.num_heads
         saved = 2 * (config.dim + 2 * sum(layer.widths) + heads * width)  # x; q, k, v before and after RoPE; o
-        return Work(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, 2 * sum(layer.widths[1:]))
+        kv = 2 * sum(layer.widths[1:])
+        return BlockWork(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, kv)
     x = torch.empty(1, 1, config.dim, device="meta", dtype=torch.bfloat16)
     _, heads, K, V = layer(x, output_state=True).state.recurrent.shape
-    return Work(name, parameters, multiplied, _saved(layer, config.dim), mlp, norm, RECURRENCES[name], heads, K, V)
+    return BlockWork(name, parameters, multiplied, _saved(layer, config.dim), mlp, norm, RECURRENCES[name], heads, K, V)
 
 
 def _saved(module: nn.Module, dim: int) -> float:

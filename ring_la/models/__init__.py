@@ -1,6 +1,7 @@
 """Models made of `ring_la.nn` layers."""
 
-from .hybrid import HybridConfig, HybridLM, LMOutput
+from .config import HybridConfig
+from .hybrid import HybridLM, LMOutput
 from .mlp import MLPS, SwiGLU
 
 __all__ = ["MLPS", "HybridConfig", "HybridLM", "LMOutput", "SwiGLU"]

@@ -9,10 +9,7 @@ Blocks are pre-norm residual: ``x + layer(norm(x))``, then ``x + mlp(norm(x))``.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,58 +19,11 @@ from torch import Tensor, nn
 from ..checks import check_split
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, RingLAError, describe_tensor
-from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
-from ..nn.layer import positive
+from ..nn import RMSNorm, Routing
+from .block import ResidualBlock
+from .config import HybridConfig
 from .loss import IGNORE, linear_cross_entropy
-from .mlp import MLPS
-from .rounds import loss_in_rounds
-
-
-@dataclass(frozen=True)
-class HybridConfig:
-    """What a `HybridLM` is made of.
-
-    Attributes:
-        vocab_size, dim: number of tokens, and channels D.
-        layers: names from `ring_la.nn.LAYERS`, first to last.
-        num_heads: heads of every layer.
-        mlp: a name from `MLPS`. mlp_dim: its inner width (default 8/3 · D, rounded up to 32); of each expert in "moe".
-        tie_embeddings: the output projection is the embedding, transposed.
-        norm_eps: of the norms between the layers.
-        options: further keywords of layers, by name: ``{"attention": {"num_kv_heads": 2}}``.
-        mlp_options: of the MLPs: ``{"experts": 64, "top_k": 8, "shared_hidden": 512, "balance_coef": 0.01}``.
-    """
-
-    vocab_size: int
-    dim: int
-    layers: Sequence[str]
-    num_heads: int
-    mlp: str = "swiglu"
-    mlp_dim: int | None = None
-    tie_embeddings: bool = True
-    norm_eps: float = 1e-6
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    mlp_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_heads"):
-            positive(name, getattr(self, name))
-        if self.mlp_dim is not None:
-            positive("mlp_dim", self.mlp_dim)
-        if not isinstance(self.layers, (list, tuple)) or not self.layers:
-            raise ArgumentError("layers", "a list of at least one name", repr(self.layers))
-        for argument, names in (("layers", self.layers), ("options", self.options)):
-            for name in names:
-                if name not in LAYERS:
-                    raise ArgumentError(argument, f"names out of {', '.join(LAYERS)}", repr(name))
-        if self.mlp not in MLPS:
-            raise ArgumentError("mlp", f"one of {', '.join(MLPS)}", repr(self.mlp))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint; ``HybridConfig(**d)`` is the way back."""
-        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        options = {k: dict(v) for k, v in self.options.items()}
-        return out | {"layers": list(self.layers), "options": options, "mlp_options": dict(self.mlp_options)}
+from .rounds import in_rounds, refuse_growing
 
 
 class LMOutput(NamedTuple):
@@ -94,48 +44,14 @@ class HiddenOutput(NamedTuple):
     """As in `LMOutput`."""
 
 
-class Block(nn.Module):
-    """One layer along the sequence and one MLP, each on a normalised residual stream."""
-
-    def __init__(self, layer: Layer, mlp: nn.Module, dim: int, eps: float) -> None:
-        super().__init__()
-        self.layer, self.mlp = layer, mlp
-        self.layer_norm, self.mlp_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
-
-    def forward(
-        self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None, **keywords: Any
-    ) -> tuple[Tensor, Any, Routing | None]:
-        """``x``, what the layer remembers, and what the router of a mixture of experts did."""
-        o, state = self.mix_tokens(x, layout=layout, **keywords)
-        x = x + o
-        o, routing = self.mix_channels(x, output_routing=output_routing, layout=layout)
-        return x + o, state, routing
-
-    def mix_tokens(self, x: Tensor, **keywords: Any) -> LayerOutput:
-        """What the layer adds to ``x [B, T, D]``, and what it remembers."""
-        return self.layer(self.layer_norm(x), **keywords)
-
-    def mix_channels(self, x: Tensor, **keywords: Any) -> MoEOutput:
-        """What the MLP adds to ``x [B, T, D]``, and what its router did if it has one."""
-        y = self.mlp_norm(x)
-        if not isinstance(self.mlp, MixtureOfExperts):
-            return MoEOutput(self.mlp(y), None)
-        return self.mlp(y, **keywords)
-
-
 class HybridLM(nn.Module):
     """A causal language model whose layers may be of any kind (see the module's text)."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.config = config
-        hidden = 32 * -(-8 * config.dim // (3 * 32)) if config.mlp_dim is None else config.mlp_dim
-        make_mlp = partial(MLPS[config.mlp], **config.mlp_options)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(
-            Block(_make_layer(config, i), make_mlp(config.dim, hidden), config.dim, config.norm_eps)
-            for i in range(len(config.layers))
-        )
+        self.blocks = nn.ModuleList(ResidualBlock.of(config, i) for i in range(len(config.layers)))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -195,6 +111,11 @@ class HybridLM(nn.Module):
         """The output projection of `hidden`'s x."""
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
+    @property
+    def output_weight(self) -> Tensor:
+        """The output projection's weight ``[vocab_size, D]``."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
     def loss(
         self,
         ids: Tensor,
@@ -231,14 +152,42 @@ class HybridLM(nn.Module):
         routings = [] if routings is None else routings
         begin = len(routings)
         x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).x.flatten(0, 1)
-        weight = self.embedding.weight if self.head is None else self.head.weight
         total = count if total is None else total
-        loss = linear_cross_entropy(x, weight, targets.flatten(), chunk=chunk) / total
+        loss = linear_cross_entropy(x, self.output_weight, targets.flatten(), chunk=chunk) / total
         return loss + sum(routing.aux_loss for routing in routings[begin:]) * (count / total)
 
-    def loss_in_rounds(self, ids: Tensor, cp: ContextParallel, **keywords: Any) -> Tensor:
-        """`loss` of a whole sequence whose runs are worked on one after the other; see `rounds.loss_in_rounds`."""
-        return loss_in_rounds(self, ids, cp, **keywords)
+    def loss_in_rounds(
+        self,
+        ids: Tensor,
+        cp: ContextParallel,
+        *,
+        rounds: int,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        total: Tensor | int | None = None,
+        chunk: int = 8192,
+    ) -> Tensor:
+        """This rank's part of the mean loss of a whole sequence whose runs of tokens are worked on one after the other.
+
+        Args:
+            ids: int ``[1, T]``, the whole sequence, on every rank.
+            cp: the ranks each round is split over. rounds: their number.
+            cu_seqlens: offsets ``[N+1]`` of packed documents; None: one document.
+            total: the number of targets to divide by; None: those of `ids`.
+            chunk: tokens whose logits exist at a time.
+
+        Raises:
+            ArgumentError: by name. UnsupportedError: a layer whose state grows with the sequence, or a router balanced
+                over the whole of it.
+        """
+        plan = in_rounds(ids, cp, rounds, cu_seqlens)
+        refuse_growing(zip(self.config.layers, self.blocks))
+        loss, states = 0.0, None
+        for r in plan:
+            before = None if states is None else r.entering(states)
+            x, states = self.hidden(r.ids, states=before, output_states=not r.last, layout=r.layout)
+            part = linear_cross_entropy(x.flatten(0, 1), self.output_weight, r.targets.flatten(), chunk=chunk)
+            loss = loss + part / (r.total if total is None else total)
+        return loss
 
     def check(
         self,
@@ -272,14 +221,6 @@ class HybridLM(nn.Module):
             raise ArgumentError("targets", f"a tensor of the shape of ids, {list(ids.shape)}", describe_tensor(targets))
         if not isinstance(layout, ShardedLayout):
             check_split(ids.shape[1], ids.shape[0], layout, cu_seqlens, ids.device)
-
-
-def _make_layer(config: HybridConfig, i: int) -> Layer:
-    name = config.layers[i]
-    kind, keywords = LAYERS[name], dict(config.options.get(name, {}))
-    if kind.knows_depth:
-        keywords = {"layer_idx": i, "num_layers": len(config.layers)} | keywords
-    return kind(config.dim, config.num_heads, **keywords)
 
 
 def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | int]:

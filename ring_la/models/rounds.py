@@ -8,71 +8,67 @@ sequence. For models whose every layer is a recurrence: the state of softmax att
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..context import ContextParallel
+from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..layout import check_cu_seqlens
 from ..nn import KVCache, MixtureOfExperts
-from .loss import IGNORE, linear_cross_entropy
-
-if TYPE_CHECKING:
-    from .hybrid import HybridLM
+from .block import ResidualBlock
+from .loss import IGNORE
 
 
-def loss_in_rounds(
-    model: HybridLM,
-    ids: Tensor,
-    cp: ContextParallel,
-    *,
-    rounds: int,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    total: Tensor | int | None = None,
-    chunk: int = 8192,
-) -> Tensor:
-    """The loss of a whole sequence, round by round.
+@dataclass(frozen=True)
+class SequenceRound:
+    """One run of tokens of a sequence.
 
-    Args:
-        ids: int ``[1, T]``, the whole sequence, on every rank.
-        cp: the ranks each round is split over. rounds: their number.
-        cu_seqlens: offsets ``[N+1]`` of packed documents; None: one document.
-        total: the number of targets to divide by; None: those of `ids`.
-        chunk: tokens whose logits exist at a time.
-
-    Returns:
-        This rank's part of the mean loss.
-
-    Raises:
-        ArgumentError: by name. UnsupportedError: a layer whose state grows with the sequence, or a router balanced over
-            the whole of it.
+    Attributes:
+        layout: how it is split.
+        ids, targets: this rank's tokens of it ``[1, T_local]``, and the token that follows each.
+        total: the targets of the whole sequence.
+        continues: whether its first document began in an earlier round. last: whether it ends the sequence.
     """
-    cu = _check(model, ids, cp, rounds, cu_seqlens)
+
+    layout: ShardedLayout
+    ids: Tensor
+    targets: Tensor
+    total: int
+    continues: bool
+    last: bool
+
+    def entering(self, states: Sequence[Any]) -> list[Any]:
+        """What the layers start from, given what they remember of the round before."""
+        documents, ranks = self.layout.num_documents, self.layout.cp.size
+        return [carried(state, self.continues, documents, ranks) for state in states]
+
+
+def in_rounds(
+    ids: Tensor, cp: ContextParallel, rounds: int, cu_seqlens: Tensor | Sequence[int] | None
+) -> Iterator[SequenceRound]:
+    """The rounds of a sequence ``[1, T]``, one after the other; see `HybridLM.loss_in_rounds`."""
+    cu = _check(ids, cp, rounds, cu_seqlens)
     T = ids.shape[1]
     ends = torch.zeros(T, dtype=torch.bool)
     ends[torch.tensor([c - 1 for c in cu[1:] if c > 0])] = True
     targets = ids.roll(-1, 1).masked_fill(ends.to(ids.device), IGNORE).long()
-    total = max(1, T - int(ends.sum())) if total is None else total
-    loss, states, borders = 0.0, None, [T * i // rounds for i in range(rounds + 1)]
-    for start, stop in zip(borders, borders[1:]):
+    total = max(1, T - int(ends.sum()))
+    borders = [T * i // rounds for i in range(rounds + 1)]
+
+    def one(start: int, stop: int) -> SequenceRound:
         inside = [start, *cu[bisect_right(cu, start) : bisect_left(cu, stop)], stop]
         layout = cp.layout(stop - start, cu_seqlens=[c - start for c in inside] if cu_seqlens is not None else None)
-        if states is not None:
-            states = [carried(state, start not in cu, len(inside) - 1, cp.size) for state in states]
-        mine = layout.shard(ids[:, start:stop])
-        x, states = model.hidden(mine, states=states, output_states=stop < T, layout=layout)
-        labels = layout.shard(targets[:, start:stop]).flatten()
-        weight = model.embedding.weight if model.head is None else model.head.weight
-        loss = loss + linear_cross_entropy(x.flatten(0, 1), weight, labels, chunk=chunk) / total
-    return loss
+        mine = (layout.shard(x[:, start:stop]) for x in (ids, targets))
+        return SequenceRound(layout, *mine, total, start not in cu, stop == T)
+
+    return map(one, borders, borders[1:])
 
 
-def _check(
-    model: HybridLM, ids: Tensor, cp: ContextParallel, rounds: int, cu_seqlens: Tensor | Sequence[int] | None
-) -> tuple[int, ...]:
+def _check(ids: Tensor, cp: ContextParallel, rounds: int, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...]:
     """Refuse what does not fit; the documents' offsets."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
         raise ArgumentError("ids", "an int tensor [1, T]", describe_tensor(ids))
@@ -81,13 +77,18 @@ def _check(
     T = ids.shape[1]
     if not isinstance(rounds, int) or not 1 <= rounds <= T:
         raise ArgumentError("rounds", f"an int from 1 to {T}", repr(rounds))
-    for name, block in zip(model.config.layers, model.blocks):
+    return (0, T) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, T)
+
+
+def refuse_growing(blocks: Iterable[tuple[str, ResidualBlock]]) -> None:
+    """Refuse blocks, each with its layer's name, whose state grows with the sequence or whose router is balanced over
+    the whole of it."""
+    for name, block in blocks:
         if block.layer.state_type is KVCache:
             raise UnsupportedError("rounds", "recurrent layers alone", f"a layer of kind {name!r}")
         if isinstance(block.mlp, MixtureOfExperts) and (block.mlp.balance_coef or block.mlp.z_coef):
             got = "auxiliary losses, which are of the whole sequence"
             raise UnsupportedError("rounds", "no auxiliary losses", got, "Set balance_coef and z_coef to 0")
-    return (0, T) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, T)
 
 
 def carried(state: Any, continues: bool, documents: int, ranks: int) -> Any:

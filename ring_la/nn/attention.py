@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError
 from ..softmax import attention
 from .decoding import KVCache, KVRows, one_query
-from .layer import Call, Layer, LayerOutput, divide, head_width, merge_heads, positions, split_heads
+from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import RMSNorm, check_rotation, rotate
 
 
@@ -58,23 +57,22 @@ class Attention(Layer):
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
 
-    def _check(self, x: Tensor, state: KVCache | None, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> None:
+    def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
         rows = isinstance(state, KVRows)
-        super()._check(x, None if rows else state, layout, cu_seqlens)
+        super()._check(x, None if rows else state, call)
         if rows:
-            self._check_rows(x, state, layout, cu_seqlens)
-        elif state is not None and not Call(layout, cu_seqlens, False).packed:
+            self._check_rows(x, len(state.seats.lengths), call)
+        elif state is not None and not call.packed:
             expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
             if got != expected:
                 raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
 
-    def _check_rows(self, x: Tensor, state: KVRows, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> None:
-        N = len(state.seats.lengths)
-        if layout is not None or cu_seqlens is not None or x.shape[:2] != (N, 1):
-            got = f"{list(x.shape)}{'' if layout is None and cu_seqlens is None else ', split or packed'}"
+    def _check_rows(self, x: Tensor, N: int, call: LayerCall) -> None:
+        if call.layout is not None or call.packed or x.shape[:2] != (N, 1):
+            got = f"{list(x.shape)}{', split or packed' if call.layout is not None or call.packed else ''}"
             raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {self.dim}], on one device", got)
 
-    def mix(self, x: Tensor, state: KVCache | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
         q, k, v = self.qkv_proj(x).split(self.widths, -1)
         q = self.q_norm(split_heads(q, self.num_heads))
         k, v = self.k_norm(split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
@@ -97,7 +95,9 @@ class Attention(Layer):
             o = torch.sigmoid(self.gate_proj(x)) * o
         return LayerOutput(self.out_proj(o), state if call.output_state else None)
 
-    def _continue(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: Call) -> tuple[Tensor, KVCache | None]:
+    def _continue(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: LayerCall
+    ) -> tuple[Tensor, KVCache | None]:
         """More tokens under a layout: the cache is put before them."""
         if call.packed or cache.empty is not None:
             raise UnsupportedError(
@@ -114,7 +114,7 @@ class Attention(Layer):
         return o, cache.extend(new.k, new.v)
 
 
-def _cache(k: Tensor, v: Tensor, call: Call) -> KVCache:
+def _cache(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:
     """The cache of whole documents, on every rank, from this rank's keys and values."""
     if call.layout is not None:
         k, v = call.layout.gather(k), call.layout.gather(v)

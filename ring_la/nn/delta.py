@@ -15,8 +15,8 @@ from ..errors import ArgumentError
 from ..kernels.fused.gates import decay_gate
 from ..recurrences import delta_rule, gated_delta_rule, kda
 from .layer import (
-    Call,
     Layer,
+    LayerCall,
     LayerOutput,
     LayerState,
     head_width,
@@ -65,7 +65,7 @@ class _DeltaLayer(Layer):
         """The modules of the layer's own: its decay, its output gate and its norm."""
         raise NotImplementedError
 
-    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
         qkv, tail = self.conv(self.qkv_proj(x), state.tail, call)
         q, k, v = qkv.split(self.widths, -1)

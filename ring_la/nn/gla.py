@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError
 from ..kernels.fused.gates import decay_gate
 from ..recurrences import gla, hgrn2
-from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, positive, split_heads
+from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, positive, split_heads
 from .parts import GatedRMSNorm, RMSNorm
 
 
@@ -48,7 +48,7 @@ class GatedLinearAttention(Layer):
         self.norm = GatedRMSNorm(V)
         self.out_proj = nn.Linear(values, dim, bias=False)
 
-    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         q, k, v, r = (split_heads(y, self.num_heads) for y in self.qkvr_proj(x).split(self.widths, -1))
         g = decay_gate(self.decay_proj(x), sign=-1.0, factor=1 / self.temperature)  # logsigmoid / τ
         o, S = gla(
@@ -95,7 +95,7 @@ class HGRN2(Layer):
         self.norm = RMSNorm(dim)
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
-    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         q, f, i = self.qfi_proj(x).chunk(3, -1)
         g = decay_gate(f, sign=-1.0)  # logsigmoid
         if self.lower_bound:

@@ -43,7 +43,7 @@ class LayerOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """How the tokens of one call are split, whether its state is wanted, and whether it replaces the one given."""
 
     layout: ShardedLayout | None
@@ -108,31 +108,25 @@ class Layer(nn.Module):
         Raises:
             ArgumentError: a wrong shape, dtype, layout or state, by name; under a layout on every rank.
         """
-        self.check(x, state, output_state, layout, cu_seqlens, in_place)
-        in_place = in_place and state is not None
-        return self.mix(x, state, Call(layout, cu_seqlens, output_state, in_place))
+        call = LayerCall(layout, cu_seqlens, output_state, in_place)
+        self.check(x, state, call)
+        if in_place and state is None:  # there is nothing to write over
+            call = LayerCall(layout, cu_seqlens, output_state)
+        return self.mix(x, state, call)
 
-    def mix(self, x: Tensor, state: Any, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         """The layer itself, over checked arguments."""
         raise NotImplementedError
 
     # -- checks --------------------------------------------------------------------------------------------
 
-    def check(
-        self,
-        x: Tensor,
-        state: Any,
-        output_state: bool,
-        layout: ShardedLayout | None,
-        cu_seqlens: Tensor | None,
-        in_place: bool,
-    ) -> None:
+    def check(self, x: Tensor, state: Any, call: LayerCall) -> None:
         """Refuse what does not fit this layer, on every rank alike."""
-        error, name = None, type(self).__name__
+        error, layout = None, call.layout
         try:
-            self._check(x, state, layout, cu_seqlens)
-            check_flag("output_state", output_state)
-            check_flag("in_place", in_place)
+            self._check(x, state, call)
+            check_flag("output_state", call.output_state)
+            check_flag("in_place", call.in_place)
         except RingLAError as e:
             error = e
         if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
@@ -141,22 +135,22 @@ class Layer(nn.Module):
                 signature = (
                     ("x", (x.shape[0], x.shape[2], str(x.dtype), x.requires_grad)),
                     ("state given", state is not None),
-                    ("output_state", output_state),
+                    ("output_state", call.output_state),
                     ("gradients", torch.is_grad_enabled()),
                 )
-            layout.agree(f"nn.{name}", signature, error)
+            layout.agree(f"nn.{type(self).__name__}", signature, error)
         elif error is not None:
             raise error
 
-    def _check(self, x: Tensor, state: Any, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> None:
-        name = type(self).__name__
+    def _check(self, x: Tensor, state: Any, call: LayerCall) -> None:
+        name, layout = type(self).__name__, call.layout
         if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in FLOATS:
             got = f"{x.dtype} of {x.dim()} dimensions" if isinstance(x, Tensor) else describe_tensor(x)
             raise ArgumentError("x", f"a float tensor [B, T, {self.dim}] for {name}", got)
         if x.shape[2] != self.dim:
             raise ArgumentError("x", f"{self.dim} channels last, the dim of this {name}", x.shape[2])
         if self.needs_runs or not isinstance(layout, ShardedLayout) or layout.has_runs:
-            check_split(x.shape[1], x.shape[0], layout, cu_seqlens, x.device)
+            check_split(x.shape[1], x.shape[0], layout, call.cu_seqlens, x.device)
         elif x.shape[1] != layout.local_length:
             got = layout.local_length
             raise ArgumentError("layout", f"one with {x.shape[1]} tokens on this rank, the T of x", got)
@@ -206,7 +200,7 @@ def inverse_softplus(y: Tensor) -> Tensor:
     return y + torch.log(-torch.expm1(-y))
 
 
-def positions(x: Tensor, seen: Tensor | None, call: Call) -> Tensor:
+def positions(x: Tensor, seen: Tensor | None, call: LayerCall) -> Tensor:
     """Position of each token in its document, int64 ``[T]``, or ``[B, T]`` after `seen` ``[N]`` tokens."""
     T = x.shape[1]
     if call.layout is not None:
@@ -222,7 +216,7 @@ def positions(x: Tensor, seen: Tensor | None, call: Call) -> Tensor:
     return here + seen[document] if document is not None else here + seen[:, None]
 
 
-def lengths(x: Tensor, seen: Tensor | None, call: Call) -> Tensor:
+def lengths(x: Tensor, seen: Tensor | None, call: LayerCall) -> Tensor:
     """Tokens of each document so far, int64 ``[N]``."""
     if call.layout is not None:
         cu = torch.tensor(call.layout.cu_seqlens, device=x.device)

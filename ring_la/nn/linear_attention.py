@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..recurrences import linear_attention
-from .layer import Call, Layer, LayerOutput, LayerState, head_width, merge_heads, split_heads
+from .layer import Layer, LayerCall, LayerOutput, LayerState, head_width, merge_heads, split_heads
 
 
 class LinearAttention(Layer):
@@ -36,7 +36,7 @@ class LinearAttention(Layer):
         self.qkv_proj = nn.Linear(dim, 3 * inner, bias=False)
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
-    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, -1))
         o, S = linear_attention(
             F.elu(q) + 1,

@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..recurrences import mamba2
-from .layer import Call, Layer, LayerOutput, LayerState, divide, head_width, inverse_softplus, merge_heads, split_heads
+from .layer import (
+    Layer,
+    LayerCall,
+    LayerOutput,
+    LayerState,
+    divide,
+    head_width,
+    inverse_softplus,
+    merge_heads,
+    split_heads,
+)
 from .parts import RMSNorm, ShortConv
 
 
@@ -59,7 +69,7 @@ class Mamba2(Layer):
         self.norm = RMSNorm(inner)
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
-    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
         z, xBC, dt = self.in_proj(x).split(self.widths, -1)
         xBC, tail = self.conv(xBC, state.tail, call)

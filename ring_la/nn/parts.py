@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..conv import short_conv
 from ..errors import ArgumentError
 from ..kernels.fused.rms_norm import rms_norm
-from .layer import Call, positive, wide
+from .layer import LayerCall, positive, wide
 
 
 class RMSNorm(nn.Module):
@@ -60,7 +60,7 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
 
-    def forward(self, x: Tensor, tail: Tensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, tail: Tensor | None, call: LayerCall) -> tuple[Tensor, Tensor | None]:
         """``(o [B, T, D], last inputs of each document [N, D, W−1] or None)``."""
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ..checks import check_depth
 from ..recurrences import lightning_attention, retention
 from .layer import (
-    Call,
     Layer,
+    LayerCall,
     LayerOutput,
     LayerState,
     head_width,
@@ -58,7 +58,7 @@ class MultiScaleRetention(Layer):
         self.norm = HeadNorm(num_heads, V)
         self.out_proj = nn.Linear(num_heads * V, dim, bias=False)
 
-    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
         q, k, v, gate = (split_heads(y, self.num_heads) for y in self.qkvg_proj(x).split(self.widths, -1))
         if self.rope_base is not None:
@@ -111,7 +111,7 @@ class LightningAttention(Layer):
         self.norm = RMSNorm(inner)
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
-    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         q, k, v = (split_heads(y, self.num_heads) for y in F.silu(self.qkv_proj(x)).chunk(3, -1))
         o, S = lightning_attention(
             q,

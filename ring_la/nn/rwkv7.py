@@ -11,7 +11,7 @@ from ..checks import check_depth
 from ..conv import token_shift
 from ..kernels.fused.gates import l2norm
 from ..recurrences import rwkv7
-from .layer import Call, Layer, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
+from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
 from .parts import HeadNorm
 
 
@@ -81,7 +81,7 @@ class RWKV7(Layer):
         for layer, size in ((self.r_proj, 0.5), (self.k_proj, 0.05), (self.v_proj, 0.5)):
             nn.init.uniform_(layer.weight, -size * dim**-0.5, size * dim**-0.5)
 
-    def mix(self, x: Tensor, state: LayerState | None, call: Call) -> LayerOutput:
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
         before, tail = token_shift(x, initial_state=state.tail, **call.keywords)
         xr, xw, xk, xv, xa, xg = (x + (before - x) * mu.to(x.dtype) for mu in self.mu)

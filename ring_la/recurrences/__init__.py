@@ -1,4 +1,4 @@
-"""The linear recurrences. A new one is a function in one file here, listed below; tests parametrise over the list."""
+"""The linear recurrences. A new one is a definition in one file here, listed below; tests parametrise over the list."""
 
 from .delta import delta_rule, gated_delta_rule, kda
 from .dplr import dplr_delta_rule, rwkv7
@@ -7,7 +7,7 @@ from .linear_attention import linear_attention
 from .mamba2 import mamba2
 from .retention import lightning_attention, lightning_decay, retention, retention_decay, simple_gla
 
-RECURRENCES = (
+FUNCTIONS = (
     linear_attention,
     retention,
     lightning_attention,
@@ -21,6 +21,7 @@ RECURRENCES = (
     rwkv7,
     dplr_delta_rule,
 )
-"""Every recurrence: what conformance tests and benchmarks go through."""
+RECURRENCES = tuple(f.definition for f in FUNCTIONS)
+"""The definition of every recurrence: what conformance tests and benchmarks go through."""
 
-__all__ = [f.__name__ for f in RECURRENCES] + ["RECURRENCES", "lightning_decay", "retention_decay"]
+__all__ = [r.name for r in RECURRENCES] + ["RECURRENCES", "lightning_decay", "retention_decay"]

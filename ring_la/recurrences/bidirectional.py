@@ -16,26 +16,21 @@ from ..context import ShardedLayout
 from ..kernels import Inputs, state_dtype
 from ..kernels.fused.bidirectional import outer_sum, read_state, sum_and_read
 from ..outputs import LinearAttentionOutput
+from .definition import CommonOptions
 
 
-def bidirectional(
-    inputs: Inputs,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    layout: ShardedLayout | None,
-    cu_seqlens: Tensor | None,
-) -> LinearAttentionOutput:
+def bidirectional(inputs: Inputs, scale: float, options: CommonOptions) -> LinearAttentionOutput:
     """o ``[B, T, H, V]`` and each document's state ``[N, H, K, V]``, of q, k ``[B,T,Hk,K]`` and v ``[B,T,H,V]``.
 
     An initial state ``[N, H, K, V]`` is added to every document's sum.
     """
+    initial = options.initial_state
     with full_precision(inputs.q):
-        if layout is None:
-            o, S = _local(inputs, scale, initial_state, cu_seqlens)
+        if options.layout is None:
+            o, S = _local(inputs, scale, initial, options.cu_seqlens)
         else:
-            o, S = _split(inputs, scale, initial_state, layout)
-    return LinearAttentionOutput(o.to(inputs.v.dtype), S if output_final_state else None)
+            o, S = _split(inputs, scale, initial, options.layout)
+    return LinearAttentionOutput(o.to(inputs.v.dtype), S if options.output_final_state else None)
 
 
 def _local(inputs: Inputs, scale: float, initial: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor]:

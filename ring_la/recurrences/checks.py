@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,12 +9,10 @@ from ..checks import FLOATS, check_flag, check_nan, check_scale, check_split
 from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels import Inputs, check_choice, state_dtype
-
-if TYPE_CHECKING:
-    from .recurrence import Options, Recurrence
+from .definition import CommonOptions, Recurrence
 
 
-def check(r: Recurrence, options: Options) -> None:
+def check(r: Recurrence, options: CommonOptions) -> None:
     """Refuse wrong shapes, dtypes, devices and choices. No synchronisation unless the layout validates always."""
     B, T, H, K, V = check_tensors(r)
     check_choice(options.mode, options.backend)
@@ -48,7 +44,7 @@ def check(r: Recurrence, options: Options) -> None:
         check_values(r, state)
 
 
-def check_in_place(r: Recurrence, options: Options) -> None:
+def check_in_place(r: Recurrence, options: CommonOptions) -> None:
     """Refuse to overwrite a state that is missing, shared between ranks, of another dtype, or part of a graph."""
     state, wanted = options.initial_state, state_dtype(*r.inputs)
     if options.backend == "reference":
@@ -65,20 +61,28 @@ def check_in_place(r: Recurrence, options: Options) -> None:
 def check_tensors(r: Recurrence) -> tuple[int, int, int, int, int]:
     """Refuse inputs that are not float tensors of the right shapes on one device, q, k and v of one dtype; returns
     B, T, H, K and V."""
-    q, k, v = r.inputs[:3]
-
-    def name(f: str) -> str:
-        return r.names.get(f, f)
-
-    wanted, present = r.rule.inputs, []
-    for f, x in zip(Inputs._fields, r.inputs):
-        if x is None and f not in wanted:
-            continue
+    name = r.name
+    present = {f: x for f, x in zip(Inputs._fields, r.inputs) if x is not None or f in r.rule.inputs}
+    for f, x in present.items():
         if not isinstance(x, Tensor):
             raise ArgumentError(name(f), "a tensor", describe_tensor(x))
         if x.dtype not in FLOATS:
             raise ArgumentError(name(f), "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
-        present.append((f, x))
+    sizes = check_shapes(r)
+    q = r.inputs.q
+    for f, x in present.items():
+        if x.device != q.device:
+            raise ArgumentError(name(f), f"a tensor on {q.device}, where {name('q')} is", x.device)
+    for f in ("k", "v"):
+        if present[f].dtype != q.dtype:
+            raise ArgumentError(name(f), f"{q.dtype}, the dtype of {name('q')}", present[f].dtype)
+    return sizes
+
+
+def check_shapes(r: Recurrence) -> tuple[int, int, int, int, int]:
+    """Refuse shapes that do not fit together; returns B, T, H, K and V."""
+    name = r.name
+    q, k, v = r.inputs[:3]
     for f, x in (("q", q), ("v", v)):
         if x.dim() != 4:
             raise ArgumentError(name(f), "four dimensions [B, T, H, D]", list(x.shape))
@@ -92,17 +96,10 @@ def check_tensors(r: Recurrence) -> tuple[int, int, int, int, int]:
         raise ArgumentError(name("v"), f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
     if H % Hk:
         raise ArgumentError(name("v"), f"a number of heads that is a multiple of the {Hk} of {name('q')}", H)
-    for f, x in present[3:]:
+    for f, x in zip(Inputs._fields[3:], r.inputs[3:]):
         tail = () if f == "beta" or (f == "g" and r.rule.decay != "diagonal") else (K,)
-        if x.shape != (B, T, H, *tail) and x.shape != (B, T, Hk, *tail):
+        if x is not None and x.shape != (B, T, H, *tail) and x.shape != (B, T, Hk, *tail):
             raise ArgumentError(name(f), f"{[B, T, H, *tail]}", list(x.shape))
-    device, dtype = q.device, q.dtype
-    for f, x in present:
-        if x.device != device:
-            raise ArgumentError(name(f), f"a tensor on {device}, where {name('q')} is", x.device)
-    for f, x in present[1:3]:
-        if x.dtype != dtype:
-            raise ArgumentError(name(f), f"{dtype}, the dtype of {name('q')}", x.dtype)
     return B, T, H, K, V
 
 
@@ -111,7 +108,7 @@ def check_values(r: Recurrence, state: Tensor | None) -> None:
     for f, x in (*r.inputs._asdict().items(), ("initial_state", state)):
         if x is None:
             continue
-        name = r.names.get(f, f)
+        name = r.name(f)
         x = x.detach()
         check_nan(name, x)
         if f == "g" and x.numel() and float(x.max()) > 0:

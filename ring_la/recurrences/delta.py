@@ -6,12 +6,13 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..kernels import Inputs
-from .recurrence import Recurrence, recurrence
+from .definition import Recurrence
+from .recurrence import recurrence
 
 
-@recurrence
+@recurrence(paper="Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484")
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Recurrence:
-    """The delta rule (Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484): S ← (I − β k kᵀ) S + β k vᵀ.
+    """The delta rule: S ← (I − β k kᵀ) S + β k vᵀ.
 
     Args:
         q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm).
@@ -20,9 +21,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Recurrence:
     return Recurrence(Rule("delta", "none"), Inputs(q, k, v, beta=beta))
 
 
-@recurrence
+@recurrence(paper="Yang et al. 2024, arXiv 2412.06464, eq. 10")
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Recurrence:
-    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464, eq. 10): S ← exp(g) (I − β k kᵀ) S + β k vᵀ.
+    """The gated delta rule: S ← exp(g) (I − β k kᵀ) S + β k vᵀ.
 
     Args:
         q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm).
@@ -31,9 +32,9 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     return Recurrence(Rule("delta", "scalar"), Inputs(q, k, v, g, beta))
 
 
-@recurrence
+@recurrence(paper="Kimi Team 2025, arXiv 2510.26692, eq. 1")
 def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Recurrence:
-    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692, eq. 1): S ← (I − β k kᵀ) diag(exp g) S + β k vᵀ.
+    """Kimi delta attention: S ← (I − β k kᵀ) diag(exp g) S + β k vᵀ.
 
     Args:
         q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm).

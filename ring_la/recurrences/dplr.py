@@ -6,12 +6,13 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..kernels import Inputs
-from .recurrence import Recurrence, recurrence
+from .definition import Recurrence
+from .recurrence import recurrence
 
 
-@recurrence
+@recurrence(paper="Peng et al. 2025, arXiv 2503.14456, eq. 1")
 def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor) -> Recurrence:
-    """The generalised delta rule: S ← (diag(exp g) + b aᵀ) S + k vᵀ (Peng et al. 2025, arXiv 2503.14456, eq. 1).
+    """The generalised delta rule: S ← (diag(exp g) + b aᵀ) S + k vᵀ.
 
     `a` reads the state before the token's decay.
 
@@ -22,9 +23,9 @@ def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Te
     return Recurrence(Rule("dplr", "diagonal"), Inputs(q, k, v, g, None, a, b))
 
 
-@recurrence
+@recurrence(paper="Peng et al. 2025, arXiv 2503.14456, eq. 17")
 def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Recurrence:
-    """RWKV-7 (Peng et al. 2025, arXiv 2503.14456, eq. 17): S ← (diag(exp w) + b aᵀ) S + k vᵀ, o = scale · Sᵀ r.
+    """RWKV-7: S ← (diag(exp w) + b aᵀ) S + k vᵀ, o = scale · Sᵀ r.
 
     The paper has no scale: pass ``scale=1.0`` for its form.
 

@@ -9,12 +9,13 @@ from ..algebra import Rule
 from ..checks import FLOATS
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from .recurrence import Recurrence, recurrence
+from .definition import Recurrence
+from .recurrence import recurrence
 
 
-@recurrence
+@recurrence(paper="Yang et al. 2023, arXiv 2312.06635, eq. 3")
 def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Recurrence:
-    """Gated linear attention (Yang et al. 2023, arXiv 2312.06635, eq. 3): S ← diag(exp g) S + k vᵀ.
+    """Gated linear attention: S ← diag(exp g) S + k vᵀ.
 
     Args:
         q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
@@ -23,9 +24,9 @@ def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Recurrence:
     return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g))
 
 
-@recurrence
+@recurrence(paper="Qin et al. 2024, arXiv 2404.07904")
 def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
-    """HGRN-2 (Qin et al. 2024, arXiv 2404.07904): gated linear attention whose key is what the gate lets go.
+    """HGRN-2: gated linear attention whose key is what the gate lets go.
 
     ``S ← diag(exp g) S + (1 − exp g) vᵀ``.
 

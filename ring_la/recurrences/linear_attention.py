@@ -8,14 +8,15 @@ from torch import Tensor
 from ..algebra import Rule
 from ..checks import check_flag
 from ..kernels import Inputs
-from .recurrence import Recurrence, recurrence
+from .definition import Recurrence
+from .recurrence import recurrence
 
 EPS = 1e-10
 
 
-@recurrence
+@recurrence(paper="Katharopoulos et al. 2020, arXiv 2006.16236, eq. 10–12")
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, normalize: bool = False) -> Recurrence:
-    """Linear attention (Katharopoulos et al. 2020, arXiv 2006.16236, eq. 10–12): S ← S + k vᵀ, o = scale · Sᵀ q.
+    """Linear attention: S ← S + k vᵀ, o = scale · Sᵀ q.
 
     Args:
         q, k: ``[B, T, Hk, K]``, after the feature map.

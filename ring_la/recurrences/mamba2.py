@@ -10,10 +10,11 @@ from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
 from ..kernels.fused.gates import discretise
 from ..kernels.fused.skip import skip
-from .recurrence import Recurrence, recurrence
+from .definition import Recurrence
+from .recurrence import recurrence
 
 
-@recurrence
+@recurrence(paper="Dao & Gu 2024, arXiv 2405.21060, §6", default_scale=1.0)
 def mamba2(
     x: Tensor,
     dt: Tensor,
@@ -24,7 +25,7 @@ def mamba2(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> Recurrence:
-    """Mamba-2 (Dao & Gu 2024, arXiv 2405.21060, §6): S ← exp(Δ A) S + B (Δ x)ᵀ, y = scale · Sᵀ C + D x.
+    """Mamba-2: S ← exp(Δ A) S + B (Δ x)ᵀ, y = scale · Sᵀ C + D x.
 
     Args:
         x: ``[B, T, H, V]``. dt: ``[B, T, H]``; Δ = dt + dt_bias, through a softplus if `dt_softplus`.
@@ -48,7 +49,6 @@ def mamba2(
     return Recurrence(
         Rule("additive", "scalar"),
         Inputs(C, B, v, g),
-        default_scale=1.0,
         readout=(lambda y: y) if D is None else (lambda y: skip(y, x, D)),
         names={"q": "C", "k": "B", "v": "x", "g": "dt · A"},
     )

@@ -13,7 +13,8 @@ from ..autograd import traced
 from ..checks import FLOATS, check_depth
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs, state_dtype
-from .recurrence import Recurrence, recurrence
+from .definition import Recurrence
+from .recurrence import recurrence
 
 RULE = Rule("additive", "scalar")
 
@@ -82,9 +83,9 @@ def _recurrence(
     return Recurrence(RULE, Inputs(q, k, v, _default(decay, v, *arguments)), decays=decays)
 
 
-@recurrence
+@recurrence(paper="RetNet, Sun et al. 2023, arXiv 2307.08621, eq. 6 and 8")
 def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
-    """Retention (RetNet, Sun et al. 2023, arXiv 2307.08621, eq. 6 and 8): S ← γ_h S + k vᵀ.
+    """Retention: S ← γ_h S + k vᵀ.
 
     Args:
         q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
@@ -93,11 +94,11 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
     return _recurrence(q, k, v, g, retention_decay)
 
 
-@recurrence
+@recurrence(paper="Qin et al. 2024, arXiv 2401.04658")
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, layer_idx: int = 0, num_layers: int = 1
 ) -> Recurrence:
-    """Lightning attention (Qin et al. 2024, arXiv 2401.04658): S ← λ_h S + k vᵀ.
+    """Lightning attention: S ← λ_h S + k vᵀ.
 
     Args:
         q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
@@ -112,7 +113,7 @@ def lightning_attention(
     return _recurrence(q, k, v, g, lightning_decay, layer_idx, num_layers)
 
 
-@recurrence
+@recurrence(paper="Yang et al. 2023, arXiv 2312.06635, with a scalar gate")
 def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
     """Gated linear attention with one gate a head: S ← exp(g) S + k vᵀ.
 

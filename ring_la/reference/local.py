@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_la.errors import ArgumentError
 from ring_la.outputs import ShortConvOutput, TokenShiftOutput
-from ring_la.reference.arguments import documents, expect_local, expect_shape
+from ring_la.reference.arguments import Document, documents, expect_local, expect_shape
 
 
 def short_conv(
@@ -40,29 +40,32 @@ def short_conv(
     B, T, D = flat.shape
     taps = (weight.squeeze(1) if weight.dim() == 3 else weight).double()
     expect_shape("weight", taps, D=D, W=None)
-    W = taps.shape[1]
     if bias is not None:
         expect_shape("bias", bias, D=D)
+    W = taps.shape[1]
     spans = documents(B, T, cu_seqlens)
     N = spans[-1].states.stop
     if initial_state is None:
         initial_state = flat.new_zeros(N, D, W - 1)
     expect_shape("initial_state", initial_state, N=N, D=D, tail=W - 1)
+    y, states = _convolve(flat, taps, initial_state.double(), spans)
+    if bias is not None:
+        y = y + bias.double()
+    y = F.silu(y) if activation == "silu" else y
+    return ShortConvOutput(y.view(x.shape), states if output_final_state else None)
 
-    outputs, states = [flat.new_zeros(B, 0, D)], []
+
+def _convolve(x: Tensor, taps: Tensor, initial_state: Tensor, spans: Sequence[Document]) -> tuple[Tensor, Tensor]:
+    """Σ_j taps[:, j] · x_{t−W+1+j} for each token ``[B, T, D]``, and each document's last inputs ``[N, D, W − 1]``."""
+    outputs, states = [x.new_zeros(x.shape[0], 0, x.shape[2])], []
     for document, rows, tokens in spans:
-        tail = initial_state[document].double()
+        tail = initial_state[document]
         for t in range(tokens.start, tokens.stop):
-            seen = torch.cat([tail, flat[rows, t, :, None]], dim=-1)
+            seen = torch.cat([tail, x[rows, t, :, None]], dim=-1)
             outputs.append((taps * seen).sum(-1)[:, None])
             tail = seen[..., 1:]
         states.append(tail)
-    y = torch.cat(outputs, dim=1)
-    if bias is not None:
-        y = y + bias.double()
-    if activation == "silu":
-        y = F.silu(y)
-    return ShortConvOutput(y.view(x.shape), torch.cat(states) if output_final_state else None)
+    return torch.cat(outputs, dim=1), torch.cat(states)
 
 
 def token_shift(

@@ -23,11 +23,11 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.errors import ArgumentError
 from ring_la.reference.arguments import expect_shape
-from ring_la.reference.token_loop import Recurrence, recurrence
+from ring_la.reference.token_loop import TokenLoop, recurrence
 
 
 @recurrence
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, normalize: bool = False) -> Recurrence:
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, normalize: bool = False) -> TokenLoop:
     """Linear attention (Katharopoulos et al. 2020, eq. 10–12): S ← S + k vᵀ, o = scale · Sᵀ q.
 
     `causal=False` is the bidirectional form: every token reads the state after its document's last token.
@@ -37,9 +37,9 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, no
     """
     rule = Rule("additive", "none")
     if not normalize:
-        return Recurrence(rule, q, k, v, causal=causal)
+        return TokenLoop(rule, q, k, v, causal=causal)
     with_one = torch.cat([v.double(), v.new_ones(*v.shape[:-1], 1, dtype=torch.float64)], dim=-1)
-    return Recurrence(rule, q, k, with_one, causal=causal, readout=lambda o: o[..., :-1] / (o[..., -1:] + 1e-10))
+    return TokenLoop(rule, q, k, with_one, causal=causal, readout=lambda o: o[..., :-1] / (o[..., -1:] + 1e-10))
 
 
 def _static(g: Tensor, q: Tensor, v: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _static(g: Tensor, q: Tensor, v: Tensor) -> Tensor:
 
 
 @recurrence
-def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
+def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> TokenLoop:
     """Retention (RetNet, Sun et al. 2023, eq. 6 and 8): S ← γ_h S + k vᵀ.
 
     `g` [H] holds log γ_h; None means the paper's γ_h = 1 − 2^(−5−h), h = 0 … H − 1.
@@ -57,13 +57,13 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
     if g is None:
         head = torch.arange(v.shape[2], dtype=torch.float64, device=v.device)
         g = torch.log1p(-(2.0 ** (-5 - head)))
-    return Recurrence(Rule("additive", "scalar"), q, k, v, _static(g, q, v))
+    return TokenLoop(Rule("additive", "scalar"), q, k, v, _static(g, q, v))
 
 
 @recurrence
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, layer_idx: int = 0, num_layers: int = 1
-) -> Recurrence:
+) -> TokenLoop:
     """Lightning attention (Qin et al. 2024, arXiv 2401.04658): S ← λ_h S + k vᵀ.
 
     `g` [H] holds log λ_h; None means −(8h / H) (1 − layer_idx / num_layers), h = 0 … H − 1: the decay of the
@@ -75,13 +75,13 @@ def lightning_attention(
     if g is None:
         H = v.shape[2]
         g = -(8 / H) * (1 - layer_idx / num_layers) * torch.arange(H, dtype=torch.float64, device=v.device)
-    return Recurrence(Rule("additive", "scalar"), q, k, v, _static(g, q, v))
+    return TokenLoop(Rule("additive", "scalar"), q, k, v, _static(g, q, v))
 
 
 @recurrence
-def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> TokenLoop:
     """Gated linear attention with one gate a head: S ← exp(g) S + k vᵀ. `g` [B, T, H]; None: no decay."""
-    return Recurrence(Rule("additive", "none" if g is None else "scalar"), q, k, v, g)
+    return TokenLoop(Rule("additive", "none" if g is None else "scalar"), q, k, v, g)
 
 
 @recurrence
@@ -94,7 +94,7 @@ def mamba2(
     D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-) -> Recurrence:
+) -> TokenLoop:
     """Mamba-2 (Dao & Gu 2024, arXiv 2405.21060, the SSD recurrence): S ← exp(Δ A) S + B (Δ x)ᵀ, y = Sᵀ C + D x.
 
     x [B, T, H, V]; dt [B, T, H]; A [H], negative; B, C [B, T, G, K], H a multiple of the G groups; D [H] or [H, V];
@@ -113,7 +113,7 @@ def mamba2(
     if D is not None:
         D = (D if D.dim() == 2 else D[:, None]).double()
         expect_shape("D", D, H=H, V=(1, V))
-    return Recurrence(
+    return TokenLoop(
         Rule("additive", "scalar"),
         q=C,
         k=B,
@@ -126,61 +126,61 @@ def mamba2(
 
 
 @recurrence
-def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Recurrence:
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> TokenLoop:
     """Gated linear attention (Yang et al. 2023, arXiv 2312.06635): S ← diag(exp g) S + k vᵀ. `g` [B, T, H, K]."""
-    return Recurrence(Rule("additive", "diagonal"), q, k, v, g)
+    return TokenLoop(Rule("additive", "diagonal"), q, k, v, g)
 
 
 @recurrence
-def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
+def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> TokenLoop:
     """HGRN-2 (Qin et al. 2024, arXiv 2404.07904): `gla` whose key is what the gate lets go, k = 1 − exp(g).
 
     `g` [B, T, Hk, K] has the heads of q.
     """
-    return Recurrence(Rule("additive", "diagonal"), q, -torch.expm1(g.double()), v, g, names={"k": "g"})
+    return TokenLoop(Rule("additive", "diagonal"), q, -torch.expm1(g.double()), v, g, names={"k": "g"})
 
 
 @recurrence
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Recurrence:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> TokenLoop:
     """The delta rule (Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484): S ← (I − β k kᵀ) S + β k vᵀ.
 
     `beta` [B, T, H].
     """
-    return Recurrence(Rule("delta", "none"), q, k, v, beta=beta)
+    return TokenLoop(Rule("delta", "none"), q, k, v, beta=beta)
 
 
 @recurrence
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Recurrence:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> TokenLoop:
     """The gated delta rule (Yang et al. 2024, arXiv 2412.06464, eq. 10): S ← (I − β k kᵀ) exp(g) S + β k vᵀ.
 
     `g`, `beta` [B, T, H].
     """
-    return Recurrence(Rule("delta", "scalar"), q, k, v, g, beta)
+    return TokenLoop(Rule("delta", "scalar"), q, k, v, g, beta)
 
 
 @recurrence
-def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Recurrence:
+def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> TokenLoop:
     """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, eq. 1): S ← (I − β k kᵀ) diag(exp g) S + β k vᵀ.
 
     `g` [B, T, H, K]; `beta` [B, T, H].
     """
-    return Recurrence(Rule("delta", "diagonal"), q, k, v, g, beta)
+    return TokenLoop(Rule("delta", "diagonal"), q, k, v, g, beta)
 
 
 @recurrence
-def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor) -> Recurrence:
+def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor) -> TokenLoop:
     """The delta rule with a diagonal-plus-low-rank transition: S ← (diag(exp g) + b aᵀ) S + k vᵀ.
 
     `a`, `b`, `g` [B, T, H, K]. `a` reads the state before the decay.
     """
-    return Recurrence(Rule("dplr", "diagonal"), q, k, v, g, a=a, b=b)
+    return TokenLoop(Rule("dplr", "diagonal"), q, k, v, g, a=a, b=b)
 
 
 @recurrence
-def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Recurrence:
+def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> TokenLoop:
     """RWKV-7 (Peng et al. 2025, arXiv 2503.14456): `dplr_delta_rule` with the receptance r as query and w as log decay.
 
     r, k [B, T, Hk, K]; w, a, b [B, T, H, K]; the paper's removal key κ̂ and in-context rate give a = −κ̂, b = κ̂ ⊙ rate.
     Its readout has no scale: pass `scale=1` for it, since None means K**-0.5 here as everywhere.
     """
-    return Recurrence(Rule("dplr", "diagonal"), r, k, v, w, a=a, b=b, names={"q": "r", "g": "w"})
+    return TokenLoop(Rule("dplr", "diagonal"), r, k, v, w, a=a, b=b, names={"q": "r", "g": "w"})

@@ -21,11 +21,11 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.errors import ArgumentError
 from ring_la.outputs import LinearAttentionOutput
-from ring_la.reference.arguments import documents, expect_local, expect_shape
+from ring_la.reference.arguments import Document, documents, expect_local, expect_shape
 
 
-class Recurrence(NamedTuple):
-    """What makes one recurrence: its rule, and what its tokens bring."""
+class TokenLoop(NamedTuple):
+    """What makes one recurrence a token loop: its rule, and what its tokens bring."""
 
     rule: Rule
     q: Tensor
@@ -66,7 +66,7 @@ def read(q: Tensor, S: Tensor) -> Tensor:
     return (q[..., None] * S).sum(-2)
 
 
-def check(r: Recurrence) -> None:
+def check(r: TokenLoop) -> None:
     """Check the shapes of what the tokens bring."""
     name = {field: r.names.get(field, field) for field in ("q", "k", "v", "g")}
     expect_shape(name["q"], r.q, B=None, T=None, H=None, K=None)
@@ -88,63 +88,72 @@ def check(r: Recurrence) -> None:
         expect_shape("b", r.b, B=B, T=T, H=heads, K=K)
 
 
-def token_loop(
-    r: Recurrence,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm: bool = False,
-    layout: object = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    mode: str = "auto",
-    backend: str | None = None,
-) -> LinearAttentionOutput:
+class LoopOptions(NamedTuple):
+    """The keywords all recurrences have in common; `ring_la.reference.recurrences` says what they mean."""
+
+    scale: float | None = None
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm: bool = False
+    layout: object = None
+    cu_seqlens: Tensor | Sequence[int] | None = None
+    mode: str = "auto"
+    backend: str | None = None
+
+
+def token_loop(r: TokenLoop, options: LoopOptions) -> LinearAttentionOutput:
     """Run a recurrence over each document, a token at a time."""
-    expect_local(layout, backend, mode)
+    expect_local(options.layout, options.backend, options.mode)
     check(r)
     B, T, H, V = r.v.shape
     K = r.q.shape[-1]
-    q, k, v, g, beta, a, b = (
-        None if x is None else x.double().repeat_interleave(H // x.shape[2], dim=2)
-        for x in (r.q, r.k, r.v, r.g, r.beta, r.a, r.b)
-    )
-    if use_qk_l2norm:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    brought = (r.q, r.k, r.v, r.g, r.beta, r.a, r.b)
+    q, *token = (None if x is None else x.double().repeat_interleave(H // x.shape[2], dim=2) for x in brought)
+    if options.use_qk_l2norm:
+        q, token[0] = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, token[0]))
+    scale = options.scale
     if scale is None:
         scale = K**-0.5 if r.default_scale is None else r.default_scale
-    spans = documents(B, T, cu_seqlens)
+    spans = documents(B, T, options.cu_seqlens)
     N = spans[-1].states.stop
-    if initial_state is None:
-        initial_state = v.new_zeros(N, H, K, V)
+    initial_state = q.new_zeros(N, H, K, V) if options.initial_state is None else options.initial_state
     expect_shape("initial_state", initial_state, N=N, H=H, K=K, V=V)
 
-    outputs, states = [v.new_zeros(B, 0, H, V)], []
-    for document, rows, tokens in spans:
-        S = initial_state[document].double()
-        for t in range(tokens.start, tokens.stop):
-            token = (None if x is None else x[rows, t] for x in (k, v, g, beta, a, b))
-            S = step(r.rule, S, *token)
-            if r.causal:
-                outputs.append(read(q[rows, t], S)[:, None])
-        if not r.causal:
-            outputs.append(read(q[rows, tokens], S[:, None]))
+    outputs, states = [q.new_zeros(B, 0, H, V)], []
+    for document in spans:
+        o, S = _document(r, initial_state[document.states].double(), q, token, document)
+        outputs.append(o)
         states.append(S)
     o = r.readout(scale * torch.cat(outputs, dim=1))
-    return LinearAttentionOutput(o, torch.cat(states) if output_final_state else None)
+    return LinearAttentionOutput(o, torch.cat(states) if options.output_final_state else None)
 
 
-def recurrence(describe: Callable[..., Recurrence]) -> Callable[..., LinearAttentionOutput]:
+def _document(
+    r: TokenLoop, S: Tensor, q: Tensor, token: Sequence[Tensor | None], document: Document
+) -> tuple[Tensor, Tensor]:
+    """Sᵀ q of a document's tokens ``[N, T, H, V]``, and the state after them, given the state `S` before."""
+    rows, span = document.rows, document.tokens
+    outputs = [S.new_zeros(len(S), 0, S.shape[1], S.shape[3])]
+    for t in range(span.start, span.stop):
+        S = step(r.rule, S, *(None if x is None else x[rows, t] for x in token))
+        if r.causal:
+            outputs.append(read(q[rows, t], S)[:, None])
+    if not r.causal:
+        outputs.append(read(q[rows, span], S[:, None]))
+    return torch.cat(outputs, dim=1), S
+
+
+def recurrence(describe: Callable[..., TokenLoop]) -> Callable[..., LinearAttentionOutput]:
     """The public function of a recurrence: `describe`'s own arguments, then the keywords common to all."""
     own = inspect.signature(describe)
-    loop = inspect.signature(token_loop)
-    common = [p for p in loop.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    fields = inspect.signature(LoopOptions).parameters.values()
+    common = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
 
     @functools.wraps(describe)
     def function(*args, **keywords) -> LinearAttentionOutput:
-        options = {p.name: keywords.pop(p.name) for p in common if p.name in keywords}
-        return token_loop(describe(*args, **keywords), **options)
+        options = LoopOptions(**{p.name: keywords.pop(p.name) for p in common if p.name in keywords})
+        return token_loop(describe(*args, **keywords), options)
 
-    signature = own.replace(parameters=[*own.parameters.values(), *common], return_annotation=loop.return_annotation)
+    signature = own.replace(parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput)
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function

@@ -4,7 +4,7 @@ What a model remembers of a prompt is a state of every layer: a few MB for recur
 and the keys and values of attention. A state stands for one prefix and cannot be cut back, so where to keep one is
 decided when the prompt is read: at its end, where the next turn of a conversation goes on; at the last multiples of
 `STRIDES` well before its end, where another question to the same document parts; where it parts from a prompt that was
-read before; and at the ends of pieces. What is kept is what came since the last one (`Kept`), so that keys and values
+read before; and at the ends of pieces. What is kept is what came since the last one (`KeptPrefix`), so that keys and values
 are kept once.
 """
 
@@ -129,7 +129,7 @@ def _names(ids: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
 # -- on every rank -----------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
+class KeptPrefix(NamedTuple):
     """What a model remembers of a prefix, beyond what is kept of a shorter one."""
 
     parent: int
@@ -140,7 +140,7 @@ class Kept(NamedTuple):
     """Logits and states; of keys and values those of the tokens since."""
 
 
-def kept(prompt: Prefilled, length: int, parent: int, known: Mapping[int, Kept]) -> Kept:
+def kept(prompt: Prefilled, length: int, parent: int, known: Mapping[int, KeptPrefix]) -> KeptPrefix:
     """What to keep of a prompt of `length` tokens, after `parent` among what is `known`. Its tensors are its own."""
     begin = known[parent].length if parent else 0
 
@@ -149,10 +149,10 @@ def kept(prompt: Prefilled, length: int, parent: int, known: Mapping[int, Kept])
             return state
         return KVCache(state.k[:, begin:].clone(), state.v[:, begin:].clone(), None)
 
-    return Kept(parent, length, Prefilled(prompt.logits, [since(state) for state in prompt.states]))
+    return KeptPrefix(parent, length, Prefilled(prompt.logits, [since(state) for state in prompt.states]))
 
 
-def whole(key: int, known: Mapping[int, Kept]) -> Prefilled:
+def whole(key: int, known: Mapping[int, KeptPrefix]) -> Prefilled:
     """What the model remembers of the whole prefix."""
     line = [known[key]]
     while line[0].parent:

@@ -8,7 +8,7 @@ from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError
 from ..inference import Prefilled
 from .model import Served
-from .prefixes import Kept, kept, whole
+from .prefixes import KeptPrefix, kept, whole
 from .ranks import Ranks, What, Word
 
 FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
@@ -28,7 +28,7 @@ class States:
     def __init__(self, model: Served, cp: ContextParallel | None, ranks: Ranks) -> None:
         self._model, self._cp, self._ranks = model, cp, ranks
         self.open: dict[int, Prefilled] = {}
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, KeptPrefix] = {}
 
     def before(self, key: int) -> Prefilled:
         """A state, or what is kept under that number."""

@@ -179,7 +179,7 @@ class PackedSequences(Dataset):
 
     Args:
         corpus: the documents. seq_len: T. seed: of the documents' order.
-        max_document: longer documents are cut into pieces of this many tokens; None: they are not.
+        max_document: longer documents are cut into parts of this many tokens; None: they are not.
         begin: the token sequence 0 starts at.
     """
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+import ring_la
 from ring_la.cli.main import COMMANDS, main
 from ring_la.errors import ArgumentError
 
@@ -28,11 +34,31 @@ def test_unknown_command(capsys):
     assert "bench nothing" in capsys.readouterr().err
 
 
+def test_benchmarks_without_their_checkout(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("ring_la.cli.bench.CHECKOUT", tmp_path)
+    assert main(["bench", "ops", "--help"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"ring-la bench ops: ring_la: expected a checkout, with benchmarks/ beside it, got the one in {tmp_path}"
+        in said
+    )
+    assert "Benchmarks run from a checkout: clone ring_la and run there `python -m ring_la bench ops`" in said
+
+
+def test_benchmarks_are_found_from_anywhere(tmp_path):
+    """By a process that finds ring_la alone, as an editable installation may have it."""
+    (tmp_path / "ring_la").symlink_to(Path(ring_la.__file__).parent)
+    command = [sys.executable, "-m", "ring_la", "bench", "attention", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ring-la bench attention" in done.stdout
+
+
 def test_bad_argument(capsys, monkeypatch):
     def refuse(_):
         raise ArgumentError("ops", "known names", "banana")
 
-    monkeypatch.setattr("ring_la.cli.bench_ops.run", refuse)
+    monkeypatch.setattr("benchmarks.ops.bench.run", refuse)
     assert main(["bench", "ops"]) == 2
     assert "ring-la bench ops: ops: expected known names, got banana" in capsys.readouterr().err
 

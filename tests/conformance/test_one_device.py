@@ -4,23 +4,60 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import ring_la
 from ring_la import reference
+from ring_la.algebra import Rule
 from ring_la.kernels import Inputs
 from ring_la.kernels.operators import linear_recurrence, linear_recurrence_backward
 from ring_la.kernels.pytorch.chunked import ChunkedRecurrence
-from ring_la.recurrences import RECURRENCES as FUNCTIONS
+from ring_la.recurrences import RECURRENCES as DEFINITIONS
+from ring_la.recurrences.definition import Recurrence
+from ring_la.recurrences.recurrence import recurrence
 from tests.conformance.cases import RECURRENCES, error, make_inputs
 
 H, K, V = 4, 6, 5
 
 
 def test_the_cases_cover_the_registry():
-    assert {f.__name__ for f in FUNCTIONS} == set(RECURRENCES)
+    assert {r.name for r in DEFINITIONS} == set(RECURRENCES)
+
+
+def test_a_definition_is_what_its_function_is():
+    for r in DEFINITIONS:
+        function = getattr(ring_la, r.name)
+        assert function.definition is r
+        assert r.reference is getattr(reference, r.name)
+        assert f"Source: {r.paper}." in function.__doc__
+    x = make_inputs("gla", 1, 9)
+    scaled = recurrence(paper="none", default_scale=0.25)(ring_la.gla.definition.describe)
+    assert error(scaled(**x).o, ring_la.gla(**x, scale=0.25).o) == 0
+    assert "None: 0.25." in scaled.__doc__
+
+
+def test_a_recurrence_of_ones_own():
+    """What is defined outside the package is a public function like any other."""
+
+    @recurrence(paper="none")
+    def leaky(q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> Recurrence:
+        """S ← σ(rate) S + k vᵀ."""
+        return Recurrence(Rule("additive", "scalar"), Inputs(q, k, v, F.logsigmoid(rate)), names={"g": "rate"})
+
+    x = make_inputs("simple_gla", 2, 33, H=H, K=K, V=V)
+    rate = x.pop("g")
+    state = torch.randn(2, H, K, V, dtype=torch.float64, requires_grad=True)
+    cotangents = torch.randn(2, 33, H, V, dtype=torch.float64), torch.randn(2, H, K, V, dtype=torch.float64)
+    got = run(leaky, x | {"rate": rate}, state, cotangents)
+    want = run(lambda rate, **y: reference.simple_gla(g=F.logsigmoid(rate), **y), x | {"rate": rate}, state, cotangents)
+    assert max(map(error, got, want)) < 1e-10
+    with pytest.raises(ring_la.ArgumentError, match=r"^rate: expected"):
+        leaky(**x, rate=rate[:, :5])
+    with pytest.raises(ring_la.UnsupportedError, match=r"^backend: expected .+ leaky"):
+        leaky(**x, rate=rate, backend="reference")
 
 
 def run(function, x: dict, state: Tensor, cotangents, **keywords):

@@ -1,10 +1,11 @@
-"""A pool of ranks that lives as long as the test run: real processes, gloo, one start-up for all tests.
+"""A pool of ranks that lives as long as the test run: real processes, one start-up for all tests.
 
     ranks.run(4, check, *args)      calls check(rank, *args) on ranks 0..3 and returns their results
 
 `check` is an importable function of a test module. Each size P has its own process group over ranks 0..P−1, which
 `check` gets from `group()`. A rank's exception is raised in the test with that rank's traceback; a rank that does not
-answer within the timeout is killed with all others, and the next call starts a fresh pool.
+answer within the timeout is killed with all others, and the next call starts a fresh pool. Ranks speak gloo on CPUs, or
+NCCL with a GPU each.
 """
 
 from __future__ import annotations
@@ -40,20 +41,21 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Processes 0 … size−1 joined in one gloo job, fed over pipes."""
+    """Processes 0 … size−1 joined in one job of gloo or NCCL, fed over pipes."""
 
-    def __init__(self, size: int = SIZE) -> None:
-        self.size = size
+    def __init__(self, size: int = SIZE, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._processes: list = []
         self._pipes: list = []
 
     def start(self) -> None:
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["torch.distributed", "ring_la.nn", __name__])  # once for all ranks and restarts
+        server = multiprocessing.get_context("spawn" if self.backend == "nccl" else "forkserver")
+        if self.backend == "gloo":  # imports once for all ranks and restarts; CUDA does not survive a fork
+            server.set_forkserver_preload(["torch.distributed", "ring_la.nn", __name__])
         port = _free_port()
         for rank in range(self.size):
             here, there = server.Pipe()
-            process = server.Process(target=_serve, args=(rank, self.size, port, there), daemon=True)
+            process = server.Process(target=_serve, args=(rank, self.size, port, there, self.backend), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -113,7 +115,7 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
     """One rank: join, then answer calls until the pipe closes."""
     global _size
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -122,9 +124,14 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = None
+    if backend == "nccl":  # whose first calls wait for each other's compilers; `HANG` still holds
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, device_id=device,
+        timeout=timedelta(seconds=60 if device is None else 600),
+    )  # fmt: skip
     for p in range(1, size + 1):
         _groups[p] = dist.new_group(list(range(p)))
     pipe.send((True, None))

@@ -1,6 +1,6 @@
 """Messages by mailboxes: the kernel itself, interpreted, on files the ranks share in place of symmetric memory.
 
-The GPUs' own check is ``torchrun -m tests.gpu.check_symmetric``.
+The GPUs' own check is tests/gpu/test_symmetric.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ring_la
 from ring_la.comm import Group
 from tests.distributed.pool import group
-from tests.kernels.triton_cases import interpreted
+from tests.support.interpreter import interpreted
 
 interpreted()
 

@@ -2,7 +2,7 @@
 
 ptxas 12.8, which comes with Triton 3.6, at times drops the instruction that defines a uniform register and keeps those
 that read it. A product that takes its operand's address from there reads outside of shared memory, or what lies
-elsewhere. Here every launch of `check_triton`'s cases is compiled for sm_90, disassembled, and searched for uniform
+elsewhere. Here every launch of `test_triton`'s cases is compiled for sm_90, disassembled, and searched for uniform
 registers that are read where no earlier line has written them. Prints what it finds, or with --show the registers,
 spilled bytes and shared memory of every kernel, and exits 1 if there is any. A second or two a kernel.
 """
@@ -30,8 +30,8 @@ from ring_la.kernels.scalar_decay import launches as simple
 from ring_la.kernels.segments import backend as local
 from ring_la.kernels.segments import base, cut, table
 from ring_la.kernels.wy import launches as general
-from tests.gpu.check_triton import cases
-from tests.kernels.triton_cases import RULES, Case
+from tests.gpu.test_triton import cases
+from tests.support.triton_cases import RULES, Case
 
 MODULES = base, cut, general, simple
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
@@ -122,7 +122,7 @@ def unwritten(sass: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--show", action="store_true", help="print every kernel")
     args = parser.parse_args()

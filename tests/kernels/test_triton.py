@@ -1,6 +1,6 @@
 """The Triton kernels against the fp64 token loop, every rule, small shapes: interpreted without a GPU.
 
-What a compiler may get wrong shows only in tests/gpu/check_triton.py.
+What a compiler may get wrong shows only in tests/gpu/test_triton.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs
-from tests.kernels.interpreter import compute_bf16
-from tests.kernels.triton_cases import RULES, Case, error, errors, interpreted, token_loop
+from tests.support.interpreter import compute_bf16, interpreted
+from tests.support.triton_cases import RULES, Case, error, errors, token_loop
 
 interpreted()
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ring_la.kernels.fused.short_conv import plain_convolve, plain_convolve_backward
-from tests.kernels.triton_cases import error, interpreted
+from tests.support.interpreter import interpreted
+from tests.support.triton_cases import error
 
 interpreted()
 

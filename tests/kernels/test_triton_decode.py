@@ -7,7 +7,8 @@ import torch
 
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs
-from tests.kernels.triton_cases import RULES, Case, error, interpreted, token_loop
+from tests.support.interpreter import interpreted
+from tests.support.triton_cases import RULES, Case, error, token_loop
 
 interpreted()
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ring_la.kernels.fused import gates, skip, swiglu
 from ring_la.kernels.fused import rms_norm as rms
-from tests.kernels.triton_cases import error, interpreted
+from tests.support.interpreter import interpreted
+from tests.support.triton_cases import error
 
 interpreted()
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ring_la.kernels.fused import bidirectional as outer
-from tests.kernels.triton_cases import error, interpreted
+from tests.support.interpreter import interpreted
+from tests.support.triton_cases import error
 
 interpreted()
 

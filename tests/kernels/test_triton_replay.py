@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.triton_cases import RULES, Case, interpreted
+from tests.support.interpreter import interpreted
+from tests.support.triton_cases import RULES, Case
 
 interpreted()
 

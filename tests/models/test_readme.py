@@ -44,7 +44,7 @@ def test_code_runs(ranks):
 
 
 def test_tables_are_complete():
-    for name in [f.__name__ for f in RECURRENCES] + [layer.__name__ for layer in LAYERS.values()]:
+    for name in [r.name for r in RECURRENCES] + [layer.__name__ for layer in LAYERS.values()]:
         assert f"`{name}`" in README, name
 
 

@@ -14,7 +14,7 @@ from ring_la.scan import Border
 from tests.conformance.cases import make_inputs
 from tests.distributed.pool import group
 from tests.distributed.test_symmetric import over_files
-from tests.kernels.triton_cases import interpreted
+from tests.support.interpreter import interpreted
 
 interpreted()
 
@@ -96,7 +96,7 @@ OPS = {
     "gla": (2, ("zigzag",)),
     "gated_delta_rule": (2, ("documents",)),
 }
-"""Ranks and layouts; `tests.gpu.check_symmetric` has more."""
+"""Ranks and layouts; tests/gpu/test_symmetric.py has more."""
 
 
 @pytest.mark.parametrize("name", OPS)

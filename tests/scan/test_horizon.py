@@ -91,7 +91,7 @@ def test_two_exchanges_only_where_they_take_less_time(host, pays):
 
 def test_learned_decays_are_not_read():
     g = torch.tensor([-3.0], requires_grad=True)
-    assert ring_la.recurrences.recurrence.known(g, None) is None
+    assert ring_la.recurrences.agreement.known(g, None) is None
 
 
 @pytest.mark.parametrize(("tokens", "near"), [(9, 0), (11, 1), (16, 1), (31, 2)])

@@ -13,7 +13,7 @@ from ring_la.layout import Layout
 from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
 from tests.distributed.pool import group
 from tests.distributed.test_symmetric import over_files
-from tests.kernels.triton_cases import interpreted
+from tests.support.interpreter import interpreted
 
 interpreted()
 

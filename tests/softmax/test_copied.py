@@ -1,6 +1,6 @@
 """Keys copied into the memory of those who need them, and gradients back: order of copies, flags and places in the
 mailbox, on files shared by the ranks in place of symmetric memory. The GPUs' own check is
-``torchrun -m tests.gpu.check_attention``."""
+tests/gpu/test_attention_split.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Triton kernels under Triton's interpreter, against the dense reference and the PyTorch backend.
 
-Run with TRITON_INTERPRET=1; the GPU's own check is tests/gpu/check_attention.py.
+Run with TRITON_INTERPRET=1; the GPU's own check is tests/gpu/test_attention.py.
 """
 
 from __future__ import annotations

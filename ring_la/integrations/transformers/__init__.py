@@ -5,7 +5,8 @@
     loss = model(input_ids=ids, labels=ids).loss      # the whole batch on every rank; the whole loss on every rank
     loss.backward()                                   # then sum the parameters' gradients over the group
 
-`parallelize` keeps the model, its class, its weights and its call. What crosses the sequence is done by ring_la:
+`parallelize` keeps the model, its class, its weights and its call, and leaves a `SplitModel` in it (`split`): settings,
+the call under way, batches, forwards, checks. What crosses the sequence is done by ring_la:
 
     softmax attention         by name through the library's attention and mask registries (`attention`, `masks`)
     recurrences, convolutions the mixer's own forward, its functions that cross the sequence bound to ours (`mixers`)

@@ -1,13 +1,14 @@
-"""The attention function that models find under the name "ring_la"."""
+"""The attention function that models find under the name "ring_la", and which of them their configurations name."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedError
 from ...softmax import attention
-from .masks import Mask
+from .masks import CausalMask
 
 NAME = "ring_la"
 """The name in the registries of attention and mask functions."""
@@ -32,7 +33,7 @@ HARMLESS = {
     "target_dtype",
     "use_cache",
 }
-"""Keywords of other attention functions that do not change the result, or say what `Mask` and the layout say."""
+"""Keywords of other attention functions that do not change the result, or say what `CausalMask` and the layout say."""
 
 
 def attend(
@@ -40,7 +41,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Mask,
+    attention_mask: CausalMask,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -60,8 +61,21 @@ def attend(
     Raises:
         UnsupportedError: a mask or a keyword not known here.
     """
+    _refuse(module, attention_mask, sliding_window, others)
+    call = module._ring_la.call
+    window = (-1, -1) if attention_mask.window is None else (attention_mask.window - 1, 0)
+    keywords = {"scale": scaling, "softcap": softcap or 0.0, "window": window, "sinks": s_aux, "dropout_p": dropout}
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if attention_mask.chunk is None:
+        return attention(q, k, v, **keywords, **call.split).o, None
+    rows = zip(q.split(1), k.split(1), v.split(1))
+    return torch.cat([attention(*row, **keywords, **call.chunked(attention_mask.chunk)).o for row in rows]), None
+
+
+def _refuse(module: nn.Module, attention_mask: object, sliding_window: int | None, others: dict[str, object]) -> None:
+    """Refuse a call of `attend` outside a call of the model, with a mask that is not ours or keywords not known."""
     where = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
-    if not isinstance(attention_mask, Mask):
+    if not isinstance(attention_mask, CausalMask):
         got = "none" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise UnsupportedError("model", f"a mask from the library's mask functions in {where}", got)
     unknown = [n for n, x in others.items() if n not in HARMLESS and x is not None and x is not False]
@@ -72,15 +86,28 @@ def attend(
     if sliding_window is not None and sliding_window != attention_mask.window:
         got = f"window {sliding_window} with {attention_mask}"
         raise UnsupportedError("model", f"one window in the mask and the keywords of {where}", got)
-    call = module._ring_la.call
-    if call is None:
+    if module._ring_la.call is None:
         raise UnsupportedError(
             "model", "a call of the parallelized model itself", f"one of {where} or a part around it"
         )
-    window = (-1, -1) if attention_mask.window is None else (attention_mask.window - 1, 0)
-    keywords = {"scale": scaling, "softcap": softcap or 0.0, "window": window, "sinks": s_aux, "dropout_p": dropout}
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if attention_mask.chunk is None:
-        return attention(q, k, v, **keywords, **call.split).o, None
-    rows = zip(q.split(1), k.split(1), v.split(1))
-    return torch.cat([attention(*row, **keywords, **call.chunked(attention_mask.chunk)).o for row in rows]), None
+
+
+class AttentionNames:
+    """Which attention function a model's configurations name: ours in split calls, their own in whole ones."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        found = (getattr(module, "config", None) for module in model.modules())  # an adapter's copy has one of its own
+        configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
+        self._own = [(c, c._attn_implementation) for c in configs.values()]
+
+    def use(self, split: bool) -> None:
+        """Name our function, or the one the model came with."""
+        for config, name in self._own:
+            config._attn_implementation = NAME if split else name
+
+    def check(self) -> None:
+        """Refuse a call after someone else has named another function, which would see this rank's keys."""
+        other = next((c._attn_implementation for c, _ in self._own if c._attn_implementation != NAME), None)
+        if other is not None:
+            hint = "Choose one for calls that are not split before parallelize"
+            raise UnsupportedError("config._attn_implementation", repr(NAME), repr(other), hint)

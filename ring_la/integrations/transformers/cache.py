@@ -11,7 +11,7 @@ from ...comm import Group
 from ...context import ShardedLayout
 
 
-class Recorder(Cache):
+class CacheRecorder(Cache):
     """An empty cache that keeps what layers put into it, to be put into a real one with the tokens of all ranks."""
 
     def __init__(self) -> None:

@@ -1,7 +1,9 @@
-"""One call of a parallelized model, as its layers see it."""
+"""One call of a parallelized model, as its layers see it, and which one is under way."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,44 +30,65 @@ class Returned:
         return x is self.tensor and Returned.of(x).version == self.version
 
 
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What the loss of a call needs.
+
+    Attributes:
+        labels: the label each of this rank's tokens should predict, ``[B, T_local]``.
+        divisor: what the summed cross-entropy of the whole batch is divided by.
+        ignore_index: the label of a token that predicts nothing.
+    """
+
+    labels: Tensor
+    divisor: Tensor | int
+    ignore_index: int
+
+
 @dataclass(eq=False)
-class Call:
+class HeadWork:
+    """The head's work on some of this rank's tokens.
+
+    Attributes:
+        chunk: these tokens.
+        backbone: what the backbone is to return without running; None: it runs, and leaves its last hidden state
+            ``[B, T_local, D]`` as `hidden` and its class as `result`.
+    """
+
+    chunk: slice
+    backbone: ModelOutput | None = None
+    hidden: Tensor | None = None
+    result: type[ModelOutput] | None = None
+
+
+@dataclass(eq=False)
+class ModelCall:
     """How the tokens of this call are split, and what its loss needs.
 
     Attributes:
         layout: the split of the sequence; None in a probe, on one device.
         cu_seqlens: the documents of a probe.
-        targets: the label each of this rank's tokens should predict, ``[B, T_local]``; None without labels.
-        divisor: what the summed cross-entropy of the whole batch is divided by.
-        ignore_index: the label of a token that predicts nothing.
+        targets: what its loss needs; None without labels.
         last_position: the largest position of the whole batch.
         keep: the tokens of the whole sequence that logits are wanted of, int64 ``[n]``; None: this rank's.
         padded: whether there is padding.
         fingerprint: a number that is the same on all ranks if they were given the same batch.
         agreed: without labels, whether the fingerprint is the same on all ranks; a bool on this rank's device.
-        losses: how often the loss function was asked, and `loss`: what it answered.
-        chunk: the tokens of this rank that the head works on; None: all.
-        hidden: the backbone's last hidden state ``[B, T_local, D]`` and `result` its class, where there is a chunk.
-        backbone: what the backbone is to return without running, where only the head is run.
+        losses: what the loss function answered, each time it was asked.
+        head: where the head does not work on all of this rank's tokens at once, what it works on.
         documents: what layers with an index need of the whole sequence, kept from the first of them for the others.
     """
 
     layout: ShardedLayout | None
     cu_seqlens: Tensor | None = None
-    targets: Tensor | None = None
-    divisor: Tensor | int | None = None
-    ignore_index: int = -100
+    targets: Targets | None = None
     last_position: Tensor | int | None = None
     keep: Tensor | None = None
     padded: bool = False
     fingerprint: Tensor | int = 0
     agreed: Tensor | None = None
-    losses: int = 0
-    loss: Returned | None = None
-    chunk: slice | None = None
-    hidden: Tensor | None = None
-    result: type[ModelOutput] | None = None
-    backbone: ModelOutput | None = None
+    losses: list[Returned] = field(default_factory=list)
+    head: HeadWork | None = None
     documents: object = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
@@ -74,17 +97,22 @@ class Call:
         """The keywords that tell ring_la's functions how the sequence is split."""
         return {"cu_seqlens": self.cu_seqlens} if self.layout is None else {"layout": self.layout}
 
+    @property
+    def head_only(self) -> bool:
+        """Whether the head alone is run, on what the backbone returned before."""
+        return self.head is not None and self.head.backbone is not None
+
     def poisoned(self, hidden: Tensor) -> Tensor:
         """The hidden states, or NaN where the ranks were not given the same batch."""
         return hidden if self.agreed is None else torch.where(self.agreed, hidden, torch.nan)
 
-    def of_head(self, hidden: Tensor, chunk: slice) -> Call:
+    def of_head(self, hidden: Tensor, chunk: slice) -> ModelCall:
         """A call that runs the head alone, on a chunk of what the backbone returned."""
-        output = self.result(last_hidden_state=hidden)
-        return replace(self, losses=0, chunk=chunk, hidden=None, backbone=output)
+        output = self.head.result(last_hidden_state=hidden)
+        return replace(self, losses=[], head=HeadWork(chunk, output))
 
     def chunked(self, size: int) -> dict[str, object]:
-        """`split` with every document cut into pieces of `size` tokens that do not see each other."""
+        """`split` with every document cut into parts of `size` tokens that do not see each other."""
         if size not in self._chunked:
             borders = self.cu_seqlens.tolist() if self.layout is None else self.layout.cu_seqlens
             cuts = [t for a, b in zip(borders, borders[1:]) for t in range(a, b, size)] + [borders[-1]]
@@ -95,3 +123,27 @@ class Call:
                 same = self.layout.cp.layout(self.layout.seq_len, self.layout.kind, cuts, self.layout.multiple_of)
                 self._chunked[size] = {"layout": same}
         return self._chunked[size]
+
+
+class Current:
+    """The call that the layers of a model find as theirs.
+
+    Attributes:
+        call: the split call under way, or whose backward pass is; None in a call that is not split.
+    """
+
+    def __init__(self) -> None:
+        self.call: ModelCall | None = None
+
+    @contextmanager
+    def during(self, call: ModelCall | None) -> Iterator[None]:
+        """A call is under way."""
+        before, self.call = self.call, call
+        try:
+            yield
+        finally:
+            self.call = before
+
+    def leave(self) -> None:
+        """No call is under way any more."""
+        self.call = None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,13 +13,13 @@ from transformers.utils import ModelOutput
 
 from ...autograd import first_derivative_only
 from ...errors import UnsupportedError
-from .cache import Recorder
-from .call import Call
+from .cache import CacheRecorder
+from .call import Current, ModelCall
+from .checks import refuse_by_places
 from .head import loss_in_chunks
 from .loss import agreed
-
-if TYPE_CHECKING:
-    from .model import Parallel
+from .modules import known
+from .split import CacheSupport, SplitModel
 
 
 def model_forward(original: Callable) -> Callable:
@@ -32,18 +30,17 @@ def model_forward(original: Callable) -> Callable:
     @_not_compiled
     def forward(self: PreTrainedModel, *args, **keywords):
         arguments = dict(zip(names, args)) | keywords
-        parallel = self._ring_la
-        parallel.check_attention()
+        split: SplitModel = self._ring_la
+        split.attention.check()
         if getattr(self.config, "output_attentions", False):
             arguments = {"output_attentions": True} | arguments
-        cache = arguments.get(parallel.cache)
+        cache = arguments.get(split.cache.name)
         if cache is not None and _filled(cache):
-            return _whole(self, parallel, original, arguments)
-        if _short_prompt(parallel, arguments):
-            return _last_logits(_whole(self, parallel, original, arguments), arguments["logits_to_keep"])
-        parallel.check_again(self)
-        parallel.check_averaging(self)
-        return _split(self, parallel, original, arguments)
+            return _whole(self, split, original, arguments)
+        if _short_prompt(split, arguments):
+            return _last_logits(_whole(self, split, original, arguments), arguments["logits_to_keep"])
+        split.checks.before(self)
+        return _split(self, split, original, arguments)
 
     return forward
 
@@ -62,7 +59,7 @@ def _filled(cache: object) -> bool:
         return cache.has_previous_state()
 
 
-def _short_prompt(parallel: Parallel, arguments: dict) -> bool:
+def _short_prompt(split: SplitModel, arguments: dict) -> bool:
     """Whether this is a prompt that leaves a rank without a token, of which every rank wants the same."""
     given = {n for n, x in arguments.items() if x is not None and x is not False}
     ours = {"layout", "cu_seqlens", "labels", "shift_labels", "output_hidden_states", "output_router_logits"}
@@ -71,7 +68,7 @@ def _short_prompt(parallel: Parallel, arguments: dict) -> bool:
     ids, keep = arguments["input_ids"], arguments["logits_to_keep"]
     if (isinstance(keep, int) and keep == 0) or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] == 0:
         return False
-    return parallel.too_short(ids.shape[1])
+    return split.batches.too_short(ids.shape[1])
 
 
 def _last_logits(out: ModelOutput, keep: int | Tensor) -> ModelOutput:
@@ -82,95 +79,73 @@ def _last_logits(out: ModelOutput, keep: int | Tensor) -> ModelOutput:
     return out
 
 
-def _whole(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
+def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> object:
     """A call that is not split: the tokens after a prefill, on every rank."""
     if arguments.get("layout") is not None or arguments.get("cu_seqlens") is not None:
         raise UnsupportedError("past_key_values", "an empty cache with layout or cu_seqlens", "a filled one")
     if torch.is_grad_enabled():
-        raise UnsupportedError(parallel.cache, "none, or an empty one, with gradients", "a filled cache")
+        raise UnsupportedError(split.cache.name, "none, or an empty one, with gradients", "a filled cache")
     ours = {"layout", "cu_seqlens"} | ({"logits_to_keep"} - known(original, {"logits_to_keep": None}).keys())
     arguments = {n: x for n, x in arguments.items() if n not in ours}
-    parallel.call = None
-    parallel.use_attention(split=False)
+    split.current.leave()
+    split.attention.use(split=False)
     try:
         return original(model, **arguments)
     finally:
-        parallel.use_attention(split=True)
+        split.attention.use(split=True)
 
 
-def _split(model: PreTrainedModel, parallel: Parallel, original: Callable, arguments: dict) -> object:
+def _split(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> object:
     """A call on this rank's tokens."""
-    _refuse_by_places(model)
-    call, local = parallel.read(arguments)
+    refuse_by_places(model)
+    call, local = split.batches.read(arguments)
     if call.targets is None:
         call.agreed = agreed(call.layout.cp.comm, call.fingerprint)
-    recorder = Recorder() if _wants_cache(model, arguments, call) else None
-    local |= known(original, {"use_cache": recorder is not None, parallel.cache: recorder, "return_dict": True})
+    recorder = CacheRecorder() if _wants_cache(model, split.cache, arguments, call) else None
+    local |= known(original, {"use_cache": recorder is not None, split.cache.name: recorder, "return_dict": True})
     if "position_ids" not in known(original, {"position_ids": None}):
         del local["position_ids"]
 
     names = inspect.signature(original).parameters
 
-    def run(call: Call, head_only: bool = False) -> ModelOutput:
+    def run(call: ModelCall, head_only: bool = False) -> ModelOutput:
         extra = ("output_hidden_states", "output_router_logits") if head_only else ()
         keywords = local | {n: False for n in extra if n in local or n in names}
-        with _current(parallel, call):
+        with split.current.during(call):
             out = original(model, **keywords)
         if call.targets is not None:
             _check_loss(model, call, out)
         return out
 
-    chunked = call.targets is not None and parallel.loss_chunk is not None
-    out = loss_in_chunks(run, call, parallel.loss_chunk) if chunked else run(call)
+    chunked = call.targets is not None and split.settings.loss_chunk is not None
+    out = loss_in_chunks(run, call, split.settings.loss_chunk) if chunked else run(call)
     if recorder is not None:
-        cache = arguments.get(parallel.cache)
+        cache = arguments.get(split.cache.name)
         cache = recorder.new_cache(model.config) if cache is None else cache
         recorder.replay(cache, call.layout)
-        out[parallel.cache] = cache
+        out[split.cache.name] = cache
     if model.base_model is model and "last_hidden_state" in out:
         out["last_hidden_state"] = call.poisoned(out["last_hidden_state"])
     for name, x in out.items():
-        out[name] = _marked(x, parallel, call)
+        out[name] = _marked(x, split, call)
     out.layout = call.layout
     return out.to_tuple() if arguments.get("return_dict") is False else out
 
 
-def _refuse_by_places(model: PreTrainedModel) -> None:
-    """Refuse what the Trainer or PEFT put into a model that counts the tokens of a row."""
-    noise = getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) if model.training else None
-    if noise:
-        raise UnsupportedError("neftune_noise_alpha", "None", noise, "Its noise goes by the tokens of a rank")
-    for config in (getattr(model, "peft_config", None) or {}).values():
-        tokens = getattr(config, "alora_invocation_tokens", None)
-        if tokens:
-            hint = "Such an adapter counts a rank's tokens from their end"
-            raise UnsupportedError("alora_invocation_tokens", "None", tokens, hint)
-
-
-def _check_loss(model: PreTrainedModel, call: Call, out: ModelOutput) -> None:
+def _check_loss(model: PreTrainedModel, call: ModelCall, out: ModelOutput) -> None:
     """Refuse a loss that is not the cross-entropy of the whole batch, and its routers' loss where it has one."""
-    if call.losses != 1:
+    if len(call.losses) != 1:
         expected = "None for a model that does not call its loss_function once"
-        raise UnsupportedError("labels", expected, f"{call.losses} calls")
-    if out.get("aux_loss") is None and not call.loss.unchanged(out["loss"]):
+        raise UnsupportedError("labels", expected, f"{len(call.losses)} calls")
+    if out.get("aux_loss") is None and not call.losses[0].unchanged(out["loss"]):
         got = f"{type(model).__name__}, which adds to its loss_function's"
         hint = "What it adds is this rank's tokens' alone: set its coefficient to 0"
         raise UnsupportedError("labels", "None for a model with a loss of its own", got, hint)
 
 
-@contextmanager
-def _current(parallel: Parallel, call: Call) -> Iterator[None]:
-    """The call that layers find as theirs."""
-    before, parallel.call = parallel.call, call
-    try:
-        yield
-    finally:
-        parallel.call = before
-
-
-def _wants_cache(model: PreTrainedModel, arguments: dict, call: Call) -> bool:
+def _wants_cache(model: PreTrainedModel, support: CacheSupport, arguments: dict, call: ModelCall) -> bool:
     asked = arguments.get("use_cache")
-    if asked is None and arguments.get(model._ring_la.cache) is None:
+    if asked is None and arguments.get(support.name) is None:
         asked, explicit = getattr(model.config.get_text_config(), "use_cache", False), False
     else:
         asked, explicit = asked is not False, True
@@ -179,7 +154,7 @@ def _wants_cache(model: PreTrainedModel, arguments: dict, call: Call) -> bool:
         "labels": call.targets is not None,
         "packed documents": call.layout.packed,
         "padding": call.padded,
-        f"layers like {model._ring_la.uncached}": model._ring_la.uncached is not None,
+        f"layers like {support.without}": support.without is not None,
     }
     reasons = [name for name, holds in against.items() if holds]
     if asked and explicit and reasons:
@@ -194,27 +169,19 @@ class _Resume(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, parallel: Parallel, call: Call) -> Tensor:
-        ctx.parallel, ctx.call = parallel, call
+    def forward(ctx, x: Tensor, current: Current, call: ModelCall, scale: int) -> Tensor:
+        ctx.current, ctx.call, ctx.scale = current, call, scale
         return x.clone() if x.dim() == 0 else x.view_as(x)  # into a view nobody may write, and trainers scale a loss
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
-        parallel = ctx.parallel
-        parallel.call = ctx.call
-        torch.autograd.Variable._execution_engine.queue_callback(parallel.leave)  # when the whole pass is done
-        return grad * parallel.scale, None, None
+        ctx.current.call = ctx.call
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.current.leave)  # when the whole pass is done
+        return grad * ctx.scale, None, None, None
 
 
-def _marked(x: object, parallel: Parallel, call: Call) -> object:
+def _marked(x: object, split: SplitModel, call: ModelCall) -> object:
     if isinstance(x, Tensor) and x.requires_grad:
-        return _Resume.apply(x, parallel, call)
-    return tuple(_marked(y, parallel, call) for y in x) if type(x) is tuple else x
-
-
-def known(function: Callable, keywords: dict[str, object]) -> dict[str, object]:
-    """The keywords a model's forward takes. One without position_ids passes the check only if it needs none."""
-    parameters = inspect.signature(function).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {n: x for n, x in keywords.items() if anything or n in parameters}
+        return _Resume.apply(x, split.current, call, split.settings.scale)
+    return tuple(_marked(y, split, call) for y in x) if type(x) is tuple else x

@@ -9,22 +9,22 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from ...errors import UnsupportedError
-from .call import Call
-from .loss import Whole, gather_router_logits, gather_tokens
+from .call import HeadWork, ModelCall
+from .loss import WholeLoss, gather_router_logits, gather_tokens
 
 
 def backbone_forward(self: nn.Module, *args, **keywords) -> ModelOutput:
     """The backbone's forward, or what it returned before where only the head is to run."""
-    parallel = self._ring_la
-    if parallel.call is not None and parallel.call.backbone is not None:
-        return parallel.call.backbone
-    return parallel.forward_of(type(self))(self, *args, **keywords)
+    call = self._ring_la.call
+    if call is not None and call.head_only:
+        return call.head.backbone
+    return self._ring_la.forwards.of(type(self))(self, *args, **keywords)
 
 
 def after_backbone(module: nn.Module, args: tuple, output: object) -> None:
     """Forward hook of the backbone: what the head is to get."""
     call = module._ring_la.call
-    if call is None or call.layout is None or call.backbone is not None:
+    if call is None or call.layout is None or call.head_only:
         return
     if not isinstance(output, ModelOutput) or "last_hidden_state" not in output:
         raise UnsupportedError("model", "a backbone that returns last_hidden_state", type(output).__name__)
@@ -37,12 +37,12 @@ def after_backbone(module: nn.Module, args: tuple, output: object) -> None:
         output["router_logits"] = tuple(whole)
     if call.keep is not None:
         output["last_hidden_state"] = gather_tokens(x, call.keep, call.layout)
-    if call.chunk is not None:
-        call.hidden, call.result = x, type(output)
-        output["last_hidden_state"] = x[:, call.chunk]
+    if call.head is not None:
+        call.head.hidden, call.head.result = x, type(output)
+        output["last_hidden_state"] = x[:, call.head.chunk]
 
 
-def loss_in_chunks(run: Callable[[Call, bool], ModelOutput], call: Call, tokens: int) -> ModelOutput:
+def loss_in_chunks(run: Callable[[ModelCall, bool], ModelOutput], call: ModelCall, tokens: int) -> ModelOutput:
     """A call whose head works on about `tokens` tokens at once and computes them again in the backward pass.
 
     Args:
@@ -51,18 +51,21 @@ def loss_in_chunks(run: Callable[[Call, bool], ModelOutput], call: Call, tokens:
     Returns:
         What the model returns, without logits.
     """
-    batch, length = call.targets.shape[0], max(call.layout.lengths)  # as often on every rank: FSDP may gather the head
+    batch, length = (
+        call.targets.labels.shape[0],
+        max(call.layout.lengths),
+    )  # as often on every rank: FSDP may gather the head
     step = max(1, tokens // batch)
-    call.chunk = slice(0, step)
+    call.head = HeadWork(slice(0, step))
     out = run(call, False)
     loss = out["loss"].new_zeros(())
     for start in range(step, length, step):
         chunk = slice(start, start + step)
-        loss = loss + checkpoint(_part, run, call.hidden[:, chunk], call, chunk, use_reentrant=False)
+        loss = loss + checkpoint(_part, run, call.head.hidden[:, chunk], call, chunk, use_reentrant=False)
     fields = {n: x for n, x in out.items() if n != "logits"}
-    return type(out)(**fields | {"loss": out["loss"] + Whole.apply(loss, call.layout.cp.comm, call.fingerprint)})
+    return type(out)(**fields | {"loss": out["loss"] + WholeLoss.apply(loss, call.layout.cp.comm, call.fingerprint)})
 
 
-def _part(run: Callable, hidden: Tensor, call: Call, chunk: slice) -> Tensor:
+def _part(run: Callable, hidden: Tensor, call: ModelCall, chunk: slice) -> Tensor:
     """This rank's part of the loss at a chunk of its tokens."""
     return run(call.of_head(hidden, chunk), True)["loss"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...context import ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
 from ...layout import check_cu_seqlens
-from .call import Call
+from .call import ModelCall, Targets
 from .loss import fingerprint
 
 TOKENS = ("input_ids", "inputs_embeds")
@@ -28,7 +28,7 @@ READ = {
 """Keywords read here."""
 
 
-def read(layouts: Callable, arguments: dict[str, object]) -> tuple[Call, dict[str, object]]:
+def read(layouts: Callable, arguments: dict[str, object]) -> tuple[ModelCall, dict[str, object]]:
     """The call and what the model gets in it.
 
     Args:
@@ -47,11 +47,11 @@ def read(layouts: Callable, arguments: dict[str, object]) -> tuple[Call, dict[st
     call, local = read_batch(layouts, name, tokens, given)
     call.keep = _kept(given, call.layout.seq_len)
     if call.targets is not None:
-        local["labels"] = call.targets
+        local["labels"] = call.targets.labels
     return call, local | {n: x for n, x in arguments.items() if n in PASSED}
 
 
-def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Call, dict[str, Tensor]]:
+def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[ModelCall, dict[str, Tensor]]:
     """The call for a batch that is whole on every rank."""
     batch, length = tokens.shape[:2]
     _check_labels(given, (batch, length))
@@ -66,7 +66,7 @@ def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[C
         tokens = tokens.flatten(0, 1)[None]
         labels = None if labels is None else labels.reshape(1, -1)
     layout = layouts(tokens.shape[1], offsets)
-    call = Call(layout, ignore_index=given.get("ignore_index", -100), padded=padded)
+    call = ModelCall(layout, padded=padded)
     if positions is None:
         call.last_position = max(b - a for a, b in zip(layout.cu_seqlens, layout.cu_seqlens[1:])) - 1
         positions = layout.positions[None]
@@ -75,12 +75,13 @@ def _whole(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[C
         positions = layout.shard(positions, dim=-1)
     call.fingerprint = fingerprint(given.get("input_ids"), labels)
     if labels is not None:
-        call.targets = layout.shard(labels)
-        call.divisor = given.get("num_items_in_batch", (labels != call.ignore_index).sum())
+        ignore = given.get("ignore_index", -100)
+        divisor = given.get("num_items_in_batch", (labels != ignore).sum())
+        call.targets = Targets(layout.shard(labels), divisor, ignore)
     return call, {name: layout.shard(tokens), "position_ids": positions}
 
 
-def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Call, dict[str, Tensor]]:
+def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[ModelCall, dict[str, Tensor]]:
     """The call for tokens that are this rank's already."""
     layout = given["layout"]
     if not isinstance(layout, ShardedLayout):
@@ -92,20 +93,21 @@ def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Ca
             raise ArgumentError(other, "None with layout=", "a tensor", "Documents are given to ContextParallel.layout")
     _check_labels(given, tuple(tokens.shape[:2]))
     comm = layout.cp.comm
-    call = Call(layout, ignore_index=given.get("ignore_index", -100))
+    call = ModelCall(layout)
     positions = given.get("position_ids")
     if positions is None:
         positions = layout.positions[None]
         call.last_position = max(b - a for a, b in zip(layout.cu_seqlens, layout.cu_seqlens[1:])) - 1
     else:
         call.last_position = comm.all_reduce(positions.max(), dist.ReduceOp.MAX).wait()
-    call.targets = given.get("shift_labels")
-    if call.targets is None and "labels" in given:
-        call.targets = layout.targets(given["labels"], call.ignore_index)
-    if call.targets is not None:
-        call.divisor = given.get("num_items_in_batch")
-        if call.divisor is None:
-            call.divisor = comm.all_reduce((call.targets != call.ignore_index).sum()).wait()
+    labels, ignore = given.get("shift_labels"), given.get("ignore_index", -100)
+    if labels is None and "labels" in given:
+        labels = layout.targets(given["labels"], ignore)
+    if labels is not None:
+        divisor = given.get("num_items_in_batch")
+        if divisor is None:
+            divisor = comm.all_reduce((labels != ignore).sum()).wait()
+        call.targets = Targets(labels, divisor, ignore)
     return call, {name: tokens, "position_ids": positions}
 
 

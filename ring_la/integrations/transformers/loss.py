@@ -13,25 +13,24 @@ from ...context import ShardedLayout
 from ...errors import DisagreementError
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .call import ModelCall
 
 
-def cross_entropy(call: Call, logits: Tensor, vocab_size: int) -> Tensor:
+def cross_entropy(call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
     """The mean cross-entropy of the whole batch, the same on all ranks; its gradient is this rank's part.
 
     Where only the head is run it is this rank's part at the head's tokens.
     """
-    targets = call.targets if call.chunk is None else call.targets[:, call.chunk]
-    logits, targets = logits.float().reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
-    part = F.cross_entropy(logits, targets, ignore_index=call.ignore_index, reduction="sum") / call.divisor
-    return (
-        part
-        if call.layout is None or call.backbone is not None
-        else Whole.apply(part, call.layout.cp.comm, call.fingerprint)
-    )
+    targets = call.targets
+    labels = targets.labels if call.head is None else targets.labels[:, call.head.chunk]
+    logits, labels = logits.float().reshape(-1, vocab_size), labels.reshape(-1).to(logits.device)
+    part = F.cross_entropy(logits, labels, ignore_index=targets.ignore_index, reduction="sum") / targets.divisor
+    if call.layout is None or call.head_only:
+        return part
+    return WholeLoss.apply(part, call.layout.cp.comm, call.fingerprint)
 
 
-class Whole(torch.autograd.Function):
+class WholeLoss(torch.autograd.Function):
     """The sum over ranks of their parts; each rank's gradient goes back into its own part.
 
     Ranks also compare what they were given (`fingerprint`). Where it differs a DisagreementError is raised on the CPU;
@@ -49,7 +48,7 @@ class Whole(torch.autograd.Function):
 
 
 def agreed(group: Group, fingerprint: Tensor | int) -> Tensor | None:
-    """Whether the ranks were given the same batch, as `Whole` finds it; None where there is nothing to compare."""
+    """Whether the ranks were given the same batch, as `WholeLoss` finds it; None where there is nothing to compare."""
     if not isinstance(fingerprint, Tensor):
         return None
     return _summed(torch.zeros((), dtype=torch.float64, device=fingerprint.device), group, fingerprint)[1]

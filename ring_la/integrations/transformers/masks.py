@@ -1,7 +1,8 @@
 """Masks as descriptions.
 
-Under the name "ring_la" the mask registry returns no tensor but a `Mask`, which the model hands to its attention layers
-as it would a tensor. The library describes a mask as nested functions of positions; only those known here are accepted.
+Under the name "ring_la" the mask registry returns no tensor but a `CausalMask`, which the model hands to its attention
+layers as it would a tensor. The library describes a mask as nested functions of positions; only those known here are
+accepted.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from ...errors import UnsupportedError
 
 
 @dataclass(frozen=True)
-class Mask:
+class CausalMask:
     """A causal mask: within `window` tokens back (the token itself counts), or within chunks of `chunk` tokens."""
 
     window: int | None = None
     chunk: int | None = None
 
-    def contiguous(self) -> Mask:
+    def contiguous(self) -> CausalMask:
         """What generation asks of the masks it prepares for a cache of fixed size."""
         raise UnsupportedError("cache_implementation", "a cache that grows", "one of fixed size")
 
 
-def make_mask(mask_function: Callable = masking_utils.causal_mask_function, **_: object) -> Mask:
+def make_mask(mask_function: Callable = masking_utils.causal_mask_function, **_: object) -> CausalMask:
     """What the mask registry calls in place of building a tensor.
 
     Sizes, offsets and padding are those of this rank's tokens and mean nothing here; documents are the layout's.
     """
-    return Mask(**_read(mask_function))
+    return CausalMask(**_read(mask_function))
 
 
 def _read(function: Callable) -> dict[str, int]:

@@ -25,24 +25,16 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ...errors import RingLAError, UnsupportedError
+from .traces import Trace, Watch, sketch
 
 TOKENS = 283
 """Longer than two blocks of the 128 tokens that compressing layers work on, none of which begins in the middle."""
 PLACES = 23
 """Tokens of the second check."""
-SKETCH = 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 Run = Callable[[Tensor, "Tensor | None", Sequence[int]], object]
 """Calls a model with ids ``[1, T]``, positions ``[1, T]`` or None, and offsets of documents."""
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What a module took and gave, one row a token, on a few random directions ``[T, SKETCH]``; None: no such rows."""
-
-    before: Tensor | None
-    after: Tensor
 
 
 def check(model: nn.Module, run: Run, vocabulary: int, longest: int, device: torch.device) -> None:
@@ -143,36 +135,21 @@ class _Probe:
         self, ids: Tensor, offsets: Sequence[int], positions: Tensor | None, inside: list[str] | None = None
     ) -> dict[str, Trace]:
         """What every module took and gave in a run, in the order they finish; the model itself is ""."""
-        found: dict[str, Trace] = {}
         inside = [] if inside is None else inside
-
-        def enter(name: str) -> Callable:
-            def note(module: nn.Module, args: tuple, keywords: dict) -> None:
-                inside.append(name)
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    got = "statistics of this rank's tokens, in training"
-                    raise UnsupportedError("model", "norms of one token at a time", got)
-
-            return note
-
-        def leave(name: str) -> Callable:
-            def keep(module: nn.Module, args: tuple, keywords: dict, output: object) -> None:
-                inside.pop()
-                after = _sketch(output, len(ids), integers=False)  # an indexer's results are places
-                if after is not None:
-                    taken = (_sketch(x, len(ids)) for x in (*args, *keywords.values()))
-                    found[name] = Trace(next((x for x in taken if x is not None), None), after)
-
-            return keep
-
-        hooks = []
-        for name, module in self.model.named_modules():
-            if name:
-                hooks.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
-                hooks.append(module.register_forward_hook(leave(name), with_kwargs=True))
         rows = [x if x is None else x[None].to(self.device) for x in (ids, positions)]
-        try:
+        with Watch(self.model, len(ids), inside) as watch, self._blamed(inside):
             output = self.run(*rows, offsets)
+        whole = sketch(output, len(ids))
+        if whole is None:
+            got = f"{type(self.model).__name__}, which does not"
+            raise UnsupportedError("model", "a model that returns logits or hidden states for every token", got)
+        return watch.traces | {"": Trace(None, whole)}
+
+    @contextmanager
+    def _blamed(self, inside: list[str]) -> Iterator[None]:
+        """An error becomes one that names the module it came from, the last of those `inside`."""
+        try:
+            yield
         except RingLAError as error:
             where = self._describe(inside[-1] if inside else "")
             if isinstance(error, UnsupportedError) and error.name == "model":
@@ -184,14 +161,6 @@ class _Probe:
             raise UnsupportedError(
                 "model", "attention through the library's attention and mask functions", got
             ) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
-        whole = _sketch(output, len(ids))
-        if whole is None:
-            got = f"{type(self.model).__name__}, which does not"
-            raise UnsupportedError("model", "a model that returns logits or hidden states for every token", got)
-        return found | {"": Trace(None, whole)}
 
     def _far(self, a: Tensor, b: Tensor) -> Tensor:
         """Where rows differ by more than rounding, bool ``[T]``."""
@@ -272,23 +241,3 @@ def _called_from(package: str) -> bool:
             return name.partition(".")[0] == package
         frame = frame.f_back
     return False
-
-
-def _sketch(x: object, length: int, integers: bool = True) -> Tensor | None:
-    """A tensor with one row a token (or the first of a module's results), projected: ``[length, SKETCH]``."""
-    if not isinstance(x, (Tensor, tuple, list)):
-        x = getattr(x, "last_hidden_state", getattr(x, "logits", None))
-    x = x[0] if isinstance(x, (tuple, list)) and x else x
-    if not isinstance(x, Tensor):
-        return None
-    x = x[0] if x.dim() > 1 and x.shape[0] == 1 else x
-    if x.dim() < 1 or x.shape[0] != length:
-        return None
-    x = torch.view_as_real(x) if x.is_complex() else x
-    if not x.is_floating_point() and not integers:
-        return None
-    if not x.is_floating_point():  # ids: what an embedding takes
-        return x.detach().reshape(length, -1)[:, :1].float().expand(-1, SKETCH).cpu()
-    flat = x.detach().reshape(length, -1).float()
-    directions = torch.randn(flat.shape[1], SKETCH, generator=torch.Generator().manual_seed(flat.shape[1]))
-    return (flat @ directions.to(flat.device)).cpu()

@@ -19,7 +19,7 @@ from ring_la.kernels.segments.table import cdiv, power_of_2
 CHANNELS = 128
 """Of a program, one warp."""
 FORWARD, BACKWARD = (8, 32, 128), (4, 32, 256)
-"""Tokens whose rows are loaded together; fewest and most tokens a program walks over. From tests.gpu.tune_conv."""
+"""Tokens whose rows are loaded together; fewest and most tokens a program walks over. From benchmarks.tuning.conv."""
 REGISTERS = (80, 128)
 """Of the walks without borders, forward and backward, for up to four taps: what the others spill is seldom run."""
 SUMS = (16, 128)

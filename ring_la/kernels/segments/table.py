@@ -24,7 +24,7 @@ class Launch:
 
 
 # Widest power of two of the two head sizes -> launch, and (rule, width) where a rule differs. Measured on an H200 at
-# B 1, T 32768, 32 heads, bf16, by tests.gpu.tune_triton; entries for 64 and 256 are guesses from those for 128.
+# B 1, T 32768, 32 heads, bf16, by benchmarks.tuning.triton; entries for 64 and 256 are guesses from those for 128.
 Table = dict[int | tuple[str, int], Launch]
 SUMMARISE: Table = {
     64: Launch(64, 4, 3), 128: Launch(128, 8, 3), 256: Launch(64, 8, 2), ("additive_scalar", 128): Launch(64, 4, 3)

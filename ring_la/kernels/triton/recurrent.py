@@ -25,7 +25,7 @@ from ring_la.kernels.segments.table import cdiv, power_of_2, width
 
 TILE = {"additive": (64, 4), "delta": (64, 4), "dplr": (32, 2)}
 """By the rule's write, columns of a state a program takes and its warps: the best of 16 to 64 and 2 to 8 for 64
-sequences of 32 heads, K = V = 128, on an H200 (bench_decode)."""
+sequences of 32 heads, K = V = 128, on an H200 (benchmarks.decode)."""
 DECAY = {"none": 0, "scalar": 1, "diagonal": 2}
 
 

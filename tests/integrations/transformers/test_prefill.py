@@ -53,7 +53,7 @@ def refused(rank: int) -> None:
     for name in sorted(UNCACHED):
         model = parallelize(RECURRENT[name].make(), cp, check=False).eval()
         with torch.no_grad():
-            assert model(input_ids=batch(2)).get(model._ring_la.cache) is None, name
+            assert model(input_ids=batch(2)).get(model._ring_la.cache.name) is None, name
             with pytest.raises(ring_la.UnsupportedError, match="use_cache: expected False with layers like"):
                 model(input_ids=batch(2), use_cache=True)
 

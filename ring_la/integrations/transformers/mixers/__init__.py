@@ -15,15 +15,12 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ....errors import UnsupportedError
+from ..call import Current
 from . import channelwise, convolution, delta, indexed, lightning, mamba, own_attention, qwen4_exp, xlstm, zaya
-
-if TYPE_CHECKING:
-    from ..model import Parallel
 
 MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **convolution.MIXERS,
@@ -54,7 +51,7 @@ def uncached(model: nn.Module) -> str | None:
     return next((name for name in kinds if name in UNCACHED), None)
 
 
-def make_forward(kind: type, parallel: Parallel) -> Callable:
+def make_forward(kind: type, current: Current) -> Callable:
     """The forward of mixers of a class: ours in a split call, the library's otherwise.
 
     Raises:
@@ -65,7 +62,7 @@ def make_forward(kind: type, parallel: Parallel) -> Callable:
 
         @functools.wraps(own)
         def forward(self: nn.Module, *args, **keywords):
-            call = parallel.call
+            call = current.call
             return own(self, *args, **keywords) if call is None else entry(call, self, *args, **keywords)
 
         return forward
@@ -79,7 +76,7 @@ def make_forward(kind: type, parallel: Parallel) -> Callable:
 
         @functools.wraps(original)
         def bound(*args, **keywords):
-            call = parallel.call
+            call = current.call
             return original(*args, **keywords) if call is None else operator(call, *args, **keywords)
 
         return bound

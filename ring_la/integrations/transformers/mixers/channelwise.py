@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from ....conv import short_conv
 from ....recurrences import gla, simple_gla
-from ..call import Call
+from ..call import ModelCall
 from .convolution import causal_conv1d_fn
 from .indexed import Overriding
 from .mamba import no_fused_kernel
 
 
 def selective_scan(
-    call: Call,
+    call: ModelCall,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -48,7 +48,7 @@ def selective_scan(
     return (y, out.final_state[..., 0]) if return_last_state else y
 
 
-def rg_lru(call: Call, layer: nn.Module, *args, **keywords) -> Tensor:
+def rg_lru(call: ModelCall, layer: nn.Module, *args, **keywords) -> Tensor:
     """``RecurrentGemmaRglru`` (De et al. 2024, arXiv 2402.19427, eq. 3–4): ``h ← a h + x`` in every channel."""
 
     def scan(hidden_states: Tensor, recurrent_gate: Tensor, **_: object) -> tuple[Tensor, None]:
@@ -60,7 +60,7 @@ def rg_lru(call: Call, layer: nn.Module, *args, **keywords) -> Tensor:
     return Overriding(layer, _rnn_scan=scan).forward(*args, **keywords)
 
 
-def griffin_block(call: Call, layer: nn.Module, *args, use_cache: bool | None = None, **keywords):
+def griffin_block(call: ModelCall, layer: nn.Module, *args, use_cache: bool | None = None, **keywords):
     """``RecurrentGemmaRecurrentBlock``: a short convolution, then the RG-LRU."""
 
     def convolve(x: Tensor) -> Tensor:

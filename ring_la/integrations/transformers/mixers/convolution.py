@@ -6,11 +6,11 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ....conv import short_conv
-from ..call import Call
+from ..call import ModelCall
 
 
 def causal_conv1d_fn(
-    call: Call,
+    call: ModelCall,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,

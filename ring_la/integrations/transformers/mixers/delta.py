@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ....recurrences import gated_delta_rule, kda
-from ..call import Call
+from ..call import ModelCall
 from .convolution import causal_conv1d_fn
 
 
@@ -15,7 +15,7 @@ def _chunk(rule: Callable) -> Callable:
     """A chunked delta rule of fla: tensors ``[B, T, H, ·]``, states ``[B, H, K, V]``."""
 
     def operator(
-        call: Call,
+        call: ModelCall,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ....layout import Layout
-from ..call import Call
+from ..call import ModelCall
 
 
 class Documents:
@@ -30,7 +30,7 @@ class Documents:
         visible: which tokens each of this rank's may see, bool ``[T_local, T]``: its document's, up to itself.
     """
 
-    def __init__(self, call: Call, length: int, device: torch.device) -> None:
+    def __init__(self, call: ModelCall, length: int, device: torch.device) -> None:
         self.call = call
         layout = call.layout or Layout(length, cu_seqlens=call.cu_seqlens)
         self.cu_seqlens, tokens, every = layout.cu_seqlens, layout.tokens(), torch.arange(layout.seq_len)
@@ -40,7 +40,7 @@ class Documents:
         self.every = layout.positions_of(every).to(device)
 
     @classmethod
-    def of(cls, call: Call, hidden_states: Tensor) -> Documents:
+    def of(cls, call: ModelCall, hidden_states: Tensor) -> Documents:
         """Those of a call, made once."""
         if call.documents is None:
             call.documents = cls(call, hidden_states.shape[1], hidden_states.device)
@@ -120,7 +120,7 @@ def masked_forward(layer: nn.Module) -> types.FunctionType:
 
 
 def sparse_latent_attention(
-    call: Call,
+    call: ModelCall,
     layer: nn.Module,
     hidden_states: Tensor,
     attention_mask: object = None,
@@ -135,7 +135,7 @@ def sparse_latent_attention(
     return masked_forward(layer)(own, hidden_states, attention_mask=mask, past_key_values=cache, **keywords)
 
 
-def dots3_note_attention(call: Call, layer: nn.Module, *args, **keywords):
+def dots3_note_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
     """``Dots3NoteTextAttention``: as above where a layer has an index; its other layers have a window."""
     run = type(layer).forward if layer.indexer is None else functools.partial(sparse_latent_attention, call)
     return run(layer, *args, **keywords)
@@ -144,14 +144,14 @@ def dots3_note_attention(call: Call, layer: nn.Module, *args, **keywords):
 # -- GLM-5-Next --------------------------------------------------------------------------------------------
 
 
-def glm5_next_attention(call: Call, layer: nn.Module, hidden_states: Tensor, past_key_values=None, **keywords):
+def glm5_next_attention(call: ModelCall, layer: nn.Module, hidden_states: Tensor, past_key_values=None, **keywords):
     """``Glm5NextTextAttention``: latents are gathered, not heads."""
     documents = Documents.of(call, hidden_states)
     return masked_forward(layer)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
 
 
 @torch.no_grad()
-def glm5_next_indexer(call: Call, layer: nn.Module, *, past_key_values: WholeSequence, **keywords) -> Tensor:
+def glm5_next_indexer(call: ModelCall, layer: nn.Module, *, past_key_values: WholeSequence, **keywords) -> Tensor:
     """``Glm5NextTextIndexer``: picks pools of `index_kpool` tokens, counted from each document's first."""
     documents = past_key_values.documents
 
@@ -185,7 +185,7 @@ def glm5_next_indexer(call: Call, layer: nn.Module, *, past_key_values: WholeSeq
 
 
 def qwen4_exp_attention(
-    call: Call,
+    call: ModelCall,
     layer: nn.Module,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
@@ -202,7 +202,7 @@ def qwen4_exp_attention(
 
 
 def qwen4_exp_indexer(
-    call: Call,
+    call: ModelCall,
     layer: nn.Module,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],

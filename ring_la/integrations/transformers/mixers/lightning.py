@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....recurrences import lightning_attention
-from ..call import Call
+from ..call import ModelCall
 
 
 def minimax(
-    call: Call,
+    call: ModelCall,
     layer: nn.Module,
     hidden_states: Tensor,
     position_embeddings: object = None,
@@ -29,7 +29,7 @@ def minimax(
     return layer.out_proj(o), out.final_state
 
 
-def minimax_model(call: Call, layer: nn.Module, *args, use_cache: bool | None = None, **keywords):
+def minimax_model(call: ModelCall, layer: nn.Module, *args, use_cache: bool | None = None, **keywords):
     """``MiniMaxModel``, which takes no cache but its own where it is told to use one."""
     return type(layer).forward(layer, *args, use_cache=False, **keywords)
 

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....recurrences import mamba2
-from ..call import Call
+from ..call import ModelCall
 from .convolution import causal_conv1d_fn
 
 
 def chunk_scan(
-    call: Call,
+    call: ModelCall,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -47,7 +47,7 @@ def chunk_scan(
     return (o, out.final_state.mT) if return_final_states else o
 
 
-def no_fused_kernel(call: Call, *_: object, **__: object) -> None:
+def no_fused_kernel(call: ModelCall, *_: object, **__: object) -> None:
     """For a whole mixer in one kernel (``mamba_split_conv1d_scan_combined``, ``mamba_inner_fn``): None, and the mixer
     goes step by step."""
 

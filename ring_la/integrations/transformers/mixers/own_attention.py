@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from ....errors import UnsupportedError
 from ....softmax import attention
-from ..call import Call
-from ..masks import Mask
+from ..call import ModelCall
+from ..masks import CausalMask
 from .indexed import Overriding
 
 
-def attention_by_method(call: Call, layer: nn.Module, *args, **keywords):
+def attention_by_method(call: ModelCall, layer: nn.Module, *args, **keywords):
     """A layer whose ``_attn(q, k, v, mask)`` takes ``[B, H, T, D]``: GPT-J, CodeGen, GPT-NeoX-Japanese, and GPT-Neo,
     which does not scale."""
     drop = getattr(layer, "attn_dropout", None) or layer.attention_dropout
@@ -31,7 +31,7 @@ def attention_by_method(call: Call, layer: nn.Module, *args, **keywords):
 
 
 def falcon_attention(
-    call: Call,
+    call: ModelCall,
     layer: nn.Module,
     hidden_states: Tensor,
     alibi: Tensor | None,
@@ -54,7 +54,7 @@ def falcon_attention(
 
 
 def xglm_attention(
-    call: Call,
+    call: ModelCall,
     layer: nn.Module,
     hidden_states: Tensor,
     key_value_states: Tensor | None = None,
@@ -76,7 +76,7 @@ def xglm_attention(
 
 
 def _check_causal(layer: nn.Module, mask: object) -> None:
-    if mask != Mask():
+    if mask != CausalMask():
         raise UnsupportedError("model", f"the library's causal mask in {type(layer).__name__}", mask)
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ....conv import behind, short_conv
-from ..call import Call
+from ..call import ModelCall
 from .indexed import Overriding
 
 
-def ngram_embedding(call: Call, layer: nn.Module, input_ids: Tensor, past_key_values: object = None) -> Tensor:
+def ngram_embedding(call: ModelCall, layer: nn.Module, input_ids: Tensor, past_key_values: object = None) -> Tensor:
     """``Qwen4ExpTextNGramEmbedding``: the ids before this rank's tokens come from their owner."""
     documents = input_ids.shape[0]
     if call.layout is None or call.layout.packed:
@@ -23,7 +23,7 @@ def ngram_embedding(call: Call, layer: nn.Module, input_ids: Tensor, past_key_va
     return out.index_select(1, ids.token + ids.width)
 
 
-def ple_layer(call: Call, layer: nn.Module, *args, **keywords) -> Tensor:
+def ple_layer(call: ModelCall, layer: nn.Module, *args, **keywords) -> Tensor:
     """``Qwen4ExpTextPLELayer``: the dilated convolution is a longer one, with zeros between its taps."""
 
     def convolve(hidden_states: Tensor, past_key_values: object) -> Tensor:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from ....errors import UnsupportedError
 from ....recurrences import simple_gla
-from ..call import Call
+from ..call import ModelCall
 
 
 def mlstm(
-    call: Call,
+    call: ModelCall,
     layer: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -44,7 +44,7 @@ def mlstm(
     return h.to(query.dtype).transpose(1, 2), None
 
 
-def _largest(call: Call, i: Tensor, forget: Tensor) -> Tensor:
+def _largest(call: ModelCall, i: Tensor, forget: Tensor) -> Tensor:
     """m ``[B, T, H]``: the logarithm of the largest weight in each token's memory, that of its start included."""
     both = torch.cat([i, forget], -1).double()
     both = both if call.layout is None else call.layout.gather(both)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from ....conv import behind, token_shift
-from ..call import Call
+from ..call import ModelCall
 
 
 def cca_projection(
-    call: Call, layer: nn.Module, hidden_states: Tensor, past_key_values: object = None, conv_mask: None = None
+    call: ModelCall, layer: nn.Module, hidden_states: Tensor, past_key_values: object = None, conv_mask: None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``ZayaCCAProjection``: q ``[B, T, H, D]``, k and v ``[B, T, Hk, D]``."""
     groups, D = layer.num_key_value_groups, layer.head_dim
@@ -29,7 +29,7 @@ def cca_projection(
     return mixed_q.unflatten(-1, (-1, D)) + q_rest, mixed_k.unflatten(-1, (-1, D)) + k_rest, v
 
 
-def _first(call: Call, x: Tensor) -> Tensor:
+def _first(call: ModelCall, x: Tensor) -> Tensor:
     """Whether a token is its document's first, bool ``[T_local]``."""
     if call.layout is not None:
         return call.layout.positions.to(x.device) == 0

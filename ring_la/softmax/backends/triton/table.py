@@ -19,7 +19,7 @@ class Launch(NamedTuple):
     stages: int
 
 
-# The fastest of `python -m tests.gpu.tune_softmax` (8,192 tokens, 16 heads, causal, bf16) on an H200 with Triton 3.6.
+# The fastest of benchmarks.tuning.softmax (8,192 tokens, 16 heads, causal, bf16) on an H200 with Triton 3.6.
 FORWARD = {64: Launch(64, 128, 4, 2), 128: Launch(128, 64, 4, 2), 256: Launch(128, 64, 8, 2)}
 BACKWARD_KEYS = {64: Launch(128, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 4, 2)}
 BACKWARD_QUERIES = {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 4, 2)}

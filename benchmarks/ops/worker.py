@@ -1,0 +1,81 @@
+"""One side of one operator in a process of its own: it compiles and checks as soon as it starts, then measures when
+told to, so that many can compile at once and each is timed alone.
+
+    python -m benchmarks.ops.worker OP SIDE SHAPE,SHAPE     commands on stdin, one JSON object a line on stdout
+
+It says ``{"first_s": …}`` of its first forward and backward, ``{"ready": SHAPE, "errors": …}`` for each shape, then
+answers each ``measure SHAPE`` with a row.
+FLA keeps what it tuned by keys without the length: it is warmed with WARM_TOKENS tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ..peers import ops as peers
+from .cases import CASES, Case, Shape, floor_bytes, inputs
+from .measure import Op, errors, measure, results
+
+WARM_TOKENS = 4096
+
+
+def first(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
+    """Seconds of a forward and backward, compiling included."""
+    x = inputs(case, shape._replace(T=min(shape.T, WARM_TOKENS)), device)
+    start = time.perf_counter()
+    results(op, x)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return {"first_s": round(time.perf_counter() - start, 2)}
+
+
+def prepare(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
+    """What is timed is compiled, and its errors are known."""
+    first(case, op, shape, device)
+    return {"errors": errors(case, op, shape, device)}
+
+
+def row(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
+    """What `measure` finds, and the bytes of the memory floor."""
+    found = measure(case, op, shape, device)
+    x = inputs(case, shape, device)
+    with torch.no_grad():
+        return found | {"floor_bytes": floor_bytes(case, x, op(x))}
+
+
+def attempt(function, *arguments) -> dict[str, Any]:
+    """A side's failure is a line of the table, and must not hide the other figures."""
+    try:
+        return function(*arguments)
+    except Exception as e:
+        return {"failed": f"{type(e).__name__}: {str(e)[-300:]}"}
+
+
+def side_of(name: str, side: str) -> Op:
+    return CASES[name].ours if side == "ring_la" else peers.load(side, name)
+
+
+def main() -> None:
+    name, side, shapes = sys.argv[1:4]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.zeros(1, device=device)
+    case, op = CASES[name], side_of(name, side)
+    print(json.dumps(attempt(first, case, op, Shape.parse(shapes.split(",")[0]), device)), flush=True)
+    for text in shapes.split(","):
+        print(json.dumps({"ready": text} | attempt(prepare, case, op, Shape.parse(text), device)), flush=True)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    for line in sys.stdin:
+        text = line.split()[1]
+        print(json.dumps({"row": text} | attempt(row, case, op, Shape.parse(text), device)), flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The peers of ``ring-la bench ops``, by operator: functions of our inputs, by name; what is not installed says so.
+
+FLA and the Mamba kernels return tuples or tensors: a peer here returns the output tensor, whose graph the backward
+takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ..ops.cases import Inputs
+
+GUARD = "FLA's guard against the gated backward on this Triton (its issue #640) is switched off"
+GUARDED = ("simple_gla", "mamba2", "gated_delta_rule")
+"""Operators whose backward FLA refuses on Hopper with Triton 3.4 to 3.7.0; how wrong it is shows in the errors."""
+
+
+def fla(name: str) -> Callable[[Inputs], Tensor] | None:
+    """fla-core's function, or None if it has none. Raises ImportError where it is not installed."""
+    import fla.ops.common.chunk_o as chunk_o
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.ops.delta_rule import chunk_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
+    from fla.ops.gla import chunk_gla, fused_recurrent_gla
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+    from fla.ops.lightning_attn import chunk_lightning_attn
+    from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.retention import chunk_retention
+    from fla.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
+    from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+    if name in GUARDED:
+        chunk_o.TRITON_ABOVE_3_7_1 = True
+
+    def step(function: Callable, gate: str = "g", **more: float) -> Callable[[Inputs], Tensor]:
+        def call(x: Inputs) -> Tensor:
+            named = {{"state": "initial_state", "g": gate}.get(n, n): t for n, t in x.items()}
+            return function(**named, output_final_state=True, **more)[0]
+
+        return call
+
+    def mamba2(x: Inputs) -> Tensor:
+        """Mamba-2 as simple GLA; the heads of a group get their own B and C."""
+        delta = softplus(x["dt"].float() + x["dt_bias"])
+        repeat = x["x"].shape[2] // x["B"].shape[2]
+        q, k = (x[n].repeat_interleave(repeat, 2) for n in ("C", "B"))
+        return chunk_simple_gla(q, k, (x["x"] * delta[..., None]).to(q.dtype), delta * x["A"], scale=1.0)[0]
+
+    return {
+        "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],
+        "retention": lambda x: chunk_retention(**x)[0],
+        "lightning": lambda x: chunk_lightning_attn(**x, layer_idx=0, num_layers=1)[0],
+        "simple_gla": lambda x: chunk_simple_gla(**x)[0],
+        "mamba2": mamba2,
+        "gla": lambda x: chunk_gla(**x)[0],
+        "delta_rule": lambda x: chunk_delta_rule(**x)[0],
+        "gated_delta_rule": lambda x: chunk_gated_delta_rule(**x)[0],
+        "kda": lambda x: chunk_kda(**x)[0],
+        "rwkv7": lambda x: chunk_rwkv7(**x, scale=1.0)[0],
+        "dplr": lambda x: chunk_dplr_delta_rule(x["q"], x["k"], x["v"], x["a"], x["b"], x["g"])[0],
+        "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
+        "step_simple_gla": step(fused_recurrent_simple_gla),
+        "step_gla": step(fused_recurrent_gla, "gk"),
+        "step_gated_delta_rule": step(fused_recurrent_gated_delta_rule),
+        "step_kda": step(fused_recurrent_kda),
+        "step_rwkv7": step(fused_recurrent_rwkv7, scale=1.0),
+    }.get(name)
+
+
+def mamba_ssm(name: str) -> Callable[[Inputs], Tensor] | None:
+    """Mamba-2's own kernels."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    def call(x: Inputs) -> Tensor:
+        keywords = dict(dt_bias=x["dt_bias"], dt_softplus=True)
+        return mamba_chunk_scan_combined(x["x"], x["dt"], x["A"], x["B"], x["C"], 256, **keywords)
+
+    return call if name == "mamba2" else None
+
+
+def causal_conv1d(name: str) -> Callable[[Inputs], Tensor] | None:
+    """The convolution most Mamba-like models run on."""
+    from causal_conv1d import causal_conv1d_fn
+
+    def call(x: Inputs) -> Tensor:
+        return causal_conv1d_fn(x["x"].mT, x["weight"], activation="silu").mT
+
+    return call if name == "short_conv" else None
+
+
+def matmul(name: str) -> Callable[[Inputs], Tensor] | None:
+    """Two of PyTorch's matrix products, for the form without a direction."""
+
+    def call(x: Inputs) -> Tensor:
+        q, k, v = (x[n].transpose(1, 2) for n in ("q", "k", "v"))
+        return ((q * q.shape[-1] ** -0.5) @ (k.mT @ v)).transpose(1, 2)
+
+    return call if name == "bidirectional" else None
+
+
+PEERS: dict[str, Callable[[str], Callable[[Inputs], Tensor] | None]] = {
+    "fla": fla,
+    "mamba_ssm": mamba_ssm,
+    "causal_conv1d": causal_conv1d,
+    "torch": matmul,
+}
+PACKAGES = {"fla": "fla-core", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "torch": "torch"}
+
+
+def peers_of(name: str, device: str) -> tuple[list[str], dict[str, str]]:
+    """Names of the peers an operator has here, and why the others that would have it are absent."""
+    found, absent = [], {}
+    for peer, load in PEERS.items():
+        if peer != "torch" and device != "cuda":
+            absent[peer] = "needs a GPU"
+            continue
+        try:
+            if load(name) is not None:
+                found.append(peer)
+        except Exception as e:  # a peer that cannot be imported here, for whatever reason of its own
+            absent[peer] = f"{type(e).__name__}: {e}".splitlines()[0]
+    return found, absent
+
+
+def load(side: str, name: str) -> Callable[[Inputs], Tensor]:
+    """The function of a side that `peers_of` found."""
+    function = PEERS[side](name)
+    assert function is not None
+    return function
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the peers."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    out = {"torch": torch.__version__}
+    for package in (*PACKAGES.values(), "triton"):
+        try:
+            out.setdefault(package, version(package))
+        except PackageNotFoundError:
+            out[package] = "absent"
+    return out

@@ -1,0 +1,1 @@
+"""Linear recurrences on a split sequence: `bench.py` is the command ``ring-la bench scan``."""

@@ -1,0 +1,73 @@
+"""Checks of what a `ContextParallel` and its layouts are given: an `ArgumentError` names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from ..comm import TRANSPORTS
+from ..errors import ArgumentError
+from ..layout import Layout
+from ..scan import STRATEGIES
+
+ATTENTION = ("auto", "ring", "all_gather", "ulysses", "usp")
+VALIDATE = ("first", "always", "never")
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_choices(scan: str, attention: str, transport: str, deterministic: bool, validate: str) -> None:
+    """Refuse choices that do not exist, or do not go together."""
+    one_of("scan", scan, ("auto", *STRATEGIES))
+    one_of("attention", attention, ATTENTION)
+    one_of("transport", transport, TRANSPORTS)
+    one_of("validate", validate, VALIDATE)
+    if not isinstance(deterministic, bool):
+        raise ArgumentError("deterministic", "True or False", repr(deterministic))
+    if deterministic and scan not in ("auto", "ring"):
+        raise ArgumentError("scan", '"auto" or "ring" with deterministic=True', repr(scan), "States fold in one order")
+
+
+def check_length(x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:
+    """Refuse what has not `length` rows along `dim`; `what` says what these are."""
+    if not isinstance(dim, int):
+        raise ArgumentError("dim", "an int", repr(dim))
+    if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError(name, f"a tensor with dimension {dim}", got)
+    if x.shape[dim] != length:
+        raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
+
+
+def check_labels(ids: Tensor, ignore_index: object) -> None:
+    """Refuse ids that cannot be labels, and a label of no token that their dtype does not hold."""
+    if ids.dtype not in SIGNED:
+        raise ArgumentError("ids", f"one of {', '.join(map(str, SIGNED))}", ids.dtype)
+    held = torch.iinfo(ids.dtype)
+    if not isinstance(ignore_index, int) or not held.min <= ignore_index <= held.max:
+        raise ArgumentError("ignore_index", f"an int that {ids.dtype} holds", repr(ignore_index))
+
+
+def describe(layout: Layout) -> str:
+    """A layout in few words, equal on two ranks only if the layouts are."""
+    cu = layout.cu_seqlens
+    shown = str(list(cu)) if len(cu) <= 9 else f"{len(cu) - 1} documents, hash {hash(cu):x}"
+    return f"seq_len={layout.seq_len}, kind={layout.kind}, cu_seqlens={shown}, multiple_of={layout.multiple_of}"
+
+
+def duration(timeout: timedelta | float) -> timedelta:
+    """A timeout as a timedelta."""
+    try:
+        out = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (TypeError, ValueError, OverflowError):  # no number, or none that a timedelta can hold
+        out = timedelta(0)
+    if out <= timedelta(0):
+        raise ArgumentError("timeout", "a positive timedelta or number of seconds", repr(timeout))
+    return out
+
+
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ArgumentError(name, f"one of {', '.join(choices)}", repr(value))

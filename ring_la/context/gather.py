@@ -1,0 +1,36 @@
+"""The whole sequence from its parts, with its gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..autograd import first_derivative_only
+from ..comm import Group
+from ..layout import Layout
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' rows, in sequence order; the gradient is summed over ranks and cut again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: Layout, comm: Group) -> Tensor:
+        ctx.layout, ctx.comm = layout, comm
+        longest = max(layout.lengths)
+        padded = x.new_zeros(longest, *x.shape[1:])
+        padded[: x.shape[0]] = x
+        parts = comm.all_gather(padded).wait()
+        rows = torch.cat([part[:n] for part, n in zip(parts, layout.lengths)])
+        out = torch.empty_like(rows)
+        out[layout.order.to(x.device)] = rows
+        return out
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, grad: Tensor):
+        layout: Layout = ctx.layout
+        rows = grad[layout.order.to(grad.device)].split(list(layout.lengths))
+        padded = grad.new_zeros(layout.world_size, max(layout.lengths), *grad.shape[1:])
+        for part, row in zip(padded, rows):
+            part[: len(row)] = row
+        return ctx.comm.all_to_all(padded).wait().sum(0)[: layout.local_length], None, None

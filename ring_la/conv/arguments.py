@@ -1,0 +1,79 @@
+"""What the convolution and the token shift have in common in their arguments, and its checks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import FLOATS, check_flag, check_nan, check_split
+from ..context import ShardedLayout
+from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
+
+
+class TailOptions(NamedTuple):
+    """The keywords both have in common, as `short_conv` explains them."""
+
+    initial_state: Tensor | None
+    output_final_state: bool
+    layout: ShardedLayout | None
+    cu_seqlens: Tensor | None
+
+    def documents(self, flat: Tensor) -> int:
+        """How many documents tokens ``[B, T, D]`` are, after checking that the split fits them."""
+        check_flag("output_final_state", self.output_final_state)
+        return check_split(flat.shape[1], flat.shape[0], self.layout, self.cu_seqlens, flat.device)
+
+
+def as_channels(x: Tensor) -> Tensor:
+    """``x`` as ``[B, T, D]``."""
+    if not isinstance(x, Tensor) or x.dim() not in (3, 4) or x.dtype not in FLOATS:
+        raise ArgumentError("x", "a float tensor [B, T, D] or [B, T, H, D]", describe_tensor(x))
+    return x.flatten(2)
+
+
+def check_channels(name: str, t: Tensor | None, shape: list[int], x: Tensor) -> None:
+    """Refuse what is not None, nor a float tensor of this shape beside `x`."""
+    if t is None:
+        return
+    if not isinstance(t, Tensor) or list(t.shape) != shape or t.dtype not in FLOATS:
+        raise ArgumentError(name, f"a float tensor {shape}", describe_tensor(t))
+    if t.device != x.device:
+        raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)
+
+
+def check_in_place(initial: Tensor | None, layout: ShardedLayout | None, *inputs: Tensor | None) -> None:
+    """Refuse to overwrite a state that is missing, shared between ranks or part of a graph."""
+    if layout is not None:
+        raise UnsupportedError("in_place", "False under a layout", True)
+    if not isinstance(initial, Tensor):
+        raise ArgumentError("initial_state", "a tensor for in_place=True", describe_tensor(initial))
+    wanting = any(isinstance(x, Tensor) and x.requires_grad for x in (initial, *inputs))
+    if torch.is_grad_enabled() and wanting:
+        raise ArgumentError("in_place", "False where gradients are wanted", True, "Call it under torch.no_grad()")
+
+
+def check_values(layout: ShardedLayout | None, **tensors: Tensor | None) -> None:
+    """Refuse NaN where the layout's ContextParallel looks at values."""
+    if layout is not None and layout.cp.validate == "always":
+        for name, t in tensors.items():
+            if t is not None:
+                check_nan(name, t)
+
+
+def shape_of(t: object) -> tuple | None:
+    """What ranks compare of a tensor they share; None for what has been refused already."""
+    return (tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else None
+
+
+def agree(call: str, layout: object, error: RingLAError | None, x: Tensor, own: dict[str, object]) -> None:
+    """Let the ranks agree on a call, `own` being what it brings beside ``x``; an error on one is an error on all."""
+    if isinstance(layout, ShardedLayout):
+        signature = None
+        if error is None:
+            tokens = (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
+            signature = (("x", tokens), *own.items(), ("gradients", torch.is_grad_enabled()))
+        layout.agree(call, signature, error)
+    elif error is not None:
+        raise error

@@ -1,0 +1,65 @@
+"""Token shift: each token's predecessor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..autograd import outside_graphs, refuse_transforms
+from ..checks import check_flag
+from ..context import ShardedLayout
+from ..errors import RingLAError
+from ..outputs import TokenShiftOutput
+from .arguments import TailOptions, agree, as_channels, check_channels, check_in_place, check_values, shape_of
+from .leads import behind, final_rows, together
+
+
+def token_shift(
+    x: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    in_place: bool = False,
+) -> TokenShiftOutput:
+    """Each token's predecessor in its document, ``o_t = x_{t−1}`` (RWKV, Peng et al. 2023, arXiv 2305.13048, §3.1).
+
+    Args:
+        x: ``[B, T, D]`` or ``[B, T, H, D']``.
+        initial_state: the token before each document ``[N, D]``; None: zeros. Replicated under a layout.
+        output_final_state: also return each document's last token, on every rank.
+        layout, cu_seqlens, in_place: as in `short_conv`.
+
+    Returns:
+        TokenShiftOutput(o like x, final_state ``[N, D]`` in x's dtype, or None).
+
+    Raises:
+        ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
+    """
+    run = _token_shift if layout is None else _token_shift_split
+    check_flag("in_place", in_place)
+    if not in_place:
+        return run(x, TailOptions(initial_state, output_final_state, layout, cu_seqlens))
+    check_in_place(initial_state, layout, x)
+    o, final = run(x, TailOptions(initial_state, True, layout, cu_seqlens))
+    return TokenShiftOutput(o, initial_state.copy_(final))
+
+
+def _token_shift(x: Tensor, options: TailOptions) -> TokenShiftOutput:
+    state, layout, error = options.initial_state, options.layout, None
+    try:
+        flat = as_channels(x)
+        check_channels("initial_state", state, [options.documents(flat), flat.shape[2]], x)
+        refuse_transforms((("x", x), ("initial_state", state)))
+        check_values(layout, x=x, initial_state=state)
+    except RingLAError as e:
+        error = e
+    own = dict(initial_state=shape_of(state), output_final_state=options.output_final_state)
+    agree("token_shift", layout, error, x, own)
+    initial = None if state is None else state[:, None]
+    rows = behind(flat, 1, initial, layout, options.cu_seqlens)
+    final = final_rows(rows.ends, initial, options)[:, 0].to(x.dtype) if options.output_final_state else None
+    return TokenShiftOutput(*together(rows.before.view(x.shape), final, layout))
+
+
+_token_shift_split = outside_graphs(_token_shift)

@@ -1,0 +1,54 @@
+"""From whole batches to this rank's part of them: layouts, and that every rank was given the same."""
+
+from __future__ import annotations
+
+import zlib
+
+from torch import Tensor
+
+from ...context import ShardedLayout
+from ...errors import ArgumentError, PeerError, RingLAError
+from .call import ModelCall
+from .inputs import read
+from .settings import Settings
+
+
+class Batches:
+    """The batches a model is called with."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.cp, self.kind = settings.cp, settings.kind
+        self._layouts: dict[tuple, ShardedLayout] = {}
+        self._compared = False
+
+    def read(self, arguments: dict[str, object]) -> tuple[ModelCall, dict[str, object]]:
+        """This rank's part of a call. What one rank refuses all refuse; batches are compared as cp.validate says."""
+        comm, validate = self.cp.comm, self.cp.validate
+        try:
+            call, local = read(self._layout, arguments)
+        except RingLAError as error:
+            if validate != "never":
+                try:
+                    comm.agree("the arguments of the model", f"refused: {error}")
+                except PeerError:  # the others compared such a call before: this rank's own error
+                    raise error from None
+            raise
+        if arguments.get("layout") is None and (validate == "always" or (validate == "first" and not self._compared)):
+            tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_floating_point()}
+            sums = {n: zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()) for n, x in tensors.items()}
+            comm.agree("the whole batch, which every rank must be given", sums)
+            self._compared = True
+        return call, local
+
+    def _layout(self, seq_len: int, offsets: tuple[int, ...] | None) -> ShardedLayout:
+        """The layout of a whole batch; the last one is kept."""
+        if self.too_short(seq_len, offsets):
+            raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
+        return self._layouts[seq_len, offsets]
+
+    def too_short(self, seq_len: int, offsets: tuple[int, ...] | None = None) -> bool:
+        """Whether a rank would get no token of a whole batch."""
+        key = (seq_len, offsets)
+        if key not in self._layouts:
+            self._layouts = {key: self.cp.layout(seq_len, self.kind, offsets)}
+        return min(self._layouts[key].lengths) == 0

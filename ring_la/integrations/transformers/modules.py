@@ -1,0 +1,49 @@
+"""The forwards a parallelized model runs: the library's own, with our mixers inside in a split call."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from torch import nn
+
+from ...errors import UnsupportedError
+from .call import Current
+from .mixers import entry_of, make_forward
+
+
+class Forwards:
+    """The forward of every class of modules, made once."""
+
+    def __init__(self, current: Current) -> None:
+        self.current = current
+        self._made: dict[type, Callable] = {}
+
+    def of(self, kind: type) -> Callable:
+        """The forward of modules of a class, ours inside where it has an entry."""
+        if kind not in self._made:
+            self._made[kind] = kind.forward if entry_of(kind) is None else make_forward(kind, self.current)
+        return self._made[kind]
+
+    def put(self, module: nn.Module, name: str, forward: Callable, undo: ExitStack) -> None:
+        """Give a module, of this name in its model, a forward of its own; `undo` takes the way back."""
+        if "forward" in vars(module):
+            got = f"{name or type(module).__name__} with a forward of its own"
+            raise UnsupportedError("model", "modules as their classes make them, no hooks of Accelerate", got)
+        self.of(type(module))
+        module.forward = types.MethodType(forward, module)
+        undo.callback(delattr, module, "forward")
+
+
+def mixer_forward(self: nn.Module, *args, **keywords):
+    """The forward of a module whose class has an entry in `mixers.MIXERS`."""
+    return self._ring_la.forwards.of(type(self))(self, *args, **keywords)
+
+
+def known(function: Callable, keywords: dict[str, object]) -> dict[str, object]:
+    """The keywords a model's forward takes. One without position_ids passes the check only if it needs none."""
+    parameters = inspect.signature(function).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {n: x for n, x in keywords.items() if anything or n in parameters}

@@ -1,0 +1,52 @@
+"""One block of a `HybridLM`: a layer along the sequence, and an MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..context import ShardedLayout
+from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
+from .config import HybridConfig
+from .mlp import MLPS
+
+
+class ResidualBlock(nn.Module):
+    """One layer along the sequence and one MLP, each on a normalised residual stream."""
+
+    def __init__(self, layer: Layer, mlp: nn.Module, dim: int, eps: float) -> None:
+        super().__init__()
+        self.layer, self.mlp = layer, mlp
+        self.layer_norm, self.mlp_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+
+    @classmethod
+    def of(cls, config: HybridConfig, i: int) -> ResidualBlock:
+        """The block of layer `i` of a model."""
+        name, dim = config.layers[i], config.dim
+        kind, keywords = LAYERS[name], dict(config.options.get(name, {}))
+        if kind.knows_depth:
+            keywords = {"layer_idx": i, "num_layers": len(config.layers)} | keywords
+        layer = kind(dim, config.num_heads, **keywords)
+        hidden = 32 * -(-8 * dim // (3 * 32)) if config.mlp_dim is None else config.mlp_dim
+        return cls(layer, MLPS[config.mlp](dim, hidden, **config.mlp_options), dim, config.norm_eps)
+
+    def forward(
+        self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None, **keywords: Any
+    ) -> tuple[Tensor, Any, Routing | None]:
+        """``x``, what the layer remembers, and what the router of a mixture of experts did."""
+        o, state = self.mix_tokens(x, layout=layout, **keywords)
+        x = x + o
+        o, routing = self.mix_channels(x, output_routing=output_routing, layout=layout)
+        return x + o, state, routing
+
+    def mix_tokens(self, x: Tensor, **keywords: Any) -> LayerOutput:
+        """What the layer adds to ``x [B, T, D]``, and what it remembers."""
+        return self.layer(self.layer_norm(x), **keywords)
+
+    def mix_channels(self, x: Tensor, **keywords: Any) -> MoEOutput:
+        """What the MLP adds to ``x [B, T, D]``, and what its router did if it has one."""
+        y = self.mlp_norm(x)
+        if not isinstance(self.mlp, MixtureOfExperts):
+            return MoEOutput(self.mlp(y), None)
+        return self.mlp(y, **keywords)

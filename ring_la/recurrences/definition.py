@@ -1,0 +1,112 @@
+"""What a recurrence is made of: its definition, what it makes of a call's tensors, and the keywords all have in common.
+
+Values only: nothing here checks or runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..algebra import Rule
+from ..context import ShardedLayout
+from ..kernels import Inputs
+from ..outputs import LinearAttentionOutput
+
+
+class Recurrence(NamedTuple):
+    """One recurrence, with the tensors of a call.
+
+    Attributes:
+        rule: how a token changes the state.
+        inputs: what tokens bring.
+        causal: False: every token reads the state after its document's last token.
+        readout: what becomes of ``scale · Sᵀ q``.
+        names: the caller's names of the inputs where they differ, for messages.
+        decays: the heads' log-decays where every token's are the same: what gives them, or the caller's tensor.
+    """
+
+    rule: Rule
+    inputs: Inputs
+    causal: bool = True
+    readout: Callable[[Tensor], Tensor] = lambda o: o
+    names: Mapping[str, str] = {}
+    decays: Callable[[], tuple[float, ...]] | Tensor | None = None
+
+    def name(self, field: str) -> str:
+        """What the caller calls an input."""
+        return self.names.get(field, field)
+
+
+class CommonOptions(NamedTuple):
+    """The keywords all recurrences have in common, packed once; `COMMON` says what they mean."""
+
+    scale: float | None = None
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm: bool = False
+    layout: ShardedLayout | None = None
+    cu_seqlens: Tensor | None = None
+    mode: str = "auto"
+    backend: str | None = None
+    in_place: bool = False
+
+
+COMMON = """
+Common keywords:
+    scale: multiplies the output; None: {scale}.
+    initial_state: the state before each document, ``[N, H, K, V]``; N is B, or the number of packed documents.
+        Replicated under a layout; its gradient is the whole one on every rank.
+    output_final_state: also return the state after each document, ``[N, H, K, V]`` fp32 (fp64 for fp64 inputs), on
+        every rank; gradients flowing into it are summed over the ranks.
+    use_qk_l2norm: replace q and k by ``x · rsqrt(Σ x² + 1e-6)``.
+    layout: how the sequence is split over ranks (`ContextParallel.layout`); T is then this rank's length. None: one
+        device. Collective: every rank calls, forward and backward.
+    cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device; empty ones are allowed.
+    mode: "chunk", "recurrent" (token by token, for decoding) or "auto".
+    backend: None (the fastest that can), "triton", "torch" or "reference" (fp64 token loop, one device).
+    in_place: write the state after each document over `initial_state`, which is then the final state returned. For
+        decoding: one device, no gradients.
+
+Returns:
+    LinearAttentionOutput(o ``[B, T, H, V]`` in the values' dtype, final_state or None).
+
+Raises:
+    ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
+    UnsupportedError: a combination that is not supported, and what would work.
+    DisagreementError: the ranks' arguments do not fit together.
+"""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What is known of a recurrence before any call.
+
+    Attributes:
+        name: of the public function, and of its reference.
+        describe: from the function's own arguments to a `Recurrence`.
+        reference: the same function as an fp64 token loop, or None.
+        paper: where it comes from.
+        default_scale: the scale where the caller gives none; None means K**-0.5.
+    """
+
+    name: str
+    describe: Callable[..., Recurrence]
+    reference: Callable[..., LinearAttentionOutput] | None
+    paper: str
+    default_scale: float | None = None
+
+    def scale(self, options: CommonOptions, channels: int) -> float:
+        """The scale of a call whose keys have so many channels."""
+        if options.scale is not None:
+            return float(options.scale)
+        return float(channels**-0.5) if self.default_scale is None else self.default_scale
+
+    @property
+    def keywords(self) -> str:
+        """What the function's docstring says of its source and of the common keywords."""
+        scale = "K**-0.5" if self.default_scale is None else f"{self.default_scale:g}"
+        return f"\nSource: {self.paper}.\n" + COMMON.format(scale=scale)

@@ -1,0 +1,73 @@
+"""``ring-la bench scan`` on two ranks: every arm agrees with the whole sequence and is timed; what it writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.scan import bench
+from benchmarks.scan.arms import OPS, Team
+from benchmarks.scan.report import Report
+from ring_la.cli.transitions import TRANSITIONS
+from ring_la.scan import STRATEGIES
+from tests.distributed.pool import group
+
+ARMS = {"local", "alone", *STRATEGIES, "auto", "LASP pattern", "LASP-2 pattern", "Ulysses pattern"}
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_what_is_measured_is_what_the_planner_knows():
+    assert list(OPS) == list(TRANSITIONS)
+
+
+def check_bench(rank: int, folder: str) -> list[dict]:
+    shape = ("--lengths", "64", "--heads", "4", "--width", "16", "--rounds", "1", "--inner", "1", "--out", folder)
+    args = options("--ops", "retention,gated_delta_rule", "--gates", "trained", *shape)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    report = Report(args)
+    bench.bench(Team(group(), alone), args, report)
+    report.finish()
+    return report.rows
+
+
+def test_every_arm_is_right_and_timed(ranks, tmp_path):
+    rows = ranks.run(2, check_bench, str(tmp_path))[0]
+    passes = [row for row in rows if row["what"] != "exchange"]
+    assert [(row["op"], row["what"]) for row in passes] == [
+        (op, what) for op in ("retention", "gated_delta_rule") for what in ("forward", "forward+backward")
+    ]
+    for row in passes:
+        assert not row["failed"]
+        assert set(row["ms"]) == ARMS
+        assert all(ms > 0 for ms in row["ms"].values())
+        assert set(row["exchange_ms"]) == set(STRATEGIES)
+        assert row["choice"]["pick"] == min(row["exchange_ms"], key=row["exchange_ms"].get)
+    alone = [row for row in rows if row["what"] == "exchange"]
+    assert [(row["op"], set(row["ms"])) for row in alone] == [(k, set(STRATEGIES)) for k in ("scalar", "dense")]
+    assert json.loads((tmp_path / "bench_scan.json").read_text())["rows"] == rows
+
+
+def check_wrong(rank: int, folder: str) -> dict[str, str]:
+    """An arm whose result is off is not timed."""
+    args = options("--ops", "retention", "--heads", "4", "--width", "16", "--out", folder, "--arms", "ring,doubling")
+    team = Team(group(), dist.new_group([rank], use_local_synchronization=True))
+    right = team.arms
+    spoilt = {"ring": lambda f: lambda *x: 1.01 * f(*x), "doubling": lambda f: f}
+    team.arms = lambda *a: {n: spoilt[n](f) for n, f in right(*a).items()}
+    case = bench.Case("retention", "trained", 2, 64, "")
+    calls, failed = bench.checked(team, case, torch.float32, args)
+    return failed | {n: "timed" for n in calls}
+
+
+def test_a_wrong_arm_is_not_timed(ranks, tmp_path):
+    found = ranks.run(2, check_wrong, str(tmp_path))[0]
+    assert found["doubling"] == "timed"
+    assert found["ring"].startswith("wrong: error 1.0e-02")

@@ -1,0 +1,26 @@
+"""Fixtures of the tests on GPUs: the pool of ranks, one a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.distributed.pool import Ranks
+
+
+@pytest.fixture
+def alone() -> None:
+    """For what takes all of a GPU: other processes of this run would hold some of it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("needs the GPU alone: run it without -n")
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[Ranks]:
+    """As many ranks as there are GPUs, joined by NCCL (see tests/distributed/pool.py)."""
+    pool = Ranks(max(1, torch.cuda.device_count()), "nccl")
+    yield pool
+    pool.stop()

@@ -1,0 +1,65 @@
+"""The engine on GPUs, its prompts read by one rank and by two: `pytest -m gpu tests/gpu/test_serving.py`.
+
+Its times: benchmarks/serving.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_la import ContextParallel
+from ring_la.inference import generate
+from ring_la.serving import Engine, Hybrid, NoText
+from ring_la.serving.memory import fitting
+from tests.distributed import pool
+from tests.support.serving import GIB, Timed, answer, make, prompt
+
+RANKS = [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (1, 2)]
+
+
+def check_tokens(rank: int) -> list[tuple[list[int], list[int]]] | None:
+    """(tokens served, those of `generate`) of each request, on the rank that leads: an fp32 model whose prompts are
+    read in pieces, decoded as a batch and go on from kept states."""
+    cp = ContextParallel(pool.group(), validate="never")
+    model = make(256, 4, ["gdn", "kda", "mamba2", "attention"], torch.float32)
+    asked = [(1, 20), (3000, 9), (37, 15), (5000, 12), (3000, 9)]
+    jobs = [Timed(prompt(length), n) for length, n in asked]
+    if answer(Engine(Hybrid(model), NoText(), cp, piece=1024, batch=3, keep=GIB, patience=90), jobs) is None:
+        return None
+    want = [generate(model, torch.tensor([prompt(length)], device="cuda"), n)[0].tolist() for length, n in asked]
+    return [(each.tokens, tokens) for each, tokens in zip(jobs, want, strict=True)]
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_tokens(P, gpu_ranks):
+    (found,) = [x for x in gpu_ranks.run(P, check_tokens) if x is not None]
+    assert [served for served, _ in found] == [generated for _, generated in found]
+    assert [len(served) for served, _ in found] == [20, 9, 15, 12, 9]
+
+
+def check_memory(rank: int) -> dict[str, float] | None:
+    """A GPU with 2 GiB left: a request of as many tokens as are said to fit is answered, and what it took."""
+    cp = ContextParallel(pool.group(), validate="never")
+    assert fitting(Hybrid(make(256, 4, ["gdn", "mamba2"], torch.bfloat16)), cp, 8192, 0) is None  # any number
+    model = Hybrid(make(1024, 8, ["gdn", "attention"], torch.bfloat16))
+    torch.cuda.empty_cache()
+    ballast = torch.empty(torch.cuda.mem_get_info()[0] - 2 * GIB, dtype=torch.uint8, device="cuda")
+    room = fitting(model, cp, 8192, 0)
+    torch.cuda.reset_peak_memory_stats()
+    each = Timed(prompt(room - 40), 40)
+    start = answer(Engine(model, NoText(), cp, piece=8192, room=room, patience=120), [each])
+    taken = torch.cuda.max_memory_reserved() - ballast.nbytes
+    del ballast
+    torch.cuda.empty_cache()
+    if start is None:
+        return None
+    return {"tokens": len(each.tokens), "room": room, "GiB": taken / GIB, "seconds": each.times[-1] - start}
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_memory(P, gpu_ranks, alone, record_property):
+    (found,) = [x for x in gpu_ranks.run(P, check_memory, timeout=180) if x is not None]
+    record_property("found", found)
+    assert found["tokens"] == 40
+    assert found["room"] > 40

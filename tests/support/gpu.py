@@ -1,0 +1,102 @@
+"""Tests on GPUs, a plugin of pytest: they run if asked for, share the GPUs, and what they find is kept.
+
+    pytest -m gpu tests/gpu -n 12 --gpu-report runs/gpu.json        # xdist: 12 processes that compile side by side
+    pytest -m gpu tests/gpu/test_nccl.py --gpu-seconds 300          # tests that need several GPUs: without -n, or with
+                                                                    # as many workers as there are groups of GPUs
+
+``@pytest.mark.gpu(needs=N)`` is a test on N GPUs (1; 0 for one that compiles without any), skipped where fewer are
+there. With ``-n`` workers have GPUs of their own as far as they go round, and share them beyond that. Without
+``-m gpu`` the folder is not even read. The report has a row a test: its outcome, its seconds and what it recorded with
+`record_property`; it is written as rows come, so that a run cut off still counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "gpu"
+_start = time.monotonic()
+
+
+def world(least: int = 1, otherwise: int = 4) -> int:
+    """GPUs a test with many ranks runs on: all there are; `otherwise` where tests are only listed."""
+    return max(least, torch.cuda.device_count() or otherwise)
+
+
+def asked(config: pytest.Config) -> bool:
+    """Whether this run is of tests on GPUs."""
+    return "gpu" in config.getoption("markexpr").replace("not gpu", "")
+
+
+def share(worker: int, workers: int, gpus: int) -> list[int]:
+    """The GPUs of one of several workers.
+
+    >>> share(1, 2, 4), share(5, 12, 4)
+    ([2, 3], [1])
+    """
+    each = max(1, gpus // workers)
+    return [(worker * each + i) % gpus for i in range(each)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("GPUs")
+    group.addoption("--gpu-report", type=Path, metavar="FILE", help="JSON of what tests marked gpu found")
+    group.addoption("--gpu-seconds", type=float, default=float("inf"), help="start no test marked gpu after so many")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        if config.getoption("gpu_report"):
+            config.pluginmanager.register(Report(config.getoption("gpu_report")))
+    elif asked(config) and (gpus := torch.cuda.device_count()):  # counted without a context on any of them
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = seen if len(seen) == gpus and all(seen) else [str(i) for i in range(gpus)]
+        mine = share(int(worker["workerid"].removeprefix("gw")), worker["workercount"], gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in mine)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    named = any("gpu" in str(argument) for argument in config.args)
+    return True if collection_path == FOLDER and not (asked(config) or named) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    needs, gpus = marker.kwargs.get("needs", 1), torch.cuda.device_count()
+    if gpus < needs:
+        pytest.skip(f"needs {needs} GPUs, {gpus} are here")
+    if time.monotonic() - _start > item.config.getoption("gpu_seconds"):
+        pytest.skip("no time left")
+
+
+class Report:
+    """The JSON file of --gpu-report."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows = path, []
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "gpu" not in report.keywords or (report.when != "call" and report.passed):
+            return
+        row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
+        row |= dict(report.user_properties)
+        if report.failed:
+            row["failed"] = report.longreprtext[-2000:]
+        if report.skipped and isinstance(report.longrepr, tuple):
+            row["skipped"] = report.longrepr[2]
+        self.rows.append(row)
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        self.path.write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "rows": self.rows}, indent=1))
