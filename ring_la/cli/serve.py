@@ -25,7 +25,7 @@ import torch
 
 from ..context import ContextParallel
 from ..errors import UnsupportedError
-from ..serving import Engine, Overdue, Watch
+from ..serving import Engine, Lookout, Overdue
 from ..serving.load import DTYPES, load
 from ..serving.memory import fitting, spare
 from ..serving.model import rehearse
@@ -81,17 +81,17 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         waiting=args.waiting,
         keep=keep,
     )
-    with stopped_by_signals(engine), Watch(engine, cp) as watch:
+    with stopped_by_signals(engine), Lookout(engine, cp) as lookout:
         cp.comm.agree("being ready", True)  # who is told of the server may send a signal to any rank
         if listening is None:
             engine.run()
         else:
-            answer(engine, args.name or Path(args.model).resolve().name, listening, watch)
+            answer(engine, args.name or Path(args.model).resolve().name, listening, lookout)
 
 
 @contextmanager
 def stopped_by_signals(engine: Engine) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the engine; SIGALRM, which `Watch` sends, ends a piece that keeps it from stopping."""
+    """SIGTERM and SIGINT stop the engine; SIGALRM, which `Lookout` sends, ends a piece that keeps it from stopping."""
 
     def stop(*_: object) -> None:
         engine.stop()
@@ -109,7 +109,7 @@ def stopped_by_signals(engine: Engine) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def answer(engine: Engine, name: str, listening: socket.socket, watch: Watch) -> None:
+def answer(engine: Engine, name: str, listening: socket.socket, lookout: Lookout) -> None:
     """On rank 0: run the engine, and serve HTTP beside it."""
     from ..serving.http import Server, application
 
@@ -117,7 +117,7 @@ def answer(engine: Engine, name: str, listening: socket.socket, watch: Watch) ->
     longest = "of any length" if engine.max_tokens is None else f"of up to {engine.max_tokens:,} tokens"
     where = f"{ranks} rank(s) on {engine.model.device.type}"
     print(f"ring-la serve: {name} on http://{host}:{port}, requests {longest}, {where}", flush=True)
-    with Server(application(engine, name, watch=watch), engine, listening):
+    with Server(application(engine, name, lookout=lookout), engine, listening):
         engine.run()
     print("ring-la serve: stopped", flush=True)
 

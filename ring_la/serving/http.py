@@ -25,9 +25,9 @@ from ..errors import ArgumentError, RingLAError
 from .completion import Completion, Ended, Event, Failed, NewToken
 from .connections import SILENT, protocol
 from .engine import Engine
+from .lookout import Lookout
 from .protocol import Answer, UnknownModel, error, parse, usage
 from .waiting import Busy, Stopping
-from .watch import Watch
 
 ALIVE = 15.0
 """Seconds after which a stream without news gets a comment, so that nobody between takes it for dead."""
@@ -44,13 +44,13 @@ class Silent(Exception):
 
 
 def application(
-    engine: Engine, name: str, *, watch: Watch | None = None, max_body: int = LARGEST, silent: float = SILENT
+    engine: Engine, name: str, *, lookout: Lookout | None = None, max_body: int = LARGEST, silent: float = SILENT
 ) -> FastAPI:
     """The application.
 
     Args:
         engine: what answers; its `run` is called elsewhere. name: the model's.
-        watch: what knows whether the other ranks live.
+        lookout: what knows whether the other ranks live.
         max_body: the most bytes of a request. silent: the most seconds between two parts of it.
     """
     app = FastAPI(title="ring_la", docs_url=None, redoc_url=None, openapi_url=None)
@@ -60,9 +60,9 @@ def application(
         state = {"running": engine.running, "waiting": engine.waiting}
         if engine.stopping:
             return JSONResponse({"status": "stopping", **state}, 503)
-        silent = {} if watch is None else {r: round(s, 1) for r, s in watch.silence.items() if s > STALLED}
-        if silent:
-            return JSONResponse({"status": "stalled", "silent_ranks": silent, **state}, 503)
+        quiet = {} if lookout is None else {r: round(s, 1) for r, s in lookout.silence.items() if s > STALLED}
+        if quiet:
+            return JSONResponse({"status": "stalled", "silent_ranks": quiet, **state}, 503)
         return JSONResponse({"status": "ok", **state})
 
     served = {

@@ -4,8 +4,8 @@ What a model remembers of a prompt is a state of every layer: a few MB for recur
 and the keys and values of attention. A state stands for one prefix and cannot be cut back, so where to keep one is
 decided when the prompt is read: at its end, where the next turn of a conversation goes on; at the last multiples of
 `STRIDES` well before its end, where another question to the same document parts; where it parts from a prompt that was
-read before; and at the ends of pieces. What is kept is what came since the last one (`KeptPrefix`), so that keys and values
-are kept once.
+read before; and at the ends of pieces. What is kept is what came since the last one (`KeptPrefix`), so that keys and
+values are kept once.
 """
 
 from __future__ import annotations

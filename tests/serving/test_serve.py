@@ -20,7 +20,7 @@ import torch
 from ring_la import ContextParallel
 from ring_la.cli.serve import stopped_by_signals
 from ring_la.inference import generate
-from ring_la.serving import Engine, Event, Failed, Hybrid, NoText, Watch
+from ring_la.serving import Engine, Event, Failed, Hybrid, Lookout, NoText
 from tests.distributed.pool import group
 from tests.inference.test_generate import make
 from tests.serving.test_engine import Asked
@@ -108,7 +108,7 @@ def test_a_signal_is_kept_inside_a_piece():
     server.submit(job := Asked([3], 4))
     threading.Thread(target=stop).start()
     start = time.monotonic()
-    with stopped_by_signals(server), Watch(server, None):
+    with stopped_by_signals(server), Lookout(server, None):
         server.run()
     assert time.monotonic() - start < 5
     assert job.events == [Failed("the server has stopped")]
@@ -130,7 +130,7 @@ def check_late_everywhere(rank: int) -> tuple[list[Event], float]:
     if rank == 0:
         server.submit(job)
     start = time.monotonic()
-    with stopped_by_signals(server), Watch(server, cp):
+    with stopped_by_signals(server), Lookout(server, cp):
         server.run()
     return job.events, time.monotonic() - start
 

@@ -19,10 +19,10 @@ GRACE = 1.0
 """Seconds that a piece may go on after requests under way have had their time."""
 
 
-class Watch:
+class Lookout:
     """On every rank, in the main thread, around its engine's `run`.
 
-        with Watch(engine, cp):
+        with Lookout(engine, cp):
             engine.run()
 
     Args:
@@ -35,7 +35,7 @@ class Watch:
         self._leaves = threading.Event()
         self._comm = None if cp is None or cp.size == 1 else cp.comm
         self._heard: dict[int, tuple[bytes, float]] = {}  # what other ranks said last, and when that was new
-        self._threads = [threading.Thread(target=self._hurry, name="watch", daemon=True)]
+        self._threads = [threading.Thread(target=self._hurry, name="lookout", daemon=True)]
         if self._comm is not None:
             self._threads.append(threading.Thread(target=self._beat, name="pulse", daemon=True))
 
@@ -45,7 +45,7 @@ class Watch:
         now = time.monotonic()
         return {rank: now - when for rank, (_, when) in self._heard.items()}
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Lookout:
         self._main = threading.get_ident()
         if self._comm is not None and self._comm.rank == 0:
             self._heard = {rank: (b"", time.monotonic()) for rank in range(1, self._comm.size)}
