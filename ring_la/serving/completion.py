@@ -12,14 +12,14 @@ from ..inference import Sampler
 from .text import Stream
 
 
-class Piece(NamedTuple):
+class NewToken(NamedTuple):
     """A token, and the text that is certain with it: none while a character, or a stop string, may be unfinished."""
 
     token: int
     text: str
 
 
-class Done(NamedTuple):
+class Ended(NamedTuple):
     """The end: `reason` "stop" (a stop string, or the model's end) or "length"; `text` that was held back."""
 
     reason: str
@@ -37,7 +37,7 @@ class Failed(NamedTuple):
     message: str
 
 
-Event = Piece | Done | Failed
+Event = NewToken | Ended | Failed
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Request:
         return Sampler(self.temperature, self.top_k, generator, self.top_p)
 
 
-class Job:
+class Completion:
     """A request under way.
 
     Args:
         request: what to complete.
-        emit: called in the engine's thread with each `Event`; the last is `Done` or `Failed`.
+        emit: called in the engine's thread with each `Event`; the last is `Ended` or `Failed`.
     """
 
     def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
@@ -91,10 +91,10 @@ class Job:
         """Pass on a token; whether it was the last."""
         self.decoded += 1
         if token not in end:
-            self.emit(Piece(token, self.stream.push(token)))
+            self.emit(NewToken(token, self.stream.push(token)))
         stopped = token in end or self.stream.stopped
         if not stopped and self.decoded < self.request.max_tokens:
             return False
         reason = "stop" if stopped else "length"
-        self.emit(Done(reason, self.stream.rest(), len(self.request.ids), self.reused, self.decoded))
+        self.emit(Ended(reason, self.stream.rest(), len(self.request.ids), self.reused, self.decoded))
         return True
