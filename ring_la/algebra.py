@@ -18,10 +18,12 @@ shapes, and the backward pass is the same scan, right to left, with ``Aᵀ``:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from .errors import ArgumentError
 
 Transition = Literal["identity", "scalar", "diagonal", "dense"]
 Write = Literal["additive", "delta", "dplr"]
@@ -30,18 +32,27 @@ _GATE: dict[Decay, tuple[str, ...]] = {"none": (), "scalar": ("g",), "diagonal":
 _BROUGHT: dict[Write, tuple[str, ...]] = {"additive": (), "delta": ("beta",), "dplr": ("a", "b")}
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True)
+class Rule:
     """How one token changes the state ``S [K, V]``, given ``D = diag(exp g)`` (g per head or per key channel).
 
     additive   S ← D S + k vᵀ
     delta      S ← (I − β k kᵀ) D S + β k vᵀ
     dplr       S ← (D + b aᵀ) S + k vᵀ                 (a reads the state before the decay)
 
-    and then reads ``o = scale · Sᵀ q``.
+    and then reads ``o = scale · Sᵀ q``. Any write goes with any decay; what a backend takes is its own.
+
+    Raises:
+        ArgumentError: an unknown write or decay.
     """
 
     write: Write
     decay: Decay
+
+    def __post_init__(self) -> None:
+        for name, word, known in (("write", self.write, _BROUGHT), ("decay", self.decay, _GATE)):
+            if word not in known:
+                raise ArgumentError(name, f"one of {', '.join(known)}", repr(word))
 
     @property
     def transition(self) -> Transition:
@@ -61,7 +72,7 @@ class Rule(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Rule:
         """The inverse of ``str``: operators carry their rule as a string."""
-        write, decay = text.split("_")
+        write, _, decay = text.partition("_")
         return cls(write, decay)  # type: ignore[arg-type]
 
 

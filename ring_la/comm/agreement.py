@@ -16,10 +16,11 @@ class Agreement:
         self._members, self._store, self._watch = members, store.of("agree"), watch
         self._count = 0
 
-    def agree(self, what: str, value: object) -> None:
+    def agree(self, what: str, value: object, hint: str = "") -> None:
         """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`.
 
-        Of mappings the error shows the entries that differ; where one is a refusal ("refused: …"), that alone.
+        Of mappings the error shows the entries that differ; where one is a refusal ("refused: …"), that alone. The
+        `hint` follows.
         """
         if self._members.size == 1:
             return
@@ -30,7 +31,8 @@ class Agreement:
             raise self._watch.error(f"agreeing on {what}", error) from error
         if any(v != values[0] for v in values):
             lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(_differences(values)))
-            raise DisagreementError(f"the ranks of this group disagree on {what}:\n{lines}")
+            message = f"the ranks of this group disagree on {what}:\n{lines}"
+            raise DisagreementError(f"{message}\n{hint}" if hint else message)
 
     def tell(self, value: str) -> list[str]:
         """Every rank's value by the job's store: no message that a rank which skips the comparison could mistake.

@@ -7,9 +7,10 @@ import zlib
 from torch import Tensor
 
 from ...context import ShardedLayout
-from ...errors import ArgumentError, PeerError, RingLAError
+from ...errors import ArgumentError, DisagreementError, PeerError, RingLAError
 from .call import ModelCall
 from .inputs import read
+from .loss import ROWS
 from .settings import Settings
 
 
@@ -36,16 +37,23 @@ class Batches:
         if arguments.get("layout") is None and (validate == "always" or (validate == "first" and not self._compared)):
             tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_floating_point()}
             sums = {n: zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()) for n, x in tensors.items()}
-            comm.agreement.agree("the whole batch, which every rank must be given", sums)
+            comm.agreement.agree("the whole batch, which every rank must be given", sums, ROWS)
             self._compared = True
         return call, local
 
     def _layout(self, seq_len: int, offsets: tuple[int, ...] | None) -> ShardedLayout:
         """The layout of a whole batch; the last one is kept."""
+        if self.too_short(seq_len, offsets):
+            raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
+        return self._layouts[seq_len, offsets]
+
+    def too_short(self, seq_len: int, offsets: tuple[int, ...] | None = None) -> bool:
+        """Whether a rank would get no token of a whole batch."""
         key = (seq_len, offsets)
         if key not in self._layouts:
-            layout = self.cp.layout(seq_len, self.kind, offsets)
-            if min(layout.lengths) == 0:
-                raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
+            try:
+                layout = self.cp.layout(seq_len, self.kind, offsets)
+            except DisagreementError as error:
+                raise DisagreementError(f"{error}\n{ROWS}") from None
             self._layouts = {key: layout}
-        return self._layouts[key]
+        return min(self._layouts[key].lengths) == 0
