@@ -12,6 +12,8 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import PLAIN, Inputs, OutputUse
 from ring_la.kernels.scalar_decay.recurrence import ScalarDecayRecurrence
+from ring_la.kernels.wy import bounded_kda
+from ring_la.kernels.wy.bounded_kda import BoundedKDA
 from ring_la.kernels.wy.recurrence import WYRecurrence
 
 Family = ScalarDecayRecurrence | WYRecurrence
@@ -31,8 +33,8 @@ def unsupported(rule: Rule, inputs: Inputs) -> str:
     """Why these kernels cannot take a call, or an empty string."""
     v = inputs.v
     (B, T, H, V), K = v.shape, inputs.q.shape[-1]
-    if rule not in FAMILIES:
-        return f"rule {rule}: the kernels take {', '.join(map(str, FAMILIES))}"
+    if rule.plain not in FAMILIES:
+        return f"rule {rule.plain}: the kernels take {', '.join(map(str, FAMILIES))}"
     if v.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {v.dtype}: the kernels take fp32, bf16 and fp16"
     if not (1 <= K <= 256 and 1 <= V <= 256):
@@ -44,6 +46,10 @@ def unsupported(rule: Rule, inputs: Inputs) -> str:
     return ""
 
 
-def recurrence(rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse = PLAIN) -> Family:
+def recurrence(
+    rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse = PLAIN
+) -> Family | BoundedKDA:
     """One rank's tokens under one rule (see `protocol.Local`)."""
-    return FAMILIES[rule].of(rule, inputs, cu, scale, use)
+    if rule.lower_bound is not None and not bounded_kda.unsupported(rule, inputs, packed=cu is not None):
+        return BoundedKDA(rule, inputs, cu, scale, use)
+    return FAMILIES[rule.plain].of(rule.plain, inputs, cu, scale, use)

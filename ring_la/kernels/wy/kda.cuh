@@ -16,9 +16,7 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* decided;          // [count, H], zero at first: 1 a span starts from zero, 2 it waits
-  int* done;             // [count, H], zero at first: whether `states` holds what the span leaves
-  int* ticket;           // zero at first
+  int* flags;            // [2 * count * H + 1], zero at first: see `decided`, `done` and `ticket`
   float* states;         // [count, H, 128 * 128]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
@@ -43,6 +41,11 @@ INLINE Span span_of(const Args& a, int s) {
   return x;
 }
 
+// 1: a span starts from zero; 2: it waits
+INLINE int* decided(const Args& a, int s, int h) { return a.flags + s * a.H + h; }
+// Whether `states` holds what a span leaves
+INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
+INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
 
 INLINE float beta_at(const Args& a, u64 i) {

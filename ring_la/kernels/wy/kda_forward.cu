@@ -259,10 +259,10 @@ INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, int s, int h, 
     }
     between_warps();
     skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-    if (w == 0 && lane == 0) store_release(a.decided + s * a.H + h, skip == 2 ? 2 : 1);
+    if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
   }
   if (skip == 2) {
-    while (!load_acquire(a.done + (s - 1) * a.H + h)) {}
+    while (!load_acquire(done(a, s - 1, h))) {}
     const float4* from = (const float4*)(a.states + ((u64)(s - 1) * a.H + h) * (D * D)) + w * 32 + lane;
 #pragma unroll
     for (int nt = 0; nt < 16; nt++) {
@@ -283,7 +283,7 @@ INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, int s, int h, 
 INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
   const int tq = lane & 3, v = w * 16 + (lane >> 2);
   if (!x.last) {
-    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(a.decided + (s + 1) * a.H + h) != 1);
+    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s + 1, h)) != 1);
     between_warps();  // one thread asks, so that all do the same
     if (lds32(said + 12)) {
       float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
@@ -291,7 +291,7 @@ INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, 
       for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
       fence_gpu();
       between_warps();
-      if (w == 0 && lane == 0) store_release(a.done + s * a.H + h, 1);
+      if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
     }
   } else if (a.S1) {
     leave_empty(a, x.piece, h, w * 32 + lane);
@@ -459,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    sts32(base + SAID, atomicAdd(a.ticket, 1));
+    sts32(base + SAID, atomicAdd(ticket(a), 1));
   }
   __syncthreads();
   const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;

@@ -1,9 +1,7 @@
-"""KDA on Hopper by gates that are known not to fall below a bound: one launch forward, two backward.
+"""Launches of KDA's kernels in CUDA C++ on Hopper (`kda_forward.cu`, `kda_backward.cu`): one forward, two backward.
 
-The kernels are in CUDA C++ (`kda_forward.cu`, `kda_backward.cu`); chunks have 16 tokens, over which a gate of at least -5
-leaves all factors of a chunk within fp32. A span that is not a piece's first begins early from zero where the gates have
-forgotten what comes before, by a bound that holds, and else waits for the state of the span before it. The backward makes
-the states before the chunks again, as many heads at a time as `table.SAVED_STATES` bytes hold.
+Chunks have 16 tokens, over which gates of at least -5 leave all factors within fp32. The backward makes the states
+before the chunks again, as many heads at a time as `table.SAVED_STATES` bytes hold.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime import cuda_kernel
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.runs import Runs
@@ -30,7 +26,7 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-ARGUMENTS = "16Q8if4x"
+ARGUMENTS = "14Q8if4x"
 FORWARD_SHARED, BACKWARD_SHARED = 232448, 223648
 
 
@@ -44,24 +40,6 @@ def kernel(name: str, *defines: str) -> CudaKernel:
     return CudaKernel(folder / "kda_forward.cu", "kda_forward", ARGUMENTS, 512, FORWARD_SHARED, (*defines, keep))
 
 
-def unsupported(rule: Rule, inputs: Inputs, packed: bool) -> str:
-    """Why these kernels cannot take a call, or an empty string."""
-    v = inputs.v
-    if rule.plain != Rule("delta", "diagonal"):
-        return f"rule {rule.plain}: the kernels take delta_diagonal"
-    if rule.lower_bound is None or rule.lower_bound < LEAST:
-        return f"a gate's lower_bound of {rule.lower_bound}: the kernels want one, of at least {LEAST}"
-    if v.dtype != torch.bfloat16 or inputs.q.shape[-1] != HEAD or v.shape[-1] != HEAD:
-        return f"dtype {v.dtype}, head sizes {inputs.q.shape[-1]} and {v.shape[-1]}: the kernels take bf16 and {HEAD}"
-    if packed and v.shape[0] > 1:
-        return "packed pieces in several batch rows"
-    if v.shape[0] * v.shape[1] == 0 or v.shape[0] * v.shape[1] >= 2**31:
-        return f"{v.shape[0]} × {v.shape[1]} tokens"
-    if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device) != (9, 0):
-        return "the device is no Hopper GPU"
-    return cuda_kernel.unsupported()
-
-
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Programs that run at a time: these kernels fill a multiprocessor each."""
@@ -69,7 +47,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class BoundedKDA:
+class KDACall:
     """One device's tokens, as the kernels take them.
 
     Attributes:
@@ -87,7 +65,7 @@ class BoundedKDA:
     runs: Runs | None
 
     @classmethod
-    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int) -> BoundedKDA:
+    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int) -> KDACall:
         """`heads`: of one launch."""
         q, k, v, g, beta = (aligned(x) for x in inputs[:5])
         q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
@@ -122,11 +100,10 @@ class BoundedKDA:
         """One kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
         H, count = self.inputs.v.shape[2], self.count
         flags = torch.zeros(2 * count * H + 1, dtype=torch.int32, device=self.inputs.v.device)
-        decided, done, ticket = flags[: count * H], flags[count * H : -1], flags[-1:]
         passed = self.new(count, H, HEAD, HEAD)
         kernel(name, *self.defines)(
-            count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, decided, done,
-            ticket, passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
+            count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,
+            passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
             heads.start, len(heads), self.scale, *further,
         )  # fmt: skip
 
@@ -136,7 +113,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """o ``[B, T, H, V]``, and if `final` the states that leave the pieces ``[B, N, H, K, V]``; `S0` like those."""
     H = inputs.v.shape[2]
-    call = BoundedKDA.of(inputs, cu, scale, H)
+    call = KDACall.of(inputs, cu, scale, H)
     o = torch.empty_like(call.inputs.v)
     leaving = call.states() if final else None
     call.launch("forward", range(H), o, (None if S0 is None else aligned(S0), leaving))
@@ -149,7 +126,7 @@ def gradients(
     """Those of the inputs, and of the states that enter."""
     (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
     each = group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H)
-    call = BoundedKDA.of(inputs, cu, scale, each)
+    call = KDACall.of(inputs, cu, scale, each)
     do = aligned(do.to(torch.bfloat16))
     S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
     dq, dk, dv = (call.new(B, T, H, HEAD, dtype=torch.bfloat16) for _ in range(3))
