@@ -20,7 +20,7 @@ from torch import Tensor
 from ..algebra import Transition
 
 if TYPE_CHECKING:
-    from .runtime.launch import Beside  # imports Triton
+    from .runtime.streams import SideStream  # imports Triton
 
 Forward = TypeVar("Forward")
 """What a backend finds for its summary that its output needs, too."""
@@ -160,7 +160,7 @@ class Border(Protocol):
 
     key: Hashable
     memory: tuple[Tensor, ...]
-    beside: Beside | None
+    beside: SideStream | None
     whole: tuple[bool, bool]
     arrives: tuple[bool, bool]
     carries: tuple[bool, bool]

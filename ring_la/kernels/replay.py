@@ -27,13 +27,14 @@ from ring_la.kernels.protocol import (
     OutputUse,
     Summary,
 )
-from ring_la.kernels.runtime.launch import ALIGNMENT, aligned
+from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.recorder import Recorder
-from ring_la.kernels.runtime.tape import Known, Playing
+from ring_la.kernels.runtime.tape import Playback, StepRecord
+from ring_la.kernels.runtime.triton_version import ALIGNMENT
 from ring_la.kernels.spans.plan import once
 
 
-class Node(Known):
+class Node(StepRecord):
     """A step after certain others, and the steps that have come next."""
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class Replay:
         self._rule, self._scale, self._use = rule, float(scale), use
         q, k, v, g, beta, a, b = inputs
         self._dtype = dtype = v.dtype
-        self._playing = Playing(v)
+        self._playing = Playback(v)
         self._brought: dict[int, Brought] = {}
         self._places = 0
         self._fresh: list[Tensor] = []

@@ -123,7 +123,7 @@ def exchanged(call: SplitCall, local: Local[Any, Any], S0: Tensor | None, inputs
     through = any(seams.chain.passes[s] for s in seams.links) and not (horizon and horizon.all_near)
     summary = local.summary(S0, through)
     links = _links(call, summary, lambda piece: _push(local, S0, summary, piece))
-    with call.layout.cp.comm.in_order(not local.prepares):
+    with call.layout.cp.comm.streams.in_order(not local.prepares):
         pending = call.exchange(links, summary.leaving[:, 0])
     summary = local.prepare(summary)
     S0 = with_arrived(S0, summary.leaving, [first for first, _ in seams.segments], pending.wait())

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..comm import Group
 from ..kernels import SpanMaps
 from .chain import Chain
-from .mailbox_ring import Hop, launch_dense, launch_segments
+from .mailbox_ring import Hop, LinkStates, SegmentMaps, launch_dense, launch_segments
 
 if TYPE_CHECKING:
-    from ..kernels.runtime.launch import Beside
+    from ..kernels.runtime.streams import SideStream
 
 
 class MailboxBorder:
@@ -46,15 +46,15 @@ class MailboxBorder:
         return boxes.own, boxes.mailboxes, boxes.broken, boxes.report
 
     @cached_property
-    def beside(self) -> Beside | None:
-        from ..kernels.runtime.launch import Beside
+    def beside(self) -> SideStream | None:
+        from ..kernels.runtime.streams import SideStream
 
-        side = self.group.side_stream
-        return None if side is None else Beside(side)
+        side = self.group.streams.side
+        return None if side is None else SideStream(side)
 
     def begin(self, size: int, reverse: bool) -> None:
         """Before every call, replayed or not: states of `size` bytes are about to go."""
-        self.group.sends(self._sent[reverse] * size)
+        self.group.put_by_kernel(self._sent[reverse] * size)
         self.group.mailboxes.order()
 
     def spans(
@@ -67,7 +67,8 @@ class MailboxBorder:
             if S0 is not None and before is None and hop.source is None:  # a document's own first state
                 before, hop = S0, hop._replace(earlier=hop.piece, passes=True)
             kept = leaving if hop.keeps else None
-            launch_segments(self.group, kind, A, b, before, entering, kept, first, hop, reverse=reverse, beside=beside)
+            states = LinkStates(before, entering, kept)
+            launch_segments(self.group, SegmentMaps(kind, A, b, first), states, hop, reverse=reverse, beside=beside)
 
     def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
         def piece(x: Tensor, n: int | None) -> Tensor | None:
@@ -77,7 +78,7 @@ class MailboxBorder:
             n, b, before = hop.piece, piece(leaving, hop.piece), piece(leaving, hop.earlier)
             came = None if hop.source is None and before is None else piece(entering, n)
             hop, maps = hop._replace(passes=_comes(hop) and _goes(hop)), b if A is None else piece(A, n)
-            launch_dense(self.group, maps, reverse, b, before, came, b if hop.keeps else None, hop)
+            launch_dense(self.group, maps, reverse, b, LinkStates(before, came, b if hop.keeps else None), hop)
 
 
 def _comes(hop: Hop) -> bool:

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime.launch import bind, launch
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import cdiv, power_of_2, width
@@ -115,10 +115,7 @@ def state_tiles(plan: SpanPlan, states: Tensor | None, rows: int, block: int) ->
 
 
 def _descriptor(x: Tensor, shape: list[int], block: list[int]) -> TensorDescriptor:
-    bind()
-    found = TensorDescriptor(x, shape, [shape[1], 1], block)
-    found.device, found.dtype = x.device, x.dtype  # what `launch` asks of a tensor
-    return found
+    return TensorDescriptor(x, shape, [shape[1], 1], block)
 
 
 def chunk_states(plan: SpanPlan) -> Tensor:

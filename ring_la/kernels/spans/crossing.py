@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_la.kernels.protocol import Border, SpanMaps
-from ring_la.kernels.runtime.launch import Beside, aside, join
+from ring_la.kernels.runtime.streams import SideStream, aside, join
 from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.prefix import prefix, prefix_and_transitions, transitions_of_pieces
 
@@ -33,7 +33,7 @@ def enter(plan: SpanPlan, maps: SpanMaps | None, S: Tensor | None, reverse: bool
 
 
 def cross(
-    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: Beside | None = None,
+    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None = None,
     passed: Tensor | None = None,
 ) -> Callable[[], Entered]:  # fmt: skip
     """Start `enter` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the result
@@ -50,7 +50,7 @@ def cross(
 
 
 def _cross_dense(
-    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: Beside | None,
+    plan: SpanPlan, maps: SpanMaps, S: Tensor | None, reverse: bool, border: Border, beside: SideStream | None,
     passed: Tensor | None,
 ) -> Callable[[], Entered]:  # fmt: skip
     """The same for dense maps: links need those of whole pieces, and the scan starts again with what arrives."""
@@ -73,7 +73,7 @@ def _cross_dense(
     return partial(_arrived, beside, (leaving,), lambda: Entered(*prefix(plan, maps, came, reverse), passed))
 
 
-def _arrived(beside: Beside | None, read: tuple[object, ...], result: Callable[[], Entered]) -> Entered:
+def _arrived(beside: SideStream | None, read: tuple[object, ...], result: Callable[[], Entered]) -> Entered:
     """`result`, behind what was launched beside; what that has `read` lasts until then."""
     join(beside)
     return result()

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.runtime.triton_version import TensorDescriptor, gluon_is_proven
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import Tiling, cdiv, power_of_2, width
@@ -62,7 +61,7 @@ def once(g: Tensor | None) -> Tensor | None:
 @functools.cache
 def hopper(device: torch.device) -> bool:
     """Whether kernels in Gluon, which is not the same in every version of Triton, are for this device."""
-    here = device.type == "cuda" and torch.version.cuda is not None and triton.__version__.startswith("3.6.")
+    here = device.type == "cuda" and torch.version.cuda is not None and gluon_is_proven()
     return here and torch.cuda.get_device_capability(device)[0] == 9
 
 
