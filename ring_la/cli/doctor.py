@@ -24,8 +24,7 @@ import torch.distributed as dist
 from ..algebra import Affine, Rule
 from ..comm import Group, sharing
 from ..context import ContextParallel
-from ..kernels import Inputs
-from ..kernels.choice import unsupported
+from ..kernels import Inputs, choice
 from ..kernels.grouped import BACKENDS as GROUPED
 from ..kernels.grouped import GroupedProduct, choose, load
 from ..scan import STRATEGIES, Chain
@@ -105,9 +104,9 @@ def linear(width: int) -> list[tuple[str, str]]:
     lines = []
     for write in ("additive", "delta", "dplr"):
         rule = Rule(write, "scalar" if write != "dplr" else "diagonal")
-        why = unsupported(rule, Inputs(x, x, x, *[x] * (len(rule.inputs) - 3)))
+        why = choice.unsupported(rule, Inputs(x, x, x, *[x] * (len(rule.inputs) - 3)))
         lines.append((f"{write}, in chunks", f"torch (triton: {why})" if why else "triton"))
-    why = unsupported(rule, Inputs(x, x, x), recurrent=True)
+    why = choice.unsupported(rule, Inputs(x, x, x), recurrent=True)
     return [*lines, ("token by token", f"torch (triton: {why})" if why else "triton")]
 
 

@@ -4,7 +4,7 @@
     exchange    an exclusive scan over the segments of all ranks gives the state entering each of mine
     finish      outputs (forward) or gradients (backward) given the entering states
 
-Where kernels exchange states by themselves (`Border`), the three are launches of one call of the kernels'.
+Where kernels exchange states by themselves (`MailboxBorder`), the three are launches of one call of the kernels'.
 
 The gradient of the state obeys ``G_in = Aᵀ G_out + c`` from right to left, with the A of the forward pass kept and c
 the gradient this rank's outputs send to its entering state.
