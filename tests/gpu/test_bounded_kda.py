@@ -18,8 +18,8 @@ pytestmark = pytest.mark.gpu
 
 BOUND = -5.0
 LIMIT = 8e-3
-"""Relative error of bf16, where the kernels that take chunks of 64, another low-precision form of the same function, are
-not off by more than half of it."""
+"""Relative error of bf16, where the kernels that take chunks of 64, another low-precision form of the same function,
+are not off by more than half of it."""
 
 
 def strong(*shape: int) -> Tensor:
