@@ -18,7 +18,7 @@ from ring_la.kernels.pytorch.chunked import ChunkedRecurrence
 from ring_la.recurrences import RECURRENCES as DEFINITIONS
 from ring_la.recurrences.definition import Recurrence
 from ring_la.recurrences.recurrence import recurrence
-from tests.conformance.cases import RECURRENCES, error, make_inputs
+from tests.support.recurrence_cases import RECURRENCES, error, make_inputs
 
 H, K, V = 4, 6, 5
 

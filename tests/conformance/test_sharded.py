@@ -13,8 +13,8 @@ import torch
 import ring_la
 from ring_la import reference
 from ring_la.scan import STRATEGIES
-from tests.conformance.cases import DOCUMENTS, RECURRENCES, STATIC, error, make_inputs
-from tests.distributed.pool import group
+from tests.support.pool import group
+from tests.support.recurrence_cases import DOCUMENTS, RECURRENCES, STATIC, error, make_inputs
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 H, K, V = 4, 6, 5

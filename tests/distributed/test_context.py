@@ -17,8 +17,8 @@ import ring_la
 from ring_la import reference
 from ring_la.algebra import Affine
 from ring_la.scan import STRATEGIES, Chain
-from tests.conformance.cases import DOCUMENTS, error, make_inputs
-from tests.distributed.pool import group
+from tests.support.pool import group
+from tests.support.recurrence_cases import DOCUMENTS, error, make_inputs
 
 H, K, V = 4, 6, 5
 

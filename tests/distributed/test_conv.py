@@ -7,8 +7,8 @@ import torch
 
 import ring_la
 from ring_la import reference
-from tests.conformance.cases import DOCUMENTS, error
-from tests.distributed.pool import group
+from tests.support.pool import group
+from tests.support.recurrence_cases import DOCUMENTS, error
 
 D = 6
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ring_la
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 CASES = [(29, None), (1003, None), (3, None), (40, (0, 0, 1, 17, 18, 40))]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import ring_la
 from ring_la.comm import Group
-from tests.distributed.pool import group
 from tests.support.interpreter import interpreted
+from tests.support.pool import group
 
 interpreted()
 

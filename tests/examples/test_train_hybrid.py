@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ring_la.serving.load import load
-from tests.distributed.pool import RankError, Ranks
+from tests.support.pool import RankError, Ranks
 
 pytest.importorskip("jsonargparse")
 

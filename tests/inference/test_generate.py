@@ -9,7 +9,7 @@ from ring_la import ArgumentError, ContextParallel
 from ring_la.inference import Sampler, decode, generate, prefill, step
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 NEW = 5
 

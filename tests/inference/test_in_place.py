@@ -8,8 +8,8 @@ from torch import Tensor
 
 import ring_la
 from ring_la.inference import decode, prefill, step
-from tests.conformance.cases import RECURRENCES, make_inputs
 from tests.inference.test_generate import make, tokens
+from tests.support.recurrence_cases import RECURRENCES, make_inputs
 
 
 def both_ways(call, state: Tensor) -> None:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from ring_la.nn import LAYERS
 from ring_la.recurrences import RECURRENCES
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

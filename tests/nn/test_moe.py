@@ -14,8 +14,8 @@ from ring_la import ArgumentError, ContextParallel, RingLAError
 from ring_la.inference import decode, prefill
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import MixtureOfExperts
-from tests.distributed.pool import group
 from tests.nn.test_sharded import close
+from tests.support.pool import group
 
 DIM, HIDDEN, EXPERTS = 8, 6, 5
 COEFFICIENTS = {"balance_coef": 0.7, "z_coef": 0.3}

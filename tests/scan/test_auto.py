@@ -15,7 +15,7 @@ from ring_la.algebra import Affine, Transition
 from ring_la.layout import Layout
 from ring_la.scan import STRATEGIES, Chain, CostModel, Link
 from ring_la.scan.auto import Line
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 FREE = Line(0.0, float("inf"))
 RANKS = (2, 3, 4, 8, 64)

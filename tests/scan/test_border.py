@@ -11,10 +11,10 @@ from torch import Tensor
 import ring_la
 from ring_la.kernels import choice as backends
 from ring_la.scan import Border
-from tests.conformance.cases import make_inputs
-from tests.distributed.pool import group
 from tests.distributed.test_symmetric import over_files
 from tests.support.interpreter import interpreted
+from tests.support.pool import group
+from tests.support.recurrence_cases import make_inputs
 
 interpreted()
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ring_la.algebra import Affine, transition_shape, transpose
 from ring_la.layout import Layout
 from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
-from tests.distributed.pool import group
 from tests.distributed.test_symmetric import over_files
 from tests.support.interpreter import interpreted
+from tests.support.pool import group
 
 interpreted()
 

@@ -11,8 +11,8 @@ import torch
 from ring_la import ArgumentError, ContextParallel, PeerError
 from ring_la.inference import Sampler, generate
 from ring_la.serving import Busy, Done, Engine, Event, Failed, Hybrid, Job, NoText, Piece, Request
-from tests.distributed.pool import group
 from tests.inference.test_generate import greedy, make, tokens
+from tests.support.pool import group
 
 LONG = 60.0
 

@@ -21,7 +21,7 @@ from ring_la.softmax.backends.varlen import VarlenBackend
 from ring_la.softmax.merge import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.tokens import Tokens
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
 
 calls: list[str] = []
 

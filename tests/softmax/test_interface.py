@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import ring_la
 from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS
-from tests.distributed.pool import group
-from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.pool import group
 
 
 def run(case, **keywords) -> dict[str, torch.Tensor]:

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ring_la
 from ring_la.softmax import attention
-from tests.distributed.pool import group
-from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.pool import group
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 KINDS = ("contiguous", "zigzag", "striped")

@@ -16,7 +16,7 @@ from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.merge import Gradients, Partial, Sum, row_sums
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.tokens import Tokens
-from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":

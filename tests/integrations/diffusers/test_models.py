@@ -15,8 +15,8 @@ pytest.importorskip("diffusers")
 import ring_la
 from ring_la.errors import RingLAError
 from ring_la.integrations.diffusers import PLANS, parallelize
-from tests.distributed.pool import group
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
+from tests.support.pool import group
 
 from .models import CASES, make
 

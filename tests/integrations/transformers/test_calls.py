@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from .models import CASES, VOCABULARY
+from tests.support.transformers_models import CASES, VOCABULARY
 
 LENGTH = 21
 
@@ -22,7 +22,7 @@ def ids(rows: int = 1, seed: int = 3) -> torch.Tensor:
 def parallel(name: str, **options):
     import ring_la
     from ring_la.integrations.transformers import parallelize
-    from tests.distributed.pool import group
+    from tests.support.pool import group
 
     cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=20)
     return parallelize(CASES[name].make(), cp, **options), cp
@@ -391,9 +391,8 @@ def refused_models(rank: int) -> None:
     import ring_la
     from ring_la.errors import UnsupportedError
     from ring_la.integrations.transformers import parallelize
-    from tests.distributed.pool import group
-
-    from .models import case
+    from tests.support.pool import group
+    from tests.support.transformers_models import case
 
     cp = ring_la.ContextParallel(group(), scan="ring")
     for kind, (options, message) in REFUSED.items():

@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from .models import CASES, VOCABULARY
+from tests.support.transformers_models import CASES, VOCABULARY
+
 from .test_calls import close, gradients, ids, parallel
 
 LENGTH, STEPS = 22, 2
@@ -187,7 +188,7 @@ def sharded(rank: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from ring_la.errors import UnsupportedError
-    from tests.distributed.pool import group
+    from tests.support.pool import group
 
     x = ids(2)
     alone = CASES["qwen3_next"].make()

@@ -20,7 +20,7 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
 
 
 def check_layers(rank: int, low: bool) -> list[str]:
