@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import ring_la
-from tests.conformance.test_sharded import TOLERANCE, H, V, assert_close, check_sharded, truth
 from tests.support.pool import group
 from tests.support.recurrence_cases import DOCUMENTS, RECURRENCES, STATIC, error, make_inputs
+from tests.support.split_recurrences import TOLERANCE, H, V, assert_close, check_sharded, truth
 
 
 @pytest.mark.parametrize("name", RECURRENCES)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ring_la
 from ring_la.inference import decode, prefill, step
-from tests.inference.test_generate import make, tokens
+from tests.support.generation import make, tokens
 from tests.support.recurrence_cases import RECURRENCES, make_inputs
 
 

@@ -74,7 +74,7 @@ def test_the_pytorchjob_fits_itself():
 
 def parsed(arguments: list[str]):
     """The example's configuration of a command line, read in the repository."""
-    from tests.examples.test_train_hybrid import example
+    from tests.support.train_example import example
 
     jsonargparse = pytest.importorskip("jsonargparse")
     here = os.getcwd()

@@ -1,6 +1,6 @@
 """The Triton kernels under Triton's interpreter, against the dense reference and the PyTorch backend.
 
-Run with TRITON_INTERPRET=1; the GPU's own check is tests/gpu/test_attention.py.
+The GPU's own check is tests/gpu/test_attention.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from ring_la.softmax.merge import Gradients, Partial, Sum, row_sums
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.tokens import Tokens
 from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.interpreter import interpreted
 
-pytest.importorskip("triton")
+interpreted()
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+    pytest.skip("GPUs have a check of their own", allow_module_level=True)
 
-from ring_la.softmax import attention, fused
-from ring_la.softmax.backends.triton import launch, plan, table
+from ring_la.softmax import attention, fused  # noqa: E402
+from ring_la.softmax.backends.triton import launch, plan, table  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
