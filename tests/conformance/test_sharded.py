@@ -15,7 +15,7 @@ from tests.support.split_recurrences import TOLERANCE, assert_close, check_shard
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_every_scan_and_layout(ranks, name, P):
+def test_split_is_whole_by_every_scan_and_layout(ranks, name, P):
     scans = tuple(STRATEGIES) if P > 1 else ("ring",)  # one rank exchanges nothing
     for documents in DOCUMENTS:
         for kind in ("contiguous", "zigzag"):

@@ -67,7 +67,7 @@ def test_one_step_is_one_token():
     torch.testing.assert_close(after.logits, model(ids).logits[:, -1], rtol=1e-9, atol=1e-9)
 
 
-def test_sampling():
+def test_samples_follow_temperature_top_k_and_top_p():
     logits = torch.tensor([[0.0, 1.0, 5.0, 4.9]]).expand(400, -1)
     assert Sampler()(logits).eq(2).all()
 

@@ -24,7 +24,7 @@ def test_against_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "packed"])
-def test_what_is_replayed(name: str) -> None:
+def test_the_second_launch_is_written_down_and_replayed(name: str) -> None:
     """Launches are written down the second time and replayed the third, on tensors as they lie."""
     calls = []
 

@@ -113,7 +113,7 @@ def calls() -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("name", calls())
-def test_what_is_replayed(name: str) -> None:
+def test_replayed_calls_return_the_same_bits(name: str) -> None:
     """The second call is written down and the third replayed: what the first returned, to the bit, in tensors of their
     own."""
     function, *arguments = calls()[name]

@@ -96,7 +96,7 @@ def test_more_groups_than_one_look():
     agree(Call("rows", a, b, sizes), TILES[0])
 
 
-def test_gradients():
+def test_gradients_are_those_of_the_loop():
     a, b, d, sizes = operands(torch.float32, 8, 8, sizes=(3, 0, 6), spare=0)
     grads = {}
     for backend in ("triton", "loop"):

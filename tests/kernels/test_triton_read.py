@@ -24,7 +24,7 @@ def test_sums_and_reads(name: str) -> None:
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
-def test_what_is_replayed() -> None:
+def test_tensors_of_one_class_replay_and_others_do_not() -> None:
     """The third call on tensors of one class repeats the second's launches; one of another class does not."""
     calls = []
 

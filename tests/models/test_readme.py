@@ -39,7 +39,7 @@ def check(rank: int) -> None:
     assert torch.isfinite(names["loss"])
 
 
-def test_code_runs(ranks):
+def test_the_readme_s_code_runs_on_two_ranks(ranks):
     ranks.run(2, check)
 
 

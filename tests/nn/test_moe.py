@@ -122,7 +122,7 @@ def test_an_expert_without_tokens():
 
 
 @pytest.mark.parametrize("T", [0, 1])
-def test_few_tokens(T):
+def test_few_tokens_give_finite_gradients(T):
     layer, x = make(shared_hidden=4), tokens(2, T).requires_grad_()
     out = layer(x, output_routing=True)
     assert out.o.shape == x.shape
@@ -321,7 +321,7 @@ def test_wrong_calls_are_refused_on_every_rank(ranks):
         ({"shared_gate": True}, "Give shared_hidden"),
     ],
 )
-def test_wrong_options(options, match):
+def test_wrong_options_are_named(options, match):
     with pytest.raises(ArgumentError, match=match):
         make(**options)
 

@@ -58,7 +58,7 @@ def test_the_newest_complete_checkpoint_of_a_run(tmp_path):
         load(tmp_path)
 
 
-def test_what_is_none(tmp_path):
+def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="model: expected a checkpoint or a folder with one, got"):
         load(tmp_path / "none")
     with pytest.raises(ArgumentError, match="model: expected a file of torch"):
@@ -92,7 +92,7 @@ def tokenizer(tmp_path_factory) -> Path:
 TEXT = "one sequence over many ranks → naïve one sequence\n\n  over many ranks"
 
 
-def test_tokenizers(tokenizer):
+def test_tokenizers_give_the_text_back(tokenizer):
     for name in (str(tokenizer), str(tokenizer / "tokenizer.json")):
         text = vocabulary(name, 300)
         ids = text.encode(TEXT + "🙂")

@@ -68,7 +68,7 @@ def check_mesh(rank: int, axes: tuple[str, str], shape: tuple[int, int], heads) 
         (("ring", "ulysses"), (2, 2), (1, 1)),
     ],
 )
-def test_two_dimensional_mesh(ranks, axes, shape, heads):
+def test_split_over_a_two_dimensional_mesh_is_whole(ranks, axes, shape, heads):
     bad = ranks.run(4, check_mesh, axes, shape, heads)
     assert not any(bad), bad
 
@@ -89,7 +89,7 @@ def check_cross(rank: int, P: int, strategy: str) -> list[str]:
 
 @pytest.mark.parametrize("P", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_cross_attention(ranks, strategy, P):
+def test_split_cross_attention_is_whole(ranks, strategy, P):
     bad = ranks.run(P, check_cross, P, strategy)
     assert not any(bad), bad
 

@@ -55,20 +55,20 @@ def check_model(rank: int, P: int, name: str, how: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_model(ranks, name):
+def test_every_model_is_that_of_one_process(ranks, name):
     bad = ranks.run(3, check_model, 3, name, {})
     assert not any(bad), bad
 
 
 @pytest.mark.parametrize("P", [1, 2, 4])
-def test_sizes(ranks, P):
+def test_any_number_of_ranks_is_one_process(ranks, P):
     for name in ("flux", "hunyuan"):
         bad = ranks.run(P, check_model, P, name, {})
         assert not any(bad), (name, bad)
 
 
 @pytest.mark.parametrize("how", [dict(attention="ulysses", average=True), dict(checkpoint=True)], ids=str)
-def test_ways(ranks, how):
+def test_ulysses_and_checkpointing_change_nothing(ranks, how):
     for name in ("flux", "qwen, masked"):
         bad = ranks.run(2, check_model, 2, name, how)
         assert not any(bad), (name, bad)
@@ -88,7 +88,7 @@ def check_sharded(rank: int) -> list[str]:
     return [f"{n} {e:.1e}" for n, e in errors.items() if e > 1e-8]
 
 
-def test_sharded_parameters(ranks):
+def test_sharded_parameters_get_the_whole_gradient(ranks):
     assert ranks.run(2, check_sharded) == [[], []]
 
 
@@ -170,7 +170,7 @@ def check_refusals(rank: int) -> list[str]:
     return bad
 
 
-def test_refusals(ranks):
+def test_what_is_not_covered_is_refused_by_name(ranks):
     assert ranks.run(2, check_refusals) == [[], []]
 
 
