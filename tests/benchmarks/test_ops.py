@@ -24,6 +24,7 @@ def test_every_operator_is_right(name):
     assert cases.floor_bytes(case, x, case.ours(x)) > 0
 
 
+@pytest.mark.slow
 def test_a_run_measures_every_side_and_saves_it(tmp_path, capsys):
     out = tmp_path / "ops.json"
     given = ["--ops", "bidirectional", "--shapes", "1x40x2x8", "--cold", "bidirectional", "--out", str(out)]

@@ -167,6 +167,7 @@ SMALL += [
 ]
 
 
+@pytest.mark.distributed
 def test_two_nodes_train_under_slurm_and_two_pods_go_on(tmp_path):
     """The batch file, run by bash, and the pods' command and environment: two torchruns each, meeting over loopback."""
     pytest.importorskip("jsonargparse")

@@ -354,6 +354,7 @@ def test_compiled_whole_for_any_number_of_tokens():
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_models_loss_compiles_whole():
     torch._dynamo.reset()
     model, ids = make_model(), ids_of(20, 2)

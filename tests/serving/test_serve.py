@@ -31,6 +31,7 @@ def start(rank: int, port: int, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.distributed
 def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
     model = hybrid()
     torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, tmp_path / "checkpoint.pt")
