@@ -32,7 +32,10 @@ from . import ROOT, environment
 PARTS = {
     "hybrid_1b": (["--config", "examples/configs/hybrid_1b.yaml"], 150),
     "linear_1b": (["--config", "examples/configs/linear_1b.yaml"], 110),
-    "small": (["--config", "examples/configs/small.yaml", "--memory.dtype", "bfloat16", "--run.save_every", "0"], 70),
+    "small": (
+        ["--config=examples/configs/small.yaml", "--memory.dtype=bfloat16", "--run.save_every=0", "--run.steps=300"],
+        70,
+    ),
 }
 SHORT = {
     "hybrid_1b": ["--data.seq_len", "262144"],

@@ -6,6 +6,8 @@
 Every option is a field of a dataclass below, set on the command line or in a YAML file; `--help` lists them. The run's
 folder gets its configuration, checkpoints, metrics.jsonl and TensorBoard's files; started again with the same folder,
 it goes on from the newest complete checkpoint, also on another number of ranks. docs/training.md explains it.
+
+    python examples/train_hybrid.py --check 4 ...     # what of the other arguments cannot work on 4 ranks; no training
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import importlib.util
 import json
 import math
 import os
+import signal
+import sys
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -36,6 +42,7 @@ from ring_la.training import (
     PackedSequences,
     StepFlops,
     TrainingMesh,
+    axis_sizes,
     batches,
     peak_flops,
     recompute,
@@ -112,10 +119,10 @@ class Parallel:
     data: int = 1
     fsdp: int = 1
     context: int = -1
-    layout: str = "zigzag"
-    scan: str = "all_to_all"
-    attention: str = "auto"
-    transport: str = "auto"
+    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    scan: Literal["auto", "ring", "pipelined", "all_gather", "doubling", "all_to_all"] = "all_to_all"
+    attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
+    transport: Literal["auto", "torch", "symmetric"] = "auto"
     validate: Literal["first", "always", "never"] = "first"
     timeout: float = 300.0
 
@@ -171,7 +178,7 @@ class Run:
     tensorboard: write its files. wandb: a Weights & Biases project that mirrors them.
     profile: steps to trace, from the third of this start on.
     rehearse: tokens of a sequence that is tried first, so that kernels are compiled before the first step.
-    seed: of the parameters. deadline: stop after so many seconds of steps, with a checkpoint.
+    seed: of the parameters. deadline: stop after so many seconds of steps, with a checkpoint; so does SIGTERM.
     """
 
     folder: str = "runs/hybrid"
@@ -219,15 +226,43 @@ def check(config: Config) -> None:
             raise ArgumentError(name, "more than 0", value, ".inf clips nothing" if name == "optimizer.clip" else "")
 
 
+def check_on(config: Config, ranks: int) -> None:
+    """Refuse what would end every rank of so many before its first step, as far as one process can tell."""
+    data, parallel, model = config.data, config.parallel, config.model
+    sizes = axis_sizes(ranks, data=parallel.data, fsdp=parallel.fsdp, context=parallel.context)
+    replicas = sizes[0] * sizes[1]
+    if data.sequences % replicas:
+        raise ArgumentError("data.sequences", f"a multiple of data × fsdp = {replicas}", data.sequences)
+    if not Path(data.source).exists():
+        raise ArgumentError("data.source", "a file or a folder", repr(data.source))
+    if not model.transformers:
+        with torch.device("meta"):
+            recompute(HybridLM(model.config(vocab_size=2)), config.memory.recompute, mlp_chunk=config.memory.mlp_chunk)
+    if config.run.resume and (file := Path(config.run.folder, "config.json")).exists():
+        refuse_other_model(config, json.loads(file.read_text()))
+
+
+def refuse_other_model(config: Config, was: dict[str, Any]) -> None:
+    """Refuse a folder whose run, as its config.json tells, is of another model."""
+    for name, value in json.loads(json.dumps(asdict(config.model))).items():
+        if was["model"].get(name) != value:
+            expected = f"a folder of its own for a model with {name}={value}"
+            raise ArgumentError("run.folder", expected, f"{config.run.folder} with {name}={was['model'].get(name)}")
+
+
 def main(args: list[str] | None = None) -> None:
     from jsonargparse import auto_cli
 
+    args = sys.argv[1:] if args is None else args
+    ranks, args = (int(args[1]), args[2:]) if args[:1] == ["--check"] else (None, args)
     config = auto_cli(Config, args=args, as_positional=False)
     for option, module in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.run, option) and importlib.util.find_spec(module) is None:
             raise SystemExit(f"run.{option}: needs the package {module}, which is not installed")
     try:
         check(config)
+        if ranks is not None:
+            return check_on(config, ranks)
     except ArgumentError as e:
         raise SystemExit(str(e)) from None
     start = Start()
@@ -419,23 +454,24 @@ class Trainer:
         if log:
             print(self.start, flush=True)
             log.started(self.step, self.start)
-        began = time.time()
+        began, ending = time.time(), ""
         bar = tqdm(total=run.steps, initial=self.step, unit="step", disable=not self.first)
-        with Profile(run.profile, self.folder) as profile:
-            while self.step < run.steps:
+        with Terminated() as terminated, Profile(run.profile, self.folder) as profile:
+            while self.step < run.steps and not ending:
                 metrics = self.one_step(list(islice(sequences, size)))
                 profile.step()
-                late = self._late(began)
+                ending = self._ending(began, terminated)
                 if log:
                     log.write(self.step, metrics)
                     bar.set_postfix_str(Log.line(metrics), refresh=False)
                     bar.update()
-                if run.save_every and (self.step % run.save_every == 0 or self.step == run.steps or late):
+                if run.save_every and (self.step % run.save_every == 0 or self.step == run.steps or ending):
                     self.checkpoints.save(self.step, self.model, self.optimizer, {"tokens": self.tokens})
-                if late:
-                    break
-        self.checkpoints.wait()
+            self.checkpoints.wait()
         bar.close()
+        if self.first and ending:
+            kept = "started again, it goes on from there" if run.save_every else "run.save_every is 0: no checkpoint"
+            print(f"stopped by {ending} after step {self.step} of {run.steps}; {kept}", flush=True)
 
     def one_step(self, sequences: list[tuple[Tensor, list[int]]]) -> dict[str, float]:
         """Forward, backward and update over this replica's sequences; what to log of it."""
@@ -509,13 +545,10 @@ class Trainer:
         """What of the data is not as it was when this folder's run last started; another model is refused."""
         file, now = self.folder / "config.json", json.loads(json.dumps(self._about()))
         was = json.loads(file.read_text()) if file.exists() else now
-        other = {part: [k for k, v in now[part].items() if was[part].get(k) != v] for part in ("model", "data")}
-        if other["model"]:
-            name = other["model"][0]
-            expected = f"a folder of its own for a model with {name}={now['model'][name]}"
-            raise ArgumentError("run.folder", expected, f"{self.folder} with {name}={was['model'].get(name)}")
-        said = [f", data.{k} {now['data'][k]}" for k in other["data"] if k not in ("cache", "workers")]
-        if not {"source", "text_column", "tokenizer"} & set(other["data"]) and was.get("corpus") != self.corpus.key:
+        refuse_other_model(self.config, was)
+        other = [k for k, v in now["data"].items() if was["data"].get(k) != v]
+        said = [f", data.{k} {now['data'][k]}" for k in other if k not in ("cache", "workers")]
+        if not {"source", "text_column", "tokenizer"} & set(other) and was.get("corpus") != self.corpus.key:
             said.append(", files of data.source have changed")
         return "".join(said)
 
@@ -533,14 +566,37 @@ class Trainer:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
 
-    def _late(self, began: float) -> bool:
-        """Whether the deadline has passed on any rank."""
-        limit = self.config.run.deadline
-        if limit is None:
-            return False
-        late = torch.tensor(float(time.time() - began > limit), device=self.device)
-        dist.all_reduce(late)
-        return bool(late > 0)
+    def _ending(self, began: float, terminated: Terminated) -> str:
+        """What ends training after this step, on whichever rank it has come up; "" where nothing does."""
+        late = time.time() - began > (self.config.run.deadline or math.inf)
+        reasons = torch.tensor([float(terminated.asked), float(late)], device=self.device)
+        dist.all_reduce(reasons)
+        signalled, late = (reasons > 0).tolist()
+        return "SIGTERM" if signalled else "run.deadline" if late else ""
+
+
+class Terminated:
+    """SIGTERM as a wish: schedulers and torchrun send it before they kill, so the step under way may end.
+
+    torchrun kills 30 seconds later, or after its --shutdown-timeout. Where this is not the main thread, signals are not
+    ours.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Terminated:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
 
 
 # -- what a run leaves -------------------------------------------------------------------------------------

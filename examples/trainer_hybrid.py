@@ -1,10 +1,12 @@
 """Train a hybrid of Transformers on long, packed sequences with the library's own Trainer.
 
-    torchrun --standalone --nproc_per_node 4 examples/trainer_hybrid.py --context 2 --seq_len 4096 --source docs \
-        --output_dir runs/trainer --max_steps 20 --logging_steps 5 --ddp_find_unused_parameters false
+    torchrun --standalone --nproc_per_node 4 examples/trainer_hybrid.py --context 2 --seq_len 1024 --source docs \
+        --output_dir runs/trainer --max_steps 20 --per_device_train_batch_size 2 --learning_rate 0.01 \
+        --logging_steps 5 --ddp_find_unused_parameters false
 
 Each sequence is split over `--context` ranks, the others have different sequences. All options of TrainingArguments are
-there too (`--help`). Without `--model` a Qwen3-Next of 0.3 M parameters is trained from scratch, on bytes.
+there too (`--help`). Without `--model` a Qwen3-Next of 0.3 M parameters is trained from scratch, on bytes; the command
+above takes about a minute on two CPU cores, and its loss falls.
 """
 
 from __future__ import annotations

@@ -14,5 +14,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ "$gpus" -eq 0 ] && [ -e /sys/class/net/lo ]; then
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 fi
+script="${SCRIPT:-examples/train_hybrid.py}"
+# torchrun retries whatever fails: what cannot work is told here, once
+[ -n "${SCRIPT:-}" ] || "$PYTHON" "$script" --check "$ranks" "$@"
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$ranks" --max_restarts "${RESTARTS:-3}" \
-    "${SCRIPT:-examples/train_hybrid.py}" "$@"
+    "$script" "$@"

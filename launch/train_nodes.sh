@@ -18,6 +18,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ranks="${RANKS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}"
+script="${SCRIPT:-examples/train_hybrid.py}"
+# torchrun retries whatever fails: what cannot work, on as many nodes as there are at least, is told here, once
+[ -n "${SCRIPT:-}" ] || "$PYTHON" "$script" --check "$((ranks * ${NODES%%:*}))" "$@"
 exec "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc_per_node "$ranks" --max_restarts "${RESTARTS:-3}" \
     --rdzv_backend c10d --rdzv_endpoint "$HEAD" --rdzv_id "${JOB:-ring_la}" \
-    "${SCRIPT:-examples/train_hybrid.py}" "$@"
+    "$script" "$@"

@@ -41,8 +41,9 @@ def check_depth(layer_idx: object, num_layers: object) -> None:
         raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
 
 
-def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torch.device) -> int:
-    """Refuse a layout or offsets that do not fit T tokens in B rows; returns the number of documents."""
+def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torch.device, name: str = "x") -> int:
+    """Refuse a layout or offsets that do not fit the T tokens in B rows of the argument `name`; returns the number of
+    documents."""
     if layout is not None:
         if not isinstance(layout, ShardedLayout):
             raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
@@ -51,8 +52,7 @@ def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torc
         layout.require_runs("a recurrence")
         if device != layout.cp.device:
             raise ArgumentError("layout", f"one whose group works on {device}, where the inputs are", layout.cp.device)
-        if T != layout.local_length:
-            raise ArgumentError("layout", f"one with {T} tokens on this rank, the T of the inputs", layout.local_length)
+        layout.require_local(name, T)
         if layout.packed and B != 1:
             raise ArgumentError(
                 "layout", f"one without packed documents for a batch of {B}", repr(layout), "Pack into B = 1"

@@ -10,6 +10,9 @@ RingLAError
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 
@@ -50,3 +53,24 @@ def describe_tensor(x: object) -> str:
     if isinstance(x, Tensor):
         return f"{x.dtype} {list(x.shape)}"
     return repr(x) if x is None or isinstance(x, (int, float, str)) else type(x).__name__
+
+
+class Facts(NamedTuple):
+    """What ranks compare of a tensor, and what an error says of it."""
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        return f"shape [{shape}], dtype {self.dtype}, requires_grad {self.requires_grad}"
+
+    @classmethod
+    def of(cls, x: Tensor, tokens: int | None = None) -> Facts:
+        """Those of a tensor; `tokens` is the dimension in which ranks may differ, if there is one."""
+        shape = tuple(x.shape)
+        if tokens is not None:
+            tokens %= len(shape)
+            shape = (*shape[:tokens], "T", *shape[tokens + 1 :])
+        return cls(shape, x.dtype, x.requires_grad)

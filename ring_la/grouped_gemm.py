@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ring_la.autograd import refuse_transforms
+from ring_la.choices import GroupedBackend
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.kernels.grouped import Call, check_name, choose, load
 
@@ -28,15 +29,15 @@ __all__ = ["grouped_gemm"]
 
 
 @overload
-def grouped_gemm(a: Tensor, b: Tensor, group_sizes: Tensor, *, backend: str = "auto") -> Tensor: ...
+def grouped_gemm(a: Tensor, b: Tensor, group_sizes: Tensor, *, backend: GroupedBackend = "auto") -> Tensor: ...
 @overload
-def grouped_gemm(a: Sequence[Tensor], b: Sequence[Tensor], *, backend: str = "auto") -> list[Tensor]: ...
+def grouped_gemm(a: Sequence[Tensor], b: Sequence[Tensor], *, backend: GroupedBackend = "auto") -> list[Tensor]: ...
 def grouped_gemm(
     a: Tensor | Sequence[Tensor],
     b: Tensor | Sequence[Tensor],
     group_sizes: Tensor | None = None,
     *,
-    backend: str = "auto",
+    backend: GroupedBackend = "auto",
 ) -> Tensor | list[Tensor]:
     """Multiply consecutive groups of rows of `a` each by its own matrix of `b`.
 

@@ -22,9 +22,11 @@ from operator import index
 import torch
 from torch import Tensor
 
+from .choices import LayoutKind
 from .errors import ArgumentError, UnsupportedError
 
 KINDS = ("contiguous", "zigzag", "striped")
+WHOLE = "This is the whole sequence: layout.shard(x) first"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Layout:
     def __init__(
         self,
         seq_len: int,
-        kind: str = "contiguous",
+        kind: LayoutKind = "contiguous",
         world_size: int = 1,
         rank: int = 0,
         cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -201,6 +203,14 @@ class Layout:
     def local_length(self) -> int:
         """Number of tokens this rank owns."""
         return self.lengths[self.rank]
+
+    def require_local(self, name: str, tokens: int) -> None:
+        """Refuse an argument whose tokens are not those of this rank, by their number."""
+        if tokens == self.local_length:
+            return
+        if tokens == self.seq_len:
+            raise ArgumentError(name, "this rank's tokens with a layout", f"all {tokens}", WHOLE)  # alike on all ranks
+        raise ArgumentError("layout", f"one with {tokens} tokens on this rank, the T of {name}", self.local_length)
 
     @cached_property
     def order(self) -> Tensor:

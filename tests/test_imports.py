@@ -13,7 +13,7 @@ import ring_la
 ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
-    {"errors", "algebra", "outputs"},
+    {"errors", "algebra", "outputs", "choices"},
     {"autograd"},
     {"layout", "reference"},
     {"kernels"},

@@ -1,7 +1,7 @@
 """Step time, memory and the best split of a hybrid model on a cluster, predicted from measured rates.
 
     ring-la plan --layers gdn,gdn,gdn,attention --repeat 8 --dim 2048 --heads 16 --length 262144 --gpus 8,64,1024
-    ring-la plan --config model.json --length 1048576 --gpus 512 --rates benchmarks/results/scan-h200x4.json
+    ring-la plan --layers gdn --repeat 18 --length 1048576 --gpus 512 --rates benchmarks/results/scan-h200x4.json
 
 One line for each number of ranks P a sequence can be split over; the other GPUs hold replicas with sequences of their
 own, and weights, gradients and optimiser states are sharded over all. docs/planning.md says what is counted and how far
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from .workload import BlockWork, Workload
 
 STATE_BYTES = 16
 """A parameter in bf16 with its gradient, and Adam's master copy and two moments in fp32."""
-COLUMNS = ("step", "compute", "exchange", "attention", "weights", "memory", "tokens/s/GPU")
+COLUMNS = ("GPUs", "P", "tokens/rank", "step", "compute", "exchange", "attention", "weights", "memory", "tokens/s/GPU")
 PASSES, AGAIN = 8, 3
 """How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
 gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
@@ -112,20 +113,19 @@ def run(args: argparse.Namespace) -> None:
     w = setting.work
     print(f"{len(w.blocks)} blocks, {w.parameters / 1e9:.2f} G parameters, {setting.length} tokens a sequence")
     print(f"rates: {setting.rates.source}")
-    print("    GPUs     P  tokens/rank" + "".join(f"{name:>12}" for name in COLUMNS[:-1]) + f"  {COLUMNS[-1]}")
-    table = []
-    for gpus in clusters:
-        lines = [predict(setting, gpus, P) for P in splits(gpus, setting.length)]
-        fitting = [line for line in lines if line.fits]
-        best = max(fitting, key=lambda line: line.throughput) if fitting else None
-        for line in lines:
-            print(shown(line, setting.length) + ("  <- best" if line is best else ""))
-        if best is None:
-            print(f"  {gpus} GPUs: no split fits {setting.memory / 2**30:.0f} GiB" + " (try --recompute)")
-        table += [vars(line) | {"best": line is best} for line in lines]
+    lines = {gpus: [predict(setting, gpus, P) for P in splits(gpus, setting.length)] for gpus in clusters}
+    best = {gpus: fastest(of_size) for gpus, of_size in lines.items()}
+    table = [line for of_size in lines.values() for line in of_size]
+    head, *rows = aligned([COLUMNS, *(figures(line, setting.length) for line in table)])
+    print(head)
+    for line, row in zip(table, rows):
+        print(row + remarks(line) + ("  <- best" if line is best[line.gpus] else ""))
+        if line is lines[line.gpus][-1] and best[line.gpus] is None:
+            print(f"  {line.gpus} GPUs: no split fits {setting.memory / 2**30:.0f} GiB (try --recompute)")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(dict(rates=setting.rates.source, length=setting.length, rows=table), indent=1))
+        marked = [vars(line) | {"best": line is best[line.gpus]} for line in table]
+        args.out.write_text(json.dumps(dict(rates=setting.rates.source, length=setting.length, rows=marked), indent=1))
 
 
 def read(args: argparse.Namespace) -> Setting:
@@ -293,8 +293,24 @@ def _again(setting: Setting, block: BlockWork, tokens: float) -> float:
     return sum(halves) if "block" in setting.recompute else max(halves)
 
 
-def shown(line: Prediction, length: int) -> str:
+def fastest(lines: Sequence[Prediction]) -> Prediction | None:
+    """The split with the most tokens a second among those that fit; None where none does."""
+    return max((line for line in lines if line.fits), key=lambda line: line.throughput, default=None)
+
+
+def figures(line: Prediction, length: int) -> list[str]:
+    """What stands in the columns of a line."""
     times = (line.seconds, line.compute, line.exchange, line.attention, line.weights)
-    text = f"{line.gpus:8}{line.P:6}{length // line.P:13}" + "".join(f"{t * 1e3:9.1f} ms" for t in times)
-    text += f"{line.memory / 2**30:8.1f} GiB{line.throughput:14.0f}"
-    return text + ("" if line.fits else "  does not fit") + "".join(f"  {n}: {s}" for n, s in line.strategies.items())
+    sizes = [str(n) for n in (line.gpus, line.P, length // line.P)]
+    return [*sizes, *(f"{t * 1e3:.1f} ms" for t in times), f"{line.memory / 2**30:.1f} GiB", f"{line.throughput:.0f}"]
+
+
+def remarks(line: Prediction) -> str:
+    """What follows the columns of a line."""
+    return ("" if line.fits else "  does not fit") + "".join(f"  {n}: {s}" for n, s in line.strategies.items())
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as text, each column as wide as its widest cell and two spaces, flush right."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows)]
+    return ["".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) for row in rows]

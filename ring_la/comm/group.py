@@ -182,10 +182,11 @@ class Group:
         self.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
         return self._pending("reducing over all ranks", lambda: self.transport.all_reduce(out, op), lambda: out)
 
-    def agree(self, what: str, value: object) -> None:
+    def agree(self, what: str, value: object, hint: str = "") -> None:
         """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`.
 
-        Of mappings the error shows the entries that differ; where one is a refusal ("refused: …"), that alone.
+        Of mappings the error shows the entries that differ; where one is a refusal ("refused: …"), that alone. The
+        `hint` follows.
         """
         if self.size == 1:
             return
@@ -196,7 +197,8 @@ class Group:
             raise self._peer_error(f"agreeing on {what}", error) from error
         if any(v != values[0] for v in values):
             lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(_differences(values)))
-            raise DisagreementError(f"the ranks of this group disagree on {what}:\n{lines}")
+            message = f"the ranks of this group disagree on {what}:\n{lines}"
+            raise DisagreementError(f"{message}\n{hint}" if hint else message)
 
     def _make_name(self) -> int:
         """A number all ranks of this group share and no other object has, for keys in the job's store."""

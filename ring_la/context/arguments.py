@@ -30,13 +30,18 @@ def check_choices(scan: str, attention: str, transport: str, deterministic: bool
         raise ArgumentError("scan", '"auto" or "ring" with deterministic=True', repr(scan), "States fold in one order")
 
 
-def check_length(x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:
-    """Refuse what has not `length` rows along `dim`; `what` says what these are."""
+def check_dim(x: Tensor, dim: int, name: str = "x") -> None:
+    """Refuse what has no dimension `dim`."""
     if not isinstance(dim, int):
         raise ArgumentError("dim", "an int", repr(dim))
     if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentError(name, f"a tensor with dimension {dim}", got)
+
+
+def check_length(x: Tensor, dim: int, length: int, what: str, name: str = "x") -> None:
+    """Refuse what has not `length` rows along `dim`; `what` says what these are."""
+    check_dim(x, dim, name)
     if x.shape[dim] != length:
         raise ArgumentError(name, f"{length} along dimension {dim} ({what})", list(x.shape))
 

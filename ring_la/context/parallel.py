@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Affine
 from ..autograd import outside_graphs
+from ..choices import AttentionChoice, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
 from ..comm import Group, Route
-from ..errors import ArgumentError, PeerError, RingLAError
+from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..layout import Layout
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
-from .arguments import check_choices, check_labels, check_length, describe, duration
+from .arguments import check_choices, check_dim, check_labels, check_length, describe, duration
 from .gather import Gather
 from .grid import Grid, process_group
 from .handle import OfThisProcess
@@ -57,12 +58,12 @@ class ContextParallel(OfThisProcess):
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
-        scan: str = "auto",
-        attention: str = "auto",
-        transport: str = "auto",
+        scan: ScanChoice = "auto",
+        attention: AttentionChoice = "auto",
+        transport: TransportChoice = "auto",
         deterministic: bool = False,
         timeout: timedelta | float = 300.0,
-        validate: Literal["first", "always", "never"] = "first",
+        validate: ValidateChoice = "first",
     ) -> None:
         check_choices(scan, attention, transport, deterministic, validate)
         timeout = duration(timeout)
@@ -100,7 +101,7 @@ class ContextParallel(OfThisProcess):
     def layout(
         self,
         seq_len: int,
-        kind: str = "zigzag",
+        kind: LayoutKind = "zigzag",
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int | None = None,
     ) -> ShardedLayout:
@@ -147,7 +148,7 @@ class ShardedLayout(OfThisProcess, Layout):
         self,
         cp: ContextParallel,
         seq_len: int,
-        kind: str = "zigzag",
+        kind: LayoutKind = "zigzag",
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int | None = None,
     ) -> None:
@@ -286,13 +287,14 @@ class ShardedLayout(OfThisProcess, Layout):
         """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
         error = None
         try:
+            check_dim(x, dim, name)
+            if x.shape[dim] == self.seq_len:
+                self.require_local(name, self.seq_len)
             check_length(x, dim, self.local_length, "this rank's tokens", name)
             check()
         except RingLAError as e:
             error = e
         signature = None
         if error is None:
-            others = (*x.shape[: dim % x.dim()], *x.shape[dim % x.dim() + 1 :])
-            tokens = (others, str(x.dtype), x.requires_grad)
-            signature = (("dim", dim), (name, tokens), *rest, ("gradients", torch.is_grad_enabled()))
+            signature = (("dim", dim), (name, Facts.of(x, dim)), *rest, ("gradients", torch.is_grad_enabled()))
         self.agree(call, signature, error)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checks import FLOATS, check_flag, check_nan, check_split
 from ..context import ShardedLayout
-from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
+from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 
 
 class TailOptions(NamedTuple):
@@ -62,9 +62,9 @@ def check_values(layout: ShardedLayout | None, **tensors: Tensor | None) -> None
                 check_nan(name, t)
 
 
-def shape_of(t: object) -> tuple | None:
+def facts_of(t: object) -> Facts | None:
     """What ranks compare of a tensor they share; None for what has been refused already."""
-    return (tuple(t.shape), str(t.dtype), t.requires_grad) if isinstance(t, Tensor) else None
+    return Facts.of(t) if isinstance(t, Tensor) else None
 
 
 def agree(call: str, layout: object, error: RingLAError | None, x: Tensor, own: dict[str, object]) -> None:
@@ -72,8 +72,7 @@ def agree(call: str, layout: object, error: RingLAError | None, x: Tensor, own: 
     if isinstance(layout, ShardedLayout):
         signature = None
         if error is None:
-            tokens = (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
-            signature = (("x", tokens), *own.items(), ("gradients", torch.is_grad_enabled()))
+            signature = (("x", Facts.of(x, 1)), *own.items(), ("gradients", torch.is_grad_enabled()))
         layout.agree(call, signature, error)
     elif error is not None:
         raise error

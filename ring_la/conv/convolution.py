@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from ..context import ShardedLayout
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..kernels.fused.short_conv import convolve, convolve_backward
 from ..outputs import ShortConvOutput
-from .arguments import TailOptions, agree, as_channels, check_channels, check_in_place, check_values, shape_of
+from .arguments import TailOptions, agree, as_channels, check_channels, check_in_place, check_values, facts_of
 from .leads import final_rows, halo_route, initial_rows, leads, together
 
 
@@ -19,7 +21,7 @@ def short_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Literal["silu"] | None = None,
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -92,7 +94,7 @@ def _checked(
         check_values(layout, x=x, weight=weight, bias=bias, initial_state=state)
     except RingLAError as e:
         error = e
-    own = dict(width=width, activation=activation, bias=shape_of(bias), initial_state=shape_of(state))
+    own = dict(width=width, activation=activation, bias=facts_of(bias), initial_state=facts_of(state))
     agree("short_conv", layout, error, x, own | {"output_final_state": options.output_final_state})
     return flat, weight
 

@@ -9,7 +9,7 @@ from ..checks import check_flag
 from ..context import ShardedLayout
 from ..errors import RingLAError
 from ..outputs import TokenShiftOutput
-from .arguments import TailOptions, agree, as_channels, check_channels, check_in_place, check_values, shape_of
+from .arguments import TailOptions, agree, as_channels, check_channels, check_in_place, check_values, facts_of
 from .leads import behind, final_rows, together
 
 
@@ -54,7 +54,7 @@ def _token_shift(x: Tensor, options: TailOptions) -> TokenShiftOutput:
         check_values(layout, x=x, initial_state=state)
     except RingLAError as e:
         error = e
-    own = dict(initial_state=shape_of(state), output_final_state=options.output_final_state)
+    own = dict(initial_state=facts_of(state), output_final_state=options.output_final_state)
     agree("token_shift", layout, error, x, own)
     initial = None if state is None else state[:, None]
     rows = behind(flat, 1, initial, layout, options.cu_seqlens)

@@ -10,7 +10,7 @@ Blocks are pre-norm residual: ``x + layer(norm(x))``, then ``x + mlp(norm(x))``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,9 @@ class HybridLM(nn.Module):
         keywords = {"layout": layout, "cu_seqlens": cu_seqlens, "routings": routings, "in_place": in_place}
         x, states = self.hidden(ids, states=states, output_states=output_states, **keywords)
         return LMOutput(self.logits(x), states)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def hidden(
         self,
@@ -219,8 +222,10 @@ class HybridLM(nn.Module):
             raise ArgumentError("states", f"one for each of {len(self.blocks)} layers", len(states))
         if targets is not None and (not isinstance(targets, Tensor) or targets.shape != ids.shape):
             raise ArgumentError("targets", f"a tensor of the shape of ids, {list(ids.shape)}", describe_tensor(targets))
-        if not isinstance(layout, ShardedLayout):
-            check_split(ids.shape[1], ids.shape[0], layout, cu_seqlens, ids.device)
+        if isinstance(layout, ShardedLayout):
+            layout.require_local("ids", ids.shape[1])
+        else:
+            check_split(ids.shape[1], ids.shape[0], layout, cu_seqlens, ids.device, "ids")
 
 
 def _next_tokens(ids: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | int]:

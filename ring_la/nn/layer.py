@@ -11,7 +11,7 @@ are therefore decoded as a batch of N rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..checks import FLOATS, check_flag, check_split
 from ..context import ShardedLayout
-from ..errors import ArgumentError, RingLAError, describe_tensor
+from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
 
 
 class LayerState(NamedTuple):
@@ -114,6 +114,9 @@ class Layer(nn.Module):
             call = LayerCall(layout, cu_seqlens, output_state)
         return self.mix(x, state, call)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         """The layer itself, over checked arguments."""
         raise NotImplementedError
@@ -133,7 +136,7 @@ class Layer(nn.Module):
             signature = None
             if error is None:
                 signature = (
-                    ("x", (x.shape[0], x.shape[2], str(x.dtype), x.requires_grad)),
+                    ("x", Facts.of(x, 1)),
                     ("state given", state is not None),
                     ("output_state", call.output_state),
                     ("gradients", torch.is_grad_enabled()),
@@ -151,9 +154,8 @@ class Layer(nn.Module):
             raise ArgumentError("x", f"{self.dim} channels last, the dim of this {name}", x.shape[2])
         if self.needs_runs or not isinstance(layout, ShardedLayout) or layout.has_runs:
             check_split(x.shape[1], x.shape[0], layout, call.cu_seqlens, x.device)
-        elif x.shape[1] != layout.local_length:
-            got = layout.local_length
-            raise ArgumentError("layout", f"one with {x.shape[1]} tokens on this rank, the T of x", got)
+        else:
+            layout.require_local("x", x.shape[1])
         if state is not None and not isinstance(state, self.state_type):
             raise ArgumentError("state", f"a {self.state_type.__name__} or None for {name}", type(state).__name__)
 

@@ -17,7 +17,7 @@ loss, and their gradients to its gradient, without any exchange in the backward 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,6 +134,9 @@ class MixtureOfExperts(nn.Module):
         tokens = max(1, x.shape[0] * (x.shape[1] if layout is None else layout.seq_len))
         return MoEOutput(o, self._routing(logits, p, sums, tokens))
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def _logits(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(wide(x), wide(self.router.weight))
@@ -243,15 +246,19 @@ class _Collect(torch.autograd.Function):
 def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: ShardedLayout | None) -> None:
     """Refuse what does not fit, on every rank alike."""
     error, name = None, type(moe).__name__
-    if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in FLOATS or x.shape[2] != moe.dim:
-        error = ArgumentError("x", f"a float tensor [B, T, {moe.dim}] for {name}", describe_tensor(x))
-    elif layout is not None and not isinstance(layout, ShardedLayout):
-        error = ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
-    elif layout is not None and x.shape[1] != layout.local_length:
-        got = layout.local_length
-        error = ArgumentError("layout", f"one with {x.shape[1]} tokens on this rank, the T of x", got)
+    try:
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in FLOATS or x.shape[2] != moe.dim:
+            raise ArgumentError("x", f"a float tensor [B, T, {moe.dim}] for {name}", describe_tensor(x))
+        if layout is not None and not isinstance(layout, ShardedLayout):
+            raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
+        if layout is not None:
+            layout.require_local("x", x.shape[1])
+    except ArgumentError as e:
+        error = e
     if isinstance(layout, ShardedLayout):
-        signature = None if error else (("x", (x.shape[0], str(x.dtype))), ("output_routing", output_routing))
+        signature = None
+        if error is None:
+            signature = (("rows of x", x.shape[0]), ("dtype of x", x.dtype), ("output_routing", output_routing))
         layout.agree(f"nn.{name}", signature, error)
     elif error is not None:
         raise error

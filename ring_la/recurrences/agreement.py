@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..context import ShardedLayout
+from ..errors import Facts
 from ..kernels import Inputs
 from .definition import CommonOptions, Recurrence
 
@@ -43,16 +44,12 @@ def signature(
     r: Recurrence, options: CommonOptions, flags: Flags, decays: tuple[float, ...] | None
 ) -> tuple[tuple[str, object], ...]:
     """What must be the same on all ranks, by name: shapes but T, dtypes, flags and who needs a gradient."""
-
-    def of(x: Tensor) -> object:
-        return (x.shape[0], *x.shape[2:], str(x.dtype), x.requires_grad)
-
     state = options.initial_state
     return (
         ("rule", str(r.rule)),
         ("causal", r.causal),
-        *[(r.name(f), of(x)) for f, x in zip(Inputs._fields, r.inputs) if x is not None],
-        ("initial_state", None if state is None else (tuple(state.shape), str(state.dtype), state.requires_grad)),
+        *[(r.name(f), Facts.of(x, 1)) for f, x in zip(Inputs._fields, r.inputs) if x is not None],
+        ("initial_state", None if state is None else Facts.of(state)),
         *[(n, getattr(options, n)) for n in ("scale", "use_qk_l2norm", "output_final_state", "mode", "backend")],
         ("gradients", torch.is_grad_enabled()),
         ("decays", decays),

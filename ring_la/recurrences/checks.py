@@ -27,7 +27,7 @@ def check(r: Recurrence, options: CommonOptions) -> None:
     if not r.causal and (options.mode == "recurrent" or options.backend == "triton"):
         got = f"mode={options.mode!r}, backend={options.backend!r}"
         raise UnsupportedError("causal", "True for mode='recurrent' and backend='triton'", got)
-    documents = check_split(T, B, options.layout, options.cu_seqlens, r.inputs.q.device)
+    documents = check_split(T, B, options.layout, options.cu_seqlens, r.inputs.q.device, r.name("q"))
     if options.layout is not None and options.backend == "reference":
         expected = "None, 'triton' or 'torch' with a layout"
         raise UnsupportedError("backend", expected, "'reference'", "It runs on one device")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..algebra import Rule
+from ..choices import Mode, RecurrenceBackend
 from ..context import ShardedLayout
 from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
@@ -50,8 +51,8 @@ class CommonOptions(NamedTuple):
     use_qk_l2norm: bool = False
     layout: ShardedLayout | None = None
     cu_seqlens: Tensor | None = None
-    mode: str = "auto"
-    backend: str | None = None
+    mode: Mode = "auto"
+    backend: RecurrenceBackend | None = None
     in_place: bool = False
 
 

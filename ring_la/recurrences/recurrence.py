@@ -56,7 +56,10 @@ def public(definition: Definition) -> Public:
     describe = definition.describe
     own = inspect.signature(describe)
     fields = inspect.signature(CommonOptions).parameters.values()
-    common = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
+    common = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)  # as it is written
+        for p in fields
+    ]
     names = frozenset(p.name for p in common)
 
     @functools.wraps(describe)

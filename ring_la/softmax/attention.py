@@ -8,8 +8,9 @@ from torch import Tensor
 from .. import reference
 from ..autograd import refuse_transforms
 from ..checks import check_nan, check_offsets
+from ..choices import AttentionChoice, JointPlace
 from ..context import ShardedLayout
-from ..errors import ArgumentError, RingLAError, UnsupportedError
+from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError
 from ..outputs import AttentionOutput
 from . import function, local, sharded
 from .checks import Options, check_options, check_tensors
@@ -33,11 +34,11 @@ def attention(
     dropout_seed: int | None = None,
     joint_k: Tensor | None = None,
     joint_v: Tensor | None = None,
-    joint: str = "none",
+    joint: JointPlace = "none",
     layout: ShardedLayout | None = None,
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
-    strategy: str | None = None,
+    strategy: AttentionChoice | None = None,
     backend: str | None = None,
 ) -> AttentionOutput:
     """Softmax attention, whole or on a split sequence, with exact gradients.
@@ -185,9 +186,10 @@ def _check_split(x: Tensors, layout: object, kv_layout: object, cu_seqlens: obje
             raise ArgumentError(name, "a layout made by ContextParallel.layout, or None", type(given).__name__)
     if cu_seqlens is not None:
         raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
-    if Tq != layout.local_length:
-        raise ArgumentError("layout", f"one with {Tq} tokens on this rank, the T of q", layout.local_length)
+    layout.require_local("q", Tq)
     keys = layout if kv_layout is None else kv_layout
+    if Tk == keys.seq_len:
+        keys.require_local("k", Tk)
     if Tk != keys.local_length:
         hint = "" if kv_layout else "Give the keys' own layout as kv_layout"
         raise ArgumentError("kv_layout", f"one with {Tk} tokens on this rank, the T of k", keys.local_length, hint)
@@ -221,8 +223,7 @@ def _signature(x: Tensors, options: Options, kv_layout: ShardedLayout | None) ->
     def of(name: str, t: Tensor | None) -> tuple[str, object]:
         if t is None:
             return name, None
-        shape = (t.shape[0], *t.shape[2:]) if name in ("q", "k", "v") else tuple(t.shape)
-        return name, (shape, str(t.dtype), t.requires_grad)
+        return name, Facts.of(t, 1 if name in ("q", "k", "v") else None)
 
     tensors = [of(name, t) for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", options.alibi_slopes))]
     flags = [(n, tuple(v) if isinstance(v, list) else v) for n, v in options._asdict().items() if n != "alibi_slopes"]

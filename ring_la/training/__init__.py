@@ -13,7 +13,7 @@ from .checkpoint import Checkpoints
 from .data import Corpus, PackedSequences, batches
 from .flops import StepFlops, peak_flops
 from .gradients import sum_gradients
-from .mesh import TrainingMesh, shard_parameters
+from .mesh import TrainingMesh, axis_sizes, shard_parameters
 from .recompute import recompute
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "PackedSequences",
     "StepFlops",
     "TrainingMesh",
+    "axis_sizes",
     "batches",
     "peak_flops",
     "recompute",

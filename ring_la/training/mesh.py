@@ -43,16 +43,7 @@ class TrainingMesh:
         Raises:
             ArgumentError: the axes do not multiply to the number of ranks.
         """
-        sizes, ranks = [data, fsdp, context], dist.get_world_size()
-        named = ", ".join(f"{name}={n}" for name, n in zip(AXES, sizes))
-        if sizes.count(-1) > 1 or any(n < 1 and n != -1 for n in sizes):
-            raise ArgumentError("data, fsdp, context", "sizes ≥ 1, one of them −1 at most", named)
-        known = 1
-        for n in sizes:
-            known *= n if n > 0 else 1
-        if ranks % known or (-1 not in sizes and known != ranks):
-            raise ArgumentError("data, fsdp, context", f"a product of {ranks}, the number of ranks", named)
-        data, fsdp, context = (n if n > 0 else ranks // known for n in sizes)
+        data, fsdp, context = axis_sizes(dist.get_world_size(), data=data, fsdp=fsdp, context=context)
         axes = init_device_mesh(device_type, (data, fsdp, context), mesh_dim_names=AXES)
         parameters = init_device_mesh(device_type, (data, fsdp * context), mesh_dim_names=("data", "shard"))
         return cls(axes, parameters)
@@ -75,6 +66,25 @@ class TrainingMesh:
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {self.axes.size(i)}" for i, name in enumerate(AXES))
+
+
+def axis_sizes(ranks: int, *, data: int = 1, fsdp: int = 1, context: int = -1) -> tuple[int, int, int]:
+    """The sizes of the axes data, fsdp and context over so many ranks. One may be −1: what is left of them.
+
+    Raises:
+        ArgumentError: the axes do not multiply to the number of ranks.
+    """
+    sizes = [data, fsdp, context]
+    named = ", ".join(f"{name}={n}" for name, n in zip(AXES, sizes))
+    if sizes.count(-1) > 1 or any(n < 1 and n != -1 for n in sizes):
+        raise ArgumentError("data, fsdp, context", "sizes ≥ 1, one of them −1 at most", named)
+    known = 1
+    for n in sizes:
+        known *= n if n > 0 else 1
+    if ranks % known or (-1 not in sizes and known != ranks):
+        raise ArgumentError("data, fsdp, context", f"a product of {ranks}, the number of ranks", named)
+    data, fsdp, context = (n if n > 0 else ranks // known for n in sizes)
+    return data, fsdp, context
 
 
 def shard_parameters(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from ring_la.nn import LAYERS
 from ring_la.scan import CostModel
 from ring_la.scan.auto import Line
 
+ROOT = Path(__file__).parents[2]
 NEAR, FAR = Line(1e-5, 3e11), Line(2e-5, 4.5e10)
 CLUSTER = Cluster(8, NEAR, FAR, post=0.0, launch=0.0)
 
@@ -204,3 +208,30 @@ def test_bad_options_are_named_before_anything_is_printed(words, message, capsys
     with pytest.raises(ArgumentError, match=message):
         plan.run(options("--layers", "gla", "--repeat", "1", "--dim", "32", "--heads", "2", *words))
     assert not capsys.readouterr().out, "nothing is printed before all options are read"
+
+
+def test_columns_stay_apart(capsys):
+    """A million tokens on one GPU take a hundred thousand ms a step."""
+    words = ("--layers", "gdn,attention", "--dim", "2048", "--length", "1048576", "--gpus", "1,8", "--forward")
+    plan.run(options(*words, "--repeat", "64"))
+    _, _, head, *rows = capsys.readouterr().out.splitlines()
+    ends = [found.end() for found in re.finditer(r"\S+", head)]
+    lines = [row for row in rows if " ms" in row]
+    assert len(lines) == 1 + 4
+    for row in lines:
+        assert re.match(r"( {2,}[\d.]+){3}( {2,}[\d.]+ ms){5} {2,}[\d.]+ GiB {2,}\d+(  |$)", row), row
+        assert [row[end - 1].isspace() for end in ends] == [False] * len(ends), "a figure ends where its name does"
+
+
+PAGES = [ROOT / "docs/planning.md", ROOT / "ring_la/cli/plan.py"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_pages_work_as_typed(page, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    text = page.read_text().replace("\\\n", "")
+    commands = re.findall(r"^ {4}(?:\$ )?ring-la plan (--.*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        plan.run(options(*shlex.split(command)))
+        assert "<- best" in capsys.readouterr().out, command

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import ring_la
-from ring_la import reference
+from ring_la import nn, reference
 from ring_la.algebra import Affine
+from ring_la.models import HybridConfig, HybridLM
 from ring_la.scan import STRATEGIES, Chain
 from tests.support.pool import group
 from tests.support.recurrence_cases import DOCUMENTS, error, make_inputs
@@ -401,6 +402,68 @@ def test_flags_and_moves_are_compared(ranks):
     results = ranks.run(2, check_flags)
     assert all(message.startswith("DisagreementError") for messages in results for message in messages)
     assert results[0] == results[1]
+
+
+def check_names(rank: int) -> dict[str, str]:
+    """What each function says where rank 1 brings another dtype, or tokens that need gradients."""
+    cp, odd = ring_la.ContextParallel(group(), scan="ring"), rank == 1
+    layout = cp.layout(20)
+    n = layout.local_length
+    x, heads = torch.ones(1, n, 16, dtype=torch.float64 if odd else torch.float32), torch.ones(1, n, 2, 8)
+    state, needed = torch.zeros(1, 16, 3, requires_grad=odd), heads.clone().requires_grad_(odd)
+    moe = nn.MixtureOfExperts(16, 16, experts=2, top_k=1)
+    return {
+        "layer": caught(lambda: nn.DeltaNet(16, num_heads=2).to(x.dtype)(x, layout=layout)),
+        "moe": caught(lambda: moe.to(x.dtype)(x, layout=layout)),
+        "convolution": caught(lambda: ring_la.short_conv(x, torch.ones(16, 4, dtype=x.dtype), layout=layout)),
+        "state": caught(lambda: ring_la.short_conv(x.float(), torch.ones(16, 4), initial_state=state, layout=layout)),
+        "recurrence": caught(lambda: ring_la.linear_attention(needed, heads, heads, layout=layout)),
+        "attention": caught(lambda: ring_la.attention(needed, heads, heads, layout=layout)),
+        "gather": caught(lambda: layout.gather(x.mT, dim=2)),
+    }
+
+
+def test_what_ranks_differ_in_is_named(ranks):
+    said = ranks.run(2, check_names)[0]
+    of_x = ["x=shape [1, T, 16], dtype torch.float32, requires_grad False"]
+    of_x += [of_x[0].replace("32", "64")]
+    needed = [f"q=shape [1, T, 2, 8], dtype torch.float32, requires_grad {wanted}" for wanted in (False, True)]
+    state = [f"initial_state=shape [1, 16, 3], dtype torch.float32, requires_grad {odd}" for odd in (False, True)]
+    of_experts = ["dtype of x=torch.float32", "dtype of x=torch.float64"]
+    expected = {"layer": of_x, "moe": of_experts, "convolution": of_x, "state": state}
+    expected |= {"recurrence": needed, "attention": needed}
+    expected["gather"] = [line.replace("T, 16", "16, T") for line in of_x]
+    for call, message in said.items():
+        for rank, line in enumerate(expected[call]):
+            assert f"\n  rank {rank}: {line}" in message, f"{call}: {message}"
+
+
+def check_whole(rank: int) -> dict[str, str]:
+    """The whole sequence where this rank's tokens are due."""
+    cp = ring_la.ContextParallel(group(), scan="ring")
+    layout = cp.layout(21)
+    x, ids, heads = torch.ones(1, 21, 16), torch.ones(1, 21, dtype=torch.int64), torch.ones(1, 21, 2, 8)
+    config = HybridConfig(vocab_size=8, dim=16, layers=["deltanet"], num_heads=2)
+    model, mine = HybridLM(config), layout.shard(heads)
+    return {
+        "q of linear_attention": caught(lambda: ring_la.linear_attention(heads, heads, heads, layout=layout)),
+        "q of attention": caught(lambda: ring_la.attention(heads, heads, heads, layout=layout)),
+        "k of attention": caught(lambda: ring_la.attention(mine, heads, heads, layout=layout)),
+        "x of short_conv": caught(lambda: ring_la.short_conv(x, torch.ones(16, 4), layout=layout)),
+        "x of a layer": caught(lambda: nn.DeltaNet(16, num_heads=2)(x, layout=layout)),
+        "x of an attention layer": caught(lambda: nn.Attention(16, num_heads=2)(x, layout=cp.layout(21, "striped"))),
+        "x of experts": caught(lambda: nn.MixtureOfExperts(16, 16, experts=2, top_k=1)(x, layout=layout)),
+        "ids of a model": caught(lambda: model(ids, layout=layout)),
+        "ids of a loss": caught(lambda: model.loss(ids, layout=layout)),
+        "x of gather": caught(lambda: layout.gather(x)),
+    }
+
+
+def test_a_whole_sequence_is_not_blamed_on_the_layout(ranks):
+    for call, message in ranks.run(2, check_whole)[0].items():
+        name = call.partition(" ")[0]
+        assert message.startswith(f"ArgumentError: {name}: expected "), f"{call}: {message}"
+        assert message.endswith("This is the whole sequence: layout.shard(x) first"), f"{call}: {message}"
 
 
 def check_store(rank: int) -> tuple[str, list[str]]:

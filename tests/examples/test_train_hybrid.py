@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -118,6 +120,29 @@ def test_a_killed_rank_changes_no_bit(whole, tmp_path):
         process.kill()
     assert "going on from step" in log.read_text()
     assert curve(tmp_path) == curve(whole)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the rank to end in /proc")
+def test_sigterm_leaves_a_checkpoint(tmp_path):
+    """Sent to one rank, all of them save and end; sent to torchrun, which tells its ranks, too."""
+    for whom in ("a rank", "torchrun"):
+        log, before = tmp_path / f"{whom}.txt", max(curve(tmp_path), default=0)
+        process = start(2, arguments(tmp_path, run__steps=10**6, run__save_every=10**6), log=log)
+        try:
+            deadline = time.monotonic() + 200
+            while max(curve(tmp_path), default=0) < before + 2:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.02)
+            os.kill(rank_process(process.pid, 1) if whom == "a rank" else process.pid, signal.SIGTERM)
+            code = process.wait(60)
+        finally:
+            process.kill()
+        last = max(curve(tmp_path))
+        assert f"stopped by SIGTERM after step {last} of " in log.read_text(), log.read_text()
+        assert (tmp_path / "checkpoints" / f"step-{last:08d}" / ".metadata").exists()
+        assert code == 0 or whom == "torchrun", log.read_text()  # which ends with the signal it got
+        assert (f"going on from step {before} of" in log.read_text()) == bool(before)
 
 
 def check_close(folder: Path, whole: Path) -> None:
@@ -277,6 +302,26 @@ def train_by_trainer(rank: int, options: list[str]) -> list[float]:
         PartialState._reset_state()
         os.environ.clear()
         os.environ.update(before)
+
+
+def trainer_command(page: str) -> list[str]:
+    """The options of the command that a page shows for the Trainer's example."""
+    text = (ROOT / page).read_text().replace("\\\n", "")
+    (options,) = re.findall(r"torchrun --standalone --nproc_per_node 4 examples/trainer_hybrid\.py (--.*)", text)
+    return shlex.split(options)
+
+
+def test_the_trainer_s_command_learns(ranks, tmp_path):
+    """As typed, but for where it writes and half of its steps."""
+    pytest.importorskip("accelerate")
+    words = trainer_command("examples/trainer_hybrid.py")
+    assert words == trainer_command("docs/transformers.md")
+    told = dict(zip(words[::2], words[1::2]))
+    assert int(told["--seq_len"]) * int(told["--max_steps"]) <= 20 * 1024, "seconds, not minutes, on a CPU"
+    here = {"--source": str(ROOT / "docs"), "--output_dir": str(tmp_path), "--save_strategy": "no"}
+    here |= {"--max_steps": str(int(told["--max_steps"]) // 2), "--disable_tqdm": "true", "--report_to": "none"}
+    losses = ranks.run(4, train_by_trainer, [word for pair in (told | here).items() for word in pair])[0]
+    assert losses[-1] < losses[0] - 0.5
 
 
 def test_a_hybrid_learns_under_the_trainer(ranks, tmp_path):

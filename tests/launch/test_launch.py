@@ -95,6 +95,17 @@ def test_configurations_are_the_example_s(config):
     assert said is None or abs(size / 1e9 - float(said[1])) < 0.006
 
 
+def test_a_first_look_takes_minutes():
+    """What the small configuration asks for, at the 8e10 operations a second that two cores of a CPU gave it."""
+    from ring_la.training import StepFlops
+
+    found, text = parsed([f"--config={ROOT / 'examples/configs/small.yaml'}"]), CONFIGS[-1].read_text()
+    assert "minutes on two CPU cores" in text
+    shape, length = found.model.config(257), found.data.seq_len
+    assert found.run.steps * StepFlops(shape)([0, length]) * found.data.sequences / 8e10 < 5 * 60
+    assert found.optimizer.warmup <= found.run.steps / 2
+
+
 def test_command_lines_in_comments_and_docs_are_the_example_s():
     """Every option that a page or a script shows is one."""
     pages = [*SCRIPTS, ROOT / "docs/training.md", ROOT / "examples/train_hybrid.py", *CONFIGS]
@@ -107,6 +118,7 @@ def test_command_lines_in_comments_and_docs_are_the_example_s():
             )
             if shown and '"$@"' not in line:
                 words = shlex.split(shown[1], comments=True)
+                words = words[2:] if words[0] == "--check" else words
                 assert parsed([w for w in words if w != "..."]), line
                 seen += 1
     assert seen >= 4
@@ -116,7 +128,7 @@ def test_command_lines_in_comments_and_docs_are_the_example_s():
 def started(tmp_path):
     """Runs a launch script where python3, srun and scontrol are stand-ins: what torchrun would be started with."""
     stubs = {
-        "python3": 'case "$1" in -) cat >/dev/null ;; -c) echo 8 ;; *) env | grep ^TORCH_; echo "$@" ;; esac',
+        "python3": 'case "$1" in -) cat >/dev/null ;; -c) echo 8 ;; ex*) ;; *) env | grep ^TORCH_; echo "$@" ;; esac',
         "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
         "scontrol": '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"',
     }
@@ -154,6 +166,52 @@ def test_one_node_and_a_range_of_nodes(started):
     assert (args.standalone, args.nproc_per_node, args.max_restarts) == (True, "3", 0)
     _, args = started("train_nodes.sh", "--run.steps", "5", HEAD="a:1", NODES="2:4")
     assert (args.nnodes, args.rdzv_endpoint, args.nproc_per_node) == ("2:4", "a:1", "8")
+
+
+def test_what_cannot_work_is_not_retried(tmp_path):
+    """A typo is told once, and torchrun is not started."""
+    pytest.importorskip("jsonargparse")
+    (tmp_path / "python3").write_text(
+        f'#!/usr/bin/env bash\ncase "$1" in -) cat >/dev/null ;; *) exec {shlex.quote(sys.executable)} "$@" ;; esac\n'
+    )
+    (tmp_path / "python3").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": str(tmp_path), "RANKS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for script in ("train.sh", "train_nodes.sh"):
+        command = ["bash", str(ROOT / "launch" / script), "--run.stepz=3", f"--run.folder={tmp_path / 'run'}"]
+        nodes = {"HEAD": "localhost:29555", "NODES": "1", "RESTARTS": "1"}
+        done = subprocess.run(command, env=environment | nodes, capture_output=True, text=True, cwd=ROOT, timeout=200)
+        assert done.returncode not in (0, 1)
+        assert done.stderr.count("unrecognized arguments: --run.stepz") == 1, done.stderr
+        assert "torch.distributed" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer.clip=0"], "optimizer.clip: expected more than 0"),
+        (["--parallel.context=3"], "data, fsdp, context: expected a product of 4"),
+        (["--parallel.data=2"], "data.sequences: expected a multiple of data × fsdp = 2"),
+        (["--data.source=nowhere"], "data.source: expected a file or a folder"),
+        (["--model.layers=[banana]"], "layers: expected names out of"),
+        (["--model.num_heads=3"], "num_heads: expected a divisor of 128"),
+        (["--memory.recompute=[banana]"], "kinds: expected 'mlp', 'block', 'norm' or names out of"),
+        (["--run.folder=FOLDER", "--model.dim=64"], "run.folder: expected a folder of its own .* dim=64"),
+        ([], ""),
+    ],
+)
+def test_what_cannot_work_is_found_before_ranks_start(arguments, message, tmp_path, monkeypatch):
+    from tests.examples.test_train_hybrid import example
+
+    pytest.importorskip("jsonargparse")
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text('{"model": {"dim": 32}}')
+    words = [word.replace("FOLDER", str(tmp_path)) for word in ["--run.folder=runs/none", *arguments]]
+    if not message:
+        assert example().main(["--check", "4", *words]) is None
+        return
+    with pytest.raises(SystemExit, match=message):
+        example().main(["--check", "4", *words])
 
 
 SMALL = ["--data.source=docs", "--data.seq_len=64", "--model.dim=16", "--model.layers=[gdn]", "--model.repeat=1"]

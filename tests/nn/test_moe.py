@@ -300,7 +300,7 @@ def test_checkpointed_blocks(ranks):
 def check_refusals(rank: int) -> None:
     cp = ContextParallel(group(), timeout=20)
     layer, layout = make(), cp.layout(37)
-    with pytest.raises(RingLAError, match="layout: expected one with"):
+    with pytest.raises(RingLAError, match="x: expected this rank's tokens with a layout, got all 37"):
         layer(tokens(1, 37), layout=layout)
     with pytest.raises(RuntimeError, match="rank 0: refused: x: expected a float tensor"):  # every rank hears of it
         layer(layout.shard(tokens(1, 37))[0] if rank == 0 else layout.shard(tokens(1, 37)), layout=cp.layout(37))

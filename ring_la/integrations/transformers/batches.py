@@ -7,9 +7,10 @@ import zlib
 from torch import Tensor
 
 from ...context import ShardedLayout
-from ...errors import ArgumentError, PeerError, RingLAError
+from ...errors import ArgumentError, DisagreementError, PeerError, RingLAError
 from .call import ModelCall
 from .inputs import read
+from .loss import ROWS
 from .settings import Settings
 
 
@@ -36,7 +37,7 @@ class Batches:
         if arguments.get("layout") is None and (validate == "always" or (validate == "first" and not self._compared)):
             tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_floating_point()}
             sums = {n: zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()) for n, x in tensors.items()}
-            comm.agree("the whole batch, which every rank must be given", sums)
+            comm.agree("the whole batch, which every rank must be given", sums, ROWS)
             self._compared = True
         return call, local
 
@@ -44,7 +45,10 @@ class Batches:
         """The layout of a whole batch; the last one is kept."""
         key = (seq_len, offsets)
         if key not in self._layouts:
-            layout = self.cp.layout(seq_len, self.kind, offsets)
+            try:
+                layout = self.cp.layout(seq_len, self.kind, offsets)
+            except DisagreementError as error:
+                raise DisagreementError(f"{error}\n{ROWS}") from None
             if min(layout.lengths) == 0:
                 raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
             self._layouts = {key: layout}

@@ -14,6 +14,7 @@ from ...errors import UnsupportedError
 from . import probe
 from .averaging import refuse_averaging
 from .call import Current, ModelCall
+from .foreign import told_as_theirs
 from .modules import Forwards, known
 from .settings import Settings
 
@@ -70,7 +71,8 @@ class Checks:
         try:
             longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
             longest = longest if longest > 0 else probe.TOKENS  # XLNet's -1: any
-            probe.check(model, run, table.num_embeddings, longest, table.weight.device)
+            with told_as_theirs(table.weight.device):
+                probe.check(model, run, table.num_embeddings, longest, table.weight.device)
         finally:
             self.current.leave()
         self._due = False

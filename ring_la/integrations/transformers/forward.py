@@ -16,6 +16,7 @@ from ...errors import UnsupportedError
 from .cache import CacheRecorder
 from .call import Current, ModelCall
 from .checks import refuse_by_places
+from .foreign import told_as_theirs
 from .head import loss_in_chunks
 from .loss import agreed
 from .modules import known
@@ -36,9 +37,11 @@ def model_forward(original: Callable) -> Callable:
             arguments = {"output_attentions": True} | arguments
         cache = arguments.get(split.cache.name)
         if cache is not None and _filled(cache):
-            return _whole(self, split, original, arguments)
+            with told_as_theirs(split.settings.cp.device):
+                return _whole(self, split, original, arguments)
         split.checks.before(self)
-        return _split(self, split, original, arguments)
+        with told_as_theirs(split.settings.cp.device):
+            return _split(self, split, original, arguments)
 
     return forward
 

@@ -87,6 +87,8 @@ def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Mo
     if not isinstance(layout, ShardedLayout):
         raise ArgumentError("layout", "a layout made by ContextParallel.layout", type(layout).__name__)
     if tokens.shape[1] != layout.local_length:
+        if tokens.shape[1] == layout.seq_len:
+            layout.require_local(name, layout.seq_len)
         raise ArgumentError(name, f"this rank's {layout.local_length} tokens with layout=", list(tokens.shape))
     for other in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "cache_position"):
         if other in given and not (other == "attention_mask" and bool(given[other].all())):

@@ -30,6 +30,13 @@ def cross_entropy(call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
     return WholeLoss.apply(part, call.layout.cp.comm, call.fingerprint)
 
 
+ROWS = (
+    "Under a Trainer or Accelerate a DataLoader with a DistributedSampler over the data axis alone gives the ranks of a"
+    " context group the same rows: see ContextTrainer in docs/transformers.md"
+)
+"""What to do where ranks that share a sequence were given different ones."""
+
+
 class WholeLoss(torch.autograd.Function):
     """The sum over ranks of their parts; each rank's gradient goes back into its own part.
 
@@ -60,7 +67,8 @@ def _summed(part: Tensor, group: Group, fingerprint: Tensor | int) -> tuple[Tens
     total, first, second = group.all_reduce(torch.stack([part, mine, mine * mine])).wait()
     same = group.size * second == first * first
     if not group.on_cuda and not same:
-        raise DisagreementError("the ranks of this group disagree on the batch, which every rank must be given whole")
+        message = "the ranks of this group disagree on the batch, which every rank must be given whole"
+        raise DisagreementError(f"{message}. {ROWS}")
     return total, same
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from contextlib import ExitStack
+from typing import Literal
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -28,7 +29,7 @@ def parallelize(
     model: PreTrainedModel,
     cp: ContextParallel,
     *,
-    kind: str = "zigzag",
+    kind: Literal["zigzag", "contiguous"] = "zigzag",
     average: bool = False,
     loss_chunk: int | None = None,
     check: bool = True,

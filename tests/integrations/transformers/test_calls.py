@@ -318,10 +318,13 @@ def different_batches(rank: int) -> None:
     from ring_la.errors import DisagreementError
 
     model, _ = parallel("llama")
-    with pytest.raises(DisagreementError, match="the whole batch, which every rank must be given"):
+    slip = r"disagree on {}(.|\n)*DistributedSampler over the data axis alone"  # as under a Trainer of the library
+    with pytest.raises(DisagreementError, match=slip.format("the layout")):
+        model(input_ids=ids()[:, rank:])
+    with pytest.raises(DisagreementError, match=slip.format("the whole batch, which every rank must be given")):
         model(input_ids=ids(seed=rank))
     model(input_ids=ids(), labels=ids())
-    with pytest.raises(DisagreementError, match="disagree on the batch"):
+    with pytest.raises(DisagreementError, match=slip.format("the batch")):
         model(input_ids=ids(seed=rank), labels=ids(seed=rank))
     with pytest.raises(DisagreementError, match="disagree on the batch"):
         model(input_ids=ids(seed=rank))

@@ -61,3 +61,29 @@ def refused(rank: int) -> None:
 
 def test_caches_that_a_split_prompt_cannot_leave(ranks):
     ranks.run(2, refused)
+
+
+def failing(rank: int) -> str:
+    """A decoding step of a parallelized model that Transformers has given fla-core's kernels, on a CPU."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as library
+
+    import ring_la
+
+    def kernel(*args, **keywords):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    theirs = type(kernel)(kernel.__code__, {"__name__": "fla.ops.gated_delta_rule", "RuntimeError": RuntimeError})
+    own, library.torch_recurrent_gated_delta_rule = library.torch_recurrent_gated_delta_rule, theirs
+    try:
+        split(rank, "qwen3_next")
+    except ring_la.RingLAError as error:
+        return str(error)
+    finally:
+        library.torch_recurrent_gated_delta_rule = own
+    return "nothing raised"
+
+
+def test_fla_core_beside_a_cpu_is_named(ranks):
+    for said in ranks.run(2, failing):
+        assert "fla-core's Triton kernels" in said
+        assert "fails without ring_la, too: pip uninstall fla-core" in said

@@ -1,0 +1,24 @@
+"""What a caller chooses by a word, as types: editors offer the words, and type checkers find a misspelt one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+LayoutKind = Literal["contiguous", "zigzag", "striped"]
+"""Who owns which tokens (`layout.Layout`)."""
+ScanChoice = Literal["auto", "ring", "pipelined", "all_gather", "doubling", "all_to_all"]
+"""How states travel between ranks (`scan.STRATEGIES`)."""
+AttentionChoice = Literal["auto", "ring", "all_gather", "ulysses", "usp"]
+"""How keys and values do (`softmax`)."""
+TransportChoice = Literal["auto", "torch", "symmetric"]
+"""What carries messages (`comm`)."""
+ValidateChoice = Literal["first", "always", "never"]
+"""How often ranks compare their calls (`context.ContextParallel`)."""
+Mode = Literal["auto", "chunk", "recurrent"]
+"""In chunks or token by token (`kernels`)."""
+RecurrenceBackend = Literal["triton", "torch", "reference"]
+"""What computes a recurrence (`kernels`)."""
+GroupedBackend = Literal["auto", "loop", "torch", "triton", "cutlass"]
+"""What computes a grouped product (`grouped_gemm`)."""
+JointPlace = Literal["front", "rear", "none"]
+"""Where joint keys stand (`softmax.attention`)."""
