@@ -123,6 +123,7 @@ def test_a_killed_rank_changes_no_bit(whole, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the rank to end in /proc")
+@pytest.mark.distributed
 def test_sigterm_leaves_a_checkpoint(tmp_path):
     """Sent to one rank, all of them save and end; sent to torchrun, which tells its ranks, too."""
     for whom in ("a rank", "torchrun"):

@@ -168,6 +168,7 @@ def test_one_node_and_a_range_of_nodes(started):
     assert (args.nnodes, args.rdzv_endpoint, args.nproc_per_node) == ("2:4", "a:1", "8")
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_not_retried(tmp_path):
     """A typo is told once, and torchrun is not started."""
     pytest.importorskip("jsonargparse")
@@ -201,7 +202,7 @@ def test_what_cannot_work_is_not_retried(tmp_path):
     ],
 )
 def test_what_cannot_work_is_found_before_ranks_start(arguments, message, tmp_path, monkeypatch):
-    from tests.examples.test_train_hybrid import example
+    from tests.support.train_example import example
 
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(ROOT)
