@@ -10,14 +10,36 @@ import torch
 
 from ring_la import ArgumentError, ContextParallel, PeerError
 from ring_la.inference import Sampler, generate
-from ring_la.serving import Busy, Done, Engine, Event, Failed, Hybrid, Job, NoText, Request
-from tests.support.engine_requests import LONG, Asked, serve
+from ring_la.serving import Busy, Done, Engine, Event, Failed, Hybrid, Job, NoText, Piece, Request
 from tests.support.generation import greedy, make, tokens
 from tests.support.pool import group
+
+LONG = 60.0
+
+
+class Asked(Job):
+    """A request, and what it heard."""
+
+    def __init__(self, ids: Sequence[int], max_tokens: int = 4, **options) -> None:
+        self.events: list[Event] = []
+        super().__init__(Request(list(ids), max_tokens, **options), self.events.append)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [e.token for e in self.events if isinstance(e, Piece)]
 
 
 def prompt(length: int) -> list[int]:
     return tokens(1, length)[0].tolist()
+
+
+def serve(engine: Engine, jobs: Sequence[Job]) -> None:
+    """Answer all of them, then stop."""
+    if engine.ranks.leads:
+        for job in jobs:
+            engine.submit(job)
+        engine.stop()
+    engine.run()
 
 
 def engine(cp: ContextParallel | None = None, **options) -> Engine:
