@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ring_la.kernels.fused import gates, short_conv, skip, swiglu
+from ring_la.kernels.fused import cross_entropy, discretise, log_decay, short_conv, skip, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
-from ring_la.models import loss
 
 from .ops.measure import bandwidth, milliseconds, peak
 
@@ -62,8 +61,8 @@ def gates_times(copy: float) -> Iterator[Row]:
         a = torch.randn(1, 32768, *sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         A_log, bias = (torch.randn(n, device="cuda", requires_grad=True) for n in (32, sizes[0]))
         moved = 6 * a.numel(), 8 * a.numel()
-        plain = lambda *x: gates.plain_log_decay(*x, 1.0, 1.0)  # noqa: E731
-        yield timed(f"decay {sizes[0]}", gates.decay_gate, plain, [a, A_log, bias], moved, copy)
+        plain = lambda *x: log_decay.plain_log_decay(*x, 1.0, 1.0)  # noqa: E731
+        yield timed(f"decay {sizes[0]}", log_decay.decay_gate, plain, [a, A_log, bias], moved, copy)
     o, z = (torch.randn(1, 32768, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     weight = torch.randn(128, device="cuda", requires_grad=True)
     plain = lambda *x: rms.plain_rms_norm(*x, True, 1e-6)  # noqa: E731
@@ -78,21 +77,21 @@ def gates_times(copy: float) -> Iterator[Row]:
     x = torch.randn(1, 32768, 80, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dt = torch.randn(1, 32768, 80, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     A, bias = (torch.randn(80, device="cuda", requires_grad=True) for _ in range(2))
-    moved, fused = (4 * x.numel(), 6 * x.numel()), lambda *x: gates.discretise(*x, softplus=True)[0]
-    plain = lambda *x: gates.plain_discretise(*x, True)[0]  # noqa: E731
+    moved, fused = (4 * x.numel(), 6 * x.numel()), lambda *x: discretise.discretise(*x, softplus=True)[0]
+    plain = lambda *x: discretise.plain_discretise(*x, True)[0]  # noqa: E731
     yield timed("discretise", fused, plain, [x, dt, A, bias], moved, copy)
     y = torch.randn_like(x, requires_grad=True)
     yield timed("skip", skip.skip, skip.plain_skip, [y, x, A], (6 * x.numel(), 6 * x.numel()), copy)
     y = torch.randn(1, 32768, 2 * 5472, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     yield timed("swiglu 5472", swiglu.swiglu, swiglu.plain_swiglu, [y], (3 * y.numel(), 5 * y.numel()), copy)
     x, weight = (torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16) for n in (8192, 32768))
-    for name, of in (("ours", loss.triton_losses), ("plain", loss.plain_losses)):
+    for name, of in (("ours", cross_entropy.losses_and_gradient), ("plain", cross_entropy.plain_losses)):
         logits, targets = x @ weight.T, torch.randint(32768, (8192,), device="cuda")
         ms = milliseconds(lambda of=of, logits=logits, targets=targets: of(logits, targets, -100, True))
         yield dict(what=f"losses of 8192 x 32768, {name}", ms=ms, floor=round(6 * logits.numel() / copy * 1e3, 4))
     moved = 4 * q.numel(), 6 * q.numel()
-    plain = lambda x: gates.plain_unit_length(x, 1e-6)  # noqa: E731
-    yield timed("unit 128", gates.l2norm, plain, [q.requires_grad_()], moved, copy)
+    plain = lambda x: unit_length.plain_unit_length(x, 1e-6)  # noqa: E731
+    yield timed("unit 128", unit_length.l2norm, plain, [q.requires_grad_()], moved, copy)
 
 
 def main() -> None:

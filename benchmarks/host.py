@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import ring_la
-from ring_la.kernels.runtime.compiled import Compiled
+from ring_la.kernels.runtime.triton_version import CompiledKernel
 from tests.support.recurrence_cases import make_inputs
 
 from .peers import ops as peers
@@ -50,7 +50,7 @@ class Launches:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        real = Compiled.start
+        real = CompiledKernel.start
 
         def timed(*args) -> None:
             start = time.perf_counter()
@@ -58,11 +58,11 @@ class Launches:
             self.seconds += time.perf_counter() - start
             self.count += 1
 
-        Compiled.start = timed
+        CompiledKernel.start = timed
         try:
             yield
         finally:
-            Compiled.start = real
+            CompiledKernel.start = real
 
 
 class Nothing(torch.autograd.Function):
@@ -199,7 +199,7 @@ def exchanges() -> list[dict[str, Any]]:
         }
         for pattern, call in patterns.items():
             for ordered in (True, False):
-                with g.in_order(ordered):
+                with g.streams.in_order(ordered):
                     for _ in range(3):
                         call()
                     rows.append(

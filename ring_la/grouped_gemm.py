@@ -23,7 +23,7 @@ from torch import Tensor
 from ring_la.autograd import refuse_transforms
 from ring_la.choices import GroupedBackend
 from ring_la.errors import ArgumentError, UnsupportedError
-from ring_la.kernels.grouped import Call, check_name, choose, load
+from ring_la.kernels.grouped import GroupedProduct, check_name, choose, load
 
 __all__ = ["grouped_gemm"]
 
@@ -140,12 +140,12 @@ def _autocast(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("ring_la::grouped_rows", mutates_args=())
 def _rows(a: Tensor, b: Tensor, group_sizes: Tensor, backend: str, strict: bool) -> Tensor:
-    return _compute(Call("rows", a, b, group_sizes), backend, strict)
+    return _compute(GroupedProduct("rows", a, b, group_sizes), backend, strict)
 
 
 @torch.library.custom_op("ring_la::grouped_outer", mutates_args=())
 def _outer(a: Tensor, d: Tensor, group_sizes: Tensor, backend: str, strict: bool) -> Tensor:
-    return _compute(Call("outer", a, d, group_sizes), backend, strict)
+    return _compute(GroupedProduct("outer", a, d, group_sizes), backend, strict)
 
 
 @_rows.register_fake
@@ -158,12 +158,12 @@ def _(a: Tensor, d: Tensor, group_sizes: Tensor, backend: str, strict: bool) -> 
     return a.new_empty((group_sizes.shape[0], a.shape[1], d.shape[1]))
 
 
-def _compute(call: Call, backend: str, strict: bool) -> Tensor:
+def _compute(call: GroupedProduct, backend: str, strict: bool) -> Tensor:
     if call.sizes.device.type == "cpu":
         _check_values(call.sizes, call.x.shape[0])
     if 0 in (*call.x.shape, *call.y.shape, call.groups):
         return call.empty().zero_()
-    if not strict and backend != "auto" and load(backend).refusal(call) is not None:
+    if not strict and backend != "auto" and load(backend).unsupported(call):
         backend = "auto"
     backend = choose(backend, call)
     if backend != "loop":

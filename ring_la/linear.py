@@ -6,7 +6,7 @@ On one device: the registered operator. On a split sequence, forward and backwar
     exchange    an exclusive scan over the segments of all ranks gives the state entering each of mine
     finish      outputs (forward) or gradients (backward) given the entering states
 
-Where kernels exchange states by themselves (`Border`), the three are launches of one call of the kernels'.
+Where kernels exchange states by themselves (`MailboxBorder`), the three are launches of one call of the kernels'.
 
 The gradient of the state obeys ``G_in = Aᵀ G_out + c`` from right to left, with the A of the forward pass kept and c
 the gradient this rank's outputs send to its entering state.
@@ -29,7 +29,7 @@ from .comm import Group, Pending
 from .context import CANONICAL_CHUNK, ShardedLayout
 from .kernels import Inputs, Local, linear_recurrence, linear_recurrence_in_place, make_local, state_dtype
 from .outputs import LinearAttentionOutput
-from .scan import STRATEGIES, Border, Chain, Exchange, Horizon, Link, carries
+from .scan import STRATEGIES, Chain, Exchange, Horizon, Link, MailboxBorder, carries
 
 
 def run(
@@ -151,7 +151,7 @@ class Seams:
         self.crossings: dict[object, Crossing] = {}
         self.alone = not any(self.chain.needs)
         self._horizons: dict[object, Horizon | None] = {}
-        self._border: Border | None = None
+        self._border: MailboxBorder | None = None
         self._device, self._deterministic = layout.cp.device, layout.cp.deterministic
         lengths = [s.stop - s.start for s in layout.segments]
         self._shortest = min((n for n, passes in zip(lengths, self.chain.passes) if passes), default=0)
@@ -165,10 +165,10 @@ class Seams:
             self._horizons[decays, dtype] = Horizon.of(decays, self._shortest, dtype, self._device)
         return self._horizons[decays, dtype]
 
-    def border(self, group: Group) -> Border:
+    def border(self, group: Group) -> MailboxBorder:
         """The exchange as launches of the kernels', made once."""
         if self._border is None:
-            self._border = Border(group, self.chain, self.segments, self.pieces)
+            self._border = MailboxBorder(group, self.chain, self.segments, self.pieces)
         return self._border
 
     @classmethod
@@ -182,7 +182,7 @@ class Crossing(NamedTuple):
 
     maps: Affine
     size: int
-    border: Border | None
+    border: MailboxBorder | None
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class ShardedCall:
             seams.crossings[key] = found = Crossing(maps, maps.b.nbytes, border)
         return found
 
-    def border(self, maps: Affine) -> Border | None:
+    def border(self, maps: Affine) -> MailboxBorder | None:
         """The exchange as launches of the kernels', where the ring goes by mailboxes: on all ranks or on none."""
         cp, seams = self.layout.cp, self.seams
         by_ring = (
@@ -342,7 +342,7 @@ def _exchanged(
     through = any(seams.chain.passes[s] for s in seams.links) and not (horizon and horizon.all_near)
     A, S_end = local.summary(S0, through)
     links = _links(call, A, S_end, lambda piece: _push(local, S0, S_end, piece))
-    with call.layout.cp.comm.in_order(not local.prepares):
+    with call.layout.cp.comm.streams.in_order(not local.prepares):
         pending = call.exchange(links, S_end[:, 0])
     local.prepare()
     S0 = with_arrived(S0, S_end, [first for first, _ in seams.segments], pending.wait())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.grouped_gemm import grouped_gemm
-from ring_la.kernels.grouped import BACKENDS, Call, choose, load
+from ring_la.kernels.grouped import BACKENDS, GroupedProduct, choose, load
 from ring_la.kernels.grouped.preference import ON_CUDA
 from ring_la.kernels.grouped.tuning import CANDIDATES, HOPPER, tiles_for
 
@@ -103,8 +103,8 @@ def test_rows_past_the_sizes(product, backend):
     a = torch.cat([a, torch.full((4, 8), float("nan"))])
     d[5:] = float("nan")
     y = b if product == "rows" else d
-    out = load(backend).compute(Call(product, a, y, sizes))
-    whole = load("loop").compute(Call(product, a[:5], b if product == "rows" else d[:5], sizes))
+    out = load(backend).compute(GroupedProduct(product, a, y, sizes))
+    whole = load("loop").compute(GroupedProduct(product, a[:5], b if product == "rows" else d[:5], sizes))
     torch.testing.assert_close(out[:5] if product == "rows" else out, whole)
     if product == "rows":
         assert (out[5:] == 0).all()
@@ -261,23 +261,23 @@ def test_a_gradient_falls_back_where_a_named_backend_cannot():
     a, b, sizes = operands((2, 3), k=8, n=8, dtype=torch.float32, grad=True)
     calls = []
     backend = load("torch")
-    refusal = type(backend).refusal
+    unsupported = type(backend).unsupported
     try:
-        type(backend).refusal = lambda self, call: (
-            calls.append(call.product) or ("no outer products" if call.product == "outer" else None)
+        type(backend).unsupported = lambda self, call: (
+            calls.append(call.product) or ("no outer products" if call.product == "outer" else "")
         )
         grouped_gemm(a, b, sizes, backend="torch").sum().backward()
     finally:
-        type(backend).refusal = refusal
+        type(backend).unsupported = unsupported
     assert "outer" in calls
     assert b.grad is not None
 
 
 def test_every_backend_answers_whether_it_takes_a_call():
-    call = Call("rows", A, B, S)
+    call = GroupedProduct("rows", A, B, S)
     for name in BACKENDS:
         backend = load(name)
-        assert backend.refusal(call) is None or isinstance(backend.refusal(call), str)
+        assert isinstance(backend.unsupported(call), str)
         assert next(iter(inspect.signature(backend.compute).parameters)) == "call"
     assert choose("auto", call) == "loop"
     for lines in ON_CUDA.values():
@@ -333,7 +333,7 @@ def cutlass(monkeypatch):
     monkeypatch.setitem(sys.modules, "cutlass.operators", module)
     backend = load("cutlass")
     monkeypatch.setattr(backend, "ready", {})
-    monkeypatch.setattr(cutlass_backend.Cutlass, "refusal", lambda self, call: self.layout_refusal(call))
+    monkeypatch.setattr(cutlass_backend.Cutlass, "unsupported", lambda self, call: self.unsupported_layout(call))
     return SimpleNamespace(backend=backend, found=found)
 
 
@@ -346,7 +346,7 @@ def test_cutlass_trains_through_its_wrapper(cutlass):
     grads = torch.autograd.grad(out.sum(), (a, w))
     for ours, theirs in zip(grads, torch.autograd.grad(grouped_gemm(a, w.mT, sizes).sum(), (a, w)), strict=True):
         torch.testing.assert_close(ours, theirs)
-    padded = cutlass.backend.compute(Call("rows", torch.cat([a, a]).detach(), w.mT.detach(), sizes))
+    padded = cutlass.backend.compute(GroupedProduct("rows", torch.cat([a, a]).detach(), w.mT.detach(), sizes))
     assert not padded[7:].any()
 
 

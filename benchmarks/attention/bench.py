@@ -31,7 +31,6 @@ from torch import Tensor
 import ring_la
 from ring_la.cli.options import count
 from ring_la.comm import TRANSPORTS
-from ring_la.comm.memory import Memory
 from ring_la.errors import UnsupportedError
 from ring_la.layout import KINDS
 from ring_la.softmax import attention
@@ -211,7 +210,7 @@ def bench(
     for name, backend, call, tokens, copied in ways:
         try:
             for cp in contexts.values():
-                Memory.release(cp.comm)
+                cp.comm.memory.release()
             tensors = [relocated(x, first, tokens) for x in (q, k, v, do)]
             apart = distance(call, tensors, first, tokens, truth)
             if backend not in bounds:
@@ -221,7 +220,7 @@ def bench(
             row = dict(case=case, T=T, P=P, name=name, backend=backend, apart=apart)
             row |= measure(timed, bounds[backend], args.graphs and copied) | dict(peak=peak(timed))
             if copied:
-                row["peak"] += max(Memory.held(cp.comm) for cp in contexts.values()) / 2**30
+                row["peak"] += max(cp.comm.memory.held for cp in contexts.values()) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
                 print(f"{case:12} {T:6} {name:44} {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_la.grouped_gemm import grouped_gemm
-from ring_la.kernels.grouped import BACKENDS, Call, load
+from ring_la.kernels.grouped import BACKENDS, GroupedProduct, load
 
 from .products import KINDS, call_of, operands
 
@@ -15,7 +15,7 @@ def error(out: Tensor, truth: Tensor) -> float:
     return float((out.double() - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
-def truth_of(call: Call) -> Tensor:
+def truth_of(call: GroupedProduct) -> Tensor:
     return load("loop").compute(call._replace(x=call.x.double(), y=call.y.double(), sizes=call.sizes.cpu()))
 
 
@@ -41,9 +41,9 @@ def check_product(case: tuple, kind: str) -> list[dict]:
     truth, lines = truth_of(call), []
     low = error(load("loop").compute(call), truth)
     for name in BACKENDS:
-        reason = load(name).refusal(call)
+        reason = load(name).unsupported(call)
         line = {"kind": kind, "backend": name, "dtype": str(dtype), "K": k, "N": n, "G": len(sizes)}
-        if reason is None:
+        if not reason:
             found = error(load(name).compute(call), truth)
             line |= {"error": found, "of the loop": low, "ok": bool(found <= 2 * low + 1e-6)}
         else:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ring_la.kernels.grouped import Call
+from ring_la.kernels.grouped import GroupedProduct
 
 KINDS = ("rows", "rows_t", "outer")
 ROUNDS, INNER, WARM = 5, 8, 2
@@ -24,11 +24,11 @@ def group_sizes(kind: str, rows: int, groups: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def call_of(kind: str, a: Tensor, b: Tensor, dc: Tensor, sizes: Tensor) -> Call:
+def call_of(kind: str, a: Tensor, b: Tensor, dc: Tensor, sizes: Tensor) -> GroupedProduct:
     return {
-        "rows": Call("rows", a, b, sizes),
-        "rows_t": Call("rows", dc, b.mT, sizes),
-        "outer": Call("outer", a, dc, sizes),
+        "rows": GroupedProduct("rows", a, b, sizes),
+        "rows_t": GroupedProduct("rows", dc, b.mT, sizes),
+        "outer": GroupedProduct("outer", a, dc, sizes),
     }[kind]
 
 

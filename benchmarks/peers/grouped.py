@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ring_la.grouped_gemm import grouped_gemm
-from ring_la.kernels.grouped import Call, load
+from ring_la.kernels.grouped import GroupedProduct, load
 from ring_la.kernels.grouped.aten import grouped_mm
 
 
-def contenders(kind: str, call: Call, sizes: list[int]) -> dict[str, Callable[[], object]]:
+def contenders(kind: str, call: GroupedProduct, sizes: list[int]) -> dict[str, Callable[[], object]]:
     """The ways to compute one product."""
     ends = call.ends()
     x, y = call.x, call.y
@@ -21,10 +21,10 @@ def contenders(kind: str, call: Call, sizes: list[int]) -> dict[str, Callable[[]
         "dense": (lambda: x.mT @ y) if kind == "outer" else (lambda: x @ y[0]),
         "loop": lambda: load("loop").compute(host),
     }
-    if load("torch").refusal(call) is None:
+    if not load("torch").unsupported(call):
         functions["torch"] = lambda: grouped_mm(x.mT if kind == "outer" else x, y, ends)
     for name in ("cutlass", "triton"):
-        if load(name).refusal(call) is None:
+        if not load(name).unsupported(call):
             functions[name] = lambda name=name: load(name).compute(call)
     operator = torch.ops.ring_la.grouped_outer if kind == "outer" else torch.ops.ring_la.grouped_rows
     functions["auto"] = lambda: operator(x, y, call.sizes, "auto", True)
@@ -46,9 +46,9 @@ def training(a: Tensor, b: Tensor, dc: Tensor, sizes: list[int], device_sizes: T
         "triton": lambda: grouped_gemm(a, b, device_sizes, backend="triton"),
         "auto": lambda: grouped_gemm(a, b, device_sizes),
     }
-    call = Call("rows", a.detach(), b.detach(), device_sizes)
+    call = GroupedProduct("rows", a.detach(), b.detach(), device_sizes)
     return {
         name: lambda name=name, f=f: torch.autograd.grad(f(), (a, w if name == "dense" else b), dc)
         for name, f in forwards.items()
-        if name not in ("torch", "triton") or load(name).refusal(call) is None
+        if name not in ("torch", "triton") or not load(name).unsupported(call)
     }

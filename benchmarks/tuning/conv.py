@@ -14,8 +14,8 @@ import multiprocessing
 import torch
 
 from ring_la.kernels.fused import short_conv
-from ring_la.kernels.fused import short_conv_launches as conv
-from ring_la.kernels.runtime import replayed as again
+from ring_la.kernels.fused import short_conv_kernel as conv
+from ring_la.kernels.runtime.replayed_function import record_of
 
 from ..ops.measure import bandwidth, error, milliseconds
 
@@ -27,7 +27,7 @@ RUNS = ((32, 64), (32, 128), (32, 256), (64, 512), (16, 1024))
 def choose(channels: int, step: int, runs: tuple[int, int]) -> None:
     conv.CHANNELS = channels
     conv.FORWARD = conv.BACKWARD = (step, *runs)
-    again.signature.cache_clear()  # what is replayed has the sizes it was written down with
+    record_of.cache_clear()  # what is replayed has the sizes it was written down with
 
 
 def given(B: int, T: int, D: int, packed: bool) -> tuple[torch.Tensor, ...]:

@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from ..algebra import Affine, Rule
 from ..comm import Group
-from ..comm.symmetric import refusal
+from ..comm.sharing import unsupported
 from ..context import ContextParallel
 from ..kernels import Inputs
 from ..kernels.choice import triton_refuses, triton_tokens_refuses
 from ..kernels.grouped import BACKENDS as GROUPED
-from ..kernels.grouped import Call, choose, load
+from ..kernels.grouped import GroupedProduct, choose, load
 from ..scan import STRATEGIES, Chain
 from ..softmax.backends import BACKENDS, Ask
 from ..softmax.scores import Scores
@@ -122,9 +122,9 @@ def softmax(heads: int, width: int) -> list[tuple[str, str]]:
 def grouped() -> list[tuple[str, str]]:
     device, dtype = device_and_dtype()
     a, b = torch.empty(256, 64, device=device, dtype=dtype), torch.empty(4, 64, 64, device=device, dtype=dtype)
-    call = Call("rows", a, b, torch.full((4,), 64, device=device))
+    call = GroupedProduct("rows", a, b, torch.full((4,), 64, device=device))
     used = choose("auto", call)
-    return [(n, load(n).refusal(call) or ("used" if n == used else "could")) for n in GROUPED]
+    return [(n, load(n).unsupported(call) or ("used" if n == used else "could")) for n in GROUPED]
 
 
 def symmetric(comm: Group) -> str:
@@ -137,10 +137,10 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
     start = time.monotonic()
     cp = ContextParallel(scan="auto")
     seconds = time.monotonic() - start
-    hosts = set(cp.comm.tell(socket.gethostname()))
+    hosts = set(cp.comm.agreement.tell(socket.gethostname()))
     lines = [
         ("hosts, backend", f"{len(hosts)}, {dist.get_backend()}"),
-        ("symmetric memory", refusal(cp.comm) or symmetric(cp.comm)),
+        ("symmetric memory", unsupported(cp.comm, cp.comm.agreement) or symmetric(cp.comm)),
         ("set-up", f"{seconds:.2f} s, the measurement included"),
     ]
     for pattern in ("link", "hop", "swap", "gather", "exchange"):

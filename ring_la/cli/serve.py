@@ -78,7 +78,7 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         keep=keep,
     )
     with stopped_by_signals(engine):
-        cp.comm.agree("being ready", True)  # who is told of the server may send a signal to any rank
+        cp.comm.agreement.agree("being ready", True)  # who is told of the server may send a signal to any rank
         if listening is None:
             engine.run()
         else:

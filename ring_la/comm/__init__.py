@@ -1,6 +1,7 @@
 """Communication over torch.distributed: one group wrapper, its transports, one wait handle, token routing."""
 
-from .group import TRANSPORTS, Group, Pending
+from .group import TRANSPORTS, Group
+from .pending import Pending
 from .replicated import Replicated, SumOverRanks
 from .route import Route
 from .transport import Transport

@@ -8,40 +8,31 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, DisagreementError, PeerError, UnsupportedError
-from .transport import TorchTransport, Transport, Work
-
-if TYPE_CHECKING:
-    from .symmetric import SymmetricTransport
+from ..errors import UnsupportedError
+from . import sharing
+from .agreement import Agreement
+from .members import JobStore, Members
+from .memory import GroupMemory
+from .pending import Pending
+from .streams import MessageStreams
+from .symmetric import SymmetricTransport
+from .transport import TorchTransport, Transport, Waitable
+from .watch import PeerWatch
 
 TRANSPORTS = ("auto", "torch", "symmetric")
 
 
-class Pending:
-    """An exchange under way. ``wait()`` finishes it once and returns its result."""
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._result = finish()
-        return self._result
-
-
-class Group:
-    """A process group, addressed by group rank.
+class Group(Members):
+    """A process group, its messages, and by name what else its ranks share.
 
     Args:
         group: a ProcessGroup; None for the default group.
@@ -51,6 +42,8 @@ class Group:
             each other. Collective.
 
     Attributes:
+        agreement: compares what ranks must agree on. watch: names the peer behind a failure.
+        streams: on which stream messages run. memory: memory of all ranks for large tensors.
         transport: the `Transport` in use.
         mailboxes: memory that kernels reach each other through, for those that send by themselves; None: none.
         name: a number that no other group has, the same on all its ranks.
@@ -60,61 +53,34 @@ class Group:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, transport: str = "auto") -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ArgumentError("group", "an initialised torch.distributed (dist.init_process_group)", "none")
-        self.group = dist.group.WORLD if group is None else group
-        self.size = dist.get_world_size(self.group)
-        self.rank = dist.get_rank(self.group)
-        if self.rank < 0:
-            raise ArgumentError("group", "a group this rank belongs to", f"one without global rank {dist.get_rank()}")
-        self.global_ranks = dist.get_process_group_ranks(self.group)
-        self.on_cuda = "nccl" in str(dist.get_backend(self.group))
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
-        self.timeout = timeout
+        super().__init__(group, timeout)
+        by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
+        store = JobStore(_shared_number(self, by_torch))
+        self.name = store.name
+        self.watch = PeerWatch(self, store)
+        self.agreement = Agreement(self, store, self.watch)
+        self.streams = MessageStreams(self)
+        self.memory = GroupMemory(self, self.watch)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        self.side_stream = torch.cuda.Stream(self.device) if self.on_cuda and self.size > 1 else None
-        self._in_order = False
-        self._agreements = self._failures = 0
-        by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
         self.transport: Transport = by_torch
         self.mailboxes: SymmetricTransport | None = None
-        self.name = self._make_name()
         self.copies = transport == "symmetric" and self.size > 1
         if transport == "symmetric":
-            self.transport = self._symmetric(by_torch)
-            self.mailboxes = self.transport if self.copies else None
+            self._carry_by_mailboxes(by_torch)
         elif transport == "auto" and self.on_cuda:
-            from .symmetric import SymmetricTransport, copies
-
-            self.copies = copies(self)
+            self.copies = sharing.can_copy(self, self.agreement)
             if self.copies:
                 with suppress(UnsupportedError):  # on every rank or on none
-                    self.mailboxes = SymmetricTransport.open(self, by_torch)
+                    self.mailboxes = SymmetricTransport.open(self, self.streams, self.agreement, by_torch)
 
-    def _symmetric(self, by_torch: TorchTransport) -> Transport:
-        from .symmetric import SymmetricTransport, refusal
-
-        why = refusal(self)
+    def _carry_by_mailboxes(self, by_torch: TorchTransport) -> None:
+        why = sharing.unsupported(self, self.agreement)
         if why:
             raise UnsupportedError("transport", "'auto' or 'torch' for this group", f"'symmetric': {why}")
-        return SymmetricTransport.open(self, by_torch) if self.size > 1 else by_torch
-
-    # -- order on the device -------------------------------------------------------------------------------
-
-    @property
-    def beside(self) -> torch.cuda.Stream | None:
-        """The stream messages run on beside the current one; None: they stand in the current stream's order."""
-        return None if self._in_order else self.side_stream
-
-    @contextmanager
-    def in_order(self, wanted: bool = True) -> Iterator[None]:
-        """What is exchanged here has nothing to run beside: it spares the switch to another stream and back."""
-        before, self._in_order = self._in_order, wanted or self._in_order
-        try:
-            yield
-        finally:
-            self._in_order = before
+        if self.size > 1:
+            self.mailboxes = SymmetricTransport.open(self, self.streams, self.agreement, by_torch)
+            self.transport = self.mailboxes
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -140,9 +106,9 @@ class Group:
         what = f"exchanging with ranks {sorted({*sends, *receives})}"
         return self._pending(what, lambda: by.exchange(sends, receives), lambda: (receives, sends)[0])
 
-    def sends(self, size: int) -> None:
+    def put_by_kernel(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
-        self.refuse_late("sending", self._late())
+        self.watch.refuse_late("sending", self._late())
         self.bytes_sent += size
 
     def all_gather(self, x: Tensor) -> Pending:
@@ -182,107 +148,38 @@ class Group:
         self.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
         return self._pending("reducing over all ranks", lambda: self.transport.all_reduce(out, op), lambda: out)
 
-    def agree(self, what: str, value: object, hint: str = "") -> None:
-        """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`.
-
-        Of mappings the error shows the entries that differ; where one is a refusal ("refused: …"), that alone. The
-        `hint` follows.
-        """
-        if self.size == 1:
-            return
-        entries = isinstance(value, Mapping)
-        try:
-            values = self.tell("\n".join(f"{k}={v}" for k, v in value.items()) if entries else str(value))
-        except RuntimeError as error:
-            raise self._peer_error(f"agreeing on {what}", error) from error
-        if any(v != values[0] for v in values):
-            lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(_differences(values)))
-            message = f"the ranks of this group disagree on {what}:\n{lines}"
-            raise DisagreementError(f"{message}\n{hint}" if hint else message)
-
-    def _make_name(self) -> int:
-        """A number all ranks of this group share and no other object has, for keys in the job's store."""
-        mine = torch.tensor([uuid.uuid4().int >> 66], device=self.device)
-        return int(self.all_gather(mine).wait()[0])
-
-    def tell(self, value: str) -> list[str]:
-        """Every rank's value by the job's store: no message that a rank which skips the comparison could mistake.
-        Collective; blocks the host."""
-        store, n = self._store("agree"), self._agreements
-        self._agreements += 1
-        store.set(f"{n}/{self.rank}", value)
-        keys = [f"{n}/{r}" for r in range(self.size)]
-        store.wait(keys, self.timeout)
-        values = [store.get(key).decode() for key in keys]
-        if n > 0:  # every rank has posted n, so every rank has read n - 1
-            store.delete_key(f"{n - 1}/{self.rank}")
-        return values
-
-    def _store(self, purpose: str) -> dist.Store:
-        job = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"ring_la/{self.name}/{purpose}", job)
-
     # -- waiting and failing -------------------------------------------------------------------------------
 
-    def _pending(self, what: str, post: Callable[[], Sequence[Work]], result: Callable[[], Any]) -> Pending:
+    def _pending(self, what: str, post: Callable[[], Sequence[Waitable]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
-        self.refuse_late(what, self._late())
+        self.watch.refuse_late(what, self._late())
         try:
-            works = post()
+            posted = post()
         except RuntimeError as error:
-            raise self._peer_error(what, error) from error
+            raise self.watch.error(what, error) from error
 
         def finish() -> Any:
             start = time.perf_counter()
             try:
-                for work in works:
-                    work.wait()
+                for one in posted:
+                    one.wait()
             except RuntimeError as error:
-                raise self._peer_error(what, error) from error
+                raise self.watch.error(what, error) from error
             self.wait_seconds += time.perf_counter() - start
             return result()
 
         return Pending(finish)
 
-    def refuse_late(self, what: str, late: Sequence[int]) -> None:
-        """Raise a `PeerError` that names ranks whose messages did not come in time, if there are any."""
-        if late:
-            names = self._names(late)
-            raise PeerError(f"rank {self.rank} of {self.size} before {what}: no message from {names} in time")
-
     def _late(self) -> list[int]:
         return self.transport.late() if self.mailboxes is None else self.mailboxes.late()
 
-    def _peer_error(self, what: str, error: Exception) -> PeerError:
-        """Name the ranks that did not report this failure too: they died or stalled."""
-        missing = self._silent_ranks()
-        culprit = f"no sign of life from {self._names(missing)}" if missing else "every rank reports the same failure"
-        first = str(error).splitlines()[0]
-        return PeerError(f"rank {self.rank} of {self.size} failed while {what}: {culprit}. Cause: {first}")
 
-    def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in ranks)
-
-    def _silent_ranks(self) -> list[int]:
-        """Ranks that do not write to the job's store within a few seconds of this failure, the n-th here and there."""
-        try:
-            store = self._store(f"failed/{self._failures}")
-            self._failures += 1
-            store.set(str(self.rank), "failed")
-            grace = min(5.0, self.timeout.total_seconds())
-            deadline, missing = time.monotonic() + grace, [r for r in range(self.size) if r != self.rank]
-            while missing and time.monotonic() < deadline:
-                missing = [r for r in missing if not store.check([str(r)])]
-                time.sleep(0.02)
-            return missing
-        except Exception:  # the store itself is gone: its host, global rank 0, is
-            return [self.global_ranks.index(0)] if 0 in self.global_ranks else []
-
-
-def _differences(values: Sequence[str]) -> list[str]:
-    """Of each value the lines that not all have; where some are refusals, their reasons alone."""
-    if any(v.startswith("refused: ") for v in values):
-        return [v if v.startswith("refused: ") else "nothing refused" for v in values]
-    told = [v.splitlines() for v in values]
-    common = set(told[0]).intersection(*told)
-    return [", ".join(line for line in own if line not in common) for own in told]
+def _shared_number(members: Members, transport: Transport) -> int:
+    """A number all ranks of this group share and no other group has, for keys in the job's store. Collective."""
+    mine = torch.tensor([uuid.uuid4().int >> 66], device=members.device)
+    if members.size == 1:
+        return int(mine)
+    out = mine.new_empty(members.size, 1)
+    for one in transport.all_gather(out, mine):
+        one.wait()
+    return int(out[0])

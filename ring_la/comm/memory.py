@@ -10,83 +10,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .symmetric import UNIT, allocate
-
-if TYPE_CHECKING:
-    from .group import Group
+from .members import Members
+from .sharing import UNIT, allocate
+from .watch import PeerWatch
 
 SECTOR = 32
 """Bytes a flag takes."""
+STEP = 1024
+"""Words a kernel makes NaN at a time."""
 
 
 class Memory:
     """As many bytes on every rank of a group, mapped by all, and a stream for copies beside the current one.
 
     Args:
-        group: the ranks. seen: the memory of every rank as this one sees it, bytes, this rank's own among them.
+        members: the ranks. seen: the memory of every rank as this one sees it, bytes, this rank's own among them.
         keep: what owns that memory.
 
     Attributes:
         size: bytes for tensors, the same on every rank.
     """
 
-    def __init__(self, group: Group, seen: Sequence[Tensor], keep: object = None) -> None:
-        self.group, self._seen, self._keep = group, seen, keep
-        self._head = _head(group.size)
-        self.size = len(seen[group.rank]) - self._head
-        device, cuda = seen[group.rank].device, seen[group.rank].device.type == "cuda"
+    def __init__(self, members: Members, seen: Sequence[Tensor], keep: object = None) -> None:
+        self.members, self._seen, self._keep = members, seen, keep
+        self._head = _head(members.size)
+        self.size = len(seen[members.rank]) - self._head
+        device, cuda = seen[members.rank].device, seen[members.rank].device.type == "cuda"
         self._device = device.index
         self._stream, self._busy = torch.cuda.Stream(device, priority=-1) if cuda else None, False
-        self._patience = int(group.timeout.total_seconds() * 1e9)
-        self._own = seen[group.rank].view(torch.int32)
+        self._patience = int(members.timeout.total_seconds() * 1e9)
+        self._own = seen[members.rank].view(torch.int32)
         self._away = torch.tensor([(x.data_ptr() - self._own.data_ptr()) // UNIT for x in seen], device=device)
-        self._broken = torch.zeros(group.size, dtype=torch.int32, device=device)
-        self._report = torch.zeros(group.size, dtype=torch.int32, pin_memory=cuda)
+        self._broken = torch.zeros(members.size, dtype=torch.int32, device=device)
+        self._report = torch.zeros(members.size, dtype=torch.int32, pin_memory=cuda)
         self._up = torch.ones(1, dtype=torch.int32, device=device)
-        mine = slice(group.rank * SECTOR, group.rank * SECTOR + 4)
+        mine = slice(members.rank * SECTOR, members.rank * SECTOR + 4)
         self._flags = [x[mine].view(torch.int32) for x in seen]
-        self._compiled: dict[str, Any] = {}
 
     @classmethod
-    def open(cls, group: Group, size: int) -> Memory:
+    def open(cls, members: Members, size: int) -> Memory:
         """Memory with `size` bytes for tensors. Collective."""
-        total = _head(group.size) + -(-size // UNIT) * UNIT
-        own, handle = allocate(group, total)
-        return cls(group, [handle.get_buffer(r, (total,), torch.uint8) for r in range(group.size)], (own, handle))
-
-    @classmethod
-    def kept(cls, group: Group, size: int) -> Memory:
-        """The memory kept with a group, of at least `size` bytes. Collective when it must grow.
-
-        Raises:
-            PeerError: a rank was late in an earlier use.
-        """
-        memory = group.__dict__.get("_memory")
-        if memory is not None:
-            group.refuse_late("copying keys and values", memory.late())
-        if memory is None or memory.size < size:
-            if memory is not None:
-                torch.cuda.synchronize(group.device)  # nobody copies from the old one any more
-            group.__dict__["_memory"] = None
-            memory = group.__dict__["_memory"] = cls.open(group, max(1 << 20, size))
-        return memory
-
-    @staticmethod
-    def release(group: Group) -> None:
-        """Give a group's memory back; the next use makes it anew. Every rank calls, and no CUDA graph may use it."""
-        if group.__dict__.pop("_memory", None) is not None:
-            torch.cuda.synchronize(group.device)
-
-    @staticmethod
-    def held(group: Group) -> int:
-        """Bytes a group holds so, which PyTorch's allocator does not count."""
-        memory = group.__dict__.get("_memory")
-        return 0 if memory is None else memory.size
+        total = _head(members.size) + -(-size // UNIT) * UNIT
+        own, handle = allocate(members, total)
+        return cls(members, [handle.get_buffer(r, (total,), torch.uint8) for r in range(members.size)], (own, handle))
 
     def late(self) -> list[int]:
         """Ranks that were late in a use so far; read without synchronisation."""
@@ -129,19 +100,52 @@ class Memory:
 
     def meet(self, first: int = 0, size: int = 0) -> None:
         """All ranks' current streams stand here; where one is late, `size` bytes from byte `first` on are NaN."""
-        self._launch("meet", self.group.rank, (self._head + first) // UNIT, size // UNIT, self._patience)
+        self._launch("meet", self.members.rank, (self._head + first) // UNIT, size // UNIT, self._patience)
 
     def _launch(self, name: str, *numbers: int) -> None:
+        from ..kernels.runtime.launch import launch
         from . import flag_kernels
 
-        tensors = (self._own, *([self._away] if name == "meet" else []), self._broken, self._report)
-        constants = (self.group.size, flag_kernels.FLAG, 1024, self._stream is not None)
-        compiled, grid = self._compiled.get(name), (self.group.size, 1, 1)
-        if compiled is not None:  # the same kernel whatever the numbers: Triton need not look at them again
-            compiled[grid](*tensors, *numbers, *constants)
-            return
-        kernel = getattr(flag_kernels, name)
-        self._compiled[name] = kernel[grid](*tensors, *numbers, *constants, num_warps=4)
+        away = [self._away] if name == "meet" else []
+        launch(
+            getattr(flag_kernels, name), (self.members.size,), self._own, *away, self._broken, self._report, *numbers,
+            P=self.members.size, FLAG=flag_kernels.FLAG, STEP=STEP, CLOCK=self._stream is not None, num_warps=4,
+        )  # fmt: skip
+
+
+class GroupMemory:
+    """The memory that is kept with a group, if there is any."""
+
+    def __init__(self, members: Members, watch: PeerWatch) -> None:
+        self._members, self._watch = members, watch
+        self.current: Memory | None = None
+
+    def of(self, size: int) -> Memory:
+        """Memory of at least `size` bytes. Collective when it must grow.
+
+        Raises:
+            PeerError: a rank was late in an earlier use.
+        """
+        memory = self.current
+        if memory is not None:
+            self._watch.refuse_late("copying keys and values", memory.late())
+        if memory is None or memory.size < size:
+            if memory is not None:
+                torch.cuda.synchronize(self._members.device)  # nobody copies from the old one any more
+            self.current = None
+            memory = self.current = Memory.open(self._members, max(1 << 20, size))
+        return memory
+
+    def release(self) -> None:
+        """Give the memory back; the next use makes it anew. Every rank calls, and no CUDA graph may use it."""
+        if self.current is not None:
+            self.current = None
+            torch.cuda.synchronize(self._members.device)
+
+    @property
+    def held(self) -> int:
+        """Bytes held so, which PyTorch's allocator does not count."""
+        return 0 if self.current is None else self.current.size
 
 
 def cut(memory: Tensor, first: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:

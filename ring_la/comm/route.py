@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..autograd import first_derivative_only
 from ..layout import Layout
-from .group import Group, Pending
+from .group import Group
+from .pending import Pending
 
 
 class Route:
@@ -97,11 +98,11 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        with route.group.in_order():
+        with route.group.streams.in_order():
             return route.start(x).wait()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
-        with ctx.route.group.in_order():
+        with ctx.route.group.streams.in_order():
             return ctx.route.start_back(grad).wait(), None

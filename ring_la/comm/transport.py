@@ -1,6 +1,6 @@
 """What carries messages: torch.distributed's own backends here, peer-to-peer memory in `symmetric`.
 
-A transport fills tensors it is given and returns works to wait for. `Group` is its only caller: it makes the tensors,
+A transport fills tensors it is given and returns what to wait for. `Group` is its only caller: it makes the tensors,
 counts bytes and turns failures into errors that name the peer.
 """
 
@@ -20,7 +20,7 @@ MOVED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8
 """What NCCL and gloo move as it is; all else travels as bytes."""
 
 
-class Work(Protocol):
+class Waitable(Protocol):
     """A message under way."""
 
     def wait(self) -> None:
@@ -37,23 +37,23 @@ class Transport(Protocol):
         """Ranks known to have let a message run into the timeout, where waiting does not say so."""
         ...
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Work]:
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Waitable]:
         """Send one tensor to each rank of `sends`, fill those of `receives`."""
         ...
 
-    def all_gather(self, out: Tensor, x: Tensor) -> list[Work]:
+    def all_gather(self, out: Tensor, x: Tensor) -> list[Waitable]:
         """Fill row r of `out` with rank r's `x`."""
         ...
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> list[Work]:
+    def all_to_all(self, out: Tensor, x: Tensor) -> list[Waitable]:
         """Send row r of `x` to rank r; row r of `out` comes from there."""
         ...
 
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> list[Work]:
+    def all_to_all_uneven(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> list[Waitable]:
         """The same with blocks of `send[r]` and `receive[r]` rows."""
         ...
 
-    def all_reduce(self, out: Tensor, op: dist.ReduceOp.RedOpType) -> list[Work]:
+    def all_reduce(self, out: Tensor, op: dist.ReduceOp.RedOpType) -> list[Waitable]:
         """Replace `out` by its reduction over the ranks."""
         ...
 
@@ -70,38 +70,38 @@ class TorchTransport:
     def late(self) -> list[int]:
         return []
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Work]:
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Waitable]:
         """NCCL takes one message, too, as a batch: on the group's own communicator, opened when it was made."""
         ops = [dist.P2POp(dist.irecv, self._moved(t), self.ranks[r], self.group) for r, t in sorted(receives.items())]
         ops += [dist.P2POp(dist.isend, self._moved(t), self.ranks[r], self.group) for r, t in sorted(sends.items())]
-        return self._works(*dist.batch_isend_irecv(ops)) if ops else []
+        return self._posted(*dist.batch_isend_irecv(ops)) if ops else []
 
-    def all_gather(self, out: Tensor, x: Tensor) -> list[Work]:
+    def all_gather(self, out: Tensor, x: Tensor) -> list[Waitable]:
         out, x = self._moved(out).view(-1), self._moved(x).view(-1)
-        return self._works(_all_gather(out, x, group=self.group, async_op=True))
+        return self._posted(_all_gather(out, x, group=self.group, async_op=True))
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> list[Work]:
+    def all_to_all(self, out: Tensor, x: Tensor) -> list[Waitable]:
         out, x = self._moved(out).view(-1), self._moved(x).view(-1)
-        return self._works(dist.all_to_all_single(out, x, group=self.group, async_op=True))
+        return self._posted(dist.all_to_all_single(out, x, group=self.group, async_op=True))
 
-    def all_to_all_uneven(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> list[Work]:
+    def all_to_all_uneven(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> list[Waitable]:
         sizes = (list(receive), list(send))
-        return self._works(
+        return self._posted(
             dist.all_to_all_single(self._moved(out), self._moved(x), *sizes, group=self.group, async_op=True)
         )
 
-    def all_reduce(self, out: Tensor, op: dist.ReduceOp.RedOpType) -> list[Work]:
-        return self._works(dist.all_reduce(out, op=op, group=self.group, async_op=True))
+    def all_reduce(self, out: Tensor, op: dist.ReduceOp.RedOpType) -> list[Waitable]:
+        return self._posted(dist.all_reduce(out, op=op, group=self.group, async_op=True))
 
     def _moved(self, x: Tensor) -> Tensor:
         """`x` in a dtype the backend moves."""
         return x if x.dtype in MOVED else x.view(torch.uint8)
 
-    def _works(self, *works: dist.Work) -> list[Work]:
-        return [_TorchWork(work, self.timeout) for work in works]
+    def _posted(self, *works: dist.Work) -> list[Waitable]:
+        return [_TorchWaitable(work, self.timeout) for work in works]
 
 
-class _TorchWork:
+class _TorchWaitable:
     def __init__(self, work: dist.Work, timeout: timedelta | None) -> None:
         self._work, self._timeout = work, timeout
 

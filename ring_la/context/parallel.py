@@ -75,7 +75,7 @@ class ContextParallel(OfThisProcess):
         self.deterministic, self.timeout, self.validate = deterministic, timeout, validate
         if validate != "never":
             settings = dict(scan=scan, attention=attention, transport=transport, deterministic=self.deterministic)
-            self.comm.agree("the settings of ContextParallel", settings | {"validate": validate})
+            self.comm.agreement.agree("the settings of ContextParallel", settings | {"validate": validate})
         self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here
         self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None
         self._chosen: dict[object, Scan] = {}
@@ -165,7 +165,7 @@ class ShardedLayout(OfThisProcess, Layout):
         except ArgumentError as e:
             error = e
         if cp.validate != "never":
-            cp.comm.agree("the layout", f"refused: {error}" if error else describe(self))
+            cp.comm.agreement.agree("the layout", f"refused: {error}" if error else describe(self))
         if error is not None:
             raise error
         _ = self.lengths  # found now: torch.compile cannot trace the first read of a cached property
@@ -201,7 +201,7 @@ class ShardedLayout(OfThisProcess, Layout):
         if self.cp.validate == "always" or (self.cp.validate == "first" and not known):
             report = f"refused: {error}" if error else {"call": call} | dict(signature)
             try:
-                self.cp.comm.agree(f"the arguments of {call}", report)
+                self.cp.comm.agreement.agree(f"the arguments of {call}", report)
             except PeerError:
                 if error is not None:  # the others skipped a comparison they had made before: this rank's own error
                     raise error from None

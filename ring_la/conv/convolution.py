@@ -126,7 +126,7 @@ class _Split(torch.autograd.Function):
         ends: bool,
     ) -> tuple[Tensor, Tensor | None]:
         width, pieces = weight.shape[1] - 1, len(layout.pieces)
-        with layout.cp.comm.in_order():
+        with layout.cp.comm.streams.in_order():
             halo = halo_route(layout, width).start(x.movedim(1, 0)).wait().movedim(0, 1)
         lead = (halo if own is None else halo + own.to(x.dtype)).unflatten(1, (pieces, width))
         cu = None if pieces == 1 else layout.cu_pieces.to(x.device)
@@ -143,7 +143,7 @@ class _Split(torch.autograd.Function):
         layout, do = ctx.layout, torch.zeros_like(x) if do is None else do
         dx, dweight, dbias, dlead = convolve_backward(do, dends, x, weight, bias, lead, cu, ctx.silu)
         rows = dlead.flatten(1, 2)
-        with layout.cp.comm.in_order():
+        with layout.cp.comm.streams.in_order():
             back = halo_route(layout, weight.shape[1] - 1).start_back(rows.movedim(1, 0).contiguous(), dx.movedim(1, 0))
             back.wait()
         return None, dx, dweight, dbias, None if own is None else rows.to(own.dtype), None, None

@@ -7,19 +7,19 @@ from torch import Tensor
 
 from ..comm import Replicated, Route, SumOverRanks
 from ..context import ShardedLayout
-from ..kernels.fused.short_conv import Rows
+from ..kernels.fused.short_conv import LedTokens
 from ..linear import Seams
 from .arguments import TailOptions
 
 
 def behind(
     x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout | None, cu_seqlens: Tensor | None
-) -> Rows:
+) -> LedTokens:
     """The tokens of ``x [B, T, D]``, of any dtype, behind the `width` before them.
 
     `initial` are the rows before each document ``[N, width, D]``; None: zeros.
     """
-    return Rows.of(x, width, *leads(x, width, initial, layout, cu_seqlens))
+    return LedTokens.of(x, width, *leads(x, width, initial, layout, cu_seqlens))
 
 
 def leads(

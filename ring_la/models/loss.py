@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import first_derivative_only, traced
+from ..autograd import first_derivative_only
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
-from ..kernels.choice import triton_installed
+from ..kernels.fused.cross_entropy import losses_and_gradient
 
 BACKENDS = ("auto", "chunked", "liger")
 IGNORE = -100
@@ -88,8 +88,7 @@ class _Chunked(torch.autograd.Function):
         for i in range(0, len(x), chunk):
             rows, labels = x[i : i + chunk], targets[i : i + chunk]
             logits = F.linear(rows, weight)
-            by = triton_losses if _by_triton(logits) else plain_losses
-            losses, d = by(logits, labels, ignore_index, need_x or need_weight)
+            losses, d = losses_and_gradient(logits, labels, ignore_index, need_x or need_weight)
             loss += losses.sum()
             if need_x:
                 dx[i : i + chunk] = d @ weight
@@ -103,35 +102,6 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         dx, dweight = (None if d is None else d * grad.to(d.dtype) for d in ctx.saved_tensors)
         return dx, dweight, None, None, None
-
-
-def plain_losses(logits: Tensor, targets: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor | None]:
-    """The losses of the rows ``[N]`` in fp32 or wider, and if `wanted` the gradient of their sum by the logits."""
-    dtype, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float32))
-    counts = targets != ignore_index
-    at = targets.where(counts, 0)[:, None]
-    lse = logits.logsumexp(1, keepdim=True)
-    losses = (lse - logits.gather(1, at)).squeeze(1).where(counts, 0)
-    if not wanted:
-        return losses, None
-    d = logits.sub_(lse).exp_()  # the softmax, in place
-    d.scatter_add_(1, at, d.new_full((), -1.0).expand_as(at))
-    return losses, d.mul_(counts[:, None]).to(dtype)
-
-
-def triton_losses(logits: Tensor, targets: Tensor, ignore_index: int, wanted: bool) -> tuple[Tensor, Tensor]:
-    """`plain_losses` by one kernel, which writes the gradient into `logits`."""
-    from ..kernels.fused.cross_entropy_kernel import losses_and_gradient
-
-    return losses_and_gradient(logits, targets, ignore_index, wanted), logits
-
-
-def _by_triton(logits: Tensor) -> bool:
-    if traced(logits) or not (logits.is_cuda and triton_installed()):
-        return False
-    from ..kernels.fused.cross_entropy_kernel import unsupported
-
-    return not unsupported(logits)
 
 
 def _liger(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..kernels.fused.gates import decay_gate
+from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import delta_rule, gated_delta_rule, kda
 from .layer import (
     Layer,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..kernels.fused.gates import decay_gate
+from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import gla, hgrn2
 from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, positive, split_heads
 from .parts import GatedRMSNorm, RMSNorm

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..checks import check_depth
 from ..conv import token_shift
-from ..kernels.fused.gates import l2norm
+from ..kernels.fused.unit_length import l2norm
 from ..recurrences import rwkv7
 from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
 from .parts import HeadNorm

@@ -8,7 +8,7 @@ from ..algebra import Rule
 from ..checks import FLOATS, check_flag
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from ..kernels.fused.gates import discretise
+from ..kernels.fused.discretise import discretise
 from ..kernels.fused.skip import skip
 from .definition import Recurrence
 from .recurrence import recurrence

@@ -22,7 +22,7 @@ from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..context import ShardedLayout
 from ..errors import RingLAError, UnsupportedError
 from ..kernels import Inputs, state_dtype
-from ..kernels.fused.gates import l2norm
+from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
 from .agreement import Flags, agree
 from .bidirectional import bidirectional

@@ -1,7 +1,7 @@
 """Exclusive scans of affine maps over the segments of a split sequence. One file a strategy."""
 
 from .auto import STRATEGIES, CostModel
-from .border import Border
+from .border import MailboxBorder
 from .chain import Chain
 from .horizon import Horizon
 from .mailbox_ring import carries
@@ -9,5 +9,6 @@ from .ring import CANONICAL
 from .strategy import Cost, Exchange, Link, Scan
 
 __all__ = [
-    "CANONICAL", "STRATEGIES", "Border", "Chain", "Cost", "CostModel", "Exchange", "Horizon", "Link", "Scan", "carries",
+    "CANONICAL", "STRATEGIES", "Chain", "Cost", "CostModel", "Exchange", "Horizon", "Link", "MailboxBorder", "Scan",
+    "carries",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """The ring by mailboxes as part of a kernel's own scan: where its segments end, the scan goes on at the next rank.
 
-A rank's kernels scan over segments of its tokens anyway. A `Border` puts the exchange between those launches, so that a
-split call is launched, and replayed, as one on a single device is: `kernels.local.Border` is what kernels know of it.
+A rank's kernels scan over segments of its tokens anyway. A `MailboxBorder` puts the exchange between those launches, so
+that a split call is launched, and replayed, as one on a single device is: `kernels.protocol.Border` is what kernels
+know of it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch import Tensor
 from ..algebra import Transition
 from ..comm import Group
 from .chain import Chain
-from .mailbox_ring import Hop, launch_dense, launch_segments
+from .mailbox_ring import Hop, LinkStates, SegmentMaps, launch_dense, launch_segments
 
 
-class Border:
+class MailboxBorder:
     """The launches of one layout's exchange on one rank.
 
     Args:
@@ -42,14 +43,14 @@ class Border:
 
     @cached_property
     def beside(self) -> object:
-        from ..kernels.runtime.launch import Beside
+        from ..kernels.runtime.streams import SideStream
 
-        side = self.group.side_stream
-        return None if side is None else Beside(side)
+        side = self.group.streams.side
+        return None if side is None else SideStream(side)
 
     def begin(self, size: int, reverse: bool) -> None:
         """Before every call, replayed or not: states of `size` bytes are about to go."""
-        self.group.sends(self._sent[reverse] * size)
+        self.group.put_by_kernel(self._sent[reverse] * size)
         self.group.mailboxes.order()
 
     def segments(
@@ -61,7 +62,8 @@ class Border:
             if S0 is not None and before is None and hop.source is None:  # a document's own first state
                 before, hop = S0, hop._replace(earlier=hop.piece, passes=True)
             kept = leaving if hop.keeps else None
-            launch_segments(self.group, kind, A, b, before, entering, kept, first, hop, reverse=reverse, beside=beside)
+            states = LinkStates(before, entering, kept)
+            launch_segments(self.group, SegmentMaps(kind, A, b, first), states, hop, reverse=reverse, beside=beside)
 
     def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
         def piece(x: Tensor, n: int | None) -> Tensor | None:
@@ -71,7 +73,7 @@ class Border:
             n, b, before = hop.piece, piece(leaving, hop.piece), piece(leaving, hop.earlier)
             came = None if hop.source is None and before is None else piece(entering, n)
             hop, maps = hop._replace(passes=_comes(hop) and _goes(hop)), b if A is None else piece(A, n)
-            launch_dense(self.group, maps, reverse, b, before, came, b if hop.keeps else None, hop)
+            launch_dense(self.group, maps, reverse, b, LinkStates(before, came, b if hop.keeps else None), hop)
 
 
 def _comes(hop: Hop) -> bool:

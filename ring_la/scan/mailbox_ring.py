@@ -52,6 +52,31 @@ class Hop(NamedTuple):
     keeps: bool = False
 
 
+class LinkStates(NamedTuple):
+    """States of a link: `before` is what enters where it is this rank's own; `entering` takes what enters, `leaving`
+    what leaves. None: there is none, or nobody wants it."""
+
+    before: Tensor | None
+    entering: Tensor | None
+    leaving: Tensor | None
+
+
+class SegmentMaps(NamedTuple):
+    """Elementwise maps of a link's segments.
+
+    Attributes:
+        kind: of the transitions. A: their log2, or (not `log`) themselves; None: the identity.
+        b: what the segments add ``[B, NS, H, K, V]``.
+        first: ``[N, 2]``: each piece's first segment and how many it has; None: one piece.
+    """
+
+    kind: Transition
+    A: Tensor | None
+    b: Tensor
+    first: Tensor | None = None
+    log: bool = True
+
+
 def steps(
     chain: Chain, links: Sequence[Link], like: Affine, group: Group, result: list[Tensor | None]
 ) -> Iterator[None]:
@@ -71,81 +96,58 @@ def steps(
         if source is not None:
             result[slot] = torch.empty_like(b, memory_format=torch.contiguous_format)
         hop = Hop(source, target if sends else None, chain.passes[i])
-        launch_link(group, link.map, before, result[slot] if source is not None else None, left, hop)
+        states = LinkStates(before, result[slot] if source is not None else None, left)
+        launch_link(group, link.map, states, hop)
     yield from ()  # no message is waited for here
 
 
-def launch_link(
-    group: Group, m: Affine, before: Tensor | None, entering: Tensor | None, leaving: Tensor | None, hop: Hop
-) -> None:
-    """A link whose map is `m` [B, H, …]: what enters is `before` or, from `hop.source`, goes to `entering`; what leaves
-    goes to `hop.target` and `leaving`."""
+def launch_link(group: Group, m: Affine, states: LinkStates, hop: Hop) -> None:
+    """A link whose map is `m` [B, H, …]: what enters is `states.before` or comes from `hop.source`, what leaves goes to
+    `hop.target` and `states.leaving`."""
     from ..kernels.runtime.launch import aligned
 
     b = aligned(m.b)
     if m.A is None:
         hop = hop._replace(passes=hop.passes and m.kind == "identity")
     if hop.target is not None:
-        group.sends(b.nbytes)
+        group.put_by_kernel(b.nbytes)
     group.mailboxes.order()
     if m.kind != "dense":
-        A = None if m.A is None else aligned(m.A)
-        states = (None if x is None else x[:, None] for x in (before, entering, leaving))
-        launch_segments(group, m.kind, A, b[:, None], *states, None, hop, log=False)
+        maps = SegmentMaps(m.kind, None if m.A is None else aligned(m.A), b[:, None], log=False)
+        states = LinkStates(*(None if x is None else x[:, None] for x in states))
+        launch_segments(group, maps, states, hop)
         return
     A, transposed = b if m.A is None else m.A, False
     if not A.is_contiguous():
         A, transposed = A.mT, True
-    launch_dense(group, aligned(A), transposed, b, before, entering, leaving, hop)
+    launch_dense(group, aligned(A), transposed, b, states, hop)
 
 
 def launch_segments(
-    group: Group,
-    kind: Transition,
-    A: Tensor | None,
-    b: Tensor,
-    before: Tensor | None,
-    entering: Tensor | None,
-    leaving: Tensor | None,
-    first: Tensor | None,
-    hop: Hop,
-    log: bool = True,
-    reverse: bool = False,
-    beside: bool = False,
+    group: Group, maps: SegmentMaps, states: LinkStates, hop: Hop, *, reverse: bool = False, beside: bool = False
 ) -> None:
-    """`link_kernel` over the segments of piece `hop.piece`: b and `entering` [B, NS, H, K, V], `before` and `leaving`
-    [B, N, H, K, V], A log2 of the segments' transitions or (not `log`) themselves, `first` [N, 2]. `beside`: other
-    kernels run on the device meanwhile, which it leaves room for."""
+    """`link_kernel` over the segments of piece `hop.piece`: `states.entering` is [B, NS, H, K, V], the other two are
+    [B, N, H, K, V]. `beside`: other kernels run on the device meanwhile, which it leaves room for."""
     from ..kernels.runtime.launch import launch
     from .link_kernel import TINY, link_kernel
 
-    lanes, (B, segments, H, K, V) = group.mailboxes.lanes[0], b.shape
+    b, first, lanes, (B, segments, H, K, V) = maps.b, maps.first, group.mailboxes.lanes[0], maps.b.shape
     unit = min(lanes.room, _width(K * V))
-    pieces = next((x.shape[1] for x in (leaving, before) if x is not None), 1)
-    A = b if A is None else A
+    pieces = next((x.shape[1] for x in (states.leaving, states.before) if x is not None), 1)
+    A = b if maps.A is None else maps.A
     units, programs, leave = B * H * -(-K * V // unit), lanes.count, {}
     if beside:
         programs, leave = math.gcd(programs, BESIDE[0]), {"maxnreg": BESIDE[1]}
     launch(
-        link_kernel, (min(programs, units),), A, b,
-        *(b if x is None else x for x in (before, entering, leaving)), A if first is None else first,
-        *_mailboxes(group, hop), B * H, H, pieces, segments, hop.piece, hop.earlier or 0, lanes.skip, _patience(group),
-        KIND=KINDS[kind], LOG=log, K=K, V=V, UNIT=unit, HAS_BEFORE=before is not None, KEEPS=leaving is not None,
-        ENTERS=entering is not None, REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room,
+        link_kernel, (min(programs, units),), A, b, *(b if x is None else x for x in states),
+        A if first is None else first, *_mailboxes(group, hop), B * H, H, pieces, segments, hop.piece,
+        hop.earlier or 0, lanes.skip, _patience(group), KIND=KINDS[maps.kind], LOG=maps.log, K=K, V=V, UNIT=unit,
+        REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **_flags(states),
         **_constants(group, hop), TINY=TINY, num_warps=4, **leave, carveout=beside,
     )  # fmt: skip
 
 
-def launch_dense(
-    group: Group,
-    A: Tensor,
-    transposed: bool,
-    b: Tensor,
-    before: Tensor | None,
-    entering: Tensor | None,
-    leaving: Tensor | None,
-    hop: Hop,
-) -> None:
+def launch_dense(group: Group, A: Tensor, transposed: bool, b: Tensor, states: LinkStates, hop: Hop) -> None:
     """`dense_link_kernel` over states [..., H, K, V] that lie without gaps, as do A (or its transpose) and b."""
     from ..kernels.runtime.launch import launch
     from .link_kernel import TINY, dense_link_kernel
@@ -155,11 +157,14 @@ def launch_dense(
     unit, rows = max(LEAST, min(_width(V), lanes.room // wide)), math.prod(rows)
     launch(
         dense_link_kernel, (min(lanes.count, rows * -(-V // unit)),), A, b,
-        *(b if x is None else x for x in (before, entering, leaving)),
-        *_mailboxes(group, hop), rows, lanes.skip, _patience(group), K=K, V=V, BK=wide, BJ=min(32, wide), UNIT=unit,
-        TRANSPOSED=transposed, HAS_BEFORE=before is not None, KEEPS=leaving is not None, ENTERS=entering is not None,
-        LANES=lanes.count, CHUNK=lanes.room, **_constants(group, hop), TINY=TINY, num_warps=8,
+        *(b if x is None else x for x in states), *_mailboxes(group, hop), rows, lanes.skip, _patience(group),
+        K=K, V=V, BK=wide, BJ=min(32, wide), UNIT=unit, TRANSPOSED=transposed, LANES=lanes.count, CHUNK=lanes.room,
+        **_flags(states), **_constants(group, hop), TINY=TINY, num_warps=8,
     )  # fmt: skip
+
+
+def _flags(states: LinkStates) -> dict[str, bool]:
+    return dict(zip(("HAS_BEFORE", "ENTERS", "KEEPS"), (x is not None for x in states)))
 
 
 def _mailboxes(group: Group, hop: Hop) -> tuple[object, ...]:

@@ -134,9 +134,9 @@ class Scan(Protocol):
 class Steps(Exchange):
     """An exchange written as a generator that yields before each wait.
 
-    On the CPU, and in order (`Group.in_order`), it runs to its first wait when posted and to its end in ``wait()``;
-    else on CUDA it is queued whole on a side stream when posted, so that it runs beside the caller's kernels without
-    the host.
+    On the CPU, and in order (`MessageStreams.in_order`), it runs to its first wait when posted and to its end in
+    ``wait()``; else on CUDA it is queued whole on a side stream when posted, so that it runs beside the caller's
+    kernels without the host.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Steps(Exchange):
         group: Group,
         kept: Sequence[Tensor | None] = (),
     ) -> None:
-        self._stream = group.beside
+        self._stream = group.streams.beside
         self._keep = keep  # tensors the side stream reads, until the caller's stream has waited for it
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(group.device))
@@ -158,7 +158,7 @@ class Steps(Exchange):
             next(steps, None)
 
         def finish() -> list[Tensor | None]:
-            with group.in_order():
+            with group.streams.in_order():
                 for _ in steps:
                     pass
             if self._stream is not None:

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.runtime.launch import launch
+
 if TYPE_CHECKING:
     from .merge import Part
 
@@ -67,10 +69,11 @@ def merge(o: Tensor, lse: Tensor, parts: Sequence[Part]) -> None:
     if not o.numel():
         return
     tensors, lses = tuple(_dense(p.x) for p in parts), tuple(p.lse.contiguous() for p in parts)
-    _merge[triton.cdiv(T, ROWS), B * H](
+    launch(
+        _merge, (triton.cdiv(T, ROWS), B * H),
         o, lse, tensors, lses, tuple(x.stride()[:3] for x in tensors), T, *_spans(parts), H, V,
         *o.stride()[:3], *lse.stride()[:2],
-        N=len(parts), R=ROWS, BV=triton.next_power_of_2(V), num_warps=4,
+        N=len(parts), R=ROWS, BV=triton.next_power_of_2(V), num_warps=4, tensors="any",
     )  # fmt: skip
 
 
@@ -98,9 +101,10 @@ def add(out: Tensor, parts: Sequence[Part]) -> None:
     if not out.numel():
         return
     tensors = tuple(_dense(p.x) for p in parts)
-    _add[triton.cdiv(T * H, ROWS), B](
+    launch(
+        _add, (triton.cdiv(T * H, ROWS), B),
         out, tensors, tuple(x.stride()[:3] for x in tensors), T, *_spans(parts), H, D, *out.stride()[:3],
-        N=len(parts), R=ROWS, BD=triton.next_power_of_2(D), num_warps=4,
+        N=len(parts), R=ROWS, BD=triton.next_power_of_2(D), num_warps=4, tensors="any",
     )  # fmt: skip
 
 
@@ -131,7 +135,8 @@ def row_sums(do: Tensor, o: Tensor) -> Tensor:
     do, o = _dense(do), _dense(o)
     out = o.new_empty(B, H, T, dtype=torch.float32)
     if out.numel():
-        _row_sums[triton.cdiv(T, ROWS), B * H](
-            do, o, out, T, H, V, *do.stride()[:3], *o.stride()[:3], R=ROWS, BV=triton.next_power_of_2(V), num_warps=4
-        )
+        launch(
+            _row_sums, (triton.cdiv(T, ROWS), B * H), do, o, out, T, H, V, *do.stride()[:3], *o.stride()[:3], R=ROWS,
+            BV=triton.next_power_of_2(V), num_warps=4, tensors="any",
+        )  # fmt: skip
     return out

@@ -470,9 +470,9 @@ def check_store(rank: int) -> tuple[str, list[str]]:
     """The way hosts agree under NCCL, here over the same store."""
     cp = ring_la.ContextParallel(group(), validate="never", timeout=3.0)
     for n in range(5):
-        assert cp.comm.tell(f"{n} from {rank}") == [f"{n} from {r}" for r in range(cp.size)]
+        assert cp.comm.agreement.tell(f"{n} from {rank}") == [f"{n} from {r}" for r in range(cp.size)]
     other = ring_la.ContextParallel(group(), validate="never")
-    return caught(lambda: cp.comm.agree("this", rank)), other.comm.tell(str(rank))
+    return caught(lambda: cp.comm.agreement.agree("this", rank)), other.comm.agreement.tell(str(rank))
 
 
 def test_agreement_through_the_store(ranks):

@@ -26,6 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
+from ring_la.kernels.runtime.triton_version import class_of
 from ring_la.kernels.scalar_decay import launches as simple
 from ring_la.kernels.segments import backend as local
 from ring_la.kernels.segments import base, cut, table
@@ -81,7 +82,7 @@ def compiled(kernel, args: tuple, constants: dict):
         if value is not None:
             kind = {float: "fp32", int: "i32"}.get(type(value))
             if isinstance(value, TensorDescriptor):
-                kind = f"tensordesc<{TYPES[value.dtype]}{value.block_shape}>"
+                kind = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>"
             signature[name] = kind or "*" + TYPES[value.dtype]
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel, {n: signature[n] for n in names}, {(names.index(n),): c for n, c in fixed.items()},
@@ -130,7 +131,7 @@ def main() -> None:
     seen, bad = set(), 0
     for case in cases(args.rules.split(",")):
         for kernel, tensors, constants in launched(case):
-            key = kernel.__name__, *constants.items(), *(getattr(x, "dtype", type(x)) for x in tensors)
+            key = kernel.__name__, *constants.items(), *(class_of(x, True) for x in tensors)
             if key in seen:
                 continue
             seen.add(key)

@@ -25,7 +25,7 @@ import ring_la
 from ring_la.algebra import Affine, transpose
 from ring_la.comm import Group
 from ring_la.layout import Layout
-from ring_la.scan import STRATEGIES, Border, Chain, Link
+from ring_la.scan import STRATEGIES, Chain, Link, MailboxBorder
 from tests.support import border_calls as border
 from tests.support import chain_maps as mailbox
 from tests.support import pool
@@ -162,15 +162,15 @@ def test_links(kind, gpu_ranks, record_property):
 
 def check_borders(rank: int, name: str, kind: str, dtype: torch.dtype) -> tuple[dict[str, float], int]:
     """Errors of everything a call computes, and how many of its exchanges went by mailboxes."""
-    begun, begin = [], Border.begin
-    Border.begin = lambda self, size, reverse: (begun.append(size), begin(self, size, reverse))[1]
+    begun, begin = [], MailboxBorder.begin
+    MailboxBorder.begin = lambda self, size, reverse: (begun.append(size), begin(self, size, reverse))[1]
     cp = context(dist.get_world_size(), "ring", "auto")
     shape = dict(Hk=2, H=4, K=64, V=128) if kind == "zigzag" else dict(Hk=4, H=4, K=128, V=128)
     try:
         first(functools.partial(compiled, name, dtype, **shape))
         return border.errors(cp, name, kind, 9, dtype, **shape), len(begun)
     finally:
-        Border.begin = begin
+        MailboxBorder.begin = begin
 
 
 @pytest.mark.parametrize(("name", "kind", "dtype"), BORDERS)

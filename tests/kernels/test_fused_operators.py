@@ -9,7 +9,7 @@ from torch import Tensor
 from ring_la.errors import SecondDerivativeError
 from ring_la.kernels import operators as ops
 from ring_la.kernels.fused import bidirectional as outer
-from ring_la.kernels.fused import gates, short_conv, swiglu
+from ring_la.kernels.fused import discretise, log_decay, short_conv, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
 CU = torch.tensor([0, 3, 3, 8])
@@ -24,12 +24,12 @@ def leaf(*shape: int) -> Tensor:
 CASES = {
     "short_conv": (short_conv.short_conv, (leaf(1, 8, 3), leaf(3, 4), leaf(3), leaf(1, 3, 3, 3), CU, True, True)),
     "short_conv, bare": (short_conv.short_conv, (leaf(2, 5, 3), leaf(3, 2), None, None, None, False, False)),
-    "unit_length": (gates.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
-    "log_decay": (gates.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
+    "unit_length": (unit_length.unit_length, (leaf(2, 3, 2, 5), 1e-6)),
+    "log_decay": (log_decay.log_decay, (leaf(2, 3, 6), leaf(2), leaf(6), 1.0, 1.0)),
     "rms_norm": (rms.rms_norm_op, (leaf(2, 3, 5), leaf(5), leaf(2, 3, 5), True, 1e-5)),
     "swiglu": (swiglu.swiglu_op, (leaf(2, 3, 10),)),
-    "discretise": (gates.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), leaf(3), True)),
-    "discretise, bare": (gates.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), None, False)),
+    "discretise": (discretise.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), leaf(3), True)),
+    "discretise, bare": (discretise.discretise_op, (leaf(1, 4, 3, 2), leaf(1, 4, 3), leaf(3), None, False)),
     "outer_sum": (outer.outer_sum_op, (leaf(1, 8, 1, 3), leaf(1, 8, 2, 2), CU)),
     "read_state": (outer.read_state_op, (leaf(1, 8, 1, 3), leaf(1, 3, 2, 3, 2), CU, 0.5, False)),
     "read_state, transposed": (outer.read_state_op, (leaf(2, 5, 2, 3), leaf(2, 1, 2, 2, 3), None, 0.5, True)),
@@ -41,7 +41,7 @@ CASES = {
         outer.sum_and_read_op,
         (leaf(2, 5, 2, 3), leaf(2, 5, 2, 3), leaf(2, 5, 2, 2), None, None, 0.5),
     ),
-    "logsigmoid": (gates.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
+    "logsigmoid": (log_decay.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
 }
 
 

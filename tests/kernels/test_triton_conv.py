@@ -11,8 +11,8 @@ from tests.support.triton_cases import error
 
 interpreted()
 
-from ring_la.kernels.fused import short_conv_launches as conv  # noqa: E402
-from ring_la.kernels.runtime.replayed import replayed  # noqa: E402
+from ring_la.kernels.fused import short_conv_kernel as conv  # noqa: E402
+from ring_la.kernels.runtime.replayed_function import replayed  # noqa: E402
 
 
 @pytest.mark.parametrize("name", CASES)

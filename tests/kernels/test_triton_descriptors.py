@@ -12,11 +12,11 @@ if not triton.__version__.startswith(("3.5.", "3.6.")):
     pytest.skip("the launcher below is that of Triton 3.5 and 3.6", allow_module_level=True)
 
 from ring_la.kernels.runtime import tape  # noqa: E402
-from ring_la.kernels.runtime.compiled import Compiled  # noqa: E402
+from ring_la.kernels.runtime.triton_version import CompiledKernel  # noqa: E402
 
 HOW = dict(swizzle=3, elem_size=2, elem_type=9, block_size=[64, 128], fp4_padded=False)
 SIGNATURE = dict(enumerate(["fp32", "tensordesc<bf16[64,128]>", "*bf16", "tensordesc<bf16[64,128]>", "constexpr"]))
-TILED = tape.Tiled(None, [32768, 4096], [4096, 1], [64, 128])
+TILED = tape.TapedDescriptor(None, [32768, 4096], [4096, 1], [64, 128])
 
 
 class Launcher:
@@ -46,17 +46,17 @@ def encoded(monkeypatch) -> list[tuple]:
     return asked
 
 
-def launched(run: Launcher, cached: bool, monkeypatch) -> tape.Launched:
+def launched(run: Launcher, cached: bool, monkeypatch) -> tape.TapedLaunch:
     """A kernel of (number, descriptor, tensor, descriptor, constant, constant), written down."""
     kernel = types.SimpleNamespace(run=run, function=1, packed_metadata="metadata")
-    how = Compiled(kernel, ["a constant", 8])
+    how = CompiledKernel(kernel, ["a constant", 8])
     if not cached:
         monkeypatch.setattr(how, "encoding", lambda: (how, {}))
     args = [(0, 0.5), (1, 0), (2, 16), (2, 64)]
-    return tape.Launched.of(how, (3, 2, 1), args, {1: TILED, 3: TILED}, None)
+    return tape.TapedLaunch.of(how, (3, 2, 1), args, {1: TILED, 3: TILED}, None)
 
 
-def play(one: tape.Launched, *bases: int) -> None:
+def play(one: tape.TapedLaunch, *bases: int) -> None:
     one.play(types.SimpleNamespace(bases=[0, *bases], stream=7))
 
 

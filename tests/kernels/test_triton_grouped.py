@@ -11,7 +11,7 @@ interpreted()
 pytest.importorskip("triton")
 
 from ring_la.grouped_gemm import grouped_gemm  # noqa: E402
-from ring_la.kernels.grouped import Call, load  # noqa: E402
+from ring_la.kernels.grouped import GroupedProduct, load  # noqa: E402
 from ring_la.kernels.grouped.tuning import Tiles  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -47,7 +47,7 @@ def agree(call, tiles=None):
 def test_rows_product(dtype, k, n, by_columns, tiles):
     a, b, _, sizes = operands(dtype, k, n)
     b = b.mT.contiguous().mT if by_columns else b
-    call = Call("rows", a, b, sizes)
+    call = GroupedProduct("rows", a, b, sizes)
     agree(call, tiles)
     assert not load("triton").compute(call, tiles)[65:].any()
 
@@ -56,21 +56,21 @@ def test_rows_product(dtype, k, n, by_columns, tiles):
 @pytest.mark.parametrize(("dtype", "k", "n"), SHAPES)
 def test_outer_product(dtype, k, n, tiles):
     a, _, d, sizes = operands(dtype, k, n)
-    agree(Call("outer", a, d, sizes), tiles)
+    agree(GroupedProduct("outer", a, d, sizes), tiles)
 
 
 def test_fp32_and_the_table():
     a, b, d, sizes = operands(torch.float32, 12, 9)
-    agree(Call("rows", a, b, sizes))
-    agree(Call("outer", a, d, sizes))
+    agree(GroupedProduct("rows", a, b, sizes))
+    agree(GroupedProduct("outer", a, d, sizes))
 
 
 def test_groups_do_not_mix():
     """A NaN in one group's rows stays in that group's products."""
     a, b, d, sizes = operands(torch.float16, 16, 16, sizes=(5, 3, 8), spare=0)
     a[5:8], d[5:8] = float("nan"), float("nan")
-    rows = load("triton").compute(Call("rows", a, b, sizes), TILES[0])
-    outer = load("triton").compute(Call("outer", a, d, sizes), TILES[0])
+    rows = load("triton").compute(GroupedProduct("rows", a, b, sizes), TILES[0])
+    outer = load("triton").compute(GroupedProduct("outer", a, d, sizes), TILES[0])
     assert rows[:5].isfinite().all()
     assert rows[8:].isfinite().all()
     assert outer[0].isfinite().all()
@@ -81,19 +81,19 @@ def test_groups_do_not_mix():
 def test_wrong_sizes_stay_inside(sizes):
     """Sizes on the device are not checked: too large, they are cut at M; too small, the rest is zero."""
     a, b, d, _ = operands(torch.float16, 16, 16, sizes=(4, 4, 4), spare=0)
-    call = Call("rows", a, b, torch.tensor(sizes, device=DEVICE))
+    call = GroupedProduct("rows", a, b, torch.tensor(sizes, device=DEVICE))
     first = min(max(sizes[0], 0), 12)
     out = load("triton").compute(call, TILES[0])
     assert torch.allclose(out[:first].float(), (a[:first] @ b[0]).float(), atol=0.05, rtol=0.02)
     assert out.isfinite().all()
-    assert load("triton").compute(Call("outer", a, d, call.sizes), TILES[0]).shape == (3, 16, 16)
+    assert load("triton").compute(GroupedProduct("outer", a, d, call.sizes), TILES[0]).shape == (3, 16, 16)
 
 
 def test_more_groups_than_one_look():
     """The plan walks the groups 128 at a time."""
     sizes = [i % 3 for i in range(150)]
     a, b, _, sizes = operands(torch.float16, 8, 8, sizes=sizes, spare=2)
-    agree(Call("rows", a, b, sizes), TILES[0])
+    agree(GroupedProduct("rows", a, b, sizes), TILES[0])
 
 
 def test_gradients_are_those_of_the_loop():

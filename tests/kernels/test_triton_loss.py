@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ring_la.models import loss
+from ring_la.models.loss import IGNORE
 from tests.support.interpreter import interpreted
 from tests.support.loss_cases import DEVICE, loss_case
 from tests.support.triton_cases import error
@@ -26,6 +26,6 @@ def test_losses_and_gradient(V: int) -> None:
 def test_large_logits_and_no_gradient() -> None:
     logits = torch.tensor([[1e4, -1e4, 9999.0], [-3e4, -3e4, -3e4]], device=DEVICE)
     before, targets = logits.clone(), torch.tensor([2, 1], device=DEVICE)
-    got = cross_entropy.losses_and_gradient(logits, targets, loss.IGNORE, False)
+    got = cross_entropy.forward(logits, targets, IGNORE, False)
     torch.testing.assert_close(got, torch.nn.functional.cross_entropy(before, targets, reduction="none"))
     assert torch.equal(logits, before)

@@ -12,8 +12,8 @@ from tests.support.triton_cases import error
 
 interpreted()
 
-from ring_la.kernels.fused.read_state_kernel import read, total  # noqa: E402
-from ring_la.kernels.runtime.replayed import again  # noqa: E402
+from ring_la.kernels.fused.bidirectional_kernel import read, total  # noqa: E402
+from ring_la.kernels.runtime.replayed_function import replayed_call  # noqa: E402
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -35,8 +35,8 @@ def test_tensors_of_one_class_replay_and_others_do_not() -> None:
     for length, same in ((70, False), (70, False), (70, False), (70, True), (70, True), (70, True), (33, False)):
         k = torch.randn(1, length, 2, 16, device=DEVICE)
         v = k if same else torch.randn(1, length, 2, 16, device=DEVICE)
-        S = again(counted, (k, v, None))
+        S = replayed_call(counted, (k, v, None))
         assert error(S, outer.plain_outer_sum(k, v, None).double()) < 1e-5
-        o = again(read, (k, S, None), 0.5, False)
+        o = replayed_call(read, (k, S, None), 0.5, False)
         assert error(o, outer.plain_read_state(k, S, None, 0.5, False).double()) < 1e-5
     assert calls == [70, 70, 70, 70, 33]

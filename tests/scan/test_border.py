@@ -9,7 +9,7 @@ import torch
 
 import ring_la
 from ring_la.kernels import choice as backends
-from ring_la.scan import Border
+from ring_la.scan import MailboxBorder
 from tests.support.border_calls import errors
 from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
@@ -27,7 +27,7 @@ def check_op(rank: int, size: int, folder: str, name: str, kinds: tuple[str, ...
     cp = ring_la.ContextParallel(group(size), scan="ring", validate="never")
     cp.comm = over_files(rank, size, folder)
     cp.comm.transport = cp.comm.mailboxes.torch
-    begin = mock.patch.object(Border, "begin", autospec=True, side_effect=Border.begin)
+    begin = mock.patch.object(MailboxBorder, "begin", autospec=True, side_effect=MailboxBorder.begin)
     play = mock.patch.object(tape.Tape, "play", autospec=True, side_effect=tape.Tape.play)
     triton = mock.patch.object(backends, "triton_refuses", lambda rule, x: local.unsupported(rule, x) or "")
     with begin as begun, play as played, triton, mock.patch.object(table, "LEAST", 1):

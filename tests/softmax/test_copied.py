@@ -37,11 +37,11 @@ class Files(Memory):
         if self.by_kernels:
             super()._launch(name, *numbers)
         elif name == "arrived":
-            for r in range(self.group.size):
+            for r in range(self.members.size):
                 if numbers[0] >> r & 1:
                     self._take(r)
         else:
-            dist.barrier(self.group.group)
+            dist.barrier(self.members.group)
 
     def _take(self, rank: int) -> None:
         flag, deadline = self._own[rank * SECTOR // 4 :][:1], time.monotonic() + 60
@@ -105,7 +105,7 @@ def check_late(rank: int, P: int, folder: str) -> str:
         dist.barrier(cp.comm.group)
         message = ""
         if rank != 1:
-            memory = cp.comm._memory
+            memory = cp.comm.memory.current
             memory._patience = 0
             out = ring_la.attention(q, k, v, layout=layout, strategy="ring")
             assert out.o.isnan().any()

@@ -10,7 +10,7 @@ from tests.support.interpreter import interpreted
 
 interpreted()
 
-from ring_la.kernels.fused import short_conv_launches as conv  # noqa: E402
+from ring_la.kernels.fused import short_conv_kernel as conv  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {

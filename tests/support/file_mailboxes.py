@@ -22,7 +22,7 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: 
     os.environ.setdefault("TRITON_INTERPRET", "1")
     interpreted()
     from ring_la.comm import copy_kernel
-    from ring_la.comm.symmetric import SymmetricTransport
+    from ring_la.comm.symmetric import MailboxMemory, SymmetricTransport
 
     own = Group(group(size), timedelta(seconds=timeout))
     n, lanes = copy_kernel.words(size, chunk), ((3, 128), (3, 1024))
@@ -33,8 +33,9 @@ def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: 
     dist.barrier(group(size))
     boxes = [torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32) for r in range(size)]
     addresses = [b.data_ptr() for b in boxes]
+    memory = MailboxMemory(boxes[rank], addresses, boxes)
     own.transport = own.mailboxes = SymmetricTransport(
-        own, own.transport, boxes[rank], addresses, boxes, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
+        own, own.streams, own.transport, memory, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
     )
     own.mailboxes.lanes = own.mailboxes._lanes(lanes)
     return own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ring_la.kernels.fused import gates, skip, swiglu
+from ring_la.kernels.fused import discretise, log_decay, skip, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 from tests.support.interpreter import interpreted
 
@@ -44,14 +44,14 @@ def decay_case(name: str, dtype: torch.dtype = torch.float32, times: int = 1) ->
     a = draw(B, T * times, C + 3, dtype=dtype, scale=4.0)[..., :C]
     A_log, bias = None if heads is None else draw(heads), draw(C) - 3 if biased else None
     dg = draw(B, T * times, C)
-    true = of_autograd(lambda *x: gates.plain_log_decay(*x, sign, factor), [a, A_log, bias], dg)
+    true = of_autograd(lambda *x: log_decay.plain_log_decay(*x, sign, factor), [a, A_log, bias], dg)
 
     def results(forward, backward) -> list[Tensor]:
         return [g for g in (forward(a, A_log, bias, sign, factor), *backward(dg, a, A_log, bias, sign, factor))
                 if g is not None]  # fmt: skip
 
     ours = results(decay.forward, decay.backward)
-    return true, ours, results(gates.plain_log_decay, gates.plain_log_decay_backward)
+    return true, ours, results(log_decay.plain_log_decay, log_decay.plain_log_decay_backward)
 
 
 def unit_case(D: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[list[Tensor], list, list]:
@@ -59,9 +59,9 @@ def unit_case(D: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[l
     torch.manual_seed(0)
     x = draw(2, T, 3 * D + 8, dtype=dtype)[..., : 3 * D].unflatten(2, (3, D))
     dy = draw(2, T, 3, D, dtype=dtype)
-    true = of_autograd(lambda y: gates.plain_unit_length(y, 1e-6), [x], dy)
-    plain = [gates.plain_unit_length(x, 1e-6), gates.plain_unit_length_backward(dy, x, 1e-6)]
-    return true, [norm.unit(x, None, 1e-6), norm.unit(x, dy, 1e-6)], plain
+    true = of_autograd(lambda y: unit_length.plain_unit_length(y, 1e-6), [x], dy)
+    plain = [unit_length.plain_unit_length(x, 1e-6), unit_length.plain_unit_length_backward(dy, x, 1e-6)]
+    return true, [norm.forward(x, 1e-6), norm.backward(dy, x, 1e-6)], plain
 
 
 def rms_case(
@@ -91,7 +91,7 @@ def step_case(
     dt, dg, A = draw(2, T, 3, dtype=dtype), draw(2, T, 3), -draw(3).abs()
     inputs = [x, dt, A, draw(3) if bias else None]
     leaves = [None if t is None else t.double().requires_grad_() for t in inputs]
-    out = gates.plain_discretise(*leaves, softplus)
+    out = discretise.plain_discretise(*leaves, softplus)
     grads = torch.autograd.grad(out, [t for t in leaves if t is not None], [dv.double(), dg.double()])
 
     def results(forward, backward) -> list[Tensor]:
@@ -99,7 +99,7 @@ def step_case(
         return [t for t in found if t is not None]
 
     ours = results(triton_discretise.forward, triton_discretise.backward)
-    return [*out, *grads], ours, results(gates.plain_discretise, gates.plain_discretise_backward)
+    return [*out, *grads], ours, results(discretise.plain_discretise, discretise.plain_discretise_backward)
 
 
 def skip_case(V: int, whole: bool, dtype: torch.dtype = torch.float32, T: int = 300) -> tuple[list, list, list]:

@@ -61,7 +61,7 @@ def interpreted() -> None:
     """Have Triton interpret kernels on the CPU where there is no GPU; call before anything imports Triton.
 
     Skips the module where Triton is absent or was imported to compile. The interpreter takes a loop's bound from an
-    array of one element, which NumPy refuses from 2.4 on.
+    array of one element, which NumPy refuses from 2.4 on. From here on launches check their arguments.
     """
     if torch.cuda.is_available():
         return
@@ -79,3 +79,6 @@ def interpreted() -> None:
 
     if patch.__name__ != "patched":
         interpreter._patch_lang_tensor = patched
+    from ring_la.kernels.runtime.contract import check_arguments
+
+    check_arguments()

@@ -9,7 +9,7 @@ from tests.support.interpreter import interpreted
 
 interpreted()
 
-from ring_la.kernels.fused.read_state_kernel import read, total  # noqa: E402
+from ring_la.kernels.fused.bidirectional_kernel import read, total  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # batch, tokens, heads of q and k, heads of v, K, V, offsets

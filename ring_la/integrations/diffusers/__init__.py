@@ -8,14 +8,20 @@
 output on every rank. In between each rank has its share of the image's tokens, and of the
 text's where text is part of the sequence:
 
-    plans       which argument of a model's blocks has which tokens along which dimension
-    streams     the layouts of image, text and both
+    plans       what is said of a model: which argument of its blocks has which tokens along which dimension
+    catalogue   the models of which that is said
+    call        what one call of the model knows
+    streams     how the tokens of image, text and both are split
     keys        attention over them, with the text that a mask leaves out
-    model       splitting before a block, gathering behind the last layer, and everything that is refused
+    operators   the same as one node of a compiled graph
+    compare     inputs that differ among the ranks
+    checks      everything else that is refused
+    model       splitting before a block, gathering behind the last layer
     processors  the library's attention processors, their attention function replaced by ours
 """
 
+from .catalogue import PLANS
 from .model import parallelize
-from .plans import PLANS
+from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, TimeSteps, TokenRows
 
-__all__ = ["PLANS", "parallelize"]
+__all__ = ["PLANS", "AttentionPlan", "BlockPlan", "KeyMask", "ModelPlan", "TimeSteps", "TokenRows", "parallelize"]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...context import ShardedLayout
+from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
 from ...softmax import attention
-from .plans import Mask
-from .streams import Streams
+from .streams import Layouts, counts, owners
 
 
-class Kept(NamedTuple):
+class SeenKeys(NamedTuple):
     """The keys that some batch rows see.
 
     Attributes:
@@ -28,50 +28,44 @@ class Kept(NamedTuple):
     layout: ShardedLayout
 
 
+class GivenMask(NamedTuple):
+    """A mask as a block got it, the same for every query.
+
+    Attributes:
+        name: of the block's argument.
+        mask: bool or int, ``[B, tokens]`` or with dimensions of size 1 between; 0 leaves a key out.
+        streams: whose tokens it has.
+    """
+
+    name: str
+    mask: Tensor
+    streams: tuple[str, ...]
+
+
 class Keys:
-    """Which keys the blocks of one call see. A mask reads the same for every query, so masked keys are left out."""
+    """Which keys the blocks of one call see. Masked ones are left out: a mask reads the same for every query."""
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
+    def __init__(self, cp: ContextParallel, layouts: Layouts) -> None:
+        self.cp, self.layouts = cp, layouts
         self._mask: Tensor | None = None
-        self._kept: dict[tuple[str, ...], list[Kept] | None] = {}
+        self._kept: dict[tuple[str, ...], list[SeenKeys] | None] = {}
 
-    def set(self, name: str, mask: Tensor | None, role: Mask, order: tuple[str, ...]) -> None:
-        """Take a block's mask, whole, for attention over the streams of `order`. Waits for the device where the mask
-        is another one than before."""
-        if mask is self._mask:
-            return
-        self._mask, self._kept = mask, {}
-        if mask is None:
-            return
-        sizes = self.streams.sizes
-        count = sum(sizes[s] for s in role.streams)
-        if mask.is_floating_point() or mask.shape[-1] != count or mask.numel() != len(mask) * count:
-            expected = f"bool or int, [B, {count}], the same for every query"
-            raise ArgumentError(name, expected, f"{mask.dtype} {list(mask.shape)}")
-        given = dict(
-            zip(role.streams, mask.reshape(len(mask), count).bool().cpu().split([sizes[s] for s in role.streams], 1))
-        )
-        seen = torch.cat([given.get(s, torch.ones(len(mask), sizes[s], dtype=torch.bool)) for s in order], 1)
-        if bool(seen.all()):
-            return
-        if not bool(seen.any(1).all()):
-            raise ArgumentError(name, "a key to see in every batch row", "a row without")
-        ranks, cp = self.streams.ranks_of(order), self.streams.cp
-        self._kept[order] = []
-        for row in torch.unique(seen, dim=0):
-            counts = torch.bincount(ranks[row], minlength=cp.size).tolist()
-            rows = (seen == row).all(1).nonzero().flatten()
-            index = row[ranks == cp.rank].nonzero().flatten()
-            self._kept[order].append(Kept(rows.to(cp.device), index.to(cp.device), self.streams.cut(counts)))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, order: tuple[str, ...], scale: float | None, backend: str | None):
-        """``[B, T, H, D]`` of this rank's tokens of the streams of `order`."""
-        layout = self.streams.together(order)
-        how = dict(causal=False, scale=scale, layout=layout, backend=backend)
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        order: tuple[str, ...],
+        sizes: Sequence[int],
+        masked: GivenMask | None,
+        scale: float | None,
+        backend: str | None,
+    ) -> Tensor:
+        """``[B, T, H, D]`` of this rank's tokens of the streams of `order`, which have `sizes` tokens. Waits for the
+        device where the mask is another tensor than the last one."""
+        q, k, v = qkv
         if q.shape[1] != k.shape[1]:
             raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
-        kept = self._kept.get(order)
+        how = dict(causal=False, scale=scale, layout=self.layouts.of(counts(sizes, self.cp.size)), backend=backend)
+        kept = self._seen(order, sizes, masked)
         if kept is None:
             return attention(q, k, v, **how).o
         if len(kept) == 1:
@@ -81,3 +75,33 @@ class Keys:
             for one in kept
         ]
         return torch.cat(parts)[torch.argsort(torch.cat([one.rows for one in kept]))]
+
+    def _seen(self, order: tuple[str, ...], sizes: Sequence[int], masked: GivenMask | None) -> list[SeenKeys] | None:
+        """The keys that are left, or None where that is all."""
+        if masked is None or not set(masked.streams) <= set(order):
+            return None
+        if masked.mask is not self._mask:
+            self._mask, self._kept = masked.mask, {}
+        if order not in self._kept:
+            self._kept[order] = self._find(order, dict(zip(order, sizes)), masked)
+        return self._kept[order]
+
+    def _find(self, order: tuple[str, ...], sizes: dict[str, int], masked: GivenMask) -> list[SeenKeys] | None:
+        mask, count = masked.mask, sum(sizes[s] for s in masked.streams)
+        if mask.is_floating_point() or mask.shape[-1] != count or mask.numel() != len(mask) * count:
+            expected = f"bool or int, [B, {count}], the same for every query"
+            raise ArgumentError(masked.name, expected, f"{mask.dtype} {list(mask.shape)}")
+        parts = mask.reshape(len(mask), count).bool().cpu().split([sizes[s] for s in masked.streams], 1)
+        given = dict(zip(masked.streams, parts))
+        seen = torch.cat([given.get(s, torch.ones(len(mask), sizes[s], dtype=torch.bool)) for s in order], 1)
+        if bool(seen.all()):
+            return None
+        if not bool(seen.any(1).all()):
+            raise ArgumentError(masked.name, "a key to see in every batch row", "a row without")
+        ranks, out = owners([sizes[s] for s in order], self.cp.size), []
+        for row in torch.unique(seen, dim=0):
+            held = torch.bincount(ranks[row], minlength=self.cp.size).tolist()
+            rows = (seen == row).all(1).nonzero().flatten()
+            index = row[ranks == self.cp.rank].nonzero().flatten()
+            out.append(SeenKeys(rows.to(self.cp.device), index.to(self.cp.device), self.layouts.of(tuple(held))))
+        return out

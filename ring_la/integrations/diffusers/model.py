@@ -5,23 +5,33 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
+from ...autograd import outside_graphs, wanting
 from ...context import ContextParallel
-from ...errors import ArgumentError, PeerError, RingLAError, UnsupportedError
-from .keys import Keys
-from .plans import PLANS, Attention, Block, Mask, Plan, Role, Rows, Steps
+from ...errors import ArgumentError, RingLAError, UnsupportedError
+from . import operators
+from .call import DenoiserCall
+from .catalogue import find_plan
+from .checks import blocks_of, check_block, check_call, check_library_backend, other_version
+from .compare import InputComparison, WholeImage, tensors_in
+from .keys import GivenMask
+from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, Role, TimeSteps, TokenRows
 from .processors import split_class
-from .streams import Streams, Whole
+from .streams import Layouts, counts
 
 
 def parallelize(
-    transformer: nn.Module, cp: ContextParallel, *, backend: str | None = None, average: bool = False
+    transformer: nn.Module,
+    cp: ContextParallel,
+    *,
+    backend: str | None = None,
+    average: bool = False,
+    plan: ModelPlan | None = None,
 ) -> nn.Module:
     """Make a transformer of Diffusers run on a split sequence; changed in place and returned.
 
@@ -35,11 +45,15 @@ def parallelize(
         cp: the group the sequence is split over; its `attention` says how keys travel.
         backend: the kernel of split attention, by `ring_la.attention`'s name; None: the fastest that can do it.
         average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP.
+        plan: what of the model is split, where it is not one of `PLANS` or another version of it.
 
     Raises:
         ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
-            then left as it was. In a call: arguments that have no part in a split one, or inputs that differ among the
-            ranks, by name and on every rank.
+            then left as it was. In a call: arguments that have no part in a split one, by name and on every rank.
+        DisagreementError: in a call, inputs that differ among the ranks, by name and on every rank. Shapes and the
+            first call's values are compared before anything is computed, later values with the output: on a GPU
+            that output is NaN, and a later call raises. With validate="always" all are compared before; with "never"
+            none.
     """
     if not isinstance(transformer, nn.Module):
         got = type(transformer).__name__
@@ -48,46 +62,39 @@ def parallelize(
         raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
     if not isinstance(average, bool):
         raise ArgumentError("average", "True or False", repr(average))
+    if plan is not None and not isinstance(plan, ModelPlan):
+        raise ArgumentError("plan", "a ModelPlan", type(plan).__name__)
     if cp.deterministic:
         raise UnsupportedError("cp", "deterministic=False", "a deterministic one", "Text and image mix by rank")
     if hasattr(transformer, "_ring_la"):
         raise ArgumentError("transformer", "one that is not parallelized", "one that is")
-    plan = PLANS.get(type(transformer).__name__)
-    if plan is None or not type(transformer).__module__.startswith("diffusers."):
-        expected = f"one of {', '.join(PLANS)}"
-        raise UnsupportedError("transformer", expected, type(transformer).__name__, "A model is an entry in PLANS")
     if getattr(transformer, "_parallel_config", None) is not None:
         raise UnsupportedError("transformer", "one without Diffusers' own parallelism", "enable_parallelism was called")
-    parallel = Parallel(transformer, plan, cp, backend, cp.size if average else 1)
+    split = SplitDenoiser(transformer, plan or find_plan(transformer), cp, backend, cp.size if average else 1)
+    check_library_backend()
     with ExitStack() as undo:
-        parallel.adopt(transformer, undo)
+        split.adopt(transformer, undo)
         undo.pop_all()  # accepted
     return transformer
 
 
-class Call:
-    """One call of the model: its streams of tokens, the keys its blocks see, and its rows."""
-
-    def __init__(self, cp: ContextParallel, layouts: dict, batch: int) -> None:
-        self.streams, self.batch = Streams(cp, layouts), batch
-        self.keys = Keys(self.streams)
-
-
-class Parallel:
+class SplitDenoiser:
     """What `parallelize` leaves in a model, under the name ``_ring_la``.
 
     Attributes:
         call: the one under way; while a block is computed again in a backward pass, the one it belongs to.
+        comparison: of what the ranks are given.
         scale: what the output's gradient is multiplied by.
+        number: under which the compiled attention finds this.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, cp: ContextParallel, backend: str | None, scale: int) -> None:
+    def __init__(self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: str | None, scale: int) -> None:
         self.plan, self.cp, self.backend, self.scale = plan, cp, backend, scale
-        self._layouts: dict = {}
+        self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
-        self.call = Call(cp, self._layouts, 0)
+        self.call = DenoiserCall(cp, self.layouts, 0)
         self._signature = inspect.signature(type(model).forward)
-        self._compared = False
+        self.number = operators.enter(self)
 
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
@@ -95,84 +102,58 @@ class Parallel:
         undo.callback(delattr, model, "_ring_la")
         missing = [n for n in self.plan.inputs if n not in self._signature.parameters]
         if missing:
-            raise _other_version(type(model).__name__, f"no argument {missing[0]}")
+            raise other_version(type(model).__name__, f"no argument {missing[0]}")
         undo.callback(model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-        first = True
-        for path, kind in self.plan.blocks.items():
-            blocks = getattr(model, path, None)
-            if not isinstance(blocks, nn.ModuleList):
-                raise _other_version(type(model).__name__, f"no list of blocks {path}")
-            for n, block in enumerate(blocks):
-                self._adopt_block(f"{path}.{n}", block, kind, undo)
-                signature = inspect.signature(type(block).forward)
-                hook = functools.partial(self._split, f"{path}.{n}", self.plan.classes[kind], signature, first)
-                undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                first = False
+        for name, block, kind in blocks_of(model, self.plan):
+            spec = self.plan.classes[kind]
+            names = check_block(name, block, kind, spec, type(model).__module__)
+            self._adopt_attention(block, spec, undo)
+            hook = functools.partial(self._split, name, spec, names)
+            undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if self.plan.cuts_whole_text:
-            undo.callback(blocks[-1].register_forward_hook(self._widen).remove)
+            undo.callback(block.register_forward_hook(self._widen).remove)
         for path, roles in self.plan.outputs.items():
             hook = functools.partial(self._split_output, roles)
             undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
-        undo.callback(model.get_submodule(self.plan.last).register_forward_hook(self._gather).remove)
+        last = model.get_submodule(self.plan.last)
+        last = last[-1] if isinstance(last, nn.ModuleList) else last
+        undo.callback(last.register_forward_hook(self._gather).remove)
+        if self.plan.layers_behind:
+            undo.callback(model.register_forward_hook(self._divide_gradient).remove)
 
-    def _adopt_block(self, name: str, block: nn.Module, kind: str, undo: ExitStack) -> None:
-        if type(block).__name__ != kind or not type(block).__module__.startswith("diffusers."):
-            raise UnsupportedError("transformer", f"a {kind}", f"{name}, a {type(block).__name__}")
-        spec = self.plan.classes[kind]
-        taken = inspect.signature(type(block).forward).parameters
-        taken = [n for n, p in taken.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
-        if set(taken) != set(spec.arguments):
-            odd = sorted(set(taken) ^ set(spec.arguments))
-            raise _other_version(f"{name} ({kind})", f"arguments that differ in {', '.join(odd)}")
-        for label, module in block.named_modules():
-            if not hasattr(module, "processor"):
-                continue
-            known = spec.attention.get(label)
-            processor, where = module.processor, f"{name}.{label}"
-            if known is None or type(processor).__name__ not in known.processors:
-                expected = f"an attention with {' or '.join(known.processors)}" if known else "no attention there"
-                raise UnsupportedError("transformer", expected, f"{where} with {type(processor).__name__}")
-            if getattr(processor, "_attention_backend", None) is not None:
-                hint = "Name a kernel by parallelize(backend=…) instead"
-                raise UnsupportedError("transformer", "no attention backend of Diffusers", f"one in {where}", hint)
-            if known.streams is not None:
+    def _adopt_attention(self, block: nn.Module, spec: BlockPlan, undo: ExitStack) -> None:
+        for label, known in spec.attention.items():
+            module = block.get_submodule(label) if _has(block, label) else None
+            if module is not None and known.streams is not None:
+                processor = module.processor
                 undo.callback(setattr, module, "processor", processor)
                 module.processor = copy.copy(processor)
                 module.processor.__class__ = self._class_of(type(processor), known)
 
-    def _class_of(self, kind: type, spec: Attention) -> type:
+    def _class_of(self, kind: type, spec: AttentionPlan) -> type:
         """Of split processors; one for all of a kind, which torch.compile then compiles once."""
         if (kind, spec.streams) not in self._classes:
             self._classes[kind, spec.streams] = split_class(kind, functools.partial(self._attend, spec.streams))
         return self._classes[kind, spec.streams]
 
-    def __deepcopy__(self, memo: dict) -> Parallel:
+    def __deepcopy__(self, memo: dict) -> SplitDenoiser:
         """A copy would share the calls of its original."""
         raise UnsupportedError("transformer", "a copy made before parallelize", "a parallelized one")
 
     # -- in a call ---------------------------------------------------------------------------------------------
 
+    @outside_graphs
     def _enter(self, model: nn.Module, args: tuple, keywords: Mapping[str, object]) -> None:
         """Before the model: refuse what a split call has no part for, on all ranks if on one; compare the inputs."""
-        error = None
+        error, given = None, {}
         try:
-            given = self._signature.bind(model, *args, **keywords).arguments
-            self._check(model, given)
-            self.call = Call(self.cp, self._layouts, len(given["hidden_states"]))
+            given = dict(self._signature.bind(model, *args, **keywords).arguments)
+            del given["self"]
+            check_call(model, self.plan, self._signature, given)
+            self.call = DenoiserCall(self.cp, self.layouts, len(given["hidden_states"]))
         except (TypeError, RingLAError) as e:
             error = e
-        validate = self.cp.validate
-        if validate == "always" or (validate == "first" and (error is not None or not self._compared)):
-            report = f"refused: {error}" if error else {n: _facts(x) for n, x in given.items() if n != "self"}
-            try:
-                self.cp.comm.agree("the inputs of the model, which every rank must be given whole", report)
-            except PeerError:
-                if error is not None:  # the others compared a call before: this rank's own error
-                    raise error from None
-                raise
-            self._compared = error is None
-        if error is not None:
-            raise error
+        self.comparison.begin(given, error)
         own = getattr(model, "_gradient_checkpointing_func", None)
         if own is not None and not hasattr(own, "ring_la"):
             model._gradient_checkpointing_func = self._checkpointed(own)
@@ -196,79 +177,76 @@ class Parallel:
         checkpointed.ring_la = True
         return checkpointed
 
-    def _check(self, model: nn.Module, given: Mapping[str, object]) -> None:
-        for name, value in given.items():
-            default = self._signature.parameters[name].default
-            if name == "self" or name in self.plan.inputs or value is None or value is default:
-                continue
-            if isinstance(value, dict) and set(value) <= {"scale"}:  # LoRA's, which the library takes out itself
-                continue
-            hint = "Its tokens would not be split"
-            raise UnsupportedError(name, "its default on a split sequence", type(value).__name__, hint)
-        if not isinstance(given["hidden_states"], Tensor):
-            raise ArgumentError("hidden_states", "a tensor", type(given["hidden_states"]).__name__)
-        for path, kind in self.plan.blocks.items():
-            for n, block in enumerate(getattr(model, path)):
-                if hasattr(block, "_diffusers_hook"):
-                    raise UnsupportedError("transformer", "blocks without hooks of Diffusers", f"one on {path}.{n}")
-                for label, module in block.named_modules():
-                    known = self.plan.classes[kind].attention.get(label)
-                    if known and known.streams and not getattr(module.processor, "ring_la", False):
-                        got = f"{path}.{n}.{label} with {type(module.processor).__name__}, set afterwards"
-                        raise UnsupportedError("transformer", "the processors of parallelize", got)
-
     def _split(
         self,
         name: str,
-        spec: Block,
-        signature: inspect.Signature,
-        first: bool,
+        spec: BlockPlan,
+        names: tuple[str, ...],
         block: nn.Module,
         args: tuple,
         keywords: Mapping[str, object],
     ) -> tuple[tuple, dict[str, object]]:
-        """Before a block: this rank's tokens of what is whole."""
-        bound = signature.bind(block, *args, **keywords)
-        given = bound.arguments
+        """Before a block: this rank's tokens of what is whole. torch.compile traces it."""
+        call, given = self.call, {**dict(zip(names, args)), **keywords}
+        first = not call.started
         if first:
-            streams = {"image": "hidden_states"}
-            if isinstance(spec.arguments["encoder_hidden_states"], Rows):
-                streams["text"] = "encoder_hidden_states"
-            self.call.streams.sizes = {s: given[n].shape[1] for s, n in streams.items()}
-            for stream, argument in streams.items():  # processors slice by lengths, which at 0 is another slice
-                if given[argument].shape[1] < self.cp.size:
-                    expected = f"at least {self.cp.size} tokens of {stream}, one for each rank"
-                    raise ArgumentError(argument, expected, given[argument].shape[1])
+            self._start(spec, given)
         for argument, role in spec.arguments.items():
-            if isinstance(role, Mask):
-                joint = next(a.streams for a in spec.attention.values() if a.streams and len(a.streams) > 1)
-                self.call.keys.set(f"{name}: {argument}", given.get(argument), role, joint)
+            x = given.get(argument)
+            if isinstance(role, KeyMask):
+                call.masked = None if x is None else GivenMask(f"{name}: {argument}", x, role.streams)
                 if argument in given:
                     given[argument] = None
-            elif argument in given:
-                given[argument] = self._part(f"{name}: {argument}", given[argument], role)
-        return bound.args[1:], bound.kwargs
+            elif x is not None and role is not None:
+                given[argument] = self._part(f"{name}: {argument}", x, role, not first)
+        return tuple([given.pop(n) for n in names[: len(args)]]), given
 
-    def _part(self, name: str, x: object, role: Role) -> object:
-        """This rank's tokens of an argument."""
+    def _start(self, spec: BlockPlan, given: Mapping[str, object]) -> None:
+        """Before the first block of a call: how many tokens there are."""
+        sizes: dict[str, int] = {}
+        for argument, role in spec.arguments.items():
+            if isinstance(role, TokenRows) and len(role.streams) == 1 and role.streams[0] not in sizes:
+                tokens, stream = given[argument].shape[role.dim], role.streams[0]
+                if tokens < self.cp.size:  # processors slice by lengths, which at 0 is another slice
+                    expected = f"at least {self.cp.size} tokens of {stream}, one for each rank"
+                    raise ArgumentError(argument, expected, tokens)
+                sizes[stream] = tokens
+        self.call.streams.sizes = sizes
+        self.call.started = True
+
+    def _part(self, name: str, x: object, role: Role, keep: bool = False) -> object:
+        """This rank's tokens of an argument; with `keep` those of whole rows are cut once a call."""
         if role is None or x is None:
             return x
         if isinstance(role, tuple):
             if not isinstance(x, (tuple, list)) or len(x) != len(role):
                 raise ArgumentError(name, f"{len(role)} tensors", type(x).__name__)
-            return type(x)(self._part(name, one, part) for one, part in zip(x, role))
-        if isinstance(role, Rows):
-            return self.call.streams.shard(name, x, role.streams, role.dim)
+            return type(x)([self._part(name, one, part, keep) for one, part in zip(x, role)])
+        streams = self.call.streams
+        if isinstance(role, TokenRows):
+            if not keep or torch.compiler.is_compiling() or x.requires_grad:
+                return streams.shard(name, x, role.streams, role.dim)
+            return self._kept_rows(name, x, role)
         if role.flat:
             rows = x.unflatten(0, (self.call.batch, -1))
-            return x if rows.shape[1] == 1 else self.call.streams.shard(name, rows, ("image",), 1).flatten(0, 1)
-        return self.call.streams.shard(name, x, ("image",), 1) if x.dim() == role.dims and x.shape[1] > 1 else x
+            return x if rows.shape[1] == 1 else streams.shard(name, rows, ("image",), 1).flatten(0, 1)
+        return streams.shard(name, x, ("image",), 1) if x.dim() == role.dims and x.shape[1] > 1 else x
+
+    def _kept_rows(self, name: str, x: Tensor, role: TokenRows) -> Tensor:
+        """This rank's rows of what all blocks are given (rotary embeddings)."""
+        parts, key = self.call.parts, (id(x), role)
+        if key not in parts or parts[key][0] is not x:
+            part = self.call.streams.shard(name, x, role.streams, role.dim)
+            if part is x:
+                return x
+            parts[key] = x, part
+        return parts[key][1]
 
     def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: tuple) -> tuple:
         """Behind a module that makes steps of time: this rank's, where each token has its own."""
         output = list(output)
         for n, role in roles.items():
-            if isinstance(role, Steps):
+            if isinstance(role, TimeSteps):
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
                     self.call.streams.sizes = {"image": tokens}
@@ -276,35 +254,52 @@ class Parallel:
         return tuple(output)
 
     def _attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        return self.call.keys.attend(q, k, v, order, scale, self.backend)
+        """Attention of a block's processor, over the streams of `order`."""
+        masked, sizes = self.call.masked, [self.call.streams.sizes[s] for s in order]
+        if torch.compiler.is_compiling() and not wanting(q, k, v):
+            mask, streams = (None, ()) if masked is None else (masked.mask, masked.streams)
+            names = ",".join(order), ",".join(streams)
+            return operators.diffusion_attention(q, k, v, mask, self.number, names[0], sizes, names[1], scale)
+        return self._attend_eagerly((q, k, v), order, sizes, masked, scale)
+
+    @outside_graphs
+    def _attend_eagerly(self, qkv, order, sizes, masked, scale) -> Tensor:
+        return self.call.keys.attend(qkv, order, sizes, masked, scale, self.backend)
+
+    @outside_graphs
+    def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:
+        """Attention in the call under way, as the registered operator asks for it."""
+        given = None if mask is None else GivenMask("the mask of a block", mask, tuple(masked.split(",")))
+        return self.call.keys.attend(qkv, tuple(streams.split(",")), tuple(sizes), given, scale, self.backend)
 
     def _widen(self, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Behind the last block: rows for the text of others, which the model takes off."""
-        text = self.call.streams.of("text")
-        others = output.new_zeros(len(output), text.seq_len - text.local_length, output.shape[2])
+        streams = self.call.streams
+        others = output.new_zeros(len(output), streams.sizes["text"] - streams.local("text"), output.shape[2])
         return torch.cat([others, output], 1)
 
-    def _gather(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    @outside_graphs
+    def _gather(self, module: nn.Module, args: tuple, output: object) -> object:
         """Behind the last layer: the whole image."""
-        return Whole.apply(output, self.call.streams.of("image"), self.scale)
+        if not self.call.started:  # all blocks were skipped
+            return output
+        self.call.parts.clear()  # the blocks are done
+        if isinstance(output, tuple):
+            return tuple(self._whole(x, stream) for x, stream in zip(output, self.plan.returned, strict=True))
+        return self._whole(output, self.plan.returned[0])
+
+    def _whole(self, x: Tensor, stream: str) -> Tensor:
+        layout = self.layouts.of(counts([self.call.streams.sizes[stream]], self.cp.size))
+        scale = self.cp.size if self.plan.layers_behind else self.scale
+        return WholeImage.apply(x, layout, self.plan.dim, scale, self.comparison)
+
+    def _divide_gradient(self, model: nn.Module, args: tuple, output: object) -> None:
+        """Behind a model with layers behind the gathering: what every rank computes there counts once in the sum."""
+        share = self.scale / self.cp.size
+        for x in tensors_in(output):
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad * share)
 
 
-def _other_version(what: str, got: str) -> UnsupportedError:
-    return UnsupportedError("transformer", f"{what} as the plan knows it", got, "Another version of Diffusers")
-
-
-def _facts(x: object) -> object:
-    """What must be the same of an input on all ranks; waits for the device."""
-    if isinstance(x, Tensor):
-        return f"{x.dtype} {list(x.shape)}, gradient {x.requires_grad}, checksum {_sum(x)}"
-    if isinstance(x, (tuple, list)):
-        return [_facts(one) for one in x]
-    if isinstance(x, Mapping):
-        return {n: _facts(one) for n, one in x.items()}
-    return x if isinstance(x, (bool, int, float, str)) else type(x).__name__
-
-
-def _sum(x: Tensor) -> int:
-    """A checksum of the values; waits for the device."""
-    values = torch.empty(x.numel(), dtype=x.dtype).copy_(x.detach().flatten())  # a clone of one value keeps stride 0
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+def _has(block: nn.Module, path: str) -> bool:
+    return path in dict(block.named_modules())

@@ -30,7 +30,9 @@ def split_class(kind: type, attend: Attend) -> type:
         expected = "processors that call dispatch_attention_fn or F.scaled_dot_product_attention"
         raise UnsupportedError("transformer", expected, f"one with {kind.__name__}")
     code = inner.__code__.replace()  # a copy: torch.compile finds its graphs by the code, whose globals are others here
-    call = types.FunctionType(code, {**inner.__globals__, **scope}, "__call__", inner.__defaults__)
+    around = {**inner.__globals__, **scope}
+    del around["__name__"]  # by which torch.compile would look into the library's own globals instead
+    call = types.FunctionType(code, around, "__call__", inner.__defaults__)
     call.__kwdefaults__, call.__annotations__ = inner.__kwdefaults__, inner.__annotations__
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "ring_la": True})
 

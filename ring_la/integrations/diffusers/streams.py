@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ...autograd import first_derivative_only
 from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError
 from ...layout import Segment
@@ -17,7 +16,7 @@ LAYOUTS = 64
 """As many are kept: every prompt that is masked may bring one."""
 
 
-class Cut(ShardedLayout):
+class UnevenLayout(ShardedLayout):
     """A contiguous layout with given numbers of tokens for each rank."""
 
     def __init__(self, cp: ContextParallel, counts: Sequence[int]) -> None:
@@ -37,43 +36,56 @@ class Cut(ShardedLayout):
         return tuple(out)
 
 
-class Streams:
-    """The layouts of one call. Each stream is split evenly, in order; what holds several streams has a rank's part of
-    the first, then its part of the second.
+class Layouts:
+    """The layouts of a model's calls so far, by each rank's number of tokens. A new one is collective."""
 
-    Args:
-        layouts: those of the model's calls so far, to which new ones are added.
+    def __init__(self, cp: ContextParallel) -> None:
+        self.cp = cp
+        self._kept: dict[tuple[int, ...], ShardedLayout] = {}
+
+    def of(self, counts: tuple[int, ...]) -> ShardedLayout:
+        """One made before, or a new one in place of the oldest; the same on all ranks."""
+        if counts not in self._kept:
+            if len(self._kept) == LAYOUTS:
+                del self._kept[next(iter(self._kept))]
+            self._kept[counts] = UnevenLayout(self.cp, counts)
+        return self._kept[counts]
+
+
+def bounds(tokens: int, rank: int, ranks: int) -> tuple[int, int]:
+    """A rank's first token and the one behind its last, of an even split in order."""
+    each, more = divmod(tokens, ranks)
+    start = rank * each + min(rank, more)
+    return start, start + each + (1 if rank < more else 0)
+
+
+def counts(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Each rank's tokens of streams that are split one by one: of the first, then of the second."""
+    each = [[stop - start for start, stop in (bounds(n, r, ranks) for r in range(ranks))] for n in sizes]
+    return tuple(sum(n) for n in zip(*each))
+
+
+def owners(sizes: Sequence[int], ranks: int) -> Tensor:
+    """The rank of each token where whole streams stand one after the other, int64 on the CPU."""
+    every = torch.arange(ranks)
+    return torch.cat([every.repeat_interleave(torch.tensor(counts([n], ranks))) for n in sizes])
+
+
+class Streams:
+    """How the tokens of one call are split: each stream evenly, in order. Numbers alone, so that a compiler follows.
 
     Attributes:
-        sizes: whole numbers of tokens.
+        sizes: whole numbers of tokens by stream; empty before the first block.
     """
 
-    def __init__(self, cp: ContextParallel, layouts: dict[object, ShardedLayout]) -> None:
-        self.cp, self._layouts = cp, layouts
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
         self.sizes: dict[str, int] = {}
 
-    def of(self, stream: str) -> ShardedLayout:
-        """One stream's layout."""
-        n = self.sizes[stream]
-        return self._kept(n, lambda: self.cp.layout(n, "contiguous"))
-
-    def together(self, streams: tuple[str, ...]) -> ShardedLayout:
-        """The layout of all that `streams` hold."""
-        if len(streams) == 1:
-            return self.of(streams[0])
-        return self.cut([sum(n) for n in zip(*(self.of(s).lengths for s in streams))])
-
-    def cut(self, counts: Sequence[int]) -> ShardedLayout:
-        """A layout with so many tokens for each rank."""
-        return self._kept(tuple(counts), lambda: Cut(self.cp, counts))
-
-    def _kept(self, key: object, make: Callable[[], ShardedLayout]) -> ShardedLayout:
-        """A layout made before, or a new one in place of the oldest; the same on all ranks."""
-        if key not in self._layouts:
-            if len(self._layouts) == LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = make()
-        return self._layouts[key]
+    def local(self, stream: str) -> int:
+        """This rank's number of tokens."""
+        start, stop = bounds(self.sizes[stream], self.rank, self.ranks)
+        return stop - start
 
     def shard(self, name: str, x: Tensor, streams: tuple[str, ...], dim: int) -> Tensor:
         """This rank's tokens of a whole `x`; what has this rank's tokens alone stays.
@@ -81,35 +93,17 @@ class Streams:
         Args:
             name: the argument that `x` is, for the error of another length.
         """
-        layouts = [self.of(s) for s in streams]
-        whole, local = (sum(n) for n in zip(*((one.seq_len, one.local_length) for one in layouts)))
-        got = x.shape[dim] if x.dim() > dim else None
+        sizes = [self.sizes[s] for s in streams]
+        got, whole = x.shape[dim] if x.dim() > dim else None, sum(sizes)
         if got == whole:
-            parts = x.split([one.seq_len for one in layouts], dim)
-            parts = [one.shard(part, dim) for one, part in zip(layouts, parts)]
+            parts = []
+            for part, n in zip(x.split(sizes, dim), sizes):
+                start, stop = bounds(n, self.rank, self.ranks)
+                parts.append(part.narrow(dim, start, stop - start))
             return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        local = sum([self.local(s) for s in streams])
         if got != local:
             tokens = " and ".join(streams)
             expected = f"{whole} tokens of {tokens} in dimension {dim}, or this rank's {local}"
             raise ArgumentError(name, expected, list(x.shape))
         return x
-
-    def ranks_of(self, streams: tuple[str, ...]) -> Tensor:
-        """The rank of each token where `streams` stand one after the other, int64 on the CPU."""
-        ranks = torch.arange(self.cp.size)
-        return torch.cat([ranks.repeat_interleave(torch.tensor(self.of(s).lengths)) for s in streams])
-
-
-class Whole(torch.autograd.Function):
-    """All ranks' rows ``[B, T, …]``. The result is the same on all ranks and so is its gradient, of which each takes
-    its rows, times `scale`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, layout: ShardedLayout, scale: int) -> Tensor:
-        ctx.layout, ctx.scale = layout, scale
-        return layout.gather(x)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, grad: Tensor):
-        return ctx.layout.shard(grad) * ctx.scale, None, None

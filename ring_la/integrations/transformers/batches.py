@@ -30,14 +30,14 @@ class Batches:
         except RingLAError as error:
             if validate != "never":
                 try:
-                    comm.agree("the arguments of the model", f"refused: {error}")
+                    comm.agreement.agree("the arguments of the model", f"refused: {error}")
                 except PeerError:  # the others compared such a call before: this rank's own error
                     raise error from None
             raise
         if arguments.get("layout") is None and (validate == "always" or (validate == "first" and not self._compared)):
             tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_floating_point()}
             sums = {n: zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()) for n, x in tensors.items()}
-            comm.agree("the whole batch, which every rank must be given", sums, ROWS)
+            comm.agreement.agree("the whole batch, which every rank must be given", sums, ROWS)
             self._compared = True
         return call, local
 

@@ -169,7 +169,7 @@ def settled(
         if group.size == 1 or (error is None and signature in known):
             continue
         try:
-            group.agree("the arguments of attention", signature if error is None else f"refused: {error}")
+            group.agreement.agree("the arguments of attention", signature if error is None else f"refused: {error}")
             while len(known) >= COMPARED:  # the oldest, the same on all ranks
                 del known[next(iter(known))]
             known[signature] = None

@@ -10,16 +10,14 @@ operations, which have derivatives of every order. Heads of v or S may be a mult
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..choice import triton_installed
 from ..pytorch.chunks import Chunks
-from .operator import Operator
+from .operator import Operator, kernels_of
 
 CHUNK = 64
 
@@ -73,7 +71,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
-class By(NamedTuple):
+class Primitives(NamedTuple):
     """What computes the steps below: ``total(k, v, cu, scale, S)`` is ``scale · Σ k vᵀ + S``, ``read(x, S, cu, scale,
     transposed)`` what tokens read."""
 
@@ -81,23 +79,23 @@ class By(NamedTuple):
     read: Callable[..., Tensor]
 
 
-PLAIN = By(plain_outer_sum, plain_read_state)
+PLAIN = Primitives(plain_outer_sum, plain_read_state)
 
 
-def _sum(k: Tensor, v: Tensor, cu: Tensor | None, by: By) -> Tensor:
+def _sum(k: Tensor, v: Tensor, cu: Tensor | None, by: Primitives) -> Tensor:
     return by.total(k, v, cu, 1.0, None)
 
 
-def _sum_back(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, by: By) -> tuple[Tensor, ...]:
+def _sum_back(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, by: Primitives) -> tuple[Tensor, ...]:
     return _own(by.read(v, dS, cu, 1.0, True), k), by.read(k, dS, cu, 1.0, False).to(v.dtype)
 
 
-def _read(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: By) -> Tensor:
+def _read(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: Primitives) -> Tensor:
     return by.read(q, S, cu, scale, transposed)
 
 
 def _read_back(
-    do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: By
+    do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: Primitives
 ) -> tuple[Tensor, ...]:
     dS = by.total(q, do, cu, scale, None)
     dS = (dS.mT.contiguous() if transposed else dS).to(S.dtype)
@@ -105,14 +103,22 @@ def _read_back(
 
 
 def _sum_then_read(
-    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float, by: By
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float, by: Primitives
 ) -> tuple[Tensor, ...]:
     S = by.total(k, v, cu, 1.0, S)
     return by.read(q, S, cu, scale, False), S
 
 
 def _sum_then_read_back(
-    do: Tensor, dS: Tensor | None, q: Tensor, k: Tensor, v: Tensor, S: Tensor, cu: Tensor | None, scale: float, by: By
+    do: Tensor,
+    dS: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    S: Tensor,
+    cu: Tensor | None,
+    scale: float,
+    by: Primitives,
 ) -> tuple[Tensor, ...]:
     dS = by.total(q, do, cu, scale, dS)
     return _own(by.read(do, S, cu, scale, True), q), *_sum_back(dS, k, v, cu, by), dS
@@ -128,21 +134,13 @@ def _own(grad: Tensor, x: Tensor) -> Tensor:
 # -- the operators -------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _triton() -> tuple[Callable, Callable, By]:
-    """What replays launches, why Triton cannot take a call, and its kernels."""
-    from ..runtime.replayed import again
-    from .read_state_kernel import read, total, unsupported
-
-    return again, unsupported, By(total, read)
-
-
 def _run(step: Callable[..., Any], tensors: Sequence[Tensor | None], *constants: Hashable) -> Any:
     """A step by Triton where it can, else by PyTorch."""
-    if tensors[0].is_cuda and triton_installed():
-        again, unsupported, by = _triton()
-        if not unsupported(tensors):
-            return again(step, tensors, *constants, by)
+    kernels = kernels_of("bidirectional", *tensors)
+    if kernels is not None:
+        from ..runtime.replayed_function import replayed_call
+
+        return replayed_call(step, tensors, *constants, Primitives(kernels.total, kernels.read))
     out = step(*tensors, *constants, PLAIN)
     return out.contiguous() if isinstance(out, Tensor) else tuple(x.contiguous() for x in out)
 

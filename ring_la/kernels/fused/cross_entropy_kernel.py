@@ -48,7 +48,7 @@ def cross_entropy_kernel(logits, targets, losses, ignored, V: tl.constexpr, BV: 
             tl.store(row + c, d.to(logits.dtype.element_ty), c < V)
 
 
-def losses_and_gradient(logits: Tensor, targets: Tensor, ignored: int, wanted: bool) -> Tensor:
+def forward(logits: Tensor, targets: Tensor, ignored: int, wanted: bool) -> Tensor:
     """The rows' losses, fp32 ``[N]``; `logits` ``[N, V]`` becomes their gradient if it is `wanted`."""
     rows, V = logits.shape
     losses = torch.empty(rows, device=logits.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_la.kernels.fused.log_decay_kernel import softplus
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.runtime.replayed import replayed
+from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.runtime.strided import rows, strides
 from ring_la.kernels.segments.table import cdiv, power_of_2
 
@@ -75,13 +75,13 @@ def _launch(x, dt, A, bias, dv, dg, softplus: bool) -> tuple[Tensor, Tensor]:
         launch(
             discretise_kernel, (cdiv(count, tall),), x, dt, A, A if bias is None else bias, x if dv is None else dv,
             dt if dg is None else dg, out, g, T, count, *steps, H=H, D=D, BR=tall, BD=block, UNIT=unit,
-            BIAS=bias is not None, SOFTPLUS=softplus, BACK=back, num_warps=WARPS,
+            BIAS=bias is not None, SOFTPLUS=softplus, BACK=back, num_warps=WARPS, tensors="strided",
         )  # fmt: skip
     return out, g
 
 
 def forward(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
-    """(v like x, g ``[B, T, H]`` fp32); see `kernels.gates.discretise`."""
+    """(v like x, g ``[B, T, H]`` fp32); see `discretise.discretise`."""
     return _launch(x, dt, A, bias, None, None, softplus)
 
 

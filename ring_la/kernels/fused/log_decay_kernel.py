@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.runtime.replayed import replayed
+from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.runtime.strided import matrix
 from ring_la.kernels.segments.table import cdiv, power_of_2
 
@@ -92,6 +92,7 @@ def _launch(
             flat if A_log is None else A_log, flat if dg is None else dg, out, sums, count, step, sign, factor, C=C,
             WIDTH=1 if A_log is None else C // A_log.shape[0], RUN=RUN, BT=TOKENS * CHANNELS // block, BC=block,
             UNIT=unit, BIAS=bias is not None, SCALED=A_log is not None, BACK=dg is not None, num_warps=WARPS,
+            tensors="strided",
         )  # fmt: skip
     return out, sums
 

@@ -1,12 +1,18 @@
 """A function and its gradients as a registered operator, and without its dispatch where nothing needs it.
 
+A step ``x`` is a file ``x.py`` here, with its definition in PyTorch's operations, and its Triton kernels with their
+launches are ``x_kernel.py``: `kernels_of` finds them.
+
 torch.compile and the like see one opaque node with a fake. Dispatching one takes the host longer than launching a
 kernel, so a call that nothing traces is an autograd Function, and one that wants no gradient the function itself.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,12 +20,26 @@ from torch import Tensor
 
 from ...autograd import first_derivative_only, traced, wanting
 from ...errors import SecondDerivativeError
+from ..choice import triton_installed
 
 
 def fused(x: Tensor) -> bool:
     """Whether steps on tensors like x are single operators: on CUDA, and on the meta device, where what autograd keeps
     is then what it keeps there."""
     return x.is_cuda or x.is_meta
+
+
+def kernels_of(step: str, *tensors: Tensor) -> ModuleType | None:
+    """The module ``{step}_kernel`` where Triton can take such tensors, as its ``unsupported(*tensors)`` says."""
+    if not (tensors[0].is_cuda and triton_installed()):
+        return None
+    kernels = _imported(step)
+    return None if kernels.unsupported(*tensors) else kernels
+
+
+@functools.cache
+def _imported(step: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{step}_kernel")
 
 
 class Operator:

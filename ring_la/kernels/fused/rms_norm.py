@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..choice import triton_installed
-from .operator import Operator, fused
+from .operator import Operator, fused, kernels_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None = None, *, silu: bool = True, eps: float = 1e-6) -> Tensor:
@@ -54,30 +53,19 @@ def plain_rms_norm_backward(
     return dx.to(x.dtype), (g * y * a).flatten(0, -2).sum(0).to(weight.dtype), dgate
 
 
-def _by_triton(x: Tensor) -> bool:
-    if not (x.is_cuda and triton_installed()):
-        return False
-    from .rms_norm_kernel import unsupported
-
-    return not unsupported(x)
-
-
 def _rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float) -> Tensor:
-    if _by_triton(x):
-        from .rms_norm_kernel import forward
-
-        return forward(x, weight, gate, silu, eps)
-    return plain_rms_norm(x, weight, gate, silu, eps).contiguous()
+    kernels = kernels_of("rms_norm", x)
+    if kernels is None:
+        return plain_rms_norm(x, weight, gate, silu, eps).contiguous()
+    return kernels.forward(x, weight, gate, silu, eps)
 
 
 def _rms_norm_backward(
     do: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> list[Tensor]:
     """Gradients of x and the weight, then of the gate where there is one."""
-    if _by_triton(x):
-        from .rms_norm_kernel import backward
-    else:
-        backward = plain_rms_norm_backward
+    kernels = kernels_of("rms_norm", x)
+    backward = plain_rms_norm_backward if kernels is None else kernels.backward
     return [g.contiguous() for g in backward(do, x, weight, gate, silu, eps) if g is not None]
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.runtime.replayed import replayed
+from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.segments.table import cdiv, power_of_2
 
 ELEMENTS, PROGRAMS = 4096, 1056

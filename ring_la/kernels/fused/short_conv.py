@@ -9,16 +9,13 @@ every order.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..choice import triton_installed
-from .operator import Operator, fused
+from .operator import Operator, fused, kernels_of
 
 
 def convolve(
@@ -62,7 +59,7 @@ def convolve_backward(
 
 
 @dataclass
-class Rows:
+class LedTokens:
     """Tokens with a lead of `width` rows before each piece.
 
     Attributes:
@@ -78,7 +75,7 @@ class Rows:
     width: int
 
     @classmethod
-    def of(cls, x: Tensor, width: int, lead: Tensor | None, cu: Tensor | None) -> Rows:
+    def of(cls, x: Tensor, width: int, lead: Tensor | None, cu: Tensor | None) -> LedTokens:
         """``x [B, T, D]`` behind `lead` ``[B, pieces, width, D]``, zeros where it is None."""
         pieces, T = 1 if cu is None else cu.shape[0] - 1, x.shape[1]
         if lead is None:
@@ -112,7 +109,7 @@ def plain_convolve(
 ) -> tuple[Tensor, Tensor | None]:
     """`convolve` from PyTorch's operations, accumulated in fp32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    behind = Rows.of(x, weight.shape[1] - 1, lead, cu)
+    behind = LedTokens.of(x, weight.shape[1] - 1, lead, cu)
     rows, w = behind.rows.to(wide), weight.to(wide)
     n = max(0, rows.shape[1] - behind.width)  # 0 on a rank without tokens
     o = w[:, 0] * rows[:, :n]
@@ -136,7 +133,7 @@ def plain_convolve_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, weight, bias and lead."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    behind, w = Rows.of(x, weight.shape[1] - 1, lead, cu), weight.to(wide)
+    behind, w = LedTokens.of(x, weight.shape[1] - 1, lead, cu), weight.to(wide)
     rows = behind.rows.to(wide)
     taps = [rows.index_select(1, behind.token + j) for j in range(w.shape[1])]
     dz = do.to(wide)
@@ -162,25 +159,13 @@ def plain_convolve_backward(
 # -- the operator --------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _triton() -> tuple[Callable, Callable, Callable]:
-    """Triton's kernels: why they cannot take a call, forward and backward."""
-    from .short_conv_launches import backward, forward, unsupported
-
-    return unsupported, forward, backward
-
-
-def _by_triton(x: Tensor) -> bool:
-    return x.is_cuda and triton_installed() and not _triton()[0](x)
-
-
 def _short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, lead: Tensor | None, cu: Tensor | None, silu: bool, ends: bool
 ) -> tuple[Tensor, Tensor]:
     """`convolve`; the rows are an empty tensor unless `ends`."""
-    if _by_triton(x):
-        o, last = _triton()[1](x, weight, bias, lead, cu, silu, ends)
-        return o, last
+    kernels = kernels_of("short_conv", x)
+    if kernels is not None:
+        return kernels.forward(x, weight, bias, lead, cu, silu, ends)
     o, last = plain_convolve(x, weight, bias, lead, cu, silu, ends)
     return o.contiguous(), x.new_empty(0) if last is None else last.contiguous()
 
@@ -205,10 +190,9 @@ def _short_conv_backward(
     """Gradients of x and the weight, then of the bias and the lead where they are given."""
     do = torch.zeros_like(x) if do is None else do
     tensors = do, dends if ends else None, x, weight, bias, lead, cu
-    if _by_triton(x):
-        grads = _triton()[2](*tensors, silu)
-    else:
-        grads = plain_convolve_backward(*tensors, silu)
+    kernels = kernels_of("short_conv", x)
+    backward = plain_convolve_backward if kernels is None else kernels.backward
+    grads = backward(*tensors, silu)
     return [g.contiguous() for g in grads if g is not None]
 
 

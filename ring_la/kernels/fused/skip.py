@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...autograd import bare, first_derivative_only, traced
-from ..choice import triton_installed
+from .operator import kernels_of
 
 
 def skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
@@ -18,12 +18,10 @@ def skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
     Args:
         y, x: ``[B, T, H, V]``. D: ``[H]`` or ``[H, V]``.
     """
-    if not traced(x) and x.is_cuda and triton_installed():
-        from .skip_kernel import forward, unsupported
-
-        if not unsupported(y, x):
-            return forward(y, x, D) if bare(y, x, D) else _Skip.apply(y, x, D)
-    return plain_skip(y, x, D)
+    kernels = None if traced(x) else kernels_of("skip", x, y)
+    if kernels is None:
+        return plain_skip(y, x, D)
+    return kernels.forward(y, x, D) if bare(y, x, D) else _Skip.apply(y, x, D)
 
 
 def plain_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:

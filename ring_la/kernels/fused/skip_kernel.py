@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.runtime.replayed import replayed
+from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.runtime.strided import matrix
 from ring_la.kernels.segments.table import cdiv, power_of_2
 
@@ -18,7 +18,7 @@ RUN = 256
 """Tokens over which a program sums the gradient of D."""
 
 
-def unsupported(y: Tensor, x: Tensor) -> str:
+def unsupported(x: Tensor, y: Tensor) -> str:
     """Why these kernels cannot take a call, or an empty string."""
     if any(t.dtype not in (torch.float32, torch.bfloat16, torch.float16) for t in (y, x)):
         return f"dtypes {y.dtype} and {x.dtype}"
@@ -63,7 +63,7 @@ def _launch(y: Tensor, x: Tensor, D: Tensor, dtype: torch.dtype, back: bool) -> 
         launch(
             skip_kernel, (runs * cdiv(C, block),), y, flat, D, out, D if sums is None else sums, count, step, C=C,
             WIDTH=C // D.numel(), RUN=RUN, BT=TOKENS * CHANNELS // block, BC=block, UNIT=unit, BACK=back,
-            num_warps=WARPS,
+            num_warps=WARPS, tensors="strided",
         )  # fmt: skip
     return out, sums
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..choice import triton_installed
-from .operator import Operator, fused
+from .operator import Operator, fused, kernels_of
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -34,28 +33,14 @@ def plain_swiglu_backward(do: Tensor, y: Tensor) -> Tensor:
     return torch.cat([do * up * (s * (1 + gate * (1 - s))), do * (gate * s)], -1)
 
 
-def _by_triton(y: Tensor) -> bool:
-    if not (y.is_cuda and triton_installed()):
-        return False
-    from .swiglu_kernel import unsupported
-
-    return not unsupported(y)
-
-
 def _swiglu(y: Tensor) -> Tensor:
-    if _by_triton(y):
-        from .swiglu_kernel import forward
-
-        return forward(y)
-    return plain_swiglu(y)
+    kernels = kernels_of("swiglu", y)
+    return plain_swiglu(y) if kernels is None else kernels.forward(y)
 
 
 def _swiglu_backward(do: Tensor, y: Tensor) -> list[Tensor]:
-    if _by_triton(y):
-        from .swiglu_kernel import backward
-
-        return [backward(do, y)]
-    return [plain_swiglu_backward(do, y)]
+    kernels = kernels_of("swiglu", y)
+    return [plain_swiglu_backward(do, y) if kernels is None else kernels.backward(do, y)]
 
 
 def _fake(y):

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.runtime.replayed import replayed
+from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.runtime.strided import rows, strides
 from ring_la.kernels.segments.table import cdiv, power_of_2
 
@@ -49,7 +49,7 @@ def unit_kernel(
 
 
 @replayed(2, strided=True)
-def unit(x: Tensor, dy: Tensor | None, eps: float) -> Tensor:
+def _launch(x: Tensor, dy: Tensor | None, eps: float) -> Tensor:
     """``x [B, T, H, D]`` with rows of unit length, or the gradient of x given that of the result; contiguous."""
     x = rows(x)
     B, T, H, D = x.shape
@@ -61,6 +61,16 @@ def unit(x: Tensor, dy: Tensor | None, eps: float) -> Tensor:
     if count:
         launch(
             unit_kernel, (cdiv(count, tall),), x, x if dy is None else aligned(dy), out, T, count, eps, *steps, H=H,
-            D=D, BR=tall, BD=block, UNIT=unit, BACK=dy is not None, num_warps=WARPS,
+            D=D, BR=tall, BD=block, UNIT=unit, BACK=dy is not None, num_warps=WARPS, tensors="strided",
         )  # fmt: skip
     return out
+
+
+def forward(x: Tensor, eps: float) -> Tensor:
+    """``x [B, T, H, D]`` with rows of unit length."""
+    return _launch(x, None, eps)
+
+
+def backward(dy: Tensor, x: Tensor, eps: float) -> Tensor:
+    """The gradient of x."""
+    return _launch(x, dy, eps)

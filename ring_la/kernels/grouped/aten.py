@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import Call, aligned, by_matrices, by_rows, capability
+from .product import GroupedProduct, aligned, by_matrices, by_rows, capability
 from .tail import zero_tail
 
 MAX_GROUPS = 1024  # what its CUDA kernels' setup holds
@@ -22,7 +22,7 @@ def grouped_mm(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 class Aten:
-    def refusal(self, call: Call) -> str | None:
+    def unsupported(self, call: GroupedProduct) -> str:
         x, y = call.x, call.y
         if not (hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")):
             return f"PyTorch {torch.__version__} has no grouped matmul"
@@ -37,9 +37,9 @@ class Aten:
                 return f"it takes fewer than {MAX_GROUPS} groups, not {call.groups}"
         if not (aligned(by_rows(x)) and aligned(by_matrices(y) if call.product == "rows" else by_rows(y))):
             return "it needs every operand's base and strides to be multiples of 16 bytes"
-        return None
+        return ""
 
-    def compute(self, call: Call) -> Tensor:
+    def compute(self, call: GroupedProduct) -> Tensor:
         ends = call.ends()
         if call.product == "outer":
             return grouped_mm(by_rows(call.x).mT, by_rows(call.y), ends).contiguous()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, aligned, capability, installed
+from .product import GroupedProduct, aligned, capability, installed
 from .tail import zero_tail
 
 
@@ -30,16 +30,16 @@ class Cutlass:
     def __init__(self) -> None:
         self.ready: dict[tuple[torch.dtype, torch.device], tuple[Any, Any]] = {}
 
-    def refusal(self, call: Call) -> str | None:
+    def unsupported(self, call: GroupedProduct) -> str:
         if not installed("cutlass.operators"):
             return "nvidia-cutlass-operators is not installed"
         if not call.x.is_cuda:
             return f"it runs on CUDA, not on {call.x.device.type}"
         if capability(call.x.device)[0] != 10:
             return "its grouped operators need compute capability 10 (on 9, 'torch' runs CUTLASS kernels)"
-        return self.layout_refusal(call)
+        return self.unsupported_layout(call)
 
-    def layout_refusal(self, call: Call) -> str | None:
+    def unsupported_layout(self, call: GroupedProduct) -> str:
         """What CUTLASS's operators do not take, whatever the machine."""
         if call.product != "rows":
             return "it has no operator for the outer product, the gradient of b"
@@ -49,9 +49,9 @@ class Cutlass:
             return "it needs a contiguous and every b[g] stored by columns (b = weights.mT of contiguous [G, N, K])"
         if not (aligned(call.x) and aligned(call.y) and call.y.shape[-1] * call.x.element_size() % 16 == 0):
             return "it needs every operand's base and strides to be multiples of 16 bytes"
-        return None
+        return ""
 
-    def compute(self, call: Call) -> Tensor:
+    def compute(self, call: GroupedProduct) -> Tensor:
         out, ends = call.empty(), call.ends()
         arguments = operators().IndexPtrGroupedGemmArguments(
             A=call.x, B=call.y, out=out, accumulator_type=torch.float32, offsets=ends, offsets_along="m"
@@ -62,7 +62,7 @@ class Cutlass:
         zero_tail(out, ends)
         return out
 
-    def compiled(self, call: Call, arguments: Any) -> tuple[Any, Any]:
+    def compiled(self, call: GroupedProduct, arguments: Any) -> tuple[Any, Any]:
         """An operator for this dtype and device and its artifact: the largest tile there is, on two SMs if it can."""
         key = (call.x.dtype, call.x.device)
         if key not in self.ready:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import Call
+from .product import GroupedProduct
 
 
 class Loop:
-    def refusal(self, call: Call) -> str | None:
+    def unsupported(self, call: GroupedProduct) -> str:
         if not call.x.dtype.is_floating_point:
             return f"it multiplies floating-point numbers, not {call.x.dtype}"
         if call.x.is_cuda and call.sizes.is_cuda and torch.cuda.is_current_stream_capturing():
             return "it reads the sizes on the host, which a CUDA graph being captured forbids"
-        return None
+        return ""
 
-    def compute(self, call: Call) -> Tensor:
+    def compute(self, call: GroupedProduct) -> Tensor:
         out = call.empty()
         start, rows = 0, call.x.shape[0]
         for g, size in enumerate(call.sizes.tolist()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from .call import Call
+from .product import GroupedProduct
 
 #: product → (rows per group up to, back ends from fastest to slowest).
 ON_CUDA = {
@@ -20,7 +20,7 @@ ON_CUDA = {
 }
 
 
-def preferred(call: Call) -> tuple[str, ...]:
+def preferred(call: GroupedProduct) -> tuple[str, ...]:
     """The back ends to try, fastest first."""
     if call.x.device.type != "cuda":
         return ("loop",)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import installed
+from .product import installed
 
 
 def zero_tail(out: Tensor, ends: Tensor) -> None:
     """Zero the rows of `out` [M, N] from ``ends[-1]`` on, in place, without asking the device where that is."""
     rows, cols = out.shape
     if out.is_cuda and installed("triton"):
-        from . import triton_kernels
+        from ..runtime.launch import launch
+        from .triton_kernels import zero_tail as kernel
 
-        grid = (min(rows, 256),)
-        triton_kernels.zero_tail[grid](out, ends, out.stride(0), rows, cols, ends.shape[0], BLOCK=1024, num_warps=4)
+        sizes = out.stride(0), rows, cols, ends.shape[0]
+        launch(kernel, (min(rows, 256),), out, ends, *sizes, BLOCK=1024, num_warps=4, tensors="any")
         return
     out.masked_fill_((torch.arange(rows, device=out.device) >= ends[-1])[:, None], 0)

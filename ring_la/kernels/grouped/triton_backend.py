@@ -6,36 +6,28 @@ the device. Nothing here waits for the device, so a CUDA graph can capture it.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from .call import Call, aligned, by_matrices, by_rows, capability, installed, multiprocessors
+from .product import GroupedProduct, aligned, by_matrices, by_rows, capability, installed, multiprocessors
 from .tuning import FP32, POINTERS, Tiles, tiles_for
 
 PLAN_TILES, PLAN_GROUPS = 32, 128  # entries a program of `plan` writes, groups it looks at together
 
 
-@functools.cache
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in its interpreter, and so takes CPU tensors."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
 class Triton:
-    def refusal(self, call: Call) -> str | None:
+    def unsupported(self, call: GroupedProduct) -> str:
         if not installed("triton"):
             return "Triton is not installed"
         if call.x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"our kernel takes bfloat16, float16 and float32, not {call.x.dtype}"
         if call.x.is_cuda:
-            return None if capability(call.x.device)[0] >= 8 else "it needs compute capability 8.0"
-        return None if interpreted() else f"it runs on CUDA, not on {call.x.device.type}"
+            return "" if capability(call.x.device)[0] >= 8 else "it needs compute capability 8.0"
+        from ..runtime.triton_version import interpreting
 
-    def compute(self, call: Call, tiles: Tiles | None = None) -> Tensor:
+        return "" if interpreting() else f"it runs on CUDA, not on {call.x.device.type}"
+
+    def compute(self, call: GroupedProduct, tiles: Tiles | None = None) -> Tensor:
         """`tiles` replaces the table's choice, for tuning and tests."""
         return rows_product(call, tiles) if call.product == "rows" else outer_product(call, tiles)
 
@@ -45,11 +37,11 @@ def bulk(*operands: Tensor) -> bool:
     x = operands[0]
     if x.dtype == torch.float32 or (x.is_cuda and capability(x.device)[0] < 9):
         return False
-    return installed("triton.tools.tensor_descriptor") and all(map(aligned, operands))
+    return all(map(aligned, operands))
 
 
 def describe(x: Tensor, block: list[int]) -> object:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    from ..runtime.triton_version import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
@@ -65,7 +57,8 @@ def fallback(dtype: torch.dtype) -> Tiles:
     return FP32 if dtype == torch.float32 else POINTERS
 
 
-def rows_product(call: Call, tiles: Tiles | None = None) -> Tensor:
+def rows_product(call: GroupedProduct, tiles: Tiles | None = None) -> Tensor:
+    from ..runtime.launch import launch
     from . import triton_kernels as kernels
 
     a, b, c = by_rows(call.x), by_matrices(call.y), call.empty()
@@ -77,27 +70,29 @@ def rows_product(call: Call, tiles: Tiles | None = None) -> Tensor:
         tiles = tiles_for(kind, call.rows_per_group) if tma else fallback(a.dtype)
     row_tiles = -(-m // tiles.m) + groups  # at most: every group may end in a partial tile
     table = torch.empty(4 * (1 + row_tiles), dtype=torch.int32, device=a.device)
-    kernels.plan[(-(-row_tiles // PLAN_TILES),)](
-        call.sizes, table, m, groups, BLOCK_M=tiles.m, TILES=PLAN_TILES, GROUPS=PLAN_GROUPS, num_warps=8
-    )
+    launch(
+        kernels.plan, (-(-row_tiles // PLAN_TILES),), call.sizes, table, m, groups, BLOCK_M=tiles.m, TILES=PLAN_TILES,
+        GROUPS=PLAN_GROUPS, num_warps=8, tensors="any",
+    )  # fmt: skip
     count = programs(a.device, tiles, row_tiles * -(-n // tiles.n))
     if tma:
         x = describe(a, [tiles.m, tiles.k])
         y = describe(b.mT, [1, tiles.n, tiles.k]) if by_columns else describe(b, [1, tiles.k, tiles.n])
     else:
         x, y = a, b
-    kernels.rows_product[(count,)](
-        x, y, c, table, m, n, k,
+    launch(
+        kernels.rows_product, (count,), x, y, c, table, m, n, k,
         a.stride(0), b.stride(0), b.stride(1), b.stride(2), c.stride(0), count,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, BAND=tiles.band,
         TMA=tma, B_BY_COLUMNS=by_columns, FLATTEN=tiles.flatten,
         PRECISION="tf32x3" if a.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, tensors="any",
     )  # fmt: skip
     return c
 
 
-def outer_product(call: Call, tiles: Tiles | None = None) -> Tensor:
+def outer_product(call: GroupedProduct, tiles: Tiles | None = None) -> Tensor:
+    from ..runtime.launch import launch
     from . import triton_kernels as kernels
 
     a, d, c = by_rows(call.x), by_rows(call.y), call.empty()
@@ -106,13 +101,14 @@ def outer_product(call: Call, tiles: Tiles | None = None) -> Tensor:
     if tiles is None:
         tiles = tiles_for("outer", call.rows_per_group) if tma else fallback(a.dtype)
     count = programs(a.device, tiles, groups * -(-k // tiles.m) * -(-n // tiles.n))
-    kernels.outer_product[(count,)](
+    launch(
+        kernels.outer_product, (count,),
         describe(a, [tiles.k, tiles.m]) if tma else None,
         describe(d, [tiles.k, tiles.n]) if tma else None,
         a, d, c, call.ends(), m, n, k, groups, a.stride(0), d.stride(0), count,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, BAND=tiles.band, TMA=tma,
         PRECISION="tf32x3" if a.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, tensors="any",
     )  # fmt: skip
     return c
 

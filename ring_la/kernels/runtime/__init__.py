@@ -1,1 +1,17 @@
-"""Launching Triton kernels: once by Triton, then by addresses; whole calls recorded and replayed."""
+"""Launching Triton kernels, for the whole package; whole calls written down and replayed.
+
+    launch              the one way to launch a kernel; `aligned` tensors
+    contract            what a launch promises of its arguments, and the check of it that tests turn on
+    triton_version      what of Triton is not its language: versions, launchers, what it specialises on
+    streams             `SideStream`, launches `aside` on it, and `order`, which is replayed too
+    strided             tensors that lie apart as direct launches take them
+
+    observer            who hears of launches while they are made
+    recorder            `Recorder`, an observer: it watches the steps of a call and makes a tape of each
+    tape                `Tape`: one step's allocations, launches and operations, on tensors by number, to be done again;
+                        `Playback`: those tensors in one replay; `StepRecord`: what is known of a step, its tape too
+    replayed_function   the same for a function of one step: `replayed`, a decorator, and `replayed_call`
+
+To *record* is to do a call and write down what it did; to *play* a tape is to do that again on other tensors; a call is
+*replayed* when all its steps are played.
+"""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ring_la.kernels.runtime.launch import ALIGNMENT
+from ring_la.kernels.runtime.triton_version import ALIGNMENT
 
 
-def based(x: Tensor) -> Tensor:
+def on_boundary(x: Tensor) -> Tensor:
     """`x` without its history, on a 16-byte boundary, its strides as they are; itself where it is so."""
     x = x.detach() if x.requires_grad else x
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
@@ -19,13 +19,13 @@ def based(x: Tensor) -> Tensor:
 
 def rows(x: Tensor) -> Tensor:
     """The same with the last dimension contiguous."""
-    return based(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    return on_boundary(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
 def matrix(x: Tensor, width: int) -> tuple[Tensor, int, int]:
     """`x` as rows of its last `width` elements: what begins where they do, unit, and the step from row to row in it."""
     if x.is_contiguous():  # as it is: a view takes the host as long as a launch
-        x, step = based(x), 0 if x.numel() == width else width
+        x, step = on_boundary(x), 0 if x.numel() == width else width
     else:
         x = rows(x.reshape(-1, width))
         step = 0 if x.shape[0] == 1 else x.stride(0)

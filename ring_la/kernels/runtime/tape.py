@@ -14,22 +14,28 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ring_la.kernels.runtime.compiled import FIRST, STREAM, Compiled, current_stream
-from ring_la.kernels.runtime.launch import Beside, Interpreted, bind
+from ring_la.kernels.runtime.triton_version import (
+    FIRST,
+    STREAM,
+    CompiledKernel,
+    DescribedMemory,
+    InterpretedKernel,
+    TensorDescriptor,
+    current_stream,
+)
 
 MAPS = 64
 """Encoded descriptors of one argument of a launch that are kept."""
 
 
-class Ref(NamedTuple):
+class TensorRef(NamedTuple):
     """A tensor of a tape by its number."""
 
     number: int
 
 
-class Place(NamedTuple):
+class BufferPart(NamedTuple):
     """Part of a buffer: the buffer's number, bytes from its start."""
 
     buffer: int
@@ -39,7 +45,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tiled:
+class TapedDescriptor:
     """A tensor descriptor: what its tensor stands for, and how it is read."""
 
     base: Any
@@ -48,37 +54,22 @@ class Tiled:
     block: list[int]
 
 
-class Described:
-    """A tensor descriptor as Triton's launcher reads it, of memory that no tensor need stand for."""
-
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, address: int, tiled: Tiled) -> None:
-        bind()
-        self.base, self.shape, self.strides = self, tiled.shape, tiled.strides
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-class Maps(dict[int, Any]):
+class EncodedDescriptors(dict[int, Any]):
     """What a launch takes of a descriptor, by the address it is of: encoded once, since a call's memory tends to lie
     where the last one's lay. At most `MAPS`."""
 
-    def __init__(self, tiled: Tiled, encode: Callable[[Described], list[Any]] | None) -> None:
-        self._tiled, self._encode = tiled, encode
+    def __init__(self, descriptor: TapedDescriptor, encode: Callable[[DescribedMemory], list[Any]] | None) -> None:
+        self._descriptor, self._encode = descriptor, encode
 
     def __missing__(self, address: int) -> Any:
         if len(self) >= MAPS:
             self.clear()
-        found = Described(address, self._tiled)
+        found = DescribedMemory(address, self._descriptor.shape, self._descriptor.strides)
         self[address] = found = found if self._encode is None else self._encode(found)[0]
         return found
 
 
-class Playing:
+class Playback:
     """The tensors of a call by number: what the caller brought and what the tapes made. Number 0 is no tensor, but
     where constants count from. `like`: any tensor of the device; `device`: which CUDA device that is, if it is one."""
 
@@ -99,27 +90,28 @@ class Playing:
         self.tensors[number] = x
         self.bases[number] = x.data_ptr()
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, place: BufferPart) -> Tensor:
         """A tensor over part of a buffer."""
         size = place.dtype.itemsize * math.prod(place.shape)
         return self.tensors[place.buffer][place.offset : place.offset + size].view(place.dtype).view(place.shape)
 
 
-class Launched(NamedTuple):
-    """A launch: the frame of `Compiled.start` without addresses, and where in it which tensor's go: (index, its number,
-    bytes from its start), or descriptors of what lies there. `beside`: the stream it goes to, if not the caller's."""
+class TapedLaunch(NamedTuple):
+    """A launch: the frame of `CompiledKernel.start` without addresses, and where in it which tensor's go:
+    (index, its number, bytes from its start), or descriptors of what lies there. `stream`: where it goes, if not to the
+    caller's."""
 
-    how: Compiled
+    how: CompiledKernel
     frame: list[Any]
     places: tuple[tuple[int, int, int], ...]
-    tiles: tuple[tuple[int, int, int, Maps], ...]
-    beside: Beside | None = None
+    tiles: tuple[tuple[int, int, int, EncodedDescriptors], ...]
+    stream: torch.cuda.Stream | None = None
 
     @classmethod
     def of(
-        cls, how: Compiled, grid: tuple[int, int, int], args: Sequence[tuple[int, int | float]],
-        tiles: Mapping[int, Tiled], beside: Beside | None,
-    ) -> Launched:  # fmt: skip
+        cls, how: CompiledKernel, grid: tuple[int, int, int], args: Sequence[tuple[int, Any]],
+        tiles: Mapping[int, TapedDescriptor], stream: torch.cuda.Stream | None,
+    ) -> TapedLaunch:  # fmt: skip
         """Each of `args` is a tensor's number and bytes from its start, or 0 and a constant; those of `tiles` are
         descriptors."""
         how, encodings = how.encoding() if tiles else (how, {})
@@ -127,46 +119,46 @@ class Launched(NamedTuple):
         for i, (number, offset) in enumerate(args):
             at = FIRST + len(flat)
             if i in tiles:
-                maps.append((at, number, offset, Maps(tiles[i], encodings.get(i))))
+                maps.append((at, number, offset, EncodedDescriptors(tiles[i], encodings.get(i))))
                 flat += [None, *tiles[i].shape, *tiles[i].strides] if encodings else [None]
             elif number:
                 places.append((at, number, offset))
                 flat.append(0)
             else:
                 flat.append(offset)
-        return cls(how, how.frame(grid, flat), tuple(places), tuple(maps), beside)
+        return cls(how, how.frame(grid, flat), tuple(places), tuple(maps), stream)
 
-    def play(self, playing: Playing) -> None:
+    def play(self, playing: Playback) -> None:
         bases, frame = playing.bases, self.frame.copy()
         for i, number, offset in self.places:
             frame[i] = bases[number] + offset
         for i, number, offset, maps in self.tiles:
             frame[i] = maps[bases[number] + offset]
-        frame[STREAM] = playing.stream if self.beside is None else self.beside.stream.cuda_stream
+        frame[STREAM] = playing.stream if self.stream is None else self.stream.cuda_stream
         self.how.start(frame)
 
 
-class InterpretedLaunch(NamedTuple):
+class TapedInterpretedLaunch(NamedTuple):
     """A launch of Triton's interpreter."""
 
-    how: Interpreted
+    how: InterpretedKernel
     grid: tuple[int, int, int]
     args: tuple[Any, ...]
 
-    def play(self, playing: Playing) -> None:
-        self.how(self.grid, 0, [_filled(x, playing) for x in self.args])
+    def play(self, playing: Playback) -> None:
+        self.how(self.grid, [_filled(x, playing) for x in self.args])
 
 
-class Ordered(NamedTuple):
+class TapedOrder(NamedTuple):
     """Streams put in order."""
 
     step: Callable[[], None]
 
-    def play(self, playing: Playing) -> None:
+    def play(self, playing: Playback) -> None:
         self.step()
 
 
-class Operation(NamedTuple):
+class TapedOperation(NamedTuple):
     """One of torch's operations, and the numbers of what it makes (0: nothing new)."""
 
     function: Any
@@ -174,7 +166,7 @@ class Operation(NamedTuple):
     keywords: dict[str, Any]
     out: tuple[int, ...]
 
-    def play(self, playing: Playing) -> None:
+    def play(self, playing: Playback) -> None:
         out = self.function(*[_filled(x, playing) for x in self.args], **self.keywords)
         for number, x in zip(self.out, (out,) if isinstance(out, Tensor) else out):
             if number:
@@ -190,11 +182,11 @@ class Tape(NamedTuple):
 
     end: int
     room: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    work: tuple[Launched | InterpretedLaunch | Ordered | Operation, ...]
+    work: tuple[TapedLaunch | TapedInterpretedLaunch | TapedOrder | TapedOperation, ...]
     dead: tuple[int, ...]
     returned: tuple[int, ...]
 
-    def play(self, playing: Playing) -> list[Tensor | None]:
+    def play(self, playing: Playback) -> list[Tensor | None]:
         """Do it on what `playing` holds."""
         device, tensors, bases = playing.device, playing.tensors, playing.bases
         if device is not None:
@@ -217,7 +209,7 @@ class Tape(NamedTuple):
         return out
 
 
-class Known:
+class StepRecord:
     """What is known of a step: its tape, once written; whether it was seen before; whether it cannot be written."""
 
     def __init__(self) -> None:
@@ -225,11 +217,11 @@ class Known:
         self.seen = self.refused = False
 
 
-def _filled(x: Any, playing: Playing) -> Any:
-    if isinstance(x, Tiled):
+def _filled(x: Any, playing: Playback) -> Any:
+    if isinstance(x, TapedDescriptor):
         return TensorDescriptor(_filled(x.base, playing), x.shape, x.strides, x.block)
-    if isinstance(x, Ref):
+    if isinstance(x, TensorRef):
         return playing.tensors[x.number]
-    if isinstance(x, Place):
+    if isinstance(x, BufferPart):
         return playing.at(x)
     return type(x)(_filled(y, playing) for y in x) if isinstance(x, (tuple, list)) else x

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime.launch import bind, launch
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.scalar_decay.chunk_gradients import additive_gradient_kernel
 from ring_la.kernels.scalar_decay.gate_gradient import gate_gradient_kernel
 from ring_la.kernels.scalar_decay.passes import attend_kernel, summarise_kernel
@@ -91,11 +91,8 @@ class Simple(Base):
         """`x` [B, T, H, D], or what reads and writes its tiles of a chunk by `block` columns."""
         if not (bulk and self._bulk):
             return x
-        bind()
         rows, row = x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]
-        found = TensorDescriptor(x, [rows, row], [row, 1], [self.chunk, block])
-        found.device, found.dtype = x.device, x.dtype  # what `launch` asks of a tensor
-        return found
+        return TensorDescriptor(x, [rows, row], [row, 1], [self.chunk, block])
 
     def _decays(self, static: bool) -> Tensor:
         """What passes read of a decay: its factors by token (see `gates`), or `static` the one of each head."""
@@ -109,10 +106,7 @@ class Simple(Base):
         """The chunks' states [B, NC, H, K, V], or what writes them by `rows` and `block` columns."""
         if not self._bulk:
             return states
-        bind()
-        found = TensorDescriptor(states, [states.numel() // self.V, self.V], [self.V, 1], [rows, block])
-        found.device, found.dtype = states.device, states.dtype
-        return found
+        return TensorDescriptor(states, [states.numel() // self.V, self.V], [self.V, 1], [rows, block])
 
     def _chunk_states(self) -> Tensor:
         """A place for the state before each chunk."""

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Border, Inputs
-from ring_la.kernels.runtime.launch import Beside, aligned, aside, join, launch
+from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.runtime.streams import SideStream, aside, join
+from ring_la.kernels.runtime.triton_version import gluon_is_proven
 from ring_la.kernels.segments import table
 from ring_la.kernels.segments.cut import Cut
 from ring_la.kernels.segments.prefix import prefix_dense_kernel, prefix_kernel, through_kernel
@@ -89,7 +90,7 @@ def total(parts: Tensor) -> Tensor:
 @functools.cache
 def hopper(device: torch.device) -> bool:
     """Whether kernels in Gluon, which is not the same in every version of Triton, are for this device."""
-    here = device.type == "cuda" and torch.version.cuda is not None and triton.__version__.startswith("3.6.")
+    here = device.type == "cuda" and torch.version.cuda is not None and gluon_is_proven()
     return here and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -243,7 +244,7 @@ class Base:
 
     def _cross(
         self, own: Tensor, transition: Tensor | None, S0: Tensor | None, reverse: bool, border: Border,
-        beside: Beside | None = None,
+        beside: SideStream | None = None,
     ) -> Callable[[], tuple[Tensor, Tensor]]:  # fmt: skip
         """Start `_prefix` with what comes from beyond this rank's pieces, on the stream `beside` if there is one; the
         result waits for it."""
@@ -265,7 +266,13 @@ class Base:
         return finish
 
     def _cross_dense(
-        self, own: Tensor, transition: Tensor, S0: Tensor | None, reverse: bool, border: Border, beside: Beside | None
+        self,
+        own: Tensor,
+        transition: Tensor,
+        S0: Tensor | None,
+        reverse: bool,
+        border: Border,
+        beside: SideStream | None,
     ) -> Callable[[], tuple[Tensor, Tensor]]:
         """The same for dense maps: links need those of whole pieces, and the scan starts again with what arrives."""
         arrives, passed = border.arrives[reverse], self._kept.passed

@@ -16,16 +16,17 @@ from torch import Tensor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Border, Inputs
-from ring_la.kernels.runtime.launch import ALIGNMENT, aligned
+from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.recorder import Recorder
-from ring_la.kernels.runtime.tape import Known, Playing
+from ring_la.kernels.runtime.tape import Playback, StepRecord
+from ring_la.kernels.runtime.triton_version import ALIGNMENT
 from ring_la.kernels.segments.backend import TritonRecurrence
 from ring_la.kernels.segments.base import once
 
 WIDTH = len(Inputs._fields)
 
 
-class Node(Known):
+class Node(StepRecord):
     """A step after certain others, and the steps that have come next."""
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class Replay:
         self._rule, self._scale, self._keep, self._final = rule, float(scale), keep, final
         q, k, v, g, beta, a, b = inputs
         self._dtype = dtype = v.dtype
-        self._playing = Playing(v)
+        self._playing = Playback(v)
         self._brought: dict[int, Brought] = {}
         self._places = 0
         self._fresh: list[Tensor] = []

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs, Local
-from ring_la.kernels.runtime.launch import ALIGNMENT, aligned, launch
-from ring_la.kernels.runtime.replayed import again
+from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.runtime.replayed_function import replayed_call
+from ring_la.kernels.runtime.triton_version import ALIGNMENT
 from ring_la.kernels.segments.table import cdiv, power_of_2, width
 
 TILE = {"additive": (64, 4), "delta": (64, 4), "dplr": (32, 2)}
@@ -144,19 +145,15 @@ def run(
     programs = B * N * H * cdiv(V, block)
     if programs:
         given = (into if state is None else state, into, into if rows is None else rows, into if cu is None else cu)
-        # states are written where they lie, so one on an odd address is left to Triton's own launch
-        start = launch if all(t.data_ptr() % ALIGNMENT == 0 for t in given) else _start
-        start(
+        # states are written where they lie, which may be an odd address
+        promise = "contiguous" if all(t.data_ptr() % ALIGNMENT == 0 for t in given) else "any"
+        launch(
             tokens_kernel, (programs,), q, k, v, g, beta, a, b, *given, o, scale, T, N, H=H, HK=HK, K=K, V=V,
             BK=width(K), BV=block, DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
             HAS_STATE=state is not None, INDEXED=rows is not None, PACKED=cu is not None,
-            SINGLE=cu is None and T == 1, num_warps=warps,
+            SINGLE=cu is None and T == 1, num_warps=warps, tensors=promise,
         )  # fmt: skip
     return o, into
-
-
-def _start(kernel, grid: tuple[int, ...], *args, **constants) -> None:
-    kernel[grid](*args, **constants)
 
 
 def _run(*arguments) -> tuple[Tensor, Tensor]:
@@ -194,7 +191,7 @@ class TritonTokens:
         in_place = self.in_place and state is not None and state.data_ptr() == S0.data_ptr()
         if in_place and state.data_ptr() % ALIGNMENT:  # written where it lies
             return run(self.rule, self.inputs, state, self.scale, cu=self.cu, into=state)
-        return again(_run, (*self.inputs, state, self.cu), self.rule, self.scale, in_place)
+        return replayed_call(_run, (*self.inputs, state, self.cu), self.rule, self.scale, in_place)
 
     def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
         return self.chunked().adjoint(do, dS_end)

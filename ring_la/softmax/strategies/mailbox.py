@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.memory import Memory
 from ..merge import Gradients
 from .job import Job, KeyValues
 from .schedule import Round, Schedule
@@ -44,7 +43,7 @@ class Mailbox:
             schedule.places[shapes] = _places(schedule, self._size, k.element_size())
         self._inbox, self._rooms = schedule.places[shapes]
         self._letters_size = 0 if dtype is None else self._size(schedule.most_received) * dtype.itemsize
-        self.memory = Memory.kept(job.group, self._inbox + self._letters_size)
+        self.memory = job.group.memory.of(self._inbox + self._letters_size)
         self._views = schedule.views.setdefault(self.memory, {}).setdefault(shapes, {})
         self._there = self.memory.now()
 

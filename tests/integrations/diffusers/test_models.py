@@ -18,12 +18,12 @@ from ring_la.integrations.diffusers import PLANS, parallelize
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
-from .models import CASES, make
+from .models import CASES, limits, make
 
 
 def leaves_of(model, inputs) -> dict[str, torch.Tensor]:
     given = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad}
-    return dict(model.named_parameters()) | given
+    return {n: p for n, p in model.named_parameters() if p.requires_grad} | given
 
 
 def outcome(model, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -44,20 +44,22 @@ def check_model(rank: int, P: int, name: str, how: dict) -> list[str]:
         model.enable_gradient_checkpointing()
         model.train()
     got, grads = outcome(model, inputs)
-    limit = 3e-6 if name.startswith("wan") else 1e-9  # its norms are in fp32
+    limit, limit_of_gradients = limits(name)
     bad = [] if error(got, want) < limit else [f"output {error(got, want):.1e}"]
     bad += [f"gradient of {n}: one has none" for n in set(grads) ^ set(want_grads)]
     for n, g in sorted(grads.items()):
+        g = g.contiguous()
         dist.all_reduce(g, group=group(P))
         g = g / P if how.get("average") else g
-        bad += [] if error(g, want_grads[n]) < 10 * limit else [f"{n} {error(g, want_grads[n]):.1e}"]
+        bad += [] if error(g, want_grads[n]) < limit_of_gradients else [f"{n} {error(g, want_grads[n]):.1e}"]
     return bad
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_is_that_of_one_process(ranks, name):
-    bad = ranks.run(3, check_model, 3, name, {})
-    assert not any(bad), bad
+    for P in (2, 3):
+        bad = ranks.run(P, check_model, P, name, {})
+        assert not any(bad), (P, bad)
 
 
 @pytest.mark.parametrize("P", [1, 2, 4])

@@ -106,15 +106,17 @@ class _Call:
         heads: int,
         tensors: tuple[Tensor, ...],
     ) -> None:
+        from ....kernels.runtime.launch import launch
+
         s, widths = self.scores, (self.q.shape[3], self.v.shape[3])
         bk, bv = map(_padded, widths)
-        kernel[tiles, self.q.shape[0] * heads](
-            *tensors, *lists, *self._common(lists),
+        launch(
+            kernel, (tiles, self.q.shape[0] * heads), *tensors, *lists, *self._common(lists),
             BM=how.rows, BN=how.keys, BK=bk, BV=bv, FULL_K=bk == widths[0], FULL_V=bv == widths[1],
             CAP=s.softcap > 0, ALIBI=s.alibi_slopes is not None, DROP=s.dropout_p > 0,
             LEFT=s.left is not None, RIGHT=s.right is not None,
             PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32",
-            num_warps=how.warps, num_stages=how.stages,
+            num_warps=how.warps, num_stages=how.stages, tensors="any",
         )  # fmt: skip
 
     def _common(self, lists: plan.TileLists) -> list:

@@ -16,7 +16,7 @@ from torch import Tensor
 Product = Literal["rows", "outer"]
 
 
-class Call(NamedTuple):
+class GroupedProduct(NamedTuple):
     """A product and its operands. Rows past the sum of the sizes belong to no group."""
 
     product: Product
@@ -43,13 +43,13 @@ class Call(NamedTuple):
         return torch.cumsum(self.sizes.to(self.x.device), 0, dtype=torch.int32)
 
 
-class Backend(Protocol):
+class GroupedBackend(Protocol):
     """What every back end offers. `compute` owes zeros to rows past the sizes and to groups without rows."""
 
-    def refusal(self, call: Call) -> str | None:
-        """Why it cannot do this call, in a few words; None if it can."""
+    def unsupported(self, call: GroupedProduct) -> str:
+        """Why it cannot compute this product, in a few words; empty if it can."""
 
-    def compute(self, call: Call) -> Tensor:
+    def compute(self, call: GroupedProduct) -> Tensor:
         """The product, contiguous, in the dtype of x, accumulated in fp32 (in fp64 for fp64)."""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -56,7 +54,7 @@ def total(k: Tensor, v: Tensor, cu: Tensor | None, scale: float, S: Tensor | Non
     return TritonRecurrence(RULE, Inputs(k, k, v), cu, scale).adjoint(v, S)
 
 
-def unsupported(tensors: Sequence[Tensor | None]) -> str:
+def unsupported(*tensors: Tensor | None) -> str:
     """Why these kernels cannot take tokens [B, T, H, D], states [B, N, H, K, V] and offsets, or an empty string."""
     for x in tensors:
         if x is None or x.dim() == 1:

@@ -1,11 +1,11 @@
-"""Launches of the short convolution and its gradients (`conv_kernels`): how many programs, over which tokens."""
+"""Launches of the short convolution and its gradients (`short_conv_device`): how many programs, over which tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ring_la.kernels.fused.short_conv_kernels import (
+from ring_la.kernels.fused.short_conv_device import (
     conv_backward_kernel,
     conv_edges_kernel,
     conv_kernel,
@@ -13,7 +13,7 @@ from ring_la.kernels.fused.short_conv_kernels import (
 )
 from ring_la.kernels.runtime import strided
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.runtime.replayed import replayed
+from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.segments.table import cdiv, power_of_2
 
 CHANNELS = 128
@@ -33,13 +33,13 @@ def unsupported(x: Tensor) -> str:
     return "" if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else f"dtype {x.dtype}"
 
 
-class Call:
+class ConvolutionLaunches:
     """What the launches of one convolution share. x ``[B, T, D]``, weight ``[D, W]``, lead ``[B, N, W−1, D]``."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, lead: Tensor | None, cu: Tensor | None) -> None:
         self.x, self.weight = strided.rows(x), aligned(weight)
         self.bias, self.cu = (None if t is None else aligned(t) for t in (bias, cu))
-        self.lead = None if lead is None else strided.based(lead)
+        self.lead = None if lead is None else strided.on_boundary(lead)
         (self.B, self.T, self.D), self.W = x.shape, weight.shape[1]
         self.N = 1 if cu is None else cu.shape[0] - 1
         self.unit, self.steps = strided.strides(self.x)
@@ -79,7 +79,7 @@ class Call:
             launch(
                 conv_kernel, (cdiv(self.T, run) * self.columns, self.B), self.x, self.weight, *self.optional, o,
                 self.T, self.N, self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, **self.shape,
-                **self.present, **self.capped(REGISTERS[0]),
+                **self.present, **self.capped(REGISTERS[0]), tensors="strided",
             )  # fmt: skip
         return o
 
@@ -110,7 +110,7 @@ class Call:
                 conv_backward_kernel, (runs * self.columns, self.B), self.x, self.weight, *self.optional, do,
                 do if dends is None else dends, dx, do if heads is None else heads, sums, self.T, self.N,
                 self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, ENDS=dends is not None, **self.shape,
-                **self.present, **self.capped(REGISTERS[1]),
+                **self.present, **self.capped(REGISTERS[1]), tensors="strided",
             )  # fmt: skip
             launch(
                 conv_sums_kernel, (cdiv((W + 1) * D, SUMS[1]),), sums, dweight, dweight if dbias is None else dbias,
@@ -127,6 +127,7 @@ class Call:
                 conv_edges_kernel, (self.N * self.columns, self.B), self.x, lead, dz, self.weight,
                 dz if dends is None else dends, cu, out, self.T, self.N, *self.strides, WP=power_of_2(self.W),
                 BACK=back, LEAD=self.lead is not None, ENDS=dends is not None, **self.shape,
+                tensors="strided",
             )  # fmt: skip
         return out
 
@@ -135,8 +136,8 @@ class Call:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, lead: Tensor | None, cu: Tensor | None, silu: bool, ends: bool
 ) -> tuple[Tensor, Tensor]:
-    """(o [B, T, D], the last W − 1 rows of each piece, or an empty tensor); see `kernels.short_conv`."""
-    call = Call(x, weight, bias, lead, cu)
+    """(o [B, T, D], the last W − 1 rows of each piece, or an empty tensor); see `short_conv.convolve`."""
+    call = ConvolutionLaunches(x, weight, bias, lead, cu)
     return call.forward(silu), call.ends() if ends else x.new_empty(0)
 
 
@@ -152,4 +153,4 @@ def backward(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, weight, bias and lead."""
-    return Call(x, weight, bias, lead, cu).backward(do, dends, silu)
+    return ConvolutionLaunches(x, weight, bias, lead, cu).backward(do, dends, silu)

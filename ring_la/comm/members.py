@@ -1,0 +1,57 @@
+"""The ranks of a process group as one of them sees it, and what they share beside messages: the job's store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ArgumentError
+
+
+class Members:
+    """The ranks of a process group, addressed by group rank.
+
+    Args:
+        group: a ProcessGroup; None for the default group.
+        timeout: how long a peer may take before a wait becomes a `PeerError`.
+
+    Attributes:
+        group: the ProcessGroup. size, rank: how many ranks it has, and this one's.
+        global_ranks: of each rank, its rank in the job.
+        on_cuda: whether messages are on the GPU (NCCL). device: where they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ArgumentError("group", "an initialised torch.distributed (dist.init_process_group)", "none")
+        self.group = dist.group.WORLD if group is None else group
+        self.size = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ArgumentError("group", "a group this rank belongs to", f"one without global rank {dist.get_rank()}")
+        self.global_ranks = dist.get_process_group_ranks(self.group)
+        self.on_cuda = "nccl" in str(dist.get_backend(self.group))
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
+        self.timeout = timeout
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """These ranks as errors name them."""
+        return ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in ranks)
+
+
+class JobStore:
+    """What the ranks of one group keep in the job's store, apart from all other groups.
+
+    Attributes:
+        name: a number that no other group has, the same on all its ranks.
+    """
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+
+    def of(self, purpose: str) -> dist.Store:
+        """The part of the store for one purpose."""
+        return dist.PrefixStore(f"ring_la/{self.name}/{purpose}", dist.distributed_c10d._get_default_store())

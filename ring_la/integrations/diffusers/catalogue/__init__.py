@@ -1,0 +1,28 @@
+"""The plans of Diffusers' models. A new one is an entry here; its test is a case of tests/integrations/diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ....errors import UnsupportedError
+from ..plans import ModelPlan
+from .cross import CROSS
+from .joint import JOINT
+
+PLANS: Mapping[str, ModelPlan] = JOINT | CROSS
+"""By the name of the model's class."""
+
+
+def find_plan(model: nn.Module) -> ModelPlan:
+    """The entry of a model.
+
+    Raises:
+        UnsupportedError: it has none.
+    """
+    plan = PLANS.get(type(model).__name__)
+    if plan is None or not type(model).__module__.startswith("diffusers."):
+        expected = f"one of {', '.join(PLANS)}"
+        raise UnsupportedError("transformer", expected, type(model).__name__, "Give a plan of its own (plan=)")
+    return plan

@@ -1,0 +1,204 @@
+"""Models that read their text, whole on every rank, by cross-attention; or that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, TimeSteps, TokenRows
+
+_wan = BlockPlan(
+    arguments={
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": SAME,
+        "temb": TimeSteps(4),
+        "rotary_emb": (TokenRows(IMAGE, 1), TokenRows(IMAGE, 1)),
+    },
+    attention={
+        "attn1": AttentionPlan(IMAGE, ("WanAttnProcessor",)),
+        "attn2": AttentionPlan(None, ("WanAttnProcessor",)),
+    },
+)
+_skyreels = BlockPlan(
+    arguments={**_wan.arguments, "temb": SAME, "attention_mask": SAME},
+    attention={
+        "attn1": AttentionPlan(IMAGE, ("SkyReelsV2AttnProcessor",)),
+        "attn2": AttentionPlan(None, ("SkyReelsV2AttnProcessor",)),
+    },
+)
+_ltx = BlockPlan(
+    arguments={
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": SAME,
+        "temb": TimeSteps(3),
+        "image_rotary_emb": (TokenRows(IMAGE, 1), TokenRows(IMAGE, 1)),
+        "encoder_attention_mask": SAME,
+    },
+    attention={
+        "attn1": AttentionPlan(IMAGE, ("LTXVideoAttnProcessor",)),
+        "attn2": AttentionPlan(None, ("LTXVideoAttnProcessor",)),
+    },
+)
+
+
+def _basic(*processors: str, attn2: bool = True) -> BlockPlan:
+    """The library's BasicTransformerBlock."""
+    names = ("attention_mask", "encoder_hidden_states", "encoder_attention_mask", "timestep", "cross_attention_kwargs")
+    arguments = {"hidden_states": TokenRows(IMAGE)} | dict.fromkeys((*names, "class_labels", "added_cond_kwargs"), SAME)
+    cross = {"attn2": AttentionPlan(None, processors)} if attn2 else {}
+    return BlockPlan(arguments, {"attn1": AttentionPlan(IMAGE, processors)} | cross)
+
+
+_allegro = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": SAME,
+        "temb": SAME,
+        "attention_mask": SAME,
+        "encoder_attention_mask": SAME,
+        "image_rotary_emb": (SAME, (TokenRows(IMAGE),) * 3),
+    },
+    {
+        "attn1": AttentionPlan(IMAGE, ("AllegroAttnProcessor2_0",)),
+        "attn2": AttentionPlan(None, ("AllegroAttnProcessor2_0",)),
+    },
+)
+_hunyuan_dit = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": SAME,
+        "temb": SAME,
+        "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
+        "skip": TokenRows(IMAGE),
+    },
+    {
+        "attn1": AttentionPlan(IMAGE, ("HunyuanAttnProcessor2_0",)),
+        "attn2": AttentionPlan(None, ("HunyuanAttnProcessor2_0",)),
+    },
+)
+_kandinsky5 = BlockPlan(
+    {
+        "visual_embed": TokenRows(IMAGE),
+        "text_embed": SAME,
+        "time_embed": SAME,
+        "rope": TokenRows(IMAGE),
+        "sparse_params": SAME,
+    },
+    {
+        "self_attention": AttentionPlan(IMAGE, ("Kandinsky5AttnProcessor",)),
+        "cross_attention": AttentionPlan(None, ("Kandinsky5AttnProcessor",)),
+    },
+)
+_cosmos = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": SAME,
+        "embedded_timestep": TimeSteps(3),
+        "temb": TimeSteps(3),
+        "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
+        "extra_pos_emb": TokenRows(IMAGE),
+        "attention_mask": SAME,
+        "controlnet_residual": TokenRows(IMAGE),
+        "latents": TokenRows(IMAGE),
+        "block_idx": SAME,
+    },
+    {
+        "attn1": AttentionPlan(IMAGE, ("CosmosAttnProcessor2_0",)),
+        "attn2": AttentionPlan(None, ("CosmosAttnProcessor2_0",)),
+    },
+)
+_cosmos_norm = {"hidden_states": TokenRows(IMAGE), "embedded_timestep": TimeSteps(3), "temb": TimeSteps(3)}
+_stable_audio = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "attention_mask": SAME,
+        "encoder_hidden_states": SAME,
+        "encoder_attention_mask": SAME,
+        "rotary_embedding": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
+    },
+    {
+        "attn1": AttentionPlan(IMAGE, ("StableAudioAttnProcessor2_0",)),
+        "attn2": AttentionPlan(None, ("StableAudioAttnProcessor2_0",)),
+    },
+)
+
+_common = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")
+CROSS: Mapping[str, ModelPlan] = {
+    "WanTransformer3DModel": ModelPlan(
+        {"blocks": "WanTransformerBlock"},
+        {"WanTransformerBlock": _wan},
+        (*_common, "encoder_hidden_states_image"),
+        outputs={"condition_embedder": {0: TimeSteps(3), 1: TimeSteps(3)}},
+    ),
+    "LTXVideoTransformer3DModel": ModelPlan(
+        {"transformer_blocks": "LTXVideoTransformerBlock"},
+        {"LTXVideoTransformerBlock": _ltx},
+        (
+            *_common,
+            "encoder_attention_mask",
+            "num_frames",
+            "height",
+            "width",
+            "rope_interpolation_scale",
+            "video_coords",
+        ),
+        outputs={"time_embed": {0: TimeSteps(flat=True), 1: TimeSteps(flat=True)}},
+    ),
+    "ChronoEditTransformer3DModel": ModelPlan(
+        {"blocks": "WanTransformerBlock"},
+        {"WanTransformerBlock": _wan},
+        (*_common, "encoder_hidden_states_image"),
+        outputs={"condition_embedder": {0: TimeSteps(3), 1: TimeSteps(3)}},
+    ),
+    "PixArtTransformer2DModel": ModelPlan(
+        {"transformer_blocks": "BasicTransformerBlock"},
+        {"BasicTransformerBlock": _basic("AttnProcessor2_0")},
+        (*_common, "encoder_attention_mask", "added_cond_kwargs"),
+    ),
+    "DiTTransformer2DModel": ModelPlan(
+        {"transformer_blocks": "BasicTransformerBlock"},
+        {"BasicTransformerBlock": _basic("AttnProcessor2_0", attn2=False)},
+        ("hidden_states", "timestep", "class_labels", "return_dict"),
+        last="proj_out_2",
+    ),
+    "HunyuanDiT2DModel": ModelPlan(
+        {"blocks": "HunyuanDiTBlock"},
+        {"HunyuanDiTBlock": _hunyuan_dit},
+        (
+            *_common,
+            "text_embedding_mask",
+            "encoder_hidden_states_t5",
+            "text_embedding_mask_t5",
+            "image_meta_size",
+            "style",
+            "image_rotary_emb",
+        ),
+    ),
+    "Kandinsky5Transformer3DModel": ModelPlan(
+        {"visual_transformer_blocks": "Kandinsky5TransformerDecoderBlock"},
+        {"Kandinsky5TransformerDecoderBlock": _kandinsky5},
+        (*_common, "pooled_projections", "visual_rope_pos", "text_rope_pos", "scale_factor"),
+        last="visual_transformer_blocks",
+        layers_behind=True,
+    ),
+    "CosmosTransformer3DModel": ModelPlan(
+        {"transformer_blocks": "CosmosTransformerBlock", "norm_out": "CosmosAdaLayerNorm"},
+        {"CosmosTransformerBlock": _cosmos, "CosmosAdaLayerNorm": BlockPlan(_cosmos_norm, {})},
+        (*_common, "attention_mask", "fps", "condition_mask", "padding_mask"),
+    ),
+    "StableAudioDiTModel": ModelPlan(
+        {"transformer_blocks": "StableAudioDiTBlock"},
+        {"StableAudioDiTBlock": _stable_audio},
+        (*_common, "global_hidden_states", "rotary_embedding", "encoder_attention_mask"),
+        layers_behind=True,
+    ),
+    "SkyReelsV2Transformer3DModel": ModelPlan(
+        {"blocks": "SkyReelsV2TransformerBlock"},
+        {"SkyReelsV2TransformerBlock": _skyreels},
+        (*_common, "encoder_hidden_states_image", "fps"),
+    ),
+    "AllegroTransformer3DModel": ModelPlan(
+        {"transformer_blocks": "AllegroTransformerBlock"},
+        {"AllegroTransformerBlock": _allegro},
+        (*_common, "encoder_attention_mask", "image_rotary_emb"),
+    ),
+}

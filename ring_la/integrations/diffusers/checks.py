@@ -1,0 +1,89 @@
+"""What of a model, and of a call, cannot run on a split sequence; refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+
+from ...errors import ArgumentError, UnsupportedError
+from .compare import tensors_in
+from .plans import BlockPlan, ModelPlan
+
+
+def blocks_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.Module, str]]:
+    """The name of each module that is given a part of its tokens, the module, and its class's name in the plan."""
+    for path, kind in plan.blocks.items():
+        found = getattr(model, path, None)
+        if isinstance(found, nn.ModuleList):
+            yield from ((f"{path}.{n}", block, kind) for n, block in enumerate(found))
+        elif isinstance(found, nn.Module):
+            yield path, found, kind
+        else:
+            raise other_version(type(model).__name__, f"no list of blocks {path}")
+
+
+def check_block(name: str, block: nn.Module, kind: str, spec: BlockPlan, model: str) -> tuple[str, ...]:
+    """Refuse a block that is not as its plan knows it; the names of its arguments, in order. `model`: its model's
+    module, of whose library the block must be."""
+    if type(block).__name__ != kind or type(block).__module__.split(".")[0] != model.split(".")[0]:
+        raise UnsupportedError("transformer", f"a {kind}", f"{name}, a {type(block).__name__}")
+    taken = inspect.signature(type(block).forward).parameters
+    taken = [n for n, p in taken.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
+    if set(taken) != set(spec.arguments):
+        odd = sorted(set(taken) ^ set(spec.arguments))
+        raise other_version(f"{name} ({kind})", f"arguments that differ in {', '.join(odd)}")
+    for label, module in block.named_modules():
+        if not hasattr(module, "processor"):
+            continue
+        known = spec.attention.get(label)
+        processor, where = module.processor, f"{name}.{label}"
+        if known is None or type(processor).__name__ not in known.processors:
+            expected = f"an attention with {' or '.join(known.processors)}" if known else "no attention there"
+            raise UnsupportedError("transformer", expected, f"{where} with {type(processor).__name__}")
+        if getattr(processor, "_attention_backend", None) is not None:
+            raise UnsupportedError("transformer", "no attention backend of Diffusers", f"one in {where}", KERNELS)
+    return tuple(taken)
+
+
+KERNELS = "Name a kernel by parallelize(backend=…) instead"
+
+
+def check_library_backend() -> None:
+    """Refuse a kernel that Diffusers was told to use everywhere, which split attention would not take."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    active = _AttentionBackendRegistry.get_active_backend()[0]
+    if active != AttentionBackendName.NATIVE:
+        expected = "the native one (diffusers.attention_backend, DIFFUSERS_ATTN_BACKEND)"
+        got = getattr(active, "value", active)
+        raise UnsupportedError("attention backend of Diffusers", expected, got, KERNELS)
+
+
+def check_call(model: nn.Module, plan: ModelPlan, signature: inspect.Signature, given: Mapping[str, object]) -> None:
+    """Refuse arguments that a split call has no part for, and what was changed in the model since."""
+    check_library_backend()
+    for name, value in given.items():
+        default = signature.parameters[name].default
+        if name in plan.inputs or value is None or value is default:
+            continue
+        if isinstance(value, dict) and set(value) <= {"scale"}:  # LoRA's, which the library takes out itself
+            continue
+        hint = "Its tokens would not be split" if tensors_in(value) else "The plan does not know what it changes"
+        raise UnsupportedError(name, "its default on a split sequence", type(value).__name__, hint)
+    if not isinstance(given["hidden_states"], Tensor):
+        raise ArgumentError("hidden_states", "a tensor", type(given["hidden_states"]).__name__)
+    for name, block, kind in blocks_of(model, plan):
+        if hasattr(block, "_diffusers_hook"):
+            raise UnsupportedError("transformer", "blocks without hooks of Diffusers", f"one on {name}")
+        for label, module in block.named_modules():
+            known = plan.classes[kind].attention.get(label)
+            if known and known.streams and not getattr(module.processor, "ring_la", False):
+                got = f"{name}.{label} with {type(module.processor).__name__}, set afterwards"
+                raise UnsupportedError("transformer", "the processors of parallelize", got)
+
+
+def other_version(what: str, got: str) -> UnsupportedError:
+    """An error of a model that is not as its plan knows it."""
+    return UnsupportedError("transformer", f"{what} as the plan knows it", got, "Another version of Diffusers")

@@ -1,0 +1,76 @@
+"""Mamba-2's time step: what its recurrence writes, ``Δ x``, and its log-decay, ``Δ A``.
+
+    ring_la::discretise   ring_la::discretise_backward
+
+On CUDA a registered operator, by Triton where it can; elsewhere PyTorch's own operations, which have derivatives of
+every order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .operator import Operator, fused, kernels_of
+
+
+def discretise(
+    x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None = None, *, softplus: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``Δ = dt + bias``, through a softplus if asked for: (``Δ x`` in x's dtype, ``Δ A`` in fp32 or wider).
+
+    Args:
+        x: ``[B, T, H, V]``. dt: ``[B, T, H]``. A, bias: ``[H]``.
+    """
+    if not fused(x):
+        return plain_discretise(x, dt, A, bias, softplus)
+    return discretise_op(x, dt, A, bias, softplus)
+
+
+def plain_discretise(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    step = dt.to(wide) if bias is None else dt.to(wide) + bias.to(wide)
+    step = F.softplus(step) if softplus else step
+    return (step[..., None] * x).to(x.dtype), step * A.to(wide)
+
+
+def plain_discretise_backward(
+    dv: Tensor, dg: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of x, dt, A and bias."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = dt.to(wide) if bias is None else dt.to(wide) + bias.to(wide)
+    step = F.softplus(z) if softplus else z
+    ddt = (dv.to(wide) * x.to(wide)).sum(-1) + dg * A.to(wide)
+    ddt = ddt * torch.sigmoid(z) if softplus else ddt
+    dbias = None if bias is None else ddt.sum((0, 1)).to(bias.dtype)
+    dx = (step[..., None] * dv.to(wide)).to(x.dtype)
+    return dx, ddt.to(dt.dtype), (dg * step).sum((0, 1)).to(A.dtype), dbias
+
+
+def _discretise(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
+    """See `discretise`."""
+    kernels = kernels_of("discretise", x)
+    if kernels is not None:
+        return kernels.forward(x, dt, A, bias, softplus)
+    v, g = plain_discretise(x, dt, A, bias, softplus)
+    return v.contiguous(), g.contiguous()
+
+
+def _discretise_backward(
+    dv: Tensor | None, dg: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
+) -> list[Tensor]:
+    """Gradients of x, dt and A, then of the bias where it is given."""
+    dv = torch.zeros_like(x) if dv is None else dv
+    dg = torch.zeros_like(dt, dtype=torch.promote_types(x.dtype, torch.float32)) if dg is None else dg
+    kernels = kernels_of("discretise", x)
+    backward = plain_discretise_backward if kernels is None else kernels.backward
+    return [d.contiguous() for d in backward(dv, dg, x, dt, A, bias, softplus) if d is not None]
+
+
+def _fake(x, dt, A, bias, softplus):
+    return x.new_empty(x.shape), dt.new_empty(dt.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+discretise_op = Operator("discretise", _discretise, _discretise_backward, _fake, 4)

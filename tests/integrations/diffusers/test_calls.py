@@ -1,0 +1,180 @@
+"""What ranks are told about calls: inputs that differ, kernels named elsewhere, layers left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+pytest.importorskip("diffusers")
+
+import diffusers
+
+import ring_la
+from ring_la.errors import RingLAError
+from ring_la.integrations.diffusers import AttentionPlan, BlockPlan, ModelPlan, TokenRows, parallelize
+from tests.support.attention_cases import error
+from tests.support.pool import group
+
+from .models import make
+
+
+def told(call) -> str:
+    """What a call is refused with."""
+    try:
+        call()
+        return "accepted"
+    except RingLAError as e:
+        return str(e)
+
+
+def check_later_calls(rank: int) -> list[str]:
+    """A first call that agrees, then calls of which one rank's inputs are others."""
+    model, inputs = make("flux")
+    parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
+    with torch.no_grad():
+        want, bad = model(**inputs).sample, []
+        for name in ("hidden_states", "encoder_hidden_states", "guidance"):
+            other = inputs | {name: inputs[name] + rank}
+            message = told(lambda: model(**other))  # noqa: B023
+            bad += [] if "disagree" in message and f"{name} of rank 1" in message else [f"{name}: {message}"]
+        higher = inputs | dict(hidden_states=inputs["hidden_states"][:, : 15 - 3 * rank])
+        start, message = time.monotonic(), told(lambda: model(**higher))
+        took = time.monotonic() - start
+        bad += [] if "[2, 15, 4]" in message and "[2, 12, 4]" in message and took < 30 else [f"{took:.0f} s: {message}"]
+        bad += [] if torch.equal(model(**inputs).sample, want) else ["afterwards"]
+    return bad
+
+
+def test_later_calls_are_compared(ranks):
+    assert ranks.run(2, check_later_calls) == [[], []]
+
+
+def check_late(rank: int, dtype: torch.dtype) -> list[str]:
+    """As on a GPU: nobody waits for the checksums. The output is NaN, and the next call says why."""
+    model, inputs = make("flux")
+    model = model.to(dtype)
+    inputs = {n: x.detach().to(dtype) for n, x in inputs.items()}
+    parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
+    model._ring_la.comparison.waits = False
+    with torch.no_grad():
+        want = model(**inputs).sample
+        other = model(**inputs | dict(hidden_states=inputs["hidden_states"] + rank)).sample
+        message = told(lambda: model(**inputs))
+        bad = [] if other.isnan().all() else ["a call whose inputs differ gave numbers"]
+        bad += [] if "hidden_states of rank 1" in message else [message]
+        return bad + ([] if torch.equal(model(**inputs).sample, want) else ["afterwards"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_checksums_that_are_read_late(ranks, dtype):
+    assert ranks.run(2, check_late, dtype) == [[], []]
+
+
+def check_backends(rank: int) -> list[str]:
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    cp, bad = ring_la.ContextParallel(group(2), scan="ring", timeout=60), []
+    model, inputs = make("wan")
+    parallelize(model, cp)
+    with diffusers.attention_backend("_native_math"):
+        message = told(lambda: model(**inputs))
+        bad += [] if "_native_math" in message and "parallelize(backend=" in message else [f"context: {message}"]
+    before = _AttentionBackendRegistry._active_backend  # which DIFFUSERS_ATTN_BACKEND sets when it is imported
+    _AttentionBackendRegistry.set_active_backend(AttentionBackendName._NATIVE_MATH)
+    try:
+        message = told(lambda: parallelize(make("flux")[0], cp))
+        bad += [] if "_native_math" in message and "DIFFUSERS_ATTN_BACKEND" in message else [f"variable: {message}"]
+    finally:
+        _AttentionBackendRegistry.set_active_backend(before)
+    model(**inputs)
+    return bad
+
+
+def test_backends_of_the_library_are_refused(ranks):
+    assert ranks.run(2, check_backends) == [[], []]
+
+
+def check_skipped(rank: int) -> list[float]:
+    errors = []
+    for skipped in ([0], [1], [0, 1]):
+        model, inputs = make("sd3")
+        want = model(**inputs, skip_layers=skipped).sample
+        parallelize(model, ring_la.ContextParallel(group(3), scan="ring", timeout=60))
+        errors.append(error(model(**inputs, skip_layers=skipped).sample, want))
+    return errors
+
+
+def test_skipped_layers(ranks):
+    """SD3's guidance by skipped layers (the first one too, where tokens were split)."""
+    assert all(e < 1e-9 for errors in ranks.run(3, check_skipped) for e in errors)
+
+
+# -- a plan of one's own -----------------------------------------------------------------------------------
+
+
+class OwnProcessor:
+    def __call__(self, attn: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in attn.qkv(x).chunk(3, 2))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class OwnAttention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.processor = torch.nn.Linear(8, 24), OwnProcessor()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.processor(self, x)
+
+
+class OwnBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = OwnAttention()
+
+    def forward(self, hidden_states: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.attn(hidden_states + shift)
+
+
+class Own(torch.nn.Module):
+    """A user's transformer, with a layer behind the gathering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.behind = torch.nn.ModuleList([OwnBlock(), OwnBlock()]), torch.nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden_states = block(hidden_states, shift)
+        return self.behind(hidden_states)
+
+
+def check_own(rank: int, average: bool) -> list[float]:
+    torch.manual_seed(0)
+    model, x, shift = Own().double(), torch.randn(2, 7, 8).double(), torch.randn(2, 1, 8).double()
+    leaves = list(model.parameters())
+
+    def outcome() -> list[torch.Tensor]:
+        out = model(x, shift=shift)
+        return [out, *torch.autograd.grad((out * out).sum(), leaves)]
+
+    want = outcome()
+    rows = TokenRows(("image",))
+    block = BlockPlan({"hidden_states": rows, "shift": None}, {"attn": AttentionPlan(("image",), ("OwnProcessor",))})
+    plan = ModelPlan({"blocks": "OwnBlock"}, {"OwnBlock": block}, ("hidden_states", "shift"), last="blocks")
+    cp = ring_la.ContextParallel(group(3), scan="ring", timeout=60)
+    parallelize(model, cp, average=average, plan=dataclasses.replace(plan, layers_behind=True))
+    got = outcome()
+    for grad in got[1:]:
+        dist.all_reduce(grad, group=group(3))
+    return [error(g / (3 if average and n else 1), w) for n, (g, w) in enumerate(zip(got, want))]
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_plan_of_ones_own(ranks, average):
+    assert all(e < 1e-12 for errors in ranks.run(3, check_own, average) for e in errors)

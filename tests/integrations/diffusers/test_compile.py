@@ -1,0 +1,50 @@
+"""Blocks of a parallelized model under torch.compile: one graph each, and the same output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+import ring_la
+from ring_la.integrations.diffusers import parallelize
+from tests.support.attention_cases import error
+from tests.support.pool import group
+
+from .models import make
+
+
+def called(block, *args, **keywords):
+    """A block with its hooks, as a compiled model calls it."""
+    return block(*args, **keywords)
+
+
+def check_compiled(rank: int, name: str) -> dict[str, float]:
+    """Breaks in the graph of each block, and the error of a model whose blocks are compiled whole."""
+    torch._dynamo.reset()
+    model, inputs = make(name)
+    parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
+    blocks = [block for path in model._ring_la.plan.blocks for block in getattr(model, path)]
+    given: list = []
+    hooks = [b.register_forward_pre_hook(lambda *x: given.append(x), with_kwargs=True, prepend=True) for b in blocks]
+    with torch.no_grad():
+        want = model(**inputs).sample
+        for hook in hooks:
+            hook.remove()
+        model._ring_la.call.started = False  # the first block splits
+        found = {
+            n: torch._dynamo.explain(called)(b, *args, **kw).graph_break_count for n, (b, args, kw) in enumerate(given)
+        }
+        torch._dynamo.reset()
+        for block in blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        for again in ("first", "second"):
+            found[f"error of the {again} call"] = error(model(**inputs).sample, want)
+    return found
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen, masked"])
+def test_blocks_are_one_graph(ranks, name):
+    for found in ranks.run(2, check_compiled, name):
+        assert all(n < 1e-9 for n in found.values()), found
