@@ -13,7 +13,7 @@ from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Bytes, Engine, NoText
 from ring_la.serving.load import load, vocabulary
-from tests.support.engine_requests import LONG, Asked, serve
+from tests.serving.test_engine import LONG, Asked, serve
 from tests.support.pool import group
 from tests.support.transformers_models import CASES, VOCABULARY
 
