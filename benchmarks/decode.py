@@ -15,7 +15,7 @@ import torch
 
 import ring_la
 from ring_la.algebra import Rule
-from ring_la.kernels.triton import recurrent as decode
+from ring_la.kernels import recurrent as decode
 from tests.support.triton_cases import Case
 
 from .ops.measure import bandwidth, milliseconds

@@ -17,11 +17,14 @@ shapes, and the backward pass is the same scan, right to left, with ``Aᵀ``:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from .errors import ArgumentError
 
 Transition = Literal["identity", "scalar", "diagonal", "dense"]
 Write = Literal["additive", "delta", "dplr"]
@@ -30,18 +33,40 @@ _GATE: dict[Decay, tuple[str, ...]] = {"none": (), "scalar": ("g",), "diagonal":
 _BROUGHT: dict[Write, tuple[str, ...]] = {"additive": (), "delta": ("beta",), "dplr": ("a", "b")}
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True)
+class Rule:
     """How one token changes the state ``S [K, V]``, given ``D = diag(exp g)`` (g per head or per key channel).
 
     additive   S ← D S + k vᵀ
     delta      S ← (I − β k kᵀ) D S + β k vᵀ
     dplr       S ← (D + b aᵀ) S + k vᵀ                 (a reads the state before the decay)
 
-    and then reads ``o = scale · Sᵀ q``.
+    and then reads ``o = scale · Sᵀ q``. Any write goes with any decay; what a backend takes is its own. `lower_bound`
+    is a log-decay below which no gate falls, where the caller knows one; it changes nothing but which kernels may be
+    used.
+
+    Raises:
+        ArgumentError: an unknown write or decay; a bound above zero, or one of a decay that is not there.
     """
 
     write: Write
     decay: Decay
+    lower_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, word, known in (("write", self.write, _BROUGHT), ("decay", self.decay, _GATE)):
+            if word not in known:
+                raise ArgumentError(name, f"one of {', '.join(known)}", repr(word))
+        bound = self.lower_bound
+        if bound is not None and not (isinstance(bound, (int, float)) and -math.inf < bound <= 0):
+            raise ArgumentError("lower_bound", "a number at most 0, or None", repr(bound))
+        if bound is not None and self.decay == "none":
+            raise ArgumentError("lower_bound", "None, without a decay", repr(bound))
+
+    @property
+    def plain(self) -> Rule:
+        """The rule without what is known of its gates."""
+        return Rule(self.write, self.decay)
 
     @property
     def transition(self) -> Transition:
@@ -56,13 +81,13 @@ class Rule(NamedTuple):
         return ("q", "k", "v", *_GATE[self.decay], *_BROUGHT[self.write])
 
     def __str__(self) -> str:
-        return f"{self.write}_{self.decay}"
+        return f"{self.write}_{self.decay}" + ("" if self.lower_bound is None else f"_{float(self.lower_bound)!r}")
 
     @classmethod
     def parse(cls, text: str) -> Rule:
         """The inverse of ``str``: operators carry their rule as a string."""
-        write, decay = text.split("_")
-        return cls(write, decay)  # type: ignore[arg-type]
+        write, decay, *bound = text.split("_")
+        return cls(write, decay, *map(float, bound))  # type: ignore[arg-type]
 
 
 def transition_shape(kind: Transition, state: torch.Size) -> torch.Size | None:

@@ -13,8 +13,8 @@ import ring_la
 ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
-    {"errors", "algebra", "outputs", "choices"},
-    {"autograd"},
+    {"errors", "outputs", "choices"},
+    {"algebra", "autograd"},
     {"layout", "reference"},
     {"kernels"},
     {"comm"},

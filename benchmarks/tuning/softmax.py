@@ -18,18 +18,18 @@ import torch
 
 from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.backends.triton import kernels, launch, table
-from ring_la.softmax.backends.triton.table import Launch
-from ring_la.softmax.merge import Partial, row_sums
+from ring_la.softmax.backends.triton.table import TileSettings as Tiling
+from ring_la.softmax.geometry import Pair, Tokens
+from ring_la.softmax.merging import Partial, row_sums
 from ring_la.softmax.scores import Scores
-from ring_la.softmax.tokens import Tokens
 
 NARROW = [
-    Launch(128, 64, 4, 2), Launch(128, 64, 4, 3), Launch(128, 64, 4, 4), Launch(128, 128, 8, 2), Launch(128, 128, 8, 3),
-    Launch(64, 64, 4, 3), Launch(128, 64, 8, 3), Launch(64, 128, 8, 3), Launch(64, 128, 4, 2), Launch(64, 64, 4, 2),
+    Tiling(128, 64, 4, 2), Tiling(128, 64, 4, 3), Tiling(128, 64, 4, 4), Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 3),
+    Tiling(64, 64, 4, 3), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3), Tiling(64, 128, 4, 2), Tiling(64, 64, 4, 2),
 ]  # fmt: skip
 WIDE = [
-    Launch(64, 32, 8, 2), Launch(64, 32, 4, 2), Launch(64, 64, 8, 2), Launch(128, 32, 8, 2), Launch(128, 64, 8, 2),
-    Launch(64, 64, 4, 2), Launch(32, 64, 4, 2), Launch(64, 64, 8, 1), Launch(32, 64, 8, 2),
+    Tiling(64, 32, 8, 2), Tiling(64, 32, 4, 2), Tiling(64, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(128, 64, 8, 2),
+    Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), Tiling(64, 64, 8, 1), Tiling(32, 64, 8, 2),
 ]  # fmt: skip
 GRID = {64: NARROW, 128: NARROW, 256: WIDE}
 TABLES = ("FORWARD", "BACKWARD_KEYS", "BACKWARD_QUERIES")
@@ -41,11 +41,12 @@ def calls(width: int, T: int, H: int) -> dict[str, Callable[[], None]]:
     q, k, v, do = (torch.randn(1, T, H, width, device=device, dtype=torch.bfloat16) for _ in range(4))
     rows, scores = Tokens.whole(T, device), Scores(width**-0.5, right=0)
     out = Partial(q.shape, q.dtype, device)
-    BACKENDS["triton"].forward(q, k, v, scores, rows, rows, out)
+    pair = Pair(rows, rows, scores.reach)
+    BACKENDS["triton"].forward(q, k, v, scores, pair, out)
     o, lse = out.result()
     inputs = (q, k, v, do, lse, row_sums(do, o, None))
     dq, dk, dv = (torch.empty_like(q) for _ in range(3))
-    call = launch._Call(scores, q, k, v, do, rows, rows)
+    call = launch.Launcher(scores, pair, q, k, v, do)
     return {
         "FORWARD": lambda: call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse),
         "BACKWARD_KEYS": lambda: call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv),

@@ -20,12 +20,11 @@ from contextlib import contextmanager
 import torch
 
 from ring_la.algebra import Rule
+from ring_la.kernels.families import recurrence
+from ring_la.kernels.protocol import Backward, OutputUse
 from ring_la.kernels.runtime.launch import launch as plain
-from ring_la.kernels.scalar_decay import launches as simple
-from ring_la.kernels.segments import backend as local
-from ring_la.kernels.segments import base, table
-from ring_la.kernels.segments.table import Launch
-from ring_la.kernels.wy import launches as general
+from ring_la.kernels.spans import table
+from ring_la.kernels.spans.table import Tiling
 from tests.support.triton_cases import Case, errors
 
 PASSES = [(64, 4, 1), (64, 4, 1, 168), (64, 4, 2), (64, 4, 2, 168), (128, 8, 1), (128, 8, 2)]
@@ -42,8 +41,8 @@ GRID = {
     "PAIRS": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (64, 4, 2, 168)],
     "GRADIENT": ROWS,
     "GRADIENT_DIAGONAL": GRADIENTS, "DPLR_GRADIENT": [(32, 4, 1), (32, 8, 1), (64, 8, 1)],
-    "INTRA": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 1, 128)],
-    "INTRA_DIAGONAL": [(32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (32, 4, 1, 168)],
+    "PRODUCTS": [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 1, 128)],
+    "PRODUCTS_DIAGONAL": [(32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (32, 4, 1, 168)],
     "WAVES": [132, 264, 528, 1056],
 }  # fmt: skip
 DELTA, DIAGONAL = ["delta_none", "delta_scalar"], ["delta_diagonal", "additive_diagonal"]
@@ -51,9 +50,9 @@ RULES = {
     "SUMMARISE": ["additive_none", "additive_scalar"], "ATTEND": ["additive_none"],
     "ATTEND_GATED": ["additive_scalar"], "WRITES": ["additive_none", "additive_scalar"],
     "STATES": ["additive_scalar"], "ADDITIVE_GRADIENT": ["additive_scalar"],
-    "GRADIENT": DELTA, "INTRA": DELTA,
+    "GRADIENT": DELTA, "PRODUCTS": DELTA,
     "PAIRS": ["dplr_diagonal"], "DPLR_GRADIENT": ["dplr_diagonal"],
-    "GRADIENT_DIAGONAL": DIAGONAL, "INTRA_DIAGONAL": DIAGONAL,
+    "GRADIENT_DIAGONAL": DIAGONAL, "PRODUCTS_DIAGONAL": DIAGONAL,
 }  # fmt: skip
 PASSED = [*DELTA, *DIAGONAL]
 FLAGS = ("SUMMARY", "KEEP", "OUT", "REVERSE", "TRANSPOSED", "LEVELLED")
@@ -71,23 +70,23 @@ def marked(marks: dict[str, list]) -> Iterator[None]:
         name = kernel.__name__.removesuffix("_kernel")
         marks.setdefault(" ".join([name, *(f.lower() for f in FLAGS if constants.get(f))]), []).append((a, b))
 
-    for module in (simple, general, base):
+    modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is plain]
+    for module in modules:
         module.launch = timed
     try:
         yield
     finally:
-        for module in (simple, general, base):
+        for module in modules:
             module.launch = plain
 
 
 def both(rule: Rule, x, do: torch.Tensor, gate: bool, between: torch.cuda.Event | None = None) -> None:
     """One forward and one backward, as an eager call runs them."""
     scale = x.q.shape[-1] ** -0.5
-    run = local.TritonRecurrence(rule, x, None, scale)
-    run.output(None, keep=True)
+    saved = recurrence(rule, x, None, scale, OutputUse(saved=True)).output(None).saved
     if between is not None:
         between.record()
-    local.TritonRecurrence(rule, x, None, scale, run.kept()).gradients(None, do, None, gate)
+    recurrence(rule, x, None, scale).gradients(Backward(None, do, saved, gate), None)
 
 
 def times(name: str, shape: tuple[int, ...], reps: int, gate: bool = True) -> dict[str, float]:
@@ -116,7 +115,7 @@ def times(name: str, shape: tuple[int, ...], reps: int, gate: bool = True) -> di
 
 
 @contextmanager
-def applied(name: str, launch: Launch | int | None) -> Iterator[None]:
+def applied(name: str, launch: Tiling | int | None) -> Iterator[None]:
     """One table's entries for head sizes up to 128 replaced."""
     entries = getattr(table, name or "WAVES")
     kept = dict(entries)
@@ -134,7 +133,7 @@ def applied(name: str, launch: Launch | int | None) -> Iterator[None]:
 def worst(name: str) -> list[float]:
     """The largest error of anything the rule computes, at head sizes 64 and 128."""
     cases = [Case(name, 1, 300, 4, 4, D, D, torch.bfloat16, states=False) for D in (64, 128)]
-    return [float(f"{max(errors(c, local.TritonRecurrence, 'cuda').values()):.1e}") for c in cases]
+    return [float(f"{max(errors(c, recurrence, 'cuda').values()):.1e}") for c in cases]
 
 
 def main() -> None:
@@ -151,7 +150,7 @@ def main() -> None:
     todo = []
     for what in args.what.split(","):
         for entry in GRID.get(what, [None]):
-            launch = Launch(*entry) if isinstance(entry, tuple) else entry
+            launch = Tiling(*entry) if isinstance(entry, tuple) else entry
             for rule in [r for r in RULES.get(what, PASSED if what else args.rules.split(",")) if r in args.rules]:
                 todo += [(what, launch, rule, tuple(map(int, s.split("x")))) for s in args.shapes.split(",")]
     if args.part is not None:

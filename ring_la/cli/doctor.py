@@ -22,16 +22,13 @@ import torch
 import torch.distributed as dist
 
 from ..algebra import Affine, Rule
-from ..comm import Group
-from ..comm.sharing import unsupported
+from ..comm import Group, sharing
 from ..context import ContextParallel
-from ..kernels import Inputs
-from ..kernels.choice import triton_refuses, triton_tokens_refuses
+from ..kernels import Inputs, choice
 from ..kernels.grouped import BACKENDS as GROUPED
 from ..kernels.grouped import GroupedProduct, choose, load
 from ..scan import STRATEGIES, Chain
 from ..softmax.backends import BACKENDS, Ask
-from ..softmax.scores import Scores
 from .job import job
 from .options import count
 from .transitions import TRANSITIONS
@@ -107,16 +104,16 @@ def linear(width: int) -> list[tuple[str, str]]:
     lines = []
     for write in ("additive", "delta", "dplr"):
         rule = Rule(write, "scalar" if write != "dplr" else "diagonal")
-        why = triton_refuses(rule, Inputs(x, x, x, *[x] * (len(rule.inputs) - 3)))
+        why = choice.unsupported(rule, Inputs(x, x, x, *[x] * (len(rule.inputs) - 3)))
         lines.append((f"{write}, in chunks", f"torch (triton: {why})" if why else "triton"))
-    why = triton_tokens_refuses(Inputs(x, x, x))
+    why = choice.unsupported(rule, Inputs(x, x, x), recurrent=True)
     return [*lines, ("token by token", f"torch (triton: {why})" if why else "triton")]
 
 
 def softmax(heads: int, width: int) -> list[tuple[str, str]]:
     device, dtype = device_and_dtype()
-    ask = Ask(device, dtype, heads, heads, width, width, Scores(scale=width**-0.5, right=0))
-    return verdict({name: backend.refuses(ask) for name, backend in BACKENDS.items()})
+    ask = Ask(device, dtype, heads, heads, width, width)
+    return verdict({name: backend.unsupported(ask) for name, backend in BACKENDS.items()})
 
 
 def grouped() -> list[tuple[str, str]]:
@@ -140,7 +137,7 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
     hosts = set(cp.comm.agreement.tell(socket.gethostname()))
     lines = [
         ("hosts, backend", f"{len(hosts)}, {dist.get_backend()}"),
-        ("symmetric memory", unsupported(cp.comm, cp.comm.agreement) or symmetric(cp.comm)),
+        ("symmetric memory", sharing.unsupported(cp.comm, cp.comm.agreement) or symmetric(cp.comm)),
         ("set-up", f"{seconds:.2f} s, the measurement included"),
     ]
     for pattern in ("link", "hop", "swap", "gather", "exchange"):

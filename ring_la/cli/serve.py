@@ -25,9 +25,10 @@ import torch
 
 from ..context import ContextParallel
 from ..errors import UnsupportedError
-from ..serving import Engine
+from ..serving import Engine, Lookout, Overdue
 from ..serving.load import DTYPES, load
-from ..serving.memory import fitting
+from ..serving.memory import fitting, spare
+from ..serving.model import rehearse
 from .job import job
 from .options import amount, count
 
@@ -47,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--piece", type=count, default=32768, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--batch", type=count, default=8, help="completions decoded side by side")
     parser.add_argument("--waiting", type=count, default=64, help="requests that may wait")
-    parser.add_argument("--keep", type=amount, default=1024, help="MiB of states kept for prompts that begin alike")
+    parser.add_argument(
+        "--keep", type=amount, help="MiB of states kept for prompts that begin alike (default: a tenth of what is free)"
+    )
     parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
 
 
@@ -65,7 +68,8 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
     """Load and serve until a signal comes. `listening`: on rank 0, the socket."""
     cp = ContextParallel(validate="never", timeout=args.timeout)
     model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer)
-    piece, keep = args.piece * cp.size, args.keep * 2**20
+    rehearse(model, cp)
+    piece, keep = args.piece * cp.size, spare(model, cp) if args.keep is None else args.keep * 2**20
     engine = Engine(
         model,
         text,
@@ -77,18 +81,27 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         waiting=args.waiting,
         keep=keep,
     )
-    with stopped_by_signals(engine):
+    with stopped_by_signals(engine), Lookout(engine, cp) as lookout:
         cp.comm.agreement.agree("being ready", True)  # who is told of the server may send a signal to any rank
         if listening is None:
             engine.run()
         else:
-            answer(engine, args.name or Path(args.model).resolve().name, listening)
+            answer(engine, args.name or Path(args.model).resolve().name, listening, lookout)
 
 
 @contextmanager
 def stopped_by_signals(engine: Engine) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the engine."""
-    before = {number: signal.signal(number, lambda *_: engine.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    """SIGTERM and SIGINT stop the engine; SIGALRM, which `Lookout` sends, ends a piece that keeps it from stopping."""
+
+    def stop(*_: object) -> None:
+        engine.stop()
+
+    def hurry(*_: object) -> None:
+        if engine.late():
+            raise Overdue
+
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGALRM: hurry}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:  # and hold it no longer: process groups must be gone before the interpreter is
@@ -96,7 +109,7 @@ def stopped_by_signals(engine: Engine) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def answer(engine: Engine, name: str, listening: socket.socket) -> None:
+def answer(engine: Engine, name: str, listening: socket.socket, lookout: Lookout) -> None:
     """On rank 0: run the engine, and serve HTTP beside it."""
     from ..serving.http import Server, application
 
@@ -104,7 +117,7 @@ def answer(engine: Engine, name: str, listening: socket.socket) -> None:
     longest = "of any length" if engine.max_tokens is None else f"of up to {engine.max_tokens:,} tokens"
     where = f"{ranks} rank(s) on {engine.model.device.type}"
     print(f"ring-la serve: {name} on http://{host}:{port}, requests {longest}, {where}", flush=True)
-    with Server(application(engine, name), engine, listening):
+    with Server(application(engine, name, lookout=lookout), engine, listening):
         engine.run()
     print("ring-la serve: stopped", flush=True)
 
@@ -120,7 +133,7 @@ def require() -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    from ..serving.http import listen
+    from ..serving.connections import listen
 
     return listen(host, port)
 

@@ -55,10 +55,10 @@ class Group(Members):
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, transport: str = "auto") -> None:
         super().__init__(group, timeout)
         by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
-        store = JobStore(_shared_number(self, by_torch))
-        self.name = store.name
-        self.watch = PeerWatch(self, store)
-        self.agreement = Agreement(self, store, self.watch)
+        self.store = JobStore(_shared_number(self, by_torch))
+        self.name = self.store.name
+        self.watch = PeerWatch(self, self.store)
+        self.agreement = Agreement(self, self.store, self.watch)
         self.streams = MessageStreams(self)
         self.memory = GroupMemory(self, self.watch)
         self.bytes_sent = 0

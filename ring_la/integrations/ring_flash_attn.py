@@ -17,14 +17,15 @@ from torch import Tensor
 
 from ..errors import ArgumentError, describe_tensor
 from ..layout import check_cu_seqlens
-from ..softmax import core
-from ..softmax.core import Plan, Saved, Tensors
-from ..softmax.merge import wide
-from ..softmax.strategies import AllGather
-from ..softmax.tokens import Run, Tokens
+from ..softmax.geometry import Run, Tokens
+from ..softmax.merging import wide
+from ..softmax.plan import AttentionPlan, Saved
+from ..softmax.strategies import KeyGather
+from ..softmax.tensors import Tensors
 from . import yunchang
-from .yunchang.call import Call, group_of, options, settled
-from .yunchang.functions import named, others, recall, remember, unpack
+from .yunchang.call import Masks, UpstreamCall, checked, group_of, settled
+from .yunchang.ctx import others, recall, remember
+from .yunchang.entries import named, unpack
 
 
 def _without(function: type[torch.autograd.Function], name: str, varlen: bool) -> tuple[Callable, Callable, Callable]:
@@ -164,10 +165,10 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         return_softmax,
         group,
     ):
-        masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, None)
+        masks = Masks(dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
 
-        def make() -> Call:
-            call = options("contiguous", Tensors(q[None], k[None], v[None]), *masks)
+        def make() -> UpstreamCall:
+            call = checked("contiguous", Tensors(q[None], k[None], v[None]), masks, None)
             if not isinstance(heads_k_stride, int) or heads_k_stride < 1 or k.shape[1] % heads_k_stride:
                 raise ArgumentError("heads_k_stride", f"a divisor of the {k.shape[1]} key heads", heads_k_stride)
             total = group_of(group).size * len(k)
@@ -177,7 +178,7 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         call = settled([group_of(group)], (q, k, v), make, packed=True)
         x = Tensors(*(t.contiguous()[None] for t in (q, k, v)))
         plan = _plan(call, x, group, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), local_k_slice)
-        out, lse, _ = core.forward(plan, x)
+        out, lse, _ = plan.forward(x)
         ctx.save_for_backward(q, x.k[0], x.v[0], out[0], lse[0], cu_seqlens_q, cu_seqlens_k)
         ctx.max_seqlen_q, ctx.max_seqlen_k = max_seqlen_q, max_seqlen_k
         ctx.heads_k_stride, ctx.local_k_slice = heads_k_stride, local_k_slice
@@ -192,11 +193,11 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         dlse = args[0][None] if args and args[0] is not None else None
         plan = _plan(call, x, ctx.group, cu_q.tolist(), cu_k.tolist(), ctx.local_k_slice)
         saved = Saved(x, out[None], lse[None].to(wide(q.dtype)))
-        grads = core.backward(plan, saved, None if dout is None else dout[None], dlse)
+        grads = plan.backward(saved, None if dout is None else dout[None], dlse)
         return grads.q[0], grads.k[0], grads.v[0], *others(ctx)
 
 
-def _plan(call: Call, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys: slice) -> Plan:
+def _plan(call: UpstreamCall, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys: slice) -> AttentionPlan:
     """All-gather of keys, of which this rank's queries see documents at `cu_k` of the slice `keys` alone."""
     ring = group_of(group)
     size, length, device = ring.size, x.k.shape[1], x.q.device
@@ -204,7 +205,7 @@ def _plan(call: Call, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys:
     documents = list(enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:])))
     rows = []
     for n, (a, b, c, d) in documents:
-        start = (d - c) - (b - a) if call.causal else ring.rank * length + a - keys.start - c
+        start = (d - c) - (b - a) if call.masks.causal else ring.rank * length + a - keys.start - c
         rows += [Run(a, b - a, ring.rank * length + a, start, n)] if b > a else []
     places = [(keys.start + c, keys.start + d, 0, n) for n, (_, _, c, d) in documents]
     unseen = ((0, keys.start, 0, -2), (places[-1][1], size * length, 0, -2))
@@ -212,7 +213,7 @@ def _plan(call: Call, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys:
     all_rows = [plan.job.rows[r] for r in range(size)]
     all_rows[ring.rank] = Tokens(rows, x.q.shape[1], device)
     job = replace(plan.job, rows=tuple(all_rows), all_keys=Tokens(seen, size * length, device))
-    return replace(plan, job=job, strategy=AllGather())
+    return replace(plan, job=job, strategy=KeyGather())
 
 
 def _llama3(

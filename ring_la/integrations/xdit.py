@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..softmax import attention
-from ..softmax.core import Tensors
-from ..softmax.tokens import Run, Tokens
+from ..softmax.geometry import Run, Tokens
+from ..softmax.tensors import Tensors
 from . import yunchang
-from .yunchang.call import Call, group_of, options, settled
+from .yunchang.call import Masks, UpstreamCall, checked, group_of, settled
 from .yunchang.layers import attend
 
 
@@ -75,30 +75,31 @@ class LongContextAttention(yunchang.LongContextAttention):
         """
         joint = (joint_tensor_query, joint_tensor_key, joint_tensor_value)
         x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
-        masks = (dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
+        masks = Masks(dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
 
-        def make() -> Call:
+        def make() -> UpstreamCall:
             if any(t is not None for t in joint):
-                _check_joint(x, joint, joint_strategy, causal, window_size, alibi_slopes, dropout_p)
+                _check_joint(x, joint, joint_strategy, masks)
             elif joint_strategy != "none":
                 raise ArgumentError("joint_strategy", "'none' without joint tensors", repr(joint_strategy))
-            return options(self.kind, x._replace(joint_k=joint[1], joint_v=joint[2]), *masks, self.attn_type)
+            return checked(self.kind, x._replace(joint_k=joint[1], joint_v=joint[2]), masks, self.attn_type)
 
-        call, rows, keys = settled(groups, (*x[:3], *joint), make, joint_strategy), None, None
+        call, met = settled(groups, (*x[:3], *joint), make, joint_strategy), None
         if joint_strategy != "none":
             q = torch.cat([joint[0], query] if joint_strategy == "front" else [query, joint[0]], 1)
             x = Tensors(q, key, value, joint_k=joint[1], joint_v=joint[2])
-            rows, keys = _joint_tokens(x, groups[1].size)
-        return attend(call, x, *groups, rows, keys)
+            met = _joint_tokens(x, groups[1].size)
+        return attend(call, x, *groups, met)
 
 
-def _check_joint(x: Tensors, joint, where: str, causal: bool, window_size, alibi_slopes, dropout_p) -> None:
+def _check_joint(x: Tensors, joint, where: str, masks: Masks) -> None:
     """Refuse joint tensors that are not whole, or come with what a query without a position has no part in."""
     if any(t is None for t in joint):
         raise ArgumentError("joint_tensor_query, joint_tensor_key, joint_tensor_value", "all three or none", "some")
     if where not in ("front", "rear"):
         raise ArgumentError("joint_strategy", "'front' or 'rear' with joint tensors", repr(where))
-    if causal or window_size not in ((-1, -1), [-1, -1]) or alibi_slopes is not None or dropout_p:
+    windowed = masks.window_size not in ((-1, -1), [-1, -1])
+    if masks.causal or windowed or masks.alibi_slopes is not None or masks.dropout_p:
         expected = "no causal, window_size, alibi_slopes or dropout_p with joint tensors"
         raise UnsupportedError("joint_strategy", expected, repr(where), "Joint queries have no position")
     q, query = joint[0], x.q

@@ -1,14 +1,20 @@
 """Device code of the linear recurrences. Nothing here communicates."""
 
-from .choice import check_choice, make_local
+from .choice import CanonicalChunks, check_choice, make_local
 from .operators import linear_recurrence, linear_recurrence_in_place, state_dtype
-from .protocol import Inputs, Local
+from .protocol import Adjoint, Backward, Inputs, Local, OutputUse, SpanMaps, Summary
 from .pytorch.chunks import Chunks
 
 __all__ = [
+    "Adjoint",
+    "Backward",
+    "CanonicalChunks",
     "Chunks",
     "Inputs",
     "Local",
+    "SpanMaps",
+    "Summary",
+    "OutputUse",
     "check_choice",
     "linear_recurrence",
     "linear_recurrence_in_place",

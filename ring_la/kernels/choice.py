@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..algebra import Rule
 from ..errors import ArgumentError, UnsupportedError
-from .protocol import Inputs, Local
-from .pytorch.chunked import ChunkedRecurrence
+from .protocol import PLAIN, Inputs, Local, OutputUse
+from .pytorch.chunked import CanonicalChunks, ChunkedRecurrence
 from .pytorch.recurrent import TokenRecurrence
+
+if TYPE_CHECKING:
+    from .recurrent import TritonTokens
+    from .replay import Replay
 
 MODES = ("auto", "chunk", "recurrent")
 BACKENDS = (None, "triton", "torch", "reference")
@@ -28,13 +33,13 @@ def check_choice(mode: str, backend: str | None) -> None:
         raise ArgumentError("backend", f"one of {', '.join(map(repr, BACKENDS))}", repr(backend))
 
 
-def triton_refuses(rule: Rule, inputs: Inputs) -> str:
-    """Why the Triton backend cannot run this, or an empty string."""
+def unsupported(rule: Rule, inputs: Inputs, recurrent: bool = False) -> str:
+    """Why Triton cannot run this, in chunks or (`recurrent`) token by token, or an empty string."""
     if not inputs.q.is_cuda:
         return "tensors are not on a CUDA device"
     if not triton_installed():
         return "triton is not installed"
-    return _triton()[0](rule, inputs) or ""
+    return _triton_tokens()[0](inputs) if recurrent else _triton()[0](rule, inputs)
 
 
 @functools.cache
@@ -43,63 +48,48 @@ def triton_installed() -> bool:
 
 
 @functools.cache
-def _triton() -> tuple[Callable, type[Local]]:
-    """What Triton's backend refuses, and the backend."""
-    from .segments.backend import unsupported
-    from .segments.replay import Replay
+def _triton() -> tuple[Callable[[Rule, Inputs], str], type[Replay]]:
+    """Why Triton's backend cannot run a call, and the backend."""
+    from .families import unsupported
+    from .replay import Replay
 
     return unsupported, Replay
 
 
 @functools.cache
-def _triton_tokens() -> tuple[Callable, type[Local]]:
-    """The same of the recurrent mode."""
-    from .triton.recurrent import TritonTokens, unsupported
+def _triton_tokens() -> tuple[Callable[[Inputs], str], type[TritonTokens]]:
+    """The same of the recurrent mode, which takes every rule."""
+    from .recurrent import TritonTokens, unsupported
 
     return unsupported, TritonTokens
-
-
-def triton_tokens_refuses(inputs: Inputs) -> str:
-    """Why the Triton kernel of the recurrent mode cannot run this, or an empty string."""
-    if not inputs.q.is_cuda:
-        return "tensors are not on a CUDA device"
-    if not triton_installed():
-        return "triton is not installed"
-    return _triton_tokens()[0](inputs)
 
 
 def make_local(
     rule: Rule,
     inputs: Inputs,
-    cu,
+    cu: Tensor | None,
     scale: float,
     mode: str = "auto",
     backend: str | None = None,
-    in_place: bool = False,
-    kept: tuple[Tensor | None, ...] = (),
-    keep: bool = False,
-    final: bool = True,
-    **canonical,
-) -> Local:
-    """The backend object for one rank's tokens.
-
-    `keep`: `Local.kept` will be asked for; `kept` is what it gave, for the gradients. Not `final`: nobody wants the
-    states that leave, and the output may give None for them. `in_place` allows the output to write the leaving states
-    over the entering ones. `canonical` (chunk length and alignment, for results that do not
-    depend on the split) is the PyTorch backend's.
+    use: OutputUse = PLAIN,
+    canonical: CanonicalChunks | None = None,
+) -> Local[Any, Any]:
+    """The backend object for one rank's tokens. `canonical`, for results that do not depend on the split, is for
+    PyTorch's.
 
     Raises:
         UnsupportedError: backend="triton" was asked for and cannot run this.
     """
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
-    if recurrent and backend != "torch" and not canonical and not triton_tokens_refuses(inputs):
+    if recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs, recurrent=True):
         chunked = functools.partial(make_local, rule, inputs, cu, scale, "chunk", backend)
-        return _triton_tokens()[1](rule, inputs, cu, scale, chunked, in_place)
+        return _triton_tokens()[1](rule, inputs, cu, scale, chunked, use.in_place)
     if backend != "torch":
-        why = "deterministic=True fixes the PyTorch backend's chunks" if canonical else triton_refuses(rule, inputs)
+        fixed = "deterministic=True fixes the PyTorch backend's chunks"
+        why = unsupported(rule, inputs) if canonical is None else fixed
         if not why:
-            return _triton()[1](rule, inputs, cu, scale, kept, keep, final)
+            return _triton()[1](rule, inputs, cu, scale, use)
         if backend == "triton":
             raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
     kind = TokenRecurrence if recurrent else ChunkedRecurrence
-    return kind(rule, inputs, cu, scale, **canonical)
+    return kind(rule, inputs, cu, scale, canonical)

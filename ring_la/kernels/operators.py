@@ -16,7 +16,7 @@ from ..algebra import Rule
 from ..autograd import traced
 from ..errors import SecondDerivativeError
 from .choice import make_local
-from .protocol import Inputs
+from .protocol import Backward, Inputs, OutputUse
 
 
 def state_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -44,10 +44,10 @@ def linear_recurrence(
     mode: str,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """One device's tokens: o ``[B,T,H,V]`` and the states leaving the pieces ``[B,N,H,K,V]``; see `kernels.local`."""
+    """One device's tokens: o ``[B,T,H,V]`` and the states leaving the pieces ``[B,N,H,K,V]``; see `protocol.Local`."""
     local = make_local(Rule.parse(rule), Inputs(q, k, v, g, beta, a, b), cu, scale, mode, backend)
-    o, S_end = local.output(S0)
-    return o.contiguous(), S_end.contiguous()
+    out = local.output(S0)
+    return out.o.contiguous(), out.leaving.contiguous()
 
 
 @linear_recurrence.register_fake
@@ -80,7 +80,7 @@ def linear_recurrence_backward(
     """Gradients of the tensors that are present, in order, the entering states last; not `gate`: but g's."""
     inputs = Inputs(q, k, v, g, beta, a, b)
     local = make_local(Rule.parse(rule), inputs, cu, scale, "chunk", backend)
-    grads, dS0 = local.gradients(S0, do, dS_end, gate)
+    grads, dS0 = local.gradients(Backward(S0, do, gate=gate), dS_end)
     if not gate:
         inputs = inputs._replace(g=None)
     present = [(x, d) for x, d in zip(inputs, grads) if x is not None]
@@ -148,11 +148,11 @@ def overwrite(
     `form` is the mode: torch's functionalisation cannot pass on an argument of that name.
     """
     inputs = Inputs(q, k, v, g, beta, a, b)
-    local = make_local(Rule.parse(rule), inputs, cu, scale, form, backend, in_place=True)
-    o, S_end = local.output(state)
-    if S_end.data_ptr() != state.data_ptr():
-        state.copy_(S_end)
-    return o.contiguous()
+    local = make_local(Rule.parse(rule), inputs, cu, scale, form, backend, OutputUse(in_place=True))
+    out = local.output(state)
+    if out.leaving.data_ptr() != state.data_ptr():
+        state.copy_(out.leaving)
+    return out.o.contiguous()
 
 
 overwrite_op = torch.library.custom_op("ring_la::linear_recurrence_in_place", overwrite, mutates_args=("state",))

@@ -3,16 +3,29 @@
 A *piece* is a run of consecutive tokens of one document. A backend never communicates and never asks where the
 states that enter its pieces come from; a sharded call is a packed one whose pieces get their states from
 other ranks.
+
+What one part finds and another needs goes from hand to hand: `Local.summary` returns a `Summary` that `Local.output`
+takes, `Local.adjoint` an `Adjoint` that `Local.gradients` takes. A backend remembers nothing between two calls that
+either would not find again by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..algebra import Transition
+
+if TYPE_CHECKING:
+    from .runtime.streams import SideStream
+
+Forward = TypeVar("Forward")
+"""What a backend finds for its summary that its output needs, too."""
+Back = TypeVar("Back")
+"""What it finds for its adjoint that its gradients need, too."""
 
 
 class Inputs(NamedTuple):
@@ -31,33 +44,133 @@ class Inputs(NamedTuple):
     b: Tensor | None = None
 
 
-class Border(Protocol):
-    """The exchange of states at a rank's borders, as launches among those of a backend that scans over segments.
+class OutputUse(NamedTuple):
+    """What a call does with its output.
 
-    States and maps are those of `Local`, of segments ``[B, NS, H, …]`` or pieces ``[B, N, H, …]``; `reverse` is the way
-    of gradients.
+    Attributes:
+        saved: a backward pass may follow, which takes `Output.saved`.
+        final: it wants the states that leave; False: `Output.leaving` may be None.
+        in_place: they may be written over the states that enter.
+    """
+
+    saved: bool = False
+    final: bool = True
+    in_place: bool = False
+
+
+PLAIN = OutputUse()
+"""The output and the states that leave."""
+
+
+@dataclass(frozen=True)
+class Summary(Generic[Forward]):
+    """What a rank's tokens do to the states that enter its pieces.
+
+    Attributes:
+        transition: of each piece (None for the identity, or where nobody asked).
+        leaving: the state leaving each piece.
+        found: what `output` need not find again.
+    """
+
+    transition: Tensor | None
+    leaving: Tensor
+    found: Forward
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a rank's tokens give.
+
+    Attributes:
+        o: ``[B, T, H, V]`` in v's dtype.
+        leaving: the state leaving each piece (None where `OutputUse.final` is False).
+        saved: what spares the gradients work (`Backward.saved`); empty unless `OutputUse.saved`.
+    """
+
+    o: Tensor
+    leaving: Tensor | None
+    saved: tuple[Tensor | None, ...] = ()
+
+
+class Backward(NamedTuple):
+    """What a backward pass is given, but for gradients of states.
+
+    Attributes:
+        S0: the states that entered, as `output` was given them.
+        do: the gradient of o.
+        saved: `Output.saved`, or nothing.
+        gate: whether anybody wants g's gradient, which may be left out otherwise.
+    """
+
+    S0: Tensor | None
+    do: Tensor
+    saved: tuple[Tensor | None, ...] = ()
+    gate: bool = True
+
+
+@dataclass(frozen=True)
+class Adjoint(Generic[Back]):
+    """The gradient reaching the states that enter, and what `gradients` need not find again."""
+
+    entering: Tensor
+    found: Back
+
+
+class InputGradients(NamedTuple):
+    """Gradients of the inputs (None where an input is, and for g where nobody wants it) and of the states that enter
+    (None where none do)."""
+
+    inputs: Inputs
+    entering: Tensor | None
+
+    def like(self, inputs: Inputs) -> list[Tensor | None]:
+        """Those of the inputs, in the dtypes of what they belong to."""
+        pairs = zip(inputs, self.inputs)
+        return [None if x is None or d is None else d if d.dtype == x.dtype else d.to(x.dtype) for x, d in pairs]
+
+
+class SpanMaps(NamedTuple):
+    """What each span (a run of chunks of one piece that one program works through) does to the state.
+
+    Attributes:
+        kind: the shape of the transitions.
+        own: what each adds, ``[B, NS, H, K, V]``.
+        transition: log2 of what is left of the state ``[B, NS, H]`` or ``[B, NS, H, K]``, dense ones themselves
+            ``[B, NS, H, K, K]``; None for the identity.
+        all: of every span; False: without those that no later span of this rank needs.
+    """
+
+    kind: Transition
+    own: Tensor
+    transition: Tensor | None
+    all: bool
+
+
+class Border(Protocol):
+    """The exchange of states at a rank's borders, as launches among those of a backend that scans over spans.
+
+    States are those of spans ``[B, NS, H, K, V]`` or pieces ``[B, N, H, K, V]``; `reverse` is the way of gradients.
 
     Attributes:
         key: what two borders have in common that launch alike. memory: what their launches use and no call brings.
         beside: the stream that exchanges may run on beside the caller's; None: they stand in order.
-        whole: (forward, back) whether `segments` sees to every piece. arrives: whether any state comes. carries:
+        whole: (forward, back) whether `spans` sees to every piece. arrives: whether any state comes. carries:
             whether any of what comes goes on.
     """
 
     key: Hashable
     memory: tuple[Tensor, ...]
-    beside: object
+    beside: SideStream | None
     whole: tuple[bool, bool]
     arrives: tuple[bool, bool]
     carries: tuple[bool, bool]
 
-    def segments(
-        self, kind: Transition, A: Tensor | None, b: Tensor, S0: Tensor | None, entering: Tensor, leaving: Tensor,
-        first: Tensor | None, reverse: bool, beside: bool,
+    def spans(
+        self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
+        reverse: bool, beside: bool,
     ) -> None:  # fmt: skip
-        """Scan the segments of the pieces at the borders into `entering`, given their maps (log2 A, b): states go on to
-        other ranks and come from there. `first` ``[N, 2]``: each piece's first segment, and how many it has. `beside`:
-        other kernels run meanwhile."""
+        """Scan the spans of the pieces at the borders into `entering`: states go on to other ranks and come from there.
+        `first` ``[N, 2]``: each piece's first span, and how many it has. `beside`: other kernels run meanwhile."""
         ...
 
     def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
@@ -66,52 +179,51 @@ class Border(Protocol):
         ...
 
 
-class Local(Protocol):
+class Local(Protocol[Forward, Back]):
     """One rank's tokens under one rule. States are ``[B, N, H, K, V]`` for N pieces, fp32 (fp64 for fp64 inputs).
 
-    Made by ``Backend(rule, inputs, cu, scale)``: `cu` holds the offsets ``[N+1]`` of the pieces in the tokens, the
+    Made by ``backend(rule, inputs, cu, scale, …)``: `cu` holds the offsets ``[N+1]`` of the pieces in the tokens, the
     same for every batch row, as an integer tensor on their device; None: one piece.
 
     Attributes:
         prepares: whether `prepare` has anything to do.
-        crosses: whether `output` and `gradients` take a `Border` as their last argument: they then exchange states
-            themselves, without `summary`, `adjoint` and the like.
+        crosses: whether `output` and `gradients` take a `Border`: they then exchange states themselves, without
+            `summary`, `adjoint` and the like.
     """
 
-    prepares: bool
-    crosses: bool
+    prepares: ClassVar[bool]
+    crosses: ClassVar[bool]
 
-    def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
-        """The transition of each piece (None for the identity, or unless `through`) and the state leaving it."""
+    def summary(self, S0: Tensor | None, through: bool, known: Summary[Forward] | None = None) -> Summary[Forward]:
+        """The state leaving each piece, given those that enter, and if `through` the pieces' transitions. `known`: a
+        summary of the same tokens from other states."""
         ...
 
-    def prepare(self) -> None:
+    def prepare(self, summary: Summary[Forward]) -> Summary[Forward]:
         """Work of the output that needs no entering state, for while an exchange is under way."""
         ...
 
-    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
-        """o ``[B, T, H, V]`` in v's dtype, and the state leaving each piece (see `make_local`), given the states that
-        enter."""
+    def output(
+        self, S0: Tensor | None, summary: Summary[Forward] | None = None, border: Border | None = None
+    ) -> Output:
+        """Everything, given the states that enter. `summary`: of the same tokens, from whatever states."""
         ...
 
-    def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
+    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Back]:
         """The gradient reaching the states that enter, given those of the output and of the states that leave."""
         ...
 
-    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
-        """Work of the gradients that needs no arriving gradient, for while an exchange is under way; between `adjoint`
-        and `gradients`, with the same `S0`, `do` and `gate`."""
+    def prepare_gradients(self, backward: Backward, adjoint: Adjoint[Back]) -> Adjoint[Back]:
+        """Work of the gradients that needs no arriving gradient, for while an exchange is under way."""
         ...
 
     def gradients(
-        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
-    ) -> tuple[Inputs, Tensor]:
-        """The gradients of the inputs (None where an input is) and of the states that enter (unread where none do).
-
-        gate=False allows to leave out g's, where nobody wants it.
-        """
-        ...
-
-    def kept(self) -> tuple[Tensor | None, ...]:
-        """What, given to `make_local` with the same tokens, spares `gradients` what `output` has computed."""
+        self,
+        backward: Backward,
+        dS_end: Tensor | None,
+        adjoint: Adjoint[Back] | None = None,
+        border: Border | None = None,
+    ) -> InputGradients:
+        """All gradients, given those of the states that leave. `adjoint`: of the same backward pass, whatever those
+        were."""
         ...

@@ -3,7 +3,8 @@
 A new layer is a subclass of `Layer` in one file here, listed in `LAYERS`; models and tests go through the list.
 """
 
-from .attention import Attention, KVCache
+from .attention import Attention
+from .decoding import KVCache
 from .delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from .gla import HGRN2, GatedLinearAttention
 from .layer import Layer, LayerOutput, LayerState

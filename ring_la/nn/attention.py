@@ -6,45 +6,15 @@ dense attention to the cache, each document with its own length.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import ArgumentError, UnsupportedError
 from ..softmax import attention
+from .decoding import KVCache, KVRows, one_query
 from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import RMSNorm, check_rotation, rotate
-
-UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""PyTorch's kernels without cuDNN's, which is planned anew for every number of keys: in decoding, for every token."""
-
-
-class KVCache(NamedTuple):
-    """Keys and values of each document's earlier tokens, ending in the last column."""
-
-    k: Tensor
-    """``[N, S, Hk, K]``, after rotation."""
-    v: Tensor
-    """``[N, S, Hk, V]``."""
-    empty: Tensor | None
-    """Columns before each document's first token, int64 ``[N]``; None: no document is shorter than S."""
-
-    @property
-    def length(self) -> Tensor:
-        """Tokens of each document, int64 ``[N]``."""
-        N, S = self.k.shape[:2]
-        full = torch.full((N,), S, dtype=torch.int64, device=self.k.device)
-        return full if self.empty is None else full - self.empty
-
-    def extend(self, k: Tensor, v: Tensor) -> KVCache:
-        """The cache with the documents' next tokens ``[N, T, Hk, ·]``."""
-        return KVCache(
-            torch.cat([self.k, k.to(self.k.dtype)], 1), torch.cat([self.v, v.to(self.v.dtype)], 1), self.empty
-        )
 
 
 class Attention(Layer):
@@ -87,13 +57,20 @@ class Attention(Layer):
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
 
-    def _check(self, x: Tensor, state: KVCache | None, call: LayerCall) -> None:
-        super()._check(x, state, call)
-        if state is None or call.packed:
-            return
-        expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
-        if got != expected:
-            raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
+    def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
+        rows = isinstance(state, KVRows)
+        super()._check(x, None if rows else state, call)
+        if rows:
+            self._check_rows(x, len(state.seats.lengths), call)
+        elif state is not None and not call.packed:
+            expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
+            if got != expected:
+                raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
+
+    def _check_rows(self, x: Tensor, N: int, call: LayerCall) -> None:
+        if call.layout is not None or call.packed or x.shape[:2] != (N, 1):
+            got = f"{list(x.shape)}{', split or packed' if call.layout is not None or call.packed else ''}"
+            raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {self.dim}], on one device", got)
 
     def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
         q, k, v = self.qkv_proj(x).split(self.widths, -1)
@@ -103,9 +80,10 @@ class Attention(Layer):
             at = positions(x, None if state is None else state.length, call)
             q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
         if state is None:
-            window = (self.window, 0 if self.window >= 0 else -1)
-            o = attention(q, k, v, window=window, layout=call.layout, cu_seqlens=call.cu_seqlens).o
+            o = attention(q, k, v, window=(self.window, -1), layout=call.layout, cu_seqlens=call.cu_seqlens).o
             state = _cache(k, v, call) if call.output_state else None
+        elif isinstance(state, KVRows):
+            o = state.decode(q, k, v, self.window)
         elif call.layout is None and not call.packed:
             state = state.extend(k, v)
             o = _decode(q, state, self.window)
@@ -127,8 +105,8 @@ class Attention(Layer):
                 "packed documents or a cache of documents of several lengths",
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
-        window = (self.window, 0 if self.window >= 0 else -1)
-        o = attention(q, k, v, window=window, joint_k=cache.k, joint_v=cache.v, joint="front", layout=call.layout).o
+        joint = dict(joint_k=cache.k, joint_v=cache.v, joint="front")
+        o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:
             return o, None
         new = _cache(k, v, call)
@@ -160,10 +138,8 @@ def _decode(q: Tensor, cache: KVCache, window: int) -> Tensor:
         mask = (distance >= 0) & (distance <= (window if window >= 0 else S))
         if cache.empty is not None:
             mask = mask & (column >= cache.empty[:, None])[:, None, None]
-    N, H, Hk = len(q), q.shape[2], cache.k.shape[2]
+    if T == 1:
+        return one_query(q, cache.k, cache.v, mask)
     k, v = (y.to(q.dtype).transpose(1, 2) for y in (cache.k, cache.v))
-    if T > 1:
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=H != Hk).transpose(1, 2)
-    rows = q.reshape(N, Hk, H // Hk, -1)  # heads that share keys are rows of one: nothing is copied for a mask
-    with sdpa_kernel(UNPLANNED) if q.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(rows, k, v, mask).reshape(N, 1, H, -1)
+    grouped = q.shape[2] != cache.k.shape[2]
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=grouped).transpose(1, 2)

@@ -170,6 +170,7 @@ def kda(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    lower_bound: float | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,

@@ -159,10 +159,10 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
 
 
 @recurrence
-def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> TokenLoop:
+def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lower_bound: float | None = None) -> TokenLoop:
     """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, eq. 1): S ← (I − β k kᵀ) diag(exp g) S + β k vᵀ.
 
-    `g` [B, T, H, K]; `beta` [B, T, H].
+    `g` [B, T, H, K]; `beta` [B, T, H]. A `lower_bound` of g changes nothing.
     """
     return TokenLoop(Rule("delta", "diagonal"), q, k, v, g, beta)
 

@@ -1,6 +1,6 @@
-"""The ring by mailboxes as part of a kernel's own scan: where its segments end, the scan goes on at the next rank.
+"""The ring by mailboxes as part of a kernel's own scan: where its spans end, the scan goes on at the next rank.
 
-A rank's kernels scan over segments of its tokens anyway. A `MailboxBorder` puts the exchange between those launches, so
+A rank's kernels scan over spans of its tokens anyway. A `MailboxBorder` puts the exchange between those launches, so
 that a split call is launched, and replayed, as one on a single device is: `kernels.protocol.Border` is what kernels
 know of it.
 """
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..algebra import Transition
 from ..comm import Group
+from ..kernels import SpanMaps
 from .chain import Chain
 from .mailbox_ring import Hop, LinkStates, SegmentMaps, launch_dense, launch_segments
+
+if TYPE_CHECKING:
+    from ..kernels.runtime.streams import SideStream
 
 
 class MailboxBorder:
@@ -42,7 +46,7 @@ class MailboxBorder:
         return boxes.own, boxes.mailboxes, boxes.broken, boxes.report
 
     @cached_property
-    def beside(self) -> object:
+    def beside(self) -> SideStream | None:
         from ..kernels.runtime.streams import SideStream
 
         side = self.group.streams.side
@@ -53,10 +57,11 @@ class MailboxBorder:
         self.group.put_by_kernel(self._sent[reverse] * size)
         self.group.mailboxes.order()
 
-    def segments(
-        self, kind: Transition, A: Tensor | None, b: Tensor, S0: Tensor | None, entering: Tensor, leaving: Tensor,
-        first: Tensor | None, reverse: bool, beside: bool,
+    def spans(
+        self, maps: SpanMaps, S0: Tensor | None, entering: Tensor, leaving: Tensor, first: Tensor | None,
+        reverse: bool, beside: bool,
     ) -> None:  # fmt: skip
+        kind, b, A, _ = maps
         for hop in self.hops[reverse]:
             before = None if hop.earlier is None else leaving
             if S0 is not None and before is None and hop.source is None:  # a document's own first state

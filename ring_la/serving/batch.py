@@ -1,7 +1,7 @@
 """Sequences decoded side by side: one token more of each in one step of the model, whenever each of them came.
 
-States have a row a sequence. Those of recurrences are of one size; keys and values end in the last column, with empty
-columns before a shorter sequence's first token, so rows join and leave without a copy of the prompt being read again.
+States of recurrences have a row a sequence. Keys and values are where `nn.decoding.KVRows` puts them: a long sequence
+has memory of its own, and short ones are not padded to it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from ..inference import Prefilled, Sampler
 from ..nn import KVCache
+from ..nn.decoding import KVRows, Seats
 from .model import Served
 
 
@@ -40,11 +39,7 @@ class Batch:
 
     def add(self, job: Any, prompt: Prefilled, sampler: Sampler) -> None:
         """A sequence more, from its prompt ``(logits [1, V], states of one row)``, which is not written to."""
-        if self.rows:
-            logits = torch.cat([self._after.logits, prompt.logits])
-            self._after = Prefilled(logits, list(map(joined, self._after.states, prompt.states)))
-        else:
-            self._after = prompt
+        self._after = self._arranged(range(len(self.rows)), [prompt])
         self._own = bool(self.rows)
         self.rows.append(Row(job, sampler))
 
@@ -52,13 +47,36 @@ class Batch:
         """These rows alone, in this order."""
         if len(rows) == len(self.rows):
             return
-        self.rows = [self.rows[i] for i in rows]
-        if not rows:
-            self._after = None
-            return
-        at = torch.tensor(rows, device=self._after.logits.device)
-        self._after = Prefilled(self._after.logits[at], [chosen(state, at) for state in self._after.states])
+        self._after = self._arranged(rows, []) if rows else None
         self._own = True
+        self.rows = [self.rows[i] for i in rows]
+
+    def clear(self) -> None:
+        """No rows, whatever state they are in."""
+        self.rows, self._after = [], None
+
+    def _arranged(self, rows: Sequence[int], more: Sequence[Prefilled]) -> Prefilled:
+        """Logits and states of some rows, then of more sequences."""
+        if not self.model.flexible:
+            return more[0]
+        parts = list(more)
+        if rows:
+            parts.insert(0, self._after if len(rows) == len(self.rows) else _chosen(self._after, rows))
+        logits = torch.cat([part.logits for part in parts]) if len(parts) > 1 else parts[0].logits
+        layers = zip(*(part.states for part in parts))
+        before = self._after.states if rows else [None] * len(parts[0].states)
+        seats, states = None, []
+        for old, layer in zip(before, layers):
+            if isinstance(layer[-1], (KVCache, KVRows)):
+                new = [state for state in layer if isinstance(state, KVCache)]
+                held = old or KVRows(Seats.of([], self.model.device))
+                if seats is None:  # the same for every layer
+                    seats = held.seats.moved(rows, [state.k.shape[1] for state in new])
+                states.append(held.moved(rows, new, seats))
+            else:
+                fields = zip(*layer)
+                states.append(type(layer[0])(*(_joined(field) for field in fields)))
+        return Prefilled(logits, states)
 
     def sample(self) -> list[int | None]:
         """The next token of each row; None where the logits are not finite, which no sampling survives."""
@@ -76,31 +94,25 @@ class Batch:
         ids = torch.tensor(tokens, device=self.model.device)
         self._after = self.model.step(ids, self._after.states, in_place=self._own)
         self._own = True
+        if not self.model.flexible:
+            return
+        seats = next((state.seats for state in self._after.states if isinstance(state, KVRows)), None)
+        if seats is not None:
+            seats.advance()
+            if seats.full:
+                self._after = self._arranged(range(len(self.rows)), [])
 
 
-def joined(a: Any, b: Any) -> Any:
-    """The rows of one layer's states `a`, then those of `b`."""
-    if isinstance(a, KVCache):
-        return _joined_keys(a, b)
-    return type(a)(*(None if x is None else torch.cat([x, y]) for x, y in zip(a, b)))
+def _joined(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Rows of one tensor, one part after the other."""
+    return rows[0] if rows[0] is None or len(rows) == 1 else torch.cat(rows)
 
 
-def chosen(state: Any, rows: Tensor) -> Any:
-    """Some rows of one layer's state."""
-    state = type(state)(*(None if x is None else x[rows] for x in state))
-    if isinstance(state, KVCache) and state.empty is not None:
-        spare = int(state.empty.min())
-        empty = state.empty - spare
-        return KVCache(state.k[:, spare:], state.v[:, spare:], empty if bool(empty.any()) else None)
-    return state
+def _chosen(after: Prefilled, rows: Sequence[int]) -> Prefilled:
+    """Some rows of what has a row a sequence; keys and values as they are."""
+    at = torch.tensor(rows, device=after.logits.device)
 
+    def of(state: Any) -> Any:
+        return state if isinstance(state, KVRows) else type(state)(*(None if x is None else x[at] for x in state))
 
-def _joined_keys(a: KVCache, b: KVCache) -> KVCache:
-    columns = max(a.k.shape[1], b.k.shape[1])
-
-    def wide(x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, 0, columns - x.shape[1], 0))
-
-    lengths = torch.cat([a.length, b.length])
-    empty = columns - lengths if bool((lengths < columns).any()) else None
-    return KVCache(torch.cat([wide(a.k), wide(b.k)]), torch.cat([wide(a.v), wide(b.v)]), empty)
+    return Prefilled(after.logits[at], [of(state) for state in after.states])

@@ -19,44 +19,73 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ..errors import ArgumentError, RingLAError
+from .completion import Completion, Ended, Event, Failed, NewToken
+from .connections import SILENT, protocol
 from .engine import Engine
-from .job import Done, Event, Failed, Job, Piece
+from .lookout import Lookout
 from .protocol import Answer, UnknownModel, error, parse, usage
-from .waiting import Busy
+from .waiting import Busy, Stopping
 
 ALIVE = 15.0
 """Seconds after which a stream without news gets a comment, so that nobody between takes it for dead."""
+STALLED = 5.0
+"""Seconds without a sign of life from a rank after which the server is not healthy."""
+LARGEST = 16 << 20
+"""Bytes of a request: token ids of some two million tokens."""
 CLOSING = 5
 """Seconds that connections get to close at the end."""
 
 
-def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
+class Silent(Exception):
+    """A client that has not gone on with its request."""
+
+
+def application(
+    engine: Engine, name: str, *, lookout: Lookout | None = None, max_body: int = LARGEST, silent: float = SILENT
+) -> FastAPI:
     """The application.
 
     Args:
         engine: what answers; its `run` is called elsewhere. name: the model's.
-        max_body: the most bytes of a request.
+        lookout: what knows whether the other ranks live.
+        max_body: the most bytes of a request. silent: the most seconds between two parts of it.
     """
     app = FastAPI(title="ring_la", docs_url=None, redoc_url=None, openapi_url=None)
-    began = int(time.time())
 
     @app.get("/health")
     async def health() -> JSONResponse:
         state = {"running": engine.running, "waiting": engine.waiting}
         if engine.stopping:
             return JSONResponse({"status": "stopping", **state}, 503)
+        quiet = {} if lookout is None else {r: round(s, 1) for r, s in lookout.silence.items() if s > STALLED}
+        if quiet:
+            return JSONResponse({"status": "stalled", "silent_ranks": quiet, **state}, 503)
         return JSONResponse({"status": "ok", **state})
+
+    served = {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "ring_la",
+        "max_model_len": engine.max_tokens,
+    }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": name, "object": "model", "created": began, "owned_by": "ring_la"}
-        return {"object": "list", "data": [model | {"max_model_len": engine.max_tokens}]}
+        return {"object": "list", "data": [served]}
+
+    @app.get("/v1/models/{wanted:path}")
+    async def model(wanted: str) -> dict[str, Any]:
+        if wanted != name:
+            raise UnknownModel("model", f"{name!r}, the one that is served", repr(wanted))
+        return served
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await _body(request, max_body)
+        body = await _body(request, max_body, silent)
         wanted = await asyncio.to_thread(parse, body, name, engine.text)
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -65,7 +94,7 @@ def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
             with suppress(RuntimeError):  # the loop is closed: the server is gone, and so is who asked
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = Job(wanted.request, emit)
+        job = Completion(wanted.request, emit)
         await asyncio.to_thread(engine.submit, job)
         answer = Answer(name)
         if wanted.stream:
@@ -74,8 +103,11 @@ def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
 
     @app.exception_handler(RingLAError)
     async def refused(_: Request, e: RingLAError) -> JSONResponse:
-        if isinstance(e, Busy):
+        if isinstance(e, Stopping):
             return JSONResponse(error(str(e), "server_error", code="busy"), 503, {"Retry-After": "1"})
+        if isinstance(e, Busy):  # clients of OpenAI's wait and ask again
+            said = error(str(e), "rate_limit_error", code="rate_limit_exceeded")
+            return JSONResponse(said, 429, {"Retry-After": "1"})
         missing = isinstance(e, UnknownModel)
         param = e.name if isinstance(e, ArgumentError) else None
         said = error(str(e), "invalid_request_error", param, "model_not_found" if missing else None)
@@ -86,6 +118,15 @@ def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
         what = f"{request.method} {request.url.path}: {e.detail}"
         return JSONResponse(error(what, "invalid_request_error"), e.status_code, e.headers)
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, e: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody hears it
+
+    @app.exception_handler(Silent)
+    async def late(_: Request, e: Silent) -> JSONResponse:
+        said = error(f"the request did not go on for {silent:g} seconds", "invalid_request_error")
+        return JSONResponse(said, 408, {"Connection": "close"})
+
     @app.exception_handler(Exception)
     async def failed(_: Request, e: Exception) -> JSONResponse:
         return JSONResponse(error(f"the server has failed ({type(e).__name__})", "server_error"), 500)
@@ -93,19 +134,26 @@ def application(engine: Engine, name: str, max_body: int = 64 << 20) -> FastAPI:
     return app
 
 
-async def _body(request: Request, most: int) -> object:
-    """A request's JSON, of at most so many bytes."""
-    data = bytearray()
-    async for part in request.stream():
-        data += part
+async def _body(request: Request, most: int, silent: float) -> object:
+    """A request's JSON, of at most so many bytes, with at most so many seconds between two parts."""
+    data, parts = bytearray(), aiter(request.stream())
+    while True:
+        try:
+            data += await asyncio.wait_for(anext(parts), silent)
+        except StopAsyncIteration:
+            break
+        except asyncio.TimeoutError:
+            raise Silent from None
         if len(data) > most:
             raise ArgumentError("body", f"at most {most} bytes", "more")
     return await asyncio.to_thread(_read, bytes(data))
 
 
 def _read(data: bytes) -> object:
+    # numbers by way of Python: json, in C, would keep every other thread from running until it has read them all
+    numbers = {"parse_int": lambda digits: int(digits), "parse_float": lambda digits: float(digits)}
     try:
-        value = json.loads(data)
+        value = json.loads(data, **numbers)
         if b"\\ud" in data.lower():  # half a character may be written so, and cannot be said again
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
@@ -116,7 +164,7 @@ def _read(data: bytes) -> object:
 class EventStream(StreamingResponse):
     """Server-sent events of a job, which is cancelled when they end, were it before the first."""
 
-    def __init__(self, job: Job, pieces: AsyncIterator[str]) -> None:
+    def __init__(self, job: Completion, pieces: AsyncIterator[str]) -> None:
         super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._job = job
 
@@ -134,7 +182,7 @@ async def _pieces(events: asyncio.Queue[Event], answer: Answer, count: bool) -> 
         except asyncio.TimeoutError:
             yield ": still at it\n\n"
             continue
-        if isinstance(event, Piece):
+        if isinstance(event, NewToken):
             yield _sent(answer.part(event.text, [event.token]))
             continue
         if isinstance(event, Failed):
@@ -152,7 +200,7 @@ def _sent(value: object) -> str:
 
 
 async def _whole(
-    job: Job, events: asyncio.Queue[Event], answer: Answer, request: Request
+    job: Completion, events: asyncio.Queue[Event], answer: Answer, request: Request
 ) -> tuple[dict[str, Any], int]:
     """The completion in one piece, and the status."""
     leaving = asyncio.create_task(_watch(request, events))
@@ -163,7 +211,7 @@ async def _whole(
             if isinstance(event, Failed):
                 return error(event.message, "server_error"), 500
             text.append(event.text)
-            if isinstance(event, Done):
+            if isinstance(event, Ended):
                 return answer.part("".join(text), ids, event.reason) | {"usage": usage(event)}, 200
             ids.append(event.token)
     finally:
@@ -184,12 +232,18 @@ class Server:
         with Server(application(engine, name), engine, listening):
             engine.run()
 
-    The engine is told to stop if the thread ends before it.
+    The engine is told to stop if the thread ends before it. A connection is closed that has no request for `silent`
+    seconds.
     """
 
-    def __init__(self, app: FastAPI, engine: Engine, listening: socket.socket) -> None:
+    def __init__(self, app: FastAPI, engine: Engine, listening: socket.socket, *, silent: float = SILENT) -> None:
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSING
+            app,
+            http=protocol(silent),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=CLOSING,
         )
         self._server, self._engine, self._listening = uvicorn.Server(config), engine, listening
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
@@ -207,16 +261,3 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(2 * CLOSING)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0: any free one.
-
-    Raises:
-        ArgumentError: it cannot be had.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as e:
-        raise ArgumentError("port", "an address this host has and nobody listens on", f"{host}:{port} ({e})") from None

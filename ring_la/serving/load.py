@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from ..context import ContextParallel
 from ..errors import ArgumentError, UnsupportedError
@@ -58,20 +59,32 @@ def load(
     except RuntimeError as e:
         raise ArgumentError("model", "weights that fit the configuration beside them", f"{path} ({e})") from None
     model.to(device="cpu" if cp is None else cp.device, dtype=DTYPES[dtype])
-    return Hybrid(model), vocabulary(tokenizer, config.vocab_size)
+    return Hybrid(_unmapped(model)), vocabulary(tokenizer, config.vocab_size)
 
 
-def vocabulary(tokenizer: str | None, vocab_size: int) -> Text:
-    """The vocabulary of a tokenizer; None: bytes where the number of tokens says so, else token ids alone."""
+def vocabulary(tokenizer: str | None, vocab_size: int, end: frozenset[int] = frozenset()) -> Text:
+    """The vocabulary of a tokenizer; None: bytes where the number of tokens says so, else token ids alone.
+
+    Args:
+        end: tokens that end a text of the model; none: those the tokenizer knows.
+    """
     if tokenizer is None:
         return Bytes(vocab_size) if vocab_size in (256, 257) else NoText()
     if tokenizer == "bytes":
         if vocab_size < 256:
             raise ArgumentError("tokenizer", "none for a model of less than 256 tokens", "'bytes'")
-        return Bytes(vocab_size)
+        return Bytes(vocab_size, end)
     if tokenizer.endswith(".json"):
-        return _fast(tokenizer)
-    return _auto(tokenizer, frozenset())
+        return _fast(tokenizer, end)
+    return _auto(tokenizer, end)
+
+
+def _unmapped(model: nn.Module) -> nn.Module:
+    """The model with weights of its own: on a CPU they are those of the file, whatever is written there later."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+    return model
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -127,11 +140,12 @@ def _pretrained(
     end = model.generation_config.eos_token_id
     end = frozenset([] if end is None else [end] if isinstance(end, int) else end)
     own = str(path) if any((path / name).is_file() for name in TOKENIZER_FILES) else None
-    text = _auto(tokenizer or own, end) if tokenizer or own else NoText(end)
-    return Pretrained(model.to("cpu" if cp is None else cp.device), cp), text
+    named = tokenizer or own
+    text = vocabulary(named, model.config.get_text_config().vocab_size, end) if named else NoText(end)
+    return Pretrained(_unmapped(model.to("cpu" if cp is None else cp.device)), cp), text
 
 
-def _fast(file: str) -> Text:
+def _fast(file: str, end: frozenset[int]) -> Text:
     """A tokenizer.json."""
     _require("tokenizers", f"the tokenizer {file}")
     from tokenizers import Tokenizer
@@ -141,7 +155,7 @@ def _fast(file: str) -> Text:
     except Exception as e:  # tokenizers knows no other kind
         raise ArgumentError("tokenizer", "a tokenizer.json", f"{file} ({e})") from None
     ends = (fast.token_to_id(t) for t in ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"))
-    end = frozenset({e for e in ends if e is not None})
+    end = end or frozenset({e for e in ends if e is not None})
     return Subwords(lambda text: fast.encode(text).ids, lambda ids: fast.decode(ids, skip_special_tokens=True), end)
 
 

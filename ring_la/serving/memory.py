@@ -7,6 +7,8 @@ read in one piece, everything grows.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ COPIES = 3
 """States of a sequence that exist at once while it grows."""
 SHARE = 0.8
 """Of the memory that is free, what is given out: the rest is lost between blocks."""
+KEPT = 0.1
+"""Of the memory that is free, what states of earlier prompts may take where nobody says how much."""
 FEW, MANY = 64, 8192
 """Tokens a rank reads to measure; `MANY` where there is no piece."""
 
@@ -51,6 +55,26 @@ def fitting(model: Served, cp: ContextParallel, piece: int | None, keep: int) ->
     tokens = room / each if each > 0 else 2**62
     least = cp.comm.all_reduce(torch.tensor([int(max(0, tokens))], device=model.device), dist.ReduceOp.MIN).wait()
     return int(least) if least < 2**62 else None
+
+
+def spare(model: Served, cp: ContextParallel) -> int:
+    """Bytes each rank may keep of earlier prompts, `KEPT` of what its GPU or its part of the host has. Collective."""
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = _available() // int(os.environ.get("LOCAL_WORLD_SIZE", cp.size))
+    least = cp.comm.all_reduce(torch.tensor([int(KEPT * free)], device=model.device), dist.ReduceOp.MIN).wait()
+    return int(least)
+
+
+def _available() -> int:
+    """Bytes of the host's memory that programs can have."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def held(prompt: Prefilled) -> int:

@@ -6,9 +6,10 @@ import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..context import ContextParallel
+from ..errors import DisagreementError, PeerError, UnsupportedError
 from ..inference import Prefilled, prefill, step
 from ..models import HybridLM
 from ..nn import KVCache
@@ -22,10 +23,12 @@ class Served(Protocol):
 
     Attributes:
         vocab_size: number of tokens. device: where it is.
+        model: the module itself.
         max_tokens: the most tokens a sequence may have; None: any number.
         flexible: whether states can be continued from more than once, and several joined to decode as a batch.
     """
 
+    model: nn.Module
     vocab_size: int
     device: torch.device
     max_tokens: int | None
@@ -91,3 +94,26 @@ class Pretrained:
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
         out = self.model(input_ids=tokens[:, None], use_cache=True, **{self._cache: states})
         return Prefilled(out.logits[:, -1], states)
+
+
+REHEARSED = 4
+"""Tokens a rank reads to see that a model can be served."""
+
+
+def rehearse(model: Served, cp: ContextParallel | None) -> None:
+    """Read a prompt and one token more, before anybody is told that the model is there. Collective.
+
+    Raises:
+        UnsupportedError: the model cannot do that; on every rank.
+    """
+    length = REHEARSED * (1 if cp is None else cp.size)
+    ids = torch.arange(min(length, (model.max_tokens or length + 1) - 1), device=model.device)[None] % model.vocab_size
+    try:
+        prompt = model.read(ids, None, cp)
+        model.step(prompt.logits.argmax(-1), prompt.states, in_place=False)
+    except (PeerError, DisagreementError):
+        raise
+    except Exception as error:  # a model of somebody else's may fail in its own way
+        name, hint = type(model.model).__name__, "" if cp is None or cp.size == 1 else "Perhaps one rank can serve it"
+        got = f"{name}, which does not ({type(error).__name__}: {error})"
+        raise UnsupportedError("model", "one that reads a prompt and goes on from there", got, hint) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ArgumentError, UnsupportedError
-from .job import Done, Request
+from .completion import Ended, Request
 from .text import Text
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -194,12 +194,12 @@ class Answer:
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason, "token_ids": ids}
         return {**self._same, "choices": [choice]}
 
-    def usage(self, done: Done) -> dict[str, Any]:
+    def usage(self, done: Ended) -> dict[str, Any]:
         """The last piece of a stream, if asked for."""
         return {**self._same, "choices": [], "usage": usage(done)}
 
 
-def usage(done: Done) -> dict[str, Any]:
+def usage(done: Ended) -> dict[str, Any]:
     """Numbers of tokens."""
     return {
         "prompt_tokens": done.prompt_tokens,

@@ -8,6 +8,7 @@ is a `PeerError` on all that are left.
 from __future__ import annotations
 
 import time
+import zlib
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -28,10 +29,14 @@ class What(IntEnum):
 
     NOTHING = 0
     READ = 1
-    """Read `ids` after the tokens of state `start`; the result is state `key`."""
+    """Read `ids` after the tokens of state `start`, or of what is kept as `start`; the result is state `key`."""
     DROP = 2
     """Forget state `key`."""
-    STOP = 3
+    KEEP = 3
+    """Keep state `key` for prompts that begin alike, after what is kept as `start` (0: nothing)."""
+    FORGET = 4
+    """Forget what is kept as `key`."""
+    STOP = 5
     """Said by another rank than 0: it was told to stop, so all should."""
 
 
@@ -41,6 +46,8 @@ class Word(NamedTuple):
     what: What
     key: int = 0
     start: int = 0
+    length: int = 0
+    """Tokens of state `key`, where it is to be kept."""
     ids: Tensor | None = None
     """int64 ``[T]``, on the CPU."""
 
@@ -79,9 +86,9 @@ class Ranks:
         """
         if self.comm is None:
             return False
-        length = 0 if word.ids is None else len(word.ids)
+        length = word.length if word.ids is None else len(word.ids)
         others = self._exchange(word.what, word.key, word.start, length)[1:]
-        if length:
+        if word.ids is not None:
             self.comm.exchange({r: word.ids for r in range(1, self.comm.size)}, {}).wait()
         self._spoken = time.monotonic()
         return bool((others[:, 0] == What.STOP).any())
@@ -94,8 +101,22 @@ class Ranks:
     def hear(self, stop: bool = False) -> Word:
         """On the other ranks: what rank 0 says next. `stop`: this rank was told to stop, so rank 0 should."""
         what, key, start, length = self._exchange(What.STOP if stop else What.NOTHING, 0, 0, 0)[0].tolist()
-        ids = self.comm.recv((length,), torch.int64, torch.device("cpu"), 0).wait() if length else None
-        return Word(What(what), key, start, ids)
+        ids = self.comm.recv((length,), torch.int64, torch.device("cpu"), 0).wait() if what == What.READ else None
+        return Word(What(what), key, start, length, ids)
+
+    def agree(self, error: Exception | None) -> None:
+        """On all ranks: what they were told to do is done, or failed.
+
+        Raises:
+            DisagreementError: not with the same error everywhere, so that messages may have been left half exchanged.
+            PeerError: a rank died, or did not say so within the timeout.
+        """
+        if self.comm is None:
+            return
+        said = "done" if error is None else f"{type(error).__name__}: {error}"
+        told = self.comm.all_gather(torch.tensor([zlib.crc32(said.encode())])).wait()
+        if bool((told != told[0]).any()):
+            self.comm.agreement.agree("what came of a request", said)
 
     def _exchange(self, *row: int) -> Tensor:
         """Every rank's four numbers ``[P, 4]``."""

@@ -65,12 +65,12 @@ class _Silence:
 
 
 class Bytes:
-    """A token a byte of UTF-8; token 256, where there is one, ends a document."""
+    """A token a byte of UTF-8; token 256, where there is one and no others are named, ends a document."""
 
     has_text = True
 
-    def __init__(self, vocab_size: int) -> None:
-        self.end = frozenset({256} if vocab_size > 256 else ())
+    def __init__(self, vocab_size: int, end: frozenset[int] = frozenset()) -> None:
+        self.end = end or frozenset({256} if vocab_size > 256 else ())
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -6,11 +6,15 @@ import threading
 from collections import deque
 
 from ..errors import RingLAError
-from .job import Job
+from .completion import Completion
 
 
 class Busy(RingLAError):
-    """The server takes no request now: too many are waiting, or it is about to stop."""
+    """The server takes no request now: too many are waiting."""
+
+
+class Stopping(Busy):
+    """The server takes no request any more: it is about to stop."""
 
 
 class Waiting:
@@ -18,7 +22,7 @@ class Waiting:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Completion] = deque()
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -26,7 +30,7 @@ class Waiting:
             self._let_go()
             return len(self._jobs)
 
-    def put(self, job: Job) -> None:
+    def put(self, job: Completion) -> None:
         """Queue a request. Raises `Busy` if there are too many."""
         with self._changed:
             self._let_go()
@@ -35,7 +39,7 @@ class Waiting:
             self._jobs.append(job)
             self._changed.notify()
 
-    def first(self, seconds: float = 0.0) -> Job | None:
+    def first(self, seconds: float = 0.0) -> Completion | None:
         """The request whose turn it is, which stays; waits for one so long."""
         with self._changed:
             self._let_go()
@@ -44,7 +48,7 @@ class Waiting:
                 self._let_go()
             return self._jobs[0] if self._jobs else None
 
-    def take(self, job: Job) -> bool:
+    def take(self, job: Completion) -> bool:
         """`job` leaves; False if it has left already."""
         with self._changed:
             there = job in self._jobs
@@ -52,7 +56,7 @@ class Waiting:
                 self._jobs.remove(job)
             return there
 
-    def empty(self) -> list[Job]:
+    def empty(self) -> list[Completion]:
         """All of them, which leave."""
         with self._changed:
             jobs = list(self._jobs)

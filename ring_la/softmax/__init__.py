@@ -1,6 +1,10 @@
 """Softmax attention on one device and on a split sequence.
 
-    tokens → scores, tiles → backends (one kernel a file) → strategies (one exchange a file) → core → local, sharded
+    attention   the door: AttentionOptions as given → checks, agreement → an AttentionCall with its Scores
+    call        one call, on one device or split: placement, strategy and kernel → an AttentionPlan
+    plan        forward and backward of one rank, as one autograd Function; operator: the same for torch.compile
+    strategies/ one exchange of keys a file       backends/  one kernel a file
+    geometry/   where rows stand, which pairs meet       merging/  partial results, put together
 
 A strategy moves keys and values and knows no masks; a backend computes one block and knows no ranks; between them go
 `Tokens`, which say where each row stands in the whole sequence.

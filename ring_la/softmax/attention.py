@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import refuse_transforms
-from ..checks import check_nan, check_offsets
+from ..autograd import outside_graphs, refuse_transforms, traced
+from ..checks import check_nan
 from ..choices import AttentionChoice, JointPlace
 from ..context import ShardedLayout
-from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError
+from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
-from . import function, local, sharded
-from .checks import Options, check_options, check_tensors
-from .core import Tensors
-from .merge import wide
-from .scores import Scores
+from . import operator
+from .call import AttentionCall, KnownCalls
+from .merging import wide
+from .options import AttentionOptions, check_options, check_split, check_whole
+from .tensors import Tensors, check_tensors
 
 
 def attention(
@@ -83,53 +83,41 @@ def attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
+    of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
+    options = AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend)
     if backend != "reference":
-        refuse_transforms(zip(Tensors._fields, x))
-    options = Options(causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed, joint, strategy, backend)
+        refuse_transforms(x.named())
     if isinstance(layout, ShardedLayout):
-        run = _split_outside_graphs if torch.compiler.is_compiling() else _split
-        return run(x, options, layout, kv_layout, cu_seqlens)
-    _check(x, options, layout, kv_layout, cu_seqlens)
+        return _outside_graphs(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
+    _check(x, options, layout)
     if backend == "reference":
-        return _reference(x, options, cu_seqlens)
-    rest = (alibi_slopes, cu_seqlens, options.seed(), options.scale_of(q), float(softcap))
-    if local.needs_operator(x):
-        return AttentionOutput(*local.attention(*x, *rest, *options.bounds, float(dropout_p), joint, backend))
-    plan = local.plan(x, *rest, options.bounds, float(dropout_p), joint, backend)
-    return AttentionOutput(*function.attention(plan, x))
+        return _reference(x, options)
+    call = AttentionCall(options.scores(q), joint, backend, cu_seqlens)
+    # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
+    if any(traced(t) for t in x if t is not None):
+        return AttentionOutput(*operator.attention(*operator.flat(x, call)))
+    return AttentionOutput(*call.plan(x)(x))
 
 
-def _split(
-    x: Tensors, options: Options, layout: ShardedLayout, kv_layout: ShardedLayout | None, cu_seqlens: Tensor | None
-) -> AttentionOutput:
+def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
     """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
-    known, call = layout.__dict__.setdefault("_attention_calls", {}), _kind_of_call(x, options, kv_layout, cu_seqlens)
-    if call is not None and layout.cp.validate != "always" and call in known:
-        return AttentionOutput(*function.attention(known[call], x))
+    known, kind = KnownCalls.of(layout).plans, _kind_of_call(x, options)
+    if kind is not None and layout.cp.validate != "always" and kind in known:
+        return AttentionOutput(*known[kind](x))
     error = None
     try:
-        _check(x, options, layout, kv_layout, cu_seqlens)
+        _check(x, options, layout)
     except RingLAError as e:
         error = e
-    layout.agree("attention", None if error else _signature(x, options, kv_layout), error)
-    seed = options.seed()
-    slopes = options.alibi_slopes
-    scores = Scores(
-        options.scale_of(x.q),
-        float(options.softcap),
-        *(None if w < 0 else w for w in options.bounds),
-        None if slopes is None else slopes.to(wide(x.q.dtype)).reshape(-1, x.q.shape[2]),
-        float(options.dropout_p),
-        0 if seed is None else int(seed),
-    )
-    strategy = options.strategy or layout.cp.attention
-    plan = sharded.ShardedCall(layout, kv_layout or layout, scores, options.joint, strategy, options.backend).plan(x)
-    if call is not None:
-        known[call] = plan
-    return AttentionOutput(*function.attention(plan, x))
+    layout.agree("attention", None if error else _signature(x, options), error)
+    split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
+    plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, *split).plan(x)
+    if kind is not None:
+        known[kind] = plan
+    return AttentionOutput(*plan(x))
 
 
-_split_outside_graphs = torch._disable_dynamo(_split)  # a compiled caller breaks its graph here, at the exchange
+_outside_graphs = outside_graphs(_split)
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -142,82 +130,47 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     return [cast(t) for t in tensors]
 
 
-def _reference(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> AttentionOutput:
+def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     """The dense fp64 truth, returned in the dtypes of the other backends."""
-    names = ("causal", "scale", "softcap", "window", "alibi_slopes", "dropout_p", "joint")
-    keywords = {n: getattr(options, n) for n in names}
-    out = reference.attention(
-        *x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, cu_seqlens=cu_seqlens, **keywords
-    )
+    not_its = ("dropout_seed", "kv_layout", "strategy", "backend")
+    keywords = {name: value for name, value in options._asdict().items() if name not in not_its}
+    out = reference.attention(*x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
     return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
 
 
-# -- checks ------------------------------------------------------------------------------------------------
+# -- checks and agreement ----------------------------------------------------------------------------------
 
 
-def _check(x: Tensors, options: Options, layout: object, kv_layout: object, cu_seqlens: object) -> None:
+def _check(x: Tensors, options: AttentionOptions, layout: object) -> None:
     """Refuse what is wrong, by name."""
     check_tensors(x, options.joint, options.alibi_slopes)
     check_options(options)
-    _check_split(x, layout, kv_layout, cu_seqlens, options.strategy)
-    if layout is not None and options.backend == "reference":
-        raise UnsupportedError("backend", "a kernel with a layout", "'reference'", "It runs on one device")
-    if isinstance(layout, ShardedLayout) and layout.cp.validate == "always":
-        for name, t in zip(Tensors._fields, x):
+    if layout is None:
+        check_whole(x.q, x.k, options)
+        return
+    check_split(x.q, x.k, options, layout)
+    if layout.cp.validate == "always":
+        for name, t in x.named():
             if t is not None:
                 check_nan(name, t)
 
 
-def _check_split(x: Tensors, layout: object, kv_layout: object, cu_seqlens: object, strategy: str | None) -> None:
-    """Refuse layouts and offsets that do not fit the tensors."""
-    B, Tq, Tk = x.q.shape[0], x.q.shape[1], x.k.shape[1]
-    if layout is None:
-        for name, given in (("kv_layout", kv_layout), ("strategy", strategy)):
-            if given is not None:
-                raise ArgumentError(name, "None without a layout", repr(given))
-        if cu_seqlens is not None:
-            if Tq != Tk:
-                got = f"lengths {Tq} and {Tk}"
-                raise ArgumentError("cu_seqlens", "None where q and k differ in length", got)
-            check_offsets(cu_seqlens, B, Tk, x.q.device)
-        return
-    for name, given in (("layout", layout), ("kv_layout", kv_layout)):
-        if given is not None and not isinstance(given, ShardedLayout):
-            raise ArgumentError(name, "a layout made by ContextParallel.layout, or None", type(given).__name__)
-    if cu_seqlens is not None:
-        raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
-    layout.require_local("q", Tq)
-    keys = layout if kv_layout is None else kv_layout
-    if Tk == keys.seq_len:
-        keys.require_local("k", Tk)
-    if Tk != keys.local_length:
-        hint = "" if kv_layout else "Give the keys' own layout as kv_layout"
-        raise ArgumentError("kv_layout", f"one with {Tk} tokens on this rank, the T of k", keys.local_length, hint)
-    if keys.cp is not layout.cp:
-        raise ArgumentError("kv_layout", "a layout made by the ContextParallel of `layout`", repr(kv_layout))
-    if keys.num_documents != layout.num_documents:
-        raise ArgumentError("kv_layout", f"{layout.num_documents} documents, as in layout", keys.num_documents)
-    if (layout.packed or keys.packed) and B != 1:
-        raise ArgumentError("layout", f"no packed documents for a batch of {B}", repr(layout), "Pack into B = 1")
-
-
-def _kind_of_call(x: Tensors, options: Options, kv_layout: object, cu_seqlens: object) -> tuple | None:
+def _kind_of_call(x: Tensors, options: AttentionOptions) -> tuple | None:
     """All that checks, agreement and plan depend on; None where that is more than shapes and flags."""
-    if options.alibi_slopes is not None or options.dropout_p or cu_seqlens is not None:
+    if options.alibi_slopes is not None or options.dropout_p or options.cu_seqlens is not None:
         return None
     if not all([t is None or isinstance(t, Tensor) for t in x]):
         return None
     tensors = [None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x]
-    other = None if kv_layout is None else (kv_layout, getattr(kv_layout, "cp", None))
-    call = (*tensors, other, torch.is_grad_enabled(), options)
+    kind = (*tensors, getattr(options.kv_layout, "cp", None), torch.is_grad_enabled(), options)
     try:
-        hash(call)
+        hash(kind)
     except TypeError:  # a window given as a list
         return None
-    return call
+    return kind
 
 
-def _signature(x: Tensors, options: Options, kv_layout: ShardedLayout | None) -> tuple[tuple[str, object], ...]:
+def _signature(x: Tensors, options: AttentionOptions) -> tuple[tuple[str, object], ...]:
     """What must be the same on all ranks, by name: shapes but T, dtypes, flags and who needs a gradient."""
 
     def of(name: str, t: Tensor | None) -> tuple[str, object]:
@@ -225,7 +178,12 @@ def _signature(x: Tensors, options: Options, kv_layout: ShardedLayout | None) ->
             return name, None
         return name, Facts.of(t, 1 if name in ("q", "k", "v") else None)
 
-    tensors = [of(name, t) for name, t in (*zip(Tensors._fields, x), ("alibi_slopes", options.alibi_slopes))]
-    flags = [(n, tuple(v) if isinstance(v, list) else v) for n, v in options._asdict().items() if n != "alibi_slopes"]
-    other = None if kv_layout is None else kv_layout.key
-    return (*tensors, *flags, ("kv_layout", other), ("gradients", torch.is_grad_enabled()))
+    def flag(name: str, value: object) -> tuple[str, object]:
+        if isinstance(value, Tensor):
+            return of(name, value)
+        if isinstance(value, ShardedLayout):
+            return name, value.key
+        return name, tuple(value) if isinstance(value, list) else value
+
+    tensors, flags = [of(*named) for named in x.named()], [flag(*option) for option in options._asdict().items()]
+    return (*tensors, *flags, ("gradients", torch.is_grad_enabled()))

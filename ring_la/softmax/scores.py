@@ -9,23 +9,29 @@ is the same however the sequence is split and whenever it is formed again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .tokens import ANY_DOCUMENT
+from .geometry import Reach
+
+BEYOND = {
+    "softcap": "it has no softcap",
+    "alibi_slopes": "it has no ALiBi",
+    "dropout_p": "its dropout mask would change with the split",
+}
+"""Fields that add to scale and mask, and what is said of a kernel that does not know them."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The scores of one call.
+class Scores(NamedTuple):
+    """The scores of one call. An operator takes its fields as they are, so their types are those of operators.
 
     Attributes:
         scale, softcap: as above; softcap 0 is none.
         left, right: how many positions back and ahead a query sees; None: all.
-        alibi_slopes: fp32 ``[1 or B, H]`` of the heads at hand.
-        dropout_p, seed: the probability to drop, and the seed of its mask.
+        alibi_slopes: wide ``[1 or B, H]`` of the heads at hand.
+        dropout_p, seed: the probability to drop, and the seed of its mask, an int64 on the CPU.
         heads: number in the whole model of each head at hand; None: 0, 1, …
     """
 
@@ -35,39 +41,38 @@ class Scores:
     right: int | None = None
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
-    seed: int = 0
+    seed: Tensor | None = None
     heads: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether a probability needs nothing but scale and mask."""
-        return not self.softcap and self.alibi_slopes is None and not self.dropout_p
+    def reach(self) -> Reach:
+        """Which keys a query sees."""
+        return Reach(self.left, self.right)
 
     @property
-    def windowed(self) -> bool:
-        return self.left is not None or self.right not in (None, 0)
+    def beyond(self) -> frozenset[str]:
+        """What they have of BEYOND."""
+        values = {name: getattr(self, name) for name in BEYOND}
+        return frozenset(n for n, x in values.items() if x is not None and (isinstance(x, Tensor) or x != 0))
+
+    @property
+    def seed_bits(self) -> tuple[int, int]:
+        """The low and the high 32 bits of the seed."""
+        seed = 0 if self.seed is None else int(self.seed)
+        return seed & MASK, (seed >> 32) & MASK
 
     def of_heads(self, heads: Tensor) -> Scores:
         """The same scores for some of the heads."""
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.index_select(1, heads)
-        return replace(self, alibi_slopes=slopes, heads=heads)
-
-    def visible(self, distance: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Mask of pairs from ``p_j − p_i`` and the documents of rows ``q [Tq]`` and ``k [Tk]``."""
-        seen = (q[:, None] == k[None, :]) | (k == ANY_DOCUMENT)[None, :]
-        if self.right is not None:
-            seen &= distance <= self.right
-        if self.left is not None:
-            seen &= distance >= -self.left
-        return seen
+        return self._replace(alibi_slopes=slopes, heads=heads)
 
 
 def dropout_keep(scores: Scores, batch: int, heads: int, tq: Tensor, tk: Tensor) -> Tensor:
     """The pairs dropout keeps, bool ``[B, H, Tq, Tk]``, for rows at indices `tq` and `tk` of the sequence."""
-    device = tq.device
+    device, (low, high) = tq.device, scores.seed_bits
     head = torch.arange(heads, device=device) if scores.heads is None else scores.heads.to(torch.int64)
     row = torch.arange(batch, device=device)[:, None] * 65536 + head[None, :]
-    key = mix(mix(row ^ (scores.seed & MASK)) ^ ((scores.seed >> 32) & MASK))
+    key = mix(mix(row ^ low) ^ high)
     key = mix(key[:, :, None] ^ (tq & MASK)[None, None, :])
     bits = mix(key[..., None] ^ (((tk * 0x9E3779B1) & MASK)[None, None, None, :]))
     return bits >= int(scores.dropout_p * 2**32)

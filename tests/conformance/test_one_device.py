@@ -14,7 +14,8 @@ from ring_la import reference
 from ring_la.algebra import Rule
 from ring_la.kernels import Inputs
 from ring_la.kernels.operators import linear_recurrence, linear_recurrence_backward
-from ring_la.kernels.pytorch.chunked import ChunkedRecurrence
+from ring_la.kernels.pytorch.chunked import CanonicalChunks, ChunkedRecurrence
+from ring_la.linear import one_device
 from ring_la.recurrences import RECURRENCES as DEFINITIONS
 from ring_la.recurrences.definition import Recurrence
 from ring_la.recurrences.recurrence import recurrence
@@ -110,6 +111,15 @@ def test_bidirectional_and_normalised_linear_attention_is_the_reference(causal, 
         assert max(map(error, got, want)) < 1e-10
 
 
+@pytest.mark.parametrize(("write", "decay"), [("delta", "rows"), ("deltas", "scalar"), ("additive", "")])
+def test_rules_are_checked_where_they_are_made(write, decay):
+    wrong = "decay" if write in ("additive", "delta") else "write"
+    with pytest.raises(ring_la.ArgumentError, match=f"{wrong}: expected one of"):
+        Rule(write, decay)
+    with pytest.raises(ring_la.ArgumentError, match=f"{wrong}: expected one of"):
+        Rule.parse(f"{write}_{decay}")
+
+
 def test_no_gate_no_gradient():
     x = make_inputs("simple_gla", 1, 9)
     g = x.pop("g")
@@ -131,16 +141,16 @@ def test_any_packing_any_chunk_length(name, lengths, size, seed):
     want = getattr(reference, name)(**x, cu_seqlens=cu, output_final_state=True)
     seen = {}
 
-    def spy(rule, inputs, offsets, scale, mode, backend, **keywords):
-        local = ChunkedRecurrence(rule, inputs, offsets, scale, size=size)
+    def spy(rule, inputs, offsets, scale, *others):
+        local = ChunkedRecurrence(rule, inputs, offsets, scale, CanonicalChunks(size))
         seen["count"] = local.chunks.count
         return local
 
-    original, ring_la.linear.make_local = ring_la.linear.make_local, spy
+    original, one_device.make_local = one_device.make_local, spy
     try:
         got = getattr(ring_la, name)(**x, cu_seqlens=cu, output_final_state=True)
     finally:
-        ring_la.linear.make_local = original
+        one_device.make_local = original
     assert seen["count"] >= sum(-(-n // size) for n in lengths)
     assert error(got.o, want.o) < 1e-10
     assert error(got.final_state, want.final_state) < 1e-10

@@ -10,6 +10,7 @@ spilled bytes and shared memory of every kernel, and exits 1 if there is any. A 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import subprocess
 import sys
@@ -26,50 +27,82 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ring_la.algebra import Rule
+from ring_la.kernels.families import recurrence
+from ring_la.kernels.protocol import Backward, Local, OutputUse
+from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.runtime.triton_version import class_of
-from ring_la.kernels.scalar_decay import launches as simple
-from ring_la.kernels.segments import backend as local
-from ring_la.kernels.segments import base, cut, table
-from ring_la.kernels.wy import launches as general
+from ring_la.kernels.spans import plan, table
 from tests.gpu.test_triton import cases
 from tests.support.triton_cases import RULES, Case
 
-MODULES = base, cut, general, simple
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
-LARGE = table.BULK
+LARGE = table.DESCRIBED
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
 
 
 @contextmanager
 def recorded(launches: list) -> Iterator[None]:
-    """Launches noted instead of made."""
-    kept = [module.launch for module in MODULES]
-    for module in MODULES:
+    """Launches of every module that makes any noted instead of made."""
+    modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is plain]
+    for module in modules:
         module.launch = lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants))
     try:
         yield
     finally:
-        for module, launch in zip(MODULES, kept):
-            module.launch = launch
+        for module in modules:
+            module.launch = plain
 
 
 def launched(case: Case) -> list:
     """The launches of one forward and one backward, with states and without."""
-    x, rule, launches = case.inputs(), Rule.parse(case.rule), []
-    table.BULK = 0 if case.bulk else LARGE
+    return [one for launches in forms(case).values() for one in launches]
+
+
+def forms(case: Case) -> dict[str, list]:
+    """The launches of a call by the ways it may go: all in one, its backward with what its forward saved and without,
+    with an exchange of states between its parts, and with no states."""
+    x, rule = case.inputs(), Rule.parse(case.rule)
+    table.DESCRIBED = 0 if case.bulk else LARGE
     pieces = 1 if case.cu is None else len(case.cu) - 1
     S = torch.zeros(case.B, pieces, case.H, case.K, case.V) if case.states else None
     cu = None if case.cu is None else torch.tensor(case.cu)
-    with recorded(launches):
-        run = local.TritonRecurrence(rule, x, cu, 1.0)
-        run.output(S)
-        kept = () if case.states else (run.kept(),)
-        local.TritonRecurrence(rule, x, cu, 1.0, *kept).gradients(S, torch.zeros_like(x.v), S, case.gate)
+    do, out = torch.zeros_like(x.v), {}
+
+    def made(saved: bool = False) -> Local:
+        return recurrence(rule, x, cu, 1.0, OutputUse(saved))
+
+    def check() -> None:
+        run = made(not case.states)
+        saved = run.output(S).saved
+        made().gradients(Backward(S, do, saved, case.gate), S)
         if case.states:
-            run.adjoint(torch.zeros_like(x.v), S)
+            run.adjoint(Backward(None, do), S)
             run.summary(None, True)
-    return launches
+
+    def whole() -> None:
+        saved = made(True).output(S).saved
+        made().gradients(Backward(S, do, saved, case.gate), S)
+
+    def split() -> None:
+        run = made(True)
+        backward = Backward(S, do, run.output(S, run.prepare(run.summary(S, True))).saved, case.gate)
+        run = made()
+        run.gradients(backward, S, run.prepare_gradients(backward, run.adjoint(backward, S)))
+
+    def bare() -> None:
+        made().output(None)
+        made().gradients(Backward(None, do, (), case.gate), None)
+
+    for form in (check, whole, split, bare):
+        with recorded(out.setdefault(form.__name__, [])):
+            form()
+    return out
+
+
+def prepare() -> None:
+    """Small inputs take the ways of large ones, and of an H200."""
+    table.LEAST_CHUNKS, plan.hopper = 1, lambda device: True
 
 
 def compiled(kernel, args: tuple, constants: dict):
@@ -122,12 +155,19 @@ def unwritten(sass: str) -> list[str]:
     return found
 
 
+def digest(kernel, sass: str) -> str:
+    """Of machine code, whatever its kernel is called: two versions of the package compare what they compile."""
+    code = [line for line in sass.replace(kernel.__name__, "").splitlines() if not line.lstrip().startswith("//")]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--show", action="store_true", help="print every kernel")
+    parser.add_argument("--digest", help="a file that gets every kernel's name, constants and digest of its code")
     args = parser.parse_args()
-    table.LEAST, base.hopper = 1, lambda device: True
+    prepare()
     seen, bad = set(), 0
     for case in cases(args.rules.split(",")):
         for kernel, tensors, constants in launched(case):
@@ -136,7 +176,11 @@ def main() -> None:
                 continue
             seen.add(key)
             binary = compiled(kernel, tensors, constants)
-            found = unwritten(disassembled(binary.asm["cubin"], "nvdisasm", "-c"))
+            sass = disassembled(binary.asm["cubin"], "nvdisasm", "-c")
+            found = unwritten(sass)
+            if args.digest:
+                with open(args.digest, "a") as file:
+                    print(kernel.__name__, digest(kernel, sass), constants, file=file)
             bad += bool(found)
             if found or args.show:
                 used = re.search(r"REG:(\d+) STACK:(\d+)", disassembled(binary.asm["cubin"], "cuobjdump", "-res-usage"))

@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 from ring_la.algebra import Rule
-from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.segments import backend as local
-from ring_la.kernels.segments import base, table
+from ring_la.kernels.families import recurrence
+from ring_la.kernels.protocol import Backward, Inputs
+from ring_la.kernels.spans import plan, table
 from tests.support.triton_cases import RULES, Case, error, errors
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +58,7 @@ def by_descriptor(rule: str) -> list[Case]:
 
 
 def forgetful(rule: str) -> list[Case]:
-    """Segments of many chunks, of which only the last matter to what leaves them, or all."""
+    """Spans of many chunks, of which only the last matter to what leaves them, or all."""
     more = [dict(decay=d, waves=w) for d in (2.0, 0.4, 0.03) for w in (16, 32)]
     out = [Case(rule, 1, 1200, 4, 2, 128, 128, torch.bfloat16, **m) for m in more]
     out.append(Case(rule, 1, 1200, 4, 2, 128, 128, torch.bfloat16, (0, 1, 1, 500, 1200), decay=2.0, waves=16))
@@ -94,16 +94,16 @@ def title(case: Case) -> str:
 
 @pytest.mark.parametrize(("seed", "case"), [pytest.param(*c, id=title(c[1])) for c in enumerate(cases(list(RULES)))])
 def test_against_the_token_loop(seed, case, monkeypatch, record_property):
-    monkeypatch.setattr(table, "LEAST", 1)
+    monkeypatch.setattr(table, "LEAST_CHUNKS", 1)
     if case.bulk:
-        monkeypatch.setattr(table, "BULK", 0)
+        monkeypatch.setattr(table, "DESCRIBED", 0)
     if case.waves:
         monkeypatch.setattr(table, "WAVES", dict.fromkeys(table.WAVES, case.waves))
         monkeypatch.setattr(table, "SLOTS", dict.fromkeys(table.SLOTS, case.waves))
     if not case.gluon:
-        monkeypatch.setattr(base, "hopper", lambda device: False)
+        monkeypatch.setattr(plan, "hopper", lambda device: False)
     torch.manual_seed(seed)
-    found = errors(case, local.TritonRecurrence, "cuda")
+    found = errors(case, recurrence, "cuda")
     record_property("errors", found)
     assert all(e < LIMIT[case.dtype] for e in found.values()), found
 
@@ -111,7 +111,7 @@ def test_against_the_token_loop(seed, case, monkeypatch, record_property):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_last_head_of_many(rule, monkeypatch, record_property):
     """What more than 2^31 elements launch, on few: their tensors go by descriptor."""
-    monkeypatch.setattr(table, "BULK", 0)
+    monkeypatch.setattr(table, "DESCRIBED", 0)
     last_head(rule, 512, record_property)
 
 
@@ -141,10 +141,10 @@ def last_head(rule: str, T: int, record_property, H: int = 32, D: int = 128) -> 
     x = Inputs(q, k, v, g, gates() if write == "delta" else None, a, None if a is None else a.mul(-0.5))
 
     def results(x: Inputs, do: torch.Tensor) -> list[torch.Tensor]:
-        run = local.TritonRecurrence(Rule.parse(rule), x, None, 1.0)
-        o, end = run.output(None)
-        grads, _ = run.gradients(None, do, None)
-        return [t[:, -300:, -1].clone() for t in (o, *grads) if t is not None] + [end[:, :, -1]]
+        run = recurrence(Rule.parse(rule), x, None, 1.0)
+        out = run.output(None)
+        grads, _ = run.gradients(Backward(None, do), None)
+        return [t[:, -300:, -1].clone() for t in (out.o, *grads) if t is not None] + [out.leaving[:, :, -1]]
 
     whole = results(x, do)
     last = Inputs(*(None if t is None else t[:, :, -1:].contiguous() for t in x))

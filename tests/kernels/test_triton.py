@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from ring_la.algebra import Rule
-from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse
 from tests.support.interpreter import compute_bf16, interpreted
 from tests.support.triton_cases import RULES, Case, error, errors, token_loop
 
 interpreted()
 
-from ring_la.kernels.segments import backend as local  # noqa: E402
-from ring_la.kernels.segments import table  # noqa: E402
+from ring_la.kernels.families import recurrence, unsupported  # noqa: E402
+from ring_la.kernels.pytorch.chunked import ChunkedRecurrence  # noqa: E402
+from ring_la.kernels.spans import plan, table  # noqa: E402
 
 SHAPES = {
     "one segment": dict(T=30, states=False),
@@ -34,14 +35,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    monkeypatch.setattr(table, "LEAST", 1)
+    monkeypatch.setattr(table, "LEAST_CHUNKS", 1)
     torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_against_token_loop(rule: str, shape: str) -> None:
-    worst = errors(Case(rule, **SHAPES[shape]), local.TritonRecurrence, DEVICE)
+    worst = errors(Case(rule, **SHAPES[shape]), recurrence, DEVICE)
     assert all(e < 1e-4 for e in worst.values()), worst
 
 
@@ -59,9 +60,9 @@ def test_against_token_loop(rule: str, shape: str) -> None:
 )
 def test_large_inputs(more: dict, monkeypatch) -> None:
     """All gradients in one pass, or dk and dv, tensors by descriptor, and a decay that is the same at every token."""
-    monkeypatch.setattr(table, "BULK", 0)
-    monkeypatch.setattr(local.TritonRecurrence, "_fused", True)
-    worst = errors(Case(K=64, V=64, **more), local.TritonRecurrence, DEVICE)
+    monkeypatch.setattr(table, "DESCRIBED", 0)
+    monkeypatch.setattr(plan, "fits", lambda sizes, dtype: True)
+    worst = errors(Case(K=64, V=64, **more), recurrence, DEVICE)
     assert all(e < 1e-4 for e in worst.values()), worst
 
 
@@ -69,10 +70,10 @@ def test_large_inputs(more: dict, monkeypatch) -> None:
 @pytest.mark.parametrize("cu", [None, (0, 1, 1, 75, 170)])
 def test_segments_of_several_chunks(cu: tuple[int, ...] | None, bulk: bool, monkeypatch) -> None:
     """What a segment adds to the state's gradient is found in dq's pass."""
-    monkeypatch.setattr(table, "LEAST", 2)
-    monkeypatch.setattr(table, "BULK", 0 if bulk else 2**40)
-    monkeypatch.setattr(local.TritonRecurrence, "_fused", True)
-    worst = errors(Case("additive_none", T=170, K=64, V=64, H=2, Hk=1, cu=cu), local.TritonRecurrence, DEVICE)
+    monkeypatch.setattr(table, "LEAST_CHUNKS", 2)
+    monkeypatch.setattr(table, "DESCRIBED", 0 if bulk else 2**40)
+    monkeypatch.setattr(plan, "fits", lambda sizes, dtype: True)
+    worst = errors(Case("additive_none", T=170, K=64, V=64, H=2, Hk=1, cu=cu), recurrence, DEVICE)
     assert all(e < 1e-4 for e in worst.values()), worst
 
 
@@ -81,10 +82,10 @@ def test_nothing_beyond_the_horizon_is_computed(monkeypatch) -> None:
     monkeypatch.setattr(table, "WAVES", {"additive": 1, "delta": 1})
     x, rule = Case("delta_scalar", T=200).inputs(DEVICE), Rule("delta", "scalar")
     x = x._replace(g=torch.full_like(x.g, -0.5))  # e^−30 in 60 tokens
-    A, b = local.TritonRecurrence(rule, x, None, 1.0).summary(None, True)
+    summary = recurrence(rule, x, None, 1.0).summary(None, True)
     x.v[:, :32] = torch.nan
-    assert A.count_nonzero() == 0
-    assert torch.equal(local.TritonRecurrence(rule, x, None, 1.0).summary(None, True)[1], b)
+    assert summary.transition.count_nonzero() == 0
+    assert torch.equal(recurrence(rule, x, None, 1.0).summary(None, True).leaving, summary.leaving)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -96,8 +97,9 @@ def test_additive_writes_beyond_the_horizon_are_not_read(static: bool, monkeypat
     pieces, do = torch.tensor((0, 5, 101)), torch.randn_like(x.v)
 
     def maps() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        run = local.TritonRecurrence(rule, x, pieces, 1.0)
-        return *run.summary(None, True), run.adjoint(do, None)
+        run = recurrence(rule, x, pieces, 1.0)
+        summary = run.summary(None, True)
+        return summary.transition, summary.leaving, run.adjoint(Backward(None, do), None).entering
 
     decay, *states = maps()
     torch.testing.assert_close(decay.flatten(), torch.tensor([-5.0, -96.0]).to(decay).exp())
@@ -111,7 +113,7 @@ def test_long_keys_put_the_horizon_further_away() -> None:
     T, k = 128, torch.nn.functional.normalize(torch.randn(16, device=DEVICE), dim=0)
     x = Case("delta_scalar", T=T, H=1).inputs(DEVICE)
     x = x._replace(k=k.expand_as(x.k), g=torch.full_like(x.g, -0.5), beta=torch.full_like(x.beta, 2.5))
-    A = local.TritonRecurrence(Rule("delta", "scalar"), x, None, 1.0).summary(None, True)[0]
+    A = recurrence(Rule("delta", "scalar"), x, None, 1.0).summary(None, True).transition
     true = (torch.eye(16, device=DEVICE).double() - 2.5 * torch.outer(k, k).double()).matrix_power(T) * math.exp(-T / 2)
     assert error(A[0, 0, 0], true) < 1e-4
 
@@ -124,9 +126,8 @@ def test_a_decays_gradient_adds_up() -> None:
     wide = Inputs(*(None if t is None else t.double().requires_grad_() for t in x))
     o, _ = token_loop(rule, wide, None, 1.0, None)
     (true,) = torch.autograd.grad((o * do.double()).sum(), wide.g)
-    made = local.TritonRecurrence(rule, x, None, 1.0)
-    made.output(None, keep=True)
-    dg = local.TritonRecurrence(rule, x, None, 1.0, made.kept()).gradients(None, do, None)[0].g
+    saved = recurrence(rule, x, None, 1.0, OutputUse(saved=True)).output(None).saved
+    dg = recurrence(rule, x, None, 1.0).gradients(Backward(None, do, saved), None).inputs.g
     assert error(dg, true) < 3e-4
     assert ((dg - true) * x.g).sum(1).norm() < 1.5e-3 * (true * x.g).norm()
 
@@ -136,7 +137,7 @@ def test_decays_of_a_token_in_bf16(rule: str) -> None:
     """Most of what dg sums over a chunk cancels where a token forgets nearly all before it."""
     compute_bf16()
     case = Case(rule, T=64, H=4, K=32, V=32, decay=30.0, dtype=torch.bfloat16)
-    worst = errors(case, local.TritonRecurrence, DEVICE)
+    worst = errors(case, recurrence, DEVICE)
     assert all(e < 6e-3 for e in worst.values()), worst
 
 
@@ -154,17 +155,17 @@ def test_what_is_rounded_once_only(rule: str, limits: dict[str, float]) -> None:
     would be as much as a result."""
     compute_bf16()
     case = Case(rule, T=128, K=32, V=32, dtype=torch.bfloat16, states=False)
-    worst = errors(case, local.TritonRecurrence, DEVICE)
+    worst = errors(case, recurrence, DEVICE)
     assert all(worst[n] < limit for n, limit in limits.items()), worst
 
 
 @pytest.mark.parametrize("rule", ["additive_diagonal", "delta_none"])
 def test_a_scale_of_zero(rule: str) -> None:
     x = Case(rule, T=20).inputs(DEVICE)
-    run = local.TritonRecurrence(Rule.parse(rule), x, None, 0.0)
-    o, end = run.output(None, keep=True)
-    grads, _ = run.gradients(None, torch.ones_like(o), torch.ones_like(end))
-    assert (o == 0).all()
+    run = recurrence(Rule.parse(rule), x, None, 0.0, OutputUse(saved=True))
+    out = run.output(None)
+    grads, _ = run.gradients(Backward(None, torch.ones_like(out.o), out.saved), torch.ones_like(out.leaving))
+    assert (out.o == 0).all()
     assert (grads.q == 0).all()
     assert (grads.v != 0).any()
     assert all(g.isfinite().all() for g in grads if g is not None)
@@ -174,16 +175,26 @@ def test_a_scale_of_zero(rule: str) -> None:
 def test_beta_of_zero_in_fp16(rule: str) -> None:
     """What the backward pass leaves is multiplied by β, which the gradient of β divides by: in fp16 that takes care."""
     compute_bf16()
-    worst = errors(Case(rule, T=70, K=32, V=32, dtype=torch.float16, states=False), local.TritonRecurrence, DEVICE)
+    worst = errors(Case(rule, T=70, K=32, V=32, dtype=torch.float16, states=False), recurrence, DEVICE)
     assert all(e < 2e-3 for e in worst.values()), worst
 
 
 def test_non_contiguous_inputs() -> None:
     case = Case("additive_scalar", T=40)
 
-    class Strided(local.TritonRecurrence):
-        def __init__(self, rule, inputs, cu, scale, *kept):
-            spread = (None if x is None else x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs)
-            super().__init__(rule, type(inputs)(*spread), cu, scale, *kept)
+    def strided(rule, inputs, *others):
+        spread = (None if x is None else x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs)
+        return recurrence(rule, Inputs(*spread), *others)
 
-    assert max(errors(case, Strided, DEVICE).values()) < 1e-4
+    assert max(errors(case, strided, DEVICE).values()) < 1e-4
+
+
+def test_a_rule_without_kernels_is_refused_by_name() -> None:
+    """A dplr rule with one decay a head is well formed, and PyTorch's; it must not enter kernels made for another."""
+    x, rule = Case("dplr_diagonal", T=30).inputs(DEVICE), Rule("dplr", "scalar")
+    x = x._replace(g=x.g[..., 0].contiguous())
+    assert "dplr_scalar" in unsupported(rule, x)
+    assert unsupported(Rule("dplr", "diagonal"), x) == ""
+    o, end = token_loop(rule, Inputs(*(None if t is None else t.double() for t in x)), None, 0.5, None)
+    out = ChunkedRecurrence(rule, x, None, 0.5).output(None)
+    assert max(error(out.o, o), error(out.leaving, end)) < 1e-5

@@ -12,7 +12,7 @@ from tests.support.triton_cases import RULES, Case, error, token_loop
 
 interpreted()
 
-from ring_la.kernels.triton.recurrent import TritonTokens, run  # noqa: E402
+from ring_la.kernels.recurrent import TritonTokens, run  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"one token": dict(B=3, T=1), "some": dict(B=2, T=5), "packed": dict(T=6, cu=(0, 1, 1, 6))}
@@ -30,11 +30,11 @@ def test_against_token_loop(rule: str, shape: str) -> None:
     for S0 in (state, None):
         o, after = token_loop(Rule.parse(rule), wide, None if S0 is None else S0.double(), 0.5, case.cu)
         got = TritonTokens(Rule.parse(rule), x, cu, 0.5, None, in_place=False).output(S0)
-        assert max(error(got[0], o), error(got[1], after)) < 1e-5
+        assert max(error(got.o, o), error(got.leaving, after)) < 1e-5
     o, after = token_loop(Rule.parse(rule), wide, state.double(), 0.5, case.cu)
     got = TritonTokens(Rule.parse(rule), x, cu, 0.5, None, in_place=True).output(state)
-    assert got[1].data_ptr() == state.data_ptr()
-    assert max(error(got[0], o), error(state, after)) < 1e-5
+    assert got.leaving.data_ptr() == state.data_ptr()
+    assert max(error(got.o, o), error(state, after)) < 1e-5
 
 
 def test_steps_are_replayed() -> None:
@@ -47,9 +47,9 @@ def test_steps_are_replayed() -> None:
         o, after = token_loop(rule, Inputs(*(None if t is None else t.double() for t in x)), state.double(), 0.5, None)
         for t in range(6):
             token = Inputs(*(None if y is None else y[:, t : t + 1] for y in x))
-            got, left = TritonTokens(rule, token, None, 0.5, None, in_place=True).output(state)
-            assert left.data_ptr() == state.data_ptr()
-            assert error(got, o[:, t : t + 1]) < 1e-5
+            got = TritonTokens(rule, token, None, 0.5, None, in_place=True).output(state)
+            assert got.leaving.data_ptr() == state.data_ptr()
+            assert error(got.o, o[:, t : t + 1]) < 1e-5
         assert error(state, after) < 1e-5
 
 

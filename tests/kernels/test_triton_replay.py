@@ -11,11 +11,11 @@ from tests.support.triton_cases import RULES, Case
 interpreted()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.protocol import Inputs  # noqa: E402
+from ring_la.kernels.families import recurrence  # noqa: E402
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse  # noqa: E402
+from ring_la.kernels.replay import Replay, root  # noqa: E402
 from ring_la.kernels.runtime.recorder import layout  # noqa: E402
-from ring_la.kernels.segments import table  # noqa: E402
-from ring_la.kernels.segments.backend import TritonRecurrence  # noqa: E402
-from ring_la.kernels.segments.replay import Replay, root  # noqa: E402
+from ring_la.kernels.spans import table  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = 64 if DEVICE == "cuda" else 16
@@ -27,34 +27,33 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    monkeypatch.setattr(table, "LEAST", 1)
+    monkeypatch.setattr(table, "LEAST_CHUNKS", 1)
     root.cache_clear()
     yield
     root.cache_clear()
 
 
-@torch.no_grad()
-def one_device(backend, keep: dict, x, cu, S0, do, dS):
-    """What `linear._OneDevice` asks for, forward and backward."""
-    local = backend(x.rule, x.inputs, cu, 0.3, **keep)
-    o, end = local.output(S0)
-    grads, dS0 = backend(x.rule, x.inputs, cu, 0.3, local.kept()).gradients(S0, do, dS)
-    return [o, end, *grads, dS0]
+SAVED = OutputUse(saved=True)
 
 
 @torch.no_grad()
-def sharded(backend, keep: dict, x, cu, S0, do, dS):
-    """What `linear._Sharded` asks for; states arrive between the steps."""
-    local = backend(x.rule, x.inputs, cu, 0.3, **keep)
-    A, b = local.summary(S0, True)
-    local.prepare()
-    o, end = local.output(b + 1)
-    local = backend(x.rule, x.inputs, cu, 0.3, local.kept())
-    adjoint = local.adjoint(do, dS)
-    local.prepare_gradients(S0, do)
-    dS = adjoint.clone()
-    grads, dS0 = local.gradients(S0, do, dS)
-    return [A, b, o, end, adjoint, *grads, dS0]
+def one_device(backend, x, cu, S0, do, dS):
+    """What `linear.one_device` asks for, forward and backward."""
+    out = backend(x.rule, x.inputs, cu, 0.3, SAVED).output(S0)
+    grads, dS0 = backend(x.rule, x.inputs, cu, 0.3).gradients(Backward(S0, do, out.saved), dS)
+    return [out.o, out.leaving, *grads, dS0]
+
+
+@torch.no_grad()
+def sharded(backend, x, cu, S0, do, dS):
+    """What `linear.split` asks for; states arrive between the steps."""
+    local = backend(x.rule, x.inputs, cu, 0.3, SAVED)
+    summary = local.prepare(local.summary(S0, True))
+    out = local.output(summary.leaving + 1, summary)
+    local, backward = backend(x.rule, x.inputs, cu, 0.3), Backward(S0, do, out.saved)
+    adjoint = local.prepare_gradients(backward, local.adjoint(backward, dS))
+    grads, dS0 = local.gradients(backward, adjoint.entering.clone(), adjoint)
+    return [summary.transition, summary.leaving, out.o, out.leaving, adjoint.entering, *grads, dS0]
 
 
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -74,8 +73,8 @@ class Drawn:
         self.states = [torch.randn(states, device=DEVICE) for _ in range(2)]
         self.do = torch.randn_like(self.inputs.v)
 
-    def run(self, way, backend, keep):
-        return way(backend, keep, self, self.cu, self.states[0].clone(), self.do, self.states[1].clone())
+    def run(self, way, backend):
+        return way(backend, self, self.cu, self.states[0].clone(), self.do, self.states[1].clone())
 
 
 WAYS = [
@@ -89,21 +88,21 @@ def test_replayed_is_the_same(rule: str, shape: str, way) -> None:
     played = []
     for seed in range(3):
         x = Drawn(rule, seed, **CASES[shape])
-        got = x.run(way, Watched, {"keep": True})
+        got = x.run(way, Watched)
         played.append(Watched.took())
     assert played == [0, 0, 2 if way is one_device else 5]
-    for a, b in zip(x.run(way, Keeping, {}), got, strict=True):
+    for a, b in zip(x.run(way, recurrence), got, strict=True):
         assert same(a, b)
 
 
 def test_descriptors_are_made_again(monkeypatch) -> None:
     """Tensors that go by descriptor are other ones the next time."""
-    monkeypatch.setattr(table, "BULK", 0)
+    monkeypatch.setattr(table, "DESCRIBED", 0)
     for seed in range(3):
         x = Drawn("additive_scalar", seed, T=40, H=1, K=64, V=64)
-        got = x.run(one_device, Watched, {"keep": True})
+        got = x.run(one_device, Watched)
     assert Watched.took() == 2
-    for a, b in zip(x.run(one_device, TritonRecurrence, {}), got, strict=True):
+    for a, b in zip(x.run(one_device, recurrence), got, strict=True):
         assert same(a, b)
 
 
@@ -114,18 +113,10 @@ def test_what_is_kept_looks_the_same_replayed(rule: str) -> None:
     for seed in range(3):
         x = Drawn(rule, seed, **CASES["dense"])
         with torch.no_grad():
-            local = Watched(x.rule, x.inputs, x.cu, 0.3, keep=True)
-            local.output(x.states[0])
-        looks.append([None if t is None else (t.shape, t.dtype) for t in local.kept()])
+            saved = Watched(x.rule, x.inputs, x.cu, 0.3, SAVED).output(x.states[0]).saved
+        looks.append([None if t is None else (t.shape, t.dtype) for t in saved])
     assert Watched.took() == 1
     assert looks[0] == looks[1] == looks[2]
-
-
-class Keeping(TritonRecurrence):
-    """What is watched: the output leaves what spares the gradients work."""
-
-    def output(self, S0):
-        return super().output(S0, keep=True)
 
 
 class Watched(Replay):
@@ -139,7 +130,7 @@ class Watched(Replay):
 
     @classmethod
     def took(cls) -> int:
-        n = sum(len(x._played) for x in cls.calls if x._real is None)
+        n = sum(len(x._steps) for x in cls.calls if x._real is None)
         cls.calls.clear()
         return n
 
@@ -150,7 +141,7 @@ def test_a_tensor_brought_twice() -> None:
         x = Drawn("additive_scalar", seed, **CASES["dense"])
         if one:
             x.inputs = x.inputs._replace(k=x.inputs.q)
-        for a, b in zip(x.run(one_device, TritonRecurrence, {}), x.run(one_device, Replay, {"keep": True})):
+        for a, b in zip(x.run(one_device, recurrence), x.run(one_device, Replay)):
             assert same(a, b)
 
 
@@ -161,8 +152,8 @@ def test_one_decay_for_all_tokens(shape: str) -> None:
     for seed in range(3):
         x = Drawn("additive_scalar", seed, **CASES[shape])
         x.inputs = x.inputs._replace(g=x.inputs.g[0, 0].expand_as(x.inputs.g))
-        got = x.run(one_device, Replay, {"keep": True})
-    for a, b in zip(x.run(one_device, TritonRecurrence, {}), got, strict=True):
+        got = x.run(one_device, Replay)
+    for a, b in zip(x.run(one_device, recurrence), got, strict=True):
         assert same(a, b)
 
 
@@ -170,18 +161,17 @@ def test_one_decay_for_all_tokens(shape: str) -> None:
 def test_leaving_the_known_path() -> None:
     """A call whose first steps are replayed and whose next is new does the first again, and is known from then on."""
     for seed in range(3):
-        Drawn("delta_scalar", seed, **CASES["dense"]).run(sharded, Replay, {"keep": True})
+        Drawn("delta_scalar", seed, **CASES["dense"]).run(sharded, Replay)
     for seed in range(3):
         x = Drawn("delta_scalar", seed, **CASES["dense"])
-        want, got = (b(x.rule, x.inputs, None, 0.3) for b in (TritonRecurrence, Replay))
-        keep = Replay(x.rule, x.inputs, None, 0.3, keep=True)
-        for one in (want, got, keep):
-            one.summary(x.states[0].clone(), True)
-        for a, b, c in zip(want.output(None, keep=True), got.output(None), keep.output(None)):
-            assert torch.equal(a, b)
-            assert torch.equal(a, c)
-        for a, b in zip(want.kept(), keep.kept()):
-            assert same(a, b)
+        outs = []
+        for backend, use in ((recurrence, SAVED), (Replay, OutputUse()), (Replay, SAVED)):
+            local = backend(x.rule, x.inputs, None, 0.3, use)
+            outs.append(local.output(None, local.summary(x.states[0].clone(), True)))
+        want, *got = outs
+        assert all(torch.equal(want.o, out.o) and torch.equal(want.leaving, out.leaving) for out in got)
+        assert all(map(same, want.saved, got[1].saved))
+        assert len(want.saved) == len(got[1].saved)
 
 
 @torch.no_grad()
@@ -191,12 +181,13 @@ def test_states_changed_in_place_and_strided_inputs() -> None:
         x = Drawn("additive_diagonal", seed, **CASES["dense"])
         x.inputs = x.inputs._replace(q=x.inputs.q.transpose(0, 1).contiguous().transpose(0, 1))
         outs = []
-        for backend in (TritonRecurrence, Replay):
+        for backend in (recurrence, Replay):
             S0 = x.states[0].double()
             local = backend(x.rule, x.inputs, None, 0.3)
-            outs.append([*local.summary(S0, True)])
+            summary = local.summary(S0, True)
             S0 += 1
-            outs[-1] += local.output(S0)
+            out = local.output(S0, summary)
+            outs.append([summary.transition, summary.leaving, out.o, out.leaving])
         assert all(torch.equal(a, b) for a, b in zip(*outs))
 
 
@@ -218,5 +209,5 @@ def test_a_device_that_is_not_the_current_one() -> None:
     for seed in range(4):
         x = Drawn("delta_scalar", seed, **CASES["dense"])
         elsewhere = Inputs(*(None if t is None else t.to("cuda:1") for t in x.inputs))
-        o, _ = Replay(x.rule, elsewhere, None, 0.3).output(None)
-        assert torch.equal(o.to("cuda:0"), TritonRecurrence(x.rule, x.inputs, None, 0.3).output(None)[0])
+        o = Replay(x.rule, elsewhere, None, 0.3).output(None).o
+        assert torch.equal(o.to("cuda:0"), recurrence(x.rule, x.inputs, None, 0.3).output(None).o)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from ring_la import ArgumentError, ContextParallel, PeerError
+from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError
 from ring_la.inference import Sampler, generate
-from ring_la.serving import Busy, Done, Engine, Event, Failed, Hybrid, Job, NoText, Piece, Request
+from ring_la.nn import decoding
+from ring_la.serving import Batch, Busy, Completion, Ended, Engine, Event, Failed, Hybrid, NewToken, NoText, Request
 from tests.support.generation import greedy, make, tokens
 from tests.support.pool import group
 
 LONG = 60.0
 
 
-class Asked(Job):
+class Asked(Completion):
     """A request, and what it heard."""
 
     def __init__(self, ids: Sequence[int], max_tokens: int = 4, **options) -> None:
@@ -26,14 +28,14 @@ class Asked(Job):
 
     @property
     def tokens(self) -> list[int]:
-        return [e.token for e in self.events if isinstance(e, Piece)]
+        return [e.token for e in self.events if isinstance(e, NewToken)]
 
 
 def prompt(length: int) -> list[int]:
     return tokens(1, length)[0].tolist()
 
 
-def serve(engine: Engine, jobs: Sequence[Job]) -> None:
+def serve(engine: Engine, jobs: Sequence[Completion]) -> None:
     """Answer all of them, then stop."""
     if engine.ranks.leads:
         for job in jobs:
@@ -74,8 +76,9 @@ def check_turns(rank: int) -> list[tuple[list[int], int, int]]:
     jobs = [Asked(x, 3) for x in asked]
     server = engine(cp, piece=8, batch=1, keep=1 << 20)
     serve(server, jobs)
-    assert set(server._states) == {e.key for e in server._prefixes._entries.values()} or rank > 0
-    return [(job.tokens, job.events[-1].reused_tokens, len(server._states)) for job in jobs] if rank == 0 else []
+    assert set(server.states.kept) == {e.key for e in server._prefixes._entries.values()} or rank > 0
+    assert not server.states.open
+    return [(job.tokens, job.events[-1].reused_tokens, len(server.states.kept)) for job in jobs] if rank == 0 else []
 
 
 def test_prompts_that_begin_alike_are_read_from_there(ranks):
@@ -94,11 +97,11 @@ def test_states_that_do_not_fit_leave_again():
     few = engine(keep=size + size // 2, batch=1)
     serve(few, jobs)
     assert [job.events[-1].reused_tokens for job in jobs] == [0, 0, 40, 0]
-    assert len(few._states) == 1
+    assert len(few.states.kept) == 1
     none = engine(batch=1)
     serve(none, jobs := [Asked(ids), Asked(ids)])
     assert jobs[1].events[-1].reused_tokens == 0
-    assert not none._states
+    assert not none.states.kept
 
 
 def check_sampling(rank: int) -> list[list[int]]:
@@ -137,7 +140,7 @@ def test_who_goes_away_is_forgotten():
     assert (reading.events, waits.events) == ([], [])
     assert stays.tokens == truth(prompt(6), 5)
     assert seen[-1] == 2
-    assert not server._states
+    assert not server.states.open
 
 
 def test_the_end_of_a_text_ends_a_completion():
@@ -146,9 +149,9 @@ def test_the_end_of_a_text_ends_a_completion():
     server = Engine(Hybrid(make()), NoText(frozenset({want[at]})), patience=LONG)
     serve(server, [job := Asked(prompt(7), 6)])
     assert job.tokens == want[:at]
-    assert job.events[-1] == Done("stop", "", 7, 0, at + 1)
+    assert job.events[-1] == Ended("stop", "", 7, 0, at + 1)
     serve(engine(), [job := Asked(prompt(7), 6)])
-    assert job.events[-1] == Done("length", "", 7, 0, 6)
+    assert job.events[-1] == Ended("length", "", 7, 0, 6)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +167,7 @@ def test_the_end_of_a_text_ends_a_completion():
 )
 def test_what_cannot_be_completed(request_, message):
     with pytest.raises(ArgumentError, match=message):
-        engine(max_tokens=40).submit(Job(request_, print))
+        engine(max_tokens=40).submit(Completion(request_, print))
 
 
 def test_too_many_and_too_late():
@@ -178,7 +181,7 @@ def test_too_many_and_too_late():
     with pytest.raises(Busy, match="about to stop"):
         server.submit(Asked(prompt(3)))
     server.run()
-    assert all(isinstance(job.events[-1], Done) for job in jobs)
+    assert all(isinstance(job.events[-1], Ended) for job in jobs)
 
 
 def test_requests_that_do_not_end_in_time_fail():
@@ -208,7 +211,7 @@ def test_sequences_wait_for_room():
     for job in jobs:
         hear = job.emit
         job.emit = lambda event, hear=hear: (hear(event), most.append(len(server.batch.rows)))
-    server = engine(room=48)
+    server = engine(room=36)  # the first two are 34 together, the last is 7
     serve(server, jobs)
     assert [job.tokens for job in jobs] == [truth(prompt(n), 4) for n in (20, 6, 3)]
     assert max(most) == 2
@@ -252,3 +255,184 @@ def test_a_rank_that_dies_ends_the_server(ranks):
     assert "no sign of life from rank 2" in leader[0]
     assert "no sign of life from rank 2" in follower[0]
     assert "the server has failed (PeerError)" in leader[1]
+
+
+def broken_at(server: Engine, token: int, after: bool = False) -> None:
+    """Reading a prompt that ends with `token` raises an error, `after`: when it has been read."""
+    read = server.model.read
+
+    def broken(ids, states, cp):
+        bad = int(ids[0, -1]) == token
+        out = None if bad and not after else read(ids, states, cp)
+        if bad:
+            raise RuntimeError("no such prompt")
+        return out
+
+    server.model.read = broken
+
+
+def check_one_fails(rank: int) -> list[tuple[list[int], str]]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    server = engine(cp, piece=4, batch=2, keep=1 << 20)
+    broken_at(server, 3)
+    jobs = [Asked([5], 9), Asked([5, 6, 7, 8, 3]), Asked([6, 5])]
+    serve(server, jobs)
+    assert not server.states.open
+    return [(job.tokens, str(job.events[-1])) for job in jobs] if rank == 0 else []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_request_that_fails_on_all_ranks_fails_alone(ranks, size):
+    good, bad, other = ranks.run(size, check_one_fails)[0]
+    assert good[0] == truth([5], 9)
+    assert bad == ([], str(Failed("the request has failed (RuntimeError)")))
+    assert other[0] == truth([6, 5], 4)
+
+
+def check_one_rank_fails(rank: int) -> tuple[str, str]:
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=5)
+    server = engine(cp)
+    if rank == 1:
+        broken_at(server, 3, after=True)
+    job = Asked([5, 6, 7, 3])
+    if rank == 0:
+        server.submit(job)
+    with pytest.raises(DisagreementError) as error:
+        server.run()
+    return str(error.value), str(job.events[-1:])
+
+
+def test_a_request_that_fails_on_one_rank_ends_the_server_on_all(ranks):
+    leader, follower = ranks.run(2, check_one_rank_fails)
+    assert leader[0] == follower[0]
+    assert "rank 1: RuntimeError: no such prompt" in leader[0]
+    assert "the server has failed (DisagreementError)" in leader[1]
+
+
+def test_errors_while_decoding_end_their_requests_alone():
+    server, seen = engine(batch=3), []
+    step = server.model.step
+
+    def broken(tokens_, states, in_place):
+        if len(tokens_) == 2:
+            raise RuntimeError("two at once")
+        return step(tokens_, states, in_place)
+
+    def deaf(event: Event) -> None:
+        seen.append(event)
+        raise RuntimeError("no ears")
+
+    server.model.step = broken
+    deaf_one, pair, last = Completion(Request(prompt(4), 5), deaf), [Asked(prompt(5)), Asked(prompt(6))], Asked([7])
+    for job in (deaf_one, *pair):
+        server.submit(job)
+    hear = pair[1].emit
+
+    def then(event: Event) -> None:
+        hear(event)
+        if isinstance(event, Failed):
+            server.submit(last)
+            server.stop()
+
+    pair[1].emit = then
+    server.run()
+    assert isinstance(seen[0], NewToken)
+    assert [job.events[-1] for job in pair] == 2 * [Failed("the request has failed (RuntimeError)")]
+    assert last.tokens == truth([7], 4)
+
+
+def memory(x: object) -> int:
+    """Bytes of the memory behind all tensors in `x`, each once."""
+    found, todo, done = {}, [x], set()
+    while todo:
+        x = todo.pop()
+        if isinstance(x, torch.Tensor):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif id(x) not in done and not isinstance(x, (str, int, torch.nn.Module)):
+            done.add(id(x))
+            todo += (
+                x.values()
+                if isinstance(x, dict)
+                else x
+                if isinstance(x, (list, tuple))
+                else getattr(x, "__dict__", {}).values()
+            )
+    return sum(found.values())
+
+
+def test_a_long_sequence_costs_short_ones_nothing():
+    model = Hybrid(make())
+    prompts = [model.read(torch.tensor([prompt(n)]), None, None) for n in (6000, 3, 7, 20, 300, 2, 9, 4)]
+    apart = sum(memory(p.states) for p in prompts)
+    batch = Batch(model)
+    for p in prompts:
+        batch.add(None, p, Sampler())
+    assert memory(batch._after.states) < 1.5 * apart
+
+
+def test_sequences_of_any_length_are_decoded_side_by_side(monkeypatch):
+    monkeypatch.setattr(decoding, "ALONE", 24)
+    monkeypatch.setattr(decoding, "SMALLEST", 4)
+    asked = [(30, 9), (3, 12), (22, 7), (5, 3), (1, 20), (7, 2)]
+    jobs = [Asked(prompt(length), n) for length, n in asked]
+    serve(engine(batch=4), jobs)
+    assert [job.tokens for job in jobs] == [truth(prompt(length), n) for length, n in asked]
+
+
+def test_one_document_and_two_questions():
+    document, questions = tokens(1, 1500)[0].tolist(), [[3, 4, 5], [6, 7, 8, 9], [10, 11]]
+    short = document[:700] + questions[0]  # begins alike, and ends elsewhere
+    jobs = [Asked(document + q, 3) for q in questions[:2]] + [Asked(short, 3), Asked(document[:600], 3)]
+    server = engine(batch=1, keep=1 << 30)
+    serve(server, jobs)
+    assert [job.events[-1].reused_tokens for job in jobs] == [0, 1024, 0, 512]
+    assert [job.tokens for job in jobs] == [truth_of(job) for job in jobs]
+
+
+def truth_of(job: Asked) -> list[int]:
+    return generate(make(), torch.tensor([job.request.ids]), job.request.max_tokens)[0].tolist()
+
+
+def test_kept_states_grow_with_the_tokens():
+    ids = tokens(1, 256)[0].tolist()
+    sizes = []
+    for length in (128, 256):
+        server = engine(batch=1, piece=8, keep=1 << 30)
+        serve(server, [Asked(ids[:length], 1)])
+        sizes.append(memory(server.states.kept))
+    assert sizes[1] < 2.1 * sizes[0]
+    small = engine(batch=1, piece=8, keep=sizes[0])
+    serve(small, jobs := [Asked(ids, 1), Asked(ids, 1)])
+    assert 64 <= jobs[1].events[-1].reused_tokens < 256  # the beginning of what does not fit
+    assert jobs[0].tokens == jobs[1].tokens
+    assert memory(small.states.kept) <= sizes[0]
+
+
+def test_others_get_several_tokens_between_two_pieces():
+    server, pieces = engine(piece=4), []
+    read, step = server.model.read, server.model.step
+
+    def slow(ids, states, cp):
+        pieces.append(ids.shape[1])
+        time.sleep(0.2 if len(pieces) > 1 else 0)
+        return read(ids, states, cp)
+
+    def steady(tokens_, states, in_place):
+        time.sleep(0.01)
+        return step(tokens_, states, in_place)
+
+    server.model.read, server.model.step = slow, steady
+    beside, reading = Asked(prompt(3), 1000), Asked(prompt(20), 1)
+    hear, between = beside.emit, []
+
+    def emit(event: Event) -> None:
+        hear(event)
+        between.append(len(pieces))
+        if reading.events:
+            beside.cancel()
+
+    beside.emit = emit
+    serve(server, [beside, reading])
+    assert reading.tokens == truth(prompt(20), 1)
+    assert len(pieces) == 6
+    assert min(between.count(n) for n in (2, 3, 4, 5)) >= 4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,9 +22,12 @@ from ring_la.serving import Bytes, Engine, Hybrid
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from ring_la.serving.http import Server, application, listen
+from ring_la.serving.connections import listen
+from ring_la.serving.http import Server, _read, application
 
 PROMPT = "def hello"
+SILENT = 0.5
+"""Seconds after which a connection is closed that says nothing."""
 
 
 def model() -> HybridLM:
@@ -37,7 +42,8 @@ class Client:
         self.engine = Engine(Hybrid(model()), Bytes(257), max_tokens=4096, keep=1 << 24, patience=0.5)
         self._listening = listen("127.0.0.1", 0)
         self.port = self._listening.getsockname()[1]
-        self.server = Server(application(self.engine, "small", max_body=20_000), self.engine, self._listening)
+        app = application(self.engine, "small", max_body=20_000, silent=SILENT)
+        self.server = Server(app, self.engine, self._listening, silent=SILENT)
         self._answering = threading.Thread(target=self.engine.run)
 
     def __enter__(self) -> Client:
@@ -137,7 +143,7 @@ def test_a_client_that_goes_away_stops_its_decoding(client, stream, listens):
     fields = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": stream}
     connection = client.open("POST", "/v1/completions", fields)
     deadline = time.monotonic() + 10
-    while not client.engine.batch.rows and time.monotonic() < deadline:
+    while not any(row.job.decoded for row in client.engine.batch.rows) and time.monotonic() < deadline:
         time.sleep(0.001)
     job = client.engine.batch.rows[0].job
     if listens:
@@ -154,6 +160,9 @@ def test_models_and_health_are_answered_and_other_paths_refused(client):
     assert status == 200
     assert [(m["id"], m["object"], m["max_model_len"]) for m in said["data"]] == [("small", "model", 4096)]
     assert client.ask("GET", "/health") == (200, {"status": "ok", "running": 0, "waiting": 0})
+    assert client.ask("GET", "/v1/models/small") == (200, said["data"][0])
+    status, said = client.ask("GET", "/v1/models/a/large")
+    assert (status, said["error"]["code"]) == (404, "model_not_found")
     assert client.ask("GET", "/v1/chat")[0] == 404
     assert client.ask("GET", "/v1/completions")[1]["error"]["type"] == "invalid_request_error"
 
@@ -213,6 +222,7 @@ def test_bad_bodies_are_refused(client):
 
 def test_a_stopping_server_ends_streams_and_refuses_requests():
     with Client() as client:
+        client.engine.text.end = frozenset()  # it goes on until it is stopped
         fields = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": True}
         answer = client.open("POST", "/v1/completions", fields).getresponse()
         answer.readline()
@@ -226,3 +236,66 @@ def test_a_stopping_server_ends_streams_and_refuses_requests():
 def test_a_port_that_is_taken():
     with listen("127.0.0.1", 0) as taken, pytest.raises(ArgumentError, match="port: expected an address"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_too_many_requests(client, monkeypatch):
+    monkeypatch.setattr(client.engine._waiting, "most", 0)
+    answer = client.open("POST", "/v1/completions", {"prompt": PROMPT}).getresponse()
+    assert (answer.status, answer.getheader("Retry-After")) == (429, "1")
+    assert json.loads(answer.read())["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (b"",),
+        (b"GET /hea",),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{",),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /hea"),
+    ],
+    ids=["nothing", "half a head", "half a body", "half of a second"],
+)
+def test_connections_that_say_nothing_more_are_closed(client, said):
+    with socket.create_connection(("127.0.0.1", client.port), timeout=4) as connection:
+        for part in said:
+            connection.sendall(part)
+            time.sleep(0.2)
+        heard = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert heard.startswith(b"HTTP/1.1 408") == (b"POST" in said[0])
+
+
+def test_peers_that_vanished_are_noticed():
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
+def test_a_client_that_leaves_while_it_speaks_leaves_no_traceback(client):
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    log = logging.getLogger("uvicorn.error")
+    log.addHandler(handler)
+    try:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=4) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.1)
+        time.sleep(0.2)
+        assert client.ask("GET", "/health")[0] == 200
+    finally:
+        log.removeHandler(handler)
+    assert records == []
+
+
+def test_a_large_body_holds_up_nobody():
+    data = json.dumps({"prompt": [1] * 6_000_000}).encode()
+    with ThreadPoolExecutor(1) as pool:
+        start = last = time.monotonic()
+        read, longest = pool.submit(_read, data), 0.0
+        while not read.done():
+            time.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert len(read.result()["prompt"]) == 6_000_000
+    assert longest < (last - start) / 3

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ring_la import ArgumentError, ContextParallel, UnsupportedError
+from ring_la.cli import serve as serve_command
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Bytes, Engine, NoText
 from ring_la.serving.load import load, vocabulary
+from ring_la.serving.model import rehearse
 from tests.serving.test_engine import LONG, Asked, serve
 from tests.support.pool import group
-from tests.support.transformers_models import CASES, VOCABULARY
+from tests.support.transformers_models import CASES, SMALL, VOCABULARY
 
 
 def hybrid(vocab_size: int = 257) -> HybridLM:
@@ -110,8 +119,9 @@ def test_tokenizers_give_the_text_back(tokenizer):
 
 
 def prompts() -> list[list[int]]:
+    """Two that are split, and those that are too short for a token on each of 2 or 4 ranks."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (21, 2)]
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (21, 2, 1, 5)]
 
 
 def answers(folder: str, cp: ContextParallel | None = None) -> list[list[int]]:
@@ -119,7 +129,7 @@ def answers(folder: str, cp: ContextParallel | None = None) -> list[list[int]]:
     jobs = [Asked(ids, 5) for ids in prompts()]
     engine = Engine(model, text, cp, patience=LONG)
     serve(engine, jobs)
-    assert not engine._states
+    assert not engine.states.open
     return [job.tokens for job in jobs]
 
 
@@ -135,3 +145,68 @@ def test_models_of_transformers(ranks, tmp_path: Path):
     want = [row[-5:] for row in made]
     assert answers(str(tmp_path)) == want
     assert ranks.run(2, check_transformers, str(tmp_path))[0] == want
+    assert ranks.run(4, check_transformers, str(tmp_path))[0] == want
+
+
+def check_announcement(rank: int, folder: str) -> str:
+    args = command().parse_args([folder])
+    with pytest.raises(UnsupportedError) as refused:
+        serve_command.serve(args, None)
+    return str(refused.value)
+
+
+def command() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    serve_command.add_arguments(parser)
+    return parser
+
+
+def test_a_model_that_cannot_go_on_after_a_split_prompt_is_refused_before_it_is_announced(ranks, tmp_path: Path):
+    CASES["recurrent_gemma"].make().save_pretrained(tmp_path)
+    for said in ranks.run(4, check_announcement, str(tmp_path), timeout=30):
+        assert said.startswith("model: expected one that reads a prompt and goes on from there, got"), said
+        assert "RecurrentGemmaForCausalLM" in said
+    with pytest.raises(UnsupportedError, match=r"^model: expected one that reads a prompt"):
+        rehearse(load(tmp_path)[0], None)  # what it remembers is in its layers
+
+
+def pretrained(folder: Path, **options: object) -> torch.nn.Module:
+    """A causal model of Transformers, saved, with tokens for every byte."""
+    config = LlamaConfig(**(SMALL | {"vocab_size": 300, "eos_token_id": 7, "num_hidden_layers": 1} | options))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_tokenizer_that_is_named_is_used_for_models_of_transformers(tmp_path: Path, tokenizer: Path):
+    pretrained(tmp_path)
+    shutil.copytree(tokenizer, tmp_path, dirs_exist_ok=True)
+    _, text = load(tmp_path, tokenizer="bytes")
+    assert text.encode("a→") == [97, 226, 134, 146]
+    assert text.end == {7}  # the model's own, not that of a vocabulary of bytes
+    _, own = load(tmp_path)
+    assert own.encode("one sequence") != list(b"one sequence")
+    other = Tokenizer(WordLevel({"one": 5, "sequence": 6}))
+    other.pre_tokenizer = Whitespace()
+    other.save(str(tmp_path / "words.json"))
+    _, words = load(tmp_path, tokenizer=str(tmp_path / "words.json"))
+    assert words.encode("one sequence") == [5, 6]
+    assert words.end == {7}
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "transformers"])
+def test_a_file_that_is_overwritten_changes_nothing(tmp_path: Path, kind: str):
+    if kind == "hybrid":
+        model, name = hybrid(), "checkpoint.pt"
+        torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, tmp_path / name)
+    else:
+        model, name = pretrained(tmp_path), "model.safetensors"
+    served, _ = load(tmp_path)
+    with open(tmp_path / name, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        file.write(bytes(size))
+    assert same(served.model, model)
+    os.truncate(tmp_path / name, 0)
+    assert served.read(torch.tensor([[3, 4]]), None, None).logits.isfinite().all()

@@ -8,14 +8,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 import torch
 
+from ring_la import ContextParallel
+from ring_la.cli.serve import stopped_by_signals
 from ring_la.inference import generate
+from ring_la.serving import Engine, Event, Failed, Hybrid, Lookout, NoText
+from tests.serving.test_engine import Asked
 from tests.serving.test_load import hybrid
+from tests.support.generation import make
+from tests.support.pool import group
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -31,6 +40,24 @@ def start(rank: int, port: int, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def port_of(said: str) -> int:
+    return int(said.split(",")[0].rsplit(":", 1)[1])
+
+
+def health(port: int, wanted: Callable[[int], bool]) -> tuple[int, str]:
+    """What /health says when it says what is wanted, or after 15 seconds."""
+    deadline = time.monotonic() + 15
+    while True:
+        connection = HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        said = json.loads(answer.read())["status"]
+        connection.close()
+        if wanted(answer.status) or time.monotonic() > deadline:
+            return answer.status, said
+        time.sleep(0.2)
+
+
 @pytest.mark.distributed
 def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
     model = hybrid()
@@ -42,7 +69,7 @@ def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
     try:
         said = ranks[0].stdout.readline()
         assert said.startswith("ring-la serve: demo on http://127.0.0.1:"), said + ranks[0].stdout.read()
-        connection = HTTPConnection("127.0.0.1", int(said.split(",")[0].rsplit(":", 1)[1]), timeout=60)
+        connection = HTTPConnection("127.0.0.1", port_of(said), timeout=60)
         fields = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
         connection.request("POST", "/v1/completions", json.dumps(fields))
         lines = connection.getresponse().read().decode().split("\n\n")
@@ -50,8 +77,11 @@ def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
         parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
         want = generate(model, torch.tensor([list(PROMPT.encode())]), 6)[0].tolist()
         assert [i for part in parts for i in part["token_ids"]] == want
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
+        ranks[1].send_signal(signal.SIGSTOP)
+        assert health(port_of(said), lambda status: status != 200) == (503, "stalled")
+        ranks[1].send_signal(signal.SIGCONT)
+        assert health(port_of(said), lambda status: status == 200) == (200, "ok")
+        ranks[1].send_signal(signal.SIGTERM)  # any of them
         ends = [rank.communicate(timeout=30)[0] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], ends
         assert ends == ["ring-la serve: stopped\n", ""]
@@ -59,3 +89,55 @@ def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def test_a_signal_is_kept_inside_a_piece():
+    server = Engine(Hybrid(make()), NoText(), patience=0.3)
+    began = threading.Event()
+
+    def read(ids, states, cp):
+        began.set()
+        for _ in range(200):
+            time.sleep(0.05)
+        raise AssertionError("a piece of ten seconds went on")
+
+    def stop() -> None:
+        began.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    server.model.read = read
+    server.submit(job := Asked([3], 4))
+    threading.Thread(target=stop).start()
+    start = time.monotonic()
+    with stopped_by_signals(server), Lookout(server, None):
+        server.run()
+    assert time.monotonic() - start < 5
+    assert job.events == [Failed("the server has stopped")]
+
+
+def check_late_everywhere(rank: int) -> tuple[list[Event], float]:
+    """Rank 1 alone gets a signal, inside a piece in which both wait for one another."""
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=30)
+    server = Engine(Hybrid(make()), NoText(), cp, patience=0.3)
+
+    def read(ids, states, cp):
+        if rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        for _ in range(200):
+            time.sleep(0.05)
+
+    server.model.read = read
+    job = Asked([3], 4)
+    if rank == 0:
+        server.submit(job)
+    start = time.monotonic()
+    with stopped_by_signals(server), Lookout(server, cp):
+        server.run()
+    return job.events, time.monotonic() - start
+
+
+def test_a_signal_to_one_rank_is_kept_on_all(ranks):
+    leader, follower = ranks.run(2, check_late_everywhere, dying=())
+    ranks.stop()  # their messages are half exchanged
+    assert leader[0] == [Failed("the server has stopped")]
+    assert max(leader[1], follower[1]) < 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ring_la.softmax.backends import QueryRows
 from ring_la.softmax.backends.aten import CuDNN
 
 
@@ -20,7 +21,8 @@ def test_one_query_one_key_of_a_longer_row(groups):
     o = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), every_v)
     lse = scores.logsumexp(-1)
     dq, dk, dv = torch.autograd.grad((o * do).sum(), (q, k, v))
-    parts = [CuDNN().tile_backward(do, q, k[:, [j]], v[:, [j]], o, lse, 0.4, None) for j in range(3)]
+    rows = QueryRows(q, o, do, lse)
+    parts = [CuDNN().tile_backward(rows, k[:, [j]], v[:, [j]], 0.4, None) for j in range(3)]
     torch.testing.assert_close(sum(p[0] for p in parts), dq)
     torch.testing.assert_close(torch.cat([p[1] for p in parts], 1), dk)
     torch.testing.assert_close(torch.cat([p[2] for p in parts], 1), dv)

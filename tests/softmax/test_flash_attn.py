@@ -15,12 +15,12 @@ import torch
 
 from ring_la.layout import Layout
 from ring_la.softmax import attention
-from ring_la.softmax.backends import BACKENDS, Ask, choose, varlen
+from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, choose, varlen
 from ring_la.softmax.backends.aten import Flash
 from ring_la.softmax.backends.varlen import VarlenBackend
-from ring_la.softmax.merge import Gradients, Partial, row_sums
+from ring_la.softmax.geometry import Pair, Tokens
+from ring_la.softmax.merging import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
-from ring_la.softmax.tokens import Tokens
 from tests.support.attention_cases import error
 
 calls: list[str] = []
@@ -183,12 +183,12 @@ class ExactFlash(Flash):
             return block(q, k, v, *mask)[:2]
         return tuple(x[None] for x in packed(q[0], k[0], v[0], pack.q.cu, pack.k.cu, *mask))
 
-    def call_backward(self, do, q, k, v, o, lse, scale, window, pack):
-        mask = (scale, window.causal, window.left, window.right)
+    def call_backward(self, x, k, v, scale, window, pack):
+        mask, inputs = (scale, window.causal, window.left, window.right), (x.do, x.q, k, v, x.o, x.lse)
         if pack is None:
-            return block_backward(do, q, k, v, o, lse, *mask)
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        packed_backward(*(x[0] for x in (do, q, k, v, o, lse, *grads)), pack.q.cu, pack.k.cu, *mask)
+            return block_backward(*inputs, *mask)
+        grads = [torch.empty_like(t) for t in (x.q, k, v)]
+        packed_backward(*(t[0] for t in (*inputs, *grads)), pack.q.cu, pack.k.cu, *mask)
         return tuple(grads)
 
 
@@ -223,14 +223,16 @@ def test_blocks_of_any_layout(on_the_cpu, backend, kind, cu):
         for rank, owner in ((1, 1), (2, 0), (0, 3), (3, 2)):
             scores = Scores(0.3, left=left, right=right)
             rows, keys = (Tokens.of_ranks(layout, [r], cpu) for r in (rank, owner))
+            pair = Pair(rows, keys, scores.reach)
             shapes = [(1, len(t), h, 8) for t, h in ((rows, 4), (keys, 2), (keys, 2), (rows, 4))]
             q, k, v, do = (torch.randn(*s, dtype=torch.float64) for s in shapes)
             results = []
             for name in (backend, "torch"):
                 out, grads = Partial((1, len(rows), 4, 8), q.dtype, cpu), Gradients.of(q, k, v)
-                BACKENDS[name].forward(q, k, v, scores, rows, keys, out)
+                BACKENDS[name].forward(q, k, v, scores, pair, out)
                 o, lse = out.result()
-                BACKENDS[name].backward(do, q, k, v, o, lse, row_sums(do, o, None), scores, rows, keys, grads)
+                x = QueryRows(q, o, do, lse, row_sums(do, o, None))
+                BACKENDS[name].backward(x, k, v, scores, pair, grads)
                 results.append([o, lse, *(total.result(q.dtype) for total in vars(grads).values())])
             assert all(error(a, b) < 1e-9 for a, b in zip(*results)), (left, right, rank, owner)
     joined = cu is not None and backend != "flash_attn_4" and kind != "striped"
@@ -245,7 +247,7 @@ def test_more_rows_than_keys(on_the_cpu):
         scores, keys, results = Scores(0.3, left=left, right=right), Tokens.whole(20, cpu, shift=shift), []
         for name in ("flash", "torch"):
             out = Partial(q.shape, q.dtype, cpu)
-            BACKENDS[name].forward(q, k, v, scores, rows, keys, out)
+            BACKENDS[name].forward(q, k, v, scores, Pair(rows, keys, scores.reach), out)
             results.append(out.result())
         assert all(error(a, b) < 1e-9 for a, b in zip(*results)), (left, right, shift)
 
@@ -269,9 +271,9 @@ def test_one_call_for_all_documents(on_the_cpu):
 def test_the_fastest_is_chosen(on_the_cpu, monkeypatch):
     """Among kernels that can do a call: measured on an H200."""
     monkeypatch.setattr(varlen, "has_triton", lambda: True)
-    monkeypatch.setattr(BACKENDS["triton"], "refuses", lambda ask: "")
+    monkeypatch.setattr(BACKENDS["triton"], "unsupported", lambda ask: "")
     for width, rows, best in ((128, 4096, "triton"), (128, 8, "flash"), (64, 4096, "flash"), (256, 4096, "flash")):
-        ask = Ask(torch.device("cpu"), torch.float64, 4, 4, width, width, Scores(0.3, left=7, right=0), rows=rows)
+        ask = Ask(torch.device("cpu"), torch.float64, 4, 4, width, width, windowed=True, rows=rows)
         assert choose(ask, None).name == best
 
 

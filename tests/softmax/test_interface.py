@@ -9,8 +9,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ring_la
-from ring_la.softmax import attention
+from ring_la.softmax import attention, operator
 from ring_la.softmax.backends import BACKENDS
+from ring_la.softmax.call import AttentionCall
+from ring_la.softmax.scores import Scores
+from ring_la.softmax.tensors import Tensors
 from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
 from tests.support.pool import group
 
@@ -138,8 +141,9 @@ def test_second_derivative_is_refused():
 
 def test_the_operator_has_a_right_schema_and_fake():
     x = [torch.randn(1, 7, 2, 4, requires_grad=True) for _ in range(3)]
-    rest = (torch.randn(2, requires_grad=True), *[None] * 5, 0.5, 0.0, -1, 0, 0.0, "none", None)
-    torch.library.opcheck(torch.ops.ring_la.attention.default, (*x, *rest))
+    call = AttentionCall(Scores(0.5, right=0), "none", None)
+    arguments = operator.flat(Tensors(*x, sinks=torch.randn(2, requires_grad=True)), call)
+    torch.library.opcheck(torch.ops.ring_la.attention.default, arguments)
 
 
 def test_compiled_with_varying_lengths():

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ring_la.layout import Layout
-from ring_la.softmax import merge
-from ring_la.softmax.backends import BACKENDS
-from ring_la.softmax.merge import Gradients, Partial, Sum, row_sums
+from ring_la.softmax.backends import BACKENDS, QueryRows
+from ring_la.softmax.geometry import Pair, Tokens
+from ring_la.softmax.geometry.placement import WholePlacement
+from ring_la.softmax.merging import Gradients, Partial, Sum, one_pass, row_sums
 from ring_la.softmax.scores import Scores
-from ring_la.softmax.tokens import Tokens
 from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
 from tests.support.interpreter import interpreted
 
@@ -23,8 +23,9 @@ interpreted()
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("GPUs have a check of their own", allow_module_level=True)
 
-from ring_la.softmax import attention, fused  # noqa: E402
+from ring_la.softmax import attention  # noqa: E402
 from ring_la.softmax.backends.triton import launch, plan, table  # noqa: E402
+from ring_la.softmax.merging import fused  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", True)
     monkeypatch.setattr(plan, "ALIGNED", 32)
     for name, (rows, keys) in dict(FORWARD=(32, 16), BACKWARD_KEYS=(16, 32), BACKWARD_QUERIES=(32, 32)).items():
-        monkeypatch.setattr(table, name, {w: table.Launch(rows, keys, 4, 2) for w in getattr(table, name)})
+        monkeypatch.setattr(table, name, {w: table.TileSettings(rows, keys, 4, 2) for w in getattr(table, name)})
 
 
 @pytest.mark.parametrize(
@@ -51,16 +52,16 @@ def test_every_feature_is_the_reference(documents, feature):
     assert all(e < 2e-5 for e in errors.values()), errors
 
 
-def block(backend: str, scores: Scores, tensors, rows: Tokens, keys: Tokens) -> list[torch.Tensor]:
+def block(backend: str, scores: Scores, tensors, pair: Pair) -> list[torch.Tensor]:
     """(o, lse) over two blocks of keys, and the gradients of the first."""
     q, k, v, do = tensors
     out = Partial((*q.shape[:3], v.shape[3]), q.dtype, q.device)
     for _ in range(2):  # the second call merges
-        BACKENDS[backend].forward(q, k, v, scores, rows, keys, out)
+        BACKENDS[backend].forward(q, k, v, scores, pair, out)
     o, lse = out.result()
-    grads = Gradients.of(q, k, v)
+    grads, x = Gradients.of(q, k, v), QueryRows(q, o, do, lse, row_sums(do, o, None))
     for _ in range(2):  # the second call adds
-        BACKENDS[backend].backward(do, q, k, v, o, lse, row_sums(do, o, None), scores, rows, keys, grads)
+        BACKENDS[backend].backward(x, k, v, scores, pair, grads)
     return [o, lse, *(s.result(torch.float32) for s in (grads.dq, grads.dk, grads.dv))]
 
 
@@ -69,13 +70,22 @@ def block(backend: str, scores: Scores, tensors, rows: Tokens, keys: Tokens) -> 
 def test_blocks_of_any_layout(kind, cu):
     torch.manual_seed(0)
     cpu, layout = torch.device("cpu"), Layout(200, kind, 4, cu_seqlens=cu)
-    scores = Scores(0.3, 2.0, 60, 0, torch.rand(1, 2), 0.3, 2**61 + 12345)
+    scores = Scores(0.3, 2.0, 60, 0, torch.rand(1, 2), 0.3, torch.tensor(2**61 + 12345))
     for rank, owner in ((1, 1), (2, 0), (0, 3)):
         rows, keys = (Tokens.of_ranks(layout, [r], cpu) for r in (rank, owner))
         shapes = ((1, len(rows), 2, 8), (1, len(keys), 1, 8), (1, len(keys), 1, 12), (1, len(rows), 2, 12))
-        tensors = [torch.randn(*s) for s in shapes]
-        for got, want in zip(*(block(b, scores, tensors, rows, keys) for b in ("triton", "torch"))):
+        tensors, pair = [torch.randn(*s) for s in shapes], Pair(rows, keys, scores.reach)
+        for got, want in zip(*(block(b, scores, tensors, pair) for b in ("triton", "torch"))):
             assert error(got, want) < 1e-5
+
+
+def test_where_joint_keys_stand_is_kept_once():
+    """Each call with joint keys left its lists with the rows, as long as calls of that length came."""
+    q = torch.randn(1, 45, 2, 8)
+    for _ in range(3):
+        attention(q, q, q, joint="front", joint_k=q[:, :5], joint_v=q[:, :5], backend="triton")
+    (rows,) = WholePlacement.of(45, 45, q.device, None).rows
+    assert len(rows.met) == 2
 
 
 def test_parts_in_one_pass(monkeypatch):
@@ -84,7 +94,7 @@ def test_parts_in_one_pass(monkeypatch):
     spans = [(0, 37), (5, 30), (0, 12), (36, 37), (12, 37), (3, 4), (0, 37), (20, 25)]  # more than one launch takes
     out, total, shape = [], [], (2, 37, 3, 12)
     for fuses in (False, True):
-        monkeypatch.setattr(merge, "fuses", lambda device, dtype, fuses=fuses: fuses)
+        monkeypatch.setattr(one_pass, "fuses", lambda device, dtype, fuses=fuses: fuses)
         rng = torch.Generator().manual_seed(0)
         partial, added = (
             Partial(shape, torch.float32, torch.device("cpu")),
@@ -110,14 +120,16 @@ def test_gradients_of_a_block_come_in_the_inputs_dtype():
     rows = Tokens.whole(40, torch.device("cpu"))
     q, k, v, do = (torch.randn(1, 40, h, 16).half() for h in (4, 2, 2, 4))
     out, scores = Partial(q.shape, q.dtype, q.device), Scores(0.25, right=0)
-    BACKENDS["triton"].forward(q, k, v, scores, rows, rows, out)
+    pair = Pair(rows, rows, scores.reach)
+    BACKENDS["triton"].forward(q, k, v, scores, pair, out)
     o, lse = out.result()
+    x = QueryRows(q, o, do, lse, row_sums(do, o, None))
     grads, want = Gradients.of(q, k, v), Gradients.of(q, k, v)
     for name, into in (("triton", grads), ("torch", want)):
-        BACKENDS[name].backward(do, q, k, v, o, lse, row_sums(do, o, None), scores, rows, rows, into)
+        BACKENDS[name].backward(x, k, v, scores, pair, into)
     for got, exact in zip((grads.dq, grads.dk, grads.dv), (want.dq, want.dk, want.dv)):
-        ((start, stop, piece),) = got.pieces(torch.float16)
-        assert (start, stop, piece.dtype) == (0, 40, torch.float16)
+        ((start, stop, part),) = got.stretches(torch.float16)
+        assert (start, stop, part.dtype) == (0, 40, torch.float16)
         assert got.wide().dtype == torch.float32
-        assert error(piece, exact.wide()) < 1e-2
+        assert error(part, exact.wide()) < 1e-2
     assert not BACKENDS["triton"].sums_wide

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.serving import Done, Engine, Event, Job, Piece, Request
+from ring_la.serving import Completion, Ended, Engine, Event, NewToken, Request
 
 GIB = 2**30
 
 
-class Timed(Job):
+class Timed(Completion):
     """A request, its tokens and when each came."""
 
     def __init__(self, ids: Sequence[int], max_tokens: int) -> None:
@@ -23,14 +23,14 @@ class Timed(Job):
         super().__init__(Request(list(ids), max_tokens), self.hear)
 
     def hear(self, event: Event) -> None:
-        if isinstance(event, Piece):
+        if isinstance(event, NewToken):
             self.tokens.append(event.token)
             self.times.append(time.perf_counter())
         else:
             self.end = event
 
 
-def answer(engine: Engine, jobs: Sequence[Job]) -> float | None:
+def answer(engine: Engine, jobs: Sequence[Completion]) -> float | None:
     """When the requests were made; returns after all are answered. None on ranks that follow the first."""
     if engine.ranks.leads:
         for each in jobs:
@@ -40,7 +40,7 @@ def answer(engine: Engine, jobs: Sequence[Job]) -> float | None:
     engine.run()
     if not engine.ranks.leads:
         return None
-    assert all(isinstance(each.end, Done) for each in jobs), [each.end for each in jobs]
+    assert all(isinstance(each.end, Ended) for each in jobs), [each.end for each in jobs]
     return start
 
 

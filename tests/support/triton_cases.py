@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_la.algebra import Rule, act
-from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse
 
 RULES = ("additive_none", "additive_scalar", "additive_diagonal", "delta_none", "delta_scalar", "delta_diagonal",
          "dplr_diagonal")  # fmt: skip
@@ -113,18 +113,27 @@ def errors(case: Case, backend, device: str = "cpu") -> dict[str, float]:
     wanted = [getattr(leaves, n) for n in names] + ([start] if start is not None else [])
     true = dict(zip([f"d{n}" for n in names] + ["dS0"], torch.autograd.grad(loss, wanted)))
     cu = None if case.cu is None else torch.tensor(case.cu, device=device)
-    local = backend(rule, x, cu, scale)
-    got_o, got_end = local.output(S0, keep=True)
-    out = {"o": error(got_o, o), "S": error(got_end, end)}
-    kept = local.kept()
-    again = () if case.states else (kept._replace(u=None, states=None),)
-    for left in ((kept,), again):  # what callers pass on of what the output left: all, less (long calls), nothing
-        grads, dS0 = backend(rule, x, cu, scale, *left).gradients(S0, do, dS, case.gate)
+    local = backend(rule, x, cu, scale, OutputUse(saved=True))
+    got = local.output(S0)
+    out = {"o": error(got.o, o), "S": error(got.leaving, end)}
+    less = () if case.states else without_states(got.saved)
+    for saved in (got.saved, less):  # what callers pass on of what the output left: all, less (long calls), nothing
+        grads, dS0 = backend(rule, x, cu, scale).gradients(Backward(S0, do, saved, case.gate), dS)
         found = {f"d{n}": error(getattr(grads, n), true[f"d{n}"]) for n in names}
         found |= {"dS0": error(dS0, true["dS0"])} if case.states else {}
         out |= {n: max(e, out.get(n, 0.0), key=lambda e: math.inf if math.isnan(e) else e) for n, e in found.items()}
     if case.states:
-        out["adjoint"] = error(local.adjoint(do, dS), true["dS0"])
-        A, b = local.summary(None, True)
-        out["summary"] = error(act(rule.transition, A, S0) + b, end)
+        out["adjoint"] = error(local.adjoint(Backward(S0, do), dS).entering, true["dS0"])
+        summary = local.summary(None, True)
+        out["summary"] = error(act(rule.transition, summary.transition, S0) + summary.leaving, end)
     return out
+
+
+def without_states(saved: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What a long call's output leaves, which keeps no states before the chunks."""
+    from ring_la.kernels.scalar_decay.recurrence import ScalarDecaySaved
+    from ring_la.kernels.wy.saved import WYSaved
+
+    if isinstance(saved, ScalarDecaySaved):
+        return saved._replace(states=None)
+    return WYSaved.of(saved)._replace(u=None, states=None).flat

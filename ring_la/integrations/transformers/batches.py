@@ -43,13 +43,17 @@ class Batches:
 
     def _layout(self, seq_len: int, offsets: tuple[int, ...] | None) -> ShardedLayout:
         """The layout of a whole batch; the last one is kept."""
+        if self.too_short(seq_len, offsets):
+            raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
+        return self._layouts[seq_len, offsets]
+
+    def too_short(self, seq_len: int, offsets: tuple[int, ...] | None = None) -> bool:
+        """Whether a rank would get no token of a whole batch."""
         key = (seq_len, offsets)
         if key not in self._layouts:
             try:
                 layout = self.cp.layout(seq_len, self.kind, offsets)
             except DisagreementError as error:
                 raise DisagreementError(f"{error}\n{ROWS}") from None
-            if min(layout.lengths) == 0:
-                raise ArgumentError("input_ids", f"at least a token for each of {self.cp.size} ranks", seq_len)
             self._layouts = {key: layout}
-        return self._layouts[key]
+        return min(self._layouts[key].lengths) == 0

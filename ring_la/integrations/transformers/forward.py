@@ -39,6 +39,10 @@ def model_forward(original: Callable) -> Callable:
         if cache is not None and _filled(cache):
             with told_as_theirs(split.settings.cp.device):
                 return _whole(self, split, original, arguments)
+        if _short_prompt(split, arguments):
+            with told_as_theirs(split.settings.cp.device):
+                out = _whole(self, split, original, arguments)
+            return _last_logits(out, arguments["logits_to_keep"])
         split.checks.before(self)
         with told_as_theirs(split.settings.cp.device):
             return _split(self, split, original, arguments)
@@ -58,6 +62,26 @@ def _filled(cache: object) -> bool:
         return cache.get_seq_length() > 0
     except ValueError:  # a cache of recurrent states only
         return cache.has_previous_state()
+
+
+def _short_prompt(split: SplitModel, arguments: dict) -> bool:
+    """Whether this is a prompt that leaves a rank without a token, of which every rank wants the same."""
+    given = {n for n, x in arguments.items() if x is not None and x is not False}
+    ours = {"layout", "cu_seqlens", "labels", "shift_labels", "output_hidden_states", "output_router_logits"}
+    if torch.is_grad_enabled() or given & ours or not {"input_ids", "use_cache", "logits_to_keep"} <= given:
+        return False
+    ids, keep = arguments["input_ids"], arguments["logits_to_keep"]
+    if (isinstance(keep, int) and keep == 0) or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] == 0:
+        return False
+    return split.batches.too_short(ids.shape[1])
+
+
+def _last_logits(out: ModelOutput, keep: int | Tensor) -> ModelOutput:
+    """Those of the tokens asked for, from a model that may not know the question."""
+    wanted = keep if isinstance(keep, int) else len(keep)
+    if out["logits"].shape[1] > wanted:
+        out["logits"] = out["logits"][:, -keep:] if isinstance(keep, int) else out["logits"][:, keep]
+    return out
 
 
 def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> object:

@@ -51,7 +51,8 @@ def parallelize(
         layout: the tokens, labels and positions given are this rank's already. The result's `layout` says in any case
             which tokens its logits and hidden states are of.
         use_cache: in a first call without gradients every rank gets the cache one process would have, and
-            logits_to_keep counts in the whole sequence; calls with a filled cache run whole on every rank.
+            logits_to_keep counts in the whole sequence; calls with a filled cache run whole on every rank, as do
+            prompts that leave a rank without a token (with logits_to_keep, as generate gives it).
 
     Args:
         model: any model whose softmax attention goes through the library's attention and mask functions and whose

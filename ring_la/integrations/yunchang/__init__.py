@@ -16,14 +16,9 @@ forward's mask, gradients come in the inputs' dtype, and softcap, ALiBi, GQA and
 take the fastest. `attn_processor` is kept on ctx, as upstream does; only its sparse Sage kernel uses it: refused.
 """
 
-from .functions import (
+from .entries import (
     RING_IMPL_DICT,
     RING_IMPL_QKVPACKED_DICT,
-    RingFlashAttnFunc,
-    RingFlashAttnVarlenFunc,
-    StripeFlashAttnFunc,
-    ZigZagRingFlashAttnFunc,
-    ZigZagRingFlashAttnVarlenFunc,
     install,
     ring_flash_attn_func,
     ring_flash_attn_kvpacked_func,
@@ -41,6 +36,13 @@ from .functions import (
     zigzag_ring_flash_attn_varlen_func,
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
+)
+from .functions import (
+    RingFlashAttnFunc,
+    RingFlashAttnVarlenFunc,
+    StripeFlashAttnFunc,
+    ZigZagRingFlashAttnFunc,
+    ZigZagRingFlashAttnVarlenFunc,
 )
 from .layers import (
     EXTRACT_FUNC_DICT,

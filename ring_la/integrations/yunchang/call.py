@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,12 +15,11 @@ from ...checks import is_finite
 from ...comm import Group
 from ...errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ...softmax.backends import Ask, choose
-from ...softmax.checks import check_tensors
-from ...softmax.core import Plan, Tensors
-from ...softmax.merge import wide
-from ...softmax.scores import Scores
-from ...softmax.strategies import STRATEGIES, Heads, Job
-from ...softmax.tokens import Run, Tokens
+from ...softmax.geometry import Pair, Run, Tokens
+from ...softmax.options import AttentionOptions
+from ...softmax.plan import AttentionPlan
+from ...softmax.strategies import STRATEGIES, AttentionJob, Heads
+from ...softmax.tensors import Tensors, check_tensors
 
 KERNELS = {
     "fa": None,
@@ -67,31 +67,49 @@ def tokens_of(kind: str, lengths: list[int], ranks: int, rank: int, device: torc
     return Tokens(runs, offset, device)
 
 
+class Masks(NamedTuple):
+    """Upstream's arguments, by its names and in its order: attributes of ctx, and what they mean where they are left
+    out."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+
+
 @dataclass(frozen=True)
-class Call:
+class UpstreamCall:
     """What ctx carries under upstream's names, and what only this forward knows.
 
     Attributes:
-        seed: of dropout's mask; None: unknown (the forward was not ours).
+        kind: of the split. masks: with a scale. seed: of dropout's mask; None: unknown (the forward was not ours).
     """
 
     kind: str
-    dropout_p: float
-    scale: float
-    causal: bool
-    window: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    attn_type: object
+    masks: Masks
+    attn_type: object = None
     seed: int | None = None
 
     @property
     def flags(self) -> tuple:
         """What must be the same on all ranks."""
         kernel = str(getattr(self.attn_type, "value", self.attn_type))
-        masks = (self.dropout_p, self.scale, self.causal, self.window, self.softcap, self.alibi_slopes is not None)
-        return (*masks, bool(self.deterministic), kernel)
+        masks = self.masks._replace(alibi_slopes=self.masks.alibi_slopes is not None)
+        return (*masks._replace(deterministic=bool(masks.deterministic)), kernel)
+
+    @property
+    def options(self) -> AttentionOptions:
+        """The same in our terms."""
+        m = self.masks
+        if m.dropout_p and self.seed is None:
+            raise UnsupportedError(
+                "dropout_p", "0 where the forward was not ring_la's", m.dropout_p, "Its mask is lost"
+            )
+        scores = (m.causal, m.softmax_scale, m.softcap, m.window_size, m.alibi_slopes, m.dropout_p, self.seed)
+        return AttentionOptions(*scores, backend=kernel_of(self.attn_type))
 
     def plan(
         self,
@@ -99,35 +117,38 @@ class Call:
         group: Group,
         heads: Heads | None = None,
         cu: list[int] | None = None,
-        joint_rows: Tokens | None = None,
-        joint_keys: Tokens | None = None,
-    ) -> Plan:
-        """The ring over `group`; with `heads`, x are tensors before the exchange, its tokens those after it."""
-        if self.dropout_p and self.seed is None:
-            raise UnsupportedError(
-                "dropout_p", "0 where the forward was not ring_la's", self.dropout_p, "Its mask is lost"
-            )
-        left, right = self.window[0], 0 if self.causal else self.window[1]
-        bounds = (None if w < 0 else w for w in (left, right))
-        slopes = self.alibi_slopes
-        if slopes is not None:
-            slopes = slopes.to(wide(x.q.dtype)).reshape(-1, x.q.shape[2])
-        scores = Scores(self.scale, float(self.softcap), *bounds, slopes, float(self.dropout_p), self.seed or 0)
-        counts = {"q": x.q.shape[1], "k": x.k.shape[1]}
+        joint: tuple[Tokens, Tokens] | None = None,
+    ) -> AttentionPlan:
+        """The ring over `group`.
+
+        Args:
+            x: with `heads` the tensors before the exchange; the call's tokens are those after it.
+            cu: offsets of this rank's part of each document.
+            joint: where queries and joint keys stand.
+        """
+        options = self.options
+        scores, counts = options.scores(x.q), (x.q.shape[1], x.k.shape[1])
         if heads is not None:
-            counts = {side: sum(n) for side, n in heads.tokens.items()}
+            counts = tuple(sum(heads.tokens[side]) for side in ("q", "k"))
             scores = scores.of_heads(heads.query_numbers(x.q.device))
-        of = {side: [n] if cu is None else [b - a for a, b in zip(cu, cu[1:])] for side, n in counts.items()}
-        ranks, device = range(group.size), x.q.device
-        shifts = [group.size * (k - q) for q, k in zip(of["q"], of["k"])]
-        rows = tuple(tokens_of(self.kind, of["q"], group.size, r, device, shifts) for r in ranks)
-        keys = rows
-        if of["k"] != of["q"]:
-            keys = tuple(tokens_of(self.kind, of["k"], group.size, r, device, [0] * len(shifts)) for r in ranks)
-        shapes = (x.q.shape[2], x.k.shape[2], x.q.shape[3], x.v.shape[3])
-        ask = Ask(device, x.q.dtype, *shapes, scores, packed=cu is not None, repeatable=bool(self.deterministic))
-        job = Job(choose(ask, kernel_of(self.attn_type)), scores, rows, keys, group=group)
-        return Plan(job, STRATEGIES["copied" if group.copies else "ring"], joint_rows, joint_keys, heads)
+        lengths = [[n] if cu is None else [b - a for a, b in zip(cu, cu[1:])] for n in counts]
+        rows, keys = sides_of(self.kind, *lengths, group.size, x.q.device)
+        facts = dict(packed=cu is not None, repeatable=bool(self.masks.deterministic))
+        ask = Ask(*x.kind, scores.beyond, scores.reach.windowed, **facts)
+        job = AttentionJob(choose(ask, options.backend), scores, rows, keys, group=group)
+        met = None if joint is None else Pair(*joint, scores.reach)
+        return AttentionPlan(job, STRATEGIES["copied" if group.copies else "ring"], met, heads)
+
+
+def sides_of(
+    kind: str, q: list[int], k: list[int], ranks: int, device: torch.device
+) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
+    """The queries and the keys of each rank, which holds so many tokens of each document."""
+    shifts = [ranks * (b - a) for a, b in zip(q, k)]
+    rows = tuple(tokens_of(kind, q, ranks, r, device, shifts) for r in range(ranks))
+    if k == q:
+        return rows, rows
+    return rows, tuple(tokens_of(kind, k, ranks, r, device, [0] * len(k)) for r in range(ranks))
 
 
 def kernel_of(attn_type: object) -> str | None:
@@ -143,8 +164,12 @@ def kernel_of(attn_type: object) -> str | None:
 
 
 def settled(
-    groups: Sequence[Group], tensors: Sequence[object], make: Callable[[], Call], *more: object, packed: bool = False
-) -> Call:
+    groups: Sequence[Group],
+    tensors: Sequence[object],
+    make: Callable[[], UpstreamCall],
+    *more: object,
+    packed: bool = False,
+) -> UpstreamCall:
     """The call that `make` returns, where it and the shapes are the same on all ranks of `groups`.
 
     What one rank refuses all refuse, and what ranks differ in is an error on each of them; compared the first time.
@@ -180,25 +205,15 @@ def settled(
     return call
 
 
-def options(
-    kind: str,
-    x: Tensors,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    attn_type: object,
-) -> Call:
+def checked(kind: str, x: Tensors, masks: Masks, attn_type: object) -> UpstreamCall:
     """Upstream's arguments, checked, with a new seed where there is dropout.
 
     Args:
-        x: the call's tensors ``[B, T, H, D]``, in upstream's order.
+        x: the call's tensors ``[B, T, H, D]``.
     """
-    slopes = alibi_slopes.detach() if isinstance(alibi_slopes, Tensor) else alibi_slopes
+    slopes = masks.alibi_slopes.detach() if isinstance(masks.alibi_slopes, Tensor) else masks.alibi_slopes
     check_tensors(x, "none" if x.joint_k is None else "front", slopes)
+    dropout_p, softmax_scale, causal, window_size, softcap, *_ = masks
     softcap = 0.0 if softcap is None else softcap
     if not is_finite(dropout_p) or not 0 <= dropout_p < 1:
         raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", dropout_p)
@@ -210,6 +225,6 @@ def options(
     if softmax_scale is not None and not is_finite(softmax_scale):
         raise ArgumentError("softmax_scale", "a finite number or None", softmax_scale)
     scale = x.q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    seed = int(torch.randint(2**62, ())) if dropout_p else 0
     window = tuple(-1 if w is None else int(w) for w in window_size)
-    return Call(kind, dropout_p, scale, bool(causal), window, softcap, alibi_slopes, deterministic, attn_type, seed)
+    masks = masks._replace(softmax_scale=scale, causal=bool(causal), window_size=window, softcap=softcap)
+    return UpstreamCall(kind, masks, attn_type, int(torch.randint(2**62, ())) if dropout_p else 0)

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from ...comm import Group
 from ...errors import ArgumentError, UnsupportedError
-from ...softmax import function
-from ...softmax.core import Tensors
+from ...softmax.geometry import Tokens
 from ...softmax.strategies import Heads, HeadSplit
-from ...softmax.tokens import Tokens
-from .call import Call, group_of, kernel_of, options, settled
-from .functions import KINDS, unpack
+from ...softmax.tensors import Tensors
+from .call import Masks, UpstreamCall, checked, group_of, kernel_of, settled
+from .entries import KINDS, unpack
 
 
 @dataclass
@@ -162,19 +161,14 @@ class LongContextAttention(nn.Module):
         *args: Any,
     ) -> Tensor:
         """Attention of this rank's tokens ``[B, T, H, D]``; as in yunchang, only the output is returned."""
-        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
-        call = settled(groups, x[:3], lambda: options(self.kind, x, *masks, self.attn_type))
+        call = settled(groups, x[:3], lambda: checked(self.kind, x, masks, self.attn_type))
         return attend(call, x, *groups)
 
 
 def attend(
-    call: Call,
-    x: Tensors,
-    ring: Group,
-    ulysses: Group,
-    joint_rows: Tokens | None = None,
-    joint_keys: Tokens | None = None,
+    call: UpstreamCall, x: Tensors, ring: Group, ulysses: Group, joint: tuple[Tokens, Tokens] | None = None
 ) -> Tensor:
     """Exchange heads over `ulysses`, walk the ring, exchange back."""
     heads = None
@@ -182,7 +176,7 @@ def attend(
         tokens = {side: [t.shape[1]] * ulysses.size for side, t in (("q", x.q), ("k", x.k))}
         split = HeadSplit(x.q.shape[2], x.k.shape[2], ulysses.size)
         heads = Heads(ulysses, split, tokens, {"q": None, "k": None})
-    return function.attention(call.plan(x, ring, heads, joint_rows=joint_rows, joint_keys=joint_keys), x)[0]
+    return call.plan(x, ring, heads, joint=joint)(x)[0]
 
 
 class LongContextAttentionQKVPacked(LongContextAttention):
@@ -245,9 +239,9 @@ class UlyssesAttention(nn.Module):
         *args: Any,
     ) -> Tensor:
         """Attention of this rank's tokens ``[B, T, H, D]``."""
-        masks = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, group = Tensors(query, key, value), group_of(self.spg)
-        call = settled([group], x[:3], lambda: options("contiguous", x, *masks, self.attn_type))
+        call = settled([group], x[:3], lambda: checked("contiguous", x, masks, self.attn_type))
         return attend(call, x, Alone(), group)
 
 

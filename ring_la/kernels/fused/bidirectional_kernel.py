@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.algebra import Rule
-from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.families import recurrence
+from ring_la.kernels.protocol import Backward, Inputs
 from ring_la.kernels.runtime.launch import aligned, launch
-from ring_la.kernels.segments.backend import TritonRecurrence
-from ring_la.kernels.segments.cut import Cut
-from ring_la.kernels.segments.table import cdiv, width
+from ring_la.kernels.spans.runs import Runs
+from ring_la.kernels.spans.table import cdiv, width
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 RULE = Rule("additive", "none")
@@ -51,7 +51,7 @@ def read_kernel(
 
 def total(k: Tensor, v: Tensor, cu: Tensor | None, scale: float, S: Tensor | None = None) -> Tensor:
     """``scale · Σ k vᵀ + S`` of each piece ``[B, N, H, K, V]``: the adjoint of a recurrence that forgets nothing."""
-    return TritonRecurrence(RULE, Inputs(k, k, v), cu, scale).adjoint(v, S)
+    return recurrence(RULE, Inputs(k, k, v), cu, scale).adjoint(Backward(None, v), S).entering
 
 
 def unsupported(*tensors: Tensor | None) -> str:
@@ -76,11 +76,11 @@ def read(x: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool
     cu = None if cu is None else aligned(cu.to(torch.int32))
     fp32 = x.dtype == torch.float32
     chunk = CHUNK // 2 if fp32 else CHUNK
-    cut = Cut.of(T, CHUNKS * chunk, chunk, cu)
+    runs = Runs.of(T, CHUNKS * chunk, chunk, cu)
     block = min(COLUMNS // 2 if fp32 or DX > 128 else COLUMNS, width(DO))
     o = torch.empty(B, T, H, DO, dtype=x.dtype, device=x.device)
     launch(
-        read_kernel, (cdiv(DO, block) * cut.count, B * H), x, S, o, cut.table, T, N, cut.length, scale, H=H, HX=HX,
+        read_kernel, (cdiv(DO, block) * runs.count, B * H), x, S, o, runs.table, T, N, runs.length, scale, H=H, HX=HX,
         DX=DX, DO=DO, BX=width(DX), BO=block, C=chunk, TRANSPOSED=transposed, PREC="tf32x3" if fp32 else "tf32",
         VARLEN=cu is not None, num_warps=4, num_stages=1 if fp32 else 3,
     )  # fmt: skip

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...algebra import Rule, act, outer, product, transpose
 from ...autograd import full_precision
-from ..protocol import Inputs
+from ..protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, Summary
 from .chunks import Chunks
 from .terms import Decay, StateTerms, output_terms, state_terms
 
@@ -23,93 +25,111 @@ CHUNK = {"none": 64, "scalar": 64, "diagonal": 32}
 """Tokens a chunk by decay; measured on two x86 cores at T 2048, K = V = 64 (fp32)."""
 
 
+class CanonicalChunks(NamedTuple):
+    """Chunks at fixed places of a sequence, however it is split: their length, and how many places of each piece's
+    first chunk stay empty ``[N]`` (see `Chunks`)."""
+
+    size: int
+    lead: Tensor | None = None
+
+
+class ChunkTerms(NamedTuple):
+    """Every chunk's maps of the state, and Q and p where the output has asked for them; the inputs in chunks."""
+
+    inputs: Inputs
+    decay: Decay
+    state: StateTerms
+    out: tuple[Tensor, Tensor] | None = None
+
+
+class Differentiable(NamedTuple):
+    """Terms whose gradient can be taken, `back` the map from it to the inputs' gradients, and the states that enter the
+    chunks."""
+
+    terms: ChunkTerms
+    back: Callable[..., Inputs]
+    entering: Tensor
+
+
 class ChunkedRecurrence:
-    """One rank's tokens under one rule; see `kernels.local.Local`.
+    """One rank's tokens under one rule; see `protocol.Local`. `canonical` overrides the chunk length and aligns
+    chunks."""
 
-    `size` and `lead` override the chunk length and align chunks (see `Chunks`).
-    """
-
-    prepares = True
-    crosses = False
+    prepares: ClassVar[bool] = True
+    crosses: ClassVar[bool] = False
 
     def __init__(
-        self,
-        rule: Rule,
-        inputs: Inputs,
-        cu: Tensor | None,
-        scale: float,
-        *,
-        size: int | None = None,
-        lead: Tensor | None = None,
+        self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, canonical: CanonicalChunks | None = None
     ) -> None:
         self.rule, self.inputs, self.scale = rule, inputs, scale
         q, v = inputs.q, inputs.v
-        self.chunks = Chunks(q.shape[1], size or CHUNK[rule.decay], cu, lead, q.device)
+        size, lead = canonical or (CHUNK[rule.decay], None)
+        self.chunks = Chunks(q.shape[1], size, cu, lead, q.device)
         wide = any(x is not None and x.dtype == torch.float64 for x in inputs)
         self.dtype = torch.float64 if wide else torch.float32
         self.state_shape = (q.shape[0], self.chunks.pieces, v.shape[2], q.shape[3], v.shape[3])
-        self._chunked_inputs: tuple[Inputs, Decay] | None = None
-        self._state: StateTerms | None = None
-        self._out: tuple[Tensor, Tensor] | None = None
-        self._back: tuple[Callable[..., Inputs], Tensor] | None = None
 
     # -- the protocol --------------------------------------------------------------------------------------
 
-    def summary(self, S0: Tensor | None, through: bool) -> tuple[Tensor | None, Tensor]:
+    def summary(
+        self, S0: Tensor | None, through: bool, known: Summary[ChunkTerms] | None = None
+    ) -> Summary[ChunkTerms]:
         with full_precision(self.inputs.q):
-            _, S_end = self._scan(S0)
-            return (self._through() if through else None), S_end
+            terms = self._terms() if known is None else known.found
+            _, S_end = self._scan(terms, S0)
+            return Summary(self._through(terms) if through else None, S_end, terms)
 
-    def prepare(self) -> None:
+    def prepare(self, summary: Summary[ChunkTerms]) -> Summary[ChunkTerms]:
         with full_precision(self.inputs.q):
-            _ = self.out
+            return replace(summary, found=self._with_output(summary.found))
 
-    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def output(
+        self, S0: Tensor | None, summary: Summary[ChunkTerms] | None = None, border: Border | None = None
+    ) -> Output:
+        assert border is None  # see `crosses`
         with full_precision(self.inputs.q):
-            entering, S_end = self._scan(S0)
-            Q, p = self.out
-            return self.chunks.merge(Q @ entering + p).to(self.inputs.v.dtype), S_end
+            terms = self._with_output(self._terms() if summary is None else summary.found)
+            entering, S_end = self._scan(terms, S0)
+            Q, p = terms.out
+            return Output(self.chunks.merge(Q @ entering + p).to(self.inputs.v.dtype), S_end)
 
-    def adjoint(self, do: Tensor, dS_end: Tensor | None) -> Tensor:
+    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Differentiable | None]:
         with full_precision(self.inputs.q):
-            return self._scan_back(self._cotangent(do), dS_end)[1]
+            terms = self._with_output(self._terms())
+            return Adjoint(self._scan_back(terms, self._cotangent(backward.do), dS_end)[1], None)
 
-    def prepare_gradients(self, S0: Tensor | None, do: Tensor, gate: bool = True) -> None:
+    def prepare_gradients(
+        self, backward: Backward, adjoint: Adjoint[Differentiable | None]
+    ) -> Adjoint[Differentiable | None]:
         with full_precision(self.inputs.q):
-            self._back = self._differentiable_terms(), self._scan(S0)[0]
-
-    def kept(self) -> tuple[Tensor | None, ...]:
-        return ()
+            return replace(adjoint, found=self._differentiable(backward.S0))
 
     def gradients(
-        self, S0: Tensor | None, do: Tensor, dS_end: Tensor | None, gate: bool = True
-    ) -> tuple[Inputs, Tensor]:
+        self,
+        backward: Backward,
+        dS_end: Tensor | None,
+        adjoint: Adjoint[Differentiable | None] | None = None,
+        border: Border | None = None,
+    ) -> InputGradients:
+        assert border is None
         with full_precision(self.inputs.q):
-            if self._back is None:
-                self.prepare_gradients(S0, do, gate)
-            (back, entering), self._back = self._back, None
-            do = self._cotangent(do)
-            leaving, dS0 = self._scan_back(do, dS_end)
+            found = None if adjoint is None else adjoint.found
+            terms, back, entering = self._differentiable(backward.S0) if found is None else found
+            do = self._cotangent(backward.do)
+            leaving, dS0 = self._scan_back(terms, do, dS_end)
             dA = outer(self.rule.transition, leaving, entering)
-            return back(dA, leaving, do @ entering.mT, do), dS0
+            return InputGradients(back(dA, leaving, do @ entering.mT, do), dS0)
 
     # -- the chunks' terms ---------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> StateTerms:
-        """The chunks' maps of the state."""
-        if self._state is None:
-            self._chunked_inputs = self._cut(self.inputs)
-            self._state = state_terms(self.rule, *self._chunked_inputs)
-        return self._state
+    def _terms(self) -> ChunkTerms:
+        x, decay = self._cut(self.inputs)
+        return ChunkTerms(x, decay, state_terms(self.rule, x, decay))
 
-    @property
-    def out(self) -> tuple[Tensor, Tensor]:
-        """The chunks' Q and p."""
-        if self._out is None:
-            state = self.state
-            self._out = output_terms(self.rule, *self._chunked_inputs, self.scale, state)
-        return self._out
+    def _with_output(self, terms: ChunkTerms) -> ChunkTerms:
+        if terms.out is not None:
+            return terms
+        return terms._replace(out=output_terms(self.rule, terms.inputs, terms.decay, self.scale, terms.state))
 
     def _cut(self, inputs: Inputs) -> tuple[Inputs, Decay]:
         heads = inputs.v.shape[2]
@@ -122,15 +142,13 @@ class ChunkedRecurrence:
         x = self.chunks.split(x.to(self.dtype))
         return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
-    def _differentiable_terms(self) -> Callable[..., Inputs]:
-        """Compute the terms so that their gradient can be taken; returns the map from it to the inputs' gradient."""
+    def _differentiable(self, S0: Tensor | None) -> Differentiable:
+        """The terms computed so that their gradient can be taken."""
         with recording():
             leaves = Inputs(*(None if x is None else x.detach().requires_grad_() for x in self.inputs))
             x, decay = self._cut(leaves)
             state = state_terms(self.rule, x, decay)
             values = (state.A, state.b, *output_terms(self.rule, x, decay, self.scale, state))
-        self._state = StateTerms(None if state.A is None else state.A.detach(), state.b.detach())
-        self._out = (values[2].detach(), values[3].detach())
 
         def back(*cotangent: Tensor | None) -> Inputs:
             pairs = [(t, d) for t, d in zip(values, cotangent) if t is not None]
@@ -139,16 +157,18 @@ class ChunkedRecurrence:
                 grads = iter(torch.autograd.grad([t for t, _ in pairs], present, [d for _, d in pairs]))
             return Inputs(*(None if x is None else next(grads) for x in leaves))
 
-        return back
+        A, b, Q, p = (None if t is None else t.detach() for t in values)
+        terms = ChunkTerms(x, decay, StateTerms(A, b), (Q, p))
+        return Differentiable(terms, back, self._scan(terms, S0)[0])
 
     def _cotangent(self, do: Tensor) -> Tensor:
         return self.chunks.split(do.to(self.dtype))
 
     # -- scans over chunks ---------------------------------------------------------------------------------
 
-    def _scan(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _scan(self, terms: ChunkTerms, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state entering each chunk ``[B, chunks, H, K, V]``, and leaving each piece."""
-        t, c, kind = self.state, self.chunks, self.rule.transition
+        t, c, kind = terms.state, self.chunks, self.rule.transition
         start = self._states(S0, t.b)
         entering, leaves, S = [], [], start[:, 0]
         for i in range(c.count):
@@ -162,11 +182,11 @@ class ChunkedRecurrence:
         leaving = torch.stack(leaves, 1).index_select(1, c.final.clamp(min=0))
         return torch.stack(entering, 1), torch.where(_per_piece(c.empty), start, leaving)
 
-    def _scan_back(self, do: Tensor, dS_end: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _scan_back(self, terms: ChunkTerms, do: Tensor, dS_end: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradient of the state leaving each chunk, and of the state entering each piece."""
         c, kind = self.chunks, self.rule.transition
-        A = transpose(kind, self.state.A)
-        own = self.out[0].mT @ do
+        A = transpose(kind, terms.state.A)
+        own = terms.out[0].mT @ do
         end = self._states(dS_end, own)
         leaving: list[Tensor] = []
         G = end[:, -1]
@@ -184,9 +204,9 @@ class ChunkedRecurrence:
         dS0 = torch.stack(into, 1).index_select(1, c.begin.clamp(max=c.count - 1))
         return torch.stack(leaving, 1), torch.where(_per_piece(c.empty), end, dS0)
 
-    def _through(self) -> Tensor | None:
+    def _through(self, terms: ChunkTerms) -> Tensor | None:
         """The product of each piece's transitions."""
-        t, c, kind = self.state, self.chunks, self.rule.transition
+        t, c, kind = terms.state, self.chunks, self.rule.transition
         if t.A is None:
             return None
         unit = t.A.new_ones(()) if kind != "dense" else torch.eye(t.A.shape[-1], dtype=t.A.dtype, device=t.A.device)

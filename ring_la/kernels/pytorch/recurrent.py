@@ -11,16 +11,19 @@ from torch import Tensor
 
 from ...algebra import Rule
 from ...autograd import full_precision
-from ..protocol import Inputs
-from .chunked import ChunkedRecurrence
+from ..protocol import Border, Inputs, Output, Summary
+from .chunked import ChunkedRecurrence, ChunkTerms
 
 
 class TokenRecurrence(ChunkedRecurrence):
     """`ChunkedRecurrence` with the output computed token by token."""
 
-    def output(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def output(
+        self, S0: Tensor | None, summary: Summary[ChunkTerms] | None = None, border: Border | None = None
+    ) -> Output:
+        assert border is None
         with full_precision(self.inputs.q):
-            return self._tokens(S0)
+            return Output(*self._tokens(S0))
 
     def _tokens(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         x, c = self._wide_inputs(), self.chunks

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import JITFunction, knobs
+from triton.runtime.cache import get_cache_manager
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16
@@ -179,3 +180,8 @@ class CompiledKernel:
 def current_stream(device: int) -> int:
     """A CUDA device's current stream as launches take it."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def disk_cache(key: str) -> Any:
+    """Triton's folder of compiled kernels for a key: ``get_file(name)``, a path or None, and ``put(data, name)``."""
+    return get_cache_manager(key)

@@ -1,6 +1,6 @@
 """The gradients of additive writes under a scalar decay, all chunks at once.
 
-With S the state before a chunk, R the gradient of the one after it, and the factors of `additive`:
+With S the state before a chunk, R the gradient of the one after it, and the factors of `attend`:
 
     dq_i = c e^{G_i} S do_i + c Σ_{j≤i} e^{G_i−G_j} (do_i·v_j) k_j            b_i: q_i · the first term
     dk_j = e^{G_C−G_j} R v_j + c Σ_{i≥j} e^{G_i−G_j} (v_j·do_i) q_i            w_j: k_j · the first term
@@ -16,8 +16,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ring_la.kernels.scalar_decay.passes import constant
+from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.scalar_decay.operands import Gates, columns, constant
+from ring_la.kernels.spans.plan import SpanPlan
+from ring_la.kernels.spans.table import ADDITIVE_GRADIENT
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 
 
@@ -28,7 +33,7 @@ def additive_gradient_kernel(
     PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BK key channels a step. `states` and `adjoints` [B, NC, H, K, V] are S and R of every chunk; dg
-    [B, T, H]. F and STATIC as for `additive.attend_kernel`."""
+    [B, T, H]. F and STATIC as for `attend.attend_kernel`."""
     s = tl.program_id(0) // H  # the heads of a chunk side by side, as they lie in memory
     h = tl.program_id(0) % H
     b = tl.program_id(1)
@@ -98,3 +103,26 @@ def additive_gradient_kernel(
     reads += tl.sum(pairs, 0) - tl.sum(pairs, 1)
     dg = tl.cumsum(reads, 0, reverse=True) + tl.cumsum(writes, 0) - writes + tl.sum(through, 0) * tl.exp2(gc)
     tl.store(dg_ + (b.to(tl.int64) * T + start + t) * H + h, dg, t < n)
+
+
+def chunk_gradients(
+    plan: SpanPlan, gates: Gates, inputs: Inputs, do: Tensor, states: Tensor, adjoints: Tensor
+) -> Inputs:
+    """All gradients of all chunks at once, from the states before the chunks and the gradients of those after them."""
+    how, (B, T, H, HK, K, V) = plan.pick(ADDITIVE_GRADIENT), plan.sizes
+    dq, dk, dv, dg = plan.tokens(K), plan.tokens(K), plan.tokens(V), plan.new(B, T, H)
+    args = (
+        *inputs[:3], do, gates.read, states, adjoints, dq, dk, dv, dg, plan.chunks.table, T, plan.chunk_count,
+        plan.scale,
+    )  # fmt: skip
+    shape = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)
+    if not gates.constant and plan.gluon:
+        from ring_la.kernels.scalar_decay.chunk_gradients_hopper import additive_gradient_hopper_kernel
+
+        launch(additive_gradient_hopper_kernel, (plan.chunk_count * H, B), *args, **shape, num_warps=4)
+    else:
+        launch(
+            additive_gradient_kernel, (plan.chunk_count * H, B), *args, **shape, BK=how.block, BV=columns(V),
+            STATIC=gates.constant, PREC=plan.precision, **how.options,
+        )  # fmt: skip
+    return Inputs(dq, dk, dv, dg)

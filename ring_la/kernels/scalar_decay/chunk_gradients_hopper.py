@@ -1,4 +1,4 @@
-"""`additive_gradient` for Hopper, in Gluon, where copies and products are waited for by name.
+"""`chunk_gradients` for Hopper, in Gluon, where copies and products are waited for by name.
 
 The same sums, rounded in the same places; see there. A program is one chunk again, but all it reads is on its way from
 its first instructions, products run while the factors of others are made, and results are stored while the next

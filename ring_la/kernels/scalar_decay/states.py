@@ -1,11 +1,25 @@
-"""The states between the chunks of additive writes, for what is made of all chunks at once (`additive_gradient`)."""
+"""The states between the chunks of additive writes, for what is made of all chunks at once (`chunk_gradients`)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ring_la.kernels.scalar_decay.passes import constant, rows, take
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.scalar_decay.operands import (
+    Gates,
+    chunk_states,
+    columns,
+    constant,
+    rows,
+    shared_constants,
+    state_tiles,
+    take,
+    tiles,
+)
+from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.table import STATES, cdiv
 from ring_la.kernels.triton.tiles import SIZES, span
 
 
@@ -15,9 +29,9 @@ def states_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STATIC: tl.constexpr,
     REVERSE: tl.constexpr, HAS_STATE: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One segment, BK channels of X: `states` [B, NC, H, K, V] before every chunk, in the scan's direction, from those
-    `entering` the segments. X, Y are k, v, or REVERSE q, do, and then `leaving` takes the last state of each piece.
-    F and STATIC as for `additive.attend_kernel`, under a decay."""
+    """One span, BK channels of X: `states` [B, NC, H, K, V] before every chunk, in the scan's direction, from those
+    `entering` the spans. X, Y are k, v, or REVERSE q, do, and then `leaving` takes the last state of each piece.
+    F and STATIC as for `attend.attend_kernel`, under a decay."""
     NK: tl.constexpr = (K + BK - 1) // BK
     ik = tl.program_id(0) % NK
     s = tl.program_id(0) // NK
@@ -71,3 +85,34 @@ def states_kernel(
         if first:
             own = ((b.to(tl.int64) * N + piece) * H + h) * (K * V)
             tl.store(leaving + own + at, S, inside)
+
+
+def states_before_chunks(plan: SpanPlan, gates: Gates, k: Tensor, v: Tensor, entering: Tensor | None) -> Tensor:
+    """From those that enter the spans (None: zero)."""
+    return _states(plan, gates, (k, v), entering, None)
+
+
+def adjoints_after_chunks(
+    plan: SpanPlan, gates: Gates, q: Tensor, do: Tensor, entering: Tensor | None, dS0: Tensor
+) -> Tensor:
+    """The gradients of the states after the chunks, from those of the states after the spans; `dS0`: where those of the
+    states that enter the pieces go."""
+    return _states(plan, gates, (q, do), entering, dS0)
+
+
+def _states(
+    plan: SpanPlan, gates: Gates, pair: tuple[Tensor, Tensor], entering: Tensor | None, leaving: Tensor | None
+) -> Tensor:
+    how, spans, (x, y), (_, T, _, _, K, V) = plan.pick(STATES), plan.spans, pair, plan.sizes
+    block, wide, states = min(how.block, columns(K)), columns(V), chunk_states(plan)
+    launch(
+        states_kernel, (cdiv(K, block) * spans.count, plan.rows),
+        *filled(
+            tiles(plan, x, block), tiles(plan, y, wide), gates.read, entering, state_tiles(plan, states, block, wide),
+            leaving,
+        ),
+        spans.table, T, spans.count, plan.chunk_count, spans.pieces, spans.length, plan.scale, HX=x.shape[2], K=K, V=V,
+        BK=block, BV=wide, STATIC=gates.constant, REVERSE=leaving is not None, HAS_STATE=entering is not None,
+        **shared_constants(plan), **how.options,
+    )  # fmt: skip
+    return states

@@ -1,17 +1,22 @@
 """dk and dv of additive writes in one pass from right to left: both read the adjoint state, R = dSᵀ [V, K].
 
-They are `additive`'s roles dv: (k, q, do) and dk: (v, do, q), with four loads for both instead of six. The state goes
+They are `attend`'s roles dv: (k, q, do) and dk: (v, do, q), with four loads for both instead of six. The state goes
 through shared memory once a chunk, as the right operand of k R and, transposed, of v R. It must fit one program: head
 sizes up to 128. Without a decay, or with one that is the same at every token and whose gradient nobody wants:
-`additive_gradient` is for the others.
+`chunk_gradients` is for the others.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ring_la.kernels.scalar_decay.passes import constant, rows, take
+from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.scalar_decay.operands import Gates, columns, constant, rows, shared_constants, take, tiles
+from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.table import WRITES
 from ring_la.kernels.triton.tiles import SIZES, put, span
 
 
@@ -21,7 +26,7 @@ def writes_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     HAS_STATE: tl.constexpr, BULK: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One segment; `leaving` takes the adjoint state before each piece. F [H]: the log-decay a token (GATED). BULK: q,
+    """One span; `leaving` takes the adjoint state before each piece. F [H]: the log-decay a token (GATED). BULK: q,
     k, v and do are descriptors; dk and dv never are, since their staging would not fit beside three chunks."""
     s = tl.program_id(0)
     b = tl.program_id(1) // H
@@ -83,3 +88,22 @@ def writes_kernel(
         put(dk_ + c * (H * K), dk, t, left - c, d, H * K, K)
     if first:
         tl.store(leaving + own + at, R, inside)
+
+
+def write_gradients(
+    plan: SpanPlan, gates: Gates, inputs: Inputs, do: Tensor, adjoint: Tensor | None, dS0: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dk and dv, without a decay or with one that is constant, from the gradients of the states after the spans (None:
+    zero); `dS0` takes those of the states that enter the pieces."""
+    how, spans, (_, T, _, HK, K, V) = plan.pick(WRITES), plan.spans, plan.sizes
+    wk, wv, dk, dv = columns(K), columns(V), plan.tokens(K), plan.tokens(V)
+    launch(
+        writes_kernel, (spans.count, plan.rows),
+        *filled(
+            tiles(plan, inputs.q, wk), tiles(plan, inputs.k, wk), tiles(plan, inputs.v, wv), tiles(plan, do, wv),
+            gates.read, adjoint, dk, dv, dS0,
+        ),
+        spans.table, T, spans.count, plan.chunk_count, spans.pieces, spans.length, plan.scale, HK=HK, K=K, V=V, BK=wk,
+        BV=wv, GATED=gates.present, HAS_STATE=adjoint is not None, **shared_constants(plan), **how.options,
+    )  # fmt: skip
+    return dk, dv

@@ -1,6 +1,6 @@
 """Device helpers: what one program owns, and its loads.
 
-A *segment* is a run of whole chunks of one piece, a *chunk* at most C tokens of one segment. Tensors are contiguous
+A *span* is a run of whole chunks of one piece, a *chunk* at most C tokens of one span. Tensors are contiguous
 [B, T, H, D]; offsets of a tile's base are 64-bit, offsets inside a tile 32-bit.
 """
 
@@ -15,7 +15,7 @@ SIZES = ("T", "NS", "NC", "N", "LENGTH", "WIDTH")
 
 @triton.jit
 def span(table, s, T, LENGTH, C: tl.constexpr, VARLEN: tl.constexpr):
-    """(start, end, piece, number of the first chunk, is first, is last) of segment `s`; end == start if unused."""
+    """(start, end, piece, number of the first chunk, is first, is last) of span `s`; end == start if unused."""
     if VARLEN:
         row = table + s * 6
         start = tl.load(row)

@@ -1,4 +1,4 @@
-"""The pass that carries the state's gradient through a segment, right to left; the adjoint of `forward`.
+"""The pass that carries the state's gradient through a span, right to left; the adjoint of `forward`.
 
 With dS the gradient of the state after a chunk and dR that of R = β(V − e^G K S):
 
@@ -8,11 +8,21 @@ With dS the gradient of the state after a chunk and dR that of R = β(V − e^G 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ring_la.kernels.triton.gates import divisor
+from ring_la.kernels.protocol import Inputs, SpanMaps
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.table import BACK_SUMMARY, BACKWARD, Table, cdiv, width
+from ring_la.kernels.triton.gates import LEAST_HALF, divisor
 from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
+from ring_la.kernels.wy.forward import shared_constants
+from ring_la.kernels.wy.saved import ChunkAdjoints, ChunkProducts, ChunkStates, fine
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -23,7 +33,7 @@ def backward_kernel(
     ALL: tl.constexpr, FINE: tl.constexpr,
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One segment, BV columns, everything transposed as in `forward`. SUMMARY: state ← what the segment adds. Otherwise
+    """One span, BV columns, everything transposed as in `forward`. SUMMARY: state ← what the span adds. Otherwise
     `state` is read and written: dV (under delta writes β dR; dplr: dR, and dV apart), the gradient of the state after
     each chunk [V, K], and that of the state entering the piece. FINE: A is A + Ar."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -127,3 +137,61 @@ def backward_kernel(
             tl.store(log_a + row * K + d, total, d < K)
     elif first:
         tl.store(leaving + entry(b, piece, h, N, H) * (K * V) + at, S * unit, inside)
+
+
+class BackwardTensors(NamedTuple):
+    """What the pass reads and fills beside do and the chunks' products, as far as it is there: the gradients of the
+    states after the spans (for a summary what spans add to them), those of the chunks, of the states that enter the
+    pieces, and log-decays."""
+
+    state: Tensor | None = None
+    chunks: ChunkAdjoints | None = None
+    leaving: Tensor | None = None
+    log_decay: Tensor | None = None
+
+
+def maps_back(plan: SpanPlan, products: ChunkProducts, do: Tensor, transition: Tensor | None, all: bool) -> SpanMaps:
+    """What each span adds to the state's gradient, and its transition: that of the way forward where it is dense."""
+    own = plan.states_of_spans()
+    log_decay = None if plan.dense else plan.new(*own.shape[:4])
+    _backward(plan, products, do, BACK_SUMMARY, BackwardTensors(own, log_decay=log_decay), True, all)
+    return SpanMaps(plan.rule.transition, own, transition if plan.dense else log_decay, all)
+
+
+def adjoints_after_chunks(
+    plan: SpanPlan, products: ChunkProducts, do: Tensor, states: ChunkStates, adjoint: Tensor | None, dS0: Tensor
+) -> ChunkAdjoints:
+    """From the gradients of the states after the spans (None: zero); `dS0` takes those of the states that enter the
+    pieces. `states`: of the same chunks."""
+    adjoints, dr = torch.empty_like(states.states), torch.empty_like(do)
+    found = ChunkAdjoints(adjoints, dr, torch.empty_like(dr) if plan.rule.write == "dplr" else None)
+    _backward(plan, products, do, BACKWARD, BackwardTensors(adjoint, found, dS0), False, False)
+    return found
+
+
+def _backward(
+    plan: SpanPlan, products: ChunkProducts, do: Tensor, entries: Table, tensors: BackwardTensors, summary: bool,
+    all: bool,
+) -> None:  # fmt: skip
+    how, spans, (_, T, _, _, _, V) = plan.pick(entries), plan.spans, plan.sizes
+    (q, reads, writes, value_writes, x), (state, chunks, leaving, log_decay) = products, tensors
+    adjoints, dr, dv = chunks or (None, None, None)
+    block = min(how.block, width(V))
+    launch(
+        backward_kernel, (cdiv(V, block) * spans.count, plan.rows),
+        *filled(
+            q, reads, writes, value_writes, do, x.factors, x.running, x.pairs, x.pairs_rest, x.value_pairs,
+            x.value_reads, x.inverse, state, dr, dv, adjoints, leaving, log_decay,
+        ),
+        spans.table, T, spans.count, plan.chunk_count, spans.pieces, spans.length, plan.scale,
+        **shared_constants(plan, block), SUMMARY=summary, ALL=all, FINE=fine(plan), HAS_STATE=state is not None,
+        **how.options,
+    )  # fmt: skip
+
+
+def value_gradient(plan: SpanPlan, inputs: Inputs, dr: Tensor) -> Tensor:
+    """dv: under delta writes β dR, where the pass left `divisor` · dR. In fp16 they differ by more than rounding."""
+    if plan.rule.write != "delta" or dr.dtype != torch.float16:
+        return dr
+    beta = inputs.beta.float()
+    return dr * torch.where(beta.abs() < LEAST_HALF.value, beta / LEAST_HALF.value, 1.0).to(dr.dtype)[..., None]

@@ -8,11 +8,19 @@ transposed into left ones (see docs/kernels.md).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.table import GRADIENT, VALUE_STEP, cdiv, width
 from ring_la.kernels.triton.gates import divisor, share
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
+from ring_la.kernels.wy.backward import value_gradient
+from ring_la.kernels.wy.saved import ChunkAdjoints, ChunkProducts, ChunkStates
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -92,3 +100,37 @@ def delta_gradient_kernel(
     if GATED:
         rows = tl.sum(x.to(tl.float32) * dq - yf * (dk + dread), 1)
         tl.store(dg_ + part, tl.cumsum(rows, 0, reverse=True) + passed, t < n)
+
+
+def delta_gradients(
+    plan: SpanPlan, inputs: Inputs, products: ChunkProducts, do: Tensor, chunks: ChunkStates, back: ChunkAdjoints
+) -> Inputs:
+    """The gradients of every chunk's inputs, all chunks at once."""
+    (B, T, H, HK, K, V), how, decay = plan.sizes, plan.pick(GRADIENT), plan.rule.decay
+    block = max(32, min(how.block, width(K)))  # the transposed products go wrong at 16 columns
+    parts = 1 if plan.gluon else cdiv(K, block)
+    dq, dk, dbeta = plan.tokens(K), plan.tokens(K), plan.new(*(parts,)[: parts > 1], B, T, H)
+    dg = None if decay == "none" else torch.empty_like(dbeta)
+    args = (
+        *filled(
+            *inputs[:3], products.saved.factors, do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk, dg, dbeta
+        ),
+        plan.chunks.table, T, plan.chunk_count, plan.scale,
+    )  # fmt: skip
+    shape = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, GATED=decay == "scalar", VARLEN=plan.packed)
+    if plan.gluon:
+        from ring_la.kernels.wy.delta_gradients_hopper import delta_gradient_hopper_kernel
+
+        launch(delta_gradient_hopper_kernel, (plan.chunk_count * H, B), *args, **shape, num_warps=4)
+    else:
+        launch(
+            delta_gradient_kernel, (plan.chunk_count * parts, plan.rows), *args, **shape, BK=block,
+            BV=min(VALUE_STEP[decay], width(V)), PREC=plan.precision, **how.options,
+        )  # fmt: skip
+    dg = None if dg is None else _total(dg)
+    return Inputs(dq, dk, value_gradient(plan, inputs, back.dr), dg, _total(dbeta))
+
+
+def _total(parts: Tensor) -> Tensor:
+    """The sum of what blocks of channels found ``[blocks, B, T, H]``, or a single one ``[B, T, H]``."""
+    return parts if parts.dim() == 3 else parts.sum(0)

@@ -11,19 +11,27 @@ read against the state, and written to it):
 
 S' the state after the chunk. What the pass leaves is dv = β dR, rounded once: E and the read part of dk come of it with
 their β, and dβ is divided by it (`divisor`). Here a decay per key channel, where the same holds channel by channel and
-the decayed sums go by `intra`'s levels; P = scale · dA and E = dE are found first. `delta_gradient` does it for a
+the decayed sums go by `levels`; P = scale · dA and E = dE are found first. `delta_gradient` does it for a
 scalar decay or none.
 (The identities are the adjoint of the WY form; cf. arXiv:2412.06464, arXiv:2510.26692.)
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.table import GRADIENT_DIAGONAL, width
 from ring_la.kernels.triton.gates import divisor, share
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
-from ring_la.kernels.wy.products import gates_at, level_weights
+from ring_la.kernels.wy.backward import value_gradient
+from ring_la.kernels.wy.levels import gates_at, level_count, level_weights
+from ring_la.kernels.wy.saved import ChunkAdjoints, ChunkProducts, ChunkStates
 
 
 @triton.jit
@@ -94,7 +102,7 @@ def by_levels(
     dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, g_, t, n, d, low, STRIDE: tl.constexpr, D: tl.constexpr,
     LEVELS: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """What `at_once` gives, for a chunk that needs levels (`intra`), the first of them `low`."""
+    """What `at_once` gives, for a chunk that needs levels (`levels`), the first of them `low`."""
     up = tl.exp2(g)
     dq *= up
     dw *= tl.exp2(gc[None, :] - g)
@@ -154,8 +162,8 @@ def gradient_kernel(
     """One chunk, BK key channels a step, a decay each. dq, dk per value head; dβ [B, T, H].
 
     `states` and `adjoints` hold S and dS of every chunk, [V, K]. LEVELLED takes the chunks that need levels, otherwise
-    those that do not (`intra`). Squares are found both ways round, since accumulators must not be transposed. dg leaves
-    out pairs of a token with itself, where they cancel.
+    those that do not. Squares are found both ways round, since accumulators must not be transposed. dg leaves out pairs
+    of a token with itself, where they cancel.
     """
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
@@ -233,3 +241,26 @@ def gradient_kernel(
         put(head(dg_, b, start, h, T, H, H, K), dg, t, n, d, H * K, K)
     if DELTA:
         tl.store(head(dbeta_, b, start, h, T, H, H, 1) + t * H, dbe / divisor(be, dt), t < n)
+
+
+def diagonal_gradients(
+    plan: SpanPlan, inputs: Inputs, products: ChunkProducts, do: Tensor, chunks: ChunkStates, back: ChunkAdjoints
+) -> Inputs:
+    """The gradients of every chunk's inputs, all chunks at once: those of one reference, then those of levels."""
+    (B, T, H, HK, K, V), how, x = plan.sizes, plan.pick(GRADIENT_DIAGONAL), products.saved
+    delta, full = plan.rule.write == "delta", plan.dtype == torch.float32
+    dq, dk, dg = plan.tokens(K), plan.tokens(K), torch.empty_like(inputs.g)
+    dbeta = plan.new(B, T, H) if delta else None
+    for levelled in (False, True):
+        launch(
+            gradient_kernel, (plan.chunk_count, plan.rows),
+            *filled(
+                *inputs[:3], x.factors, x.running, x.low, do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk,
+                dg, dbeta,
+            ),
+            plan.chunks.table, T, plan.chunk_count, plan.scale, H=H, HK=HK, K=K, V=V,
+            BK=max(32, min(how.block, width(K))), BV=min(64, width(V)) if full else width(V), C=plan.chunk,
+            LEVELS=level_count(plan), LEVELLED=levelled, DELTA=delta, PREC=plan.precision, VARLEN=plan.packed,
+            **how.options,
+        )  # fmt: skip
+    return Inputs(dq, dk, value_gradient(plan, inputs, back.dr), dg, dbeta)

@@ -1,23 +1,32 @@
-"""The pass that carries the state through a segment, for delta writes and for a decay per key channel.
+"""The pass that carries the state through a span, for delta writes and for a decay per key channel.
 
-Over a chunk of C tokens with the state S before it, G the running log-decay, A and M (as M − I) from `intra`:
+Over a chunk of C tokens with the state S before it, G the running log-decay, A and M (as M − I) from `products`:
 
     U = M β (V − e^G K S)      (additive writes: U = V)
     O = scale · e^G Q S + A U
     S ← e^{G_C} S + (e^{G_C−G} K)ᵀ U
 
 Everything is held transposed, [V, …]: each product's left operand is then the last one's result, in registers. A decay
-per key channel comes multiplied into q and k (`intra`); a scalar one as factors by token (`gates`). A segment's own map
+per key channel comes multiplied into q and k (`products`); a scalar one as factors by token (`gates`). A span's own map
 is found by the same pass: b from S = 0, and the dense transition's columns from V = 0 and S = I.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ring_la.kernels.protocol import SpanMaps
+from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.spans.plan import DECAY, SpanPlan, filled
+from ring_la.kernels.spans.table import KEEP, OUTPUT, SUMMARY, SUMMARY_ALL, Table, cdiv, width
 from ring_la.kernels.triton.horizon import remembered
 from ring_la.kernels.triton.tiles import SIZES, entry, head, put, span, tile
+from ring_la.kernels.wy.saved import ChunkProducts, ChunkStates
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -28,10 +37,10 @@ def forward_kernel(
     SUMMARY: tl.constexpr, ALL: tl.constexpr, HORIZON: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr,
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One segment, BV columns of the state. q and kr are read against the state, kw is written to it (HK heads).
+    """One span, BV columns of the state. q and kr are read against the state, kw is written to it (HK heads).
 
-    SUMMARY: state ← b and, by the programs beyond V's columns, trans ← A; ALL: also what no later segment of this
-    launch needs; HORIZON: nothing the segment forgets. Otherwise `state` is read, OUT writes o and the piece's last
+    SUMMARY: state ← b and, by the programs beyond V's columns, trans ← A; ALL: also what no later span of this
+    launch needs; HORIZON: nothing the span forgets. Otherwise `state` is read, OUT writes o and the piece's last
     state, KEEP writes U and the state before each chunk, [V, K]. DPLR: U is Y, and V a second stream with its own kv,
     Av and L (`dplr`). DECAY: 0 none, 1 scalar, 2 per key channel (G [B, T, H, K]); F: `factors`.
     """
@@ -143,3 +152,82 @@ def forward_kernel(
             tl.store(log_a + row * K + d, total, d < K)
     elif OUT and last:
         tl.store(leaving + entry(b, piece, h, N, H) * (K * V) + at, S, inside)
+
+
+class ForwardTensors(NamedTuple):
+    """What the pass reads and fills beside the chunks' products, as far as it is there: the states that enter the spans
+    (for a summary what spans add), o, U and the states before the chunks, those leaving the pieces, and transitions."""
+
+    state: Tensor | None = None
+    o: Tensor | None = None
+    chunks: ChunkStates | None = None
+    leaving: Tensor | None = None
+    transition: Tensor | None = None
+
+
+def maps_of_spans(plan: SpanPlan, products: ChunkProducts, v: Tensor, all: bool) -> SpanMaps:
+    """What each span adds, and its transition. Not `all`: only what one call needs that starts and ends with no
+    state."""
+    own, (*_, K, _) = plan.states_of_spans(), plan.sizes
+    transition = plan.new(*own.shape[:4], K) if plan.dense else plan.new(*own.shape[:4])
+    tensors = ForwardTensors(state=own, transition=transition)
+    horizon = all and products.saved.bounds is not None
+    summary = dict(SUMMARY=True, ALL=all, HORIZON=horizon)
+    _forward(plan, products, v, SUMMARY_ALL if all else SUMMARY, tensors, summary)
+    return SpanMaps(plan.rule.transition, own, transition, all)
+
+
+def output(
+    plan: SpanPlan, products: ChunkProducts, v: Tensor, entering: Tensor | None, leaving: Tensor,
+    chunks: ChunkStates | None,
+) -> Tensor:  # fmt: skip
+    """o, given the states that enter the spans (None: zero); `leaving` and `chunks` are filled, too."""
+    o = plan.tokens(plan.sizes.V)
+    _forward(plan, products, v, OUTPUT, ForwardTensors(entering, o, chunks, leaving))
+    return o
+
+
+def states_before_chunks(plan: SpanPlan, products: ChunkProducts, v: Tensor, entering: Tensor | None) -> ChunkStates:
+    """U and the states, from those that enter the spans."""
+    room = room_for_states(plan, v)
+    _forward(plan, products, v, KEEP, ForwardTensors(entering, chunks=room))
+    return room
+
+
+def room_for_states(plan: SpanPlan, v: Tensor) -> ChunkStates:
+    B, _, H, _, K, V = plan.sizes
+    states = plan.new(B, plan.chunk_count, H, V, K, dtype=plan.dtype)
+    return ChunkStates(torch.empty_like(v) if plan.dense else v, states)
+
+
+NO_SUMMARY = dict(SUMMARY=False, ALL=False, HORIZON=False)
+
+
+def _forward(
+    plan: SpanPlan, products: ChunkProducts, v: Tensor, entries: Table, tensors: ForwardTensors,
+    summary: dict[str, bool] = NO_SUMMARY,
+) -> None:  # fmt: skip
+    how, spans, (_, T, _, _, K, V) = plan.pick(entries), plan.spans, plan.sizes
+    (q, reads, writes, value_writes, x), (state, o, chunks, leaving, transition) = products, tensors
+    block = min(how.block, width(V))
+    columns = cdiv(V, block) + (cdiv(K, block) if summary["SUMMARY"] and plan.dense else 0)
+    launch(
+        forward_kernel, (columns * spans.count, plan.rows),
+        *filled(
+            q, reads, writes, value_writes, v, x.factors, x.bounds, x.running, x.pairs, x.value_pairs, x.value_reads,
+            x.inverse, state, o, *(chunks or (None, None)), leaving, transition, transition,
+        ),
+        spans.table, T, spans.count, plan.chunk_count, spans.pieces, spans.length, plan.scale,
+        **shared_constants(plan, block), **summary, OUT=o is not None, KEEP=chunks is not None,
+        HAS_STATE=state is not None, **how.options,
+    )  # fmt: skip
+
+
+def shared_constants(plan: SpanPlan, block: int) -> dict[str, object]:
+    """The constants both passes share."""
+    (_, _, H, HK, K, V), rule = plan.sizes, plan.rule
+    return dict(
+        H=H, HK=H if rule.decay == "diagonal" else HK, K=K, V=V, BK=width(K), BV=block, C=plan.chunk,
+        DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr", PREC=plan.precision,
+        VARLEN=plan.packed,
+    )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..tiles import Tile
-from .backend import Ask, TileBackend
+from ..geometry import Tile
+from .backend import Ask, QueryRows, TileBackend
 from .packs import Pack
 from .varlen import HALVES, LEAST_ROWS, VarlenBackend, Window
 
@@ -18,8 +18,8 @@ class Flash(VarlenBackend):
 
     name = "flash"
 
-    def refuses(self, ask: Ask) -> str:
-        why = super().refuses(ask)
+    def unsupported(self, ask: Ask) -> str:
+        why = super().unsupported(ask)
         if why:
             return why
         if ask.repeatable and not torch.are_deterministic_algorithms_enabled():
@@ -36,43 +36,23 @@ class Flash(VarlenBackend):
         return (o, lse) if pack is None else (o[None], lse[None])
 
     def call_backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: Window,
-        pack: Pack | None,
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        (do, q, k, v, o), lengths = self._arguments(pack, do, q, k, v, o)
-        lse = lse if pack is None else lse[0]
+        (q, k, v, o, do), lengths = self._arguments(pack, x.q, k, v, x.o, x.do)
+        lse = x.lse if pack is None else x.lse[0]
         rng = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        inputs = do.contiguous(), q, k, v, o.contiguous(), lse
         grads = aten._flash_attention_backward(
-            do.contiguous(),
-            q,
-            k,
-            v,
-            o.contiguous(),
-            lse,
-            *lengths,
-            0.0,
-            window.causal,
-            *rng,
-            scale=scale,
-            **_bounds(window),
+            *inputs, *lengths, 0.0, window.causal, *rng, scale=scale, **_bounds(window)
         )
         return tuple(grads if pack is None else (g[None] for g in grads))
 
     @staticmethod
-    def _arguments(pack: Pack | None, *tensors: Tensor) -> tuple[list[Tensor], tuple]:
+    def _arguments(pack: Pack | None, q: Tensor, k: Tensor, *more: Tensor) -> tuple[list[Tensor], tuple]:
         """The tensors as the operator takes them, and (cu_q, cu_k, longest q, longest k)."""
         if pack is not None:
-            return [x[0] for x in tensors], (pack.q.cu, pack.k.cu, pack.q.longest, pack.k.longest)
-        q, k = tensors[-4:-2] if len(tensors) == 5 else tensors[:2]
-        return list(tensors), (None, None, q.shape[1], k.shape[1])
+            return [x[0] for x in (q, k, *more)], (pack.q.cu, pack.k.cu, pack.q.longest, pack.k.longest)
+        return [q, k, *more], (None, None, q.shape[1], k.shape[1])
 
 
 def _bounds(window: Window) -> dict[str, int | None]:
@@ -89,7 +69,7 @@ class CuDNN(TileBackend):
 
     name = "cudnn"
 
-    def refuses(self, ask: Ask) -> str:
+    def unsupported(self, ask: Ask) -> str:
         if ask.device.type != "cuda":
             return "tensors are not on a CUDA device"
         if ask.dtype not in HALVES:
@@ -100,7 +80,7 @@ class CuDNN(TileBackend):
             return "it needs compute capability 8.0 and cuDNN"
         if ask.repeatable:
             return "its backward is not repeatable"
-        return super().refuses(ask)
+        return super().unsupported(ask)
 
     def suits(self, ask: Ask) -> bool:
         """It builds a plan for each new shape: not for documents of ever new lengths, nor for decoding."""
@@ -115,27 +95,25 @@ class CuDNN(TileBackend):
         return o.transpose(1, 2), lse.squeeze(-1) if lse.dim() == 4 else lse
 
     def tile_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if q.shape[1] == k.shape[1] == 1:  # cuDNN has no backward for one query and one key
-            return _one_by_one(do, q, k, v, o, lse, scale)
-        do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+        if x.q.shape[1] == k.shape[1] == 1:  # cuDNN has no backward for one query and one key
+            return _one_by_one(x, k, v, scale)
+        do, q, k, v, o = (t.transpose(1, 2) for t in (x.do, x.q, k, v, x.o))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        lengths = (None, None, q.shape[2], k.shape[2])
+        lse, lengths = x.lse.unsqueeze(-1).contiguous(), (None, None, q.shape[2], k.shape[2])
         grads = aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse.unsqueeze(-1).contiguous(), seed, seed, None, *lengths, 0.0, not tile.full, scale=scale
+            do, q, k, v, o, lse, seed, seed, None, *lengths, 0.0, not tile.full, scale=scale
         )
         return tuple(g.transpose(1, 2) for g in grads)
 
 
-def _one_by_one(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _one_by_one(x: QueryRows, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a tile of one query ``[B, 1, H, D]`` and one key ``[B, 1, Hk, D]``: a weight a head."""
-    dtype, groups = q.dtype, k.shape[2]
-    do, q, o = (x.float().unflatten(2, (groups, -1)) for x in (do, q, o))  # [B, 1, Hk, H // Hk, D]
-    k, v = (x.float().unsqueeze(3) for x in (k, v))
-    log_weight = scale * (q * k).sum(-1, keepdim=True) - lse.transpose(1, 2).unflatten(2, (groups, -1))[..., None]
+    dtype, groups = x.q.dtype, k.shape[2]
+    do, q, o = (t.float().unflatten(2, (groups, -1)) for t in (x.do, x.q, x.o))  # [B, 1, Hk, H // Hk, D]
+    k, v = (t.float().unsqueeze(3) for t in (k, v))
+    log_weight = scale * (q * k).sum(-1, keepdim=True) - x.lse.transpose(1, 2).unflatten(2, (groups, -1))[..., None]
     weight = log_weight.exp()
     score = scale * weight * (do * (v - o)).sum(-1, keepdim=True)
     return (score * k).flatten(2, 3).to(dtype), (score * q).sum(3).to(dtype), (weight * do).sum(3).to(dtype)

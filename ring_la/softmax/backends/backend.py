@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..merge import Gradients, Partial
-from ..scores import Scores
-from ..tiles import Tile, squares, tiles
-from ..tokens import Tokens
+from ..geometry import Pair, Tile
+from ..geometry.tiles import squares, tiles
+from ..merging import Gradients, Partial
+from ..scores import BEYOND, Scores
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Ask:
         device, dtype: of q, k and v.
         heads, groups: H and Hk.
         width, value_width: K and V.
-        scores: scale, mask, biases and dropout.
+        beyond: what its scores have of `scores.BEYOND`.
+        windowed: whether more than order bounds what a query sees.
         host_runs: whether the host knows every row's document and position (not with packed offsets on a GPU).
         strided_pairs: whether rows at different strides meet (a mask that follows no band).
         packed: whether there are several documents, of ever new lengths.
@@ -41,7 +43,8 @@ class Ask:
     groups: int
     width: int
     value_width: int
-    scores: Scores
+    beyond: frozenset[str] = frozenset()
+    windowed: bool = False
     host_runs: bool = True
     strided_pairs: bool = False
     packed: bool = False
@@ -49,53 +52,61 @@ class Ask:
     rows: int | None = None
 
 
-class Backend(ABC):
+class QueryRows(NamedTuple):
+    """What the backward pass knows of some queries, over all their keys.
+
+    Attributes:
+        q, o, do: ``[B, T, H, ·]``, each query, its result and the gradient of that.
+        lse: wide ``[B, H, T]``. delta: ``do·o − dlse`` like it; a kernel that does not take it may get None.
+    """
+
+    q: Tensor
+    o: Tensor
+    do: Tensor
+    lse: Tensor
+    delta: Tensor | None = None
+
+    def cut(self, rows: slice) -> QueryRows:
+        """Some of them."""
+        if rows.stop - rows.start == self.q.shape[1]:
+            return self
+        of_rows = (x.narrow(1, rows.start, rows.stop - rows.start) for x in (self.q, self.o, self.do))
+        return QueryRows(*of_rows, *(None if x is None else x[:, :, rows] for x in (self.lse, self.delta)))
+
+
+class AttentionBackend(ABC):
     """One kernel.
 
     Attributes:
         takes_delta: whether its backward uses the given Δ, rather than forming ``do·o`` itself; only then can a
             gradient flow into lse.
         sums_wide: whether its gradients of a block come wide, rather than in the inputs' dtype.
+        knows: what it knows of `scores.BEYOND`, the parts of a score beyond scale and mask.
     """
 
     name: str
     takes_delta = True
     sums_wide = True
+    knows: frozenset[str] = frozenset()
 
-    @abstractmethod
-    def refuses(self, ask: Ask) -> str:
-        """Why this kernel cannot do `ask` here, or an empty string."""
+    def unsupported(self, ask: Ask) -> str:
+        """Why this kernel cannot do `ask` here; "" where it can."""
+        return next((why for name, why in BEYOND.items() if name in ask.beyond - self.knows), "")
 
     def suits(self, ask: Ask) -> bool:
         """Whether this kernel, which can do `ask`, is a good choice for it."""
         return True
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         """Add attention of ``q [B, Tq, H, K]`` over ``k [B, Tk, Hk, K]``, ``v [B, Tk, Hk, V]`` to `out`."""
 
     @abstractmethod
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        scores: Scores,
-        tq: Tokens,
-        tk: Tokens,
-        out: Gradients,
-    ) -> None:
-        """Add the block's gradients to `out`; o, lse and ``delta = do·o − dlse`` are those over all keys.
-
-        A kernel that does not take delta may get None.
-        """
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        """Add the block's gradients to `out`."""
 
 
-class TileBackend(Backend):
+class TileBackend(AttentionBackend):
     """A kernel that does one rectangle a call, under a full or a band mask.
 
     Attributes:
@@ -106,15 +117,10 @@ class TileBackend(Backend):
     sums_wide = False
     square_only = True
 
-    def refuses(self, ask: Ask) -> str:
-        s = ask.scores
-        if s.softcap:
-            return "it has no softcap"
-        if s.alibi_slopes is not None:
-            return "it has no ALiBi"
-        if s.dropout_p:
-            return "its dropout mask would change with the split"
-        if s.windowed and self.square_only:
+    def unsupported(self, ask: Ask) -> str:
+        if why := super().unsupported(ask):
+            return why
+        if ask.windowed and self.square_only:
             return "it has no sliding window"
         if not ask.host_runs:
             return "packed offsets are known to the GPU only"
@@ -130,50 +136,28 @@ class TileBackend(Backend):
 
     @abstractmethod
     def tile_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of tensors cut to the tile."""
 
-    def _tiles(self, scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
-        whole = tiles(scores, tq, tk)
-        if not self.square_only:
-            return whole
-        kept, mask = tq.tiles[tk], ("squares", scores.left, scores.right)
-        if mask not in kept:
-            kept[mask] = [s for t in whole for s in squares(t)]
-        return kept[mask]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+        self.add_tiles(squares(pair) if self.square_only else tiles(pair), q, k, v, scores.scale, out)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
-        for t in self._tiles(scores, tq, tk):
-            part = self.tile_forward(q_rows(q, t), k_rows(k, t), k_rows(v, t), scores.scale, t)
-            out.add(*part, t.rows)
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        self.add_gradients(squares(pair) if self.square_only else tiles(pair), x, k, v, scores.scale, out)
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        scores: Scores,
-        tq: Tokens,
-        tk: Tokens,
-        out: Gradients,
-    ) -> None:
-        for t in self._tiles(scores, tq, tk):
-            row_lse = lse if t.q1 - t.q0 == lse.shape[2] else lse[:, :, t.rows]
-            of_q, of_k = [q_rows(x, t) for x in (do, q, o)], [k_rows(x, t) for x in (k, v)]
-            parts = self.tile_backward(*of_q[:2], *of_k, of_q[2], row_lse, scores.scale, t)
-            out.add(*parts, t.rows, t.keys)
+    def add_tiles(self, todo: list[Tile], q: Tensor, k: Tensor, v: Tensor, scale: float, out: Partial) -> None:
+        """Add tiles, each by a call of its own."""
+        for t in todo:
+            out.add(*self.tile_forward(_cut(q, t.rows), _cut(k, t.keys), _cut(v, t.keys), scale, t), t.rows)
+
+    def add_gradients(self, todo: list[Tile], x: QueryRows, k: Tensor, v: Tensor, scale: float, out: Gradients) -> None:
+        """Add the gradients of tiles, each by a call of its own."""
+        for t in todo:
+            out.add(*self.tile_backward(x.cut(t.rows), _cut(k, t.keys), _cut(v, t.keys), scale, t), t.rows, t.keys)
 
 
-def q_rows(x: Tensor, t: Tile) -> Tensor:
-    """The rows of a tile of ``x [B, T, H, D]`` on the queries' side."""
-    return x if t.q1 - t.q0 == x.shape[1] else x.narrow(1, t.q0, t.q1 - t.q0)
-
-
-def k_rows(x: Tensor, t: Tile) -> Tensor:
-    """The same on the keys' side."""
-    return x if t.k1 - t.k0 == x.shape[1] else x.narrow(1, t.k0, t.k1 - t.k0)
+def _cut(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of ``x [B, T, H, D]``."""
+    n = rows.stop - rows.start
+    return x if n == x.shape[1] else x.narrow(1, rows.start, n)

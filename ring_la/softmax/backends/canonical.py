@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from ...context import CANONICAL_CHUNK
-from ..merge import Gradients, Partial
+from ..geometry import Pair, Tokens, tiles
+from ..merging import Gradients, Partial
 from ..scores import Scores
-from ..tiles import tiles
-from ..tokens import Tokens
-from .backend import Ask, Backend
+from .backend import AttentionBackend, QueryRows
 from .torch_backend import TorchBackend
 
 
-class Canonical(Backend):
+class Canonical(AttentionBackend):
     """The PyTorch backend on a fixed grid of rows.
 
     Args:
@@ -30,14 +29,13 @@ class Canonical(Backend):
     """
 
     name = "canonical"
+    knows = TorchBackend.knows
 
     def __init__(self, whole: Mapping[Tokens, Tokens]) -> None:
         self.whole, self.block = whole, TorchBackend()
 
-    def refuses(self, ask: Ask) -> str:
-        return ""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+        tq = pair.rows
         whole, blocks = self.whole[tq], tq.index // CANONICAL_CHUNK
         before, all_rows = copy(out), torch.arange(len(tq), device=q.device)
         for number in blocks.unique().tolist():
@@ -45,23 +43,10 @@ class Canonical(Backend):
             mine = all_rows[blocks == number]
             at = tq.index[mine] - number * CANONICAL_CHUNK
             rows = q.new_zeros(q.shape[0], len(block), *q.shape[2:]).index_copy_(1, at, q.index_select(1, mine))
-            part = before.pick(mine, at, len(block))
-            for tile in tiles(scores, block, tk):
-                part.add(*self.block.tile(rows, k, v, scores, block, tk, tile), tile.rows)
+            part, met = before.pick(mine, at, len(block)), Pair(block, pair.keys, pair.reach)
+            for tile in tiles(met):
+                part.add(*self.block.tile(rows, k, v, scores, met, tile), tile.rows)
             out.put(part, at, mine)
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        scores: Scores,
-        tq: Tokens,
-        tk: Tokens,
-        out: Gradients,
-    ) -> None:
-        self.block.backward(do, q, k, v, o, lse, delta, scores, tq, tk, out)
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        self.block.backward(x, k, v, scores, pair, out)

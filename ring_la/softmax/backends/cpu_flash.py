@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..tiles import Tile
-from .backend import Ask, TileBackend
+from ..geometry import Tile
+from .backend import Ask, QueryRows, TileBackend
 
 
 class CPUFlash(TileBackend):
@@ -14,12 +14,12 @@ class CPUFlash(TileBackend):
 
     name = "cpu_flash"
 
-    def refuses(self, ask: Ask) -> str:
+    def unsupported(self, ask: Ask) -> str:
         if ask.device.type != "cpu":
             return "tensors are not on the CPU"
         if ask.dtype == torch.float16:
             return "its fp16 backward is slower than plain PyTorch"
-        return super().refuses(ask)
+        return super().unsupported(ask)
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -28,12 +28,12 @@ class CPUFlash(TileBackend):
         return o.transpose(1, 2), lse
 
     def tile_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups = k.shape[2]
-        do, o = do.transpose(1, 2), o.transpose(1, 2)
+        do, o = x.do.transpose(1, 2), x.o.transpose(1, 2)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, *_heads_first(q, k, v), o, lse.contiguous(), 0.0, not tile.full, scale=scale
+            do, *_heads_first(x.q, k, v), o, x.lse.contiguous(), 0.0, not tile.full, scale=scale
         )
         dq, dk, dv = (g.transpose(1, 2) for g in grads)
         if groups != dk.shape[2]:

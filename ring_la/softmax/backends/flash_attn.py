@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import Ask
+from .backend import Ask, QueryRows
 from .packs import Pack
 from .varlen import VarlenBackend, Window
 
 
-class FlashAttn2(VarlenBackend):
+class FlashAttnPackage(VarlenBackend):
     """flash_attn.flash_attn_interface."""
 
     name = "flash_attn_2"
     module = "flash_attn.flash_attn_interface"
 
-    def refuses(self, ask: Ask) -> str:
-        why = super().refuses(ask)
+    def unsupported(self, ask: Ask) -> str:
+        why = super().unsupported(ask)
         if why or _installed(self.module):
             return why
         return f"{self.module} is not installed"
@@ -42,24 +42,15 @@ class FlashAttn2(VarlenBackend):
         return o[None], lse[None]
 
     def call_backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: Window,
-        pack: Pack | None,
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         interface = self.interface
         how = (0.0, scale, window.causal, *_sides(window), 0.0, None, True)
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        inputs, grads = (x.do, x.q, k, v, x.o, x.lse), _room_for(x.q, k, v)
         if pack is None:
-            interface._flash_attn_backward(do, q, k, v, o, lse, *grads, *how)
+            interface._flash_attn_backward(*inputs, *grads, *how)
         else:
-            inside = (x[0] for x in (do, q, k, v, o, lse, *grads))
+            inside = (t[0] for t in (*inputs, *grads))
             interface._flash_attn_varlen_backward(*inside, *_lengths(pack), *how)
         return grads
 
@@ -68,7 +59,7 @@ class FlashAttn2(VarlenBackend):
         return import_module(self.module)
 
 
-class FlashAttn3(FlashAttn2):
+class FlashAttnHopper(FlashAttnPackage):
     """flash_attn_interface, the Hopper build."""
 
     name = "flash_attn_3"
@@ -87,40 +78,30 @@ class FlashAttn3(FlashAttn2):
         return (o, lse) if pack is None else (o[None], lse[None])
 
     def call_backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: Window,
-        pack: Pack | None,
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         left, right = _sides(window)
         how = dict(softmax_scale=scale, is_causal=window.causal, window_size_left=left, window_size_right=right)
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        *inputs, dq, dk, dv = (x if pack is None else x[0] for x in (do, q, k, v, o, lse, *grads))
-        self.interface._flash_attn_backward(
-            *inputs, dq=dq, dk=dk, dv=dv, deterministic=True, **_offsets(pack), **how
-        )  # fmt: skip
+        grads = _room_for(x.q, k, v)
+        tensors = (x.do, x.q, k, v, x.o, x.lse, *grads)
+        *inputs, dq, dk, dv = (t if pack is None else t[0] for t in tensors)
+        self.interface._flash_attn_backward(*inputs, dq=dq, dk=dk, dv=dv, deterministic=True, **_offsets(pack), **how)
         return grads
 
 
-class FlashAttn4(FlashAttn2):
+class FlashAttnCuTe(FlashAttnPackage):
     """flash_attn.cute.interface. On Hopper its backward has neither varlen nor windows."""
 
     name = "flash_attn_4"
     module = "flash_attn.cute.interface"
     joins_tiles = False
 
-    def refuses(self, ask: Ask) -> str:
-        if ask.scores.windowed:
+    def unsupported(self, ask: Ask) -> str:
+        if ask.windowed:
             return "its backward has no sliding window on Hopper"
         if ask.repeatable:
             return "its backward is not repeatable on Hopper"
-        return super().refuses(ask)
+        return super().unsupported(ask)
 
     def suits(self, ask: Ask) -> bool:
         return False
@@ -132,19 +113,16 @@ class FlashAttn4(FlashAttn2):
         return o, lse
 
     def call_backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: Window,
-        pack: Pack | None,
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = self.interface._flash_attn_bwd(q, k, v, o, do, lse, softmax_scale=scale, causal=window.causal)
+        inputs = (x.q, k, v, x.o, x.do, x.lse)
+        grads = self.interface._flash_attn_bwd(*inputs, softmax_scale=scale, causal=window.causal)
         return tuple(grads[:3])
+
+
+def _room_for(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """A contiguous gradient for each."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
 
 
 def _installed(module: str) -> bool:

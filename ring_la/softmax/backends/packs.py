@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..scores import Scores
-from ..tiles import Tile, strips, tiles
-from ..tokens import Tokens
+from ..geometry import Pair, Tile, once, strips, tiles
 
 LARGE = 1 << 20
 """Scores of a tile that is worth a call of its own: it fills a GPU, and its rows need not be gathered."""
@@ -63,20 +61,16 @@ class Pack:
     k: Side
 
 
-def packs(scores: Scores, tq: Tokens, tk: Tokens) -> tuple[list[Pack], list[Tile]]:
-    """(varlen calls, tiles left to single calls) for a block, made once for two sides."""
-    kept, key = tq.tiles.setdefault(tk, {}), ("packs", scores.left, scores.right)
-    if key not in kept:
-        kept[key] = _packs(named(scores, tq, tk), tq.device)
-    return kept[key]
+@once
+def packs(pair: Pair) -> tuple[list[Pack], list[Tile]]:
+    """(varlen calls, tiles left to single calls) for a block."""
+    return _packs(named(pair), pair.rows.device)
 
 
-def named(scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
-    """The tiles of a block, each with a mask that FlashAttention can name; made once for two sides."""
-    kept, key = tq.tiles.setdefault(tk, {}), ("named", scores.left, scores.right)
-    if key not in kept:
-        kept[key] = [part for t in tiles(scores, tq, tk) for part in _named(t)]
-    return kept[key]
+@once
+def named(pair: Pair) -> list[Tile]:
+    """The tiles of a block, each with a mask that FlashAttention can name."""
+    return [part for t in tiles(pair) for part in _named(t)]
 
 
 def _named(t: Tile) -> list[Tile]:

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..merge import Gradients, Partial, wide
+from ..geometry import Pair, Tile, strips, tiles
+from ..merging import Gradients, Partial, wide
 from ..scores import Scores, dropout_keep
-from ..tiles import Tile, strips, tiles
-from ..tokens import Tokens
-from .backend import Ask, Backend
+from .backend import AttentionBackend, QueryRows
 
 ROWS = 512
 
@@ -33,60 +32,49 @@ class _Strip(NamedTuple):
     keep: Tensor | None
 
 
-class TorchBackend(Backend):
+class TorchBackend(AttentionBackend):
     """Scores strip by strip."""
 
     name = "torch"
+    knows = frozenset({"softcap", "alibi_slopes", "dropout_p"})
 
-    def refuses(self, ask: Ask) -> str:
-        return ""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
-        for tile in tiles(scores, tq, tk):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+        for tile in tiles(pair):
             for strip in strips(tile, ROWS):
-                out.add(*self.tile(q, k, v, scores, tq, tk, strip), strip.rows)
+                out.add(*self.tile(q, k, v, scores, pair, strip), strip.rows)
 
-    def tile(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, t: Tile
-    ) -> tuple[Tensor, Tensor]:
+    def tile(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, t: Tile) -> tuple[Tensor, Tensor]:
         """o ``[B, n, H, V]`` and lse ``[B, H, n]`` of one tile, wide."""
-        x = _scores(q, k, v, scores, tq, tk, t)
+        x = _strip(q, k, v, scores, pair, t)
         lse = torch.logsumexp(x.s, -1)
         p = torch.exp(x.s - torch.where(torch.isneginf(lse), 0.0, lse)[..., None])
         o = torch.matmul(_dropped(p, x.keep, scores), x.v)
         return _tokens_first(o, q.shape[2]), _heads(lse, q.shape[2])
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        scores: Scores,
-        tq: Tokens,
-        tk: Tokens,
-        out: Gradients,
-    ) -> None:
-        groups, heads = k.shape[2], q.shape[2]
-        for tile in tiles(scores, tq, tk):
-            for t in strips(tile, ROWS):
-                x = _scores(q, k, v, scores, tq, tk, t)
-                row_lse, row_delta = (_grouped(y[:, :, t.rows], groups)[..., None] for y in (lse, delta))
-                p = torch.exp(x.s - torch.where(torch.isneginf(row_lse), 0.0, row_lse))
-                g = _heads_first(do[:, t.rows], groups)
-                dv = torch.matmul(_dropped(p, x.keep, scores).mT, g)
-                ds = p.mul_(_dropped(torch.matmul(g, x.v.mT), x.keep, scores).sub_(row_delta))
-                if x.slope_of_cap is not None:
-                    ds = ds.mul_(x.slope_of_cap)
-                dq = torch.matmul(ds, x.k).mul_(scores.scale)
-                dk = torch.matmul(ds.mT, x.q).mul_(scores.scale)
-                out.add(_tokens_first(dq, heads), dk.transpose(1, 2), dv.transpose(1, 2), t.rows, t.keys)
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        for tile in tiles(pair):
+            for strip in strips(tile, ROWS):
+                out.add(*_strip_backward(x, k, v, scores, pair, strip), strip.rows, strip.keys)
 
 
-def _scores(q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, t: Tile) -> _Strip:
+def _strip_backward(
+    x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, t: Tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of one strip, wide."""
+    groups, y = k.shape[2], _strip(x.q, k, v, scores, pair, t)
+    lse, delta = (_grouped(z[:, :, t.rows], groups)[..., None] for z in (x.lse, x.delta))
+    p = torch.exp(y.s - torch.where(torch.isneginf(lse), 0.0, lse))
+    g = _heads_first(x.do[:, t.rows], groups)
+    dv = torch.matmul(_dropped(p, y.keep, scores).mT, g)
+    ds = p.mul_(_dropped(torch.matmul(g, y.v.mT), y.keep, scores).sub_(delta))
+    if y.slope_of_cap is not None:
+        ds = ds.mul_(y.slope_of_cap)
+    dq = torch.matmul(ds, y.k).mul_(scores.scale)
+    dk = torch.matmul(ds.mT, y.q).mul_(scores.scale)
+    return _tokens_first(dq, x.q.shape[2]), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _strip(q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, t: Tile) -> _Strip:
     groups = k.shape[2]
     q_ = _heads_first(q[:, t.rows], groups)
     k_, v_ = (x[:, t.keys].transpose(1, 2).to(wide(q.dtype)) for x in (k, v))
@@ -95,20 +83,27 @@ def _scores(q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tok
     if scores.softcap:
         bent = torch.tanh(s / scores.softcap)
         s, slope_of_cap = bent * scores.softcap, 1 - bent * bent
-    B, Hk, rows, m = s.shape
-    by_head = s.view(B, Hk, rows // (t.q1 - t.q0), t.q1 - t.q0, m)  # [B, Hk, G, n, m]
-    if scores.alibi_slopes is not None or not t.full:
-        distance = tk.positions[None, t.keys] - tq.positions[t.rows, None]
-        if scores.alibi_slopes is not None:
-            slopes = scores.alibi_slopes.to(s.dtype).reshape(-1, Hk, by_head.shape[2], 1, 1)
-            by_head.sub_(slopes * distance.abs())
-        if not t.full:
-            seen = scores.visible(distance, tq.documents[t.rows], tk.documents[t.keys])
-            by_head.masked_fill_(~seen, -torch.inf)
+    _mask(s, scores, pair, t)
     keep = None
     if scores.dropout_p:
-        keep = dropout_keep(scores, B, q.shape[2], tq.index[t.rows], tk.index[t.keys]).reshape(s.shape)
+        rows, keys = pair.rows.index[t.rows], pair.keys.index[t.keys]
+        keep = dropout_keep(scores, len(q), q.shape[2], rows, keys).reshape(s.shape)
     return _Strip(q_, k_, v_, s, slope_of_cap, keep)
+
+
+def _mask(s: Tensor, scores: Scores, pair: Pair, t: Tile) -> None:
+    """Biases, and −∞ where a key is not seen, into scores ``[B, Hk, G·n, m]``."""
+    if scores.alibi_slopes is None and t.full:
+        return
+    (B, Hk, rows, m), n, tq, tk = s.shape, t.q1 - t.q0, pair.rows, pair.keys
+    by_head = s.view(B, Hk, rows // n, n, m)  # [B, Hk, G, n, m]
+    distance = tk.positions[None, t.keys] - tq.positions[t.rows, None]
+    if scores.alibi_slopes is not None:
+        slopes = scores.alibi_slopes.to(s.dtype).reshape(-1, Hk, by_head.shape[2], 1, 1)
+        by_head.sub_(slopes * distance.abs())
+    if not t.full:
+        seen = pair.reach.visible(distance, tq.documents[t.rows], tk.documents[t.keys])
+        by_head.masked_fill_(~seen, -torch.inf)
 
 
 def _dropped(p: Tensor, keep: Tensor | None, scores: Scores) -> Tensor:

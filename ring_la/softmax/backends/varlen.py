@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..merge import Gradients, Partial, has_triton
+from ..geometry import Pair, Tile
+from ..merging import Gradients, Partial, has_triton
 from ..scores import Scores
-from ..tiles import Tile
-from ..tokens import Tokens
-from .backend import Ask, TileBackend, k_rows, q_rows
+from .backend import Ask, QueryRows, TileBackend
 from .packs import Pack, bottom_right, named, packs
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -51,14 +50,14 @@ class VarlenBackend(TileBackend):
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = HALVES
 
-    def refuses(self, ask: Ask) -> str:
+    def unsupported(self, ask: Ask) -> str:
         if ask.device.type not in self.devices:
             return "tensors are not on a CUDA device"
         if ask.dtype not in self.dtypes:
             return f"it needs fp16 or bf16, not {ask.dtype}"
         if ask.width > self.widest or ask.width % 8:
             return f"it needs K a multiple of 8 up to {self.widest}, not {ask.width}"
-        return super().refuses(ask)
+        return super().unsupported(ask)
 
     def suits(self, ask: Ask) -> bool:
         """On Hopper at K = 128 the Triton kernel is ahead of FlashAttention-2, but for few queries."""
@@ -73,16 +72,7 @@ class VarlenBackend(TileBackend):
 
     @abstractmethod
     def call_backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: Window,
-        pack: Pack | None,
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of `call`."""
 
@@ -90,49 +80,26 @@ class VarlenBackend(TileBackend):
         return self.call(q, k, v, scale, Window.of(tile), None)
 
     def tile_backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.call_backward(do, q, k, v, o, lse.contiguous(), scale, Window.of(tile), None)
+        return self.call_backward(x._replace(lse=x.lse.contiguous()), k, v, scale, Window.of(tile), None)
 
-    def _tiles(self, scores: Scores, tq: Tokens, tk: Tokens) -> list[Tile]:
-        return named(scores, tq, tk)
+    def _calls(self, pair: Pair, batch: int) -> tuple[list[Pack], list[Tile]]:
+        """The varlen calls of a block of so many batch rows, and its tiles that take a call each."""
+        return packs(pair) if batch == 1 and self.joins_tiles else ([], named(pair))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
-        if q.shape[0] > 1 or not self.joins_tiles:
-            return super().forward(q, k, v, scores, tq, tk, out)
-        together, single = packs(scores, tq, tk)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+        together, single = self._calls(pair, len(q))
         for p in together:
             parts = self.call(p.q.take(q), p.k.take(k), p.k.take(v), scores.scale, Window(p.causal), p)
             out.add(*parts, p.q.rows)
-        for t in single:
-            part = self.tile_forward(q_rows(q, t), k_rows(k, t), k_rows(v, t), scores.scale, t)
-            out.add(*part, t.rows)
-        return None
+        self.add_tiles(single, q, k, v, scores.scale, out)
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        scores: Scores,
-        tq: Tokens,
-        tk: Tokens,
-        out: Gradients,
-    ) -> None:
-        if q.shape[0] > 1 or not self.joins_tiles:
-            return super().backward(do, q, k, v, o, lse, delta, scores, tq, tk, out)
-        together, single = packs(scores, tq, tk)
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        together, single = self._calls(pair, len(k))
         for p in together:
-            of_q, of_k = [p.q.take(x) for x in (do, q)], [p.k.take(x) for x in (k, v)]
-            rest = p.q.take(o), p.q.take(lse, 2).contiguous()
-            out.add(*self.call_backward(*of_q, *of_k, *rest, scores.scale, Window(p.causal), p), p.q.rows, p.k.rows)
-        for t in single:
-            row_lse = lse if t.q1 - t.q0 == lse.shape[2] else lse[:, :, t.rows]
-            of_q, of_k = [q_rows(x, t) for x in (do, q, o)], [k_rows(x, t) for x in (k, v)]
-            parts = self.tile_backward(*of_q[:2], *of_k, of_q[2], row_lse, scores.scale, t)
-            out.add(*parts, t.rows, t.keys)
-        return None
+            q, o, do = (p.q.take(t) for t in (x.q, x.o, x.do))
+            rows = QueryRows(q, o, do, p.q.take(x.lse, 2).contiguous())
+            parts = self.call_backward(rows, p.k.take(k), p.k.take(v), scores.scale, Window(p.causal), p)
+            out.add(*parts, p.q.rows, p.k.rows)
+        self.add_gradients(single, x, k, v, scores.scale, out)

@@ -10,25 +10,24 @@ import torch
 from torch import Tensor
 
 from ...comm import Pending
-from ..merge import Gradients, Partial, Sum
-from .job import Job, KeyValues
+from ..backends import QueryRows
+from ..merging import Gradients, Partial, Sum
+from .job import AttentionJob, KeyValues
 
 
-class AllGather:
+class KeyGather:
     """Everything everywhere."""
 
     name = "all_gather"
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+    def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
         k, v = _gather(job, k, v).wait()
         job.forward_to(q, k, v, job.all_keys, out)
 
-    def backward(
-        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
-    ) -> Gradients:
+    def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
         all_k, all_v = _gather(job, k, v).wait()
-        grads = Gradients.of(q, all_k, all_v)
-        job.backward_to(do, q, o, lse, delta, all_k, all_v, job.all_keys, grads)
+        grads = Gradients.of(x.q, all_k, all_v)
+        job.backward_to(x, all_k, all_v, job.all_keys, grads)
         dtype, own = job.message_dtype(k.dtype), Gradients(grads.dq, Sum.like(k), Sum.like(v))
         for part in _scatter(job, grads.dk.result(dtype), grads.dv.result(dtype), k, v).wait():
             own.dk.add(part.k)
@@ -36,7 +35,7 @@ class AllGather:
         return own
 
 
-def _gather(job: Job, k: Tensor, v: Tensor) -> Pending:
+def _gather(job: AttentionJob, k: Tensor, v: Tensor) -> Pending:
     """Post: the keys and values of all ranks, in the order of ``job.all_keys``."""
     if job.size == 1:
         return Pending(lambda: (_ordered(k, job.order), _ordered(v, job.order)))
@@ -55,7 +54,7 @@ def _gather(job: Job, k: Tensor, v: Tensor) -> Pending:
     return Pending(unpack)
 
 
-def _scatter(job: Job, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Pending:
+def _scatter(job: AttentionJob, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor) -> Pending:
     """Post: each rank's part of the gradients to it; the result is what came for this rank, of each rank."""
     dk, dv = (_unordered(x, job.order) for x in (dk, dv))
     if job.size == 1:

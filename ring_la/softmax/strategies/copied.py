@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..merge import Gradients, Partial, Sum
-from .job import Job
+from ..backends import QueryRows
+from ..merging import Gradients, Partial, Sum
+from .job import AttentionJob
 from .mailbox import Mailbox
 from .schedule import Schedule
 
@@ -26,7 +27,7 @@ class Copied:
 
     name = "copied"
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+    def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
         schedule = Schedule.of(job)
         if not schedule.any:
             job.forward(q, k, v, job.rank, out)
@@ -40,20 +41,18 @@ class Copied:
             job.forward_to(q, kv.k, kv.v, r.keys, out)
         box.close()
 
-    def backward(
-        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
-    ) -> Gradients:
-        schedule, own = Schedule.of(job), Gradients.of(q, k, v)
+    def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
+        schedule, own = Schedule.of(job), Gradients.of(x.q, k, v)
         if not schedule.any:
-            job.backward(do, q, k, v, o, lse, delta, job.rank, own)
+            job.backward(x, k, v, job.rank, own)
             return own
         box = Mailbox(job, schedule, k, v, job.message_dtype(k.dtype))
-        job.backward(do, q, k, v, o, lse, delta, job.rank, own)
+        job.backward(x, k, v, job.rank, own)
         box.deliver(range(job.size - 1, 0, -1))
         for r in reversed(schedule.rounds(job.rank)):
             kv = box.receive(r)
             grads = Gradients(own.dq, Sum.like(kv.k), Sum.like(kv.v))
-            job.backward_to(do, q, o, lse, delta, kv.k, kv.v, r.keys, grads)
+            job.backward_to(x, kv.k, kv.v, r.keys, grads)
             box.send(r, grads)
         box.close()
         for rows, dk, dv in box.letters():

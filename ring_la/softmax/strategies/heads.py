@@ -119,11 +119,11 @@ class Heads:
             a, b = self.bounds[side][me]
             return x.shape[0], self.tokens[side][source], b - a, x.shape[3]
 
-        pieces = self._post(parts, [[shape(*t, r) for t in tensors.values()] for r in ranks])
+        came_in = self._post(parts, [[shape(*t, r) for t in tensors.values()] for r in ranks])
 
         def join() -> dict[str, Tensor]:
             out = {}
-            for (name, (side, _)), came in zip(tensors.items(), zip(*pieces.wait())):
+            for (name, (side, _)), came in zip(tensors.items(), zip(*came_in.wait())):
                 x, order = torch.cat(came, 1), self.order[side]
                 out[name] = x if order is None else x.index_select(1, order)
             return out
@@ -140,11 +140,11 @@ class Heads:
             a, b = self.bounds[side][source]
             return x.shape[0], self.tokens[side][me], b - a, x.shape[3]
 
-        pieces = self._post(parts, [[shape(*t, r) for t in tensors.values()] for r in ranks])
+        came_in = self._post(parts, [[shape(*t, r) for t in tensors.values()] for r in ranks])
 
         def join() -> dict[str, Tensor]:
             out = {}
-            for (name, (side, x)), came in zip(tensors.items(), zip(*pieces.wait())):
+            for (name, (side, x)), came in zip(tensors.items(), zip(*came_in.wait())):
                 heads = self.split.heads if side == "q" else self.split.groups
                 whole = x.new_zeros(x.shape[0], self.tokens[side][me], heads, x.shape[3])
                 for bounds, part in zip(self.bounds[side], came):

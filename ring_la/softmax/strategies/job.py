@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from ...comm import Group
-from ..backends import Backend
-from ..merge import Gradients, Partial, wide
+from ..backends import AttentionBackend, QueryRows
+from ..geometry import Pair, Tokens, sees
+from ..merging import Gradients, Partial, wide
 from ..scores import Scores
-from ..tiles import sees
-from ..tokens import Tokens
 
 
 @dataclass(frozen=True)
-class Job:
+class AttentionJob:
     """One call, seen from one rank.
 
     Attributes:
@@ -31,7 +30,7 @@ class Job:
         group: None on one device.
     """
 
-    backend: Backend
+    backend: AttentionBackend
     scores: Scores
     rows: tuple[Tokens, ...]
     keys: tuple[Tokens, ...]
@@ -50,7 +49,12 @@ class Job:
     @cached_property
     def sees(self) -> tuple[tuple[bool, ...], ...]:
         """Whether any query of rank r sees any key of rank s, at [r][s]."""
-        return tuple(tuple(sees(self.scores, rows, keys) for keys in self.keys) for rows in self.rows)
+        reach = self.scores.reach
+        return tuple(tuple(sees(Pair(rows, keys, reach)) for keys in self.keys) for rows in self.rows)
+
+    def against(self, keys: Tokens) -> Pair:
+        """This rank's queries and keys that stand so."""
+        return Pair(self.rows[self.rank], keys, self.scores.reach)
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What a rank's share of a key's gradient is sent in: the dtype in which the kernel gives it."""
@@ -58,46 +62,23 @@ class Job:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, owner: int, out: Partial) -> None:
         """Add attention over the keys of `owner`."""
-        if self.sees[self.rank][owner] and q.numel() and k.numel():
-            self.backend.forward(q, k, v, self.scores, self.rows[self.rank], self.keys[owner], out)
+        if self.sees[self.rank][owner]:
+            self.forward_to(q, k, v, self.keys[owner], out)
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        owner: int,
-        out: Gradients,
-    ) -> None:
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, owner: int, out: Gradients) -> None:
         """Add the gradients of attention over the keys of `owner`."""
-        if self.sees[self.rank][owner] and q.numel() and k.numel():
-            rows, keys = self.rows[self.rank], self.keys[owner]
-            self.backend.backward(do, q, k, v, o, lse, delta, self.scores, rows, keys, out)
+        if self.sees[self.rank][owner]:
+            self.backward_to(x, k, v, self.keys[owner], out)
 
     def forward_to(self, q: Tensor, k: Tensor, v: Tensor, keys: Tokens, out: Partial) -> None:
         """Add attention over keys that stand as `keys` says."""
         if q.numel() and k.numel():
-            self.backend.forward(q, k, v, self.scores, self.rows[self.rank], keys, out)
+            self.backend.forward(q, k, v, self.scores, self.against(keys), out)
 
-    def backward_to(
-        self,
-        do: Tensor,
-        q: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        keys: Tokens,
-        out: Gradients,
-    ) -> None:
+    def backward_to(self, x: QueryRows, k: Tensor, v: Tensor, keys: Tokens, out: Gradients) -> None:
         """Add the gradients of attention over keys that stand as `keys` says."""
-        if q.numel() and k.numel():
-            self.backend.backward(do, q, k, v, o, lse, delta, self.scores, self.rows[self.rank], keys, out)
+        if x.q.numel() and k.numel():
+            self.backend.backward(x, k, v, self.scores, self.against(keys), out)
 
 
 class Strategy(Protocol):
@@ -105,13 +86,11 @@ class Strategy(Protocol):
 
     name: str
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+    def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
         """Add attention of this rank's queries over all ranks' keys to `out`."""
         ...
 
-    def backward(
-        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
-    ) -> Gradients:
+    def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
         """The gradients of this rank's q, k and v, wide."""
         ...
 

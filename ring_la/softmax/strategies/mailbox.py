@@ -9,23 +9,14 @@ current one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..merge import Gradients
-from .job import Job, KeyValues
+from ..merging import Gradients
+from .job import AttentionJob, KeyValues
 from .schedule import Round, Schedule
-
-
-class Delivery(NamedTuple):
-    """Rows ``start … stop − 1`` of this rank's keys and values, and where they go."""
-
-    k: Tensor
-    v: Tensor
-    start: int
-    stop: int
+from .views import Addresses, Delivery, Views
 
 
 class Mailbox:
@@ -36,27 +27,29 @@ class Mailbox:
         dtype: of gradients; None: there will be none.
     """
 
-    def __init__(self, job: Job, schedule: Schedule, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, job: AttentionJob, schedule: Schedule, k: Tensor, v: Tensor, dtype: torch.dtype | None = None
+    ) -> None:
         self.job, self.schedule, self.k, self.v, self.dtype = job, schedule, k.contiguous(), v.contiguous(), dtype
         shapes = k.shape, v.shape, k.dtype
-        if shapes not in schedule.places:
-            schedule.places[shapes] = _places(schedule, self._size, k.element_size())
-        self._inbox, self._rooms = schedule.places[shapes]
+        if shapes not in schedule.addresses:
+            schedule.addresses[shapes] = _addresses(schedule, self._size, k.element_size())
+        self._inbox, self._rooms = schedule.addresses[shapes]
         self._letters_size = 0 if dtype is None else self._size(schedule.most_received) * dtype.itemsize
         self.memory = job.group.memory.of(self._inbox + self._letters_size)
-        self._views = schedule.views.setdefault(self.memory, {}).setdefault(shapes, {})
+        self._views = schedule.views.setdefault(self.memory, {}).setdefault(shapes, Views())
         self._there = self.memory.now()
 
     def deliver(self, steps: range) -> None:
         """Start to copy this rank's keys and values, as of when the mailbox was opened, to those ranks that need them
         among the ones so many steps to the right, one after the other."""
-        kept, tokens = ("deliveries", steps), self.k.shape[1]
-        if kept not in self._views:
-            self._views[kept] = list(self._deliveries(steps))
-        if not self._views[kept]:
+        known, tokens = self._views.deliveries, self.k.shape[1]
+        if steps not in known:
+            known[steps] = list(self._deliveries(steps))
+        if not known[steps]:
             return
         with self.memory.beside(self._there):
-            for rank, deliveries in self._views[kept]:
+            for rank, deliveries in known[steps]:
                 for k, v, a, b in deliveries:
                     whole = b - a == tokens
                     _copy(k, self.k if whole else self.k.narrow(1, a, b - a))
@@ -67,15 +60,16 @@ class Mailbox:
         """The keys and values of a round of this rank: the current stream waits for them."""
         first, rows = self._rooms[self.job.rank][r.number], self.schedule.rows[self.job.rank][r.number]
         self.memory.arrived(r.owners, first, self._size(rows) * self.k.element_size())
-        if r.number not in self._views:
-            self._views[r.number] = self._room(self.job.rank, r.number)
-        return self._views[r.number]
+        known = self._views.rooms
+        if r.number not in known:
+            known[r.number] = self._room(self.job.rank, r.number)
+        return known[r.number]
 
     def send(self, r: Round, grads: Gradients) -> None:
         """Start to send the gradients of a round's keys to their owners' inboxes."""
-        pieces = [(which, *p) for which, s in enumerate((grads.dk, grads.dv)) for p in s.pieces(self.dtype)]
-        with self.memory.beside(self.memory.now(), *(rows for *_, rows in pieces)):
-            for which, a, b, rows in pieces:
+        sent = [(which, *p) for which, s in enumerate((grads.dk, grads.dv)) for p in s.stretches(self.dtype)]
+        with self.memory.beside(self.memory.now(), *(rows for *_, rows in sent)):
+            for which, a, b, rows in sent:
                 for span, letter in zip(r.spans, r.letters):
                     first, last = max(a, span.place), min(b, span.place + len(span))
                     if first < last:
@@ -118,21 +112,21 @@ class Mailbox:
                 yield rank, out
 
     def _inbox_of(self, rank: int) -> Sequence[Tensor]:
-        kept = "inbox", rank, self.dtype
-        if kept not in self._views:
+        known, name = self._views.inboxes, (rank, self.dtype)
+        if name not in known:
             shapes = tuple((x.shape[0], self.schedule.most_received, *x.shape[2:]) for x in (self.k, self.v))
-            self._views[kept] = self.memory.rooms(rank, self._inbox, shapes, self.dtype)
-        return self._views[kept]
+            known[name] = self.memory.rooms(rank, self._inbox, shapes, self.dtype)
+        return known[name]
 
 
-def _places(schedule: Schedule, size: Callable[[int], int], itemsize: int) -> tuple[int, list[list[int]]]:
-    """The first byte of the inbox, and of the room of every rank's rounds."""
-    places = []
+def _addresses(schedule: Schedule, size: Callable[[int], int], itemsize: int) -> Addresses:
+    """Where the inbox and the rooms stand."""
+    rooms = []
     for rows in schedule.rows:
-        places.append([0])
+        rooms.append([0])
         for n in rows:
-            places[-1].append(places[-1][-1] + _aligned(size(n) * itemsize))
-    return max(p[-1] for p in places), places
+            rooms[-1].append(rooms[-1][-1] + _aligned(size(n) * itemsize))
+    return Addresses(max(firsts[-1] for firsts in rooms), rooms)
 
 
 def _aligned(size: int) -> int:

@@ -12,16 +12,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...comm import Pending
-from ..merge import Gradients, Partial, Sum, wide
-from .job import Job, KeyValues
+from ..backends import QueryRows
+from ..merging import Gradients, Partial, Sum, wide
+from .job import AttentionJob, KeyValues
 
 
-class Ring:
+class KeyRing:
     """One holder's keys at a time, handed on to the right."""
 
     name = "ring"
 
-    def forward(self, job: Job, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+    def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
         steps = _steps(job)
         if steps == 1:
             job.forward(q, k, v, job.rank, out)
@@ -33,20 +34,18 @@ class Ring:
             if arriving is not None:
                 kv = arriving.wait()
 
-    def backward(
-        self, job: Job, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None
-    ) -> Gradients:
-        steps, dq = _steps(job), Sum.like(q)
+    def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
+        steps, dq = _steps(job), Sum.like(x.q)
         if steps == 1:
             own = Gradients(dq, Sum.like(k), Sum.like(v))
-            job.backward(do, q, k, v, o, lse, delta, job.rank, own)
+            job.backward(x, k, v, job.rank, own)
             return own
         kv, following, message = KeyValues.of(k, v), None, None
         for step in range(steps):
             owner = (job.rank - step) % job.size
             arriving = _hand_on(job, kv, step + 1, k, v) if step + 1 < steps else None
             grads = Gradients(dq, Sum.like(kv.k), Sum.like(kv.v))
-            job.backward(do, q, kv.k, kv.v, o, lse, delta, owner, grads)
+            job.backward(x, kv.k, kv.v, owner, grads)
             if following is not None:
                 came = following.wait()
                 grads.dk.add(came.k)
@@ -65,19 +64,21 @@ class Ring:
         return own
 
 
-def _steps(job: Job) -> int:
+def _steps(job: AttentionJob) -> int:
     """Steps until no rank sees anything that has not come yet; at least 1."""
     p = job.size
     used = (n for n in range(p) if any(job.sees[r][(r - n) % p] for r in range(p)))
     return max(used, default=0) + 1
 
 
-def _hand_on(job: Job, held: KeyValues, step: int, k: Tensor, v: Tensor) -> Pending:
+def _hand_on(job: AttentionJob, held: KeyValues, step: int, k: Tensor, v: Tensor) -> Pending:
     """Post: the keys and values held go to the right, those of the rank `step` to the left come."""
     return _exchange(job, held, job.rank + 1, (job.rank - step) % job.size, job.rank - 1, k, v)
 
 
-def _exchange(job: Job, message: KeyValues, to: int, coming: int, source: int, k: Tensor, v: Tensor) -> Pending:
+def _exchange(
+    job: AttentionJob, message: KeyValues, to: int, coming: int, source: int, k: Tensor, v: Tensor
+) -> Pending:
     """Post: send a message, receive what belongs to the rank `coming`. An empty message is not sent."""
     room = KeyValues.empty(len(job.keys[coming]), k, v, message.flat.dtype)
     sends = {to % job.size: message.flat} if message.flat.numel() else {}

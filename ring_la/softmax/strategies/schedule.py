@@ -4,12 +4,18 @@ ranks, so that no sizes are exchanged."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..tiles import tiles
-from ..tokens import Tokens
-from .job import Job
+import torch
+
+from ...comm.memory import Memory
+from ..geometry import Pair, Tile, Tokens, tiles
+from .job import AttentionJob
+from .views import Addresses, Views
+
+Shapes = tuple[torch.Size, torch.Size, torch.dtype]
+"""Of k and v."""
 
 LARGEST = 4
 """Owners whose keys are computed on at once."""
@@ -55,35 +61,34 @@ class Schedule:
 
     Args:
         needs: for each rank and owner, the stretches of the owner's keys which that rank's queries see.
-        first: the place in the sequence of an owner's row.
 
     Attributes:
         rows: for each rank and round, how many keys it computes on.
         most_received: rows of the largest inbox.
         any: whether any rank needs keys of another.
-        places, views: where rooms stand and tensors in a memory, kept by those who use them.
+        addresses, views: where rooms stand, and tensors in a memory, found and kept by mailboxes.
     """
 
-    def __init__(self, job: Job, needs: list[list[list[tuple[int, int]]]]) -> None:
+    def __init__(self, job: AttentionJob, needs: list[list[list[tuple[int, int]]]]) -> None:
         self.size, self._keys = len(needs), job.keys
         self.spans = [self._rounds(rank, of_rank) for rank, of_rank in enumerate(needs)]
         self.rows = [[sum(map(len, spans)) for spans in rounds] for rounds in self.spans]
         self._inboxes = [self._inbox(owner, needs) for owner in range(self.size)]
         self.most_received = max(sum(map(len, letters.values())) for letters in self._inboxes)
         self.any = self.most_received > 0
-        self.places: dict[object, Any] = {}
-        self.views: WeakKeyDictionary[object, dict] = WeakKeyDictionary()
+        self.addresses: dict[Shapes, Addresses] = {}
+        self.views: WeakKeyDictionary[Memory, dict[Shapes, Views]] = WeakKeyDictionary()
         self._own: list[Round] | None = None
 
     @classmethod
-    def of(cls, job: Job) -> Schedule:
+    def of(cls, job: AttentionJob) -> Schedule:
         """The schedule of a job, made once for its rows, keys and mask."""
-        kept = job.rows[job.rank].tiles.setdefault(job.keys[job.rank], {})
-        key = ("schedule", job.scores.left, job.scores.right)
-        if key not in kept:
-            needs = [[_seen(tiles(job.scores, rows, keys)) for keys in job.keys] for rows in job.rows]
-            kept[key] = cls(job, needs)
-        return kept[key]
+        reach = job.scores.reach
+
+        def make() -> Schedule:
+            return cls(job, [[_seen(tiles(Pair(rows, keys, reach))) for keys in job.keys] for rows in job.rows])
+
+        return job.against(job.keys[job.rank]).kept(cls, make)
 
     def rounds(self, rank: int) -> list[Round]:
         """A rank's rounds."""
@@ -129,7 +134,7 @@ class Schedule:
         return Round(number, tuple(spans), letters, keys, sum(1 << s for s in {x.owner for x in spans}))
 
 
-def _seen(met: list) -> list[tuple[int, int]]:
+def _seen(met: list[Tile]) -> list[tuple[int, int]]:
     """The stretches of keys that tiles hold, joined where they touch."""
     out: list[tuple[int, int]] = []
     for a, b in sorted((t.k0, t.k1) for t in met):

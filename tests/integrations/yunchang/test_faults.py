@@ -7,9 +7,9 @@ import torch
 
 from ring_la.errors import RingLAError
 from ring_la.integrations import ring_flash_attn, yunchang
-from ring_la.integrations.yunchang.call import Call, group_of
-from ring_la.softmax import attention, core
-from ring_la.softmax.core import Tensors
+from ring_la.integrations.yunchang.call import Masks, UpstreamCall, group_of
+from ring_la.softmax import attention
+from ring_la.softmax.tensors import Tensors
 from tests.integrations.yunchang.cases import (
     H,
     T,
@@ -77,9 +77,8 @@ class InXDiTsManner(yunchang.RingFlashAttnFunc):
         joint_strategy,
     ):
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        call = Call("contiguous", 0.0, scale, causal, window_size, 0.0, None, False, None, 0)
-        plan = call.plan(Tensors(q, k, v), group_of(group))
-        out, lse, _ = core.forward(plan, Tensors(q, k, v))
+        call, x = UpstreamCall("contiguous", Masks(0.0, scale, causal, window_size), seed=0), Tensors(q, k, v)
+        out, lse, _ = call.plan(x, group_of(group)).forward(x)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.softmax_scale, ctx.causal, ctx.group = scale, causal, group
         return out

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ring_la.integrations import ring_flash_attn, yunchang
-from ring_la.integrations.yunchang.functions import flat_lse
+from ring_la.integrations.yunchang.packed import flat_lse
 from tests.integrations.yunchang.cases import (
     DENSE,
     DOCUMENTS,

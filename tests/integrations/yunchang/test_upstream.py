@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ring_la.integrations import ring_flash_attn, yunchang
-from ring_la.integrations.yunchang.functions import pad_lse, remember, varlen_forward
+from ring_la.integrations.yunchang.ctx import remember
+from ring_la.integrations.yunchang.packed import pad_lse, varlen_forward
 from tests.integrations.yunchang.cases import (
     DENSE,
     DOCUMENTS,

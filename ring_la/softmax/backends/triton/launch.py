@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...merge import Gradients, Partial, has_triton
+from ...geometry import Pair
+from ...merging import Gradients, Partial, has_triton
+from ...merging.parts import dense
 from ...scores import Scores
-from ...tokens import Tokens
-from ..backend import Ask, Backend
+from ..backend import Ask, AttentionBackend, QueryRows
 from . import plan, table
 
 WIDEST = 256
@@ -18,13 +19,14 @@ interpreted = False
 """Set by tests that run the kernels in Triton's interpreter, on the CPU."""
 
 
-class TritonBackend(Backend):
+class TritonBackend(AttentionBackend):
     """Tiles that meet, in one call a block however many documents and runs there are."""
 
     name = "triton"
     sums_wide = False
+    knows = frozenset({"softcap", "alibi_slopes", "dropout_p"})
 
-    def refuses(self, ask: Ask) -> str:
+    def unsupported(self, ask: Ask) -> str:
         if ask.device.type != "cuda" and not interpreted:
             return "tensors are not on a CUDA device"
         if not has_triton():
@@ -33,77 +35,69 @@ class TritonBackend(Backend):
             return "it has no fp64"
         if max(ask.width, ask.value_width) > WIDEST:
             return f"it needs K and V up to {WIDEST}, not {ask.width} and {ask.value_width}"
-        return ""
+        return super().unsupported(ask)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tq: Tokens, tk: Tokens, out: Partial) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from . import kernels
 
-        met = plan.met(scores, tq, tk)
+        met = plan.trimmed(pair)
         if met is None:
             return
-        q, k, v = (_dense_rows(x) for x in (q[:, met.rows], k[:, met.keys], v[:, met.keys]))
+        q, k, v = (dense(x) for x in (q[:, met.rows], k[:, met.keys], v[:, met.keys]))
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        call = _Call(scores, q, k, v, o, met.tq, met.tk)
-        call.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse)
+        block = Launcher(scores, met.pair, q, k, v, o)
+        block.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse)
         out.add(o, lse, met.rows)
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        delta: Tensor | None,
-        scores: Scores,
-        tq: Tokens,
-        tk: Tokens,
-        out: Gradients,
-    ) -> None:
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
         from . import kernels
 
-        met = plan.met(scores, tq, tk)
+        met = plan.trimmed(pair)
         if met is None:
             return
-        q, do, k, v = (_dense_rows(x) for x in (q[:, met.rows], do[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        call = _Call(scores, q, k, v, do, met.tq, met.tk)
-        inputs = (q, k, v, do, *(x[:, :, met.rows].contiguous() for x in (lse, delta)))
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        call.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv)
-        call.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq)
+        q, do, k, v = (dense(t) for t in (x.q[:, met.rows], x.do[:, met.rows], k[:, met.keys], v[:, met.keys]))
+        block = Launcher(scores, met.pair, q, k, v, do)
+        inputs = (q, k, v, do, *(t[:, :, met.rows].contiguous() for t in (x.lse, x.delta)))
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        block.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv)
+        block.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq)
         out.add(dq, dk, dv, met.rows, met.keys)
 
 
-class _Call:
-    """What the three kernels have in common."""
+class Launcher:
+    """One block's launches, and the arguments that its three kernels have in common.
 
-    def __init__(self, scores: Scores, q: Tensor, k: Tensor, v: Tensor, o: Tensor, tq: Tokens, tk: Tokens) -> None:
-        self.scores, self.q, self.k, self.v, self.o, self.tq, self.tk = scores, q, k, v, o, tq, tk
+    Args:
+        o: o, or a gradient with its strides.
+    """
 
-    def over_queries(self, kernel: Any, settings: dict[int, table.Launch], *tensors: Tensor) -> None:
+    def __init__(self, scores: Scores, pair: Pair, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
+        self.scores, self.pair, self.q, self.k, self.v, self.o = scores, pair, q, k, v, o
+
+    def over_queries(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
         """Launch one program for each tile of queries of a head."""
         how = self._settings(settings)
-        lists = plan.of_queries(self.scores, self.tq, self.tk, how.rows, how.keys)
-        self._launch(kernel, how, lists, -(-self.q.shape[1] // how.rows), self.q.shape[2], tensors)
+        lists = plan.of_queries(self.pair, how.rows, how.keys)
+        grid = -(-self.q.shape[1] // how.rows), self.q.shape[0] * self.q.shape[2]
+        self._launch(kernel, grid, how, lists, tensors)
 
-    def over_keys(self, kernel: Any, settings: dict[int, table.Launch], *tensors: Tensor) -> None:
+    def over_keys(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
         """Launch one program for each tile of keys of a key head."""
         how = self._settings(settings)
-        lists = plan.of_keys(self.scores, self.tq, self.tk, how.rows, how.keys)
-        self._launch(kernel, how, lists, -(-self.k.shape[1] // how.keys), self.k.shape[2], tensors)
+        lists = plan.of_keys(self.pair, how.rows, how.keys)
+        grid = -(-self.k.shape[1] // how.keys), self.q.shape[0] * self.k.shape[2]
+        self._launch(kernel, grid, how, lists, tensors)
 
-    def _settings(self, settings: dict[int, table.Launch]) -> table.Launch:
-        return table.launch(settings, max(map(_padded, (self.q.shape[3], self.v.shape[3]))), self.q.dtype)
+    def _settings(self, settings: dict[int, table.TileSettings]) -> table.TileSettings:
+        return table.settings(settings, max(map(_padded, (self.q.shape[3], self.v.shape[3]))), self.q.dtype)
 
     def _launch(
         self,
         kernel: Any,
-        how: table.Launch,
+        grid: tuple[int, int],
+        how: table.TileSettings,
         lists: plan.TileLists,
-        tiles: int,
-        heads: int,
         tensors: tuple[Tensor, ...],
     ) -> None:
         from ....kernels.runtime.launch import launch
@@ -111,7 +105,7 @@ class _Call:
         s, widths = self.scores, (self.q.shape[3], self.v.shape[3])
         bk, bv = map(_padded, widths)
         launch(
-            kernel, (tiles, self.q.shape[0] * heads), *tensors, *lists, *self._common(lists),
+            kernel, grid, *tensors, *lists, *self._common(lists),
             BM=how.rows, BN=how.keys, BK=bk, BV=bv, FULL_K=bk == widths[0], FULL_V=bv == widths[1],
             CAP=s.softcap > 0, ALIBI=s.alibi_slopes is not None, DROP=s.dropout_p > 0,
             LEFT=s.left is not None, RIGHT=s.right is not None,
@@ -122,7 +116,7 @@ class _Call:
     def _common(self, lists: plan.TileLists) -> list:
         """The arguments that follow the lists, in the kernels' order."""
         s, q, k, v = self.scores, self.q, self.k, self.v
-        rows, keys = plan.columns(self.tq), plan.columns(self.tk)
+        rows, keys = self.pair.rows.columns, self.pair.keys.columns
         none = rows[0]  # any tensor, where the kernel reads none
         slopes = none if s.alibi_slopes is None else s.alibi_slopes.float().contiguous()
         heads = none
@@ -132,7 +126,7 @@ class _Call:
         keep_scale, threshold = 1 / (1 - s.dropout_p), int(s.dropout_p * 2**32)
         return [
             *rows, *keys, slopes, heads,
-            s.scale, s.softcap, s.left or 0, s.right or 0, keep_scale, *map(_signed, (threshold, s.seed, s.seed >> 32)),
+            s.scale, s.softcap, s.left or 0, s.right or 0, keep_scale, *map(_signed, (threshold, *s.seed_bits)),
             q.shape[1], k.shape[1], q.shape[2], k.shape[2], lists.tiles.shape[1], 1 if slopes is none else len(slopes),
             *(stride for x in (q, k, v, self.o) for stride in x.stride()[:3]),
             q.shape[3], v.shape[3],
@@ -148,8 +142,3 @@ def _signed(x: int) -> int:
     """The low 32 bits as a signed number, so that the kernels' argument has one type."""
     x &= 0xFFFFFFFF
     return x - 2**32 if x >= 2**31 else x
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    """`x` with neighbouring numbers in its last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...scores import Scores
-from ...tiles import tiles
-from ...tokens import ANY_DOCUMENT, Tokens
+from ...geometry import ANY_DOCUMENT, Pair, once, tiles
 
 ALIGNED = 128
 
@@ -26,33 +24,27 @@ class TileLists(NamedTuple):
     counts: Tensor
 
 
-class Block(NamedTuple):
-    """The part of a block that a call is made for: rows and keys, and where they stand."""
+class Trimmed(NamedTuple):
+    """What is left of a block without the rows and keys, at either end, that meet nothing."""
 
     rows: slice
     keys: slice
-    tq: Tokens
-    tk: Tokens
+    pair: Pair
 
 
-def met(scores: Scores, tq: Tokens, tk: Tokens) -> Block | None:
-    """What is left of a block without the rows and keys, at either end, that meet nothing; None: nothing meets."""
-    kept, key = tq.tiles.setdefault(tk, {}), ("met", scores.left, scores.right)
-    if key not in kept:
-        kept[key] = _met(scores, tq, tk)
-    return kept[key]
-
-
-def _met(scores: Scores, tq: Tokens, tk: Tokens) -> Block | None:
+@once
+def trimmed(pair: Pair) -> Trimmed | None:
+    """The part of a block that a call is made for; None: nothing meets."""
+    tq, tk = pair.rows, pair.keys
     if tq.runs is None or tk.runs is None:
-        return Block(slice(0, len(tq)), slice(0, len(tk)), tq, tk)
-    seen = tiles(scores, tq, tk)
+        return Trimmed(slice(0, len(tq)), slice(0, len(tk)), pair)
+    seen = tiles(pair)
     if not seen:
         return None
     rows = _aligned(min(t.q0 for t in seen), max(t.q1 for t in seen), len(tq))
     keys = _aligned(min(t.k0 for t in seen), max(t.k1 for t in seen), len(tk))
     sides = (t if r == slice(0, len(t)) else t.cut(r.start, r.stop) for t, r in ((tq, rows), (tk, keys)))
-    return Block(rows, keys, *sides)
+    return Trimmed(rows, keys, Pair(*sides, pair.reach))
 
 
 def _aligned(start: int, stop: int, length: int) -> slice:
@@ -60,32 +52,22 @@ def _aligned(start: int, stop: int, length: int) -> slice:
     return slice(start // ALIGNED * ALIGNED, min(length, -(-stop // ALIGNED) * ALIGNED))
 
 
-def of_queries(scores: Scores, tq: Tokens, tk: Tokens, bm: int, bn: int) -> TileLists:
-    """For each tile of `bm` queries the tiles of `bn` keys it meets; made once for two sides, a mask and a size."""
-    kept, key = tq.tiles.setdefault(tk, {}), ("queries", scores.left, scores.right, bm, bn)
-    if key not in kept:
-        kept[key] = _lists(*_meet(scores, tq, tk, bm, bn))
-    return kept[key]
+@once
+def of_queries(pair: Pair, bm: int, bn: int) -> TileLists:
+    """For each tile of `bm` queries the tiles of `bn` keys it meets."""
+    return _lists(*_meet(pair, bm, bn))
 
 
-def of_keys(scores: Scores, tq: Tokens, tk: Tokens, bm: int, bn: int) -> TileLists:
+@once
+def of_keys(pair: Pair, bm: int, bn: int) -> TileLists:
     """For each tile of `bn` keys the tiles of `bm` queries it meets."""
-    kept, key = tq.tiles.setdefault(tk, {}), ("keys", scores.left, scores.right, bm, bn)
-    if key not in kept:
-        seen, whole = _meet(scores, tq, tk, bm, bn)
-        kept[key] = _lists(seen.T, whole.T)
-    return kept[key]
+    seen, whole = _meet(pair, bm, bn)
+    return _lists(seen.T, whole.T)
 
 
-def columns(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """(position, document, index) of each row, int32."""
-    if "_int32" not in t.__dict__:
-        t.__dict__["_int32"] = tuple(x.to(torch.int32).contiguous() for x in (t.positions, t.documents, t.index))
-    return t.__dict__["_int32"]
-
-
-def _meet(scores: Scores, tq: Tokens, tk: Tokens, bm: int, bn: int) -> tuple[Tensor, Tensor]:
+def _meet(pair: Pair, bm: int, bn: int) -> tuple[Tensor, Tensor]:
     """Bool ``[tiles of tq, tiles of tk]``: whether any pair may be seen, and whether all are."""
+    tq, tk, (left, right) = pair.rows, pair.keys, pair.reach
     q_pos, q_doc = _ranges(tq.positions, bm), _ranges(tq.documents, bm)
     k_pos, k_doc = _ranges(tk.positions, bn), _ranges(tk.documents, bn)
     nearest = k_pos[0][None] - q_pos[1][:, None]
@@ -94,10 +76,10 @@ def _meet(scores: Scores, tq: Tokens, tk: Tokens, bm: int, bn: int) -> tuple[Ten
     seen = anyone | ((k_doc[0][None] <= q_doc[1][:, None]) & (k_doc[1][None] >= q_doc[0][:, None]))
     alone = (q_doc[0] == q_doc[1])[:, None] & (k_doc[0] == k_doc[1])[None] & (q_doc[0][:, None] == k_doc[0][None])
     whole = alone | (anyone & (k_doc[1] == ANY_DOCUMENT)[None])
-    if scores.right is not None:
-        seen, whole = seen & (nearest <= scores.right), whole & (farthest <= scores.right)
-    if scores.left is not None:
-        seen, whole = seen & (farthest >= -scores.left), whole & (nearest >= -scores.left)
+    if right is not None:
+        seen, whole = seen & (nearest <= right), whole & (farthest <= right)
+    if left is not None:
+        seen, whole = seen & (farthest >= -left), whole & (nearest >= -left)
     if len(tk) % bn:
         whole[:, -1] = False  # its last keys do not exist
     return seen, whole & seen

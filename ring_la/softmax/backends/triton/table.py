@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 
-class Launch(NamedTuple):
+class TileSettings(NamedTuple):
     """Queries and keys of a tile, warps, and depth of the software pipeline."""
 
     rows: int
@@ -20,12 +20,12 @@ class Launch(NamedTuple):
 
 
 # The fastest of benchmarks.tuning.softmax (8,192 tokens, 16 heads, causal, bf16) on an H200 with Triton 3.6.
-FORWARD = {64: Launch(64, 128, 4, 2), 128: Launch(128, 64, 4, 2), 256: Launch(128, 64, 8, 2)}
-BACKWARD_KEYS = {64: Launch(128, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 4, 2)}
-BACKWARD_QUERIES = {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 4, 2)}
+FORWARD = {64: TileSettings(64, 128, 4, 2), 128: TileSettings(128, 64, 4, 2), 256: TileSettings(128, 64, 8, 2)}
+BACKWARD_KEYS = {64: TileSettings(128, 64, 4, 2), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 32, 4, 2)}
+BACKWARD_QUERIES = {64: TileSettings(64, 64, 4, 3), 128: TileSettings(64, 64, 4, 2), 256: TileSettings(64, 64, 4, 2)}
 
 
-def launch(table: dict[int, Launch], width: int, dtype: torch.dtype) -> Launch:
+def settings(table: dict[int, TileSettings], width: int, dtype: torch.dtype) -> TileSettings:
     """The settings of a kernel for tensors whose wider one has `width` columns, rounded up to a power of two."""
     chosen = table[max(64, width)]
     if dtype == torch.float32:

@@ -1,0 +1,175 @@
+// What Hopper's instructions look like from CUDA C++, without headers of the toolkit, so that NVRTC alone compiles it.
+// Addresses of shared memory are 32-bit numbers. bf16 travels as bits, two in a u32, the first in the low half.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define INLINE __device__ __forceinline__
+#define LOG2E 1.4426950408889634f
+
+// -- numbers -------------------------------------------------------------------------------------------------------
+
+INLINE int uniform(int x) { return __shfl_sync(~0u, x, 0); }  // tells the compiler that a warp agrees
+INLINE float lo(u32 x) { return __uint_as_float(x << 16); }
+INLINE float hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+INLINE float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+INLINE u32 pack(float first, float second) {
+  u32 x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+  return x;
+}
+
+// -- shared memory -------------------------------------------------------------------------------------------------
+
+INLINE u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+INLINE u32 lds32(u32 a) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(a) : "memory");
+  return x;
+}
+INLINE float lds(u32 a) { return __uint_as_float(lds32(a)); }
+INLINE void lds64(u32* r, u32 a) {
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a) : "memory");
+}
+INLINE void lds128(u32* r, u32 a) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+INLINE void sts16(u32 a, u16 x) { asm volatile("st.shared.b16 [%0], %1;" ::"r"(a), "h"(x) : "memory"); }
+INLINE void sts32(u32 a, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
+INLINE void sts64(u32 a, u32 x, u32 y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory");
+}
+INLINE void sts128(u32 a, const float* x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+INLINE void stg128(void* p, const u32* x) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+INLINE void cp16(u32 to, const void* from, bool live) {  // 16 bytes beside the computation; zeros where not live
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+INLINE void cp_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+INLINE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // before wgmma reads stores
+
+// Four 8 x 8 tiles, a row of one by each lane's address; trans: turned over.
+INLINE void ldm(u32* r, u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+INLINE void ldm_trans(u32* r, u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+INLINE void stm(const u32* r, u32 a) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(a), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+INLINE void stm_trans(const u32* r, u32 a) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(a), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+
+// -- barriers ------------------------------------------------------------------------------------------------------
+
+INLINE void bar_init(u32 a, int n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(a), "r"(n) : "memory"); }
+INLINE void bar_arrive(u32 a) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(a) : "memory"); }
+INLINE void bar_wait(u32 a, u32 phase) {
+  asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}"
+               ::"r"(a), "r"(phase) : "memory");
+}
+INLINE void bar_expect(u32 a, u32 bytes) {  // arrive, and wait for so many bytes of copies
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(a), "r"(bytes) : "memory");
+}
+INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {  // by the copy engine; `bar` hears of it
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+INLINE int load_acquire(const int* p) {
+  int x;
+  asm volatile("ld.acquire.gpu.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+INLINE void store_release(int* p, int x) {
+  asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+INLINE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// -- products ------------------------------------------------------------------------------------------------------
+
+// c [16, 8] += a [16, 16] b [16, 8]
+INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#define F4(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
+#define F8(x) F4(x), F4((x) + 4)
+#define F16(x) F4(x), F4((x) + 4), F4((x) + 8), F4((x) + 12)
+#define F64(x) F4(x[0]), F4(x[1]), F4(x[2]), F4(x[3]), F4(x[4]), F4(x[5]), F4(x[6]), F4(x[7]), F4(x[8]), F4(x[9]), \
+               F4(x[10]), F4(x[11]), F4(x[12]), F4(x[13]), F4(x[14]), F4(x[15])
+
+INLINE void wg_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+INLINE void wg_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Wait for what was committed. The registers are named behind the wait, so that nothing reads them before it.
+INLINE void wg_wait(float (&d)[8]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("" : F8(d)::"memory");
+}
+INLINE void wg_wait(float (&d)[16]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("" : F16(d)::"memory");
+}
+INLINE void wg_wait(float (&d)[16][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("" : F64(d)::"memory");
+}
+// d [64, 32] = a [64, 16] b [16, 32] (`more`: + d); b stored [n][k]. A warpgroup's, a and d in registers.
+INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+      "{%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
+      : F16(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+}
+// d [64, 128] += a [64, 16] b [16, 128]; b stored [k][n]
+INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"
+      "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+      "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+      : F64(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// d [64, 16] = a [64, 16] b [16, 16] (`more`: + d); b stored [n][k]
+INLINE void wgmma16(float (&d)[8], const u32* a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;\n}"
+      : F8(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+}
+// The same with a in shared memory, stored [k][m]
+INLINE void wgmma16(float (&d)[8], u64 a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 1, 0;\n}"
+      : F8(d) : "l"(a), "l"(b), "r"(more));
+}
+INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+      "%16, %17, p, 1, 1, 1, 0;\n}"
+      : F16(d) : "l"(a), "l"(b), "r"(more));
+}
+// Of an operand in shared memory with 128-byte swizzle: bytes between its parts (PTX ISA, matrix descriptor format).
+INLINE u64 descriptor(u32 at, u32 lead, u32 stride) {
+  return (u64)((at & 0x3ffff) >> 4) | ((u64)(lead >> 4) << 16) | ((u64)(stride >> 4) << 32) | (1ull << 62);
+}

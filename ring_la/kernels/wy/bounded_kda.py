@@ -1,0 +1,90 @@
+"""KDA by gates that are known not to fall below a bound, on Hopper: fused kernels where a call is one device's.
+
+What comes into a span of tokens is mostly forgotten there, so that spans start early from zero, by a bound that holds;
+one that does not forget waits for the span before it. A call that exchanges states with other ranks goes by chunks of
+64 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ring_la.algebra import Rule
+from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, OutputUse, Summary
+from ring_la.kernels.runtime import cuda_kernel
+from ring_la.kernels.wy import kda_launches
+from ring_la.kernels.wy.kda_launches import HEAD, LEAST
+from ring_la.kernels.wy.recurrence import WYRecurrence
+from ring_la.kernels.wy.saved import WYBack, WYMaps
+
+
+def unsupported(rule: Rule, inputs: Inputs, packed: bool) -> str:
+    """Why these kernels cannot take a call, or an empty string."""
+    v = inputs.v
+    if rule.plain != Rule("delta", "diagonal"):
+        return f"rule {rule.plain}: the kernels take delta_diagonal"
+    if rule.lower_bound is None or rule.lower_bound < LEAST:
+        return f"a gate's lower_bound of {rule.lower_bound}: the kernels want one, of at least {LEAST}"
+    if v.dtype != torch.bfloat16 or inputs.q.shape[-1] != HEAD or v.shape[-1] != HEAD:
+        return f"dtype {v.dtype}, head sizes {inputs.q.shape[-1]} and {v.shape[-1]}: the kernels take bf16 and {HEAD}"
+    if packed and v.shape[0] > 1:
+        return "packed pieces in several batch rows"
+    if v.shape[0] * v.shape[1] == 0 or v.shape[0] * v.shape[1] >= 2**31:
+        return f"{v.shape[0]} × {v.shape[1]} tokens"
+    if v.device.type != "cuda" or torch.cuda.get_device_capability(v.device) != (9, 0):
+        return "the device is no Hopper GPU"
+    return cuda_kernel.unsupported()
+
+
+@dataclass(frozen=True)
+class BoundedKDA:
+    """One rank's tokens."""
+
+    rule: Rule
+    inputs: Inputs
+    cu: Tensor | None
+    scale: float
+    use: OutputUse
+
+    prepares: ClassVar[bool] = False
+    crosses: ClassVar[bool] = True
+
+    @cached_property
+    def by_chunks(self) -> WYRecurrence:
+        """What does all that the fused kernels have no part for."""
+        return WYRecurrence.of(self.rule.plain, self.inputs, self.cu, self.scale, self.use)
+
+    def summary(self, S0: Tensor | None, through: bool, known: Summary[WYMaps] | None = None) -> Summary[WYMaps]:
+        return self.by_chunks.summary(S0, through, known)
+
+    def prepare(self, summary: Summary[WYMaps]) -> Summary[WYMaps]:
+        return self.by_chunks.prepare(summary)
+
+    def output(self, S0: Tensor | None, summary: Summary[WYMaps] | None = None, border: Border | None = None) -> Output:
+        if summary is not None or border is not None:
+            return self.by_chunks.output(S0, summary, border)
+        S0 = None if S0 is None else S0.to(torch.float32)
+        return Output(*kda_launches.forward(self.inputs, self.cu, self.scale, S0, self.use.final))
+
+    def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[WYBack]:
+        return self.by_chunks.adjoint(backward, dS_end)
+
+    def prepare_gradients(self, backward: Backward, adjoint: Adjoint[WYBack]) -> Adjoint[WYBack]:
+        return self.by_chunks.prepare_gradients(backward, adjoint)
+
+    def gradients(
+        self,
+        backward: Backward,
+        dS_end: Tensor | None,
+        adjoint: Adjoint[WYBack] | None = None,
+        border: Border | None = None,
+    ) -> InputGradients:
+        if backward.saved or adjoint is not None or border is not None:
+            return self.by_chunks.gradients(backward, dS_end, adjoint, border)
+        found = kda_launches.gradients(self.inputs, self.cu, self.scale, backward.S0, backward.do, dS_end)
+        return InputGradients(*found)

@@ -1,0 +1,152 @@
+// What KDA's kernels share: arguments, spans, the bound that says what is forgotten. Chunks of 16 tokens, K = V = 128.
+#pragma once
+#include "hopper.cuh"
+
+#define C 16  // tokens a chunk
+#define D 128 // channels of a head
+#define GROUP 4 // tokens whose factors are made together
+#define FORGOTTEN 9.3e-10f // 2^-30
+#define HARDEST -82.f      // e^82 is the largest factor
+
+struct Args {
+  const u16 *q, *k, *v;  // [tokens, HK, 128], v [tokens, H, 128], bf16
+  const void *g, *beta;  // [tokens, H, 128] and [tokens, H], fp32 or bf16
+  u16* o;                // [tokens, H, 128]
+  const float* S0;       // [pieces, H, K, V] or null: zero
+  float* S1;             // [pieces, H, K, V] or null: nobody wants it
+  const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
+  const int* cu;         // [pieces + 1] beside a table
+  int* flags;            // [2 * count * H + 1], zero at first: see `decided`, `done` and `ticket`
+  float* states;         // [count, H, 128 * 128]
+  u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
+  u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
+  int T, H, HK, count, length, pieces;
+  int first_head, heads; // this launch's
+  float scale;
+};
+
+struct Span { int begin, end, piece, chunk, first, last; };  // chunk: the number of its first
+
+INLINE Span span_of(const Args& a, int s) {
+  Span x;
+  if (a.table) {
+    const int* row = a.table + s * 6;
+    x.begin = row[0]; x.end = row[1]; x.piece = row[2]; x.chunk = row[3]; x.first = row[4]; x.last = row[5];
+  } else {
+    const int each = (a.T + a.length - 1) / a.length, n = s % each;
+    x.piece = s / each; x.first = n == 0; x.last = n == each - 1;
+    x.chunk = x.piece * ((a.T + C - 1) / C) + n * (a.length / C);
+    x.begin = x.piece * a.T + n * a.length; x.end = x.piece * a.T + min((n + 1) * a.length, a.T);
+  }
+  return x;
+}
+
+// 1: a span starts from zero; 2: it waits
+INLINE int* decided(const Args& a, int s, int h) { return a.flags + s * a.H + h; }
+// Whether `states` holds what a span leaves
+INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
+INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
+INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
+
+INLINE float beta_at(const Args& a, u64 i) {
+#if BETA_BF16
+  return __uint_as_float((u32)((const u16*)a.beta)[i] << 16);
+#else
+  return ((const float*)a.beta)[i];
+#endif
+}
+
+// Whether what enters a run of `tokens` (a multiple of 8) from `begin` on is forgotten where it ends, going right or, for
+// gradients of states, left (`back`); by one warp, four channels a lane.
+INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, int lane) {
+  const int hk = h / (a.H / a.HK);
+  float u[4] = {1.f, 1.f, 1.f, 1.f};
+  for (int i = 0; i < tokens; i += 8) {
+    float4 g[8];
+    uint2 k[8];
+    float b[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int t = begin + (back ? tokens - 1 - i - j : i + j);
+      const u64 at = (u64)t * a.H + h;
+#if GATE_BF16
+      const uint2 w = ((const uint2*)a.g)[at * 32 + lane];
+      g[j] = make_float4(lo(w.x), hi(w.x), lo(w.y), hi(w.y));
+#else
+      g[j] = ((const float4*)a.g)[at * 32 + lane];
+#endif
+      k[j] = ((const uint2*)a.k)[((u64)t * a.HK + hk) * 32 + lane];
+      b[j] = fabsf(beta_at(a, at));
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float k0 = fabsf(lo(k[j].x)), k1 = fabsf(hi(k[j].x)), k2 = fabsf(lo(k[j].y)), k3 = fabsf(hi(k[j].y));
+      const float e0 = ex2(g[j].x * LOG2E), e1 = ex2(g[j].y * LOG2E), e2 = ex2(g[j].z * LOG2E), e3 = ex2(g[j].w * LOG2E);
+      if (!back) u[0] *= e0, u[1] *= e1, u[2] *= e2, u[3] *= e3;
+      float d = (u[0] * k0 + u[1] * k1) + (u[2] * k2 + u[3] * k3);
+#pragma unroll
+      for (int m = 16; m; m >>= 1) d += __shfl_xor_sync(~0u, d, m);
+      d *= b[j];
+      u[0] += d * k0; u[1] += d * k1; u[2] += d * k2; u[3] += d * k3;
+      if (back) u[0] *= e0, u[1] *= e1, u[2] *= e2, u[3] *= e3;
+    }
+  }
+  return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
+}
+
+// Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.
+INLINE u32 swz(int row, int chunk) { return (u32)((chunk ^ (row & 7)) << 4); }
+// The gates of token i and this lane's four channels, in rows of 512 bytes
+INLINE void gates(float (&g)[4], u32 at, int i, int lane) {
+#if GATE_BF16
+  u32 r[2];
+  lds64(r, at + i * 512 + lane * 8);
+  g[0] = lo(r[0]); g[1] = hi(r[0]); g[2] = lo(r[1]); g[3] = hi(r[1]);
+#else
+  u32 r[4];
+  lds128(r, at + i * 512 + lane * 16);
+#pragma unroll
+  for (int j = 0; j < 4; j++) g[j] = __uint_as_float(r[j]);
+#endif
+}
+
+// Where 8 channels of K, chunk 0 to 15, of row v of a state [V, K] lie, and 8 channels of V of a token: both are operands
+// of wgmma as they are, of 128-byte swizzle.
+INLINE u32 state_place(int v, int chunk) { return (u32)((chunk >> 3) * 16384 + v * 128) + swz(v, chunk & 7); }
+INLINE u32 rows_place(int token, int chunk) { return (u32)((chunk >> 3) * 2048 + token * 128) + swz(token, chunk & 7); }
+
+// (I + pairs)^-1 diag(b) by forward substitution in fp32, a column a lane (both halves of the warp find the same); b: that
+// of column lane % 16. `pairs`: rows of 80 bytes, of which what lies below the diagonal is read. To bf16 rows of 32 bytes.
+INLINE void invert(float b, u32 to, u32 pairs, int lane) {
+  const int j = lane & 15;
+  float y[C];
+#pragma unroll
+  for (int i = 0; i < C; i++) {
+    y[i] = i == j ? b : 0.f;
+#pragma unroll
+    for (int m = 0; m < i; m += 4) {
+      u32 r[4];
+      lds128(r, pairs + i * 80 + m * 4);
+#pragma unroll
+      for (int l = 0; l < 4; l++)
+        if (m + l < i) y[i] = fmaf(-__uint_as_float(r[l]), y[m + l], y[i]);
+    }
+  }
+  if (lane < C) {
+#pragma unroll
+    for (int i = 0; i < C; i++) sts16(to + i * 32 + j * 2, (u16)(pack(y[i], 0.f) & 0xffff));
+  }
+}
+
+// Empty pieces, which no span sees: those behind a piece, and before the first, leave what enters. By 256 threads.
+INLINE void leave_empty(const Args& a, int piece, int h, int i) {
+  if (!a.table) return;
+  auto copy = [&](int p) {
+    const u64 at = ((u64)p * a.H + h) * D * D;
+    for (int j = i; j < D * D; j += 256) a.S1[at + j] = a.S0 ? a.S0[at + j] : 0.f;
+  };
+  if (a.cu[piece] == 0) for (int p = piece - 1; p >= 0; p--) copy(p);
+  for (int p = piece + 1; p < a.pieces && a.cu[p] == a.cu[p + 1]; p++) copy(p);
+}
+
+INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of those that carry the state

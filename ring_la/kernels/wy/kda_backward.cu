@@ -1,0 +1,626 @@
+// KDA's gradients in one launch, from what kda_forward.cu with KEEP left: the state S before each chunk, and W = U / beta.
+//
+// With the names of kda_forward.cu, N = (I + diag(beta) tril(kg ki^T, -1))^-1, and from right to left the gradient dS of
+// the state after a chunk:
+//
+//   dU = kd dS + P^T dO        L = N^T dU        dbeta = sum_V L W        dV = dR = diag(beta) L
+//   dP = tril(dO U^T)          dA = -tril(dR U^T, -1)
+//   dqg = dO S^T + dP ki       dkg = -dR S^T + dA ki       dki = dA^T kg + dP^T qg       dkd = U dS^T
+//   dS <- e^GL dS + qg^T dO - kg^T dR
+//
+// and q, k, g get theirs by the factors. A program works through a span of one head from its end to its begin: three warps
+// make the factors of a chunk each, one fetches states and finds dP and dA, eight carry dS transposed, [V, K]. A span that
+// is not a piece's last starts one or two chunks late from zero where those forget what comes from the right (the bound
+// of kda.cuh), else it waits for the span after it. A chunk whose factors would not fit gives NaN.
+#include "kda.cuh"
+
+#define SLOTS 3
+// A slot: q, k, then qg, kg; kd; ki; g, then its running sum; dO and dR; W; P, N, dP, dA; e^GL; beta
+#define SLOT 39936
+#define OFF_QG 0
+#define OFF_KG 4096
+#define OFF_KD 8192
+#define OFF_KI 12288
+#define OFF_G 16384
+#define OFF_X 24576
+#define OFF_W 32768
+#define OFF_P 36864
+#define OFF_N 37376
+#define OFF_DP 37888
+#define OFF_DA 38400
+#define OFF_E 38912
+#define OFF_B 39424
+#define STATES (SLOTS * SLOT)          // two, [K half][V row][64 channels]
+#define ADJOINT (STATES + 2 * 32768)   // dS the same way
+#define PAIRS (ADJOINT + 32768)        // of each warp that makes factors: the triangle it inverts
+#define SUMS (PAIRS + SLOTS * 1280)    // of each warp that carries dS: its part of dbeta
+#define BARS (SUMS + 8 * 64)           // of each slot: full, empty, dR there, dP and dA there
+#define BARS_S (BARS + SLOTS * 32)     // of each state: full, empty
+#define HARD (BARS_S + 2 * 16)
+#define SAID (HARD + 16)
+
+struct BackArgs {
+  Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
+  const u16* dout; // [tokens, H, 128]
+  u16 *dq, *dk, *dv;
+  void* dg;        // like g
+  float* dbeta;    // [tokens, H]
+};
+
+// Where 16 bytes `chunk` of token `row` lie in qg and kg, which wgmma reads as [k][n]
+INLINE u32 by_token(int row, int chunk) {
+  return (u32)((row >> 3) * 2048 + (chunk >> 3) * 1024 + (row & 7) * 128) + swz(row, chunk & 7);
+}
+// In dO (rows 0 to 15) and dR (16 to 31), which it reads as [n][k]
+INLINE u32 by_value(int row, int chunk) { return (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
+
+// -- a chunk's factors: a warp a chunk -------------------------------------------------------------------------------
+
+INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, u32 at, int lane) {
+  const Args& a = b.a;
+  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
+  const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
+  const char* o = (const char*)b.dout + (u64)(t + row) * sv + h * (D * 2) + j * 16;
+  const u64 to_k = (const char*)a.k - (const char*)a.q;
+#pragma unroll 2
+  for (int i = 0; i < 8; i++) {
+    const int r = 2 * i + row;
+    const bool ok = 2 * i < live;
+    const char* from = ok ? q : (const char*)a.q;
+    cp16(at + OFF_QG + by_token(r, j), from, ok);
+    cp16(at + OFF_KG + by_token(r, j), from + to_k, ok);
+    cp16(at + OFF_X + by_value(r, j), ok ? o : (const char*)b.dout, ok);
+    q += 2 * sk; o += 2 * sv;
+  }
+#if GATE_BF16
+  const char* g = (const char*)a.g + (u64)(t + row) * sv + h * (D * 2) + j * 16;
+#pragma unroll 2
+  for (int i = 0; i < 8; i++) {
+    const bool ok = 2 * i < live;
+    cp16(at + OFF_G + (2 * i + row) * 512 + j * 16, ok ? g : (const char*)a.g, ok);
+    g += 2 * sv;
+  }
+#else
+  const char* g = (const char*)a.g + (u64)t * (sv * 2) + h * (D * 4) + lane * 16;
+#pragma unroll 4
+  for (int i = 0; i < 16; i++) {
+    const bool ok = t + i < end;
+    cp16(at + OFF_G + i * 512 + lane * 16, ok ? g : (const char*)a.g, ok);
+    g += 2 * sv;
+  }
+#endif
+  const char* w = (const char*)(a.kept_W + kept_at(a, chunk, h) * (C * D)) + lane * 16;
+#pragma unroll 2
+  for (int i = 0; i < 8; i++) cp16(at + OFF_W + i * 512 + lane * 16, w + i * 512, true);
+}
+
+// qg and kg over q and k, G (by log2) over g, ki and kd to their places. E: e^GL.
+INLINE void make_factors(const float (&E)[4], float scale, u32 at, int lane) {
+  const int chunk = lane >> 1;
+  const u32 half = (lane & 1) * 8;
+  float G[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+  for (int i0 = 0; i0 < C; i0 += GROUP) {
+    float g[GROUP][4];
+    u32 q[GROUP][2], k[GROUP][2];
+#pragma unroll
+    for (int l = 0; l < GROUP; l++) {
+      const u32 place = at + by_token(i0 + l, chunk) + half;
+      gates(g[l], at + OFF_G, i0 + l, lane);
+      lds64(q[l], place + OFF_QG);
+      lds64(k[l], place + OFF_KG);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int l = 0; l < GROUP; l++) {
+      const int i = i0 + l;
+      const u32 place = at + by_token(i, chunk) + half;
+      float up[4], down[4], to_end[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        G[j] = fmaf(g[l][j], LOG2E, G[j]);
+        up[j] = ex2(G[j]); down[j] = ex2(-G[j]); to_end[j] = E[j] * down[j];
+      }
+      const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale;
+      const float q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
+      const float k0 = lo(k[l][0]), k1 = hi(k[l][0]), k2 = lo(k[l][1]), k3 = hi(k[l][1]);
+      sts64(place + OFF_QG, pack(q0 * up[0], q1 * up[1]), pack(q2 * up[2], q3 * up[3]));
+      sts64(place + OFF_KG, pack(k0 * up[0], k1 * up[1]), pack(k2 * up[2], k3 * up[3]));
+      sts64(at + OFF_KI + i * 256 + swz(i, chunk) + half, pack(k0 * down[0], k1 * down[1]), pack(k2 * down[2], k3 * down[3]));
+      sts64(at + OFF_KD + rows_place(i, chunk) + half, pack(k0 * to_end[0], k1 * to_end[1]),
+            pack(k2 * to_end[2], k3 * to_end[3]));
+      sts128(at + OFF_G + i * 512 + lane * 16, G);
+    }
+  }
+}
+
+// P to its place, and diag(beta) kg ki^T (rows of 80 bytes) to `pairs`; b: the beta of token lane % 16
+INLINE void make_pairs(float b, u32 at, u32 pairs, int lane) {
+  float A[2][4] = {}, P[2][4] = {};
+  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    u32 kg[4], qg[4], ki[4];
+    ldm(kg, at + OFF_KG + by_token(ra, 2 * ks + ca));
+    ldm(qg, at + OFF_QG + by_token(ra, 2 * ks + ca));
+    ldm(ki, at + OFF_KI + rb * 256 + swz(rb, 2 * ks + cb));
+    mma(A[0], kg, ki[0], ki[1]); mma(A[1], kg, ki[2], ki[3]);
+    mma(P[0], qg, ki[0], ki[1]); mma(P[1], qg, ki[2], ki[3]);
+  }
+  const int r = lane >> 2;
+  const float b0 = __shfl_sync(~0u, b, r), b1 = __shfl_sync(~0u, b, r + 8);
+#pragma unroll
+  for (int nt = 0; nt < 2; nt++) {
+    const int j = nt * 8 + 2 * (lane & 3);
+    sts32(at + OFF_P + r * 32 + j * 2, pack(j <= r ? P[nt][0] : 0.f, j + 1 <= r ? P[nt][1] : 0.f));
+    sts32(at + OFF_P + (r + 8) * 32 + j * 2, pack(j <= r + 8 ? P[nt][2] : 0.f, j + 1 <= r + 8 ? P[nt][3] : 0.f));
+    sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * b0), __float_as_uint(A[nt][1] * b0));
+    sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * b1), __float_as_uint(A[nt][3] * b1));
+  }
+}
+
+INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  const u32 at = base + w * SLOT, pairs = base + PAIRS + w * 1280, full = base + BARS + w * 32;
+  for (int c = w; c < n; c += SLOTS) {
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    const int m = n - 1 - c, t = x.begin + m * C;
+    load_chunk(b, t, lim, x.chunk + m, h, at, lane);
+    float beta = 0.f;
+    if (lane < C && t + lane < lim) beta = beta_at(a, (u64)(t + lane) * a.H + h);
+    beta = __shfl_sync(~0u, beta, lane & 15);
+    cp_wait();
+    __syncwarp();
+    float E[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < C; i++) {
+      float g[4];
+      gates(g, at + OFF_G, i, lane);
+#pragma unroll
+      for (int j = 0; j < 4; j++) E[j] += g[j];
+    }
+    const float worst = fminf(fminf(E[0], E[1]), fminf(E[2], E[3]));
+    const int hard = __any_sync(~0u, !(worst >= HARDEST));
+    if (lane == 0) sts32(base + HARD + w * 4, hard);
+    if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(beta));
+    if (!hard) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) E[j] = ex2(E[j] * LOG2E);
+      make_factors(E, a.scale, at, lane);
+      sts128(at + OFF_E + lane * 16, E);
+      __syncwarp();
+      make_pairs(beta, at, pairs, lane);
+      __syncwarp();
+      invert(1.f, at + OFF_N, pairs, lane);
+    }
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) bar_arrive(full);
+  }
+}
+
+// -- one warp: states on their way in, dP and dA ---------------------------------------------------------------------
+
+INLINE void pair_gradients(u32 at, int lane) {
+  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, r = lane >> 2;
+  float P[2][4] = {}, A[2][4] = {};
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    u32 o[4], dr[4], w[4];
+    ldm(o, at + OFF_X + by_value(ra, 2 * ks + ca));
+    ldm(dr, at + OFF_X + by_value(16 + ra, 2 * ks + ca));
+    ldm(w, at + OFF_W + rows_place(rb, 2 * ks + cb));
+    mma(P[0], o, w[0], w[1]); mma(P[1], o, w[2], w[3]);
+    mma(A[0], dr, w[0], w[1]); mma(A[1], dr, w[2], w[3]);
+  }
+#pragma unroll
+  for (int nt = 0; nt < 2; nt++) {
+    const int j = nt * 8 + 2 * (lane & 3);
+    const float b0 = lds(at + OFF_B + j * 4), b1 = lds(at + OFF_B + j * 4 + 4);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int i = r + 8 * e;
+      const float p0 = P[nt][2 * e] * b0, p1 = P[nt][2 * e + 1] * b1, a0 = -A[nt][2 * e] * b0, a1 = -A[nt][2 * e + 1] * b1;
+      sts32(at + OFF_DP + i * 32 + j * 2, pack(j <= i ? p0 : 0.f, j + 1 <= i ? p1 : 0.f));
+      sts32(at + OFF_DA + i * 32 + j * 2, pack(j < i ? a0 : 0.f, j + 1 < i ? a1 : 0.f));
+    }
+  }
+}
+
+// Chunks from `first` on are the span's own; those before it only bring dS.
+INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int lane) {
+  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own
+    const int c = first + i, m = n - 1 - c;
+    const u32 bar = base + BARS_S + (i & 1) * 16;
+    if (i >= 2) bar_wait(bar + 8, ((i >> 1) - 1) & 1);
+    if (lane == 0) {
+      bar_expect(bar, 32768);
+      copy_in(base + STATES + (i & 1) * 32768, b.a.kept_S + kept_at(b.a, x.chunk + m, h) * (D * D), 32768, bar);
+    }
+  };
+  if (first < n) ask(0);
+  for (int c = first; c < n; c++) {
+    const int slot = c % SLOTS;
+    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32;
+    if (c + 1 < n) ask(c + 1 - first);
+    bar_wait(bars + 16, 0 + (((c / SLOTS) - (first > slot ? (first - slot + SLOTS - 1) / SLOTS : 0)) & 1));
+    if (!__any_sync(~0u, lds32(base + HARD + slot * 4))) pair_gradients(at, lane);
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + 24);
+  }
+}
+
+// -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ----------------------
+
+// The dS a span starts with; returns how many of its chunks, which begin two late, come before that.
+INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, const Span& y, int s, int h, u32 said, int w, int lane) {
+  const int tq = lane & 3, v = w * 16 + (lane >> 2);
+  const bool known = x.last || (y.last && y.end <= x.end + 2 * C);  // what leaves the piece is where this starts
+  int skip = 0;
+  if (!x.last) {
+    if (!known && (w & 3) == 0) {
+      const bool ok = forgotten(a, x.end, h, w ? 2 * C : C, true, lane);
+      if (lane == 0) sts32(said + 4 + w, ok);
+    }
+    between_warps();
+    if (!known) skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
+    if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
+  }
+  if (skip == 2) {
+    while (!load_acquire(done(a, s + 1, h))) {}
+    const float4* from = (const float4*)(a.states + ((u64)(s + 1) * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+      const float4 z = __ldcg(from + nt * 256);
+      S[nt][0] = z.x; S[nt][1] = z.y; S[nt][2] = z.z; S[nt][3] = z.w;
+    }
+    return skip;
+  }
+  const float* from = known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
+  return skip;
+}
+
+INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
+  const int tq = lane & 3, v = w * 16 + (lane >> 2);
+  if (!x.first) {
+    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s - 1, h)) != 1);
+    between_warps();
+    if (lds32(said + 12)) {
+      float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+      for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
+      fence_gpu();
+      between_warps();
+      if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
+    }
+  } else if (a.S1) {
+    leave_empty(a, x.piece, h, w * 32 + lane);
+    float* to = a.S1 + ((u64)x.piece * a.H + h) * (D * D);
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
+  }
+}
+
+// Twice dS in bf16: as operands `f` of this warp's rows, and for all warps as a tile
+INLINE void operands(u32 (&f)[8][4], const float (&S)[16][4]) {
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[ks][i] = pack(S[2 * ks + (i >> 1)][2 * (i & 1)], S[2 * ks + (i >> 1)][2 * (i & 1) + 1]);
+}
+
+// The gradient of what was solved for: L = N^T (dU + P^T dO), by columns of V; in: kd dS
+INLINE void solve(float (&L)[8], float (&dU)[8], const u32 (&dout)[4], u32 at, int lane) {
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
+  u32 p[4], n[4];
+  ldm_trans(p, at + OFF_P + rt * 32 + ct * 16);
+  ldm_trans(n, at + OFF_N + rt * 32 + ct * 16);
+  mma(dU, dout, p[0], p[1]); mma(dU + 4, dout, p[2], p[3]);
+  const u32 f[4] = {pack(dU[0], dU[1]), pack(dU[2], dU[3]), pack(dU[4], dU[5]), pack(dU[6], dU[7])};
+#pragma unroll
+  for (int j = 0; j < 8; j++) L[j] = 0.f;
+  mma(L, f, n[0], n[1]); mma(L + 4, f, n[2], n[3]);
+}
+
+// Sums over tokens to the right and including: x of tokens 2t, 2t + 1, 8 + 2t, 9 + 2t of lane t of four
+INLINE void sum_from_right(float (&x)[4], int t) {
+  const float a = x[0] + x[1], b = x[2] + x[3];
+  float ea = 0.f, eb = 0.f, all = b;
+#pragma unroll
+  for (int m = 1; m < 4; m++) {
+    const float ya = __shfl_down_sync(~0u, a, m, 4), yb = __shfl_down_sync(~0u, b, m, 4);
+    if (t + m < 4) ea += ya, eb += yb;
+  }
+  all += __shfl_xor_sync(~0u, all, 1);
+  all += __shfl_xor_sync(~0u, all, 2);
+  x[3] += eb; x[2] += x[3];
+  x[1] += ea + all; x[0] += x[1];
+}
+
+// sum_V S dS of 16 channels of K from chunk kc on: those of rows lane / 4 and 8 more
+INLINE void traces(float (&out)[2], u32 state, u32 adjoint, int kc, int lane) {
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2;
+  float y[2][4] = {};
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    u32 p[4], q[4];
+    ldm_trans(p, state + state_place(ks * 16 + rb, kc + cb));
+    ldm_trans(q, adjoint + state_place(ks * 16 + rt, kc + ct));
+    mma(y[0], p, q[0], q[1]); mma(y[1], p, q[2], q[3]);
+  }
+  const int from = (lane & ~3) | (r >> 1);
+  const float a0 = __shfl_sync(~0u, y[0][0], from), a1 = __shfl_sync(~0u, y[0][1], from);
+  const float b0 = __shfl_sync(~0u, y[1][2], from), b1 = __shfl_sync(~0u, y[1][3], from);
+  out[0] = r & 1 ? a1 : a0;
+  out[1] = r & 1 ? b1 : b0;
+}
+
+// The gradients of q, k and g of 16 channels of K, from chunk kc on. Y: dO S^T, then dR S^T; Z: W dS^T.
+INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[8], const float (&trace)[2], u32 at, int kc, int t,
+                          int end, int h, int lane) {
+  const Args& a = b.a;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4, r = lane >> 2, tq = lane & 3;
+  u32 qg[4], kg[4], ki[4], kd[4];
+  ldm_trans(qg, at + OFF_QG + by_token(rb, kc + cb));
+  ldm_trans(kg, at + OFF_KG + by_token(rb, kc + cb));
+  ldm_trans(ki, at + OFF_KI + rb * 256 + swz(rb, kc + cb));
+  ldm_trans(kd, at + OFF_KD + rows_place(rb, kc + cb));
+#pragma unroll
+  for (int j = 8; j < 16; j++) Y[j] = -Y[j];
+  float I[8] = {};
+  {
+    u32 p[4];
+    ldm(p, at + OFF_DP + rb * 32 + cb * 16);
+    mma(Y, ki, p[0], p[1]); mma(Y + 4, ki, p[2], p[3]);
+    ldm(p, at + OFF_DA + rb * 32 + cb * 16);
+    mma(Y + 8, ki, p[0], p[1]); mma(Y + 12, ki, p[2], p[3]);
+    ldm_trans(p, at + OFF_DP + rt * 32 + ct * 16);
+    mma(I, qg, p[0], p[1]); mma(I + 4, qg, p[2], p[3]);
+    ldm_trans(p, at + OFF_DA + rt * 32 + ct * 16);
+    mma(I, kg, p[0], p[1]); mma(I + 4, kg, p[2], p[3]);
+  }
+  u32 dq[4], dk[4];
+#pragma unroll
+  for (int e = 0; e < 2; e++) {  // rows r and r + 8
+    const int channel = kc * 8 + r + 8 * e;
+    const float E = lds(at + OFF_E + channel * 4);
+    float dG[4], ended = 0.f, q[4], k[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int nt = i >> 1, j = nt * 4 + 2 * e + (i & 1), token = nt * 8 + 2 * tq + (i & 1), f = 2 * nt + e;
+      auto of = [&](const u32(&x)[4]) { return i & 1 ? hi(x[f]) : lo(x[f]); };
+      const float G = lds(at + OFF_G + token * 512 + channel * 4), up = ex2(G), down = ex2(-G);
+      const float dkd = Z[j] * lds(at + OFF_B + token * 4), last = of(kd) * dkd;
+      dG[i] = of(qg) * Y[j] + of(kg) * Y[8 + j] - of(ki) * I[j] - last;
+      ended += last;
+      q[i] = Y[j] * (up * a.scale);
+      k[i] = Y[8 + j] * up + I[j] * down + dkd * (E * down);
+    }
+    ended += __shfl_xor_sync(~0u, ended, 1);
+    ended += __shfl_xor_sync(~0u, ended, 2);
+    ended += E * trace[e];
+    sum_from_right(dG, tq);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = (i >> 1) * 8 + 2 * tq + (i & 1);
+      const u64 to = ((u64)(t + token) * a.H + h) * D + channel;
+      if (t + token < end) {
+#if GATE_BF16
+        ((u16*)b.dg)[to] = (u16)(pack(dG[i] + ended, 0.f) & 0xffff);
+#else
+        ((float*)b.dg)[to] = dG[i] + ended;
+#endif
+      }
+    }
+    dq[e] = pack(q[0], q[1]); dq[2 + e] = pack(q[2], q[3]);
+    dk[e] = pack(k[0], k[1]); dk[2 + e] = pack(k[2], k[3]);
+  }
+  __syncwarp();  // this warp alone reads its channels of ki and kd now
+  stm_trans(dq, at + OFF_KI + rb * 256 + swz(rb, kc + cb));
+  stm_trans(dk, at + OFF_KD + rows_place(rb, kc + cb));
+  __syncwarp();
+  const int row = lane >> 1, j = kc + (lane & 1);
+  const u64 to = ((u64)(t + row) * a.H + h) * D + j * 8;
+  u32 y[4], z[4];
+  lds128(y, at + OFF_KI + row * 256 + swz(row, j));
+  lds128(z, at + OFF_KD + rows_place(row, j));
+  if (t + row < end) {
+    stg128(b.dq + to, y);
+    stg128(b.dk + to, z);
+  }
+}
+
+// A chunk whose factors do not fit: NaN for its gradients, and for all that dS reaches
+INLINE void refuse_chunk(const BackArgs& b, float (&S)[16][4], int t, int end, int h, int i) {
+  const float nan = __int_as_float(0x7fffffff);
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[nt][e] = nan;
+  for (int j = i; j < C * D; j += 256) {
+    const int token = t + j / D;
+    const u64 to = ((u64)token * b.a.H + h) * D + j % D;
+    if (token >= end) continue;
+    b.dq[to] = b.dk[to] = b.dv[to] = 0x7fff;
+#if GATE_BF16
+    ((u16*)b.dg)[to] = 0x7fff;
+#else
+    ((float*)b.dg)[to] = nan;
+#endif
+    if (j % D == 0) b.dbeta[(u64)token * b.a.H + h] = nan;
+  }
+}
+
+INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int h, int n, int first, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, tq = lane & 3;
+  const int tile_row = w * 16 + (lane & 7) + (((lane >> 3) & 1) << 3), tile_col = lane >> 4, kc = (w >> 2) * 8 + (w & 3) * 2;
+  const u32 adjoint = base + ADJOINT;
+  float S[16][4];
+  const int skip = enter(S, a, x, y, s, h, base + SAID, w, lane);
+  for (int c = 0; c < n; c++) {
+    const int slot = c % SLOTS, t = x.begin + (n - 1 - c) * C, i = c - first;
+    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
+              bar_s = base + BARS_S + (i & 1) * 16;
+    const bool own = c >= first;
+    bar_wait(bars, (c / SLOTS) & 1);
+    const bool hard = __any_sync(~0u, lds32(base + HARD + slot * 4));
+    if (hard && (own || c >= skip)) {
+      if (own) {
+        refuse_chunk(b, S, t, x.end, h, w * 32 + lane);
+        __syncwarp();
+        if (lane == 0) bar_arrive(bars + 16);
+        bar_wait(bar_s, (i >> 1) & 1);
+        bar_wait(bars + 24, (i / SLOTS) & 1);
+        __syncwarp();
+        if (lane == 0) bar_arrive(bar_s + 8);
+      } else {
+        refuse_chunk(b, S, t, 0, h, w * 32 + lane);
+      }
+    } else if (own || c >= skip) {
+      float dU[8], L[8];
+      u32 dout[4], dr[4];
+      {
+        u32 f[8][4];
+        operands(f, S);
+        wg_fence();
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+          wgmma16(dU, f[ks], descriptor(at + OFF_KD + (ks >> 2) * 2048, 16, 1024) + (ks & 3) * 2, ks > 0);
+        wg_commit();
+        if (own) {
+#pragma unroll
+          for (int ks = 0; ks < 8; ks++) stm(f[ks], adjoint + state_place(tile_row, 2 * ks + tile_col));
+        }
+      }
+      ldm_trans(dout, at + OFF_X + by_value(rb, w * 2 + cb));
+      wg_wait(dU);
+      solve(L, dU, dout, at, lane);
+      u32 beta[2][2];
+      lds64(beta[0], at + OFF_B + 2 * tq * 4);
+      lds64(beta[1], at + OFF_B + (8 + 2 * tq) * 4);
+#pragma unroll
+      for (int f = 0; f < 4; f++) {
+        const u32* z = beta[f >> 1];
+        dr[f] = pack(L[2 * f] * __uint_as_float(z[0]), L[2 * f + 1] * __uint_as_float(z[1]));
+      }
+      if (own) {
+        u32 v[4];
+        ldm_trans(v, at + OFF_W + rows_place(rb, w * 2 + cb));
+        float sums[4] = {L[0] * lo(v[0]) + L[2] * lo(v[1]), L[1] * hi(v[0]) + L[3] * hi(v[1]),
+                         L[4] * lo(v[2]) + L[6] * lo(v[3]), L[5] * hi(v[2]) + L[7] * hi(v[3])};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+          for (int m = 4; m < 32; m *= 2) sums[j] += __shfl_xor_sync(~0u, sums[j], m);
+        if (lane < 4) {
+          sts64(base + SUMS + w * 64 + 2 * lane * 4, __float_as_uint(sums[0]), __float_as_uint(sums[1]));
+          sts64(base + SUMS + w * 64 + (8 + 2 * lane) * 4, __float_as_uint(sums[2]), __float_as_uint(sums[3]));
+        }
+        stm_trans(dr, at + OFF_X + by_value(16 + rb, w * 2 + cb));
+        __syncwarp();
+        const int row = lane >> 1, j = w * 2 + (lane & 1);
+        u32 z[4];
+        lds128(z, at + OFF_X + by_value(16 + row, j));
+        if (t + row < x.end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, z);
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) bar_arrive(bars + 16);
+      }
+#pragma unroll
+      for (int nt = 0; nt < 16; nt++) {
+        u32 e[2];
+        lds64(e, at + OFF_E + (nt * 8 + 2 * tq) * 4);
+#pragma unroll
+        for (int j = 0; j < 4; j++) S[nt][j] *= __uint_as_float(e[j & 1]);
+      }
+      float Y[16], Z[8], trace[2];
+      if (own) {
+        between_warps();
+        bar_wait(bar_s, (i >> 1) & 1);
+      }
+#pragma unroll
+      for (int f = 0; f < 4; f++) dr[f] ^= 0x80008000u;
+      wg_fence();
+      wgmma128(S, dout, descriptor(at + OFF_QG, 1024, 2048));
+      wgmma128(S, dr, descriptor(at + OFF_KG, 1024, 2048));
+      if (own) {
+        const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+          wgmma32(Y, sd + ks * 128, descriptor(at + OFF_X + (ks >> 2) * 4096, 16, 1024) + (ks & 3) * 2, ks > 0);
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+          wgmma16(Z, ad + ks * 128, descriptor(at + OFF_W + (ks >> 2) * 2048, 16, 1024) + (ks & 3) * 2, ks > 0);
+        wg_commit();
+        wg_wait(S);
+        asm volatile("" : F16(Y), F8(Z)::"memory");
+        traces(trace, state, adjoint, kc, lane);
+        if (w == 0 && lane < C && t + lane < x.end) {
+          float sum = 0.f;
+#pragma unroll
+          for (int j = 0; j < 8; j++) sum += lds(base + SUMS + j * 64 + lane * 4);
+          b.dbeta[(u64)(t + lane) * a.H + h] = sum;
+        }
+        bar_wait(bars + 24, (i / SLOTS) & 1);
+        key_gradients(b, Y, Z, trace, at, kc, t, x.end, h, lane);
+        between_warps();  // before the tile of dS is written anew
+        if (lane == 0) bar_arrive(bar_s + 8);
+      } else {
+        wg_commit();
+        wg_wait(S);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + 8);
+  }
+  leave(S, a, x, s, h, base + SAID, w, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_constant__ BackArgs b) {
+  extern __shared__ __align__(1024) char smem[];
+  const Args& a = b.a;
+  const u32 base = (smem_addr(smem) + 1023) & ~1023u;
+  const int tid = threadIdx.x;
+  if (tid == 0) {
+    for (int i = 0; i < SLOTS; i++) {
+      bar_init(base + BARS + i * 32, 1);
+      bar_init(base + BARS + i * 32 + 8, 8);
+      bar_init(base + BARS + i * 32 + 16, 8);
+      bar_init(base + BARS + i * 32 + 24, 1);
+    }
+    for (int i = 0; i < 2; i++) {
+      bar_init(base + BARS_S + i * 16, 1);
+      bar_init(base + BARS_S + i * 16 + 8, 8);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a), 1));
+  }
+  __syncthreads();
+  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
+  const Span x = span_of(a, s);
+  if (x.end <= x.begin) return;
+  const Span y = x.last ? x : span_of(a, s + 1);
+  const int lim = x.last ? x.end : min(x.end + 2 * C, y.end);
+  const int n = uniform((lim - x.begin + C - 1) / C), first = n - uniform((x.end - x.begin + C - 1) / C);
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  if (uniform(tid >> 8)) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    if (w < SLOTS) produce(b, x, h, lim, n, base, w, lane);
+    else fetch(b, x, h, n, first, base, lane);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+    consume(b, x, y, s, h, n, first, base, w, lane);
+  }
+}

@@ -1,0 +1,477 @@
+// KDA's forward in one launch: q, k, v, g, beta in, o and states out, nothing else through memory but what spans pass on.
+// With KEEP: no o, but what kda_backward.cu wants of every chunk.
+//
+// S <- (I - beta k k^T) diag(e^g) S + beta k v^T,  o = scale S^T q    (Kimi Linear, arXiv 2510.26692, equation 1)
+//
+// Chunks of 16 tokens, K = V = 128. With G the running sum of g in a chunk and GL its last,
+//
+//   kg = k e^G,  qg = scale q e^G,  ki = k e^-G,  kd = k e^(GL - G)
+//   M = (I + diag(beta) tril(kg ki^T, -1))^-1 diag(beta),   P = tril(qg ki^T)
+//   U = M (V - kg S),   o = qg S + P U,   S <- e^GL S + kd^T U
+//
+// A program works through a span of one head: eight warps make the factors, a chunk each, and eight carry the state
+// transposed, [V, K], as accumulators. Where a chunk's factors would not fit (GL below -82) it goes token by token.
+//
+// A span that is not a piece's first starts a chunk or two early from zero where what entered there is forgotten, to
+// rounding, when the span begins. The bound holds element by element: with |S| <= u in each row, a token gives
+// u <- e^g u, then u <- u + beta |k| (|k| . u). Where it is not small enough, the span waits for the state that the one
+// before it leaves. Programs take spans in order, so that one which waits waits for one that runs.
+#include "kda.cuh"
+
+#define SLOTS 8 // chunks under way, one a warp that makes factors
+
+// A slot: k and q, then kg and qg (128-byte swizzle, 64 channels a row); g, then kd in its place; v, then o; M; P; e^GL.
+#define SLOT 22528
+#define OFF_KQ 0
+#define OFF_G 8192
+#define OFF_V 16384
+#define OFF_M 20480
+#define OFF_P 20992
+#define OFF_E 21504
+#define OFF_B 22016  // beta, where it is kept apart from M
+#define SCRATCH (SLOTS * SLOT) // of each warp that makes factors: ki, and the triangle it inverts
+#define OWN (4096 + 1280)
+#define BARS (SCRATCH + SLOTS * OWN) // of each slot: full, empty
+#define HARD (BARS + SLOTS * 16)     // of each slot: whether it goes token by token
+#define SAID (HARD + SLOTS * 4)      // the ticket; forgotten over one chunk, over two; whether the next span waits
+#define STAGE (SAID + 16)            // of each warp that carries the state: 1 KB on its way out
+
+// The same of row `row` of kg (rows 0 to 15) and qg (16 to 31), 16 chunks each, for wgmma
+INLINE u32 kq(int row, int chunk) { return OFF_KQ + (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
+
+// -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
+
+// Ask for the rows of 16 tokens from t on; those from `end` on are zero.
+INLINE void load_chunk(const Args& a, int t, int end, int h, u32 at, int lane) {
+  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const u32 jr = (u32)((j ^ row) & 7) << 4;
+  const u32 to = at + (u32)((j >> 3) * 4096 + row * 128), to_v = at + OFF_V + (u32)((j >> 3) * 128 + row * 256);
+  const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
+  const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
+  const char* v = (const char*)a.v + (u64)(t + row) * sv + h * (D * 2) + j * 16;
+  const u64 to_k = (const char*)a.k - (const char*)a.q;
+#pragma unroll 2
+  for (int i = 0; i < 8; i++) {
+    const u32 z = jr ^ ((2 * i & 6) << 4);
+    const bool ok = 2 * i < live;
+    const char* from = ok ? q : (const char*)a.q;
+    cp16(to + z + i * 256 + 2048, from, ok);
+    cp16(to + z + i * 256, from + to_k, ok);
+    cp16(to_v + z + i * 512, ok ? v : (const char*)a.v, ok);
+    q += 2 * sk; v += 2 * sv;
+  }
+#if GATE_BF16
+  const char* g = (const char*)a.g + (u64)(t + row) * sv + h * (D * 2) + j * 16;
+#pragma unroll 2
+  for (int i = 0; i < 8; i++) {
+    const bool ok = 2 * i < live;
+    cp16(at + OFF_G + (2 * i + row) * 512 + j * 16, ok ? g : (const char*)a.g, ok);
+    g += 2 * sv;
+  }
+#else
+  const char* g = (const char*)a.g + (u64)t * (sv * 2) + h * (D * 4) + lane * 16;
+#pragma unroll 4
+  for (int i = 0; i < 16; i++) {
+    const bool ok = t + i < end;
+    cp16(at + OFF_G + i * 512 + lane * 16, ok ? g : (const char*)a.g, ok);
+    g += 2 * sv;
+  }
+#endif
+}
+
+// kg and qg over k and q, kd over g, ki to its place. E: e^GL.
+INLINE void make_factors(const float (&E)[4], float scale, u32 at, u32 ki_at, int lane) {
+  const u32 column = ((lane >> 1) & 7) * 16 + (lane & 1) * 8, row0 = at + (lane >> 4) * 4096 + column,
+            ki0 = ki_at + (lane >> 4) * 128 + column, kd0 = at + OFF_G + (lane >> 4) * 1024 + column;
+  float G[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+  for (int i0 = 0; i0 < C; i0 += GROUP) {  // kd takes no place of g that a later group reads
+    float g[GROUP][4];
+    u32 q[GROUP][2], k[GROUP][2];
+#pragma unroll
+    for (int l = 0; l < GROUP; l++) {
+      const u32 place = (row0 ^ (((i0 + l) & 7) << 4)) + (i0 + l) * 128;
+      gates(g[l], at + OFF_G, i0 + l, lane);
+      lds64(q[l], place + 2048);
+      lds64(k[l], place);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int l = 0; l < GROUP; l++) {
+      const int i = i0 + l;
+      const u32 turn = (i & 7) << 4, place = (row0 ^ turn) + i * 128;
+      float up[4], down[4], to_end[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        G[j] = fmaf(g[l][j], LOG2E, G[j]);
+        up[j] = ex2(G[j]); down[j] = ex2(-G[j]); to_end[j] = E[j] * down[j];
+      }
+      const float q0 = lo(q[l][0]) * scale, q1 = hi(q[l][0]) * scale;
+      const float q2 = lo(q[l][1]) * scale, q3 = hi(q[l][1]) * scale;
+      const float k0 = lo(k[l][0]), k1 = hi(k[l][0]), k2 = lo(k[l][1]), k3 = hi(k[l][1]);
+      sts64(place + 2048, pack(q0 * up[0], q1 * up[1]), pack(q2 * up[2], q3 * up[3]));
+      sts64(place, pack(k0 * up[0], k1 * up[1]), pack(k2 * up[2], k3 * up[3]));
+      sts64((ki0 ^ turn) + i * 256, pack(k0 * down[0], k1 * down[1]), pack(k2 * down[2], k3 * down[3]));
+      sts64((kd0 ^ turn) + (i >> 3) * 2048 + (i & 7) * 128, pack(k0 * to_end[0], k1 * to_end[1]),
+            pack(k2 * to_end[2], k3 * to_end[3]));
+    }
+  }
+}
+
+// P to its place, and beta kg ki^T (rows of 80 bytes) to `pairs`. b: the beta of token lane % 16.
+INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
+  float A[2][4] = {}, P[2][4] = {};
+  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    u32 kg[4], qg[4], ki[4];
+    ldm(kg, at + kq(ra, 2 * ks + ca));
+    ldm(qg, at + kq(16 + ra, 2 * ks + ca));
+    ldm(ki, ki_at + rb * 256 + swz(rb, 2 * ks + cb));
+    mma(A[0], kg, ki[0], ki[1]); mma(A[1], kg, ki[2], ki[3]);
+    mma(P[0], qg, ki[0], ki[1]); mma(P[1], qg, ki[2], ki[3]);
+  }
+  const int r = lane >> 2;
+#if KEEP
+  if (lane < C) sts32(at + OFF_B + lane * 4, __float_as_uint(b));
+#else
+  const float b0 = __shfl_sync(~0u, b, r), b1 = __shfl_sync(~0u, b, r + 8);
+#endif
+#pragma unroll
+  for (int nt = 0; nt < 2; nt++) {
+    const int j = nt * 8 + 2 * (lane & 3);
+#if KEEP
+    const float c0 = __shfl_sync(~0u, b, j), c1 = __shfl_sync(~0u, b, j + 1);
+    sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * c0), __float_as_uint(A[nt][1] * c1));
+    sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * c0), __float_as_uint(A[nt][3] * c1));
+#else
+    sts32(at + OFF_P + r * 32 + j * 2, pack(j <= r ? P[nt][0] : 0.f, j + 1 <= r ? P[nt][1] : 0.f));
+    sts32(at + OFF_P + (r + 8) * 32 + j * 2, pack(j <= r + 8 ? P[nt][2] : 0.f, j + 1 <= r + 8 ? P[nt][3] : 0.f));
+    sts64(pairs + r * 80 + j * 4, __float_as_uint(A[nt][0] * b0), __float_as_uint(A[nt][1] * b0));
+    sts64(pairs + (r + 8) * 80 + j * 4, __float_as_uint(A[nt][2] * b1), __float_as_uint(A[nt][3] * b1));
+#endif
+  }
+}
+
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, u32 base, int w, int lane) {
+  const u32 ki_at = base + SCRATCH + w * OWN, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
+  for (int c = w; c < n; c += SLOTS) {
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    const int t = t0 + c * C;
+    load_chunk(a, t, x.end, h, at, lane);
+    float b = 0.f;
+    if (lane < C && t + lane < x.end) b = beta_at(a, (u64)(t + lane) * a.H + h);
+    cp_wait();
+    __syncwarp();
+    float E[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < C; i++) {
+      float g[4];
+      gates(g, at + OFF_G, i, lane);
+#pragma unroll
+      for (int j = 0; j < 4; j++) E[j] += g[j];
+    }
+    const float worst = fminf(fminf(E[0], E[1]), fminf(E[2], E[3]));
+    const int hard = __any_sync(~0u, !(worst >= HARDEST));
+    if (lane == 0) sts32(base + HARD + w * 4, hard);
+    if (hard) {
+      if (lane < C) sts32(at + OFF_M + lane * 4, __float_as_uint(b));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; j++) E[j] = ex2(E[j] * LOG2E);
+      make_factors(E, a.scale, at, ki_at, lane);
+      sts128(at + OFF_E + lane * 16, E);
+      __syncwarp();
+      make_pairs(b, at, ki_at, pairs, lane);
+      __syncwarp();
+#if KEEP
+      invert(1.f, at + OFF_M, pairs, lane);
+#else
+      invert(__shfl_sync(~0u, b, lane & 15), at + OFF_M, pairs, lane);
+#endif
+      proxy_fence();
+    }
+    __syncwarp();
+    if (lane == 0) bar_arrive(full);
+  }
+}
+
+// -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
+
+// S [16 tiles of 8 columns][4]: rows v0 + lane / 4 (and 8 more), columns 2 (lane % 4) and 1 more of each tile
+INLINE void token_by_token(float (&S)[16][4], u32 at, int lane, int v0, bool write, const Args& a, int t, int end,
+                           int h) {
+  int tq = lane & 3, r = lane >> 2;
+  for (int i = 0; i < C; i++) {
+    if (t + i >= end) return;
+    float b = lds(at + OFF_M + i * 4);
+    float s[2] = {}, oo[2] = {};
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+      int col = nt * 8 + 2 * tq;
+#if GATE_BF16
+      u32 gw = lds32(at + OFF_G + i * 512 + col * 2);
+      float g0 = ex2(lo(gw) * LOG2E), g1 = ex2(hi(gw) * LOG2E);
+#else
+      u32 gw[2]; lds64(gw, at + OFF_G + i * 512 + col * 4);
+      float g0 = ex2(__uint_as_float(gw[0]) * LOG2E), g1 = ex2(__uint_as_float(gw[1]) * LOG2E);
+#endif
+      u32 kw = lds32(at + kq(i, nt) + tq * 4);
+      S[nt][0] *= g0; S[nt][1] *= g1; S[nt][2] *= g0; S[nt][3] *= g1;
+      s[0] += S[nt][0] * lo(kw) + S[nt][1] * hi(kw);
+      s[1] += S[nt][2] * lo(kw) + S[nt][3] * hi(kw);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      s[e] += __shfl_xor_sync(~0u, s[e], 1);
+      s[e] += __shfl_xor_sync(~0u, s[e], 2);
+      int col = v0 + e * 8 + r;
+      u32 vw = lds32(at + OFF_V + i * 256 + swz(i, col >> 3) + (col & 6) * 2);
+      s[e] = b * ((col & 1 ? hi(vw) : lo(vw)) - s[e]);
+    }
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+      u32 kw = lds32(at + kq(i, nt) + tq * 4), qw = lds32(at + kq(16 + i, nt) + tq * 4);
+      S[nt][0] += s[0] * lo(kw); S[nt][1] += s[0] * hi(kw);
+      S[nt][2] += s[1] * lo(kw); S[nt][3] += s[1] * hi(kw);
+      oo[0] += S[nt][0] * lo(qw) + S[nt][1] * hi(qw);
+      oo[1] += S[nt][2] * lo(qw) + S[nt][3] * hi(qw);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      oo[e] += __shfl_xor_sync(~0u, oo[e], 1);
+      oo[e] += __shfl_xor_sync(~0u, oo[e], 2);
+      if (write && tq == 0)
+        a.o[((u64)(t + i) * a.H + h) * D + v0 + e * 8 + r] = (u16)(pack(oo[e] * a.scale, 0.f) & 0xffff);
+    }
+  }
+}
+
+// The state a span starts with; returns how many of its chunks, which begin two early, come before that.
+INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
+  const int tq = lane & 3, v = w * 16 + (lane >> 2);
+  int skip = 0;
+  if (!x.first) {
+    if ((w & 3) == 0) {
+      const bool ok = forgotten(a, x.begin - (w ? 2 * C : C), h, w ? 2 * C : C, false, lane);
+      if (lane == 0) sts32(said + 4 + w, ok);
+    }
+    between_warps();
+    skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
+    if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
+  }
+  if (skip == 2) {
+    while (!load_acquire(done(a, s - 1, h))) {}
+    const float4* from = (const float4*)(a.states + ((u64)(s - 1) * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++) {
+      const float4 y = __ldcg(from + nt * 256);
+      S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
+    }
+    return skip;
+  }
+  const float* from = x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
+  return skip;
+}
+
+// Hand the state on: to the next span if that waits or has not decided yet, or to the caller.
+INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
+  const int tq = lane & 3, v = w * 16 + (lane >> 2);
+  if (!x.last) {
+    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s + 1, h)) != 1);
+    between_warps();  // one thread asks, so that all do the same
+    if (lds32(said + 12)) {
+      float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+      for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
+      fence_gpu();
+      between_warps();
+      if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
+    }
+  } else if (a.S1) {
+    leave_empty(a, x.piece, h, w * 32 + lane);
+    float* to = a.S1 + ((u64)x.piece * a.H + h) * (D * D);
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
+  }
+}
+
+// What the state gives a chunk's tokens before the pairs do: RO = S^T kg^T, then S^T qg^T; S <- e^GL S meanwhile.
+INLINE void read_state(float (&RO)[16], float (&S)[16][4], u32 at, int lane) {
+  const u64 b0 = descriptor(at + OFF_KQ, 16, 1024), b1 = descriptor(at + OFF_KQ + 4096, 16, 1024);
+  u32 f[8][4];
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float(&y)[4] = S[2 * ks + i];
+      f[ks][2 * i] = pack(y[0], y[1]);
+      f[ks][2 * i + 1] = pack(y[2], y[3]);
+      u32 e[2];
+      lds64(e, at + OFF_E + ((2 * ks + i) * 8 + 2 * (lane & 3)) * 4);
+#pragma unroll
+      for (int j = 0; j < 4; j++) y[j] *= __uint_as_float(e[j & 1]);
+    }
+  }
+  wg_fence();
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) wgmma32(RO, f[ks], (ks < 4 ? b0 : b1) + (ks & 3) * 2, ks > 0);
+  wg_commit();
+}
+
+// u = U of this warp's 16 columns of V, as an operand: M (v - kg S)
+INLINE void solve(u32 (&u)[4], const float (&RO)[16], const u32 (&v)[4], const u32 (&m)[4]) {
+  u32 f[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) f[i] = pack(lo(v[i]) - RO[2 * i], hi(v[i]) - RO[2 * i + 1]);
+  float U[2][4] = {};
+  mma(U[0], f, m[0], m[1]); mma(U[1], f, m[2], m[3]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) u[i] = pack(U[i >> 1][2 * (i & 1)], U[i >> 1][2 * (i & 1) + 1]);
+}
+
+#if KEEP
+// The state as the backward reads it, by way of 1 KB of shared memory a warp: 32 channels of K at a time
+INLINE void keep_state(const float (&S)[16][4], char* to, u32 stage, int w, int lane) {
+  const int m = lane >> 3, row = (lane & 7) + ((m & 1) << 3), col = m >> 1;
+#pragma unroll
+  for (int part = 0; part < 4; part++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float(&x)[4] = S[4 * part + 2 * i], (&y)[4] = S[4 * part + 2 * i + 1];
+      const u32 f[4] = {pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3])};
+      stm(f, stage + row * 64 + (((2 * i + col) ^ (row >> 1)) & 3) * 16);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int r = i * 8 + (lane >> 2), c = lane & 3;
+      u32 z[4];
+      lds128(z, stage + r * 64 + ((c ^ (r >> 1)) & 3) * 16);
+      stg128(to + state_place(w * 16 + r, 4 * part + c), z);
+    }
+    __syncwarp();
+  }
+}
+#endif
+
+INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
+  const u32 bars = base + BARS;
+  float S[16][4];
+  const int skip = enter(S, a, x, s, h, base + SAID, w, lane);
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, begin = uniform(x.begin);
+#if KEEP
+  u32 kept[4];  // W of the chunk before, which is still to go out
+#else
+  float O[8];  // S^T qg^T of the chunk before: with its U what is left to do of it
+#endif
+  u32 u[4];
+  int left = -1;
+  auto finish = [&]() {
+    const u32 at = base + (left % SLOTS) * SLOT;
+    const int t = t0 + left * C;
+    if (t >= begin) {
+#if KEEP
+      const int row = lane >> 1, j = w * 2 + (lane & 1);
+      stm_trans(kept, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
+      __syncwarp();
+      u32 z[4];
+      lds128(z, at + OFF_V + row * 256 + swz(row, j));
+      stg128((char*)(a.kept_W + kept_at(a, x.chunk + (t - begin) / C, h) * (C * D)) + rows_place(row, j), z);
+#else
+      u32 p[4];
+      ldm(p, at + OFF_P + rb * 32 + cb * 16);
+      mma(O, u, p[0], p[1]); mma(O + 4, u, p[2], p[3]);
+      u32 f[4] = {pack(O[0], O[1]), pack(O[2], O[3]), pack(O[4], O[5]), pack(O[6], O[7])};
+      stm_trans(f, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
+      __syncwarp();
+      int row = lane >> 1, j = w * 2 + (lane & 1);
+      u32 z[4];
+      lds128(z, at + OFF_V + row * 256 + swz(row, j));
+      if (t + row < x.end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + j * 8, z);
+#endif
+    }
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + (left % SLOTS) * 16 + 8);
+    left = -1;
+  };
+  for (int c = 0; c < n; c++) {
+    const int slot = c % SLOTS, t = t0 + c * C;
+    const u32 at = base + slot * SLOT;
+    bar_wait(bars + slot * 16, (c / SLOTS) & 1);
+    const int way = c < skip ? 2 : lds32(base + HARD + slot * 4);
+    if (__any_sync(~0u, way)) {
+      if (left >= 0) finish();
+      if (c >= skip) token_by_token(S, at, lane, w * 16, !KEEP && t >= begin, a, t, x.end, h);
+      __syncwarp();
+      if (lane == 0) bar_arrive(bars + slot * 16 + 8);
+    } else {
+      float RO[16];
+      u32 v[4], m[4];
+#if KEEP
+      if (t >= begin)
+        keep_state(S, (char*)(a.kept_S + kept_at(a, x.chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 1024, w, lane);
+#endif
+      read_state(RO, S, at, lane);
+      if (left >= 0) finish();
+      ldm_trans(v, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
+      ldm(m, at + OFF_M + rb * 32 + cb * 16);
+      wg_wait(RO);
+      solve(u, RO, v, m);
+#if KEEP
+#pragma unroll
+      for (int i = 0; i < 4; i++) {  // what was solved for is W
+        u32 b[2];
+        lds64(b, at + OFF_B + ((i >> 1) * 8 + 2 * (lane & 3)) * 4);
+        kept[i] = u[i];
+        u[i] = pack(lo(u[i]) * __uint_as_float(b[0]), hi(u[i]) * __uint_as_float(b[1]));
+      }
+#endif
+      wg_fence();
+      wgmma128(S, u, descriptor(at + OFF_G, 1024, 2048));
+      wg_commit();
+#if !KEEP
+#pragma unroll
+      for (int j = 0; j < 8; j++) O[j] = RO[8 + j];
+#endif
+      left = c;
+      wg_wait(S);
+    }
+  }
+  if (left >= 0) finish();
+  leave(S, a, x, s, h, base + SAID, w, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_constant__ Args a) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 base = (smem_addr(smem) + 1023) & ~1023u;
+  const int tid = threadIdx.x;
+  if (tid == 0) {
+    for (int i = 0; i < SLOTS; i++) {
+      bar_init(base + BARS + i * 16, 1);
+      bar_init(base + BARS + i * 16 + 8, 8);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    sts32(base + SAID, atomicAdd(ticket(a), 1));
+  }
+  __syncthreads();
+  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
+  const Span x = span_of(a, s);
+  if (x.end <= x.begin) return;
+  const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  if (uniform(tid >> 8)) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    produce(a, x, h, t0, n, base, w, lane);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    consume(a, x, s, h, t0, n, base, w, lane);
+  }
+}

@@ -1,0 +1,154 @@
+"""Launches of KDA's kernels in CUDA C++ on Hopper (`kda_forward.cu`, `kda_backward.cu`): one forward, two backward.
+
+Chunks have 16 tokens, over which gates of at least -5 leave all factors within fp32. The backward makes the states
+before the chunks again, as many heads at a time as `table.SAVED_STATES` bytes hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ring_la.kernels.protocol import Inputs
+from ring_la.kernels.runtime.cuda_kernel import CudaKernel
+from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.spans.runs import Runs
+from ring_la.kernels.spans.table import SAVED_STATES, cdiv
+
+CHUNK, HEAD = 16, 128
+"""Tokens a chunk, and channels of a head."""
+LEAST = -82.0 / CHUNK
+"""The lowest bound of a gate with which a chunk's factors fit."""
+SPAN = 64
+"""Tokens a span at least: those of another span that one may begin with are two chunks."""
+ARGUMENTS = "14Q8if4x"
+FORWARD_SHARED, BACKWARD_SHARED = 232448, 223648
+
+
+@functools.cache
+def kernel(name: str, *defines: str) -> CudaKernel:
+    """`forward`, `states` (what the backward needs of every chunk) or `backward`."""
+    folder = Path(__file__).parent
+    if name == "backward":
+        return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
+    keep = f"KEEP={int(name == 'states')}"
+    return CudaKernel(folder / "kda_forward.cu", "kda_forward", ARGUMENTS, 512, FORWARD_SHARED, (*defines, keep))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run at a time: these kernels fill a multiprocessor each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class KDACall:
+    """One device's tokens, as the kernels take them.
+
+    Attributes:
+        inputs: q, k, v bf16, g and beta fp32 or bf16; contiguous, batch rows one behind the other.
+        pieces: documents, or batch rows. runs: the spans of packed documents; None: rows are cut evenly.
+    """
+
+    inputs: Inputs
+    cu: Tensor | None
+    scale: float
+    pieces: int
+    length: int
+    count: int
+    chunks: int
+    runs: Runs | None
+
+    @classmethod
+    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int) -> KDACall:
+        """`heads`: of one launch."""
+        q, k, v, g, beta = (aligned(x) for x in inputs[:5])
+        q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
+        g, beta = (x if x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
+        B, T = v.shape[:2]
+        pieces = B if cu is None else cu.numel() - 1
+        wanted = max(1, multiprocessors(v.device) // (heads * pieces))
+        length = max(SPAN, cdiv(cdiv(B * T, pieces * wanted), CHUNK) * CHUNK)
+        inputs = Inputs(q, k, v, g, beta)
+        if cu is None:
+            return cls(inputs, None, scale, pieces, length, B * cdiv(T, length), B * cdiv(T, CHUNK), None)
+        cu = aligned(cu.to(device=v.device, dtype=torch.int32))
+        runs = Runs.of(T, length, CHUNK, cu)
+        return cls(inputs, cu, scale, pieces, length, runs.count, T // CHUNK + pieces, runs)
+
+    @property
+    def defines(self) -> tuple[str, str]:
+        _, _, _, g, beta = self.inputs[:5]
+        return tuple(f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
+
+    def states(self) -> Tensor:
+        """Room for the state of every piece."""
+        return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device=self.inputs.v.device, dtype=dtype)
+
+    def launch(
+        self, name: str, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
+        kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), further: tuple[Tensor, ...] = (),
+    ) -> None:  # fmt: skip
+        """One kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
+        H, count = self.inputs.v.shape[2], self.count
+        flags = torch.zeros(2 * count * H + 1, dtype=torch.int32, device=self.inputs.v.device)
+        passed = self.new(count, H, HEAD, HEAD)
+        kernel(name, *self.defines)(
+            count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,
+            passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
+            heads.start, len(heads), self.scale, *further,
+        )  # fmt: skip
+
+
+def forward(
+    inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """o ``[B, T, H, V]``, and if `final` the states that leave the pieces ``[B, N, H, K, V]``; `S0` like those."""
+    H = inputs.v.shape[2]
+    call = KDACall.of(inputs, cu, scale, H)
+    o = torch.empty_like(call.inputs.v)
+    leaving = call.states() if final else None
+    call.launch("forward", range(H), o, (None if S0 is None else aligned(S0), leaving))
+    return o, None if leaving is None else _by_row(leaving, inputs.v.shape[0])
+
+
+def gradients(
+    inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, do: Tensor, dS_end: Tensor | None
+) -> tuple[Inputs, Tensor]:
+    """Those of the inputs, and of the states that enter."""
+    (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
+    each = group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H)
+    call = KDACall.of(inputs, cu, scale, each)
+    do = aligned(do.to(torch.bfloat16))
+    S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
+    dq, dk, dv = (call.new(B, T, H, HEAD, dtype=torch.bfloat16) for _ in range(3))
+    dg, dbeta, dS0 = torch.empty_like(call.inputs.g), call.new(B, T, H), call.states()
+    states = call.new(call.chunks, each, HEAD, HEAD, dtype=torch.bfloat16)
+    writes = call.new(call.chunks, each, CHUNK, HEAD, dtype=torch.bfloat16)
+    for first in range(0, H, each):
+        heads = range(first, min(first + each, H))
+        call.launch("states", heads, None, (S0, None), (states, writes))
+        call.launch("backward", heads, None, (dS_end, dS0), (states, writes), (do, dq, dk, dv, dg, dbeta))
+    if HK != H:
+        dq, dk = (x.view(B, T, HK, -1, HEAD).sum(3, dtype=torch.float32).to(x.dtype) for x in (dq, dk))
+    return Inputs(dq, dk, dv, dg, dbeta), _by_row(dS0, B)
+
+
+@functools.lru_cache(maxsize=512)
+def group(chunks: int, heads: int) -> int:
+    """Heads at a time whose chunks' states the backward holds: groups of about one size."""
+    most = max(1, SAVED_STATES // (chunks * HEAD * (HEAD + CHUNK) * 2))
+    return cdiv(heads, math.ceil(heads / most))
+
+
+def _by_row(states: Tensor, rows: int) -> Tensor:
+    """States of pieces ``[N, H, K, V]`` by batch row: each has one piece, or the only one all."""
+    return states[:, None] if rows > 1 else states[None]

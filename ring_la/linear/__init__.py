@@ -1,0 +1,6 @@
+"""The one path of all linear recurrences, on one device and on a split sequence, with exact gradients."""
+
+from .path import run
+from .seams import Seams
+
+__all__ = ["Seams", "run"]

@@ -1,0 +1,64 @@
+"""A recurrence on one device: the registered operator where something traces the call, else an autograd Function."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..algebra import Rule
+from ..autograd import first_derivative_only, full_precision, traced, wanting
+from ..kernels import Backward, Inputs, OutputUse, linear_recurrence, make_local
+
+
+class OneDeviceCall(NamedTuple):
+    """Everything about a call but its tensors."""
+
+    rule: Rule
+    scale: float
+    mode: str
+    backend: str | None
+    final: bool
+
+
+def one_device(
+    call: OneDeviceCall, inputs: Inputs, S0: Tensor | None, cu: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """o and the states leaving the pieces, if `call.final`. What traces the call sees the registered operator; an eager
+    one spares its dispatch, and its backward has what the forward made."""
+    rule, scale, mode, backend, final = call
+    if traced(inputs.q) or inputs.q.shape[1] == 0:
+        return linear_recurrence(*inputs, S0, cu, str(rule), scale, mode, backend)
+    with full_precision(inputs.q):
+        if wanting(*inputs, S0):
+            return OneDeviceRecurrence.apply(call, cu, S0, *inputs)
+        out = make_local(rule, inputs, cu, scale, mode, backend, OutputUse(final=final)).output(S0)
+        return out.o, out.leaving
+
+
+class OneDeviceRecurrence(torch.autograd.Function):
+    """`linear_recurrence` and its gradients for eager calls."""
+
+    @staticmethod
+    def forward(ctx, call: OneDeviceCall, cu: Tensor | None, S0: Tensor | None, *tensors: Tensor | None):
+        rule, scale, mode, backend, final = call
+        use = OutputUse(saved=True, final=final)
+        out = make_local(rule, Inputs(*tensors), cu, scale, mode, backend, use).output(S0)
+        ctx.call = call
+        ctx.save_for_backward(cu, S0, *tensors, *out.saved)
+        ctx.set_materialize_grads(False)
+        return out.o, out.leaving if final else None
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do: Tensor | None, dS_end: Tensor | None):
+        rule, scale, _, backend, _ = ctx.call
+        cu, S0, *rest = ctx.saved_tensors
+        width = len(Inputs._fields)
+        inputs, saved = Inputs(*rest[:width]), tuple(rest[width:])
+        do = torch.zeros_like(inputs.v) if do is None else do
+        gate = ctx.needs_input_grad[3 + Inputs._fields.index("g")]
+        local = make_local(rule, inputs, cu, scale, "chunk", backend)
+        grads = local.gradients(Backward(S0, do, saved, gate), dS_end)
+        return None, None, None if S0 is None else grads.entering.to(S0.dtype), *grads.like(inputs)

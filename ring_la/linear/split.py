@@ -1,0 +1,88 @@
+"""A recurrence on a split sequence. Forward and backward are the same three moves:
+
+    summarise   each segment's map (A, b) of the state, from this rank's tokens alone
+    exchange    an exclusive scan over the segments of all ranks gives the state entering each of mine
+    finish      outputs (forward) or gradients (backward) given the entering states
+
+Where kernels exchange states by themselves (`MailboxBorder`), the three are launches of one call of the kernels'.
+
+The gradient of the state obeys ``G_in = Aᵀ G_out + c`` from right to left, with the A of the forward pass kept and c
+the gradient this rank's outputs send to its entering state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ..autograd import first_derivative_only
+from ..kernels import Backward, Inputs
+from .exchange import SplitCall, exchanged, exchanged_back
+from .states import entering_states, final_states, initial_gradient, leaving_gradients, without_rows
+
+
+class SplitRecurrence(torch.autograd.Function):
+    """Forward and backward of a recurrence on this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, call: SplitCall, initial_state: Tensor | None, *tensors: Tensor | None):
+        inputs, layout = Inputs(*tensors), call.layout
+        local = call.local(inputs, call.mode)
+        S0 = entering_states(layout, inputs, initial_state)
+        _, size, border = call.crossing(inputs)
+        ctx.border, maps, sent = border if local.crosses else None, (), ()
+        if call.seams.alone:
+            out = local.output(S0)
+        elif ctx.border is not None:
+            border.begin(size, reverse=False)
+            out = local.output(S0, border=border)
+        else:
+            S0, summary, maps, sent = exchanged(call, local, S0, inputs)
+            out = local.output(S0, summary)
+        final = None
+        if call.output_final_state:
+            final = without_rows(final_states(layout, out.leaving, initial_state), layout.packed)
+            ctx.final_shape = final.shape
+        ctx.call, ctx.has_initial = call, initial_state is not None
+        ctx.initial_dtype = None if initial_state is None else initial_state.dtype
+        ctx.parts = len(maps), len(inputs), len(sent)
+        if call.saves:
+            ctx.save_for_backward(S0, *maps, *inputs, *sent, *out.saved)
+        ctx.set_materialize_grads(False)
+        return out.o, final
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
+        call: SplitCall = ctx.call
+        layout = call.layout
+        S0, *rest = ctx.saved_tensors
+        transitions, inputs, sent, saved = _cut(rest, ctx.parts)
+        inputs = Inputs(*inputs)
+        do = torch.zeros_like(inputs.v) if do is None else do
+        backward = Backward(S0, do, saved, ctx.needs_input_grad[2 + Inputs._fields.index("g")])
+        dS_end = None
+        if call.output_final_state:  # on every rank, used or not: the sum is collective
+            dS_end, dfinal = leaving_gradients(layout, inputs, dfinal, ctx.final_shape)
+        local = call.local(inputs, "chunk")
+        if ctx.border is not None:
+            ctx.border.begin(call.crossing(inputs).size, reverse=True)
+            grads = local.gradients(backward, dS_end, border=ctx.border)
+        elif call.seams.alone:
+            grads = local.gradients(backward, dS_end)
+        else:
+            dS_end, adjoint = exchanged_back(call, local, backward, dS_end, transitions, sent)
+            grads = local.gradients(backward, dS_end, adjoint)
+        dinitial = None
+        if ctx.has_initial and ctx.needs_input_grad[1]:
+            dinitial = initial_gradient(layout, grads.entering, dfinal).to(ctx.initial_dtype)
+        return None, dinitial, *grads.like(inputs)
+
+
+def _cut(tensors: list[Tensor | None], lengths: Sequence[int]) -> Iterator[tuple[Tensor | None, ...]]:
+    """Runs of these lengths, and the rest."""
+    rest = iter(tensors)
+    return iter([*(tuple(islice(rest, n)) for n in lengths), tuple(rest)])

@@ -1,0 +1,207 @@
+"""Keys and values of sequences that are decoded side by side, written in place and never padded to the longest.
+
+    seats = Seats.of([30, 70_000, 12], device)       who shares memory with whom, the same for every layer
+    rows = KVRows(seats).moved((), [cache], seats)   one layer's keys and values
+    o = rows.decode(q, k, v)                         the next token of each sequence
+
+Short sequences share a tensor with those of about their length, so one launch serves them all; a long one has memory
+of its own, so nobody is padded to its length and it is not copied when others come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""PyTorch's kernels without cuDNN's, which is planned anew for every number of keys: in decoding, for every token."""
+ALONE = 4096
+"""Tokens from which a sequence has memory of its own: reading them takes longer than the launches it costs."""
+SMALLEST = 256
+"""Tokens there is room for at least."""
+
+
+class KVCache(NamedTuple):
+    """Keys and values of each document's earlier tokens, ending in the last column."""
+
+    k: Tensor
+    """``[N, S, Hk, K]``, after rotation."""
+    v: Tensor
+    """``[N, S, Hk, V]``."""
+    empty: Tensor | None
+    """Columns before each document's first token, int64 ``[N]``; None: no document is shorter than S."""
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens of each document, int64 ``[N]``."""
+        N, S = self.k.shape[:2]
+        full = torch.full((N,), S, dtype=torch.int64, device=self.k.device)
+        return full if self.empty is None else full - self.empty
+
+    def extend(self, k: Tensor, v: Tensor) -> KVCache:
+        """The cache with the documents' next tokens ``[N, T, Hk, ·]``."""
+        return KVCache(
+            torch.cat([self.k, k.to(self.k.dtype)], 1), torch.cat([self.v, v.to(self.v.dtype)], 1), self.empty
+        )
+
+
+class Seat(NamedTuple):
+    """Sequences that share a tensor, and the tokens there is room for in each of its rows."""
+
+    rows: tuple[int, ...]
+    capacity: int
+
+
+class Seats:
+    """How many tokens each sequence of a batch has, and where its keys are: one for all layers of a model.
+
+    Attributes:
+        lengths: tokens of each sequence, on the host. length: the same on the device, int64 ``[N]``.
+        seats: the tensors. order: for the results of all seats, one after the other, the place of each sequence; None:
+            they are in order.
+        index: the sequences of each seat, on the device. here: their rows of its tensor.
+    """
+
+    def __init__(self, lengths: list[int], seats: list[Seat], device: torch.device) -> None:
+        self.lengths, self.seats, self.device = lengths, seats, device
+        self.length = torch.tensor(lengths, dtype=torch.int64, device=device)
+        placed = [row for seat in seats for row in seat.rows]
+        ordered = placed == sorted(placed)
+        self.order = None if ordered else torch.tensor(placed, device=device).argsort()
+        self.index = [torch.tensor(seat.rows, device=device) for seat in seats]
+        self.here = [torch.arange(len(seat.rows), device=device) for seat in seats]
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device, room: Sequence[int] = ()) -> Seats:
+        """Seats for sequences of these lengths; `room`: tokens there is room for already where one sits alone, or 0."""
+        together: dict[int, list[int]] = {}
+        alone = []
+        for row, length in enumerate(lengths):
+            if length < ALONE:
+                together.setdefault(max(SMALLEST, 1 << length.bit_length()), []).append(row)
+            else:
+                had = room[row] if row < len(room) else 0
+                alone.append(Seat((row,), had if had > length else length + length // 8 + SMALLEST))
+        return cls(list(lengths), [Seat(tuple(rows), n) for n, rows in sorted(together.items())] + alone, device)
+
+    @property
+    def room(self) -> list[int]:
+        """Tokens there is room for where a sequence sits alone, else 0."""
+        room = [0] * len(self.lengths)
+        for seat in self.seats:
+            if len(seat.rows) == 1:
+                room[seat.rows[0]] = seat.capacity
+        return room
+
+    @property
+    def full(self) -> bool:
+        """Whether a sequence has no room for its next token."""
+        return any(self.lengths[row] >= seat.capacity for seat in self.seats for row in seat.rows)
+
+    def advance(self) -> None:
+        """Every sequence has a token more."""
+        self.lengths = [n + 1 for n in self.lengths]
+        self.length += 1
+        self._masks.clear()
+
+    def moved(self, rows: Sequence[int], more: Sequence[int]) -> Seats:
+        """Seats for some of the sequences, in this order, and for new ones of `more` tokens."""
+        room = self.room
+        return Seats.of([*(self.lengths[r] for r in rows), *more], self.device, [room[r] for r in rows])
+
+    def mask(self, i: int, begin: int, end: int, window: int) -> Tensor | None:
+        """Which columns from `begin` to `end` the next tokens of seat `i` see ``[n, 1, 1, ·]``; None: all of them."""
+        if len(self.seats[i].rows) == 1:
+            return None
+        key = (i, window)
+        if key not in self._masks:
+            distance = self.length[self.index[i], None] - torch.arange(begin, end, device=self.device)
+            seen = (distance >= 0) & (distance <= (window if window >= 0 else end))
+            self._masks[key] = seen[:, None, None]
+        return self._masks[key]
+
+
+class KVRows:
+    """One layer's keys and values of the sequences of `seats`: a tensor ``[n, capacity, Hk, ·]`` each a seat."""
+
+    def __init__(self, seats: Seats) -> None:
+        self.seats = seats
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+
+    def moved(self, rows: Sequence[int], more: Sequence[KVCache], seats: Seats) -> KVRows:
+        """Some of the sequences, then new ones (a cache of one row each), where `seats` has them.
+
+        Tensors whose sequences stay together are taken over; nothing is written to those given.
+        """
+        out = KVRows(seats)
+        had = {(seat.rows, seat.capacity): i for i, seat in enumerate(self.seats.seats)}
+        at = {row: (i, n) for i, seat in enumerate(self.seats.seats) for n, row in enumerate(seat.rows)}
+        for seat in seats.seats:
+            old = tuple(rows[r] if r < len(rows) else -1 for r in seat.rows)
+            i = had.get((old, seat.capacity))
+            if i is not None:
+                out.k.append(self.k[i])
+                out.v.append(self.v[i])
+                continue
+            sources = []
+            for new, row in zip(seat.rows, old):
+                if row < 0:
+                    cache = more[new - len(rows)]
+                    sources.append((cache.k[0], cache.v[0]))
+                else:
+                    i, n = at[row]
+                    length = self.seats.lengths[row]
+                    sources.append((self.k[i][n, :length], self.v[i][n, :length]))
+            out.k.append(_stacked([k for k, _ in sources], seat.capacity))
+            out.v.append(_stacked([v for _, v in sources], seat.capacity))
+        return out
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens of each sequence, int64 ``[N]``."""
+        return self.seats.length
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, window: int = -1) -> Tensor:
+        """The next token of each sequence ``q [N, 1, H, K]`` over all of it: ``[N, 1, H, V]``.
+
+        Its key and value ``[N, 1, Hk, ·]`` are written; `seats` counts it when all layers are done.
+        """
+        out, seats = [], self.seats
+        for i, (seat, index, keys, values) in enumerate(zip(seats.seats, seats.index, self.k, self.v)):
+            rows = slice(None) if len(seats.seats) == 1 and seats.order is None else index
+            lengths = [seats.lengths[r] for r in seat.rows]
+            end, begin = max(lengths) + 1, 0 if window < 0 else max(0, min(lengths) - window)
+            if len(lengths) == 1:
+                keys[0, end - 1], values[0, end - 1] = k[rows, 0][0], v[rows, 0][0]
+            else:
+                at = seats.here[i], seats.length[index]
+                keys[at], values[at] = k[rows, 0].to(keys.dtype), v[rows, 0].to(values.dtype)
+            mask = seats.mask(i, begin, end, window)
+            out.append(one_query(q[rows], keys[:, begin:end], values[:, begin:end], mask))
+        o = torch.cat(out) if len(out) > 1 else out[0]
+        return o if seats.order is None else o[seats.order]
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of one token a row ``q [N, 1, H, K]`` to ``k, v [N, S, Hk, ·]``: ``[N, 1, H, V]``."""
+    N, H, Hk = len(q), q.shape[2], k.shape[2]
+    k, v = (y.to(q.dtype).transpose(1, 2) for y in (k, v))
+    rows = q.reshape(N, Hk, H // Hk, -1)  # heads that share keys are rows of one: nothing is copied for a mask
+    with sdpa_kernel(UNPLANNED) if q.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(rows, k, v, mask).reshape(N, 1, H, -1)
+
+
+def _stacked(rows: Sequence[Tensor], capacity: int) -> Tensor:
+    """Sequences ``[T, Hk, ·]`` as rows with room for `capacity` tokens, zero where there are none."""
+    out = rows[0].new_zeros(len(rows), capacity, *rows[0].shape[1:])
+    for row, x in zip(out, rows):
+        row[: len(x)] = x
+    return out

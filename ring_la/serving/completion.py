@@ -1,0 +1,100 @@
+"""A request and what becomes of it: its tokens one after the other, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..inference import Sampler
+from .text import Stream
+
+
+class NewToken(NamedTuple):
+    """A token, and the text that is certain with it: none while a character, or a stop string, may be unfinished."""
+
+    token: int
+    text: str
+
+
+class Ended(NamedTuple):
+    """The end: `reason` "stop" (a stop string, or the model's end) or "length"; `text` that was held back."""
+
+    reason: str
+    text: str
+    prompt_tokens: int
+    reused_tokens: int
+    """Of the prompt, those whose states were still there."""
+    completion_tokens: int
+    """Tokens decoded, the one that ended it among them."""
+
+
+class Failed(NamedTuple):
+    """The end, without the request's fault."""
+
+    message: str
+
+
+Event = NewToken | Ended | Failed
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to complete.
+
+    Attributes:
+        ids: the prompt, at least one token.
+        max_tokens: the most tokens to decode, at least one.
+        temperature, top_k, top_p: as in `Sampler`. seed: of the sampling; None: another one each time.
+        stop: strings that end the completion.
+    """
+
+    ids: Sequence[int]
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Tokens of the prompt and the longest completion."""
+        return len(self.ids) + self.max_tokens
+
+    def sampler(self, generator: torch.Generator | None) -> Sampler:
+        """What chooses its tokens. Raises ArgumentError for values that make no sense."""
+        return Sampler(self.temperature, self.top_k, generator, self.top_p)
+
+
+class Completion:
+    """A request under way.
+
+    Args:
+        request: what to complete.
+        emit: called in the engine's thread with each `Event`; the last is `Ended` or `Failed`.
+    """
+
+    def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
+        self.request, self.emit = request, emit
+        self.reused = self.decoded = 0
+        self.cancelled = False
+        self.stream: Stream | None = None
+
+    def cancel(self) -> None:
+        """Nobody wants it any more; it hears of nothing further. From any thread."""
+        self.cancelled = True
+
+    def take(self, token: int, end: frozenset[int]) -> bool:
+        """Pass on a token; whether it was the last."""
+        self.decoded += 1
+        if token not in end:
+            self.emit(NewToken(token, self.stream.push(token)))
+        stopped = token in end or self.stream.stopped
+        if not stopped and self.decoded < self.request.max_tokens:
+            return False
+        reason = "stop" if stopped else "length"
+        self.emit(Ended(reason, self.stream.rest(), len(self.request.ids), self.reused, self.decoded))
+        return True

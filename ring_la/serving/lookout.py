@@ -1,0 +1,84 @@
+"""Beside an engine, on every rank: do the others live, has one been told to stop, does a piece outlive its time?
+
+Threads do this, by way of the job's store, so it needs no turn of the engine's, which may be reading a piece for
+minutes. A process that was stopped (SIGSTOP, a debugger, a host that swaps) gives no sign of life any more.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+from ..context import ContextParallel
+from .engine import Engine
+
+BEAT = 0.5
+"""Seconds between two signs of life."""
+GRACE = 1.0
+"""Seconds that a piece may go on after requests under way have had their time."""
+
+
+class Lookout:
+    """On every rank, in the main thread, around its engine's `run`.
+
+        with Lookout(engine, cp):
+            engine.run()
+
+    Args:
+        engine: a stop of one is taken to all, at once. cp: its ranks; None: this process alone.
+        late: a signal to the main thread when a stopped engine is kept by a piece; its handler raises `Overdue`.
+    """
+
+    def __init__(self, engine: Engine, cp: ContextParallel | None, late: int = signal.SIGALRM) -> None:
+        self._engine, self._late = engine, late
+        self._leaves = threading.Event()
+        self._comm = None if cp is None or cp.size == 1 else cp.comm
+        self._heard: dict[int, tuple[bytes, float]] = {}  # what other ranks said last, and when that was new
+        self._threads = [threading.Thread(target=self._hurry, name="lookout", daemon=True)]
+        if self._comm is not None:
+            self._threads.append(threading.Thread(target=self._beat, name="pulse", daemon=True))
+
+    @property
+    def silence(self) -> dict[int, float]:
+        """On rank 0: for each other rank, the seconds since it gave a sign of life."""
+        now = time.monotonic()
+        return {rank: now - when for rank, (_, when) in self._heard.items()}
+
+    def __enter__(self) -> Lookout:
+        self._main = threading.get_ident()
+        if self._comm is not None and self._comm.rank == 0:
+            self._heard = {rank: (b"", time.monotonic()) for rank in range(1, self._comm.size)}
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaves.set()
+        for thread in self._threads:
+            thread.join(4 * BEAT)
+
+    def _beat(self) -> None:
+        """Signs of life, and the news that a rank was told to stop."""
+        store, beats = self._comm.store.of("pulse"), 0
+        try:
+            while not self._leaves.wait(BEAT):
+                beats += 1
+                store.set(str(self._comm.rank), str(beats))
+                if self._engine.stopping:
+                    store.set("stop", "")
+                elif store.check(["stop"]):
+                    self._engine.stop()
+                for rank, (before, _) in self._heard.items():
+                    said = store.get(str(rank)) if store.check([str(rank)]) else b""
+                    if said != before:
+                        self._heard[rank] = said, time.monotonic()
+        except RuntimeError:  # the store is gone, with its host; the engine hears of that in its own exchange
+            return
+
+    def _hurry(self) -> None:
+        """Signal the main thread once it is late."""
+        while not self._leaves.wait(BEAT / 2):
+            if self._engine.late(GRACE):
+                signal.pthread_kill(self._main, self._late)
+                return

@@ -1,0 +1,100 @@
+"""A call of softmax attention, checked, on one device or on a split sequence: where its tokens stand, how keys travel,
+and which kernel computes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..context import ShardedLayout
+from .backends import Ask, AttentionBackend, choose
+from .backends.canonical import Canonical
+from .geometry import Pair
+from .geometry.placement import Joint, Placement, SplitPlacement, WholePlacement
+from .plan import AttentionPlan
+from .scores import Scores
+from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit
+from .strategies.choice import pick
+from .tensors import Tensors
+
+
+@dataclass
+class KnownCalls:
+    """What a layout remembers of the calls on it."""
+
+    plans: dict[Hashable, AttentionPlan] = field(default_factory=dict)
+    placements: dict[tuple[str, tuple | None], SplitPlacement] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layout: ShardedLayout) -> KnownCalls:
+        """Of one layout, made when first asked for."""
+        return layout.kept(cls, cls)
+
+    def placement(self, strategy: str, layout: ShardedLayout, kv_layout: ShardedLayout) -> SplitPlacement:
+        """How ranks meet under a strategy; made once."""
+        name = strategy, None if kv_layout is layout else kv_layout.key
+        if name not in self.placements:
+            self.placements[name] = SplitPlacement.of(strategy, layout, kv_layout)
+        return self.placements[name]
+
+
+class AttentionCall(NamedTuple):
+    """Everything about one call but its differentiable tensors; the operator of one device takes the first four.
+
+    Attributes:
+        cu_seqlens: offsets of documents packed on one device.
+        layout, kv_layout: the splits of queries and keys; None: one device.
+        strategy: how keys travel.
+    """
+
+    scores: Scores
+    joint: str
+    backend: str | None
+    cu_seqlens: Tensor | None = None
+    layout: ShardedLayout | None = None
+    kv_layout: ShardedLayout | None = None
+    strategy: str = "ring"
+
+    def plan(self, x: Tensors) -> AttentionPlan:
+        """Who holds what, how it travels, and which kernel computes it."""
+        if self.layout is None:
+            place = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
+            return self._planned(x, place, "ring")
+        name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), self.layout, self.kv_layout)
+        place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
+        return self._planned(x, place, name)
+
+    def _planned(self, x: Tensors, place: Placement, name: str) -> AttentionPlan:
+        heads, scores = self._heads(x, place), self.scores
+        if heads is not None:
+            scores = scores.of_heads(heads.query_numbers(x.q.device))
+        joint = None if x.joint_k is None else place.joint(self.joint, x.joint_k.shape[1])
+        gathered, order = place.all_keys if name == "all_gather" else (None, None)
+        backend = self._backend(x, place, joint)
+        job = AttentionJob(backend, scores, place.rows, place.keys, gathered, order, place.ring)
+        way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
+        met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
+        return AttentionPlan(job, STRATEGIES[way], met, heads)
+
+    def _heads(self, x: Tensors, place: Placement) -> Heads | None:
+        if place.heads is None:
+            return None
+        members = place.holders[place.rank]
+        tokens = {side: [o.lengths[r] for r in members] for side, o in (("q", self.layout), ("k", self.kv_layout))}
+        split = HeadSplit(x.q.shape[2], x.k.shape[2], place.heads.size)
+        return Heads(place.heads, split, tokens, dict(zip(("q", "k"), place.order)))
+
+    def _backend(self, x: Tensors, place: Placement, joint: Joint | None) -> AttentionBackend:
+        """The same on every rank: what is asked is the same."""
+        windowed = self.scores.reach.windowed
+        strides = place.strides | ({1} if windowed and joint is not None else set())
+        facts = dict(host_runs=place.known, strided_pairs=len(strides) > 1, packed=place.packed)
+        facts |= dict(repeatable=place.repeatable, rows=place.length)
+        backend = choose(Ask(*x.kind, self.scores.beyond, windowed, **facts), self.backend)
+        if not place.repeatable:
+            return backend
+        whole = {} if joint is None else {joint.rows: joint.all_rows}
+        return Canonical(whole | {place.rows[place.rank]: place.whole_rows})

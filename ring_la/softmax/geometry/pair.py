@@ -1,0 +1,63 @@
+"""Two sides of a block under a mask. What follows from them is made once and lives as long as both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from .tokens import ANY_DOCUMENT, Tokens
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+class Reach(NamedTuple):
+    """How many positions back and ahead a query sees; None: all. Causal attention has 0 ahead."""
+
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def windowed(self) -> bool:
+        """Whether more than order bounds it."""
+        return self.left is not None or self.right not in (None, 0)
+
+    def visible(self, distance: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Mask of pairs from ``p_j − p_i`` and the documents of rows ``q [Tq]`` and ``k [Tk]``."""
+        seen = (q[:, None] == k[None, :]) | (k == ANY_DOCUMENT)[None, :]
+        if self.right is not None:
+            seen &= distance <= self.right
+        if self.left is not None:
+            seen &= distance >= -self.left
+        return seen
+
+
+class Pair:
+    """Queries that stand at `rows` against keys that stand at `keys`, as far as `reach` lets them see."""
+
+    def __init__(self, rows: Tokens, keys: Tokens, reach: Reach) -> None:
+        self.rows, self.keys, self.reach = rows, keys, reach
+
+    @cached_property
+    def _made(self) -> dict[object, Any]:
+        return self.rows.met.setdefault(self.keys, {}).setdefault(self.reach, {})
+
+    def kept(self, kind: Callable[..., T], make: Callable[[], T], *more: object) -> T:
+        """What `make` gives, a `kind` or what a function `kind` returns, made once for these sides, this reach, and
+        `more`."""
+        name = (kind, *more)
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+
+def once(make: Callable[Concatenate[Pair, P], T]) -> Callable[Concatenate[Pair, P], T]:
+    """Decorator: what a function of a pair returns is kept with the pair's sides."""
+
+    @wraps(make)
+    def kept(pair: Pair, *more: P.args) -> T:
+        return pair.kept(make, lambda: make(pair, *more), *more)
+
+    return kept

@@ -1,0 +1,33 @@
+"""Parts put together by kernels, as many at a time as one launch takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .parts import Part, has_triton, wide
+
+
+def fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether parts are put together by one Triton kernel."""
+    return device.type == "cuda" and wide(dtype) == torch.float32 and has_triton()
+
+
+def write(o: Tensor, lse: Tensor | None, parts: Sequence[Part]) -> None:
+    """Write what parts make into `o` and, of attention, `lse`: fused, some at a time if they are many."""
+    from . import fused  # needs Triton
+
+    while len(parts) > fused.MOST:
+        first, last = min(p.start for p in parts[: fused.MOST]), max(p.stop for p in parts[: fused.MOST])
+        moved = [p._replace(start=p.start - first, stop=p.stop - first) for p in parts[: fused.MOST]]
+        some = Part(
+            torch.empty_like(o[:, first:last], dtype=torch.float32),
+            None if lse is None else torch.empty_like(lse[:, :, first:last]),
+            first,
+            last,
+        )
+        fused.add(some.x, moved) if lse is None else fused.merge(some.x, some.lse, moved)
+        parts = [*parts[fused.MOST :], some]
+    fused.add(o, parts) if lse is None else fused.merge(o, lse, parts)

@@ -1,0 +1,121 @@
+"""Softmax attention on one device as a registered operator, so that torch.compile and export see one opaque node.
+
+    ring_la::attention            tensors -> (o, lse)
+    ring_la::attention_backward   their gradients
+
+Registered at import with fakes, on every device; kernels are imported when first run. Arguments are the fields of
+`Tensors` and `Scores`, and what else a call on one device has; the schemas are read from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ..errors import SecondDerivativeError
+from .call import AttentionCall
+from .merging import wide
+from .plan import Saved
+from .scores import Scores
+from .tensors import Tensors
+
+TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "float": "float",
+    "int | None": "SymInt?",
+    "str": "str",
+    "str | None": "str?",
+}
+"""The types of fields as operators name them."""
+
+OTHERS = ("joint", "backend", "cu_seqlens")
+"""The fields of a call on one device after its scores."""
+
+
+def flat(x: Tensors, call: AttentionCall) -> tuple:
+    """A call's arguments as the operator takes them."""
+    return (*x, *call.scores, *(getattr(call, name) for name in OTHERS))
+
+
+def _call_of(arguments: Iterable) -> tuple[Tensors, AttentionCall]:
+    """What `flat` has taken apart."""
+    rest = iter(arguments)
+    x, scores = (kind(*islice(rest, len(kind._fields))) for kind in (Tensors, Scores))
+    return x, AttentionCall(scores, **dict(zip(OTHERS, rest)))
+
+
+def _arguments() -> str:
+    """Their names and types."""
+    others = {name: AttentionCall.__annotations__[name] for name in OTHERS}
+    fields = Tensors.__annotations__ | Scores.__annotations__ | others
+    return ", ".join(f"{TYPES[getattr(t, '__forward_arg__', t)]} {name}" for name, t in fields.items())
+
+
+def _forward(*arguments) -> tuple[Tensor, Tensor]:
+    """One device's attention: o ``[B, Tq, H, V]`` and lse ``[B, H, Tq]``."""
+    x, call = _call_of(arguments)
+    return call.plan(x).forward(x)[:2]
+
+
+attention = torch.library.custom_op(
+    "ring_la::attention", _forward, mutates_args=(), schema=f"({_arguments()}) -> (Tensor, Tensor)"
+)
+
+
+@attention.register_fake
+def _(*arguments):
+    x, _ = _call_of(arguments)
+    B, T, H, _ = x.q.shape
+    return x.q.new_empty((B, T, H, x.v.shape[3])), x.q.new_empty((B, H, T), dtype=wide(x.q.dtype))
+
+
+def _gradients(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, *arguments) -> list[Tensor]:
+    """Gradients of the tensors that are present, in order."""
+    x, call = _call_of(arguments)
+    grads = call.plan(x).backward(Saved(x, o, lse), do, dlse)
+    return [g.contiguous() for g in grads if g is not None]
+
+
+attention_backward = torch.library.custom_op(
+    "ring_la::attention_backward",
+    _gradients,
+    mutates_args=(),
+    schema=f"(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {_arguments()}) -> Tensor[]",
+)
+
+
+@attention_backward.register_fake
+def _(do, dlse, o, lse, *arguments):
+    return [t.new_empty(t.shape) for t in _call_of(arguments)[0] if t is not None]
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in inputs))
+
+
+def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
+    o, lse, *tensors = ctx.saved_tensors
+    arguments = [other if t is None else t for t, other in zip(tensors, ctx.others)]
+    present = iter(attention_backward(do, dlse, o, lse, *arguments))
+    x, _ = _call_of(arguments)
+    grads = [None if t is None else next(present) for t in x]
+    return (*grads, *[None] * (len(arguments) - len(grads)))
+
+
+attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _refuse(ctx, *grads):
+    raise SecondDerivativeError(
+        "ring_la.attention has exact first derivatives only; a second derivative was asked for "
+        "(create_graph=True and a backward through it)"
+    )
+
+
+attention_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)

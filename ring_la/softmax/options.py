@@ -1,0 +1,107 @@
+"""The keywords of a call as the caller gave them, their checks, and the scores they stand for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import check_flag, check_offsets, check_scale, is_finite
+from ..choices import AttentionChoice, JointPlace
+from ..context import ATTENTION, ShardedLayout
+from ..errors import ArgumentError, UnsupportedError
+from .backends import BACKENDS
+from .merging import wide
+from .scores import Scores
+
+
+class AttentionOptions(NamedTuple):
+    """The keywords of `attention` that are neither differentiable tensors nor the layout."""
+
+    causal: bool = True
+    scale: float | None = None
+    softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+    joint: JointPlace = "none"
+    kv_layout: ShardedLayout | None = None
+    cu_seqlens: Tensor | None = None
+    strategy: AttentionChoice | None = None
+    backend: str | None = None
+
+    def scores(self, q: Tensor) -> Scores:
+        """What they make of ``q·k``; draws the seed of a dropout mask where none is given. Checked before."""
+        left, right = self.window[0], 0 if self.causal else self.window[1]
+        slopes, seed = self.alibi_slopes, None
+        if self.dropout_p:
+            seed = torch.randint(2**62, ()) if self.dropout_seed is None else torch.tensor(self.dropout_seed)
+        return Scores(
+            scale=q.shape[-1] ** -0.5 if self.scale is None else float(self.scale),
+            softcap=float(self.softcap),
+            left=None if left < 0 else int(left),
+            right=None if right < 0 else int(right),
+            alibi_slopes=None if slopes is None else slopes.to(wide(q.dtype)).reshape(-1, q.shape[2]),
+            dropout_p=float(self.dropout_p),
+            seed=seed,
+        )
+
+
+def check_options(o: AttentionOptions) -> None:
+    """Refuse keywords that are out of range."""
+    check_flag("causal", o.causal)
+    check_scale(o.scale)
+    if not is_finite(o.softcap) or o.softcap < 0:
+        raise ArgumentError("softcap", "a finite number ≥ 0", repr(o.softcap))
+    pair = isinstance(o.window, (tuple, list)) and len(o.window) == 2 and all(isinstance(w, int) for w in o.window)
+    if not pair or min(o.window) < -1:
+        raise ArgumentError("window", "(left, right), two ints, each −1 or more", repr(o.window))
+    if not is_finite(o.dropout_p) or not 0 <= o.dropout_p < 1:
+        raise ArgumentError("dropout_p", "0 ≤ dropout_p < 1", repr(o.dropout_p))
+    if o.dropout_seed is not None and (not isinstance(o.dropout_seed, int) or not 0 <= o.dropout_seed < 2**63):
+        raise ArgumentError("dropout_seed", "None or an int from 0 to 2**63 − 1", repr(o.dropout_seed))
+    if o.joint == "rear" and o.causal:
+        raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
+    if o.strategy is not None and o.strategy not in ATTENTION:
+        raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(o.strategy))
+    if o.backend not in (None, "reference", *BACKENDS):
+        raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
+
+
+def check_whole(q: Tensor, k: Tensor, o: AttentionOptions) -> None:
+    """Refuse what a call on one device does not take, and offsets that do not fit its tensors."""
+    for name, given in (("kv_layout", o.kv_layout), ("strategy", o.strategy)):
+        if given is not None:
+            raise ArgumentError(name, "None without a layout", repr(given))
+    if o.cu_seqlens is not None:
+        Tq, Tk = q.shape[1], k.shape[1]
+        if Tq != Tk:
+            raise ArgumentError("cu_seqlens", "None where q and k differ in length", f"lengths {Tq} and {Tk}")
+        check_offsets(o.cu_seqlens, q.shape[0], Tk, q.device)
+
+
+def check_split(q: Tensor, k: Tensor, o: AttentionOptions, layout: object) -> None:
+    """Refuse layouts that do not fit the tensors or each other."""
+    B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
+    for name, given in (("layout", layout), ("kv_layout", o.kv_layout)):
+        if given is not None and not isinstance(given, ShardedLayout):
+            raise ArgumentError(name, "a layout made by ContextParallel.layout, or None", type(given).__name__)
+    if o.cu_seqlens is not None:
+        raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
+    layout.require_local("q", Tq)
+    keys = layout if o.kv_layout is None else o.kv_layout
+    if Tk == keys.seq_len:
+        keys.require_local("k", Tk)
+    if Tk != keys.local_length:
+        hint = "" if o.kv_layout else "Give the keys' own layout as kv_layout"
+        raise ArgumentError("kv_layout", f"one with {Tk} tokens on this rank, the T of k", keys.local_length, hint)
+    if keys.cp is not layout.cp:
+        raise ArgumentError("kv_layout", "a layout made by the ContextParallel of `layout`", repr(o.kv_layout))
+    if keys.num_documents != layout.num_documents:
+        raise ArgumentError("kv_layout", f"{layout.num_documents} documents, as in layout", keys.num_documents)
+    if (layout.packed or keys.packed) and B != 1:
+        raise ArgumentError("layout", f"no packed documents for a batch of {B}", repr(layout), "Pack into B = 1")
+    if o.backend == "reference":
+        raise UnsupportedError("backend", "a kernel with a layout", "'reference'", "It runs on one device")

@@ -1,0 +1,156 @@
+"""Softmax attention of one rank's queries, forward and backward: the moves every call is made of.
+
+    heads for tokens (Ulysses), if at all
+    sinks, then keys every rank holds (joint tokens), then the keys of all ranks (the strategy)
+    tokens for heads again
+
+The backward pass starts from the global o and lse, so each block's gradient is exact by itself, and the sink's is
+``−Σ exp(sink − lse) Δ``. Calling a plan records one autograd Function for all of it.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autograd import bare, first_derivative_only
+from .backends import QueryRows, exact
+from .geometry import Pair
+from .merging import Gradients, Partial, Sum, row_sums, wide
+from .strategies import AttentionJob, Heads, Strategy
+from .tensors import Tensors
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs: the tensors as they were computed on, and the results."""
+
+    tensors: Tensors
+    o: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """One call on one rank, but for its tensors.
+
+    Attributes:
+        job, strategy: the keys that are split, and how they travel.
+        joint: queries and joint keys, as they stand to each other.
+        heads: the exchange of heads for tokens, or None.
+    """
+
+    job: AttentionJob
+    strategy: Strategy
+    joint: Pair | None = None
+    heads: Heads | None = None
+
+    def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        """o and lse of this rank's queries, recorded for gradients."""
+        return self.forward(x)[:2] if bare(*x) else _Planned.apply(self, *x)
+
+    def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]:
+        """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
+        device = x.q.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            if self.heads is not None:
+                x = _take_heads(self.heads, x)
+            o, lse = self._blocks(x)
+            saved = Saved(x, o, lse)
+            if self.heads is not None:
+                o, lse = _give_heads(self.heads, o, lse)
+        return o, lse, saved
+
+    def backward(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors:
+        """The gradients, in the inputs' dtypes."""
+        if self.heads is not None:
+            do, dlse = _take_gradients(self.heads, saved, do, dlse)
+        grads = self._block_gradients(saved, do, dlse)
+        return grads if self.heads is None else _give_gradients(self.heads, grads)
+
+    def _blocks(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        job, out = self.job, Partial((*x.q.shape[:3], x.v.shape[3]), x.q.dtype, x.q.device)
+        if x.sinks is not None:
+            out.start(x.sinks)
+        if x.joint_k is not None and x.q.numel() and x.joint_k.numel():
+            job.backend.forward(x.q, x.joint_k, x.joint_v, job.scores, self.joint, out)
+        self.strategy.forward(job, x.q, x.k, x.v, out)
+        return out.result()
+
+    def _block_gradients(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors:
+        """Gradients of all tensors, in their dtypes."""
+        job, (x, o, lse) = self.job, saved
+        if dlse is not None and not job.backend.takes_delta:
+            job = replace(job, backend=exact(job.backend))
+        delta = row_sums(do, o, dlse) if job.backend.takes_delta or x.sinks is not None else None
+        rows = QueryRows(x.q, o, torch.zeros_like(o) if do is None else do.to(o.dtype), lse, delta)
+        split = self.strategy.backward(job, rows, x.k, x.v)
+        dsinks = djoint_k = djoint_v = None
+        if x.joint_k is not None:
+            out = Gradients(split.dq, Sum.like(x.joint_k), Sum.like(x.joint_v))
+            if x.q.numel() and x.joint_k.numel():
+                job.backend.backward(rows, x.joint_k, x.joint_v, job.scores, self.joint, out)
+            djoint_k, djoint_v = out.dk.result(x.joint_k.dtype), out.dv.result(x.joint_v.dtype)
+        if x.sinks is not None:
+            weight = torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse)
+            dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
+        inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
+        return Tensors(*inputs, dsinks, djoint_k, djoint_v)
+
+
+class _Planned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: AttentionPlan, *tensors: Tensor | None):
+        o, lse, saved = plan.forward(Tensors(*tensors))
+        ctx.plan = plan
+        ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do: Tensor | None, dlse: Tensor | None):
+        *tensors, o, lse = ctx.saved_tensors
+        return None, *ctx.plan.backward(Saved(Tensors(*tensors), o, lse), do, dlse)
+
+
+# -- heads for tokens, and back ----------------------------------------------------------------------------
+
+
+def _take_heads(heads: Heads, x: Tensors) -> Tensors:
+    """The tensors of this rank's heads, of all tokens."""
+    split = heads.to_heads(q=("q", x.q), k=("k", x.k), v=("k", x.v)).wait()
+    sinks = None if x.sinks is None else x.sinks[heads.query_heads]
+    joint = [None if t is None else heads.repeat(t[:, :, heads.key_heads]) for t in (x.joint_k, x.joint_v)]
+    return Tensors(split["q"], heads.repeat(split["k"]), heads.repeat(split["v"]), sinks, *joint)
+
+
+def _give_heads(heads: Heads, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """All heads of this rank's tokens."""
+    posted = heads.to_tokens(o=("q", o)), heads.to_tokens(lse=("q", lse.mT.unsqueeze(-1)))
+    return posted[0].wait()["o"], posted[1].wait()["lse"].squeeze(-1).mT.contiguous()
+
+
+def _take_gradients(heads: Heads, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """do and dlse of this rank's heads. dlse travels where lse was used, which must be on every rank or on none."""
+    if do is None:
+        do = saved.o.new_zeros(heads.local_shape(saved.o))
+    posted = [heads.to_heads(do=("q", do.to(saved.o.dtype)))]
+    if dlse is not None:
+        posted.append(heads.to_heads(dlse=("q", dlse.mT.unsqueeze(-1))))
+    came = [p.wait() for p in posted]
+    return came[0]["do"], came[1]["dlse"].squeeze(-1).mT if dlse is not None else None
+
+
+def _give_gradients(heads: Heads, grads: Tensors) -> Tensors:
+    """Gradients of all heads of this rank's tokens; of shared tensors the part of this rank's heads."""
+    q, k, v, sinks, joint_k, joint_v = grads
+    posted = heads.to_tokens(q=("q", q), k=("k", heads.fold(k)), v=("k", heads.fold(v)))
+    if sinks is not None:
+        sinks = sinks.new_zeros(heads.split.heads).index_copy(0, heads.query_numbers(sinks.device), sinks)
+    if joint_k is not None:
+        joint_k, joint_v = (heads.among_all(heads.fold(g)) for g in (joint_k, joint_v))
+    return Tensors(*posted.wait().values(), sinks, joint_k, joint_v)
