@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import ring_la
 from ring_la.kernels.runtime.triton_version import CompiledKernel
-from tests.conformance.cases import make_inputs
+from tests.support.recurrence_cases import make_inputs
 
 from .peers import ops as peers
 

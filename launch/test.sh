@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The test suite, set-up included, a file a worker where pytest-xdist is there and the machine has more than one core.
-# Arguments go to pytest: bash launch/test.sh tests/nn -x;  -n 0 for one worker.
+# Arguments go to pytest: bash launch/test.sh tests/nn -x;  -m fast for one lane (CONTRIBUTING.md);  -n 0 for one worker.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/setup.sh test pytest hypothesis numpy transformers 'xdist?'

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tests.without_fla  # noqa: F401
-from tests.distributed.pool import Ranks
+import tests.support.without_fla  # noqa: F401
+from tests.support.pool import Ranks
 
-pytest_plugins = ["tests.support.gpu"]
+pytest_plugins = ["tests.support.gpu", "tests.support.lanes"]
 
 
 @pytest.fixture(scope="session")
 def ranks():
-    """The pool of ranks (see tests/distributed/pool.py)."""
+    """The pool of ranks (see tests/support/pool.py)."""
     pool = Ranks()
     yield pool
     pool.stop()

@@ -58,7 +58,7 @@ def test_a_test_without_its_gpus_is_skipped(monkeypatch):
         gpu.pytest_runtest_setup(item(needs=4))
 
 
-def test_report(tmp_path):
+def test_the_report_has_a_row_a_test(tmp_path):
     def row(when: str, outcome: str, keywords: tuple[str, ...] = ("gpu",), longrepr=None) -> SimpleNamespace:
         state = dict(passed=outcome == "passed", failed=outcome == "failed", skipped=outcome == "skipped")
         return SimpleNamespace(

@@ -127,7 +127,7 @@ def test_nothing_to_multiply(shape):
     assert b.grad.shape == b.shape
 
 
-def test_strides():
+def test_strided_operands_give_the_same_numbers():
     """Transposed, sliced, expanded: the same numbers, and gradients in the operands' shapes."""
     a, b, sizes = operands((3, 4), k=4, n=4)
     expected = one_by_one(a, b, sizes)
@@ -148,7 +148,7 @@ def test_sizes_as_int32():
     torch.testing.assert_close(grouped_gemm(a, b, sizes.int()), grouped_gemm(a, b, sizes))
 
 
-def test_autocast():
+def test_autocast_multiplies_in_its_dtype():
     a, b, sizes = operands((2, 3), dtype=torch.float32, grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = grouped_gemm(a, b, sizes)
@@ -159,7 +159,7 @@ def test_autocast():
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("product", ["rows", "outer"])
-def test_opcheck(product, grad):
+def test_operators_have_right_schemas_and_fakes(product, grad):
     a, b, sizes = operands((2, 0, 3), grad=grad)
     y = b if product == "rows" else torch.randn(5, 3, dtype=torch.float64, requires_grad=grad)
     torch.library.opcheck(OPS[product].default, (a, y, sizes, "auto", True))
@@ -185,7 +185,7 @@ def test_compile_whole_with_dynamic_sizes():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
-def test_lists():
+def test_lists_are_multiplied_one_by_one():
     a, b, sizes = operands((2, 0, 3), k=8, n=8, dtype=torch.float32, grad=True)
     rows, matrices = list(a.split(sizes.tolist())), list(b)
     expected = one_by_one(a, b, sizes).split(sizes.tolist())
@@ -230,13 +230,13 @@ A, B, S = torch.ones(5, 4), torch.ones(2, 4, 3), torch.tensor([2, 3])
         ("a[0]", ([A.int()], [B[0].int()])),
     ],
 )
-def test_wrong_arguments(name, arguments):
+def test_wrong_arguments_are_named(name, arguments):
     with pytest.raises(ArgumentError) as raised:
         grouped_gemm(*arguments)
     assert raised.value.name == name
 
 
-def test_wrong_backends():
+def test_wrong_backends_are_named():
     with pytest.raises(ArgumentError, match="backend: expected 'auto' or one of"):
         grouped_gemm(A, B, S, backend="cublas")
     with pytest.raises(UnsupportedError, match=r"16 bytes.*These can: \['loop'"):
@@ -247,7 +247,7 @@ def test_wrong_backends():
         grouped_gemm(A.double(), B.double(), S, backend="torch")
 
 
-def test_meta_tensors():
+def test_meta_tensors_have_the_right_shape():
     assert grouped_gemm(A.to("meta"), B.to("meta"), S.to("meta")).shape == (5, 3)
 
 
@@ -273,7 +273,7 @@ def test_a_gradient_falls_back_where_a_named_backend_cannot():
     assert b.grad is not None
 
 
-def test_registry():
+def test_every_backend_answers_whether_it_takes_a_call():
     call = GroupedProduct("rows", A, B, S)
     for name in BACKENDS:
         backend = load(name)

@@ -128,6 +128,26 @@ def test_the_package_does_not_need_its_checkout():
         assert not outside & {name.split(".")[0] for name in names}, file
 
 
+def test_what_tests_share_is_in_support():
+    """A test module imports from its own package and from tests.support, which imports from no other; benchmarks import
+    from tests.support alone."""
+    tests, wrong = ROOT.parent / "tests", []
+    for file in (*tests.rglob("*.py"), *(ROOT.parent / "benchmarks").rglob("*.py")):
+        package = list(file.relative_to(ROOT.parent).parts[:-1])
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                module = [*base, *(node.module.split(".") if node.module else [])]
+                names = [[*module, alias.name] for alias in node.names]
+            else:
+                names = [alias.name.split(".") for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in (n for n in names if n[0] == "tests"):
+                own = len(package) > 1 and name[: len(package)] == package
+                if not own and name[1:2] != ["support"]:
+                    wrong.append(f"{file.relative_to(ROOT.parent)} imports {'.'.join(name)}")
+    assert not wrong, wrong
+
+
 def test_public_names():
     assert set(ring_la.__all__) == PUBLIC
     assert all(getattr(ring_la, name).__doc__ for name in PUBLIC)

@@ -17,7 +17,7 @@ from ring_la.context import arguments
 from ring_la.kernels import grouped
 from ring_la.models import HybridLM
 from ring_la.recurrences import FUNCTIONS
-from tests import recurrence_stub
+from tests.support import recurrence_stub
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,7 +63,7 @@ def test_a_call_of_a_layer_is_typed_as_its_forward(kind):
 def test_recurrences_show_type_checkers_their_arguments():
     """The stub is what the functions take, so that a misspelt keyword is found before it runs."""
     assert ast.dump(ast.parse(recurrence_stub.FILE.read_text())) == ast.dump(ast.parse(recurrence_stub.stub())), (
-        "run python -m tests.recurrence_stub and ruff format"
+        "run python -m tests.support.recurrence_stub and ruff format"
     )
     assert "use_qk_l2norm: bool = False" in recurrence_stub.FILE.read_text()
 

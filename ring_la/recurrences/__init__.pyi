@@ -1,4 +1,4 @@
-"""The linear recurrences, as type checkers see them; written by `python -m tests.recurrence_stub`."""
+"""The linear recurrences, as type checkers see them; written by `python -m tests.support.recurrence_stub`."""
 
 from collections.abc import Callable
 

@@ -13,7 +13,7 @@ from benchmarks.peers import flash_attn
 from ring_la.cli.main import main
 
 
-def test_table(tmp_path, capsys):
+def test_a_saved_run_is_read_as_a_table(tmp_path, capsys):
     row = dict(case="causal", T=4096, name="ring_la ring cudnn", forward=1.294, share_forward=0.724, total=4.5)
     row |= dict(
         share_total=0.76, peak=0.691, row_forward=1.1, share_row_forward=0.8, row_total=4.4, share_row_total=0.7
@@ -25,7 +25,7 @@ def test_table(tmp_path, capsys):
     assert head.count("|") == rule.count("|") == line.count("|")
 
 
-def test_a_file_that_is_none(tmp_path, capsys):
+def test_a_file_that_does_not_exist_is_named(tmp_path, capsys):
     assert main(["bench", "attention", "--read", str(tmp_path / "absent.json")]) != 0
     assert "read: expected what an earlier --out wrote, got" in capsys.readouterr().err
 

@@ -24,7 +24,8 @@ def test_every_operator_is_right(name):
     assert cases.floor_bytes(case, x, case.ours(x)) > 0
 
 
-def test_a_run(tmp_path, capsys):
+@pytest.mark.slow
+def test_a_run_measures_every_side_and_saves_it(tmp_path, capsys):
     out = tmp_path / "ops.json"
     given = ["--ops", "bidirectional", "--shapes", "1x40x2x8", "--cold", "bidirectional", "--out", str(out)]
     assert main(["bench", "ops", *given]) == 0
@@ -63,7 +64,7 @@ def test_the_page_says_what_was_measured(tmp_path):
         tables.write(found, tmp_path / "ops.json", page)
 
 
-def test_what_is_behind_a_peer():
+def test_what_is_slower_larger_or_less_exact_than_a_peer_is_listed():
     def side(fwd, gib, error):
         return {"fwd": fwd, "fwd_bwd": 3 * fwd, "peak_gib": gib, "host_us": 9.0, "errors": {"o": error}}
 
@@ -96,7 +97,7 @@ def test_what_is_off_is_not_timed(monkeypatch):
     torch.testing.assert_close(torch.tensor(list(wrong.values())), torch.full((len(wrong),), 0.01), rtol=0.01, atol=0)
 
 
-def test_the_plan():
+def test_operators_and_shapes_become_rows_without_repeats():
     rows = plan(["step_gla", "gla", "mamba2"], ["1x8x2x4", "1x4x2x4"], "cuda")
     own = [("step_gla", "64x1x32x128"), ("mamba2", "1x32768x80x128x64")]
     assert rows == [("gla", "1x8x2x4"), *own, ("gla", "1x4x2x4")]
@@ -106,6 +107,6 @@ def test_the_plan():
     "bad",
     [("--ops", "banana"), ("--shapes", "1x2"), ("--cold", "pear"), ("--docs", "page.md"), ("--read", "none.json")],
 )
-def test_bad_choices(bad, capsys):
+def test_bad_choices_are_named(bad, capsys):
     assert main(["bench", "ops", *bad]) == 2
     assert f"{bad[0][2:]}: expected" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from benchmarks.scan.arms import OPS, Team
 from benchmarks.scan.report import Report
 from ring_la.cli.transitions import TRANSITIONS
 from ring_la.scan import STRATEGIES
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 ARMS = {"local", "alone", *STRATEGIES, "auto", "LASP pattern", "LASP-2 pattern", "Ulysses pattern"}
 

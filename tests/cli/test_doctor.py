@@ -15,7 +15,7 @@ def options() -> argparse.Namespace:
     return parser.parse_args(["--heads", "4", "--width", "16"])
 
 
-def test_alone(capsys, monkeypatch):
+def test_without_ranks_it_lists_every_backend(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     doctor.run(options())
@@ -32,7 +32,7 @@ def check_group(rank: int) -> list[tuple[str, str]]:
     return doctor.group(options())
 
 
-def test_group(ranks):
+def test_under_ranks_it_measures_the_group(ranks):
     lines = ranks.run(4, check_group)
     by_name = dict(lines[0])
     assert by_name["hosts, backend"] == "1, gloo"

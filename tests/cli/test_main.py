@@ -16,20 +16,20 @@ from ring_la.errors import ArgumentError
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help(command, capsys):
+def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
     assert stop.value.code == 0
     assert f"ring-la {' '.join(command)}" in capsys.readouterr().out
 
 
-def test_overview(capsys):
+def test_without_a_command_all_are_listed(capsys):
     assert main([]) == main(["bench"]) == main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(out.count(" ".join(c)) == 3 for c in COMMANDS)
 
 
-def test_unknown_command(capsys):
+def test_an_unknown_command_is_named(capsys):
     assert main(["bench", "nothing"]) == 2
     assert "bench nothing" in capsys.readouterr().err
 
@@ -54,7 +54,7 @@ def test_benchmarks_are_found_from_anywhere(tmp_path):
     assert "ring-la bench attention" in done.stdout
 
 
-def test_bad_argument(capsys, monkeypatch):
+def test_an_argument_error_ends_a_command_in_one_line(capsys, monkeypatch):
     def refuse(_):
         raise ArgumentError("ops", "known names", "banana")
 
@@ -72,7 +72,7 @@ def test_bad_argument(capsys, monkeypatch):
         ("doctor --width -1", "--width: expected a number ≥ 1, got '-1'"),
     ],
 )
-def test_bad_option(words, message, capsys):
+def test_bad_options_are_named(words, message, capsys):
     with pytest.raises(SystemExit) as stop:
         main(words.split())
     assert stop.value.code == 2

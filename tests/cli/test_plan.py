@@ -70,7 +70,7 @@ def test_rates_from_a_file(tmp_path):
         written(tmp_path, speeds={})
 
 
-def test_links():
+def test_a_group_over_hosts_mixes_near_and_far_links():
     inside, across = CLUSTER.model(8, H200), CLUSTER.model(16, H200)
     assert inside.hop == inside.swap == NEAR
     assert across.hop.alpha == pytest.approx((14 * 1e-5 + 2e-5) / 15)
@@ -86,7 +86,7 @@ def test_links():
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_a_layer_asks(name):
+def test_a_layer_s_parameters_and_work_are_counted(name):
     work = Workload.of(config(name, name))
     model = HybridLM(config(name, name))
     assert work.parameters == sum(p.numel() for p in model.parameters())
@@ -133,7 +133,7 @@ def test_attention_moves_keys_where_compute_does_not_hide_it():
     assert plan.predict(slow, 8, 8).attention > 0.0
 
 
-def test_thousands_of_gpus():
+def test_more_gpus_take_less_time_and_memory_each():
     big = setting("gla", "attention", length=1 << 22)
     for gpus in (8, 512, 4096):
         lines = [plan.predict(big, gpus, P) for P in plan.splits(gpus, big.length)]
@@ -174,7 +174,7 @@ def test_what_is_kept_is_what_the_fused_operators_keep():
     assert 2 * 8 * D < block.layer_saved < 2 * 20 * D
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command_prints_and_saves_its_table(tmp_path, capsys):
     file = tmp_path / "model.json"
     file.write_text(json.dumps(config("gla", "attention").to_dict()))
     plan.run(options("--config", str(file), "--length", "8192", "--gpus", "4,16", "--out", str(tmp_path / "t.json")))
@@ -204,7 +204,7 @@ def test_the_command(tmp_path, capsys):
         (("--rates", "/nonexistent.json"), "--rates: expected a bench_scan.json"),
     ],
 )
-def test_bad_options(words, message, capsys):
+def test_bad_options_are_named_before_anything_is_printed(words, message, capsys):
     with pytest.raises(ArgumentError, match=message):
         plan.run(options("--layers", "gla", "--repeat", "1", "--dim", "32", "--heads", "2", *words))
     assert not capsys.readouterr().out, "nothing is printed before all options are read"

@@ -19,7 +19,7 @@ from ring_la.linear import one_device
 from ring_la.recurrences import RECURRENCES as DEFINITIONS
 from ring_la.recurrences.definition import Recurrence
 from ring_la.recurrences.recurrence import recurrence
-from tests.conformance.cases import RECURRENCES, error, make_inputs
+from tests.support.recurrence_cases import RECURRENCES, error, make_inputs
 
 H, K, V = 4, 6, 5
 
@@ -72,7 +72,7 @@ def run(function, x: dict, state: Tensor, cotangents, **keywords):
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "auto"])
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_modes_and_packing(name, mode):
+def test_every_mode_packed_or_not_is_the_reference(name, mode):
     for T, cu in ((70, None), (1, None), (70, (0, 0, 1, 40, 70, 70))):
         B = 2 if cu is None else 1
         N = B if cu is None else len(cu) - 1
@@ -86,7 +86,7 @@ def test_modes_and_packing(name, mode):
 
 
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_options(name):
+def test_scale_l2norm_and_backends_are_the_reference(name):
     """Scale, L2-normalised q and k, the reference backend, and no state at all."""
     x = make_inputs(name, 2, 33, H=H, K=K, V=V)
     for keywords in (dict(scale=0.3), dict(use_qk_l2norm=True), dict(backend="torch"), dict(backend="reference")):
@@ -98,7 +98,7 @@ def test_options(name):
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_linear_attention_forms(causal, normalize):
+def test_bidirectional_and_normalised_linear_attention_is_the_reference(causal, normalize):
     for cu in (None, torch.tensor([0, 9, 9, 40])):
         x = make_inputs("linear_attention", 1, 40, H=H, K=K, V=V)
         x = {n: t.detach().abs().requires_grad_() for n, t in x.items()}
@@ -187,7 +187,7 @@ def test_strong_decay_stays_finite():
 @pytest.mark.parametrize(
     "name", ["linear_attention", "simple_gla", "gla", "gated_delta_rule", "kda", "dplr_delta_rule"]
 )
-def test_gradcheck(name):
+def test_gradients_are_finite_differences(name):
     x = make_inputs(name, 1, 5, Hk=1, H=2, K=3, V=2)
     state = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
     names = list(x)
@@ -236,7 +236,7 @@ def test_transforms_of_functions_are_refused():
     assert torch.func.grad(lambda q: by_reference(q).sum())(x).abs().sum() > 0
 
 
-def test_vmap():
+def test_vmap_is_a_loop():
     x = torch.randn(3, 1, 9, 2, 4, dtype=torch.float64)
     for function in (lambda q: ring_la.gla(q, q, q, -q.abs()).o, lambda q: ring_la.attention(q, q, q, softcap=2.0).o):
         torch.testing.assert_close(torch.vmap(function)(x), torch.stack([function(q) for q in x]))
@@ -244,7 +244,7 @@ def test_vmap():
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rule", ["additive_none", "additive_scalar", "delta_diagonal", "dplr_diagonal"])
-def test_opcheck(rule, packed):
+def test_operators_have_right_schemas_and_fakes(rule, packed):
     name = {"additive_none": "linear_attention", "additive_scalar": "simple_gla", "delta_diagonal": "kda"}
     x = make_inputs(name.get(rule, "dplr_delta_rule"), 1, 20, dtype=torch.float32)
     tensors = [x.get(n) for n in Inputs._fields]

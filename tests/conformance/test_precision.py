@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import ring_la
-from tests.conformance.cases import DOCUMENTS, RECURRENCES, STATIC, error, make_inputs
-from tests.conformance.test_sharded import TOLERANCE, H, V, assert_close, check_sharded, truth
-from tests.distributed.pool import group
+from tests.support.pool import group
+from tests.support.recurrence_cases import DOCUMENTS, RECURRENCES, STATIC, error, make_inputs
+from tests.support.split_recurrences import TOLERANCE, H, V, assert_close, check_sharded, truth
 
 
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_fp32(ranks, name):
+def test_split_fp32_is_near_fp64(ranks, name):
     for P, documents, kind in ((2, "dense", "zigzag"), (3, "packed", "zigzag"), (4, "uneven", "contiguous")):
         results = ranks.run(P, check_sharded, P, name, documents, kind, ("ring", "all_to_all"), torch.float32)
         assert_close(results, TOLERANCE[torch.float32])
@@ -96,7 +96,7 @@ def check_bf16(rank: int, P: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_bf16(ranks, name):
+def test_split_bf16_is_as_near_as_a_bf16_loop(ranks, name):
     for P in (1, 3):
         bad = ranks.run(P, check_bf16, P, name)
         assert not any(bad), bad

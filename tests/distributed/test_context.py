@@ -18,8 +18,8 @@ from ring_la import nn, reference
 from ring_la.algebra import Affine
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.scan import STRATEGIES, Chain
-from tests.conformance.cases import DOCUMENTS, error, make_inputs
-from tests.distributed.pool import group
+from tests.support.pool import group
+from tests.support.recurrence_cases import DOCUMENTS, error, make_inputs
 
 H, K, V = 4, 6, 5
 
@@ -72,7 +72,7 @@ def check_recurrent(rank: int) -> float:
     return max(run_once(cp, 0, name, mode="recurrent") for name in names)
 
 
-def test_recurrent_mode_under_a_layout(ranks):
+def test_split_recurrent_mode_is_whole(ranks):
     assert max(ranks.run(3, check_recurrent)) < 1e-10
 
 
@@ -104,7 +104,7 @@ def check_bidirectional(rank: int, causal: bool, normalize: bool, documents: str
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_linear_attention_forms(ranks, causal, normalize):
+def test_split_bidirectional_and_normalised_linear_attention_is_whole(ranks, causal, normalize):
     for documents in ("dense", "packed", "short"):
         assert max(ranks.run(4, check_bidirectional, causal, normalize, documents)) < 1e-10
 
@@ -173,7 +173,7 @@ def check_second_derivative(rank: int) -> None:
 
 
 @pytest.mark.parametrize("check", [check_checkpoint, check_autocast, check_second_derivative])
-def test_training_machinery(ranks, check):
+def test_split_calls_work_with_torch_s_training_machinery(ranks, check):
     ranks.run(3, check)
 
 
@@ -537,7 +537,7 @@ def test_striped_is_refused_and_convert_helps(ranks):
         (dict(group="world"), "group"),
     ],
 )
-def test_bad_settings(ranks, arguments, name):
+def test_bad_settings_are_named(ranks, arguments, name):
     ranks.run(1, check_bad_setting, arguments, name)
 
 
@@ -558,7 +558,7 @@ def check_handles(rank: int) -> None:
             layout.targets(ids, index)
 
 
-def test_handles(ranks):
+def test_handles_are_copied_as_themselves_and_never_pickled(ranks):
     ranks.run(1, check_handles)
 
 

@@ -7,8 +7,8 @@ import torch
 
 import ring_la
 from ring_la import reference
-from tests.conformance.cases import DOCUMENTS, error
-from tests.distributed.pool import group
+from tests.support.pool import group
+from tests.support.recurrence_cases import DOCUMENTS, error
 
 D = 6
 
@@ -59,7 +59,7 @@ def check_conv(rank: int, P: int, documents: str, W: int, with_state: bool) -> l
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_halo(ranks, P, documents):
+def test_a_split_convolution_is_whole(ranks, P, documents):
     for W in (1, 2, 4, 9):
         for with_state in (True, False):
             bad = ranks.run(P, check_conv, P, documents, W, with_state)
@@ -125,6 +125,6 @@ def test_one_device_matches_reference():
         (dict(in_place=None), "in_place"),
     ],
 )
-def test_bad_arguments(change, name):
+def test_bad_arguments_are_named(change, name):
     with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected"):
         ring_la.short_conv(**(dict(x=torch.zeros(1, 4, 6), weight=torch.zeros(6, 4)) | change))

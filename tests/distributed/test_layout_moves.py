@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ring_la
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 CASES = [(29, None), (1003, None), (3, None), (40, (0, 0, 1, 17, 18, 40))]
 
@@ -59,7 +59,7 @@ def check_targets(rank: int, P: int, T: int, cu) -> None:
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 @pytest.mark.parametrize(("T", "cu"), CASES)
-def test_moves(ranks, P, T, cu):
+def test_shard_gather_convert_and_targets_are_right_both_ways(ranks, P, T, cu):
     ranks.run(P, check_moves, P, T, cu)
     ranks.run(P, check_targets, P, T, cu)
 
@@ -81,5 +81,5 @@ def check_bad_moves(rank: int) -> None:
         layout.gather(torch.zeros(1, n), dim="1")
 
 
-def test_bad_moves(ranks):
+def test_bad_moves_are_named(ranks):
     ranks.run(2, check_bad_moves)

@@ -5,45 +5,15 @@ The GPUs' own check is tests/gpu/test_symmetric.py.
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 
 import ring_la
-from ring_la.comm import Group
-from tests.distributed.pool import group
+from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
+from tests.support.pool import group
 
 interpreted()
-
-BLOCKS, CHUNK = 2, 64  # few and small, so that messages of several chunks and rounds stay quick
-
-
-def over_files(rank: int, size: int, folder: str, timeout: float = 60.0, chunk: int = CHUNK) -> Group:
-    """A gloo group whose messages go by mailboxes in files."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    interpreted()
-    from ring_la.comm import copy_kernel
-    from ring_la.comm.symmetric import MailboxMemory, SymmetricTransport
-
-    own = Group(group(size), timedelta(seconds=timeout))
-    n, lanes = copy_kernel.words(size, chunk), ((3, 128), (3, 1024))
-    if rank == 0:
-        for r in range(size):
-            boxes = torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32)
-            copy_kernel.prepare(boxes, size, chunk, BLOCKS, lanes)
-    dist.barrier(group(size))
-    boxes = [torch.from_file(f"{folder}/{r}", shared=True, size=n, dtype=torch.int32) for r in range(size)]
-    addresses = [b.data_ptr() for b in boxes]
-    memory = MailboxMemory(boxes[rank], addresses, boxes)
-    own.transport = own.mailboxes = SymmetricTransport(
-        own, own.streams, own.transport, memory, BLOCKS=BLOCKS, CHUNK=chunk, STEP=32
-    )
-    own.mailboxes.lanes = own.mailboxes._lanes(lanes)
-    return own
 
 
 def check_messages(rank: int, size: int, folder: str) -> int:

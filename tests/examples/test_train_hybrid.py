@@ -21,12 +21,11 @@ import pytest
 import torch
 
 from ring_la.serving.load import load
-from tests.distributed.pool import RankError, Ranks
+from tests.support.pool import RankError, Ranks
+from tests.support.train_example import ROOT, SCRIPT, example
 
 pytest.importorskip("jsonargparse")
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "train_hybrid.py"
 STEPS = 12
 OPTIONS = {
     "model.dim": 16,
@@ -46,15 +45,6 @@ OPTIONS = {
 def arguments(folder: Path, **changes: object) -> list[str]:
     options = OPTIONS | {"run.folder": folder} | {k.replace("__", "."): v for k, v in changes.items()}
     return [f"--{name}={value}" for name, value in options.items()]
-
-
-def example():
-    """The script as a module."""
-    if "train_hybrid" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("train_hybrid", SCRIPT)
-        sys.modules["train_hybrid"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["train_hybrid"])
-    return sys.modules["train_hybrid"]
 
 
 def train(rank: int, options: list[str]) -> None:
@@ -133,6 +123,7 @@ def test_a_killed_rank_changes_no_bit(whole, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the rank to end in /proc")
+@pytest.mark.distributed
 def test_sigterm_leaves_a_checkpoint(tmp_path):
     """Sent to one rank, all of them save and end; sent to torchrun, which tells its ranks, too."""
     for whom in ("a rank", "torchrun"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.distributed.pool import Ranks
+from tests.support.pool import Ranks
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def alone() -> None:
 
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[Ranks]:
-    """As many ranks as there are GPUs, joined by NCCL (see tests/distributed/pool.py)."""
+    """As many ranks as there are GPUs, joined by NCCL (see tests/support/pool.py)."""
     pool = Ranks(max(1, torch.cuda.device_count()), "nccl")
     yield pool
     pool.stop()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import ring_la
 from ring_la import reference
 from ring_la.softmax import attention
-from tests.softmax.cases import error, finite
+from tests.support.attention_cases import error, finite
 
 pytestmark = pytest.mark.gpu
 

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import ring_la
 from ring_la import ContextParallel
 from ring_la.softmax import attention
-from tests.distributed import pool
 from tests.gpu.test_attention import FEATURES, WIDTHS, T, draw, off, one_device, run, truth
-from tests.softmax.cases import error
+from tests.support import pool
+from tests.support.attention_cases import error
 from tests.support.gpu import world
 
 pytestmark = pytest.mark.gpu(needs=2)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import ring_la
-from tests.conformance.cases import RECURRENCES, error, make_inputs
+from tests.support.recurrence_cases import RECURRENCES, error, make_inputs
 
 pytestmark = pytest.mark.gpu
 H, D, T = 4, 64, 1024

@@ -16,12 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-
-from ring_la.kernels.fused import short_conv
-from tests.kernels import test_triton_conv as conv_cases
-from tests.kernels import test_triton_gates as gates_cases
-from tests.kernels import test_triton_loss as loss_cases
-from tests.kernels import test_triton_read as read_cases
+from tests.support import conv_cases, gate_cases, loss_cases, read_cases
 from tests.support.triton_cases import error
 
 pytestmark = pytest.mark.gpu
@@ -33,10 +28,7 @@ def apart(got: list[Tensor], true: list[Tensor]) -> list[float]:
 
 
 def conv_case(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    case = CONV[name] | {"dtype": dtype}
-    true = conv_cases.both(case, conv_cases.in_fp64, conv_cases.by_autograd)
-    got = conv_cases.both(case, conv_cases.conv.forward, conv_cases.conv.backward)
-    return true, got, conv_cases.both(case, short_conv.plain_convolve, short_conv.plain_convolve_backward)
+    return conv_cases.conv_case(CONV[name] | {"dtype": dtype})
 
 
 CONV = {
@@ -47,16 +39,16 @@ CONV = {
 }
 CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list[Tensor]]]] = {
     **{f"conv {name}": partial(conv_case, name) for name in CONV},
-    **{f"decay {name}": partial(gates_cases.decay_case, name, times=40) for name in gates_cases.CASES},
+    **{f"decay {name}": partial(gate_cases.decay_case, name, times=40) for name in gate_cases.CASES},
     **{
-        f"rms {D} {gate}": partial(gates_cases.rms_case, D, gate, rows=3000)
+        f"rms {D} {gate}": partial(gate_cases.rms_case, D, gate, rows=3000)
         for D, gate in ((128, "silu"), (128, "sigmoid"), (80, "silu"), (1, None), (2048, None), (5000, "silu"))
     },
-    **{f"discretise {V}": partial(gates_cases.step_case, V, V != 64, V != 80, T=900) for V in (5, 64, 80, 128)},
-    **{f"skip {V} {w}": partial(gates_cases.skip_case, V, w, T=900) for V, w in ((64, False), (80, True), (5, True))},
+    **{f"discretise {V}": partial(gate_cases.step_case, V, V != 64, V != 80, T=900) for V in (5, 64, 80, 128)},
+    **{f"skip {V} {w}": partial(gate_cases.skip_case, V, w, T=900) for V, w in ((64, False), (80, True), (5, True))},
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},
-    **{f"unit {D}": partial(gates_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
-    **{f"swiglu {D}": partial(gates_cases.swiglu_case, D, rows=1001) for D in (5, 96, 2048, 5472)},
+    **{f"unit {D}": partial(gate_cases.unit_case, D, T=700) for D in (5, 64, 128, 256)},
+    **{f"swiglu {D}": partial(gate_cases.swiglu_case, D, rows=1001) for D in (5, 96, 2048, 5472)},
     **{f"loss {V}": partial(loss_cases.loss_case, V, rows=300) for V in (257, 4096, 32768, 151936)},
 }
 """name: what gives (true, by the kernels, by PyTorch)."""

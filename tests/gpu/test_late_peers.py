@@ -18,7 +18,7 @@ import ring_la
 from ring_la.algebra import Affine
 from ring_la.comm import Group
 from ring_la.scan import STRATEGIES, Chain, Link
-from tests.distributed import pool
+from tests.support import pool
 
 pytestmark = pytest.mark.gpu(needs=2)
 

@@ -11,9 +11,9 @@ import torch
 
 import ring_la
 from ring_la.scan import STRATEGIES
-from tests.conformance import test_sharded as sharded
-from tests.conformance.cases import RECURRENCES, error, make_inputs
-from tests.distributed import pool
+from tests.support import pool
+from tests.support import split_recurrences as sharded
+from tests.support.recurrence_cases import RECURRENCES, error, make_inputs
 
 SIZES = (2, 4, 8)
 SPLITS = (

@@ -12,7 +12,7 @@ from ring_la import ContextParallel
 from ring_la.inference import generate
 from ring_la.serving import Engine, Hybrid, NoText
 from ring_la.serving.memory import fitting
-from tests.distributed import pool
+from tests.support import pool
 from tests.support.serving import GIB, Timed, answer, make, prompt
 
 RANKS = [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (1, 2)]

@@ -26,12 +26,12 @@ from ring_la.algebra import Affine, transpose
 from ring_la.comm import Group
 from ring_la.layout import Layout
 from ring_la.scan import STRATEGIES, Chain, Link, MailboxBorder
-from tests.conformance import test_sharded as sharded
-from tests.conformance.cases import make_inputs
-from tests.distributed import pool
-from tests.scan import test_border as border
-from tests.scan import test_mailbox_ring as mailbox
+from tests.support import border_calls as border
+from tests.support import chain_maps as mailbox
+from tests.support import pool
+from tests.support import split_recurrences as sharded
 from tests.support.gpu import world
+from tests.support.recurrence_cases import make_inputs
 from tests.support.split_calls import both_ways, captured, inputs
 
 pytestmark = pytest.mark.gpu(needs=2)

@@ -23,8 +23,8 @@ pytest.importorskip("transformers")
 import transformers
 
 import ring_la
-from tests.distributed import pool
-from tests.integrations.transformers.models import INDEXED, RECURRENT, SMALL, SOFTMAX, VOCABULARY, Case
+from tests.support import pool
+from tests.support.transformers_models import INDEXED, RECURRENT, SMALL, SOFTMAX, VOCABULARY, Case
 
 WIDE = dict(
     hidden_size=256,

@@ -7,33 +7,10 @@ import torch
 
 from ring_la import ArgumentError, ContextParallel
 from ring_la.inference import Sampler, decode, generate, prefill, step
-from ring_la.models import HybridConfig, HybridLM
-from ring_la.nn import LAYERS
-from tests.distributed.pool import group
+from tests.support.generation import greedy, make, tokens
+from tests.support.pool import group
 
 NEW = 5
-
-
-def make() -> HybridLM:
-    """Every kind of layer in one model."""
-    torch.manual_seed(0)
-    options = {"attention": {"num_kv_heads": 2}, "mamba2": {"state_dim": 4}}
-    model = HybridLM(HybridConfig(19, 16, list(LAYERS), 4, options=options)).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model
-
-
-def tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(0, 19, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-def greedy(model: HybridLM, ids: torch.Tensor, n: int) -> torch.Tensor:
-    """The truth: the whole text again for every token."""
-    for _ in range(n):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    return ids[:, -n:]
 
 
 def check_handover(rank: int, length: int, cu: list[int] | None) -> list[list[int]]:
@@ -90,7 +67,7 @@ def test_one_step_is_one_token():
     torch.testing.assert_close(after.logits, model(ids).logits[:, -1], rtol=1e-9, atol=1e-9)
 
 
-def test_sampling():
+def test_samples_follow_temperature_top_k_and_top_p():
     logits = torch.tensor([[0.0, 1.0, 5.0, 4.9]]).expand(400, -1)
     assert Sampler()(logits).eq(2).all()
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import ring_la
 from ring_la.inference import decode, prefill, step
-from tests.conformance.cases import RECURRENCES, make_inputs
-from tests.inference.test_generate import make, tokens
+from tests.support.generation import make, tokens
+from tests.support.recurrence_cases import RECURRENCES, make_inputs
 
 
 def both_ways(call, state: Tensor) -> None:
@@ -25,7 +25,7 @@ def both_ways(call, state: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", RECURRENCES)
-def test_recurrences(name):
+def test_every_recurrence_writes_its_state_in_place(name):
     x = make_inputs(name, 2, 3)
     H, V = next(t for n, t in x.items() if n in ("v", "x")).shape[2:]
     state = torch.randn(2, H, 6, V, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_generation_overwrites_its_own_states_only():
         (dict(q=torch.zeros(1, 8, 2, 6, dtype=torch.float64, requires_grad=True)), "in_place"),
     ],
 )
-def test_what_cannot_be_overwritten(change, name):
+def test_what_cannot_be_overwritten_is_refused(change, name):
     x = {n: t.detach() for n, t in make_inputs("delta_rule", 1, 8).items()}
     x["initial_state"] = torch.zeros(1, 4, 6, 5, dtype=torch.float64)
     with pytest.raises(ring_la.ArgumentError, match=f"^{name}: expected"):

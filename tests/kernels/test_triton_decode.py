@@ -53,7 +53,7 @@ def test_steps_are_replayed() -> None:
         assert error(state, after) < 1e-5
 
 
-def test_states_by_row() -> None:
+def test_states_are_read_and_written_by_row_of_a_pool() -> None:
     torch.manual_seed(0)
     case = Case("delta_scalar", B=2, T=1, H=2, Hk=2, K=16, V=16)
     rule, x = Rule.parse(case.rule), case.inputs(DEVICE)

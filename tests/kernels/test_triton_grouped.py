@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton", reason="Triton is not installed")
+from tests.support.interpreter import interpreted
 
-from ring_la.grouped_gemm import grouped_gemm
-from ring_la.kernels.grouped import GroupedProduct, load
-from ring_la.kernels.grouped.tuning import Tiles
-from ring_la.kernels.runtime.triton_version import interpreting
+interpreted()
+pytest.importorskip("triton")
+
+from ring_la.grouped_gemm import grouped_gemm  # noqa: E402
+from ring_la.kernels.grouped import GroupedProduct, load  # noqa: E402
+from ring_la.kernels.grouped.tuning import Tiles  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -23,24 +21,6 @@ TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-3}
 
 LOW = torch.bfloat16 if CUDA else torch.float16  # the interpreter multiplies bf16 as if it were integers
 SHAPES = [(LOW, 16, 24), (LOW, 40, 8), (torch.float16, 10, 7)]
-
-pytestmark = pytest.mark.skipif(not CUDA and not interpreting(), reason="Triton was imported to compile, without a GPU")
-
-
-@pytest.fixture(autouse=True)
-def scalars(monkeypatch):
-    """Triton 3.6's interpreter reads loop bounds with int() of a one-element array, which NumPy 2.4 refuses."""
-    if CUDA:
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def operands(dtype, k, n, sizes=(5, 0, 40, 20), spare=5):
@@ -116,7 +96,7 @@ def test_more_groups_than_one_look():
     agree(GroupedProduct("rows", a, b, sizes), TILES[0])
 
 
-def test_gradients():
+def test_gradients_are_those_of_the_loop():
     a, b, d, sizes = operands(torch.float32, 8, 8, sizes=(3, 0, 6), spare=0)
     grads = {}
     for backend in ("triton", "loop"):

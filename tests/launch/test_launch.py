@@ -74,7 +74,7 @@ def test_the_pytorchjob_fits_itself():
 
 def parsed(arguments: list[str]):
     """The example's configuration of a command line, read in the repository."""
-    from tests.examples.test_train_hybrid import example
+    from tests.support.train_example import example
 
     jsonargparse = pytest.importorskip("jsonargparse")
     here = os.getcwd()
@@ -168,6 +168,7 @@ def test_one_node_and_a_range_of_nodes(started):
     assert (args.nnodes, args.rdzv_endpoint, args.nproc_per_node) == ("2:4", "a:1", "8")
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_not_retried(tmp_path):
     """A typo is told once, and torchrun is not started."""
     pytest.importorskip("jsonargparse")
@@ -201,7 +202,7 @@ def test_what_cannot_work_is_not_retried(tmp_path):
     ],
 )
 def test_what_cannot_work_is_found_before_ranks_start(arguments, message, tmp_path, monkeypatch):
-    from tests.examples.test_train_hybrid import example
+    from tests.support.train_example import example
 
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(ROOT)
@@ -225,6 +226,7 @@ SMALL += [
 ]
 
 
+@pytest.mark.distributed
 def test_two_nodes_train_under_slurm_and_two_pods_go_on(tmp_path):
     """The batch file, run by bash, and the pods' command and environment: two torchruns each, meeting over loopback."""
     pytest.importorskip("jsonargparse")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ring_la import ArgumentError, ContextParallel
 from ring_la.models import HybridConfig, HybridLM
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 LAYERS = ("gdn", "attention", "rwkv7", "mamba2")
 TOKENS, CU = 41, [0, 6, 6, 29, 41]

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from ring_la.nn import LAYERS
 from ring_la.recurrences import RECURRENCES
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -39,7 +39,7 @@ def check(rank: int) -> None:
     assert torch.isfinite(names["loss"])
 
 
-def test_code_runs(ranks):
+def test_the_readme_s_code_runs_on_two_ranks(ranks):
     ranks.run(2, check)
 
 

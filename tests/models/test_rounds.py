@@ -8,7 +8,7 @@ import torch
 from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import TrainingMesh, recompute, shard_parameters
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 TOKENS = 61
 CU = {"one document": None, "packed": [0, 7, 7, 20, 45, 46, 61], "a border on a round's": [0, 20, 40, 61]}

@@ -10,6 +10,8 @@ import torch
 
 from tests.nn.cases import DIM, NAMES, make
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (9, 33, 70)
 INDUCTOR = [("gdn", "chunk"), ("deltanet", "recurrent")]
 TRACED = [name for name in NAMES if name not in ("gdn", "hgrn2", "lightning")]

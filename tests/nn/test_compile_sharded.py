@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ring_la import ContextParallel
-from tests.distributed.pool import group
 from tests.nn.cases import DIM, make
+from tests.support.pool import group
 
 
 def check(rank: int, name: str) -> None:

@@ -14,8 +14,8 @@ from ring_la import ArgumentError, ContextParallel, RingLAError
 from ring_la.inference import decode, prefill
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import MixtureOfExperts
-from tests.distributed.pool import group
 from tests.nn.test_sharded import close
+from tests.support.pool import group
 
 DIM, HIDDEN, EXPERTS = 8, 6, 5
 COEFFICIENTS = {"balance_coef": 0.7, "z_coef": 0.3}
@@ -122,7 +122,7 @@ def test_an_expert_without_tokens():
 
 
 @pytest.mark.parametrize("T", [0, 1])
-def test_few_tokens(T):
+def test_few_tokens_give_finite_gradients(T):
     layer, x = make(shared_hidden=4), tokens(2, T).requires_grad_()
     out = layer(x, output_routing=True)
     assert out.o.shape == x.shape
@@ -321,7 +321,7 @@ def test_wrong_calls_are_refused_on_every_rank(ranks):
         ({"shared_gate": True}, "Give shared_hidden"),
     ],
 )
-def test_wrong_options(options, match):
+def test_wrong_options_are_named(options, match):
     with pytest.raises(ArgumentError, match=match):
         make(**options)
 
@@ -354,6 +354,7 @@ def test_compiled_whole_for_any_number_of_tokens():
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_models_loss_compiles_whole():
     torch._dynamo.reset()
     model, ids = make_model(), ids_of(20, 2)

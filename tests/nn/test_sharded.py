@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ring_la import ContextParallel, RingLAError
-from tests.distributed.pool import group
 from tests.nn.cases import DIM, NAMES, make, parts
+from tests.support.pool import group
 
 TOKENS = 37
 CU = [0, 3, 3, 20, 37]

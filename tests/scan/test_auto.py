@@ -15,7 +15,7 @@ from ring_la.algebra import Affine, Transition
 from ring_la.layout import Layout
 from ring_la.scan import STRATEGIES, Chain, CostModel, Link
 from ring_la.scan.auto import Line
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 FREE = Line(0.0, float("inf"))
 RANKS = (2, 3, 4, 8, 64)
@@ -50,7 +50,7 @@ def test_a_ring_by_mailboxes_is_one_launch_a_link():
 
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal", "dense"])
-def test_the_table(kind, P):
+def test_costs_are_the_bytes_and_depth_of_the_papers(kind, P):
     """Bytes received and depth of each strategy, one link a rank, as docs/communication.md and the papers have them."""
     H, K = 64, 8
     S, M = 4 * H * K * K, {"identity": 0, "scalar": 4 * H, "diagonal": 4 * H * K, "dense": 4 * H * K * K}[kind]
@@ -93,11 +93,11 @@ def test_only_dependent_messages_count():
         ("large states, dense transitions, long chain", 64, 1e-6, 1e9, "dense", 512, "all_to_all"),
     ],
 )
-def test_regimes(what, P, alpha, beta, kind, width, best):
+def test_each_regime_has_its_best_strategy(what, P, alpha, beta, kind, width, best):
     assert model(alpha, beta).best(chain(P), maps(kind, 64, width)) == best, what
 
 
-def test_maps_count():
+def test_applying_maps_costs_time():
     """Where messages are free, the strategy that applies the fewest maps wins: all_to_all folds 1/P of the state."""
     slow = CostModel(*[Line(0.0, 1e15)] * 4, add=Line(0.0, 1e9), matmul=Line(0.0, 1e9))
     seconds = slow.predict(chain(4), maps("dense", 8, 64))
@@ -139,7 +139,7 @@ def check_launches(rank: int, kind: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_launches(ranks, kind):
+def test_launches_are_as_many_as_predicted(ranks, kind):
     by_rank = ranks.run(4, check_launches, kind)
     for name in STRATEGIES:
         most, said = max(found[name][0] for found in by_rank), by_rank[0][name][1]

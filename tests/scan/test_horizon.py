@@ -11,8 +11,8 @@ from ring_la.algebra import Affine
 from ring_la.scan import STRATEGIES, Chain, CostModel, Horizon
 from ring_la.scan.auto import Line
 from ring_la.scan.neighbours import Neighbours
-from tests.conformance.cases import error, make_inputs
-from tests.distributed.pool import group
+from tests.support.pool import group
+from tests.support.recurrence_cases import error, make_inputs
 
 DECAYS = {"some": (-3.0, -1e-3, -2.0, 0.0), "all": (-3.0, -4.0, -2.0, -9.0)}
 LAYOUTS = {  # tokens, kind, documents

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_la.algebra import Affine, transition_shape, transpose
+from ring_la.algebra import Affine, transpose
 from ring_la.layout import Layout
 from ring_la.scan import CANONICAL, STRATEGIES, Chain, Link
-from tests.distributed.pool import group
-from tests.distributed.test_symmetric import over_files
+from tests.support.chain_maps import maps, serial
+from tests.support.file_mailboxes import over_files
 from tests.support.interpreter import interpreted
+from tests.support.pool import group
 
 interpreted()
 
@@ -22,30 +23,6 @@ CHAINS = {
     "zigzag": ("zigzag", None),
     "documents": ("zigzag", [0, 5, 16, 40, 48]),  # starts inside segments and on their borders
 }
-SHAPE = (1, 3, 40, 6)
-
-
-def maps(chain: Chain, kind: str, shape: tuple[int, ...] = SHAPE, device: str = "cpu") -> list[Affine]:
-    """A map for each link, the same on every rank; the second head forgets within every other link."""
-    rng = torch.Generator(device).manual_seed(3)
-    out = []
-    for i, passes in enumerate(chain.passes):
-        b = torch.randn(shape, generator=rng, device=device)
-        size = transition_shape(kind, b.shape)
-        A = None if size is None or not passes else torch.rand(size, generator=rng, device=device) / shape[-2]
-        if A is not None and i % 2:
-            A[:, 1] = 1e-20
-        out.append(Affine(kind, A, b))
-    return out
-
-
-def serial(chain: Chain, links: list[Affine]) -> list[torch.Tensor | None]:
-    """The state entering each link, one after the other."""
-    entering, left = [], None
-    for needs, passes, m in zip(chain.needs, chain.passes, links):
-        entering.append(left if needs else None)
-        left = m(left) if needs and passes else m.b
-    return entering
 
 
 def check_ring(rank: int, size: int, folder: str) -> int:

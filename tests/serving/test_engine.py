@@ -13,8 +13,8 @@ from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError
 from ring_la.inference import Sampler, generate
 from ring_la.nn import decoding
 from ring_la.serving import Batch, Busy, Completion, Ended, Engine, Event, Failed, Hybrid, NewToken, NoText, Request
-from tests.distributed.pool import group
-from tests.inference.test_generate import greedy, make, tokens
+from tests.support.generation import greedy, make, tokens
+from tests.support.pool import group
 
 LONG = 60.0
 

@@ -93,7 +93,7 @@ def text(ids: list[int]) -> str:
     return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-def test_a_completion(client):
+def test_a_completion_has_the_greedy_tokens(client):
     said, want = client.complete(max_tokens=7, model="small"), greedy(PROMPT, 7)
     choice = said["choices"][0]
     assert (choice["token_ids"], choice["text"], choice["finish_reason"]) == (want, text(want), "length")
@@ -105,7 +105,7 @@ def test_a_completion(client):
     assert by_ids["usage"]["prompt_tokens_details"] == {"cached_tokens": 9}
 
 
-def test_a_stream(client):
+def test_a_stream_has_the_tokens_one_by_one(client):
     fields = {"prompt": PROMPT, "max_tokens": 7, "temperature": 0, "stream": True}
     answer = client.open("POST", "/v1/completions", fields | {"stream_options": {"include_usage": True}}).getresponse()
     assert answer.getheader("Content-Type").startswith("text/event-stream")
@@ -155,7 +155,7 @@ def test_a_client_that_goes_away_stops_its_decoding(client, stream, listens):
     assert 0 < job.decoded < 4000
 
 
-def test_what_is_there(client):
+def test_models_and_health_are_answered_and_other_paths_refused(client):
     status, said = client.ask("GET", "/v1/models")
     assert status == 200
     assert [(m["id"], m["object"], m["max_model_len"]) for m in said["data"]] == [("small", "model", 4096)]
@@ -204,7 +204,7 @@ def test_bad_fields_are_named(client, fields, param, message):
     assert message in said["error"]["message"]
 
 
-def test_bad_bodies(client):
+def test_bad_bodies_are_refused(client):
     for body, message in (
         ("{", "body: expected JSON"),
         ("[]", "body: expected a JSON object, got a list"),
@@ -220,7 +220,7 @@ def test_bad_bodies(client):
     assert (status, said["error"]["code"]) == (404, "model_not_found")
 
 
-def test_the_end():
+def test_a_stopping_server_ends_streams_and_refuses_requests():
     with Client() as client:
         client.engine.text.end = frozenset()  # it goes on until it is stopped
         fields = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": True}

@@ -22,9 +22,9 @@ from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Bytes, Engine, NoText
 from ring_la.serving.load import load, vocabulary
 from ring_la.serving.model import rehearse
-from tests.distributed.pool import group
-from tests.integrations.transformers.models import CASES, SMALL, VOCABULARY
 from tests.serving.test_engine import LONG, Asked, serve
+from tests.support.pool import group
+from tests.support.transformers_models import CASES, SMALL, VOCABULARY
 
 
 def hybrid(vocab_size: int = 257) -> HybridLM:
@@ -67,7 +67,7 @@ def test_the_newest_complete_checkpoint_of_a_run(tmp_path):
         load(tmp_path)
 
 
-def test_what_is_none(tmp_path):
+def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="model: expected a checkpoint or a folder with one, got"):
         load(tmp_path / "none")
     with pytest.raises(ArgumentError, match="model: expected a file of torch"):
@@ -101,7 +101,7 @@ def tokenizer(tmp_path_factory) -> Path:
 TEXT = "one sequence over many ranks → naïve one sequence\n\n  over many ranks"
 
 
-def test_tokenizers(tokenizer):
+def test_tokenizers_give_the_text_back(tokenizer):
     for name in (str(tokenizer), str(tokenizer / "tokenizer.json")):
         text = vocabulary(name, 300)
         ids = text.encode(TEXT + "🙂")

@@ -21,10 +21,10 @@ from ring_la import ContextParallel
 from ring_la.cli.serve import stopped_by_signals
 from ring_la.inference import generate
 from ring_la.serving import Engine, Event, Failed, Hybrid, Lookout, NoText
-from tests.distributed.pool import group
-from tests.inference.test_generate import make
 from tests.serving.test_engine import Asked
 from tests.serving.test_load import hybrid
+from tests.support.generation import make
+from tests.support.pool import group
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -58,7 +58,8 @@ def health(port: int, wanted: Callable[[int], bool]) -> tuple[int, str]:
         time.sleep(0.2)
 
 
-def test_two_ranks(tmp_path: Path):
+@pytest.mark.distributed
+def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
     model = hybrid()
     torch.save({"config": model.config.to_dict(), "model": model.state_dict()}, tmp_path / "checkpoint.pt")
     with socket.socket() as s:

@@ -16,9 +16,9 @@ import ring_la
 from ring_la.comm import memory as module
 from ring_la.comm.memory import SECTOR, Memory
 from ring_la.errors import PeerError
-from tests.distributed.pool import group
-from tests.softmax.cases import DOCUMENTS, draw, truth
-from tests.softmax.test_sharded import KINDS, compare
+from tests.support.attention_cases import DOCUMENTS, draw, truth
+from tests.support.pool import group
+from tests.support.split_attention import KINDS, compare
 
 
 class Files(Memory):

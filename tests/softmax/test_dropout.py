@@ -7,9 +7,9 @@ import torch
 
 import ring_la
 from ring_la.softmax import attention
-from tests.distributed.pool import group
-from tests.softmax.cases import error
-from tests.softmax.test_sharded import KINDS, STRATEGIES
+from tests.support.attention_cases import error
+from tests.support.pool import group
+from tests.support.split_attention import KINDS, STRATEGIES
 
 H, D, T = 4, 8, 61
 CALL = dict(dropout_p=0.25, dropout_seed=1234)

@@ -21,7 +21,7 @@ from ring_la.softmax.backends.varlen import VarlenBackend
 from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
 
 calls: list[str] = []
 

@@ -14,8 +14,8 @@ from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.call import AttentionCall
 from ring_la.softmax.scores import Scores
 from ring_la.softmax.tensors import Tensors
-from tests.distributed.pool import group
-from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.pool import group
 
 
 def run(case, **keywords) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def run(case, **keywords) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("backend", [None, "torch", "reference"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_one_device(feature, backend):
+def test_every_feature_on_one_device_is_the_reference(feature, backend):
     for documents, key_tokens in (("dense", None), ("packed", None), ("uneven", 131), ("uneven", 20)):
         cu = DOCUMENTS[documents][1]
         got = run(
@@ -86,14 +86,14 @@ GOOD = dict(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8))
         (dict(cu_seqlens=torch.tensor([0, 6])), "cu_seqlens"),
     ],
 )
-def test_bad_arguments(change, name):
+def test_bad_arguments_are_named(change, name):
     tensors = {n: torch.zeros(s) for n, s in GOOD.items()}
     with pytest.raises(ring_la.ArgumentError, match=rf"^{name}: expected"):
         attention(**(tensors | change))
 
 
 @pytest.mark.parametrize("cu", [[1, 6], [0, 4, 3, 6], [0, 5], [0.0, 6.0]])
-def test_bad_offsets(cu):
+def test_bad_offsets_are_named(cu):
     x = torch.zeros(1, 6, 2, 8)
     with pytest.raises(ring_la.ArgumentError, match=r"^cu_seqlens: expected"):
         attention(x, x, x, cu_seqlens=torch.tensor(cu))
@@ -126,7 +126,7 @@ def refuse_on_every_rank(rank: int) -> list[str]:
     return seen
 
 
-def test_errors_on_every_rank(ranks):
+def test_every_rank_gets_the_same_error(ranks):
     first, second = ranks.run(2, refuse_on_every_rank)
     assert first == second
     assert first[:2] == ["DisagreementError"] * 2
@@ -139,7 +139,7 @@ def test_second_derivative_is_refused():
         grad.sum().backward()
 
 
-def test_registered_operator():
+def test_the_operator_has_a_right_schema_and_fake():
     x = [torch.randn(1, 7, 2, 4, requires_grad=True) for _ in range(3)]
     call = AttentionCall(Scores(0.5, right=0), "none", None)
     arguments = operator.flat(Tensors(*x, sinks=torch.randn(2, requires_grad=True)), call)

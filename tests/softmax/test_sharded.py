@@ -8,29 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ring_la
 from ring_la.softmax import attention
-from tests.distributed.pool import group
-from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
-
-STRATEGIES = ("ring", "all_gather", "ulysses")
-KINDS = ("contiguous", "zigzag", "striped")
-
-
-def compare(layout, case, want, strategy: str, dtype=torch.float64, **keywords) -> dict[str, float]:
-    """Relative errors of one call under a layout, of this rank's part of everything."""
-    keys = keywords.get("kv_layout", layout)
-    split = {"q": layout, "k": keys, "v": keys, "o": layout, "dq": layout, "dk": keys, "dv": keys}
-    local = {n: (split[n].shard(t) if n in split else t) for n, t in case.tensors.items()}
-    local = {n: t.to(dtype).detach().clone().requires_grad_() for n, t in local.items()}
-    out = attention(**local, **case.keywords, layout=layout, strategy=strategy, **keywords)
-    loss = (out.o * layout.shard(case.do)).sum() + (finite(out.lse) * layout.shard(case.dlse, dim=2)).sum()
-    grads = {f"d{n}": g for n, g in zip(local, torch.autograd.grad(loss, list(local.values())))}
-    got = {"o": out.o, "lse": out.lse} | {
-        n: g if n[1:] in split else layout.cp.comm.all_reduce(g).wait() for n, g in grads.items()
-    }
-    parts = {n: split[n].shard(t) if n in split else t for n, t in want.items()}
-    parts["lse"] = layout.shard(want["lse"], dim=2)
-    assert all(g.dtype == local[n[1:]].dtype for n, g in grads.items())
-    return {n: error(g, parts[n]) for n, g in got.items()}
+from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, truth
+from tests.support.pool import group
+from tests.support.split_attention import KINDS, STRATEGIES, compare
 
 
 def check(rank: int, P: int, strategy: str, documents: str, features: tuple[str, ...], heads=None) -> list[str]:
@@ -88,7 +68,7 @@ def check_mesh(rank: int, axes: tuple[str, str], shape: tuple[int, int], heads) 
         (("ring", "ulysses"), (2, 2), (1, 1)),
     ],
 )
-def test_two_dimensional_mesh(ranks, axes, shape, heads):
+def test_split_over_a_two_dimensional_mesh_is_whole(ranks, axes, shape, heads):
     bad = ranks.run(4, check_mesh, axes, shape, heads)
     assert not any(bad), bad
 
@@ -109,7 +89,7 @@ def check_cross(rank: int, P: int, strategy: str) -> list[str]:
 
 @pytest.mark.parametrize("P", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_cross_attention(ranks, strategy, P):
+def test_split_cross_attention_is_whole(ranks, strategy, P):
     bad = ranks.run(P, check_cross, P, strategy)
     assert not any(bad), bad
 

@@ -1,6 +1,6 @@
 """The Triton kernels under Triton's interpreter, against the dense reference and the PyTorch backend.
 
-Run with TRITON_INTERPRET=1; the GPU's own check is tests/gpu/test_attention.py.
+The GPU's own check is tests/gpu/test_attention.py.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.geometry.placement import WholePlacement
 from ring_la.softmax.merging import Gradients, Partial, Sum, one_pass, row_sums
 from ring_la.softmax.scores import Scores
-from tests.softmax.cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, error, finite, truth
+from tests.support.interpreter import interpreted
 
-pytest.importorskip("triton")
+interpreted()
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+    pytest.skip("GPUs have a check of their own", allow_module_level=True)
 
-from ring_la.softmax import attention
-from ring_la.softmax.backends.triton import launch, plan, table
-from ring_la.softmax.merging import fused
+from ring_la.softmax import attention  # noqa: E402
+from ring_la.softmax.backends.triton import launch, plan, table  # noqa: E402
+from ring_la.softmax.merging import fused  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def on_the_cpu(monkeypatch):
     ("documents", "feature"),
     [*(("uneven", f) for f in FEATURES), *(("packed", f) for f in ("causal", "full", "window", "all", "all rear"))],
 )
-def test_against_reference(documents, feature):
+def test_every_feature_is_the_reference(documents, feature):
     case, want, cu = draw(documents, feature), truth(documents, feature), DOCUMENTS[documents][1]
     leaves = {n: t.float().requires_grad_() for n, t in case.tensors.items()}
     cu = None if cu is None else torch.tensor(cu)

@@ -9,7 +9,7 @@ from torch import nn
 from ring_la import ContextParallel
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import gradients, sum_gradients
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 
 def make() -> HybridLM:

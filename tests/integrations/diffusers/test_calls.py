@@ -17,8 +17,8 @@ import diffusers
 import ring_la
 from ring_la.errors import RingLAError
 from ring_la.integrations.diffusers import AttentionPlan, BlockPlan, ModelPlan, TokenRows, parallelize
-from tests.distributed.pool import group
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
+from tests.support.pool import group
 
 from .models import make
 

@@ -9,8 +9,8 @@ pytest.importorskip("diffusers")
 
 import ring_la
 from ring_la.integrations.diffusers import parallelize
-from tests.distributed.pool import group
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
+from tests.support.pool import group
 
 from .models import make
 

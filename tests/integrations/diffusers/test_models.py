@@ -15,8 +15,8 @@ pytest.importorskip("diffusers")
 import ring_la
 from ring_la.errors import RingLAError
 from ring_la.integrations.diffusers import PLANS, parallelize
-from tests.distributed.pool import group
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
+from tests.support.pool import group
 
 from .models import CASES, limits, make
 
@@ -56,21 +56,21 @@ def check_model(rank: int, P: int, name: str, how: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_model(ranks, name):
+def test_every_model_is_that_of_one_process(ranks, name):
     for P in (2, 3):
         bad = ranks.run(P, check_model, P, name, {})
         assert not any(bad), (P, bad)
 
 
 @pytest.mark.parametrize("P", [1, 2, 4])
-def test_sizes(ranks, P):
+def test_any_number_of_ranks_is_one_process(ranks, P):
     for name in ("flux", "hunyuan"):
         bad = ranks.run(P, check_model, P, name, {})
         assert not any(bad), (name, bad)
 
 
 @pytest.mark.parametrize("how", [dict(attention="ulysses", average=True), dict(checkpoint=True)], ids=str)
-def test_ways(ranks, how):
+def test_ulysses_and_checkpointing_change_nothing(ranks, how):
     for name in ("flux", "qwen, masked"):
         bad = ranks.run(2, check_model, 2, name, how)
         assert not any(bad), (name, bad)
@@ -90,7 +90,7 @@ def check_sharded(rank: int) -> list[str]:
     return [f"{n} {e:.1e}" for n, e in errors.items() if e > 1e-8]
 
 
-def test_sharded_parameters(ranks):
+def test_sharded_parameters_get_the_whole_gradient(ranks):
     assert ranks.run(2, check_sharded) == [[], []]
 
 
@@ -172,7 +172,7 @@ def check_refusals(rank: int) -> list[str]:
     return bad
 
 
-def test_refusals(ranks):
+def test_what_is_not_covered_is_refused_by_name(ranks):
     assert ranks.run(2, check_refusals) == [[], []]
 
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from transformers.utils import logging
 
-from tests.distributed.pool import RankError, Ranks
+from tests.support.pool import RankError, Ranks
+from tests.support.transformers_models import CASES, Case
 
-from .models import CASES, Case
 from .test_models import alone, compare, split
 
 

@@ -15,7 +15,7 @@ import warnings
 
 import torch
 
-from .models import CASES
+from tests.support.transformers_models import CASES
 
 LENGTH = 41
 SIZES = {
@@ -166,7 +166,7 @@ def check(rank: int, kind: str) -> tuple[str, str]:
 
     import ring_la
     from ring_la.integrations.transformers import parallelize
-    from tests.distributed.pool import group
+    from tests.support.pool import group
 
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
@@ -216,7 +216,7 @@ def _error(a: torch.Tensor, b: torch.Tensor) -> float:
 def main(kinds: list[str]) -> int:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from tests.distributed.pool import RankError, Ranks
+    from tests.support.pool import RankError, Ranks
 
     ranks, verdicts = Ranks(), {}
     for kind in kinds or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from .models import CASES, VOCABULARY
+from tests.support.transformers_models import CASES, VOCABULARY
 
 LENGTH = 21
 
@@ -22,7 +22,7 @@ def ids(rows: int = 1, seed: int = 3) -> torch.Tensor:
 def parallel(name: str, **options):
     import ring_la
     from ring_la.integrations.transformers import parallelize
-    from tests.distributed.pool import group
+    from tests.support.pool import group
 
     cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=20)
     return parallelize(CASES[name].make(), cp, **options), cp
@@ -92,7 +92,7 @@ def losses(rank: int) -> None:
     assert torch.isnan(model(input_ids=x, labels=torch.full_like(x, -100)).loss)  # as on one process
 
 
-def test_losses(ranks):
+def test_losses_are_those_of_one_process(ranks):
     ranks.run(2, losses)
 
 
@@ -115,7 +115,7 @@ def chunks(rank: int) -> None:
         assert model(input_ids=x).logits is not None
 
 
-def test_loss_in_chunks(ranks):
+def test_a_loss_in_chunks_is_that_of_whole_logits(ranks):
     ranks.run(3, chunks)
 
 
@@ -249,7 +249,7 @@ def test_generation_without_a_growing_cache(ranks):
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3"])
-def test_prefill(ranks, name):
+def test_a_split_prompt_leaves_the_caches_of_one_process(ranks, name):
     ranks.run(2, prefill, name)
 
 
@@ -394,9 +394,8 @@ def refused_models(rank: int) -> None:
     import ring_la
     from ring_la.errors import UnsupportedError
     from ring_la.integrations.transformers import parallelize
-    from tests.distributed.pool import group
-
-    from .models import case
+    from tests.support.pool import group
+    from tests.support.transformers_models import case
 
     cp = ring_la.ContextParallel(group(), scan="ring")
     for kind, (options, message) in REFUSED.items():

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from .models import CASES, SOFTMAX, VOCABULARY, Case  # noqa: E402
+from tests.support.transformers_models import CASES, SOFTMAX, VOCABULARY, Case  # noqa: E402
 
 LENGTH = 37
 DOCUMENTS = (0, 9, 10, 24, 37)
@@ -40,7 +40,7 @@ def split(rank: int, case: Case, packed: bool, kind: str = "zigzag") -> dict[str
     """The same of the model on a split sequence, gradients summed over the ranks."""
     import ring_la
     from ring_la.integrations.transformers import parallelize
-    from tests.distributed.pool import group
+    from tests.support.pool import group
 
     cp = ring_la.ContextParallel(group(), scan="ring", attention="ring")
     model, ids = parallelize(case.make(), cp, kind=kind), batch(1 if packed else 2)

@@ -7,7 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from .models import RECURRENT  # noqa: E402
+from tests.support.transformers_models import RECURRENT  # noqa: E402
+
 from .test_models import LENGTH, batch  # noqa: E402
 
 UNCACHED = {"glm5_next", "qwen4_exp", "recurrent_gemma", "xlstm", "zaya"}
@@ -28,7 +29,7 @@ def decoded(model: torch.nn.Module) -> list[torch.Tensor]:
 def split(rank: int, name: str) -> list[torch.Tensor]:
     import ring_la
     from ring_la.integrations.transformers import parallelize
-    from tests.distributed.pool import group
+    from tests.support.pool import group
 
     return decoded(parallelize(RECURRENT[name].make(), ring_la.ContextParallel(group(), scan="ring", attention="ring")))
 
@@ -47,7 +48,7 @@ def test_decodes_after_a_split_prompt(ranks, name):
 def refused(rank: int) -> None:
     import ring_la
     from ring_la.integrations.transformers import parallelize
-    from tests.distributed.pool import group
+    from tests.support.pool import group
 
     cp = ring_la.ContextParallel(group(), scan="ring", attention="ring")
     for name in sorted(UNCACHED):

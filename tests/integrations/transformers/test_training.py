@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from .models import CASES, VOCABULARY
+from tests.support.transformers_models import CASES, VOCABULARY
+
 from .test_calls import close, gradients, ids, parallel
 
 LENGTH, STEPS = 22, 2
@@ -131,7 +132,7 @@ def lora(rank: int, targets: list[str], saved: list[str]) -> None:
 @pytest.mark.parametrize(
     ("targets", "saved"), [(["q_proj", "in_proj_qkvz", "out_proj"], ["lm_head"]), (["embed_tokens"], ["linear_attn"])]
 )
-def test_lora(ranks, targets, saved):
+def test_lora_trains_as_on_one_process(ranks, targets, saved):
     pytest.importorskip("peft")
     ranks.run(2, lora, targets, saved)
 
@@ -150,7 +151,7 @@ def lora_by_places(rank: int) -> None:
         adapted(input_ids=ids(), labels=ids())
 
 
-def test_lora_that_goes_by_places(ranks):
+def test_lora_that_goes_by_places_is_refused(ranks):
     pytest.importorskip("peft")
     ranks.run(1, lora_by_places)
 
@@ -176,7 +177,7 @@ def compiled(rank: int) -> int:
     return counter.frame_count
 
 
-def test_compile(ranks):
+def test_compiled_models_have_the_same_loss_and_gradients(ranks):
     assert min(ranks.run(2, compiled)) > 3
 
 
@@ -187,7 +188,7 @@ def sharded(rank: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from ring_la.errors import UnsupportedError
-    from tests.distributed.pool import group
+    from tests.support.pool import group
 
     x = ids(2)
     alone = CASES["qwen3_next"].make()
@@ -219,5 +220,5 @@ def sharded(rank: int) -> None:
             wrapped(input_ids=x, labels=x)
 
 
-def test_fsdp(ranks):
+def test_fsdp_over_the_context_has_the_same_gradients(ranks):
     ranks.run(2, sharded)

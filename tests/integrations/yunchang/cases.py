@@ -7,7 +7,7 @@ import torch
 
 from ring_la import reference
 from ring_la.integrations import yunchang
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
 
 B, T, H, D = 2, 48, 4, 8
 DENSE = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ring_la.errors import RingLAError
 from ring_la.integrations import ring_flash_attn, xdit, yunchang
 from ring_la.integrations.yunchang.call import group_of
-from tests.distributed.pool import group
+from tests.support.pool import group
 
 
 def wrong_calls(rank: int) -> dict[str, object]:

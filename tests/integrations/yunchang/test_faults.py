@@ -10,7 +10,6 @@ from ring_la.integrations import ring_flash_attn, yunchang
 from ring_la.integrations.yunchang.call import Masks, UpstreamCall, group_of
 from ring_la.softmax import attention
 from ring_la.softmax.tensors import Tensors
-from tests.distributed.pool import group
 from tests.integrations.yunchang.cases import (
     H,
     T,
@@ -20,7 +19,8 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
+from tests.support.pool import group
 
 
 def check_packed_arguments(rank: int) -> list[float]:

@@ -7,7 +7,6 @@ import torch
 
 from ring_la.integrations import ring_flash_attn, yunchang
 from ring_la.integrations.yunchang.packed import flat_lse
-from tests.distributed.pool import group
 from tests.integrations.yunchang.cases import (
     DENSE,
     DOCUMENTS,
@@ -21,7 +20,8 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
+from tests.support.pool import group
 
 
 def check_dense(rank: int, P: int) -> list[str]:

@@ -20,7 +20,7 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
 
 
 def check_layers(rank: int, low: bool) -> list[str]:
@@ -102,7 +102,7 @@ def test_joint_tensors_have_gradients(ranks, where):
     assert all(e < 1e-9 for errors in ranks.run(4, check_joint, where) for e in errors)
 
 
-def test_registry_entry():
+def test_xdit_s_registry_calls_an_entry_as_its_own():
     """As xDiT 0.7's USP calls an entry: everything but q, k and v by name, `attention_kwargs` always."""
     registry: dict = {}
     xdit.register(registry, "ours")

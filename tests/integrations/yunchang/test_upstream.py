@@ -14,7 +14,6 @@ import torch
 from ring_la.integrations import ring_flash_attn, yunchang
 from ring_la.integrations.yunchang.ctx import remember
 from ring_la.integrations.yunchang.packed import pad_lse, varlen_forward
-from tests.distributed.pool import group
 from tests.integrations.yunchang.cases import (
     DENSE,
     DOCUMENTS,
@@ -26,7 +25,8 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.softmax.cases import error
+from tests.support.attention_cases import error
+from tests.support.pool import group
 
 
 def exact_forward(q, k, v, dropout_p=0.0, softmax_scale=None, causal=True, **ignored):

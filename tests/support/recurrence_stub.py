@@ -1,6 +1,6 @@
 """Writes `ring_la/recurrences/__init__.pyi`: for type checkers, the arguments that the decorator hides from them.
 
-python -m tests.recurrence_stub && ruff format ring_la/recurrences/__init__.pyi
+python -m tests.support.recurrence_stub && ruff format ring_la/recurrences/__init__.pyi
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from ring_la import recurrences
 
 FILE = Path(recurrences.__file__).with_suffix(".pyi")
-HEAD = '''"""The linear recurrences, as type checkers see them; written by `python -m tests.recurrence_stub`."""
+HEAD = '''"""The linear recurrences, as type checkers see them; written by `python -m tests.support.recurrence_stub`."""
 
 from collections.abc import Callable
 

@@ -46,7 +46,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operators(name):
+def test_operators_have_right_schemas_fakes_and_gradients(name):
     operator, given = CASES[name]
     torch.library.opcheck(operator.registered, given)
     wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]

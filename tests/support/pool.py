@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import tests.without_fla  # noqa: F401
+import tests.support.without_fla  # noqa: F401
 
 SIZE = 4
 HANG = 90.0

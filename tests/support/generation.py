@@ -1,0 +1,30 @@
+"""A model with every kind of layer, and the tokens it must generate."""
+
+from __future__ import annotations
+
+import torch
+
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.nn import LAYERS
+
+
+def make() -> HybridLM:
+    """Every kind of layer in one model."""
+    torch.manual_seed(0)
+    options = {"attention": {"num_kv_heads": 2}, "mamba2": {"state_dim": 4}}
+    model = HybridLM(HybridConfig(19, 16, list(LAYERS), 4, options=options)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 19, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def greedy(model: HybridLM, ids: torch.Tensor, n: int) -> torch.Tensor:
+    """The truth: the whole text again for every token."""
+    for _ in range(n):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids[:, -n:]
