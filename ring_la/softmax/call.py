@@ -14,7 +14,7 @@ from .backends import Ask, AttentionBackend, choose
 from .backends.canonical import Canonical
 from .geometry import Pair
 from .geometry.placement import Joint, Placement, SplitPlacement, WholePlacement
-from .plan import AttentionPlan
+from .plan import AttentionMoves
 from .scores import Scores
 from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit
 from .strategies.choice import pick
@@ -25,7 +25,7 @@ from .tensors import Tensors
 class KnownCalls:
     """What a layout remembers of the calls on it."""
 
-    plans: dict[Hashable, AttentionPlan] = field(default_factory=dict)
+    plans: dict[Hashable, AttentionMoves] = field(default_factory=dict)
     placements: dict[tuple[str, tuple | None], SplitPlacement] = field(default_factory=dict)
 
     @classmethod
@@ -58,7 +58,7 @@ class AttentionCall(NamedTuple):
     kv_layout: ShardedLayout | None = None
     strategy: str = "ring"
 
-    def plan(self, x: Tensors) -> AttentionPlan:
+    def plan(self, x: Tensors) -> AttentionMoves:
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
             place = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self._planned(x, place, name)
 
-    def _planned(self, x: Tensors, place: Placement, name: str) -> AttentionPlan:
+    def _planned(self, x: Tensors, place: Placement, name: str) -> AttentionMoves:
         heads, scores = self._heads(x, place), self.scores
         if heads is not None:
             scores = scores.of_heads(heads.query_numbers(x.q.device))
@@ -77,7 +77,7 @@ class AttentionCall(NamedTuple):
         job = AttentionJob(backend, scores, place.rows, place.keys, gathered, order, place.ring)
         way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
-        return AttentionPlan(job, STRATEGIES[way], met, heads)
+        return AttentionMoves(job, STRATEGIES[way], met, heads)
 
     def _heads(self, x: Tensors, place: Placement) -> Heads | None:
         if place.heads is None:

@@ -34,7 +34,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionMoves:
     """One call on one rank, but for its tensors.
 
     Attributes:
@@ -103,7 +103,7 @@ class AttentionPlan:
 
 class _Planned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: AttentionPlan, *tensors: Tensor | None):
+    def forward(ctx, plan: AttentionMoves, *tensors: Tensor | None):
         o, lse, saved = plan.forward(Tensors(*tensors))
         ctx.plan = plan
         ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)

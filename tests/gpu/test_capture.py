@@ -135,7 +135,7 @@ def compiled_kernels() -> dict[str, int]:
 
     found: dict[str, int] = {}
     for fn in gc.get_objects():
-        if isinstance(fn, JITFunction):
+        if issubclass(type(fn), JITFunction):  # not isinstance, which asks weak proxies whose object is gone
             count = sum(len(entry[0]) for entry in fn.device_caches.values())
             if count:
                 found[fn.__name__] = found.get(fn.__name__, 0) + count
