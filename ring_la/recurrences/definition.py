@@ -12,9 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..algebra import Rule
-from ..choices import Mode, RecurrenceBackend
-from ..context import ShardedLayout
 from ..kernels import Inputs
+from ..linear import CommonOptions
 from ..outputs import LinearAttentionOutput
 
 
@@ -40,20 +39,6 @@ class Recurrence(NamedTuple):
     def name(self, field: str) -> str:
         """What the caller calls an input."""
         return self.names.get(field, field)
-
-
-class CommonOptions(NamedTuple):
-    """The keywords all recurrences have in common, packed once; `COMMON` says what they mean."""
-
-    scale: float | None = None
-    initial_state: Tensor | None = None
-    output_final_state: bool = False
-    use_qk_l2norm: bool = False
-    layout: ShardedLayout | None = None
-    cu_seqlens: Tensor | None = None
-    mode: Mode = "auto"
-    backend: RecurrenceBackend | None = None
-    in_place: bool = False
 
 
 COMMON = """

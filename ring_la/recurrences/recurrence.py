@@ -104,7 +104,7 @@ def _run(
         return _by_reference(definition, call, r, options)
     scale = definition.scale(options, r.inputs.q.shape[-1])
     inputs = _ready(r.inputs, options.use_qk_l2norm)
-    out = bidirectional(inputs, scale, options) if not r.causal else _causal(r, inputs, scale, options, decays)
+    out = bidirectional(inputs, scale, options) if not r.causal else linear.run(r.rule, inputs, scale, options, decays)
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
 
 
@@ -130,25 +130,6 @@ def _ready(x: Inputs, unit_length: bool) -> Inputs:
 
     q, k = (l2norm(x.q), l2norm(x.k)) if unit_length else (x.q, x.k)
     return Inputs(q, k, x.v, *map(own, x[3:]))
-
-
-def _causal(
-    r: Recurrence, inputs: Inputs, scale: float, options: CommonOptions, decays: tuple[float, ...] | None
-) -> LinearAttentionOutput:
-    """The one call into `linear`."""
-    return linear.run(
-        r.rule,
-        inputs,
-        scale=scale,
-        initial_state=options.initial_state,
-        output_final_state=options.output_final_state,
-        layout=options.layout,
-        cu_seqlens=options.cu_seqlens,
-        mode=options.mode,
-        backend=options.backend,
-        in_place=options.in_place,
-        decays=decays,
-    )
 
 
 def _by_reference(

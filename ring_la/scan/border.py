@@ -16,7 +16,7 @@ from torch import Tensor
 from ..comm import Group
 from ..kernels import SpanMaps
 from .chain import Chain
-from .mailbox_ring import Hop, LinkStates, SegmentMaps, launch_dense, launch_segments
+from .mailbox_ring import ElementwiseMaps, Hop, LinkStates, launch_dense, launch_spans
 
 if TYPE_CHECKING:
     from ..kernels.runtime.streams import SideStream
@@ -68,7 +68,7 @@ class MailboxBorder:
                 before, hop = S0, hop._replace(earlier=hop.piece, passes=True)
             kept = leaving if hop.keeps else None
             states = LinkStates(before, entering, kept)
-            launch_segments(self.group, SegmentMaps(kind, A, b, first), states, hop, reverse=reverse, beside=beside)
+            launch_spans(self.group, ElementwiseMaps(kind, A, b, first), states, hop, reverse=reverse, beside=beside)
 
     def dense(self, A: Tensor | None, entering: Tensor, leaving: Tensor, reverse: bool) -> None:
         def piece(x: Tensor, n: int | None) -> Tensor | None:

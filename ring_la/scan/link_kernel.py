@@ -8,7 +8,7 @@ back. Where the link's transition is below TINY, nothing of what enters can leav
 that unit is sent on before anything is waited for, and farther ranks are not in its way.
 
 Two kernels: `link_kernel` for maps that act on the words of a state one by one, which folds the maps of a link's
-segments itself and leaves the state that enters each of them; `dense_link_kernel` for dense ones, of whole links.
+spans itself and leaves the state that enters each of them; `dense_link_kernel` for dense ones, of whole links.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _give_back(flag, room, at, x, live):
 
 @triton.jit
 def _factor(A, row, at, live, K: tl.constexpr, V: tl.constexpr, KIND: tl.constexpr, LOG: tl.constexpr):
-    """What a segment's transition does to the words `at` of its state."""
+    """What a span's transition does to the words `at` of its state."""
     if KIND == 1:
         a = tl.load(A + row)
     else:
@@ -123,13 +123,13 @@ def link_kernel(
     KEEPS: tl.constexpr, ENTERS: tl.constexpr, REVERSE: tl.constexpr, VARLEN: tl.constexpr, P: tl.constexpr,
     LANES: tl.constexpr, CHUNK: tl.constexpr, FLAG: tl.constexpr, CLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """The segments of one piece of this rank, `rows` = B·H states [K, V] each; `me`, `source`, `target` are ranks.
+    """The spans of one piece of this rank, `rows` = B·H states [K, V] each; `me`, `source`, `target` are ranks.
 
-    Segments add b [B, NS, H, K, V] and have transitions A. KIND: 0 the identity, 1 [B, NS, H], 2 [B, NS, H, K]; LOG:
+    Spans add b [B, NS, H, K, V] and have transitions A. KIND: 0 the identity, 1 [B, NS, H], 2 [B, NS, H, K]; LOG:
     their log2. Those of the piece are `first` [N, 2] (VARLEN: where they start, how many) or all. What enters is from
     `source` (RECEIVES), or is the state `earlier` of `before` [B, N, H, K, V] (HAS_BEFORE), or nothing; PASSES: some of
     it may leave. What leaves goes to `target` (SENDS) and to the piece in `leaving`, of the shape of `before` (KEEPS).
-    ENTERS: `entering` takes what enters each segment. REVERSE: from the last to the first. `patience` is in
+    ENTERS: `entering` takes what enters each span. REVERSE: from the last to the first. `patience` is in
     microseconds. LANES is a multiple of the number of programs, so that a lane's units are in order.
     """
     UNITS: tl.constexpr = (K * V + UNIT - 1) // UNIT

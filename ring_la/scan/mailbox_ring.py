@@ -39,7 +39,7 @@ class Hop(NamedTuple):
     Attributes:
         source, target: ranks; None: no message.
         passes: whether what enters may leave.
-        piece: whose segments these are, of this rank's pieces.
+        piece: whose spans these are, of this rank's pieces.
         earlier: the piece whose leaving state enters, where it is this rank's own.
         keeps: whether what leaves enters another piece of this rank.
     """
@@ -61,13 +61,13 @@ class LinkStates(NamedTuple):
     leaving: Tensor | None
 
 
-class SegmentMaps(NamedTuple):
-    """Elementwise maps of a link's segments.
+class ElementwiseMaps(NamedTuple):
+    """Elementwise maps of a link's spans.
 
     Attributes:
         kind: of the transitions. A: their log2, or (not `log`) themselves; None: the identity.
-        b: what the segments add ``[B, NS, H, K, V]``.
-        first: ``[N, 2]``: each piece's first segment and how many it has; None: one piece.
+        b: what the spans add ``[B, NS, H, K, V]``.
+        first: ``[N, 2]``: each piece's first span and how many it has; None: one piece.
     """
 
     kind: Transition
@@ -113,9 +113,9 @@ def launch_link(group: Group, m: Affine, states: LinkStates, hop: Hop) -> None:
         group.put_by_kernel(b.nbytes)
     group.mailboxes.order()
     if m.kind != "dense":
-        maps = SegmentMaps(m.kind, None if m.A is None else aligned(m.A), b[:, None], log=False)
+        maps = ElementwiseMaps(m.kind, None if m.A is None else aligned(m.A), b[:, None], log=False)
         states = LinkStates(*(None if x is None else x[:, None] for x in states))
-        launch_segments(group, maps, states, hop)
+        launch_spans(group, maps, states, hop)
         return
     A, transposed = b if m.A is None else m.A, False
     if not A.is_contiguous():
@@ -123,15 +123,15 @@ def launch_link(group: Group, m: Affine, states: LinkStates, hop: Hop) -> None:
     launch_dense(group, aligned(A), transposed, b, states, hop)
 
 
-def launch_segments(
-    group: Group, maps: SegmentMaps, states: LinkStates, hop: Hop, *, reverse: bool = False, beside: bool = False
+def launch_spans(
+    group: Group, maps: ElementwiseMaps, states: LinkStates, hop: Hop, *, reverse: bool = False, beside: bool = False
 ) -> None:
-    """`link_kernel` over the segments of piece `hop.piece`: `states.entering` is [B, NS, H, K, V], the other two are
+    """`link_kernel` over the spans of piece `hop.piece`: `states.entering` is [B, NS, H, K, V], the other two are
     [B, N, H, K, V]. `beside`: other kernels run on the device meanwhile, which it leaves room for."""
     from ..kernels.runtime.launch import launch
     from .link_kernel import TINY, link_kernel
 
-    b, first, lanes, (B, segments, H, K, V) = maps.b, maps.first, group.mailboxes.lanes[0], maps.b.shape
+    b, first, lanes, (B, spans, H, K, V) = maps.b, maps.first, group.mailboxes.lanes[0], maps.b.shape
     unit = min(lanes.room, _width(K * V))
     pieces = next((x.shape[1] for x in (states.leaving, states.before) if x is not None), 1)
     A = b if maps.A is None else maps.A
@@ -140,7 +140,7 @@ def launch_segments(
         programs, leave = math.gcd(programs, BESIDE[0]), {"maxnreg": BESIDE[1]}
     launch(
         link_kernel, (min(programs, units),), A, b, *(b if x is None else x for x in states),
-        A if first is None else first, *_mailboxes(group, hop), B * H, H, pieces, segments, hop.piece,
+        A if first is None else first, *_mailboxes(group, hop), B * H, H, pieces, spans, hop.piece,
         hop.earlier or 0, lanes.skip, _patience(group), KIND=KINDS[maps.kind], LOG=maps.log, K=K, V=V, UNIT=unit,
         REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **_flags(states),
         **_constants(group, hop), TINY=TINY, num_warps=4, **leave, carveout=beside,

@@ -26,13 +26,19 @@ from torch import Tensor
 
 from ring_la.kernels.runtime.observer import observing
 from ring_la.kernels.runtime.streams import launching_on
-from ring_la.kernels.runtime.triton_version import FIRST, STREAM, current_stream, disk_cache
+from ring_la.kernels.runtime.triton_version import (
+    FIRST,
+    PREFERRED_SHARED_MEMORY_CARVEOUT,
+    STREAM,
+    current_stream,
+    disk_cache,
+)
 
 SHARED_CODE = Path(__file__).parents[1] / "cuda"
 """Where headers that kernels of several rooms include lie."""
 
-MAX_DYNAMIC_SHARED_SIZE, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
-"""Of CUfunction_attribute (CUDA driver API)."""
+MAX_DYNAMIC_SHARED_SIZE = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 BUFFER_POINTER, BUFFER_SIZE = 1, 2
 """CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE: arguments as one structure."""
 
