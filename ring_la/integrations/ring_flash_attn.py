@@ -19,7 +19,7 @@ from ..errors import ArgumentError, describe_tensor
 from ..layout import check_cu_seqlens
 from ..softmax.geometry import Run, Tokens
 from ..softmax.merging import wide
-from ..softmax.plan import AttentionPlan, Saved
+from ..softmax.plan import AttentionMoves, Saved
 from ..softmax.strategies import KeyGather
 from ..softmax.tensors import Tensors
 from . import yunchang
@@ -197,7 +197,7 @@ class Llama3FlashAttnVarlenFunc(torch.autograd.Function):
         return grads.q[0], grads.k[0], grads.v[0], *others(ctx)
 
 
-def _plan(call: UpstreamCall, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys: slice) -> AttentionPlan:
+def _plan(call: UpstreamCall, x: Tensors, group, cu_q: list[int], cu_k: list[int], keys: slice) -> AttentionMoves:
     """All-gather of keys, of which this rank's queries see documents at `cu_k` of the slice `keys` alone."""
     ring = group_of(group)
     size, length, device = ring.size, x.k.shape[1], x.q.device

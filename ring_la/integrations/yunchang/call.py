@@ -17,7 +17,7 @@ from ...errors import ArgumentError, RingLAError, UnsupportedError, describe_ten
 from ...softmax.backends import Ask, choose
 from ...softmax.geometry import Pair, Run, Tokens
 from ...softmax.options import AttentionOptions
-from ...softmax.plan import AttentionPlan
+from ...softmax.plan import AttentionMoves
 from ...softmax.strategies import STRATEGIES, AttentionJob, Heads
 from ...softmax.tensors import Tensors, check_tensors
 
@@ -118,7 +118,7 @@ class UpstreamCall:
         heads: Heads | None = None,
         cu: list[int] | None = None,
         joint: tuple[Tokens, Tokens] | None = None,
-    ) -> AttentionPlan:
+    ) -> AttentionMoves:
         """The ring over `group`.
 
         Args:
@@ -137,7 +137,7 @@ class UpstreamCall:
         ask = Ask(*x.kind, scores.beyond, scores.reach.windowed, **facts)
         job = AttentionJob(choose(ask, options.backend), scores, rows, keys, group=group)
         met = None if joint is None else Pair(*joint, scores.reach)
-        return AttentionPlan(job, STRATEGIES["copied" if group.copies else "ring"], met, heads)
+        return AttentionMoves(job, STRATEGIES["copied" if group.copies else "ring"], met, heads)
 
 
 def sides_of(
