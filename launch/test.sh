@@ -10,16 +10,13 @@ if [ "$PYTHON" = "$ROOT/.venv/bin/python" ] && ! "$PYTHON" -c "import triton" 2>
     "$PYTHON" -m pip install --quiet -e "${ROOT}[interpreter]" || echo "test: going on without Triton's interpreter" >&2
 fi
 
-# Files are given out in their order, so that those with many ranks do not come last; xdist before 3.7 knows no other.
-read -r workers order <<<"$("$PYTHON" - <<'EOF'
-import importlib.metadata, importlib.util, os
+workers="$("$PYTHON" - <<'EOF'
+import importlib.util, os
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-found = importlib.util.find_spec("xdist") is not None
-version = importlib.metadata.version("pytest-xdist").split(".") if found else ["0", "0"]
-print(min(4, cores) if found else 0, "--no-loadscope-reorder" if [int(n) for n in version[:2]] >= [3, 7] else "")
+print(min(4, cores) if importlib.util.find_spec("xdist") else 0)
 EOF
 )"
 if [ "$workers" -gt 1 ]; then
-    set -- -n "$workers" --dist loadfile ${order:+"$order"} "$@"
+    set -- -n "$workers" --dist loadfile "$@"
 fi
 exec "$PYTHON" -m pytest "$@"
