@@ -250,7 +250,6 @@ INLINE void token_by_token(float (&S)[16][4], u32 at, int lane, int v0, bool wri
 
 // The state a span starts with; returns how many of its chunks, which begin two early, come before that.
 INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
   int skip = 0;
   if (!x.first) {
     if ((w & 3) == 0) {
@@ -261,46 +260,11 @@ INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, int s, int h, 
     skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
     if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
   }
-  if (skip == 2) {
-    while (!load_acquire(done(a, s - 1, h))) {}
-    const float4* from = (const float4*)(a.states + ((u64)(s - 1) * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++) {
-      const float4 y = __ldcg(from + nt * 256);
-      S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
-    }
-    return skip;
-  }
-  const float* from = x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0;
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
+  if (skip == 2)
+    take(S, a, s - 1, h, w, lane);
+  else
+    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
   return skip;
-}
-
-// Hand the state on: to the next span if that waits or has not decided yet, or to the caller.
-INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-  if (!x.last) {
-    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s + 1, h)) != 1);
-    between_warps();  // one thread asks, so that all do the same
-    if (lds32(said + 12)) {
-      float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-      for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
-      fence_gpu();
-      between_warps();
-      if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
-    }
-  } else if (a.S1) {
-    leave_empty(a, x.piece, h, w * 32 + lane);
-    float* to = a.S1 + ((u64)x.piece * a.H + h) * (D * D);
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
-  }
 }
 
 // What the state gives a chunk's tokens before the pairs do: RO = S^T kg^T, then S^T qg^T; S <- e^GL S meanwhile.
