@@ -19,6 +19,7 @@ struct Args {
   int* flags;            // [2 * count * H + 1], zero at first: see `decided`, `done` and `ticket`
   float* states;         // [count, H, 128 * 128]
   int T, H, HK, count, length, pieces;
+  int ahead;             // whether spans that wait find what they leave meanwhile
   float scale;
 };
 

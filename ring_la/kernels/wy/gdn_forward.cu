@@ -13,7 +13,9 @@
 //
 // A span that is not a piece's first starts up to sixteen chunks early from zero where the norm of what entered there has
 // fallen below 2^-30 when the span begins (`left_over`). Where it has not, the span waits for the state that the one
-// before it leaves. Programs take spans in order, so that one which waits waits for one that runs.
+// before it leaves. So that the next need not wait for long, it meanwhile finds what its tokens leave of no state and of
+// the identity (two passes without outputs): the state it leaves is a product once the one before it is there.
+// Programs take spans in order, so that one which waits waits for one that runs.
 #include "gdn.cuh"
 
 #define SLOTS 7  // chunks under way
@@ -29,20 +31,23 @@
 #define OFF_E 30976
 #define HALF 8192               // from 64 channels of k and q to the others
 #define BARS (SLOTS * SLOT)     // of each slot: full, empty
-#define SAID (BARS + SLOTS * 16) // the ticket; three unused words, of which `leave` takes the last; of 16 chunks, what they leave over
+#define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
+#define SAID (OPEN + 16) // the ticket; three unused words, of which `leave` takes the last; of 16 chunks, what they leave over
 #define SHARED (SAID + 80)
 
 // Where 16 bytes `chunk` of a row of 32 tokens lie (M and P), so that eight rows' do not share banks
 INLINE u32 pair_place(int row, int chunk) { return (u32)(row * 64 + ((chunk ^ (row >> 1) & 3) << 4)); }
-// Where row i of the triangle begins: rows of i numbers, up to a multiple of 4
-INLINE constexpr int triangle_row(int i) {
-  return 4 * ((i >> 2) * (8 * (i >> 2) + 4) + ((i & 3) ? 4 * (i >> 2) + ((i & 3) - 1) * (4 * (i >> 2) + 4) : 0));
+// Where column j of the triangle lies: its rows from a multiple of 4 at most j + 1 on
+INLINE constexpr int triangle_from(int j) { return (j + 1) & ~3; }
+INLINE constexpr int triangle_column(int j) {
+  const int b = (j + 1) >> 2;
+  return 4 * ((b ? 96 + 4 * (b - 1) * (32 - 2 * b) : 0) + (j - (b ? 4 * b - 1 : 0)) * (32 - 4 * b) - 4 * b);
 }
 
 // -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
 
-// Ask for the rows of 32 tokens from t on; those from `end` on are zero.
-INLINE void load_chunk(const Args& a, int t, int end, int h, u32 at, int lane) {
+// Ask for the rows of 32 tokens from t on; those from `end` on are zero, v where no `values` are wanted.
+INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int lane) {
   const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
   const u32 jr = (u32)((j ^ row) & 7) << 4;
   const u32 to = at + (u32)((j >> 3) * HALF + row * 128), to_v = at + OFF_V + (u32)((j >> 3) * 128 + row * 256);
@@ -57,7 +62,7 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, u32 at, int lane) {
     const char* from = ok ? k : (const char*)a.k;
     cp16(to + z + i * 256, from, ok);
     cp16(to + z + i * 256 + OFF_Q, from + to_k, ok);
-    cp16(to_v + z + i * 512, ok ? v : (const char*)a.v, ok);
+    cp16(to_v + z + i * 512, ok ? v : (const char*)a.v, ok && values);
     k += 2 * sk; v += 2 * sv;
   }
 }
@@ -91,14 +96,14 @@ INLINE void make_pairs(float G, float b, u32 at, int lane) {
     for (int e = 0; e < 2; e++) {
       const int i = m * 16 + e * 8 + (lane >> 2);
       const float Gi = __shfl_sync(~0u, G, i), bi = __shfl_sync(~0u, b, i);
-      const int row = triangle_row(i);
 #pragma unroll
       for (int nt = 0; nt < 2 + 2 * m; nt++) {
         const int j = nt * 8 + 2 * (lane & 3);
         const float e0 = ex2(Gi - __shfl_sync(~0u, G, j)), e1 = ex2(Gi - __shfl_sync(~0u, G, j + 1));
         const float* x = &A[2 * m + nt][2 * e];
         const float* y = &P[2 * m + nt][2 * e];
-        if (j < i) sts64(at + OFF_A + row + j * 4, __float_as_uint(x[0] * e0 * bi), __float_as_uint(x[1] * e1 * bi));
+        if (j < i) sts32(at + OFF_A + triangle_column(j) + i * 4, __float_as_uint(x[0] * e0 * bi));
+        if (j + 1 < i) sts32(at + OFF_A + triangle_column(j + 1) + i * 4, __float_as_uint(x[1] * e1 * bi));
         sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] * e0 : 0.f, j + 1 <= i ? y[1] * e1 : 0.f));
       }
     }
@@ -108,33 +113,41 @@ INLINE void make_pairs(float G, float b, u32 at, int lane) {
 INLINE void invert(float b, u32 at, int lane) {
   float y[C];
 #pragma unroll
-  for (int i = 0; i < C; i++) {
-    y[i] = i == lane ? b : 0.f;
+  for (int i = 0; i < C; i++) y[i] = i == lane ? b : 0.f;
 #pragma unroll
-    for (int m = 0; m < i; m += 4) {
+  for (int j = 0; j < C; j++) {
+#pragma unroll
+    for (int i = triangle_from(j); i < C; i += 4) {
       u32 r[4];
-      lds128(r, at + OFF_A + triangle_row(i) + m * 4);
+      lds128(r, at + OFF_A + triangle_column(j) + i * 4);
 #pragma unroll
       for (int l = 0; l < 4; l++)
-        if (m + l < i) y[i] = fmaf(-__uint_as_float(r[l]), y[m + l], y[i]);
+        if (i + l > j) y[i + l] = fmaf(-__uint_as_float(r[l]), y[j], y[i + l]);
     }
-    sts16(at + OFF_M + pair_place(i, lane >> 3) + (lane & 7) * 2, (u16)(pack(y[i], 0.f) & 0xffff));
+    sts16(at + OFF_M + pair_place(j, lane >> 3) + (lane & 7) * 2, (u16)(pack(y[j], 0.f) & 0xffff));
   }
 }
 
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, u32 base, int w, int lane) {
-  for (int c = w; c < n; c += MAKERS) {
+// The chunks of all passes over a span; n: of one pass.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
+  const int total = n * passes, last = total - n;  // the first chunk of the last pass
+  float b, G;
+  auto ask = [&](int c) {  // for what chunk c needs, once its slot is empty
     const int slot = c % SLOTS;
-    const u32 full = base + BARS + slot * 16, at = base + slot * SLOT;
-    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const int t = t0 + c * C;
-    load_chunk(a, t, x.end, h, at, lane);
-    float b = 0.f, G = 0.f;
-    if (t + lane < x.end) {
-      const u64 i = (u64)(t + lane) * a.H + h;
-      b = beta_at(a, i);
-      G = gate_at(a, i) * LOG2E;
-    }
+    if (c >= SLOTS) bar_wait(base + BARS + slot * 16 + 8, (c / SLOTS - 1) & 1);
+    if (passes > 1 && c >= last) bar_wait(base + OPEN, 0);
+    const bool middle = c >= n && c < last;
+    const int t = t0 + (c >= last ? c - last : middle ? c - n : c) * C;
+    load_chunk(a, t, x.end, h, !middle, base + slot * SLOT, lane);
+    const u64 i = (u64)(t + lane) * a.H + h;
+    const bool live = t + lane < x.end;
+    b = live ? beta_at(a, i) : 0.f;
+    G = live ? gate_at(a, i) * LOG2E : 0.f;
+  };
+  if (w < total) ask(w);
+  for (int c = w; c < total; c += MAKERS) {
+    const int slot = c % SLOTS;
+    const u32 at = base + slot * SLOT;
 #pragma unroll
     for (int m = 1; m < C; m *= 2) {
       const float before = __shfl_up_sync(~0u, G, m);
@@ -146,10 +159,14 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, u32 base
     __syncwarp();
     make_pairs(G, b, at, lane);
     __syncwarp();
-    invert(b, at, lane);
+    const float mine = b;
+    const bool more = c + MAKERS < total, later = c < last && c + MAKERS >= last;
+    if (more && !later) ask(c + MAKERS);
+    invert(mine, at, lane);
     proxy_fence();
     __syncwarp();
-    if (lane == 0) bar_arrive(full);
+    if (lane == 0) bar_arrive(base + BARS + slot * 16);
+    if (more && later) ask(c + MAKERS);  // which waits for the passes before
   }
 }
 
@@ -176,17 +193,13 @@ INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at) {
   wg_commit();
 }
 
-INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, u32 base, int w, int lane) {
+// The state over n chunks from token t on, the first of which is chunk `c0` of the span; outputs from `begin` on.
+INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int end, int c0, int n, u32 base, int w, int lane) {
   const u32 bars = base + BARS;
-  float S[16][4];
-  if (waits)
-    take(S, a, s - 1, h, w, lane);
-  else
-    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb, begin = uniform(x.begin);
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb;
   const u32 column = (u32)((lane & 3) * 8);
-  for (int c = 0; c < n; c++) {
-    const int slot = c % SLOTS, t = t0 + c * C;
+  for (int c = c0; c < c0 + n; c++) {
+    const int slot = c % SLOTS, t = t0 + (c - c0) * C;
     const u32 at = base + slot * SLOT;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
     float RO[32];
@@ -258,14 +271,105 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
         const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
         u32 z[4];
         lds128(z, at + OFF_V + row * 256 + swz(row, to));
-        if (t + row < x.end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + to * 8, z);
+        if (t + row < end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + to * 8, z);
       }
     }
     wg_wait(S);
     __syncwarp();
     if (lane == 0) bar_arrive(bars + slot * 16 + 8);
   }
-  leave(S, a, x, s, h, base + SAID, w, lane);
+}
+
+// S' to `states`, Phi^T to shared memory as `leave_early` reads them
+INLINE void keep_state(const float (&S)[16][4], const Args& a, int s, int h, int w, int lane) {
+  float4* own = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) own[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
+}
+INLINE void keep_map(const float (&S)[16][4], u32 base, int w, int lane) {
+  between_warps();  // all slots are empty
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int r = w * 16 + (lane >> 2) + e * 8;
+      const u32 to = base + (nt >> 3) * 16384 + r * 128 + swz(r, nt & 7) + (lane & 3) * 4;
+      const u32 high = pack(S[nt][2 * e], S[nt][2 * e + 1]);
+      sts32(to, high);
+      sts32(to + 32768, pack(S[nt][2 * e] - lo(high), S[nt][2 * e + 1] - hi(high)));
+    }
+  proxy_fence();
+  between_warps();
+}
+INLINE void identity(float (&S)[16][4], int w, int lane) {
+  const int row = w * 16 + (lane >> 2), column = 2 * (lane & 3);
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[nt][e] = row + (e >> 1) * 8 == nt * 8 + column + (e & 1);
+}
+
+// S <- S' + S Phi: what a span leaves, once the state before it is there. S' is what it leaves of no state (in `states`
+// as yet), Phi^T in shared memory, [K, K] in two bf16 parts. Leaves in S the state that enters.
+INLINE void leave_early(float (&S)[16][4], const Args& a, int s, int h, u32 base, int w, int lane) {
+  u32 high[8][4], low[8][4];
+  take(S, a, s - 1, h, w, lane);
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float* y = &S[2 * ks + (i >> 1)][2 * (i & 1)];
+      high[ks][i] = pack(y[0], y[1]);
+      low[ks][i] = pack(y[0] - lo(high[ks][i]), y[1] - hi(high[ks][i]));
+    }
+  float4* own = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) {
+    const float4 y = __ldcg(own + nt * 256);
+    S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
+  }
+  wg_fence();
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    const u64 first = descriptor(base + ks * 2048, 16384, 1024);
+    wgmma128(S, high[ks], first);
+    wgmma128(S, low[ks], first);
+    wgmma128(S, high[ks], descriptor(base + 32768 + ks * 2048, 16384, 1024));
+  }
+  wg_commit();
+  wg_wait(S);
+  keep_state(S, a, s, h, w, lane);
+  fence_gpu();
+  between_warps();
+  if (w == 0 && lane == 0) {
+    store_release(done(a, s, h), 1);
+    bar_arrive(base + OPEN);
+  }
+  take(S, a, s - 1, h, w, lane);
+}
+
+INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,
+                    int lane) {
+  float S[16][4];
+  const int end = uniform(x.end);
+  if (passes > 1 || !waits)
+    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  else
+    take(S, a, s - 1, h, w, lane);
+#pragma unroll 1
+  for (int pass = 0; pass < passes; pass++) {
+    const bool last = pass == passes - 1;
+    walk(S, a, h, t0, last ? uniform(x.begin) : end, end, pass * n, n, base, w, lane);
+    if (last) break;
+    if (pass == 0) {
+      keep_state(S, a, s, h, w, lane);
+      identity(S, w, lane);
+    } else {
+      keep_map(S, base, w, lane);
+      leave_early(S, a, s, h, base, w, lane);
+    }
+  }
+  if (passes == 1) leave(S, a, x, s, h, base + SAID, w, lane);
 }
 
 // How many chunks early a span begins, or -1: it waits. By all warps.
@@ -295,6 +399,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
       bar_init(base + BARS + i * 16, 1);
       bar_init(base + BARS + i * 16 + 8, 8);
     }
+    bar_init(base + OPEN, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     sts32(base + SAID, atomicAdd(ticket(a), 1));
   }
@@ -305,11 +410,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
   const int back = early(a, x, s, h, base, lane);
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
+  const int passes = back < 0 && !x.last && a.ahead ? 3 : 1;
   if (uniform(tid >> 8)) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
-    produce(a, x, h, t0, n, base, w, lane);
+    produce(a, x, h, t0, n, passes, base, w, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
-    consume(a, x, s, h, t0, n, back < 0, base, w, lane);
+    consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
   }
 }

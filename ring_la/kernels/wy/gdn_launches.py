@@ -22,8 +22,9 @@ CHUNK = 32
 """Tokens a chunk."""
 SPAN = 2048
 """Tokens a span at least: those of another span that one may begin with are 512."""
-ARGUMENTS = "12Q6if4x"
-SHARED = 7 * 31744 + 7 * 16 + 80 + 1024
+ARGUMENTS = "12Q7if"
+AHEAD = 1
+SHARED = 7 * 31744 + 7 * 16 + 16 + 80 + 1024
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def forward(
     )
     kernel(*defines)(
         count * H, q, k, v, g, beta, o, None if S0 is None else aligned(S0), leaving, runs and runs.table, cu, flags,
-        passed, T, H, q.shape[2], count, length, pieces, scale,
+        passed, T, H, q.shape[2], count, length, pieces, AHEAD, scale,
     )  # fmt: skip
     if leaving is not None:
         leaving = leaving[:, None] if B > 1 else leaving[None]
