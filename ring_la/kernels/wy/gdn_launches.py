@@ -1,11 +1,12 @@
-"""Launches of the gated delta rule's kernel in CUDA C++ on Hopper (`gdn_forward.cu`): one forward.
+"""Launches of the delta rules' kernel in CUDA C++ on Hopper (`gdn_forward.cu`): one forward, with gates or without.
 
-Chunks have 32 tokens. Spans are long, since one may begin up to sixteen chunks early.
+Chunks have 32 tokens. Spans are long, since one may begin up to sixteen chunks early, or waits for the one before it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 
 import torch
@@ -20,16 +21,24 @@ from ring_la.kernels.wy.kda_launches import HEAD, multiprocessors
 
 CHUNK = 32
 """Tokens a chunk."""
-SPAN = 2048
-"""Tokens a span at least: those of another span that one may begin with are 512."""
+SHORTEST, LONGEST = 512, 4096
+"""Tokens a span, where pieces are cut: those of another span that one may begin with are 512 at most."""
 ARGUMENTS = "12Q7if"
-AHEAD = 1
 SHARED = 7 * 31744 + 7 * 16 + 16 + 80 + 1024
 
 
 @functools.cache
 def kernel(*defines: str) -> CudaKernel:
     return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 384, SHARED, defines)
+
+
+def span(tokens: int, heads: int, pieces: int, programs: int) -> int:
+    """Tokens a span, of `programs` that run at a time: pieces stay whole where there are as many. Else a program gets
+    about two spans, a power of two, since one that waits for the state of another goes over its tokens three times."""
+    if pieces * heads >= programs:
+        return cdiv(tokens, CHUNK) * CHUNK
+    each = max(1, tokens * heads // (2 * programs))
+    return min(max(1 << round(math.log2(each)), SHORTEST), LONGEST)
 
 
 def forward(
@@ -41,8 +50,7 @@ def forward(
     g, beta = (x if x is None or x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
     B, T, H = v.shape[:3]
     pieces = B if cu is None else cu.numel() - 1
-    wanted = max(1, multiprocessors(v.device) // (H * pieces))
-    length = max(SPAN, cdiv(cdiv(B * T, pieces * wanted), CHUNK) * CHUNK)
+    length = span(B * T, H, pieces, multiprocessors(v.device))
     if cu is None:
         count, runs = B * cdiv(T, length), None
     else:
@@ -60,7 +68,7 @@ def forward(
     )
     kernel(*defines)(
         count * H, q, k, v, g, beta, o, None if S0 is None else aligned(S0), leaving, runs and runs.table, cu, flags,
-        passed, T, H, q.shape[2], count, length, pieces, AHEAD, scale,
+        passed, T, H, q.shape[2], count, length, pieces, 1, scale,
     )  # fmt: skip
     if leaving is not None:
         leaving = leaving[:, None] if B > 1 else leaving[None]
