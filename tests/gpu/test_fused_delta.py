@@ -78,12 +78,11 @@ def errors(x: list[Tensor | None], cu: Tensor | None, states: bool = True) -> di
     ("B", "T", "H", "HK", "cu"),
     [(1, 700, 4, 4, None), (1, 300, 4, 2, (0, 1, 1, 130, 257, 300, 300)), (3, 200, 2, 1, None), (1, 20, 2, 2, None)],
 )
-def test_outputs_and_states(B, T, H, HK, cu, gate, launches, record_property):
+def test_outputs_and_states(B, T, H, HK, cu, gate, record_property):
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32, device="cuda")
     found = errors(inputs(B, T, H, HK, gate), offsets)
     record_property("errors", found)
     assert all(e <= LIMIT for e in found.values()), found
-    assert launches
 
 
 def test_long_keys_that_make_states_grow(record_property):
@@ -110,7 +109,11 @@ def test_calls_again_are_replayed_with_the_same_bits():
         assert torch.equal(first.final_state, other.final_state)
 
 
-def test_a_call_that_trains_goes_by_chunks(launches):
+def test_a_call_that_trains_goes_by_chunks_and_another_by_one_launch(launches):
+    with torch.no_grad():
+        ring_la.gated_delta_rule(*inputs(1, 222, 2, 2, mild))
+    assert len(launches) == 1
+    launches.clear()
     x = [t.requires_grad_() for t in inputs(1, 200, 2, 2, mild)]
     grads = torch.autograd.grad(ring_la.gated_delta_rule(*x).o.float().sum(), x)
     assert not launches

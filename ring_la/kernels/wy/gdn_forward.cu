@@ -280,74 +280,6 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
   }
 }
 
-// S' to `states`, Phi^T to shared memory as `leave_early` reads them
-INLINE void keep_state(const float (&S)[16][4], const Args& a, int s, int h, int w, int lane) {
-  float4* own = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++) own[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
-}
-INLINE void keep_map(const float (&S)[16][4], u32 base, int w, int lane) {
-  between_warps();  // all slots are empty
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int r = w * 16 + (lane >> 2) + e * 8;
-      const u32 to = base + (nt >> 3) * 16384 + r * 128 + swz(r, nt & 7) + (lane & 3) * 4;
-      const u32 high = pack(S[nt][2 * e], S[nt][2 * e + 1]);
-      sts32(to, high);
-      sts32(to + 32768, pack(S[nt][2 * e] - lo(high), S[nt][2 * e + 1] - hi(high)));
-    }
-  proxy_fence();
-  between_warps();
-}
-INLINE void identity(float (&S)[16][4], int w, int lane) {
-  const int row = w * 16 + (lane >> 2), column = 2 * (lane & 3);
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) S[nt][e] = row + (e >> 1) * 8 == nt * 8 + column + (e & 1);
-}
-
-// S <- S' + S Phi: what a span leaves, once the state before it is there. S' is what it leaves of no state (in `states`
-// as yet), Phi^T in shared memory, [K, K] in two bf16 parts. Leaves in S the state that enters.
-INLINE void leave_early(float (&S)[16][4], const Args& a, int s, int h, u32 base, int w, int lane) {
-  u32 high[8][4], low[8][4];
-  take(S, a, s - 1, h, w, lane);
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float* y = &S[2 * ks + (i >> 1)][2 * (i & 1)];
-      high[ks][i] = pack(y[0], y[1]);
-      low[ks][i] = pack(y[0] - lo(high[ks][i]), y[1] - hi(high[ks][i]));
-    }
-  float4* own = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++) {
-    const float4 y = __ldcg(own + nt * 256);
-    S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
-  }
-  wg_fence();
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    const u64 first = descriptor(base + ks * 2048, 16384, 1024);
-    wgmma128(S, high[ks], first);
-    wgmma128(S, low[ks], first);
-    wgmma128(S, high[ks], descriptor(base + 32768 + ks * 2048, 16384, 1024));
-  }
-  wg_commit();
-  wg_wait(S);
-  keep_state(S, a, s, h, w, lane);
-  fence_gpu();
-  between_warps();
-  if (w == 0 && lane == 0) {
-    store_release(done(a, s, h), 1);
-    bar_arrive(base + OPEN);
-  }
-  take(S, a, s - 1, h, w, lane);
-}
-
 INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, bool waits, int passes, u32 base, int w,
                     int lane) {
   float S[16][4];
@@ -362,11 +294,11 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
     walk(S, a, h, t0, last ? uniform(x.begin) : end, end, pass * n, n, base, w, lane);
     if (last) break;
     if (pass == 0) {
-      keep_state(S, a, s, h, w, lane);
+      store_state(S, a, s, h, w, lane);
       identity(S, w, lane);
     } else {
       keep_map(S, base, w, lane);
-      leave_early(S, a, s, h, base, w, lane);
+      leave_early(S, a, s - 1, s, h, base, base + OPEN, w, lane);
     }
   }
   if (passes == 1) leave(S, a, x, s, h, base + SAID, w, lane);

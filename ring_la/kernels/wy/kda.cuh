@@ -22,6 +22,7 @@ struct Args {
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
+  int ahead;             // whether spans that wait find what they leave meanwhile
   float scale;
 };
 
@@ -107,3 +108,16 @@ INLINE void invert(float b, u32 to, u32 pairs, int lane) {
   }
 }
 
+// The span and head of this program, whose number stands at `said`. Read again for every pass, so that no register holds
+// them meanwhile.
+INLINE Span work_of(const Args& a, u32 said, int& s, int& h) {
+  const int i = uniform(lds32(said));
+  s = i / a.heads;
+  h = a.first_head + i % a.heads;
+  return span_of(a, s);
+}
+// Whether there are passes behind the first, once that is decided
+INLINE bool more_passes(u32 verdict, u32 passes) {
+  bar_wait(verdict, 0);
+  return lds32(passes) > 1;
+}

@@ -26,8 +26,10 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-ARGUMENTS = "14Q8if4x"
-FORWARD_SHARED, BACKWARD_SHARED = 232448, 223648
+AHEAD = 4
+"""Spans of a piece from which on one that waits goes over its tokens before the state that enters is there."""
+ARGUMENTS = "14Q9if"
+FORWARD_SHARED, BACKWARD_SHARED = 232448, 223680
 
 
 @functools.cache
@@ -86,6 +88,11 @@ class KDACall:
         _, _, _, g, beta = self.inputs[:5]
         return tuple(f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
 
+    @property
+    def ahead(self) -> int:
+        """Whether spans that wait find meanwhile what they leave, in two passes more: so many that each waits long."""
+        return int(self.inputs.v.shape[1] >= AHEAD * self.length)
+
     def states(self) -> Tensor:
         """Room for the state of every piece."""
         return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
@@ -104,7 +111,7 @@ class KDACall:
         kernel(name, *self.defines)(
             count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,
             passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
-            heads.start, len(heads), self.scale, *further,
+            heads.start, len(heads), self.ahead, self.scale, *further,
         )  # fmt: skip
 
 

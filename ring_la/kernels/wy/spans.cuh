@@ -94,3 +94,76 @@ INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, 
       for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
   }
 }
+
+// -- several passes --------------------------------------------------------------------------------------------------
+// A span that waits goes over its tokens from zero (what it leaves then is S') and from the identity (Phi) before the state
+// that enters is there, so that the state it leaves is a product once it is.
+
+template <class Args> INLINE void store_state(const float (&S)[16][4], const Args& a, int s, int h, int w, int lane) {
+  float4* own = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) own[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
+}
+INLINE void identity(float (&S)[16][4], int w, int lane) {
+  const int row = w * 16 + (lane >> 2), column = 2 * (lane & 3);
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[nt][e] = row + (e >> 1) * 8 == nt * 8 + column + (e & 1);
+}
+// Phi^T, [K, K] in two bf16 parts of 32 KB, to `at`, where nothing else lies as yet
+INLINE void keep_map(const float (&S)[16][4], u32 at, int w, int lane) {
+  between_warps();  // all slots are empty
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int r = w * 16 + (lane >> 2) + e * 8;
+      const u32 to = at + (nt >> 3) * 16384 + r * 128 + swz(r, nt & 7) + (lane & 3) * 4;
+      const u32 high = pack(S[nt][2 * e], S[nt][2 * e + 1]);
+      sts32(to, high);
+      sts32(to + 32768, pack(S[nt][2 * e] - lo(high), S[nt][2 * e + 1] - hi(high)));
+    }
+  proxy_fence();
+  between_warps();
+}
+
+// What span s leaves, S' (in `states`) + S Phi (at `at`), to `states`, S being what span `before` leaves; `open` then lets
+// the last pass begin. Leaves the state that enters in S.
+template <class Args>
+INLINE void leave_early(float (&S)[16][4], const Args& a, int before, int s, int h, u32 at, u32 open, int w, int lane) {
+  u32 high[8][4], low[8][4];
+  take(S, a, before, h, w, lane);
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float* y = &S[2 * ks + (i >> 1)][2 * (i & 1)];
+      high[ks][i] = pack(y[0], y[1]);
+      low[ks][i] = pack(y[0] - lo(high[ks][i]), y[1] - hi(high[ks][i]));
+    }
+  const float4* own = (const float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) {
+    const float4 y = __ldcg(own + nt * 256);
+    S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
+  }
+  wg_fence();
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    const u64 first = descriptor(at + ks * 2048, 16384, 1024);
+    wgmma128(S, high[ks], first);
+    wgmma128(S, low[ks], first);
+    wgmma128(S, high[ks], descriptor(at + 32768 + ks * 2048, 16384, 1024));
+  }
+  wg_commit();
+  wg_wait(S);
+  store_state(S, a, s, h, w, lane);
+  fence_gpu();
+  between_warps();
+  if (w == 0 && lane == 0) {
+    store_release(done(a, s, h), 1);
+    bar_arrive(open);
+  }
+  take(S, a, before, h, w, lane);
+}
