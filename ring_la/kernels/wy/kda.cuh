@@ -16,13 +16,13 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 1], zero at first: see `decided`, `done` and `ticket`
+  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`
   float* states;         // [count, H, 128 * 128]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
-  int ahead;             // whether spans that wait find what they leave meanwhile
+  int ahead;             // whether spans that wait are left to another launch, compiled with DEFERRED
   float scale;
 };
 
@@ -115,9 +115,4 @@ INLINE Span work_of(const Args& a, u32 said, int& s, int& h) {
   s = i / a.heads;
   h = a.first_head + i % a.heads;
   return span_of(a, s);
-}
-// Whether there are passes behind the first, once that is decided
-INLINE bool more_passes(u32 verdict, u32 passes) {
-  bar_wait(verdict, 0);
-  return lds32(passes) > 1;
 }

@@ -37,10 +37,8 @@
 #define BARS (SUMS + 8 * 64)           // of each slot: full, empty, dR there, dP and dA there
 #define BARS_S (BARS + SLOTS * 32)     // of each state: full, empty
 #define HARD (BARS_S + 2 * 16)
-#define VERDICT (HARD + 16)            // a barrier: PASSES says how many passes there are
-#define OPEN (VERDICT + 8)             // a barrier: the last pass may begin
-#define PASSES (OPEN + 8)
-#define SAID (PASSES + 16)
+#define OPEN (HARD + 16)               // a barrier: the last of several passes may begin
+#define SAID (OPEN + 16)
 
 struct BackArgs {
   Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
@@ -170,17 +168,15 @@ INLINE void make_pairs(float b, u32 at, u32 pairs, int lane) {
   }
 }
 
-INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, u32 base, int w, int lane) {
+// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without dO.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, u32 base, int w, int lane) {
   const Args& a = b.a;
   const u32 at = base + w * SLOT, pairs = base + PAIRS + w * 1280, full = base + BARS + w * 32;
-  const int own = (x.end - x.begin + C - 1) / C;
-  for (int c = w;; c += SLOTS) {
-    if (c >= n && (x.last || c >= n + 2 * own || !more_passes(base + VERDICT, base + PASSES))) break;
+  for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const bool middle = c >= n && c < n + own;
-    if (c >= n + own) bar_wait(base + OPEN, 0);
-    const int m = (c < n ? n : middle ? n + own : n + 2 * own) - 1 - c, t = x.begin + m * C;
-    load_chunk(b, t, lim, x.chunk + m, h, !middle, at, lane);
+    const int pass = c / n, m = (pass + 1) * n - 1 - c, t = x.begin + m * C;
+    if (pass == 2) bar_wait(base + OPEN, 0);
+    load_chunk(b, t, lim, x.chunk + m, h, pass != 1, at, lane);
     float beta = 0.f;
     if (lane < C && t + lane < lim) beta = beta_at(a, (u64)(t + lane) * a.H + h);
     beta = __shfl_sync(~0u, beta, lane & 15);
@@ -243,14 +239,8 @@ INLINE void pair_gradients(u32 at, int lane) {
   }
 }
 
-// Chunks from `first` on are the span's own; those before it only bring dS. Where there are several passes, all but the last do.
+// Chunks from `first` on are the span's own; those before it only bring dS.
 INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int lane) {
-  if (!x.last && more_passes(base + VERDICT, base + PASSES)) {
-    const int own = n - first;
-    first = n + own;
-    n = first + own;
-    bar_wait(base + OPEN, 0);
-  }
   auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own
     const int c = first + i, m = n - 1 - c;
     const u32 bar = base + BARS_S + (i & 1) * 16;
@@ -274,11 +264,13 @@ INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32
 
 // -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ----------------------
 
+// Whether what leaves the piece is where a span's program starts, y being the span after it
+INLINE bool starts_known(const Span& x, const Span& y) { return x.last || (y.last && y.end <= x.end + 2 * C); }
 // How many of a span's chunks, which begin two late, come before it starts from zero or from what leaves the piece; 2: it
-// waits for its dS.
-INLINE int decide(const Args& a, const Span& x, int s, int h, bool known, u32 base, int w, int lane) {
+// does neither. By eight warps.
+INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32 said, int w, int lane) {
   if (x.last) return 0;
-  const u32 said = base + SAID;
+  const bool known = starts_known(x, y);
   int skip = 0;
   if (!known && (w & 3) == 0) {
     const bool ok = forgotten(a, x.end, h, w ? 2 * C : C, true, lane);
@@ -286,11 +278,7 @@ INLINE int decide(const Args& a, const Span& x, int s, int h, bool known, u32 ba
   }
   between_warps();
   if (!known) skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-  if (w == 0 && lane == 0) {
-    store_release(decided(a, s, h), skip == 2 ? 2 : 1);
-    sts32(base + PASSES, skip == 2 && !x.first && a.ahead ? 3 : 1);
-    bar_arrive(base + VERDICT);
-  }
+  if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
   return skip;
 }
 
@@ -594,43 +582,48 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   }
 }
 
-INLINE void consume(const BackArgs& b, u32 base, int w, int lane) {
+#if DEFERRED
+// A span that waits, in three passes, the first of a piece in one. Its span and head are read again for each, so that no
+// register holds them meanwhile.
+INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int lane) {
   const Args& a = b.a;
   float S[16][4];
+  begin_with(S, 0, w, lane);
 #pragma unroll 1
-  for (int pass = 0;; pass++) {
+  for (int pass = alone ? 2 : 0; pass < 3; pass++) {
     int s, h;
     {
-      const Span x = work_of(a, base + SAID, s, h), y = x.last ? x : span_of(a, s + 1);
-      const int own = (x.end - x.begin + C - 1) / C, late = late_chunks(x, y);
-      int skip = 0;
-      bool writes = pass == 2;
-      if (pass == 0) {
-        const bool known = x.last || (y.last && y.end <= x.end + 2 * C);  // what leaves the piece is where this starts
-        skip = decide(a, x, s, h, known, base, w, lane);
-        writes = skip != 2 || x.first || !a.ahead;
-        if (skip == 2 && writes)
-          take(S, a, s + 1, h, w, lane);
-        else
-          begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
-      }
-      const int stop = late + (pass + 1) * own;
-      walk(S, b, h, uniform(x.begin), uniform(x.end), pass ? stop - own : 0, stop, skip, writes ? stop - own : stop, base, w, lane);
+      const Span x = work_of(a, base + SAID, s, h);
+      const int stop = (alone ? 1 : pass + 1) * n;
+      if (alone) take(S, a, s + 1, h, w, lane);
+      walk(S, b, h, uniform(x.begin), uniform(x.end), stop - n, stop, 0, pass == 2 ? stop - n : stop, base, w, lane);
     }
-    between_warps();
     const Span x = work_of(a, base + SAID, s, h);
-    if (lds32(base + PASSES) == 1) return leave(S, a, x, s, h, base + SAID, w, lane);
     if (pass == 0) {
       store_state(S, a, s, h, w, lane);
       identity(S, w, lane);
     } else if (pass == 1) {
       keep_map(S, base, w, lane);
       leave_early(S, a, s + 1, s, h, base, base + OPEN, w, lane);
-    } else {
-      return;
+    } else if (alone) {
+      leave(S, a, x, s, h, base + SAID, w, lane);
     }
   }
 }
+#else
+INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int h, int n, int first, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  float S[16][4];
+  const bool known = starts_known(x, y);
+  const int skip = !a.ahead ? decide(a, x, y, s, h, base + SAID, w, lane) : known ? 0 : uniform(lds32(base + SAID + 4) ? 1 : 0);
+  if (skip == 2)
+    take(S, a, s + 1, h, w, lane);
+  else
+    begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  walk(S, b, h, uniform(x.begin), uniform(x.end), 0, n, skip, first, base, w, lane);
+  leave(S, a, x, s, h, base + SAID, w, lane);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_constant__ BackArgs b) {
   extern __shared__ __align__(1024) char smem[];
@@ -648,26 +641,38 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
       bar_init(base + BARS_S + i * 16, 1);
       bar_init(base + BARS_S + i * 16 + 8, 8);
     }
-    bar_init(base + VERDICT, 1);
     bar_init(base + OPEN, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    sts32(base + PASSES, 1);
-    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a), 1));
+    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
-  const Span y = x.last ? x : span_of(a, s + 1);
-  const int lim = x.last ? x.end : min(x.end + 2 * C, y.end);
-  const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+#if DEFERRED
+  if (x.last || load_acquire(decided(a, s, h)) != 2) return;
+  const int lim = x.end, n = uniform((x.end - x.begin + C - 1) / C), first = x.first ? 0 : 2 * n, passes = x.first ? 1 : 3;
+#else
+  const Span y = x.last ? x : span_of(a, s + 1);
+  if (a.ahead && !x.last) {  // a span that waits is left to the launch behind this one
+    if (uniform(tid >> 8) == 0) decide(a, x, y, s, h, base + SAID, w, lane);
+    __syncthreads();
+    if (!starts_known(x, y) && !lds32(base + SAID + 4) && !lds32(base + SAID + 8)) return;
+  }
+  const int lim = x.last ? x.end : min(x.end + 2 * C, y.end), passes = 1;
+  const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);
+#endif
   if (uniform(tid >> 8)) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
-    if (w < SLOTS) produce(b, x, h, lim, n, base, w, lane);
-    else fetch(b, x, h, n, first, base, lane);
+    if (w < SLOTS) produce(b, x, h, lim, n, passes, base, w, lane);
+    else fetch(b, x, h, n * passes, first, base, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
-    consume(b, base, w, lane);
+#if DEFERRED
+    consume(b, x.first, n, base, w, lane);
+#else
+    consume(b, x, y, s, h, n, first, base, w, lane);
+#endif
   }
 }

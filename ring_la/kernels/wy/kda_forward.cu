@@ -34,10 +34,8 @@
 #define BARS (SCRATCH + SLOTS * OWN) // of each slot: full, empty
 #define HARD (BARS + SLOTS * 16)     // of each slot: whether it goes token by token
 #define SAID (HARD + SLOTS * 4)      // the ticket; forgotten over one chunk, over two; whether the next span waits
-#define VERDICT (SAID + 16)          // a barrier: PASSES says how many passes there are
-#define OPEN (VERDICT + 8)           // a barrier: the last pass may begin
-#define PASSES (OPEN + 8)
-#define STAGE (PASSES + 16)            // of each warp that carries the state: 1 KB on its way out
+#define OPEN (SAID + 16)             // a barrier: the last of several passes may begin
+#define STAGE (OPEN + 16)            // of each warp that carries the state: 1 KB on its way out
 
 // The same of row `row` of kg (rows 0 to 15) and qg (16 to 31), 16 chunks each, for wgmma
 INLINE u32 kq(int row, int chunk) { return OFF_KQ + (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
@@ -157,16 +155,15 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   }
 }
 
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, u32 base, int w, int lane) {
+// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without v.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const u32 ki_at = base + SCRATCH + w * OWN, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
-  const int own = (x.end - x.begin + C - 1) / C;
-  for (int c = w;; c += SLOTS) {
-    if (c >= n && (x.first || c >= n + 2 * own || !more_passes(base + VERDICT, base + PASSES))) break;
+  for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const bool middle = c >= n && c < n + own;
-    if (c >= n + own) bar_wait(base + OPEN, 0);
-    const int t = c < n ? t0 + c * C : x.begin + (c - n - (middle ? 0 : own)) * C;
-    load_chunk(a, t, x.end, h, !middle, at, lane);
+    const int pass = c / n;
+    if (pass == 2) bar_wait(base + OPEN, 0);
+    const int t = t0 + (c - pass * n) * C;
+    load_chunk(a, t, x.end, h, pass != 1, at, lane);
     float b = 0.f;
     if (lane < C && t + lane < x.end) b = beta_at(a, (u64)(t + lane) * a.H + h);
     cp_wait();
@@ -255,21 +252,16 @@ INLINE void token_by_token(float (&S)[16][4], u32 at, int lane, int v0, bool wri
   }
 }
 
-// How many of a span's chunks, which begin two early, come before it starts from zero; 2: it waits for its state.
-INLINE int decide(const Args& a, const Span& x, int s, int h, u32 base, int w, int lane) {
+// How many of a span's chunks, which begin two early, come before it starts from zero; 2: it does not. By eight warps.
+INLINE int decide(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
   if (x.first) return 0;
-  const u32 said = base + SAID;
   if ((w & 3) == 0) {
     const bool ok = forgotten(a, x.begin - (w ? 2 * C : C), h, w ? 2 * C : C, false, lane);
     if (lane == 0) sts32(said + 4 + w, ok);
   }
   between_warps();
   const int skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-  if (w == 0 && lane == 0) {
-    store_release(decided(a, s, h), skip == 2 ? 2 : 1);
-    sts32(base + PASSES, skip == 2 && !x.last && a.ahead ? 3 : 1);
-    bar_arrive(base + VERDICT);
-  }
+  if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
   return skip;
 }
 
@@ -419,41 +411,46 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int 
   if (left) finish();
 }
 
-INLINE void consume(const Args& a, u32 base, int w, int lane) {
+#if DEFERRED
+// A span that waits, in three passes, the last of a piece in one. Its span and head are read again for each, so that no
+// register holds them meanwhile.
+INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane) {
   float S[16][4];
+  begin_with(S, 0, w, lane);
 #pragma unroll 1
-  for (int pass = 0;; pass++) {
+  for (int pass = alone ? 2 : 0; pass < 3; pass++) {
     int s, h;
     {
       const Span x = work_of(a, base + SAID, s, h);
-      const int own = (x.end - x.begin + C - 1) / C, early = x.first ? 0 : 2;
-      int skip = 0;
-      bool writes = pass == 2;
-      if (pass == 0) {
-        skip = decide(a, x, s, h, base, w, lane);
-        writes = skip != 2 || x.last || !a.ahead;
-        if (skip == 2 && writes)
-          take(S, a, s - 1, h, w, lane);
-        else
-          begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
-      }
-      walk(S, a, h, uniform(pass ? x.begin : x.begin - early * C), uniform(writes ? x.begin : x.end), uniform(x.end), x.chunk,
-           pass ? early + pass * own : 0, early + (pass + 1) * own, skip, base, w, lane);
+      const int stop = (alone ? 1 : pass + 1) * n;
+      if (alone) take(S, a, s - 1, h, w, lane);
+      walk(S, a, h, uniform(x.begin), uniform(pass == 2 ? x.begin : x.end), uniform(x.end), x.chunk, stop - n, stop, 0, base, w,
+           lane);
     }
-    between_warps();
     const Span x = work_of(a, base + SAID, s, h);
-    if (lds32(base + PASSES) == 1) return leave(S, a, x, s, h, base + SAID, w, lane);
     if (pass == 0) {
       store_state(S, a, s, h, w, lane);
       identity(S, w, lane);
     } else if (pass == 1) {
       keep_map(S, base, w, lane);
       leave_early(S, a, s - 1, s, h, base, base + OPEN, w, lane);
-    } else {
-      return;
+    } else if (alone) {
+      leave(S, a, x, s, h, base + SAID, w, lane);
     }
   }
 }
+#else
+INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
+  float S[16][4];
+  const int skip = a.ahead && !x.first ? uniform(lds32(base + SAID + 4) ? 1 : 0) : decide(a, x, s, h, base + SAID, w, lane);
+  if (skip == 2)
+    take(S, a, s - 1, h, w, lane);
+  else
+    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
+  leave(S, a, x, s, h, base + SAID, w, lane);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) char smem[];
@@ -464,23 +461,35 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
       bar_init(base + BARS + i * 16, 1);
       bar_init(base + BARS + i * 16 + 8, 8);
     }
-    bar_init(base + VERDICT, 1);
     bar_init(base + OPEN, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    sts32(base + PASSES, 1);
-    sts32(base + SAID, atomicAdd(ticket(a), 1));
+    sts32(base + SAID, atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
-  const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+#if DEFERRED
+  if (x.first || load_acquire(decided(a, s, h)) != 2) return;
+  const int t0 = uniform(x.begin), n = uniform((x.end - t0 + C - 1) / C);
+#else
+  if (a.ahead && !x.first) {  // a span that waits is left to the launch behind this one
+    if (uniform(tid >> 8) == 0) decide(a, x, s, h, base + SAID, w, lane);
+    __syncthreads();
+    if (!lds32(base + SAID + 4) && !lds32(base + SAID + 8)) return;
+  }
+  const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
+#endif
   if (uniform(tid >> 8)) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-    produce(a, x, h, t0, n, base, w, lane);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
-    consume(a, base, w, lane);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+#if DEFERRED
+    consume(a, x.last, n, base, w, lane);
+#else
+    consume(a, x, s, h, t0, n, base, w, lane);
+#endif
   }
 }

@@ -26,16 +26,18 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-AHEAD = 4
-"""Spans of a piece from which on one that waits goes over its tokens before the state that enters is there."""
+SPANS, TOKENS = 4, 8192
+"""Of a piece, from which on spans that wait are left to a launch of their own, in which they go over their tokens before
+the state that enters is there."""
 ARGUMENTS = "14Q9if"
 FORWARD_SHARED, BACKWARD_SHARED = 232448, 223680
 
 
 @functools.cache
-def kernel(name: str, *defines: str) -> CudaKernel:
-    """`forward`, `states` (what the backward needs of every chunk) or `backward`."""
-    folder = Path(__file__).parent
+def kernel(name: str, deferred: bool, *defines: str) -> CudaKernel:
+    """`forward`, `states` (what the backward needs of every chunk) or `backward`; of spans that were left to it, if
+    `deferred`."""
+    folder, defines = Path(__file__).parent, (*defines, f"DEFERRED={int(deferred)}")
     if name == "backward":
         return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
     keep = f"KEEP={int(name == 'states')}"
@@ -89,9 +91,10 @@ class KDACall:
         return tuple(f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
 
     @property
-    def ahead(self) -> int:
-        """Whether spans that wait find meanwhile what they leave, in two passes more: so many that each waits long."""
-        return int(self.inputs.v.shape[1] >= AHEAD * self.length)
+    def ahead(self) -> bool:
+        """Whether spans that wait are left to a launch of their own."""
+        each = self.inputs.v.shape[0] * self.inputs.v.shape[1] // self.pieces
+        return each >= max(SPANS * self.length, TOKENS)
 
     def states(self) -> Tensor:
         """Room for the state of every piece."""
@@ -104,15 +107,17 @@ class KDACall:
         self, name: str, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
         kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), further: tuple[Tensor, ...] = (),
     ) -> None:  # fmt: skip
-        """One kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
+        """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
         H, count = self.inputs.v.shape[2], self.count
-        flags = torch.zeros(2 * count * H + 1, dtype=torch.int32, device=self.inputs.v.device)
+        flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=self.inputs.v.device)
         passed = self.new(count, H, HEAD, HEAD)
-        kernel(name, *self.defines)(
+        arguments = (
             count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,
             passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
-            heads.start, len(heads), self.ahead, self.scale, *further,
+            heads.start, len(heads), int(self.ahead), self.scale, *further,
         )  # fmt: skip
+        for deferred in (False, True) if self.ahead else (False,):
+            kernel(name, deferred, *self.defines)(*arguments)
 
 
 def forward(
