@@ -1,7 +1,7 @@
 """Launches of KDA's kernels in CUDA C++ on Hopper (`kda_forward.cu`, `kda_backward.cu`): one forward, two backward.
 
 Chunks have 16 tokens, over which gates of at least -5 leave all factors within fp32. The backward makes the states
-before the chunks again, as many heads at a time as `table.SAVED_STATES` bytes hold.
+before the chunks again, as many heads at a time as `KEPT` bytes hold.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ LEAST = -82.0 / CHUNK
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
 SPANS, TOKENS = 4, 8192
-"""Of a piece, from which on spans that wait are left to a launch of their own, in which they go over their tokens before
-the state that enters is there."""
+"""Of a piece, from which on spans that wait are left to a launch of their own, in which they go over their tokens
+before the state that enters is there."""
+KEPT = 5 * SAVED_STATES // 4
+"""Bytes of chunks' states that a backward holds at a time."""
 ARGUMENTS = "14Q9if"
 FORWARD_SHARED, BACKWARD_SHARED = 232448, 223680
 
@@ -157,7 +159,7 @@ def gradients(
 @functools.lru_cache(maxsize=512)
 def group(chunks: int, heads: int) -> int:
     """Heads at a time whose chunks' states the backward holds: groups of about one size."""
-    most = max(1, SAVED_STATES // (chunks * HEAD * (HEAD + CHUNK) * 2))
+    most = max(1, KEPT // (chunks * HEAD * (HEAD + CHUNK) * 2))
     return cdiv(heads, math.ceil(heads / most))
 
 
