@@ -1,6 +1,6 @@
 # ring_la with PyTorch for CUDA, on a machine whose driver the container toolkit brings in. From a checkout:
 #
-#   docker build -t ring-la --build-arg VERSION="$(python -m setuptools_scm 2>/dev/null || echo 0+unknown)" .
+#   docker build -t ring-la --build-arg VERSION="$(python -m setuptools_scm 2>/dev/null || echo 0.0.0)" .
 #   docker run --rm --gpus all --ipc host ring-la                                    # ring-la doctor
 #   docker run --rm --gpus all --ipc host -v "$PWD/runs:/workspace/ring_la/runs" ring-la \
 #       bash launch/train.sh --config examples/configs/small.yaml
@@ -17,7 +17,7 @@ COPY launch/constraints.txt launch/constraints.txt
 RUN pip install -c launch/constraints.txt torch einops
 
 COPY . .
-ARG VERSION=0+unknown
+ARG VERSION=0.0.0
 RUN SETUPTOOLS_SCM_PRETEND_VERSION_FOR_RING_LA="$VERSION" pip install -c launch/constraints.txt -e '.[train,serve,transformers]'
 
 CMD ["ring-la", "doctor"]

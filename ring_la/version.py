@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-UNKNOWN = "0+unknown"
+UNKNOWN = "0.0.0+unknown"
 """The version of a source tree that is imported as it lies, where nothing is installed."""
 
 

@@ -24,7 +24,7 @@ def test_there_is_a_version_with_and_without_an_installation(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(version, "version", nothing)
-    assert version.installed() == "0+unknown"
+    assert version.installed() == "0.0.0+unknown"
 
 
 def test_the_pythons_said_are_the_pythons_tested():
