@@ -18,7 +18,11 @@ import numpy as np
 
 
 def make_faster(interpreter: ModuleType) -> None:
-    """Change `triton.runtime.interpreter` of this process; call once."""
+    """Change `triton.runtime.interpreter` of this process, if it is the one written for; call once."""
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        return
     interpreter._patch_lang = PatchedOnce(interpreter._patch_lang)
     interpreter._get_np_dtype = remembered_dtypes(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = by_slices(interpreter.ReduceOps.generic_reduce)
