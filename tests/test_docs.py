@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,18 @@ def test_links_lead_somewhere():
             to = (page.parent / path) if path else page
             assert to.exists(), f"{page}: {link}"
             assert not heading or heading.startswith("ring_la.") or heading in headings(to), f"{page}: {link}"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    assert "gated_delta_rule" in (tmp_path / "users/reference/recurrences.html").read_text()
 
 
 def test_pictures_show_the_results():
