@@ -80,18 +80,12 @@ def attention() -> str:
         fastest = min(ms for ms, _ in rows)
         for ms, name in rows:
             colour = OURS if name.startswith("ring, copied") else PEER
-            label = (
-                name.replace("ring, copied", "ring_la")
-                .replace("ulysses ", "")
-                .replace("ring 2", "2")
-                .replace("ring 4", "4")
-            )
+            label = name.replace("ring, copied", "ring_la").replace("ulysses ", "").replace("× ring ", "× ")
             label = f"{label}, {tokens // 1024}k"
             groups.append((label, [(ms / fastest, colour, f"{ms:.1f} ms")]))
     title = "Causal attention on 4 H200, forward and backward, 16k and 4k tokens a rank"
-    return bars(
-        title, [("ring_la, by kernel", OURS), ("peers, on FlashAttention-2; yunchang by Ulysses × ring", PEER)], groups
-    )
+    peers = "peers, on FlashAttention-2; yunchang by Ulysses × ring"
+    return bars(title, [("ring_la, by kernel", OURS), (peers, PEER)], groups)
 
 
 PICTURES = {"operators": operators, "scaling": scaling, "attention": attention}

@@ -1,4 +1,4 @@
-"""The recurrences' signatures in the generated reference: those of the stub, with the keywords that all of them take."""
+"""The recurrences' signatures in the generated reference: the stub's, with the keywords that all of them take."""
 
 from __future__ import annotations
 
