@@ -1,7 +1,7 @@
 """Links of pages to files of the checkout that are no pages: figures, examples, configurations.
 
-MkDocs knows files under docs/ alone. What a page links to elsewhere is copied into the site, at its path in the checkout;
-links to folders and to Markdown there become plain words, or lead to the repository where mkdocs.yml names one.
+MkDocs knows files under docs/ alone. What a page links to elsewhere is copied into the site, at its path in the
+checkout; links to folders and to Markdown there become plain words, or lead to the repository if mkdocs.yml names one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def outside(link: str, page: str) -> str | None:
-    """The path in the checkout of what `link` on `page` (a path in docs/) leads to; None if that is a page or elsewhere."""
+    """The path in the checkout of what `link` on `page` (a path in docs/) leads to; None if a page, or elsewhere."""
     path = link.partition("#")[0]
     target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), path))
     if not path or ":" in path or target.startswith("docs/") or not (ROOT / target).exists():
