@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from ..algebra import Affine, Rule
+from ..algebra import Affine, Rule, Transition
 from ..comm import Group, sharing
 from ..context import ContextParallel
 from ..kernels import Inputs, choice
@@ -146,12 +146,12 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
             continue
         lines.append((f"  {pattern}", f"α {line.alpha * 1e6:.0f} µs, β {line.beta / 1e9:.2f} GB/s received by a rank"))
     chain = Chain.of(cp.layout(64 * cp.size, args.layout))
-    shown: dict[str, list[str]] = {}
+    shown: dict[Transition, list[str]] = {}
     for name, kind in TRANSITIONS.items():
         shown.setdefault(kind, []).append(name)
     for kind, names in shown.items():
         like = Affine(kind, None, torch.empty(1, args.heads, args.width, args.width, device="meta"))
-        best, seconds = cp.strategy(chain, like).name, cp.cost.predict(chain, like, backward=True)
-        others = ", ".join(f"{name} {seconds[name] * 1e3:.2f}" for name in STRATEGIES if name != best)
-        lines.append((f"A {kind}", f"{best} {seconds[best] * 1e3:.2f} ms ({others}): {', '.join(names)}"))
+        best, times = cp.strategy(chain, like).name, cp.cost.predict(chain, like, backward=True)
+        others = ", ".join(f"{name} {times[name] * 1e3:.2f}" for name in STRATEGIES if name != best)
+        lines.append((f"A {kind}", f"{best} {times[best] * 1e3:.2f} ms ({others}): {', '.join(names)}"))
     return lines

@@ -24,6 +24,7 @@ from . import bench
 COMMANDS: dict[tuple[str, ...], str] = {
     ("doctor",): "what is here, what calls would run on, and what a group of ranks can do",
     ("plan",): "step time, memory and the best split of a model on a cluster, from measured rates",
+    ("export",): "a checkpoint as files that others read: Transformers' folder, or one of safetensors",
     ("serve",): "completions of a model over HTTP, prompts split over the ranks",
     ("bench", "ops"): "every operator on one GPU beside fla-core and others",
     ("bench", "scan"): "linear recurrences on a split sequence beside the bound and what others do",

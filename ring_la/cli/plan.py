@@ -16,7 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ..choices import LayoutKind
 from ..errors import ArgumentError
 from ..layout import Layout
 from ..models import HybridConfig
@@ -74,7 +76,7 @@ class Setting:
     rates: Rates
     cluster: Cluster
     length: int
-    layout: str = "zigzag"
+    layout: LayoutKind = "zigzag"
     backward: bool = True
     recompute: tuple[str, ...] = ()
     memory: float = 0.0
@@ -156,7 +158,7 @@ def read(args: argparse.Namespace) -> Setting:
     if args.rounds > 1 and "attention" in config.layers:
         raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
     rates = Rates.read(args.rates) if args.rates else H200
-    host = {"post": 0.0, "launch": 0.0} if args.graphs else {}
+    host: dict[str, Any] = {"post": 0.0, "launch": 0.0} if args.graphs else {}
     links = link("--inside", args.inside), link("--between", args.between)
     return Setting(
         Workload.of(config), rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,

@@ -65,9 +65,9 @@ def attention(
         of_q = slice(None) if cu_seqlens is None else tokens
         q_, k_, v_ = q[rows, of_q], k[rows, tokens], v[rows, tokens]
         Tq, Tk, first = q_.shape[1], k_.shape[1], 0
-        if joint == "front":
+        if joint == "front" and joint_k is not None and joint_v is not None:
             k_, v_, first = torch.cat([joint_k, k_], 1), torch.cat([joint_v, v_], 1), -joint_k.shape[1]
-        if joint == "rear":
+        if joint == "rear" and joint_k is not None and joint_v is not None:
             k_, v_ = torch.cat([k_, joint_k], 1), torch.cat([v_, joint_v], 1)
         distance = torch.arange(k_.shape[1]) + first - (torch.arange(Tq)[:, None] + Tk - Tq)
         distance = distance.to(q.device)
@@ -140,5 +140,7 @@ def _expect_joint(
         raise ArgumentError("joint", expected, f"{joint!r}, joint_k given: {given[0]}, joint_v given: {given[1]}")
     if joint == "rear" and causal:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
+    assert joint_k is not None
+    assert joint_v is not None
     expect_shape("joint_k", joint_k, B=k.shape[0], Tj=None, Hk=k.shape[2], K=k.shape[3])
     expect_shape("joint_v", joint_v, B=k.shape[0], Tj=joint_k.shape[1], Hk=k.shape[2], V=v.shape[3])

@@ -84,7 +84,8 @@ class KDACall:
     @property
     def defines(self) -> tuple[str, str]:
         _, _, _, g, beta = self.inputs[:5]
-        return tuple(f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
+        gate, step = (f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
+        return gate, step
 
     def states(self) -> Tensor:
         """Room for the state of every piece."""
@@ -102,7 +103,7 @@ class KDACall:
         flags = torch.zeros(2 * count * H + 1, dtype=torch.int32, device=self.inputs.v.device)
         passed = self.new(count, H, HEAD, HEAD)
         kernel(name, *self.defines)(
-            count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,
+            count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,  # type: ignore[arg-type]
             passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
             heads.start, len(heads), self.scale, *further,
         )  # fmt: skip
