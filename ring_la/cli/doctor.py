@@ -17,10 +17,12 @@ import platform
 import socket
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from .. import __version__
 from ..algebra import Affine, Rule, Transition
 from ..comm import Group, sharing
 from ..context import ContextParallel
@@ -34,15 +36,16 @@ from .options import count
 from .transitions import TRANSITIONS
 
 LIBRARIES = (
-    "triton", "flash-attn", "flash-attn-4", "fla-core", "transformers", "diffusers", "yunchang", "xfuser",
-    "ring-flash-attn", "nvidia-cutlass-operators",
+    "einops", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "fla-core", "transformers", "accelerate", "peft",
+    "diffusers", "yunchang", "xfuser", "ring-flash-attn", "nvidia-cutlass-operators", "liger-kernel", "tokenizers",
+    "safetensors", "jsonargparse", "tensorboard", "wandb", "pyarrow", "fastapi", "uvicorn", "matplotlib", "numpy",
 )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", type=count, default=32)
+    parser.add_argument("--heads", type=count, default=32, help="of the states whose exchange is predicted")
     parser.add_argument("--width", type=count, default=128, help="K and V")
-    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"))
+    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"), help="of the sequence")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,7 +72,8 @@ def show(title: str, lines: Iterable[tuple[str, str]]) -> None:
 
 def here() -> list[tuple[str, str]]:
     """Versions, GPUs and optional libraries."""
-    lines = [("Python", platform.python_version()), ("torch", torch.__version__)]
+    lines = [("ring_la", f"{__version__}, in {Path(__file__).parents[1]}"), ("system", platform.platform())]
+    lines += [("Python", platform.python_version()), ("torch", torch.__version__), *cuda()]
     if not torch.cuda.is_available():
         lines.append(("GPUs", "none: everything runs on the CPU, over gloo"))
     for i in range(torch.cuda.device_count()):
@@ -78,6 +82,14 @@ def here() -> list[tuple[str, str]]:
         memory = f"{p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
         lines.append((f"GPU {i}", f"{p.name}, {memory}, reads memory of GPUs {reach or 'none'}"))
     return lines + [(name, version(name)) for name in LIBRARIES]
+
+
+def cuda() -> list[tuple[str, str]]:
+    """What this torch was built with for NVIDIA's GPUs; nothing for a torch without."""
+    if torch.version.cuda is None:
+        return []
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not built in"
+    return [("CUDA", torch.version.cuda), ("cuDNN", str(torch.backends.cudnn.version())), ("NCCL", nccl)]
 
 
 def version(package: str) -> str:

@@ -137,7 +137,8 @@ def _document(r: TokenLoop, S: Tensor, q: Tensor, token: Sequence[Any], document
     rows, span = document.rows, document.tokens
     outputs = [S.new_zeros(len(S), 0, S.shape[1], S.shape[3])]
     for t in range(span.start, span.stop):
-        S = step(r.rule, S, *(None if x is None else x[rows, t] for x in token))
+        here: list[Any] = [None if x is None else x[rows, t] for x in token]
+        S = step(r.rule, S, *here)
         if r.causal:
             outputs.append(read(q[rows, t], S)[:, None])
     if not r.causal:

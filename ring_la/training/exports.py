@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from . import stored
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 DTYPES = {"stored": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WHOLE = "1000GB"
@@ -72,8 +69,11 @@ def _write(weights: dict[str, Tensor], file: Path, about: dict[str, Any], dtype:
 
 def _once(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of tied weights the first alone, as Transformers writes them and ties them again."""
-    seen: set[int] = set()
-    return {n: x for n, x in weights.items() if not (x.data_ptr() in seen or seen.add(x.data_ptr()))}
+    out: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        if all(x.data_ptr() != other.data_ptr() for other in out.values()):
+            out[name] = x
+    return out
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -97,7 +97,7 @@ def _pretrained(run: Path, out: Path, about: dict[str, Any], step: int | None, d
     return sorted(f for f in out.iterdir() if f.is_file())
 
 
-def _skeleton(name: str) -> PreTrainedModel:
+def _skeleton(name: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:

@@ -54,7 +54,7 @@ def check_run(rank: int, folder: str, base: str) -> dict[str, torch.Tensor]:
     model = parallelize(AutoModelForCausalLM.from_pretrained(base), ContextParallel(group(), scan="ring"))
     weights = {name: x.clone() for name, x in model.state_dict().items()}
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-    model = shard_parameters(model, TrainingMesh.make("cpu", context=2), blocks=layers, methods=())
+    model = shard_parameters(model, TrainingMesh.make("cpu", context=4), blocks=layers, methods=())
     Checkpoints(f"{folder}/checkpoints", background=False).save(
         3, model, torch.optim.SGD(model.parameters(), lr=0.1), {"tokens": 0}
     )
@@ -68,7 +68,7 @@ def test_a_model_of_transformers_becomes_its_own_folder(ranks, tmp_path):
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=True))
     base.save_pretrained(tmp_path / "base")
     run = tmp_path / "run"
-    weights = ranks.run(2, check_run, str(run), str(tmp_path / "base"))[0]
+    weights = ranks.run(4, check_run, str(run), str(tmp_path / "base"))[0]
     about = {"hybrid": None, "data": {"tokenizer": "bytes"}, "model": {"transformers": str(tmp_path / "base")}}
     Path(run / "config.json").write_text(json.dumps(about))
     (tmp_path / "base/model.safetensors").unlink()  # what is written comes from the checkpoint
