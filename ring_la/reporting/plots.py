@@ -8,6 +8,8 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 240, 76, 20, 14, 40
+HEAD = 30
+"""Of lines: room for what the upward axis shows, above its highest mark."""
 LETTER = 6.6
 """Width of a letter at the size of labels, rounded up."""
 POINTS = 1200
@@ -41,7 +43,7 @@ def lines(series: Sequence[Series], across: str, up: str) -> str:
     y0, y1 = min(marks[0], min(ys)), max(marks[-1], max(ys))
 
     def place(x: float, y: float) -> str:
-        return f"{_scaled(x, x0, x1, LEFT, WIDTH - RIGHT):.1f},{_scaled(y, y0, y1, HEIGHT - BOTTOM, TOP):.1f}"
+        return f"{_scaled(x, x0, x1, LEFT, WIDTH - RIGHT):.1f},{_scaled(y, y0, y1, HEIGHT - BOTTOM, HEAD):.1f}"
 
     out = [*_grid(marks, y0, y1), *_scale(x0, x1, HEIGHT - BOTTOM)]
     for i, s in enumerate(series):
@@ -52,7 +54,7 @@ def lines(series: Sequence[Series], across: str, up: str) -> str:
         out.append(shape if len(points) > 1 else f'<circle cx="{dot[0]}" cy="{dot[1]}" r="3" fill="{COLOURS[i]}"/>')
     out.append(_text(WIDTH - RIGHT, HEIGHT - 6, across, "end"))
     named = [(s.name, COLOURS[i]) for i, s in enumerate(series)] if len(series) > 1 else []
-    return legend(named) + svg(HEIGHT, [*out, _text(4, TOP - 3, up, "start")], f"{up} over {across}")
+    return legend(named) + svg(HEIGHT, [*out, _text(4, 12, up, "start")], f"{up} over {across}")
 
 
 def lanes(rows: Sequence[tuple[str, Sequence[Span]]], start: float, stop: float, across: str) -> str:
@@ -132,7 +134,7 @@ def _scaled(x: float, low: float, high: float, to_low: float, to_high: float) ->
 def _grid(marks: Sequence[float], low: float, high: float) -> list[str]:
     out = []
     for mark in marks:
-        y = _scaled(mark, low, high, HEIGHT - BOTTOM, TOP)
+        y = _scaled(mark, low, high, HEIGHT - BOTTOM, HEAD)
         out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         out.append(_text(LEFT - 6, y + 4, number(mark), "end"))
     return out
