@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from ..pictures import grouped_bars, legend_above
+from ..bars import grouped_bars, legend_above
 from .products import KINDS
 
 

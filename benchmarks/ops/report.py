@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+from ..bars import grouped_bars, legend_above
 from ..peers.ops import GUARD, GUARDED
-from ..pictures import grouped_bars, legend_above
 
 Row = dict[str, Any]
 HOST = ("host_us", "host_grad_us", "graph_host_us")

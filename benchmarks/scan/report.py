@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ring_la.scan import STRATEGIES, CostModel
 
-from ..pictures import grouped_bars, legend_above
+from ..bars import grouped_bars, legend_above
 from .arms import UNSPLIT
 
 CLOSE = 1.05
