@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import os
 import pydoc
+import re
+import shutil
+import subprocess
+import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -75,6 +82,76 @@ def test_help_shows_the_arguments(function):
     assert "layout: 'ShardedLayout | None' = None" in shown
     assert "initial_state: the state before each document" in shown
     assert "(...)" not in shown
+
+
+PROGRAM = """\
+import torch
+import ring_la
+from ring_la.nn import GatedDeltaNet
+
+cp = ring_la.ContextParallel()
+q, g = torch.zeros(1, 8, 4, 32), torch.zeros(1, 8, 4)
+ring_la.gated_delta_rule(q, q, q, g, g, initial_sate=None)
+layout = cp.layout(16, kind="zig-zag")
+GatedDeltaNet(32, 4)(q, layout="zigzag")
+out: ring_la.LinearAttentionOutput = ring_la.kda(q, q, q, q, g, layout=cp.layout(16), mode="chunk")
+"""
+MISTAKES = {7, 8, 9}
+"""A misspelt keyword, a word that is no choice, something else for a layout; the last line is right."""
+
+
+@pytest.fixture
+def program(tmp_path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+def checked(file: Path, *command: str) -> str:
+    """What a checker says of a file, by a process outside the checkout that finds ring_la as users do: on the path."""
+    paths = {"MYPYPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=file.parent, env=os.environ | paths, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.mark.slow
+def test_mypy_finds_the_mistakes_of_a_program(program):
+    """Without torch's own types, which take mypy most of a minute to read: none of the mistakes needs them."""
+    pytest.importorskip("mypy")
+    settings = program.parent / "mypy.ini"
+    settings.write_text(
+        "[mypy]\nignore_missing_imports = True\nfollow_imports = silent\n[mypy-torch.*]\nfollow_imports = skip\n"
+    )
+    said = checked(program, "mypy", "--config-file", str(settings), "--no-error-summary", str(program))
+    assert {int(line) for line in re.findall(r"program\.py:(\d+): error", said)} == MISTAKES, said
+    assert 'Unexpected keyword argument "initial_sate" for "gated_delta_rule"; did you mean "initial_state"?' in said
+
+
+@pytest.mark.slow
+def test_pyright_finds_the_mistakes_of_a_program(program):
+    pytest.importorskip("pyright")
+    settings = {"extraPaths": [str(ROOT)], "include": ["program.py"]}
+    (program.parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    said = checked(program, "pyright", "--outputjson", "--pythonpath", sys.executable)
+    found = json.loads(said)["generalDiagnostics"]
+    assert {d["range"]["start"]["line"] + 1 for d in found if d["severity"] == "error"} == MISTAKES, found
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_a_path(tmp_path):
+    """Editors and type checkers follow a path; an import hook, setuptools' other way, they do not."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "ring_la").mkdir()
+    (tmp_path / "ring_la/__init__.py").write_text('__version__ = "0"\n')
+    build = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        inside = [name for name in wheel.namelist() if "dist-info" not in name]
+        assert [Path(name).suffix for name in inside] == [".pth"]
+        assert Path(wheel.read(inside[0]).decode().strip()).resolve() == tmp_path.resolve()
 
 
 def test_the_package_says_that_it_is_typed():
