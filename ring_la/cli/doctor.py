@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl as nvidia
 
 from .. import __version__
 from ..algebra import Affine, Rule, Transition
@@ -88,7 +89,7 @@ def cuda() -> list[tuple[str, str]]:
     """What this torch was built with for NVIDIA's GPUs; nothing for a torch without."""
     if torch.version.cuda is None:
         return []
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not built in"
+    nccl = ".".join(map(str, nvidia.version())) if dist.is_nccl_available() else "not built in"
     return [("CUDA", torch.version.cuda), ("cuDNN", str(torch.backends.cudnn.version())), ("NCCL", nccl)]
 
 
@@ -157,6 +158,7 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
         if line is None:
             continue
         lines.append((f"  {pattern}", f"α {line.alpha * 1e6:.0f} µs, β {line.beta / 1e9:.2f} GB/s received by a rank"))
+    assert cp.cost is not None  # several ranks were measured
     chain = Chain.of(cp.layout(64 * cp.size, args.layout))
     shown: dict[Transition, list[str]] = {}
     for name, kind in TRANSITIONS.items():

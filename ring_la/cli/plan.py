@@ -204,7 +204,7 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
     for block, times in Counter(work.blocks).items():
         own = local(setting, block, tokens)
         compute += times * own
-        if model is None:
+        if model is None or chain is None:
             continue
         if block.recurrence:
             by_name = model.predict(chain, block.state, setting.backward)

@@ -160,9 +160,9 @@ class HybridLM(nn.Module):
         routings = [] if routings is None else routings
         begin = len(routings)
         x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).x.flatten(0, 1)
-        total = count if total is None else total
-        loss = linear_cross_entropy(x, self.output_weight, targets.flatten(), chunk=chunk) / total
-        return loss + sum(routing.aux_loss for routing in routings[begin:]) * (count / total)
+        whole = count if total is None else total
+        loss = linear_cross_entropy(x, self.output_weight, targets.flatten(), chunk=chunk) / whole
+        return loss + sum(routing.aux_loss for routing in routings[begin:]) * (count / whole)
 
     def loss_in_rounds(
         self,

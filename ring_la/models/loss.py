@@ -109,7 +109,9 @@ class _Chunked(torch.autograd.Function):
 def _liger(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     if not has_liger():
         raise UnsupportedError("backend", "'chunked', or an environment with liger-kernel", "'liger'")
-    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+        fused_linear_cross_entropy as liger,
+    )
 
-    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32)
+    loss = liger.LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32)
     return loss(weight, x, targets)

@@ -57,7 +57,7 @@ def attention(
     expect_local(layout, backend)
     _expect_arguments(q, k, v, softcap, window, dropout_p, cu_seqlens)
     _expect_joint(k, v, joint, joint_k, joint_v, causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     left, right = window[0], 0 if causal else window[1]
 
     outputs = []
@@ -71,7 +71,7 @@ def attention(
             k_, v_ = torch.cat([k_, joint_k], 1), torch.cat([v_, joint_v], 1)
         distance = torch.arange(k_.shape[1]) + first - (torch.arange(Tq)[:, None] + Tk - Tq)
         distance = distance.to(q.device)
-        scores = _scores(q_, k_, scale, softcap, alibi_slopes, distance)
+        scores = _scores(q_, k_, factor, softcap, alibi_slopes, distance)
         unseen = ((distance < -left) & (left >= 0)) | ((distance > right) & (right >= 0))
         outputs.append(_softmax(scores.masked_fill(unseen, -torch.inf), v_, sinks))
     return AttentionOutput(torch.cat([part.o for part in outputs], 1), torch.cat([part.lse for part in outputs], 2))

@@ -11,10 +11,11 @@ from typing import Any
 
 from ..errors import ArgumentError
 
-EXCHANGES = ("nccl", "gloo:", "c10d::", "exchange_kernel", "link_kernel", "copy_kernel", "flag_kernel")
+EXCHANGES = ("nccl", "gloo:", "c10d", "exchange_kernel", "link_kernel", "copy_kernel", "flag_kernel")
 """What names of exchanges hold, of kernels and of operators."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 Intervals = list[tuple[float, float]]
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def rank_time(rank: int, file: Path) -> RankTime:
     """One rank's first profiled step."""
     try:
         found = json.loads(file.read_text())
-        events: list[dict[str, Any]] = [e for e in found["traceEvents"] if e.get("ph") == "X"]
+        events: list[Event] = [e for e in found["traceEvents"] if e.get("ph") == "X"]
         base = found.get("baseTimeNanoseconds", 0) / 1e3
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ArgumentError("RUN", "Chrome traces of torch.profiler in profile/", f"{file} ({e})") from None
@@ -65,17 +66,32 @@ def rank_time(rank: int, file: Path) -> RankTime:
     steps = sorted((e["ts"], e["dur"]) for e in events if str(e["name"]).startswith("ProfilerStep"))
     first = steps[0][0] if steps else min(e["ts"] for e in events)
     last = first + steps[0][1] if steps else max(e["ts"] + e["dur"] for e in events)
-    gpu = any(e.get("cat") in ON_GPU for e in events)
-    parts: tuple[Intervals, Intervals] = ([], [])
-    for e in events:
-        if (e.get("cat") in ON_GPU) if gpu else e.get("cat") == "cpu_op":
-            name = str(e["name"]).lower()
-            start, stop = max(first, e["ts"]), min(last, e["ts"] + e["dur"])
-            if stop > start:
-                parts[any(word in name for word in EXCHANGES)].append((base + start, base + stop))
-    exchange = merged(parts[1])
-    compute = merged(parts[0]) if gpu else merged(_without(merged(parts[0]), exchange))
+    parts = _on_gpu(events) if any(e.get("cat") in ON_GPU for e in events) else _on_cpu(events)
+    cut = [[(max(first, e["ts"]), min(last, e["ts"] + e["dur"])) for e in part] for part in parts]
+    compute, exchange = (merged((base + a, base + b) for a, b in part if b > a) for part in cut)
     return RankTime(rank, base + first, base + last, compute, exchange)
+
+
+def _on_gpu(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
+    """What computes and what exchanges: kernels and copies."""
+    found = [e for e in events if e.get("cat") in ON_GPU]
+    return [e for e in found if not _exchanges(e)], [e for e in found if _exchanges(e)]
+
+
+def _on_cpu(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
+    """The same: operators that call no other, as those around them wait too; and gloo's messages, on its threads."""
+    ops = sorted((e for e in events if e.get("cat") == "cpu_op"), key=lambda e: (e.get("tid", 0), e["ts"], -e["dur"]))
+    leaves = [
+        e
+        for e, after in zip(ops, [*ops[1:], {}])
+        if after.get("tid") != e.get("tid") or after["ts"] >= e["ts"] + e["dur"]
+    ]
+    compute = [e for e in leaves if not _exchanges(e)]
+    return compute, [e for e in events if e.get("cat") == "user_annotation" and _exchanges(e)]
+
+
+def _exchanges(e: Event) -> bool:
+    return any(word in str(e["name"]).lower() for word in EXCHANGES)
 
 
 def merged(spans: Iterable[tuple[float, float]], gap: float = 0.0) -> Intervals:
@@ -85,19 +101,6 @@ def merged(spans: Iterable[tuple[float, float]], gap: float = 0.0) -> Intervals:
         if out and a <= out[-1][1] + gap:
             out[-1] = (out[-1][0], max(out[-1][1], b))
         else:
-            out.append((a, b))
-    return out
-
-
-def _without(spans: Intervals, cut: Intervals) -> Intervals:
-    """What of `spans` is not in `cut`: on a CPU an operator that exchanges is inside others that only wait for it."""
-    out: Intervals = []
-    for a, b in spans:
-        for c, d in _near(cut, a, b):
-            if c > a:
-                out.append((a, c))
-            a = max(a, d)
-        if b > a:
             out.append((a, b))
     return out
 

@@ -36,7 +36,7 @@ class Checkpoints:
         if keep < 1:
             raise ArgumentError("keep", "at least 1", keep)
         self.folder, self.keep, self.background = Path(folder), keep, background
-        self._group = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
+        self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
         self._writing: Future | None = None
 
     def save(self, step: int, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> None:

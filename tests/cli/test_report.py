@@ -60,6 +60,19 @@ def test_time_is_cut_to_the_step_and_exchange_that_is_hidden_is_told(tmp_path):
     assert (one.compute, one.exchange, one.hidden) == ([(105, 155)], [(145, 175)], 10)
 
 
+def test_on_cpus_what_waits_is_not_computing(tmp_path):
+    """An operator that calls others is not counted, they are; gloo's messages are on threads of their own."""
+    events = [
+        event("SplitRecurrence", 0, 100, "cpu_op"),
+        event("aten::mm", 10, 20, "cpu_op"),
+        event("c10d::allreduce_", 40, 5, "cpu_op"),
+        event("gloo:all_reduce", 25, 50, "user_annotation") | {"tid": 9},
+    ]
+    (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": events}))
+    (one,) = trace.read(tmp_path)
+    assert (one.compute, one.exchange, one.hidden) == ([(10, 30)], [(25, 75)], 5)
+
+
 def test_a_benchmark(tmp_path, capsys):
     assert main(["report", "benchmarks/results/scan-h200x2.json", "--out", str(tmp_path / "scan.html")]) == 0
     assert "kda, gates none, P 2, T 16384, forward, graph" in (tmp_path / "scan.html").read_text()
