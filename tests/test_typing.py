@@ -24,6 +24,7 @@ from ring_la.context import arguments
 from ring_la.kernels import grouped
 from ring_la.models import HybridLM
 from ring_la.recurrences import FUNCTIONS
+from ring_la.softmax.backends import BACKENDS as softmax_backends
 from tests.support import recurrence_stub
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +53,7 @@ def words(function: object, argument: str) -> set[object]:
         (ring_la.grouped_gemm, "backend", {"auto", *grouped.BACKENDS}),
         (ring_la.short_conv, "activation", {None, "silu"}),
         (ring_la.attention, "strategy", {None, *context.ATTENTION}),
+        (ring_la.attention, "backend", {None, "reference", *softmax_backends}),
         (ring_la.attention, "joint", {"front", "rear", "none"}),
     ],
 )
@@ -152,6 +154,15 @@ def test_an_editable_install_is_a_path(tmp_path):
         inside = [name for name in wheel.namelist() if "dist-info" not in name]
         assert [Path(name).suffix for name in inside] == [".pth"]
         assert Path(wheel.read(inside[0]).decode().strip()).resolve() == tmp_path.resolve()
+
+
+def test_flags_are_given_by_name():
+    """A call with three bare Trues says nothing."""
+    public = [getattr(ring_la, name) for name in ring_la.__all__ if inspect.isfunction(getattr(ring_la, name))]
+    methods = [f for kind in nn.LAYERS.values() for f in (kind.__init__, kind.forward)]
+    for function in (*public, *methods, ring_la.ContextParallel.__init__, ring_la.ContextParallel.layout):
+        for p in inspect.signature(function).parameters.values():
+            assert not isinstance(p.default, bool) or p.kind is p.KEYWORD_ONLY, f"{function.__qualname__}: {p.name}"
 
 
 def test_the_package_says_that_it_is_typed():

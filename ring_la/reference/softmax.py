@@ -11,10 +11,12 @@ FlashAttention: p_i = i + Tk − Tq.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ring_la.choices import JointPlace
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.outputs import AttentionOutput
 from ring_la.reference.arguments import documents, expect_local, expect_shape
@@ -34,10 +36,10 @@ def attention(
     dropout_p: float = 0.0,
     joint_k: Tensor | None = None,
     joint_v: Tensor | None = None,
-    joint: str = "none",
+    joint: JointPlace = "none",
     layout: object = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    backend: str | None = None,
+    backend: Literal["reference"] | None = None,
 ) -> AttentionOutput:
     """Softmax attention (Vaswani et al. 2017, eq. 1), with the masks and biases of today's models.
 

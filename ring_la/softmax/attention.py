@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..autograd import outside_graphs, refuse_transforms, traced
 from ..checks import check_nan
-from ..choices import AttentionChoice, JointPlace
+from ..choices import AttentionChoice, JointPlace, SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
@@ -41,7 +41,7 @@ def attention(
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
     strategy: AttentionChoice | None = None,
-    backend: str | None = None,
+    backend: SoftmaxBackend | None = None,
 ) -> AttentionOutput:
     """Softmax attention, whole or on a split sequence, with exact gradients.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +19,24 @@ from torch import Tensor
 from ..errors import ArgumentError, UnsupportedError
 from . import stored
 
-DTYPES = {"stored": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Dtype = Literal["stored", "float32", "bfloat16", "float16"]
+DTYPES: dict[Dtype, torch.dtype | None] = {
+    "stored": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 WHOLE = "1000GB"
 """Of a folder's file of weights: they are not cut."""
 
 
-def export(run: str | Path, out: str | Path, *, step: int | None = None, dtype: str = "stored") -> list[Path]:
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    dtype: Dtype = "stored",
+) -> list[Path]:
     """Write a checkpoint's model for others to read.
 
     Args:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...autograd import outside_graphs, wanting
+from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
@@ -30,7 +31,7 @@ def parallelize(
     transformer: nn.Module,
     cp: ContextParallel,
     *,
-    backend: str | None = None,
+    backend: SoftmaxBackend | None = None,
     average: bool = False,
     plan: ModelPlan | None = None,
 ) -> nn.Module:
@@ -89,7 +90,9 @@ class SplitDenoiser:
         number: under which the compiled attention finds this.
     """
 
-    def __init__(self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: str | None, scale: int) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: SoftmaxBackend | None, scale: int
+    ) -> None:
         self.plan, self.cp, self.backend, self.scale = plan, cp, backend, scale
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
