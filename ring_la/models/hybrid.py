@@ -90,7 +90,18 @@ class HybridLM(nn.Module):
         return LMOutput(self.logits(x), states)
 
     if TYPE_CHECKING:
-        __call__ = forward
+        # spelled out: to pyright an assignment here has the type that nn.Module declares
+        def __call__(
+            self,
+            ids: Tensor,
+            *,
+            states: Sequence[Any] | None = None,
+            output_states: bool = False,
+            layout: ShardedLayout | None = None,
+            cu_seqlens: Tensor | None = None,
+            routings: list[Routing] | None = None,
+            in_place: bool = False,
+        ) -> LMOutput: ...
 
     def hidden(
         self,

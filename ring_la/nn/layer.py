@@ -119,7 +119,17 @@ class Layer(nn.Module):
         return self.mix(x, state, call)
 
     if TYPE_CHECKING:
-        __call__ = forward
+        # spelled out: to pyright an assignment here has the type that nn.Module declares
+        def __call__(
+            self,
+            x: Tensor,
+            *,
+            state: Any = None,
+            output_state: bool = False,
+            layout: ShardedLayout | None = None,
+            cu_seqlens: Tensor | None = None,
+            in_place: bool = False,
+        ) -> LayerOutput: ...
 
     def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         """The layer itself, over checked arguments."""

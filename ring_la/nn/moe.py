@@ -136,7 +136,10 @@ class MixtureOfExperts(nn.Module):
         return MoEOutput(o, self._routing(logits, p, sums, tokens))
 
     if TYPE_CHECKING:
-        __call__ = forward
+        # spelled out: to pyright an assignment here has the type that nn.Module declares
+        def __call__(
+            self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None
+        ) -> MoEOutput: ...
 
     def _logits(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
