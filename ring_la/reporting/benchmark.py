@@ -20,7 +20,7 @@ def sections(found: Any, name: str) -> list[Section]:
     Raises:
         ArgumentError: nothing of a benchmark's.
     """
-    rows = found.get("rows") if isinstance(found, Mapping) else None
+    rows = found.get("rows") or found.get("times") if isinstance(found, Mapping) else None
     cases: dict[str, dict[str, float]] = {}
     for row in rows or ():
         for case, arm, ms in _times(row):
@@ -39,7 +39,9 @@ def sections(found: Any, name: str) -> list[Section]:
 
 
 def _times(row: Mapping[str, Any]) -> list[tuple[str, str, float]]:
-    """(case, arm, ms) of a row of `bench scan`, `bench ops` or `bench attention`."""
+    """(case, arm, ms) of a row of `bench scan`, `grouped`, `ops` or `attention`."""
+    if isinstance(row.get("ms"), Mapping) and "G" in row:
+        return [(f"{row['kind']}, G {row['G']}, sizes {row['sizes']}", arm, ms) for arm, ms in row["ms"].items()]
     if isinstance(row.get("ms"), Mapping):
         case = f"{row['op']}, gates {row['gates']}, P {row['P']}, T {row['T']}, {row['what']}, {row['mode']}"
         return [(case, arm, ms) for arm, ms in row["ms"].items()]

@@ -74,8 +74,16 @@ def test_on_cpus_what_waits_is_not_computing(tmp_path):
 
 
 def test_a_benchmark(tmp_path, capsys):
-    assert main(["report", "benchmarks/results/scan-h200x2.json", "--out", str(tmp_path / "scan.html")]) == 0
-    assert "kda, gates none, P 2, T 16384, forward, graph" in (tmp_path / "scan.html").read_text()
+    results = Path(__file__).parents[2] / "benchmarks/results"
+    shown = {
+        "scan-h200x2": "kda, gates none, P 2, T 16384, forward, graph",
+        "ops-h200": "rwkv7, 1x32768x32x128, forward + backward",
+        "attention-h200x4": "causal, P 4, T 16384, forward + backward",
+        "grouped-h200": "rows, G 64, sizes zipf",
+    }
+    for name, case in shown.items():
+        assert main(["report", str(results / f"{name}.json"), "--out", str(tmp_path / f"{name}.html")]) == 0
+        assert f"<h2>{case}</h2>" in (tmp_path / f"{name}.html").read_text()
     capsys.readouterr()
     assert main(["report", str(tmp_path)]) == 2
     assert "RUN: expected a training run's folder or a benchmark's JSON" in capsys.readouterr().err
