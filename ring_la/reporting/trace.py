@@ -81,13 +81,14 @@ def _on_gpu(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
 def _on_cpu(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     """The same: operators that call no other, as those around them wait too; and gloo's messages, on its threads."""
     ops = sorted((e for e in events if e.get("cat") == "cpu_op"), key=lambda e: (e.get("tid", 0), e["ts"], -e["dur"]))
-    leaves = [
-        e
-        for e, after in zip(ops, [*ops[1:], {}])
-        if after.get("tid") != e.get("tid") or after["ts"] >= e["ts"] + e["dur"]
-    ]
+    leaves = [e for e, after in zip(ops, [*ops[1:], None]) if after is None or not _calls(e, after)]
     compute = [e for e in leaves if not _exchanges(e)]
     return compute, [e for e in events if e.get("cat") == "user_annotation" and _exchanges(e)]
+
+
+def _calls(e: Event, after: Event) -> bool:
+    """Whether an operator calls the one that begins next on any thread of this order."""
+    return after.get("tid") == e.get("tid") and after["ts"] < e["ts"] + e["dur"]
 
 
 def _exchanges(e: Event) -> bool:
