@@ -87,7 +87,7 @@ def _on_cpu(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
 
 
 def _calls(e: Event, after: Event) -> bool:
-    """Whether an operator calls the one that begins next on any thread of this order."""
+    """Whether an operator calls the one that comes next, by thread and by its beginning."""
     return after.get("tid") == e.get("tid") and after["ts"] < e["ts"] + e["dur"]
 
 
