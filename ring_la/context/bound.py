@@ -41,8 +41,9 @@ class Bound:
     - the model refuses the whole sequence, tokens of another number, and tensors known to be split by another layout;
     - all ranks must have cut the same sequence: what ``layout.shard`` gives meanwhile is compared when it comes in.
 
-    The backward pass belongs within it, too, where anything is recomputed. Each call of the model compares ranks by the job's store, and `shard` reads its tensor, so it costs a little of the
-    host's time: for a first run, or for all of one whose steps are long.
+    The backward pass belongs within it, too, where anything is recomputed. Each call of the model compares ranks by the
+    job's store, and `shard` reads its tensor, so it costs a little of the host's time: for a first run, or for all of
+    one whose steps are long.
     """
 
     def __init__(self, layout: ShardedLayout, model: nn.Module) -> None:
