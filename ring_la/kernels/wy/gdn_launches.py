@@ -67,7 +67,7 @@ def forward(
         f"BETA_BF16={int(beta.dtype == torch.bfloat16)}",
     )
     kernel(*defines)(
-        count * H, q, k, v, g, beta, o, None if S0 is None else aligned(S0), leaving, runs and runs.table, cu, flags,
+        count * H, q, k, v, g, beta, o, None if S0 is None else aligned(S0), leaving, None if runs is None else runs.table, cu, flags,
         passed, T, H, q.shape[2], count, length, pieces, 1, scale,
     )  # fmt: skip
     if leaving is not None:
