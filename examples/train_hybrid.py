@@ -456,7 +456,8 @@ class Trainer:
         self.start.part("loader and logs")
         if log:
             print(self.start, flush=True)
-            log.started(self.step, self.start)
+            sizes = dict(zip(("data", "fsdp", "context"), self.mesh.axes.shape))
+            log.started(self.step, self.start, sizes)
         began, ending = time.time(), ""
         bar = tqdm(total=run.steps, initial=self.step, unit="step", disable=not self.first)
         with Terminated() as terminated, Profile(run.profile, self.folder) as profile:
@@ -629,9 +630,9 @@ class Log:
                 project=config.run.wandb, id=name, dir=str(folder), config=asdict(config), resume="allow"
             )
 
-    def started(self, step: int, start: Start) -> None:
+    def started(self, step: int, start: Start, axes: dict[str, int]) -> None:
         """A line of starts.jsonl."""
-        line = {"step": step, "began": start.began, "ready": start.at, "seconds": start.parts}
+        line = {"step": step, "began": start.began, "ready": start.at, "seconds": start.parts, "axes": axes}
         with open(self.folder / "starts.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 

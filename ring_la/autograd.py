@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ outside_graphs = torch._disable_dynamo
 not import the compiler."""
 
 
-def traced(x: Tensor) -> bool:
+def traced(x: object) -> bool:
     """Whether anything (a compiler, a mode, a function transform, a subclass) looks at single operators."""
     return (
         torch.compiler.is_compiling()
@@ -65,14 +66,18 @@ _INSTEAD = "Differentiate backwards (torch.autograd.grad), or take ring_la.refer
 
 
 def _in_functorch() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and _functorch().peek_interpreter_stack() is not None
 
 
-def _levels(t: object) -> Iterator[Tensor]:
+def _functorch() -> Any:
+    return torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _levels(t: Any) -> Iterator[Any]:
     """A tensor as each transform of torch.func around it sees it, but for batched ones, which hide what they are."""
     if not isinstance(t, Tensor):
         return
-    wrapped = torch._C._functorch
+    wrapped = _functorch()
     while wrapped.is_functorch_wrapped_tensor(t):
         if not wrapped.is_batchedtensor(t):
             yield t

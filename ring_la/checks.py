@@ -36,8 +36,7 @@ def check_scale(scale: object) -> None:
 
 def check_depth(layer_idx: object, num_layers: object) -> None:
     """Refuse a layer that a model of so many layers does not have."""
-    ints = isinstance(layer_idx, int) and isinstance(num_layers, int)
-    if not ints or not 0 <= layer_idx < num_layers:
+    if not isinstance(layer_idx, int) or not isinstance(num_layers, int) or not 0 <= layer_idx < num_layers:
         raise ArgumentError("layer_idx", f"an int, 0 ≤ layer_idx < num_layers = {num_layers!r}", repr(layer_idx))
 
 
@@ -60,12 +59,11 @@ def check_split(T: int, B: int, layout: object, cu_seqlens: object, device: torc
         return layout.num_documents if layout.packed else B
     if cu_seqlens is None:
         return B
-    check_offsets(cu_seqlens, B, T, device)
-    return cu_seqlens.shape[0] - 1
+    return len(check_offsets(cu_seqlens, B, T, device)) - 1
 
 
-def check_offsets(cu_seqlens: object, B: int, T: int, device: torch.device) -> None:
-    """Refuse what are no offsets of documents packed into the T tokens of one row."""
+def check_offsets(cu_seqlens: object, B: int, T: int, device: torch.device) -> Tensor:
+    """The offsets, if they are some of documents packed into the T tokens of one row."""
     if (
         not isinstance(cu_seqlens, Tensor)
         or cu_seqlens.dim() != 1
@@ -80,6 +78,7 @@ def check_offsets(cu_seqlens: object, B: int, T: int, device: torch.device) -> N
         raise ArgumentError("cu_seqlens", f"a tensor on {device}", cu_seqlens.device)
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         check_cu_seqlens(cu_seqlens, T)
+    return cu_seqlens
 
 
 def check_nan(name: str, x: Tensor) -> None:

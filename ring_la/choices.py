@@ -20,5 +20,11 @@ RecurrenceBackend = Literal["triton", "torch", "reference"]
 """What computes a recurrence (`kernels`)."""
 GroupedBackend = Literal["auto", "loop", "torch", "triton", "cutlass"]
 """What computes a grouped product (`grouped_gemm`)."""
+SoftmaxBackend = Literal[
+    "cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4", "triton", "cpu_flash", "torch", "reference"
+]
+"""What computes softmax attention (`softmax.backends`)."""
+Activation = Literal["silu"]
+"""What follows a short convolution (`conv`)."""
 JointPlace = Literal["front", "rear", "none"]
 """Where joint keys stand (`softmax.attention`)."""

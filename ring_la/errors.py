@@ -69,7 +69,7 @@ class Facts(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, tokens: int | None = None) -> Facts:
         """Those of a tensor; `tokens` is the dimension in which ranks may differ, if there is one."""
-        shape = tuple(x.shape)
+        shape: tuple[int | str, ...] = tuple(x.shape)
         if tokens is not None:
             tokens %= len(shape)
             shape = (*shape[:tokens], "T", *shape[tokens + 1 :])

@@ -15,7 +15,7 @@ chosen in ring_la.kernels.grouped, below the operators: autograd and torch.compi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def grouped_gemm(
     check_name(backend)
     if isinstance(a, (list, tuple)) or isinstance(b, (list, tuple)):
         return _grouped_list(a, b, group_sizes, backend)
-    _check_operands(a, b)
+    a, b = _operands(a, b)
     _check_sizes(a, b, group_sizes)
     refuse_transforms((("a", a), ("b", b)))
     a, b = _autocast(a), _autocast(b)
@@ -67,7 +67,7 @@ def grouped_gemm(
     return torch.ops.ring_la.grouped_rows(a, b, group_sizes, backend, True)
 
 
-def _grouped_list(a: object, b: object, group_sizes: object, backend: str) -> list[Tensor]:
+def _grouped_list(a: object, b: object, group_sizes: object, backend: GroupedBackend) -> list[Tensor]:
     if not (isinstance(a, (list, tuple)) and isinstance(b, (list, tuple))):
         name, other = ("b", b) if isinstance(a, (list, tuple)) else ("a", a)
         raise ArgumentError(name, "a list of tensors, as the other operand", _shape(other))
@@ -87,7 +87,7 @@ def _grouped_list(a: object, b: object, group_sizes: object, backend: str) -> li
     return list(packed.split([x.shape[0] for x in a]))
 
 
-def _check_pair(i: int, x: object, y: object) -> None:
+def _check_pair(i: int, x: Any, y: Any) -> None:
     for name, z, form in ((f"a[{i}]", x, "[M, K]"), (f"b[{i}]", y, "[K, N]")):
         if not isinstance(z, Tensor) or z.dim() != 2:
             raise ArgumentError(name, f"a tensor {form}", _shape(z))
@@ -105,18 +105,21 @@ def _shape(x: object) -> str:
     return str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
-def _check_operands(a: object, b: object) -> None:
+def _operands(a: object, b: object) -> tuple[Tensor, Tensor]:
     for name, x, dims, form in (("a", a, 2, "[M, K]"), ("b", b, 3, "[G, K, N]")):
         if not isinstance(x, Tensor) or x.dim() != dims:
             raise ArgumentError(name, f"a tensor {form}", _shape(x))
         if not x.dtype.is_floating_point:
             raise ArgumentError(name, "a floating-point dtype", x.dtype)
+    assert isinstance(a, Tensor)
+    assert isinstance(b, Tensor)
     if a.shape[1] != b.shape[1]:
         raise ArgumentError(
             "b", f"[G, K, N] with K = {a.shape[1]}, as a has", _shape(b), "Transpose with b.mT if need be"
         )
     if a.device != b.device:
         raise ArgumentError("b", f"the device of a, {a.device}", b.device)
+    return a, b
 
 
 def _check_sizes(a: Tensor, b: Tensor, group_sizes: object) -> None:
@@ -179,12 +182,12 @@ def _check_values(sizes: Tensor, rows: int) -> None:
         raise ArgumentError("group_sizes", f"sizes that sum to M = {rows}", f"{sizes.tolist()}, sum {int(sizes.sum())}")
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
     x, y, group_sizes, ctx.backend, _ = inputs
     ctx.save_for_backward(x, y, group_sizes)
 
 
-def _rows_backward(ctx, dc: Tensor):
+def _rows_backward(ctx: Any, dc: Tensor) -> Any:
     a, b, sizes = ctx.saved_tensors
     rows, outer = torch.ops.ring_la.grouped_rows, torch.ops.ring_la.grouped_outer
     da = rows(dc, b.mT, sizes, ctx.backend, False) if ctx.needs_input_grad[0] else None
@@ -192,7 +195,7 @@ def _rows_backward(ctx, dc: Tensor):
     return da, db, None, None, None
 
 
-def _outer_backward(ctx, dc: Tensor):
+def _outer_backward(ctx: Any, dc: Tensor) -> Any:
     a, d, sizes = ctx.saved_tensors
     rows = torch.ops.ring_la.grouped_rows
     da = rows(d, dc.mT, sizes, ctx.backend, False) if ctx.needs_input_grad[0] else None
@@ -200,7 +203,7 @@ def _outer_backward(ctx, dc: Tensor):
     return da, dd, None, None, None
 
 
-def _no_vmap(info, in_dims, *inputs):
+def _no_vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
     hint = "Fold the batch into the rows of a and into group_sizes, or loop over it"
     raise UnsupportedError(
         "a, b, group_sizes", "tensors that torch.vmap does not batch", f"in_dims {in_dims[:3]}", hint

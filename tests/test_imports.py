@@ -30,6 +30,7 @@ LEVELS = [
     {"integrations"},
     {"training"},
     {"serving"},
+    {"reporting"},
     {"cli"},
 ]
 """Bottom to top; a module may import what stands below it, and its own package."""

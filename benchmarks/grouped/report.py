@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+from ..bars import grouped_bars, legend_above
 from .products import KINDS
 
 
@@ -32,15 +33,12 @@ def picture(lines: list[dict], path: pathlib.Path, title: str) -> None:
 
     names = ("dense", "loop", "torch", "cutlass", "triton", "auto")
     colours = ("#bbbbbb", "#ddaa33", "#bb5566", "#7733aa", "#4477aa", "#004488")
-    figure, axes = plt.subplots(2, 2, figsize=(13, 7), sharey=True, constrained_layout=True)
+    figure, axes = plt.subplots(2, 2, figsize=(13, 7), sharey=True, layout="constrained")
     for axis, kind in zip(axes.flat, (*KINDS, "train"), strict=True):
         cells = [line for line in lines if line["kind"] == kind]
-        for i, (name, colour) in enumerate(zip(names, colours, strict=True)):
-            at = [c + (i - 2.5) * 0.14 for c in range(len(cells))]
-            axis.bar(at, [line["tflops"].get(name, 0) for line in cells], 0.13, color=colour, label=name)
-        axis.set_xticks(range(len(cells)), [f"G={line['G']}\n{line['sizes']}" for line in cells], fontsize=8)
+        speeds = {name: [line["tflops"].get(name) for line in cells] for name in names}
+        grouped_bars(axis, [f"G={line['G']}\n{line['sizes']}" for line in cells], speeds, dict(zip(names, colours)))
         axis.set_title(kind, fontsize=10)
-    axes[0, 0].legend(fontsize=8, ncols=3)
+    legend_above(figure, title)
     axes[0, 0].set_ylabel("TFLOP/s")
-    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+from ..bars import grouped_bars, legend_above
 from ..peers.ops import GUARD, GUARDED
 
 Row = dict[str, Any]
@@ -66,17 +67,21 @@ def picture(found: Row, file: pathlib.Path) -> None:
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
     if not shapes:
         return
-    figure, axes = pyplot.subplots(len(shapes), 1, figsize=(11, 3 * len(shapes)), squeeze=False, layout="constrained")
+    size = (11, 3 * len(shapes) + 0.8)
+    figure, axes = pyplot.subplots(len(shapes), 1, figsize=size, squeeze=False, layout="constrained")
+    shown = dict.fromkeys(name for r in rows for name in r["sides"])
+    colours = {name: f"C{i}" for i, name in enumerate(shown)}
     for axis, shape in zip(axes[:, 0], shapes):
         here = [r for r in rows if r["shape"] == shape]
-        sides = list(dict.fromkeys(n for r in here for n in r["sides"]))
-        for i, name in enumerate(sides):
-            at = [j + (i - (len(sides) - 1) / 2) * 0.8 / len(sides) for j in range(len(here))]
-            values = [r["sides"].get(name, {}).get(key, 0) / r["floor_ms"] for r in here]
-            axis.bar(at, values, 0.8 / len(sides), label=name)
-        axis.set_xticks(range(len(here)), [r["op"] + ("*" if r["op"] in GUARDED else "") for r in here], fontsize=8)
+        floors = {name: [_floors(r, name, key) for r in here] for name in shown}
+        grouped_bars(axis, [r["op"] + ("*" if r["op"] in GUARDED else "") for r in here], floors, colours)
         axis.set_title(f"{shape}: forward + backward, multiples of the memory floor", fontsize=9)
-        axis.legend(fontsize=8)
-    figure.suptitle(f"{found['machine']['device']}   (*: {GUARD})", fontsize=9)
+    legend_above(figure, f"{found['machine']['device']}   (*: {GUARD})")
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
+
+
+def _floors(row: Row, side: str, key: str) -> float | None:
+    """A side's time as multiples of the memory floor, where it has one."""
+    ms = row["sides"].get(side, {}).get(key)
+    return None if ms is None else ms / row["floor_ms"]

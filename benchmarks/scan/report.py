@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ring_la.scan import STRATEGIES, CostModel
 
+from ..bars import grouped_bars, legend_above
 from .arms import UNSPLIT
 
 CLOSE = 1.05
@@ -139,18 +140,21 @@ def picture(rows: list[dict[str, Any]], path: Path, machine: dict[str, Any]) -> 
     panels = sorted({(row["P"], row["T"], row["what"], row["mode"]) for row in rows})
     if not panels:
         return
-    figure, axes = plt.subplots(len(panels), 1, figsize=(13, 2.6 * len(panels)), squeeze=False, constrained_layout=True)
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    size = (7.5 * columns, 2.9 * lines + 0.8)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained", sharey=True)
     shown = [n for n in dict.fromkeys(n for row in rows for n in row["ms"]) if n not in ("local", "FLA local")]
-    for axis, (P, T, what, how) in zip(axes.flat, panels, strict=True):
+    colours = {arm: plt.get_cmap("tab20")(i) for i, arm in enumerate(shown)}
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (P, T, what, how) in zip(axes.flat, panels):
         here = [r for r in rows if (r["P"], r["T"], r["what"], r["mode"]) == (P, T, what, how)]
-        for i, label in enumerate(shown):
-            heights = [r["ms"]["local"] / r["ms"][label] if label in r["ms"] else 0 for r in here]
-            at = [c + (i - len(shown) / 2) * 0.8 / len(shown) for c in range(len(here))]
-            axis.bar(at, heights, 0.8 / len(shown), label=label, color=plt.get_cmap("tab20")(i))
-        axis.set_xticks(range(len(here)), [f"{r['op']}\n{r['gates']}" for r in here], fontsize=7)
-        axis.set_title(f"{P} ranks, {T} tokens each, {what}, {how}", fontsize=9)
+        shares = {arm: [r["ms"]["local"] / r["ms"][arm] if arm in r["ms"] else None for r in here] for arm in shown}
+        labels = [r["op"] if r["gates"] == "trained" else f"{r['op']}\ngates: {r['gates']}" for r in here]
+        grouped_bars(axis, labels, shares, colours)
+        axis.set_title(f"{P} ranks, {T:,} tokens each, {what}, {how}", fontsize=9)
         axis.axhline(1, color="black", linewidth=0.5)
-    axes[0, 0].legend(fontsize=6, ncols=7)
-    figure.suptitle(f"Share of the local kernel's time, {machine['device']}", fontsize=10)
+    legend_above(figure, f"Share of the local kernel's speed, {machine['device']}")
     figure.savefig(path, dpi=110)
     plt.close(figure)

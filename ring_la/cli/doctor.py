@@ -17,11 +17,14 @@ import platform
 import socket
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl as nvidia
 
-from ..algebra import Affine, Rule
+from .. import __version__
+from ..algebra import Affine, Rule, Transition
 from ..comm import Group, sharing
 from ..context import ContextParallel
 from ..kernels import Inputs, choice
@@ -34,15 +37,16 @@ from .options import count
 from .transitions import TRANSITIONS
 
 LIBRARIES = (
-    "triton", "flash-attn", "flash-attn-4", "fla-core", "transformers", "diffusers", "yunchang", "xfuser",
-    "ring-flash-attn", "nvidia-cutlass-operators",
+    "einops", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "fla-core", "transformers", "accelerate", "peft",
+    "diffusers", "yunchang", "xfuser", "ring-flash-attn", "nvidia-cutlass-operators", "liger-kernel", "tokenizers",
+    "safetensors", "jsonargparse", "tensorboard", "wandb", "pyarrow", "fastapi", "uvicorn", "matplotlib", "numpy",
 )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", type=count, default=32)
+    parser.add_argument("--heads", type=count, default=32, help="of the states whose exchange is predicted")
     parser.add_argument("--width", type=count, default=128, help="K and V")
-    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"))
+    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"), help="of the sequence")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,7 +73,8 @@ def show(title: str, lines: Iterable[tuple[str, str]]) -> None:
 
 def here() -> list[tuple[str, str]]:
     """Versions, GPUs and optional libraries."""
-    lines = [("Python", platform.python_version()), ("torch", torch.__version__)]
+    lines = [("ring_la", f"{__version__}, in {Path(__file__).parents[1]}"), ("system", platform.platform())]
+    lines += [("Python", platform.python_version()), ("torch", torch.__version__), *cuda()]
     if not torch.cuda.is_available():
         lines.append(("GPUs", "none: everything runs on the CPU, over gloo"))
     for i in range(torch.cuda.device_count()):
@@ -78,6 +83,14 @@ def here() -> list[tuple[str, str]]:
         memory = f"{p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}"
         lines.append((f"GPU {i}", f"{p.name}, {memory}, reads memory of GPUs {reach or 'none'}"))
     return lines + [(name, version(name)) for name in LIBRARIES]
+
+
+def cuda() -> list[tuple[str, str]]:
+    """What this torch was built with for NVIDIA's GPUs; nothing for a torch without."""
+    if torch.version.cuda is None:
+        return []
+    nccl = ".".join(map(str, nvidia.version())) if dist.is_nccl_available() else "not built in"
+    return [("CUDA", torch.version.cuda), ("cuDNN", str(torch.backends.cudnn.version())), ("NCCL", nccl)]
 
 
 def version(package: str) -> str:
@@ -145,13 +158,14 @@ def group(args: argparse.Namespace) -> list[tuple[str, str]]:
         if line is None:
             continue
         lines.append((f"  {pattern}", f"α {line.alpha * 1e6:.0f} µs, β {line.beta / 1e9:.2f} GB/s received by a rank"))
+    assert cp.cost is not None  # several ranks were measured
     chain = Chain.of(cp.layout(64 * cp.size, args.layout))
-    shown: dict[str, list[str]] = {}
+    shown: dict[Transition, list[str]] = {}
     for name, kind in TRANSITIONS.items():
         shown.setdefault(kind, []).append(name)
     for kind, names in shown.items():
         like = Affine(kind, None, torch.empty(1, args.heads, args.width, args.width, device="meta"))
-        best, seconds = cp.strategy(chain, like).name, cp.cost.predict(chain, like, backward=True)
-        others = ", ".join(f"{name} {seconds[name] * 1e3:.2f}" for name in STRATEGIES if name != best)
-        lines.append((f"A {kind}", f"{best} {seconds[best] * 1e3:.2f} ms ({others}): {', '.join(names)}"))
+        best, times = cp.strategy(chain, like).name, cp.cost.predict(chain, like, backward=True)
+        others = ", ".join(f"{name} {times[name] * 1e3:.2f}" for name in STRATEGIES if name != best)
+        lines.append((f"A {kind}", f"{best} {times[best] * 1e3:.2f} ms ({others}): {', '.join(names)}"))
     return lines

@@ -18,12 +18,16 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from .. import __version__
 from ..errors import RingLAError
 from . import bench
+from .usage import Help
 
 COMMANDS: dict[tuple[str, ...], str] = {
     ("doctor",): "what is here, what calls would run on, and what a group of ranks can do",
     ("plan",): "step time, memory and the best split of a model on a cluster, from measured rates",
+    ("report",): "one HTML file that shows a training run or a benchmark",
+    ("export",): "a checkpoint as files that others read: Transformers' folder, or one of safetensors",
     ("serve",): "completions of a model over HTTP, prompts split over the ranks",
     ("bench", "ops"): "every operator on one GPU beside fla-core and others",
     ("bench", "scan"): "linear recurrences on a split sequence beside the bound and what others do",
@@ -36,15 +40,16 @@ COMMANDS: dict[tuple[str, ...], str] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of the list; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in (["--version"], ["-V"]):
+        print(f"ring_la {__version__}")
+        return 0
     command = next((c for c in COMMANDS if tuple(words[: len(c)]) == c), None)
     if command is None:
         return _overview(words)
     program = " ".join(("ring-la", *command))
     try:
         module = _module(command)
-        parser = argparse.ArgumentParser(
-            prog=program, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        parser = argparse.ArgumentParser(prog=program, description=module.__doc__, formatter_class=Help)
         module.add_arguments(parser)
         return module.run(parser.parse_args(words[len(command) :])) or 0
     except RingLAError as error:
@@ -62,7 +67,7 @@ def _overview(words: Sequence[str]) -> int:
     """The list of commands: on request, or with a complaint about a command that is not in it."""
     asked = not words or words[-1] in ("-h", "--help") or any(tuple(words) == c[: len(words)] for c in COMMANDS)
     lines = [f"  ring-la {' '.join(c):18}{what}" for c, what in COMMANDS.items()]
-    text = "\n".join(["commands (each has --help):", *lines])
+    text = "\n".join(["commands (each has --help; ring-la --version):", *lines])
     if asked:
         print(text)
         return 0

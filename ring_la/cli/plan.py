@@ -5,8 +5,8 @@
 
 One line for each number of ranks P a sequence can be split over; the other GPUs hold replicas with sequences of their
 own, and weights, gradients and optimiser states are sharded over all. docs/users/guides/planning.md says what is
-counted and how far the predictions were checked. --rates is a file `ring-la bench scan` wrote; without it, the table
-for an H200.
+counted and how far the predictions were checked. --rates is a file `ring-la bench scan` wrote; without it, --device
+names a table: that of an H200 was measured, the others scale it by the devices' data sheets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ..choices import LayoutKind
 from ..errors import ArgumentError
 from ..layout import Layout
 from ..models import HybridConfig
@@ -25,7 +27,7 @@ from ..nn import LAYERS
 from ..scan import Chain, CostModel
 from ..scan.auto import Line
 from .cluster import Cluster
-from .rates import H200, Rates
+from .rates import DEVICES, Rates
 from .workload import BlockWork, Workload
 
 STATE_BYTES = 16
@@ -40,18 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="JSON of a HybridConfig; replaces the next six")
     parser.add_argument("--layers", default="gdn,gdn,gdn,attention", help="names of ring_la.nn.LAYERS")
     parser.add_argument("--repeat", type=int, default=8, help="the list of layers so often")
-    parser.add_argument("--dim", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--mlp-dim", type=int, default=None)
-    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--dim", type=int, default=2048, help="channels")
+    parser.add_argument("--heads", type=int, default=16, help="of every layer")
+    parser.add_argument("--mlp-dim", type=int, help="inner width of the MLPs (default: 8/3 of --dim)")
+    parser.add_argument("--vocab", type=int, default=151936, help="tokens of the vocabulary")
     parser.add_argument("--length", type=int, default=262144, help="tokens of one sequence")
     parser.add_argument("--gpus", default="8", help="GPUs of the cluster, comma-separated")
-    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node")
     parser.add_argument("--inside", default="10,300", help="a hop in a node: latency (µs), bandwidth (GB/s, one way)")
-    parser.add_argument("--between", default="20,45", help="a hop between nodes, for one GPU; default: 400 Gb/s a GPU")
+    parser.add_argument("--between", default="20,45", help="a hop between nodes, for one GPU (400 Gb/s)")
     parser.add_argument("--graphs", action="store_true", help="steps are CUDA graphs: the host launches nothing")
-    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"))
-    parser.add_argument("--rates", type=Path, help="bench_scan.json; default: the table for an H200")
+    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag"), help="of a sequence")
+    parser.add_argument(
+        "--device", default="H200", choices=DEVICES, help="whose rates; all but the H200's are guesses from data sheets"
+    )
+    parser.add_argument("--rates", type=Path, help="a bench_scan.json of your own, instead of --device")
     parser.add_argument("--memory", type=float, help="GiB of one GPU; default: the rates'")
     parser.add_argument("--forward", action="store_true", help="prefill: no backward, no optimiser")
     parser.add_argument(
@@ -75,7 +80,7 @@ class Setting:
     rates: Rates
     cluster: Cluster
     length: int
-    layout: str = "zigzag"
+    layout: LayoutKind = "zigzag"
     backward: bool = True
     recompute: tuple[str, ...] = ()
     memory: float = 0.0
@@ -156,8 +161,8 @@ def read(args: argparse.Namespace) -> Setting:
             raise ArgumentError("--recompute", f"block, mlp, norm or names out of {', '.join(LAYERS)}", repr(name))
     if args.rounds > 1 and "attention" in config.layers:
         raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
-    rates = Rates.read(args.rates) if args.rates else H200
-    host = {"post": 0.0, "launch": 0.0} if args.graphs else {}
+    rates = Rates.read(args.rates) if args.rates else DEVICES[args.device]
+    host: dict[str, Any] = {"post": 0.0, "launch": 0.0} if args.graphs else {}
     links = link("--inside", args.inside), link("--between", args.between)
     return Setting(
         Workload.of(config), rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
@@ -199,7 +204,7 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
     for block, times in Counter(work.blocks).items():
         own = local(setting, block, tokens)
         compute += times * own
-        if model is None:
+        if model is None or chain is None:
             continue
         if block.recurrence:
             by_name = model.predict(chain, block.state, setting.backward)

@@ -1,11 +1,13 @@
-"""How fast a device is, for ``ring-la plan``: from a file of ``ring-la bench scan``, or the table for an H200."""
+"""How fast a device is, for ``ring-la plan``: from a file of ``ring-la bench scan``, the table for an H200, or that
+table scaled by the data sheets of two devices."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import ArgumentError
 from ..scan import CostModel
@@ -110,3 +112,53 @@ H200 = Rates(
     ),
 )  # fmt: skip
 """As `ring-la bench scan` measured them, replayed as CUDA graphs."""
+
+
+class Sheet(NamedTuple):
+    """What a maker's data sheet promises of one device."""
+
+    name: str
+    matmul: float
+    """Dense bf16 operations a second."""
+    copy: float
+    """Bytes a second of its memory."""
+    memory: float
+    """Gigabytes of it, as they are sold."""
+
+
+SHEETS = {
+    "H200": Sheet("NVIDIA H200 SXM", 989e12, 4.8e12, 141),
+    "H100": Sheet("NVIDIA H100 SXM", 989e12, 3.35e12, 80),
+    "H100-PCIe": Sheet("NVIDIA H100 PCIe", 756e12, 2.0e12, 80),
+    "H20": Sheet("NVIDIA H20", 148e12, 4.0e12, 96),
+    "A100": Sheet("NVIDIA A100 SXM 80 GB", 312e12, 2.039e12, 80),
+    "A100-40GB": Sheet("NVIDIA A100 SXM 40 GB", 312e12, 1.555e12, 40),
+    "L40S": Sheet("NVIDIA L40S", 362e12, 0.864e12, 48),
+    "B200": Sheet("NVIDIA B200", 2250e12, 8.0e12, 180),
+}
+"""By the name that --device takes."""
+
+
+def from_sheet(sheet: Sheet) -> Rates:
+    """What a device would do if it came as near to its data sheet as an H200 does; nobody has measured it.
+
+    Recurrences go with the slower of products and memory: which of them bounds a kernel elsewhere is not known.
+    """
+    known = SHEETS["H200"]
+    products, bytes_ = sheet.matmul / known.matmul, sheet.copy / known.copy
+    both = min(products, bytes_)
+    told = f"{sheet.matmul / 1e12:.0f} TFLOP/s bf16, {sheet.copy / 1e12:.2f} TB/s"
+    return Rates(
+        source=f"NOT MEASURED: an H200's, scaled by the data sheet of an {sheet.name} ({told})",
+        matmul=H200.matmul * products,
+        copy=H200.copy * bytes_,
+        attention_forward=H200.attention_forward * products,
+        attention_backward=H200.attention_backward * products,
+        memory=H200.memory * sheet.memory / known.memory,
+        forward={name: replace(line, beta=line.beta * both) for name, line in H200.forward.items()},
+        both={name: replace(line, beta=line.beta * both) for name, line in H200.both.items()},
+    )
+
+
+DEVICES = {name: H200 if name == "H200" else from_sheet(sheet) for name, sheet in SHEETS.items()}
+"""Rates by the name of a device."""

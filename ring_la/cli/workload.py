@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..algebra import Affine
-from ..models import HybridConfig, HybridLM
+from ..models import HybridConfig
 from ..models.block import ResidualBlock
 from ..nn import Attention, MixtureOfExperts
 from .transitions import TRANSITIONS
@@ -83,7 +83,7 @@ class Workload:
         for name in dict.fromkeys(config.layers):
             one = HybridConfig(**config.to_dict() | {"layers": [name], "vocab_size": 1})
             with torch.device("meta"):
-                kinds[name] = _work(name, HybridLM(one).blocks[0].bfloat16(), config)
+                kinds[name] = _work(name, ResidualBlock.of(one, 0).bfloat16(), config)
         ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2) + config.dim
         return cls(config.dim, tuple(kinds[name] for name in config.layers), ends, config.vocab_size)
 

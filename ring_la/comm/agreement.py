@@ -24,9 +24,9 @@ class Agreement:
         """
         if self._members.size == 1:
             return
-        entries = isinstance(value, Mapping)
+        told = "\n".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
         try:
-            values = self.tell("\n".join(f"{k}={v}" for k, v in value.items()) if entries else str(value))
+            values = self.tell(told)
         except RuntimeError as error:
             raise self._watch.error(f"agreeing on {what}", error) from error
         if any(v != values[0] for v in values):

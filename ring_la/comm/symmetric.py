@@ -45,7 +45,7 @@ class Message(NamedTuple):
 class Lanes(NamedTuple):
     """`count` flags and rooms of so many words for each sender, `skip` words from the start of a rank's mailboxes."""
 
-    count: int
+    count: int  # type: ignore[assignment]
     room: int
     skip: int
 
@@ -130,7 +130,7 @@ class SymmetricTransport:
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Waitable]:
         sizes = sorted({t.nbytes for t in (*sends.values(), *receives.values())})
         posted: list[Waitable] = []
-        others = ({}, {})
+        others: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         for size in sizes:
             out = {r: t for r, t in sends.items() if t.nbytes == size}
             into = {r: t for r, t in receives.items() if t.nbytes == size}
@@ -193,7 +193,7 @@ class SymmetricTransport:
         from ..kernels.runtime.launch import launch
         from .copy_kernel import exchange_kernel
 
-        c = self.constants
+        c: dict[str, Any] = self.constants
         blocks = min(c["BLOCKS"], -(-m.size // (4 * c["CHUNK"])))
         units = m.size // UNIT, m.apart[0] // UNIT, m.apart[1] // UNIT
         launch(

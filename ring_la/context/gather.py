@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ class Gather(torch.autograd.Function):
     """All ranks' rows, in sequence order; the gradient is summed over ranks and cut again."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, layout: Layout, comm: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: Layout, comm: Group) -> Tensor:
         ctx.layout, ctx.comm = layout, comm
         longest = max(layout.lengths)
         padded = x.new_zeros(longest, *x.shape[1:])
@@ -27,7 +29,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         layout: Layout = ctx.layout
         rows = grad[layout.order.to(grad.device)].split(list(layout.lengths))
         padded = grad.new_zeros(layout.world_size, max(layout.lengths), *grad.shape[1:])

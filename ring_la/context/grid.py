@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +47,10 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             expected = 'a one-dimensional DeviceMesh, or a two-dimensional one with axes "ulysses" and "ring"'
             raise ArgumentError("group", expected, got, 'Pick an axis: mesh["context"]')
         ranks = sorted(group.mesh.flatten().tolist())
-        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < dist.get_world_size() else None
+        if len(ranks) == dist.get_world_size():
+            return None
+        made: Any = dist.new_group(ranks, use_local_synchronization=True)
+        return made
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ArgumentError("group", "a ProcessGroup, a DeviceMesh or None", type(group).__name__)
     return group

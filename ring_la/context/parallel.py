@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Affine
@@ -20,9 +20,11 @@ from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..layout import Layout
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
 from .arguments import check_choices, check_dim, check_labels, check_length, describe, duration
+from .bound import Bound
 from .gather import Gather
 from .grid import Grid, process_group
 from .handle import OfThisProcess
+from .marks import Marks, fingerprint
 
 CANONICAL_CHUNK = 64
 
@@ -78,6 +80,7 @@ class ContextParallel(OfThisProcess):
             self.comm.agreement.agree("the settings of ContextParallel", settings | {"validate": validate})
         self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here
         self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None
+        self.marks = Marks()
         self._chosen: dict[object, Scan] = {}
 
     @property
@@ -142,6 +145,7 @@ class ShardedLayout(OfThisProcess, Layout):
     Attributes:
         cp: the ContextParallel it belongs to.
         positions: int64 ``[T_local]``, position of each local token in its document.
+        bindings: how many models are bound to it.
     """
 
     def __init__(
@@ -153,6 +157,7 @@ class ShardedLayout(OfThisProcess, Layout):
         multiple_of: int | None = None,
     ) -> None:
         self.cp = cp
+        self.bindings = 0
         self._seen: set[object] = set()
         if multiple_of is None:
             multiple_of = CANONICAL_CHUNK if cp.deterministic else 1
@@ -199,7 +204,7 @@ class ShardedLayout(OfThisProcess, Layout):
         """
         known = error is None and (call, signature) in self._seen
         if self.cp.validate == "always" or (self.cp.validate == "first" and not known):
-            report = f"refused: {error}" if error else {"call": call} | dict(signature)
+            report = f"refused: {error}" if error else {"call": call} | dict(signature or ())
             try:
                 self.cp.comm.agreement.agree(f"the arguments of {call}", report)
             except PeerError:
@@ -218,7 +223,24 @@ class ShardedLayout(OfThisProcess, Layout):
         Differentiable: the gradient of `x` is this rank's part, zero for other ranks' tokens.
         """
         check_length(x, dim, self.seq_len, "the whole sequence")
-        return x.index_select(dim, self._local.to(x.device))
+        out = x.index_select(dim, self._local.to(x.device))
+        bound = self.bindings > 0 and not torch.compiler.is_compiling()
+        self.cp.marks.put(out, self, fingerprint(x) if bound else None)
+        return out
+
+    def bind(self, model: nn.Module) -> Bound:
+        """A model whose layers work on this layout until ``remove()``, or the end of a ``with`` block.
+
+        It catches what no single call can: a layer that is given no layout or another one, tokens cut by another
+        layout, ranks that cut different sequences; and its `compare` finds the module that mixes tokens in a way of its
+        own. See `ring_la.context.bound`.
+
+        Raises:
+            ArgumentError: no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise ArgumentError("model", "a torch.nn.Module", type(model).__name__)
+        return Bound(self, model)
 
     @outside_graphs
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -240,7 +262,9 @@ class ShardedLayout(OfThisProcess, Layout):
         if other.split == self.split:
             return x
         route = self.route(("convert", other.split), lambda: [other.tokens(r) for r in range(self.world_size)])
-        return route(x, dim)
+        out = route(x, dim)
+        self.cp.marks.put(out, other)
+        return out
 
     @outside_graphs
     def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
@@ -291,6 +315,7 @@ class ShardedLayout(OfThisProcess, Layout):
             if x.shape[dim] == self.seq_len:
                 self.require_local(name, self.seq_len)
             check_length(x, dim, self.local_length, "this rank's tokens", name)
+            self.cp.marks.require(name, x, self)
             check()
         except RingLAError as e:
             error = e

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ def check_channels(name: str, t: Tensor | None, shape: list[int], x: Tensor) -> 
         raise ArgumentError(name, f"a tensor on {x.device}, where x is", t.device)
 
 
-def check_in_place(initial: Tensor | None, layout: ShardedLayout | None, *inputs: Tensor | None) -> None:
-    """Refuse to overwrite a state that is missing, shared between ranks or part of a graph."""
+def check_in_place(initial: Tensor | None, layout: ShardedLayout | None, *inputs: Tensor | None) -> Tensor:
+    """The state, unless it is missing, shared between ranks or part of a graph."""
     if layout is not None:
         raise UnsupportedError("in_place", "False under a layout", True)
     if not isinstance(initial, Tensor):
@@ -52,6 +52,7 @@ def check_in_place(initial: Tensor | None, layout: ShardedLayout | None, *inputs
     wanting = any(isinstance(x, Tensor) and x.requires_grad for x in (initial, *inputs))
     if torch.is_grad_enabled() and wanting:
         raise ArgumentError("in_place", "False where gradients are wanted", True, "Call it under torch.no_grad()")
+    return initial
 
 
 def check_values(layout: ShardedLayout | None, **tensors: Tensor | None) -> None:
@@ -67,7 +68,7 @@ def facts_of(t: object) -> Facts | None:
     return Facts.of(t) if isinstance(t, Tensor) else None
 
 
-def agree(call: str, layout: object, error: RingLAError | None, x: Tensor, own: dict[str, object]) -> None:
+def agree(call: str, layout: object, error: RingLAError | None, x: Tensor, own: dict[str, Any]) -> None:
     """Let the ranks agree on a call, `own` being what it brings beside ``x``; an error on one is an error on all."""
     if isinstance(layout, ShardedLayout):
         signature = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,8 +53,9 @@ def short_conv(
     check_flag("in_place", in_place)
     if not in_place:
         return run(x, weight, bias, activation, TailOptions(initial_state, output_final_state, layout, cu_seqlens))
-    check_in_place(initial_state, layout, x, weight, bias)
+    initial_state = check_in_place(initial_state, layout, x, weight, bias)
     o, final = run(x, weight, bias, activation, TailOptions(initial_state, True, layout, cu_seqlens))
+    assert final is not None
     return ShortConvOutput(o, initial_state.copy_(final))
 
 
@@ -70,7 +71,7 @@ def _short_conv(
     else:
         own = None if initial is None else initial_rows(flat, width - 1, initial, layout)
         o, ends = _Split.apply(layout, flat, weight, bias, own, silu, options.output_final_state)
-    final = final_rows(ends, initial, options).mT.to(x.dtype) if options.output_final_state else None
+    final = final_rows(ends, initial, options).mT.to(x.dtype) if options.output_final_state else None  # type: ignore[arg-type]
     return ShortConvOutput(*together(o.view(x.shape), final, layout))
 
 
@@ -96,7 +97,7 @@ def _checked(
         error = e
     own = dict(width=width, activation=activation, bias=facts_of(bias), initial_state=facts_of(state))
     agree("short_conv", layout, error, x, own | {"output_final_state": options.output_final_state})
-    return flat, weight
+    return flat, weight  # type: ignore[return-value]
 
 
 def _weight(weight: Tensor, x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class _Split(torch.autograd.Function):
     those rows go back as rows and are added to the few they belong to."""
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[no-untyped-def]
         ctx,
         layout: ShardedLayout,
         x: Tensor,
@@ -138,11 +139,11 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, do: Tensor | None, dends: Tensor | None):
+    def backward(ctx: Any, do: Tensor | None, dends: Tensor | None) -> Any:
         x, weight, bias, lead, cu, own = ctx.saved_tensors
         layout, do = ctx.layout, torch.zeros_like(x) if do is None else do
         dx, dweight, dbias, dlead = convolve_backward(do, dends, x, weight, bias, lead, cu, ctx.silu)
-        rows = dlead.flatten(1, 2)
+        rows = dlead.flatten(1, 2)  # type: ignore[union-attr]
         with layout.cp.comm.streams.in_order():
             back = halo_route(layout, weight.shape[1] - 1).start_back(rows.movedim(1, 0).contiguous(), dx.movedim(1, 0))
             back.wait()

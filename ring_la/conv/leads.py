@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -91,9 +93,9 @@ class _Together(torch.autograd.Function):
     over ranks, so every rank must take it even if its own loss does not use the state."""
 
     @staticmethod
-    def forward(ctx, o: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, o: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
         return o.view_as(o), final.view_as(final)
 
     @staticmethod
-    def backward(ctx, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor]:
         return do, dfinal

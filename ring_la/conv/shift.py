@@ -40,8 +40,9 @@ def token_shift(
     check_flag("in_place", in_place)
     if not in_place:
         return run(x, TailOptions(initial_state, output_final_state, layout, cu_seqlens))
-    check_in_place(initial_state, layout, x)
+    initial_state = check_in_place(initial_state, layout, x)
     o, final = run(x, TailOptions(initial_state, True, layout, cu_seqlens))
+    assert final is not None
     return TokenShiftOutput(o, initial_state.copy_(final))
 
 

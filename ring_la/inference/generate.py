@@ -94,8 +94,8 @@ def prefill(
     cu = cu_seqlens if layout is None else torch.tensor(layout.cu_seqlens)
     if cu is not None and bool((cu.diff() == 0).any()):
         raise ArgumentError("cu_seqlens", "prompts of at least one token", cu.tolist())
-    x, states = model.hidden(ids, states=states, output_states=True, layout=layout, cu_seqlens=cu_seqlens)
-    return Prefilled(model.logits(_last(x, layout, cu_seqlens)), states)
+    x, after = model.hidden(ids, states=states, output_states=True, layout=layout, cu_seqlens=cu_seqlens)
+    return Prefilled(model.logits(_last(x, layout, cu_seqlens)), after or [])
 
 
 def _last(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -116,8 +116,8 @@ def step(model: HybridLM, tokens: Tensor, states: list[Any], *, in_place: bool =
 
     in_place: states of a fixed size are written over those given, instead of to new memory.
     """
-    logits, states = model(tokens[:, None], states=states, output_states=True, in_place=in_place)
-    return Prefilled(logits[:, -1], states)
+    logits, after = model(tokens[:, None], states=states, output_states=True, in_place=in_place)
+    return Prefilled(logits[:, -1], after or [])
 
 
 def decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[Tensor]:

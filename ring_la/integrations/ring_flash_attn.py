@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,10 +126,10 @@ def llama3_flash_attn_prepare_cu_seqlens(
     k = [0] + [min(b, last) - first for _, b in mine]
     longest = (max(b - a for a, b in zip(x, x[1:])) for x in (q, k))
     offsets = (torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in (q, k))
-    return (*offsets, *longest, slice(first, last))
+    return (*offsets, *longest, slice(first, last))  # type: ignore[return-value]
 
 
-def _check_documents(cu_q: object, cu_k: object, part: object, length: int, total: int) -> None:
+def _check_documents(cu_q: Any, cu_k: Any, part: Any, length: int, total: int) -> None:
     """Refuse offsets that are not those of this rank's `length` queries, or of the keys `part` of the `total`."""
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if not isinstance(cu, Tensor):

@@ -49,7 +49,7 @@ class LongContextAttention(yunchang.LongContextAttention):
             if value is not None:
                 raise UnsupportedError(name, "None", type(value).__name__, "No kernel here takes FP8")
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         attn: Any,
         query: Tensor,

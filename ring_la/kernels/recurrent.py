@@ -32,6 +32,7 @@ from ring_la.kernels.protocol import (
     Output,
     Summary,
 )
+from ring_la.kernels.runtime.contract import Promise
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.replayed_function import replayed_call
 from ring_la.kernels.runtime.triton_version import ALIGNMENT
@@ -155,7 +156,7 @@ def run(
     if programs:
         given = state, into, rows, cu
         # states are written where they lie, which may be an odd address
-        promise = "contiguous" if all(t is None or t.data_ptr() % ALIGNMENT == 0 for t in given) else "any"
+        promise: Promise = "contiguous" if all(t is None or t.data_ptr() % ALIGNMENT == 0 for t in given) else "any"
         launch(
             tokens_kernel, (programs,), *filled(*x, *given), o, scale, T, N, H=H, HK=HK, K=K, V=V,
             BK=width(K), BV=block, DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr",

@@ -117,7 +117,7 @@ class Replay:
     # -- the protocol ----------------------------------------------------------------------------------------
 
     def summary(self, S0: Tensor | None, through: bool, known: Summary[Result] | None = None) -> Summary[Result]:
-        A, leaving = self._step(_summary, ((S0, torch.float32),), (through, known and known.found))
+        A, leaving = self._step(_summary, ((S0, torch.float32),), (through, known and known.found))  # type: ignore[arg-type]
         return Summary(A, leaving, self._result)
 
     def prepare(self, summary: Summary[Result]) -> Summary[Result]:
@@ -125,7 +125,7 @@ class Replay:
         return summary
 
     def output(self, S0: Tensor | None, summary: Summary[Result] | None = None, border: Border | None = None) -> Output:
-        o, leaving, *saved = self._step(_output, ((S0, torch.float32),), (summary and summary.found,), border)
+        o, leaving, *saved = self._step(_output, ((S0, torch.float32),), (summary and summary.found,), border)  # type: ignore[arg-type]
         return Output(o, leaving, tuple(saved))
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[Result]:
@@ -144,7 +144,7 @@ class Replay:
         border: Border | None = None,
     ) -> InputGradients:
         flags = backward.gate, adjoint and adjoint.found
-        *grads, dS0 = self._step(_gradients, self._tensors(backward, dS_end), flags, border)
+        *grads, dS0 = self._step(_gradients, self._tensors(backward, dS_end), flags, border)  # type: ignore[arg-type]
         return InputGradients(Inputs(*grads), dS0)
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Replay:
     def _begun(self) -> Family:
         if self._real is None:
             *inputs, cu = (self._plain(x) for x in self._given)
-            self._real = recurrence(self._rule, Inputs(*inputs), cu, self._scale, self._use)
+            self._real = recurrence(self._rule, Inputs(*inputs), cu, self._scale, self._use)  # type: ignore[assignment]
         return self._real
 
     def _plain(self, x: Any) -> Any:

@@ -31,7 +31,7 @@ def run(
         o, S_end = one_device(call, inputs, S0, cu)
         return LinearAttentionOutput(o, without_rows(S_end, packed) if options.output_final_state else None)
     saves = wanting(*inputs, initial)
-    call = SplitCall(rule, options.layout, scale, mode, backend, options.output_final_state, decays, saves)
+    split = SplitCall(rule, options.layout, scale, mode, backend, options.output_final_state, decays, saves)
     with full_precision(inputs.q):
-        o, final = SplitRecurrence.apply(call, initial, *inputs)
+        o, final = SplitRecurrence.apply(split, initial, *inputs)
     return LinearAttentionOutput(o, final if options.output_final_state else None)

@@ -33,12 +33,14 @@ class SplitRecurrence(torch.autograd.Function):
         local = call.local(inputs, call.mode)
         S0 = entering_states(layout, inputs, initial_state)
         _, size, border = call.crossing(inputs)
-        ctx.border, maps, sent = border if local.crosses else None, (), ()
+        ctx.border = border if local.crosses else None
+        maps: Sequence[Tensor | None] = ()
+        sent: Sequence[Tensor | None] = ()
         if call.seams.alone:
             out = local.output(S0)
         elif ctx.border is not None:
             border.begin(size, reverse=False)
-            out = local.output(S0, border=border)
+            out = local.output(S0, border=border)  # type: ignore[arg-type]
         else:
             S0, summary, maps, sent = exchanged(call, local, S0, inputs)
             out = local.output(S0, summary)

@@ -24,7 +24,8 @@ class ResidualBlock(nn.Module):
     def of(cls, config: HybridConfig, i: int) -> ResidualBlock:
         """The block of layer `i` of a model."""
         name, dim = config.layers[i], config.dim
-        kind, keywords = LAYERS[name], dict(config.options.get(name, {}))
+        keywords = dict(config.options.get(name, {}))
+        kind: Any = LAYERS[name]  # each takes its own keywords
         if kind.knows_depth:
             keywords = {"layer_idx": i, "num_layers": len(config.layers)} | keywords
         layer = kind(dim, config.num_heads, **keywords)

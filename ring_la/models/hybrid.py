@@ -80,12 +80,28 @@ class HybridLM(nn.Module):
             routings: a list to which what each mixture of experts' router did is appended, its auxiliary loss among
                 it, which a loss of one's own has to add. Under a layout it takes an exchange, so all ranks give one.
         """
-        keywords = {"layout": layout, "cu_seqlens": cu_seqlens, "routings": routings, "in_place": in_place}
+        keywords: dict[str, Any] = {
+            "layout": layout,
+            "cu_seqlens": cu_seqlens,
+            "routings": routings,
+            "in_place": in_place,
+        }
         x, states = self.hidden(ids, states=states, output_states=output_states, **keywords)
         return LMOutput(self.logits(x), states)
 
     if TYPE_CHECKING:
-        __call__ = forward
+        # spelled out: to pyright an assignment here has the type that nn.Module declares
+        def __call__(
+            self,
+            ids: Tensor,
+            *,
+            states: Sequence[Any] | None = None,
+            output_states: bool = False,
+            layout: ShardedLayout | None = None,
+            cu_seqlens: Tensor | None = None,
+            routings: list[Routing] | None = None,
+            in_place: bool = False,
+        ) -> LMOutput: ...
 
     def hidden(
         self,
@@ -106,7 +122,7 @@ class HybridLM(nn.Module):
             before = None if states is None else states[i]
             x, state, routing = block(x, state=before, output_routing=routings is not None, **keywords)
             after.append(state)
-            if routing is not None:
+            if routings is not None and routing is not None:
                 routings.append(routing)
         return HiddenOutput(self.norm(x), after if output_states else None)
 
@@ -155,9 +171,9 @@ class HybridLM(nn.Module):
         routings = [] if routings is None else routings
         begin = len(routings)
         x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).x.flatten(0, 1)
-        total = count if total is None else total
-        loss = linear_cross_entropy(x, self.output_weight, targets.flatten(), chunk=chunk) / total
-        return loss + sum(routing.aux_loss for routing in routings[begin:]) * (count / total)
+        whole = count if total is None else total
+        loss = linear_cross_entropy(x, self.output_weight, targets.flatten(), chunk=chunk) / whole
+        return loss + sum(routing.aux_loss for routing in routings[begin:]) * (count / whole)
 
     def loss_in_rounds(
         self,
@@ -184,12 +200,14 @@ class HybridLM(nn.Module):
         """
         plan = in_rounds(ids, cp, rounds, cu_seqlens)
         refuse_growing(zip(self.config.layers, self.blocks))
-        loss, states = 0.0, None
+        loss: Tensor | float = 0.0
+        states = None
         for r in plan:
             before = None if states is None else r.entering(states)
             x, states = self.hidden(r.ids, states=before, output_states=not r.last, layout=r.layout)
             part = linear_cross_entropy(x.flatten(0, 1), self.output_weight, r.targets.flatten(), chunk=chunk)
             loss = loss + part / (r.total if total is None else total)
+        assert isinstance(loss, Tensor)
         return loss
 
     def check(
@@ -215,7 +233,9 @@ class HybridLM(nn.Module):
         elif error is not None:
             raise error
 
-    def _check(self, ids: Tensor, states: object, layout: object, cu_seqlens: object, targets: object) -> None:
+    def _check(
+        self, ids: Tensor, states: Sequence[Any] | None, layout: object, cu_seqlens: object, targets: object
+    ) -> None:
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
             raise ArgumentError("ids", "an int tensor [B, T]", describe_tensor(ids))
         if states is not None and len(states) != len(self.blocks):

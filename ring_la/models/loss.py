@@ -9,6 +9,7 @@ largest tensor is ``[chunk, V]`` whatever the number of tokens.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,15 +80,16 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, backend: str)
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignore_index: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignore_index: int) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         need_x, need_weight = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=wide)
-        dx = torch.empty_like(x) if need_x else None
-        dweight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+        dx: Any = torch.empty_like(x) if need_x else None
+        dweight: Any = torch.zeros_like(weight, dtype=wide) if need_weight else None
         for i in range(0, len(x), chunk):
             rows, labels = x[i : i + chunk], targets[i : i + chunk]
             logits = F.linear(rows, weight)
+            d: Any
             losses, d = losses_and_gradient(logits, labels, ignore_index, need_x or need_weight)
             loss += losses.sum()
             if need_x:
@@ -99,7 +101,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         dx, dweight = (None if d is None else d * grad.to(d.dtype) for d in ctx.saved_tensors)
         return dx, dweight, None, None, None
 
@@ -107,7 +109,9 @@ class _Chunked(torch.autograd.Function):
 def _liger(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     if not has_liger():
         raise UnsupportedError("backend", "'chunked', or an environment with liger-kernel", "'liger'")
-    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+        fused_linear_cross_entropy as liger,
+    )
 
-    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32)
+    loss = liger.LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32)
     return loss(weight, x, targets)

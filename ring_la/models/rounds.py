@@ -19,7 +19,6 @@ from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..layout import check_cu_seqlens
 from ..nn import KVCache, MixtureOfExperts
-from .block import ResidualBlock
 from .loss import IGNORE
 
 
@@ -62,8 +61,8 @@ def in_rounds(
     def one(start: int, stop: int) -> SequenceRound:
         inside = [start, *cu[bisect_right(cu, start) : bisect_left(cu, stop)], stop]
         layout = cp.layout(stop - start, cu_seqlens=[c - start for c in inside] if cu_seqlens is not None else None)
-        mine = (layout.shard(x[:, start:stop]) for x in (ids, targets))
-        return SequenceRound(layout, *mine, total, start not in cu, stop == T)
+        mine, following = (layout.shard(x[:, start:stop]) for x in (ids, targets))
+        return SequenceRound(layout, mine, following, total, start not in cu, stop == T)
 
     return map(one, borders, borders[1:])
 
@@ -80,7 +79,7 @@ def _check(ids: Tensor, cp: ContextParallel, rounds: int, cu_seqlens: Tensor | S
     return (0, T) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, T)
 
 
-def refuse_growing(blocks: Iterable[tuple[str, ResidualBlock]]) -> None:
+def refuse_growing(blocks: Iterable[tuple[str, Any]]) -> None:
     """Refuse blocks, each with its layer's name, whose state grows with the sequence or whose router is balanced over
     the whole of it."""
     for name, block in blocks:

@@ -30,14 +30,25 @@ LAYERS: dict[str, type[Layer]] = {
 }
 """Names of the layers in a model's list."""
 
-__all__ = [layer.__name__ for layer in LAYERS.values()] + [
+__all__ = [
+    "Attention",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
+    "HGRN2",
     "KVCache",
+    "KimiDeltaAttention",
     "LAYERS",
     "Layer",
     "LayerOutput",
     "LayerState",
+    "LightningAttention",
+    "LinearAttention",
+    "Mamba2",
     "MixtureOfExperts",
     "MoEOutput",
+    "MultiScaleRetention",
     "RMSNorm",
+    "RWKV7",
     "Routing",
 ]

@@ -6,6 +6,8 @@ dense attention to the cache, each document with its own length.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,9 +60,8 @@ class Attention(Layer):
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
 
     def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
-        rows = isinstance(state, KVRows)
-        super()._check(x, None if rows else state, call)
-        if rows:
+        super()._check(x, None if isinstance(state, KVRows) else state, call)
+        if isinstance(state, KVRows):
             self._check_rows(x, len(state.seats.lengths), call)
         elif state is not None and not call.packed:
             expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
@@ -105,7 +106,7 @@ class Attention(Layer):
                 "packed documents or a cache of documents of several lengths",
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
-        joint = dict(joint_k=cache.k, joint_v=cache.v, joint="front")
+        joint: dict[str, Any] = dict(joint_k=cache.k, joint_v=cache.v, joint="front")
         o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:
             return o, None
@@ -120,6 +121,7 @@ def _cache(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:
     if not call.packed:
         return KVCache(k, v, None)
     cu = call.cu_seqlens if call.layout is None else torch.tensor(call.layout.cu_seqlens, device=k.device)
+    assert cu is not None  # for documents are packed
     length = cu.long().diff()
     longest = int(length.max())
     empty = longest - length

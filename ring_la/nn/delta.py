@@ -7,12 +7,15 @@ of the output. They differ in the decay g and in the output gate.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
+from ..outputs import LinearAttentionOutput
 from ..recurrences import delta_rule, gated_delta_rule, kda
 from .layer import (
     Layer,
@@ -42,8 +45,8 @@ class _DeltaLayer(Layer):
         value_dim: int | None = None,
         conv_width: int = 4,
         negative_eigenvalues: bool = False,
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         self.K = head_width(dim, num_heads, head_dim)
@@ -84,7 +87,7 @@ class _DeltaLayer(Layer):
         o = self.out_proj(merge_heads(self.readout(x, o)))
         return LayerOutput(o, LayerState(S, tail) if call.output_state else None)
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         """The recurrence, with the layer's decay of `x`."""
         raise NotImplementedError
 
@@ -107,7 +110,7 @@ class DeltaNet(_DeltaLayer):
     def make_gates(self) -> None:
         self.norm = RMSNorm(self.V)
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         return delta_rule(q, k, v, beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor) -> Tensor:
@@ -130,7 +133,7 @@ class GatedDeltaNet(_DeltaLayer):
         self.gate_proj = nn.Linear(self.dim, H * self.V, bias=False)
         self.norm = GatedRMSNorm(self.V)
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
         return gated_delta_rule(q, k, v, g, beta, **keywords)
 
@@ -154,7 +157,7 @@ class KimiDeltaAttention(_DeltaLayer):
         self.gate_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * V, bias=False))
         self.norm = GatedRMSNorm(V, "sigmoid")
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
         return kda(q, k, v, split_heads(g, self.num_value_heads), beta, **keywords)
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import gla, hgrn2
@@ -33,8 +34,8 @@ class GatedLinearAttention(Layer):
         value_dim: int | None = None,
         gate_rank: int = 16,
         temperature: float = 16.0,
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         self.num_heads, self.temperature, self.mode, self.backend = num_heads, temperature, mode, backend
@@ -82,8 +83,8 @@ class HGRN2(Layer):
         num_heads: int | None = None,
         *,
         lower_bound: float = 0.0,
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         if not 0 <= lower_bound < 1:

@@ -18,6 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..checks import FLOATS, check_flag, check_split
+from ..choices import Mode, RecurrenceBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
 
@@ -79,6 +80,9 @@ class Layer(nn.Module):
     needs_runs: ClassVar[bool] = True
     """Whether each rank must own runs of consecutive tokens."""
     state_type: ClassVar[type] = LayerState
+    mode: Mode
+    """Of the recurrence, in layers that have one; so is `backend`."""
+    backend: RecurrenceBackend | None
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -115,7 +119,17 @@ class Layer(nn.Module):
         return self.mix(x, state, call)
 
     if TYPE_CHECKING:
-        __call__ = forward
+        # spelled out: to pyright an assignment here has the type that nn.Module declares
+        def __call__(
+            self,
+            x: Tensor,
+            *,
+            state: Any = None,
+            output_state: bool = False,
+            layout: ShardedLayout | None = None,
+            cu_seqlens: Tensor | None = None,
+            in_place: bool = False,
+        ) -> LayerOutput: ...
 
     def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         """The layer itself, over checked arguments."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..choices import Mode, RecurrenceBackend
 from ..recurrences import linear_attention
 from .layer import Layer, LayerCall, LayerOutput, LayerState, head_width, merge_heads, split_heads
 
@@ -27,8 +28,8 @@ class LinearAttention(Layer):
         *,
         head_dim: int | None = None,
         causal: bool = True,
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         self.num_heads, self.causal, self.mode, self.backend = num_heads, causal, mode, backend

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..choices import Mode, RecurrenceBackend
 from ..recurrences import mamba2
 from .layer import (
     Layer,
@@ -48,8 +49,8 @@ class Mamba2(Layer):
         conv_width: int = 4,
         expand: int = 2,
         dt_range: tuple[float, float] = (1e-3, 1e-1),
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         if num_heads is None:

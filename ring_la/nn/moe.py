@@ -17,7 +17,7 @@ loss, and their gradients to its gradient, without any exchange in the backward 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..autograd import outside_graphs
 from ..checks import FLOATS
+from ..choices import GroupedBackend
 from ..comm import Pending
 from ..context import ShardedLayout
 from ..errors import ArgumentError, describe_tensor
@@ -80,7 +81,7 @@ class MixtureOfExperts(nn.Module):
         shared_gate: bool = False,
         balance_coef: float = 0.01,
         z_coef: float = 0.0,
-        backend: str = "auto",
+        backend: GroupedBackend = "auto",
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= experts:
@@ -135,13 +136,17 @@ class MixtureOfExperts(nn.Module):
         return MoEOutput(o, self._routing(logits, p, sums, tokens))
 
     if TYPE_CHECKING:
-        __call__ = forward
+        # spelled out: to pyright an assignment here has the type that nn.Module declares
+        def __call__(
+            self, x: Tensor, *, output_routing: bool = False, layout: ShardedLayout | None = None
+        ) -> MoEOutput: ...
 
     def _logits(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(wide(x), wide(self.router.weight))
 
     def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared is not None
         o = self.shared(x)
         return o if self.shared_gate is None else o * torch.sigmoid(self.shared_gate(x))
 
@@ -157,7 +162,7 @@ class MixtureOfExperts(nn.Module):
 class Experts(nn.Module):
     """E SwiGLUs over rows sorted by expert: two grouped GEMMs, gate and up side by side in the first."""
 
-    def __init__(self, experts: int, dim: int, hidden: int, backend: str = "auto") -> None:
+    def __init__(self, experts: int, dim: int, hidden: int, backend: GroupedBackend = "auto") -> None:
         super().__init__()
         self.up_proj = GroupedLinear(experts, dim, 2 * hidden, backend)
         self.out_proj = GroupedLinear(experts, hidden, dim, backend)
@@ -172,11 +177,11 @@ class Experts(nn.Module):
 class GroupedLinear(nn.Module):
     """E linear maps, ``weight [E, out, in]``, each initialised as nn.Linear does."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int, backend: str = "auto") -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, backend: GroupedBackend = "auto") -> None:
         super().__init__()
         bound = inputs**-0.5
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs).uniform_(-bound, bound))
-        self.backend = backend
+        self.backend: GroupedBackend = backend
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         return grouped_gemm(x, self.weight.mT, sizes, backend=self.backend)
@@ -220,23 +225,23 @@ class Places(NamedTuple):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(order, place)
         return x.index_select(0, order // place.shape[1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _Collect.apply(grad, *ctx.saved_tensors), None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(order, place)
         return y[place].sum(1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _Spread.apply(grad, *ctx.saved_tensors), None, None
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import check_depth
+from ..choices import Mode, RecurrenceBackend
 from ..recurrences import lightning_attention, retention
 from .layer import (
     Layer,
@@ -45,8 +46,8 @@ class MultiScaleRetention(Layer):
         head_dim: int | None = None,
         value_dim: int | None = None,
         rope_base: float | None = 10000.0,
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         self.num_heads, self.rope_base, self.mode, self.backend = num_heads, rope_base, mode, backend
@@ -85,6 +86,7 @@ class LightningAttention(Layer):
     """
 
     knows_depth = True
+    log_decay: Tensor
 
     def __init__(
         self,
@@ -95,8 +97,8 @@ class LightningAttention(Layer):
         layer_idx: int = 0,
         num_layers: int = 1,
         log_decay: Tensor | None = None,
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         self.num_heads, self.mode, self.backend = num_heads, mode, backend

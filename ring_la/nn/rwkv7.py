@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import check_depth
+from ..choices import Mode, RecurrenceBackend
 from ..conv import token_shift
 from ..kernels.fused.unit_length import l2norm
 from ..recurrences import rwkv7
@@ -18,7 +20,9 @@ from .parts import HeadNorm
 class LowRank(nn.Module):
     """``λ + f(x A) B``, with A zero at the start: the data-dependent part of a gate is learned."""
 
-    def __init__(self, dim: int, rank: int, offset: Tensor | None, inner=None) -> None:
+    def __init__(
+        self, dim: int, rank: int, offset: Tensor | None, inner: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.down, self.inner = nn.Parameter(torch.zeros(dim, rank)), inner
         self.up = nn.Parameter(nn.init.orthogonal_(torch.empty(rank, dim), 0.1))
@@ -56,8 +60,8 @@ class RWKV7(Layer):
         *,
         layer_idx: int = 0,
         num_layers: int = 1,
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         check_depth(layer_idx, num_layers)

@@ -21,7 +21,7 @@ FUNCTIONS = (
     rwkv7,
     dplr_delta_rule,
 )
-RECURRENCES = tuple(f.definition for f in FUNCTIONS)
+RECURRENCES = tuple(f.definition for f in FUNCTIONS)  # pyright: ignore[reportFunctionMemberAccess]
 """The definition of every recurrence: what conformance tests and benchmarks go through."""
 
 __all__ = [r.name for r in RECURRENCES] + ["RECURRENCES", "lightning_decay", "retention_decay"]

@@ -19,9 +19,11 @@ Flags = tuple[tuple[str, object], ...]
 
 def agree(name: str, r: Recurrence, options: CommonOptions, flags: Flags) -> tuple[float, ...] | None:
     """Let the ranks of a layout agree on a checked call; returns its decays where the host knows them."""
-    decays = known(r.decays, options.layout)
-    if options.layout.cp.validate != "never":
-        options.layout.agree(name, signature(r, options, flags, decays), None)
+    layout = options.layout
+    assert layout is not None
+    decays = known(r.decays, layout)
+    if layout.cp.validate != "never":
+        layout.agree(name, signature(r, options, flags, decays), None)
     return decays
 
 

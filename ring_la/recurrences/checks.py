@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,9 +35,9 @@ def check(r: Recurrence, options: CommonOptions) -> None:
         raise UnsupportedError("backend", expected, "'reference'", "It runs on one device")
     state = options.initial_state
     if state is not None:
-        expected = [documents, H, K, V]
-        if not isinstance(state, Tensor) or list(state.shape) != expected or state.dtype not in FLOATS:
-            raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {expected}", describe_tensor(state))
+        shape = [documents, H, K, V]
+        if not isinstance(state, Tensor) or list(state.shape) != shape or state.dtype not in FLOATS:
+            raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {shape}", describe_tensor(state))
         if state.device != r.inputs.q.device:
             raise ArgumentError("initial_state", f"a tensor on {r.inputs.q.device}", state.device)
     if options.in_place:
@@ -62,7 +64,7 @@ def check_tensors(r: Recurrence) -> tuple[int, int, int, int, int]:
     """Refuse inputs that are not float tensors of the right shapes on one device, q, k and v of one dtype; returns
     B, T, H, K and V."""
     name = r.name
-    present = {f: x for f, x in zip(Inputs._fields, r.inputs) if x is not None or f in r.rule.inputs}
+    present: dict[str, Any] = {f: x for f, x in zip(Inputs._fields, r.inputs) if x is not None or f in r.rule.inputs}
     for f, x in present.items():
         if not isinstance(x, Tensor):
             raise ArgumentError(name(f), "a tensor", describe_tensor(x))
@@ -96,7 +98,7 @@ def check_shapes(r: Recurrence) -> tuple[int, int, int, int, int]:
         raise ArgumentError(name("v"), f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
     if H % Hk:
         raise ArgumentError(name("v"), f"a number of heads that is a multiple of the {Hk} of {name('q')}", H)
-    for f, x in zip(Inputs._fields[3:], r.inputs[3:]):
+    for f, x in zip(Inputs._fields[3:], r.inputs[3:]):  # type: ignore[assignment]
         tail = () if f == "beta" or (f == "g" and r.rule.decay != "diagonal") else (K,)
         if x is not None and x.shape != (B, T, H, *tail) and x.shape != (B, T, Hk, *tail):
             raise ArgumentError(name(f), f"{[B, T, H, *tail]}", list(x.shape))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..kernels import Inputs
-from ..linear import CommonOptions
+from ..linear import CommonOptions as CommonOptions
 from ..outputs import LinearAttentionOutput
 
 

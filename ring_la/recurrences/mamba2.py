@@ -23,6 +23,7 @@ def mamba2(
     C: Tensor,
     D: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    *,
     dt_softplus: bool = False,
 ) -> Recurrence:
     """Mamba-2: S ← exp(Δ A) S + B (Δ x)ᵀ, y = scale · Sᵀ C + D x.

@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def public(definition: Definition) -> Public:
     names = frozenset(p.name for p in common)
 
     @functools.wraps(describe)
-    def function(*args, **keywords) -> LinearAttentionOutput:
+    def function(*args: Any, **keywords: Any) -> LinearAttentionOutput:
         options = CommonOptions(**{k: keywords.pop(k) for k in [*keywords] if k in names})
         call = functools.partial(describe, *args, **keywords)
         if options.layout is None:
@@ -84,7 +85,8 @@ def public(definition: Definition) -> Public:
 def _run(
     definition: Definition, call: functools.partial[Recurrence], options: CommonOptions, flags: Flags
 ) -> LinearAttentionOutput:
-    r, error, decays = None, None, None
+    r: Any = None
+    error, decays = None, None
     layout = options.layout
     try:
         if transformed() and options.backend != "reference":
@@ -93,12 +95,11 @@ def _run(
         check(r, options)
     except RingLAError as e:
         error = e
-    split = isinstance(layout, ShardedLayout)
     if error is not None:
-        if split:
+        if isinstance(layout, ShardedLayout):
             layout.agree(definition.name, None, error)  # raises, on every rank
         raise error
-    if split:
+    if isinstance(layout, ShardedLayout):
         decays = agree(definition.name, r, options, flags)
     if options.backend == "reference":
         return _by_reference(definition, call, r, options)
@@ -142,6 +143,6 @@ def _by_reference(
     args, keywords = call.args, call.keywords
     common = {k: x for k, x in options._asdict().items() if k != "in_place"}
     out = definition.reference(*args, **keywords, **common)
-    values = args[0] if args else keywords.get("v", keywords.get("x"))  # q, k and v have one dtype
+    values: Any = args[0] if args else keywords.get("v", keywords.get("x"))  # q, k and v have one dtype
     final = None if out.final_state is None else out.final_state.to(state_dtype(*r.inputs))
     return LinearAttentionOutput(out.o.to(values.dtype), final)

@@ -77,7 +77,7 @@ def _recurrence(
 ) -> Recurrence:
     """With the caller's log-decays `g`, or a paper's ``decay(H, *arguments)``."""
     if g is not None or not isinstance(v, Tensor) or v.dim() != 4:
-        return Recurrence(RULE, Inputs(q, k, v, _static(g, v)), decays=g)
+        return Recurrence(RULE, Inputs(q, k, v, _static(g, v)), decays=g)  # type: ignore[arg-type]
     arguments = (v.shape[2], *arguments)
     decays = functools.partial(_numbers, decay, *arguments)
     return Recurrence(RULE, Inputs(q, k, v, _default(decay, v, *arguments)), decays=decays)

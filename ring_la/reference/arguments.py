@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ring_la.errors import ArgumentError, UnsupportedError
 
 
-def expect_shape(name: str, x: Tensor, **dims: int | tuple[int, ...] | None) -> None:
+def expect_shape(name: str, x: Any, **dims: int | tuple[int, ...] | None) -> None:
     """Check that `x` has these dims, in order: a size, several allowed sizes, or None for any."""
     allowed = {dim: size if isinstance(size, tuple) else (size,) for dim, size in dims.items()}
     fits = x.dim() == len(dims) and all(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_la.choices import Activation
 from ring_la.errors import ArgumentError
 from ring_la.outputs import ShortConvOutput, TokenShiftOutput
 from ring_la.reference.arguments import Document, documents, expect_local, expect_shape
@@ -17,13 +19,13 @@ def short_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     layout: object = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    backend: str | None = None,
+    backend: Literal["reference"] | None = None,
 ) -> ShortConvOutput:
     """Depthwise causal convolution over each document: y_t = Σ_j weight[:, j] · x_{t−W+1+j} (+ bias).
 
@@ -75,7 +77,7 @@ def token_shift(
     output_final_state: bool = False,
     layout: object = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    backend: str | None = None,
+    backend: Literal["reference"] | None = None,
 ) -> TokenShiftOutput:
     """Each token's predecessor in its document (RWKV): o_t = x_{t−1}.
 

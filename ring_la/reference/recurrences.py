@@ -93,6 +93,7 @@ def mamba2(
     C: Tensor,
     D: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    *,
     dt_softplus: bool = False,
 ) -> TokenLoop:
     """Mamba-2 (Dao & Gu 2024, arXiv 2405.21060, the SSD recurrence): S ← exp(Δ A) S + B (Δ x)ᵀ, y = Sᵀ C + D x.

@@ -11,10 +11,12 @@ FlashAttention: p_i = i + Tk − Tq.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ring_la.choices import JointPlace
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.outputs import AttentionOutput
 from ring_la.reference.arguments import documents, expect_local, expect_shape
@@ -34,10 +36,10 @@ def attention(
     dropout_p: float = 0.0,
     joint_k: Tensor | None = None,
     joint_v: Tensor | None = None,
-    joint: str = "none",
+    joint: JointPlace = "none",
     layout: object = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    backend: str | None = None,
+    backend: Literal["reference"] | None = None,
 ) -> AttentionOutput:
     """Softmax attention (Vaswani et al. 2017, eq. 1), with the masks and biases of today's models.
 
@@ -57,7 +59,7 @@ def attention(
     expect_local(layout, backend)
     _expect_arguments(q, k, v, softcap, window, dropout_p, cu_seqlens)
     _expect_joint(k, v, joint, joint_k, joint_v, causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     left, right = window[0], 0 if causal else window[1]
 
     outputs = []
@@ -65,13 +67,13 @@ def attention(
         of_q = slice(None) if cu_seqlens is None else tokens
         q_, k_, v_ = q[rows, of_q], k[rows, tokens], v[rows, tokens]
         Tq, Tk, first = q_.shape[1], k_.shape[1], 0
-        if joint == "front":
+        if joint == "front" and joint_k is not None and joint_v is not None:
             k_, v_, first = torch.cat([joint_k, k_], 1), torch.cat([joint_v, v_], 1), -joint_k.shape[1]
-        if joint == "rear":
+        if joint == "rear" and joint_k is not None and joint_v is not None:
             k_, v_ = torch.cat([k_, joint_k], 1), torch.cat([v_, joint_v], 1)
         distance = torch.arange(k_.shape[1]) + first - (torch.arange(Tq)[:, None] + Tk - Tq)
         distance = distance.to(q.device)
-        scores = _scores(q_, k_, scale, softcap, alibi_slopes, distance)
+        scores = _scores(q_, k_, factor, softcap, alibi_slopes, distance)
         unseen = ((distance < -left) & (left >= 0)) | ((distance > right) & (right >= 0))
         outputs.append(_softmax(scores.masked_fill(unseen, -torch.inf), v_, sinks))
     return AttentionOutput(torch.cat([part.o for part in outputs], 1), torch.cat([part.lse for part in outputs], 2))
@@ -140,5 +142,7 @@ def _expect_joint(
         raise ArgumentError("joint", expected, f"{joint!r}, joint_k given: {given[0]}, joint_v given: {given[1]}")
     if joint == "rear" and causal:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
+    assert joint_k is not None
+    assert joint_v is not None
     expect_shape("joint_k", joint_k, B=k.shape[0], Tj=None, Hk=k.shape[2], K=k.shape[3])
     expect_shape("joint_v", joint_v, B=k.shape[0], Tj=joint_k.shape[1], Hk=k.shape[2], V=v.shape[3])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,9 @@ class TokenLoop(NamedTuple):
     """The caller's names of q, k, v, g where they differ, for error messages."""
 
 
-def step(rule: Rule, S: Tensor, k: Tensor, v: Tensor, g=None, beta=None, a=None, b=None) -> Tensor:
+def step(
+    rule: Rule, S: Tensor, k: Tensor, v: Tensor, g: Any = None, beta: Any = None, a: Any = None, b: Any = None
+) -> Tensor:
     """The state [N, H, K, V] after one token, whose tensors are [N, H, ...]: `Rule`'s equations, as they stand."""
     decayed = S
     if rule.decay == "scalar":
@@ -107,7 +109,9 @@ def token_loop(r: TokenLoop, options: LoopOptions) -> LinearAttentionOutput:
     check(r)
     B, T, H, V = r.v.shape
     K = r.q.shape[-1]
-    brought = (r.q, r.k, r.v, r.g, r.beta, r.a, r.b)
+    brought: tuple[Any, ...] = (r.q, r.k, r.v, r.g, r.beta, r.a, r.b)
+    q: Any
+    token: list[Any]
     q, *token = (None if x is None else x.double().repeat_interleave(H // x.shape[2], dim=2) for x in brought)
     if options.use_qk_l2norm:
         q, token[0] = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, token[0]))
@@ -128,14 +132,13 @@ def token_loop(r: TokenLoop, options: LoopOptions) -> LinearAttentionOutput:
     return LinearAttentionOutput(o, torch.cat(states) if options.output_final_state else None)
 
 
-def _document(
-    r: TokenLoop, S: Tensor, q: Tensor, token: Sequence[Tensor | None], document: Document
-) -> tuple[Tensor, Tensor]:
+def _document(r: TokenLoop, S: Tensor, q: Tensor, token: Sequence[Any], document: Document) -> tuple[Tensor, Tensor]:
     """Sᵀ q of a document's tokens ``[N, T, H, V]``, and the state after them, given the state `S` before."""
     rows, span = document.rows, document.tokens
     outputs = [S.new_zeros(len(S), 0, S.shape[1], S.shape[3])]
     for t in range(span.start, span.stop):
-        S = step(r.rule, S, *(None if x is None else x[rows, t] for x in token))
+        here: list[Any] = [None if x is None else x[rows, t] for x in token]
+        S = step(r.rule, S, *here)
         if r.causal:
             outputs.append(read(q[rows, t], S)[:, None])
     if not r.causal:
@@ -150,7 +153,7 @@ def recurrence(describe: Callable[..., TokenLoop]) -> Callable[..., LinearAttent
     common = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
 
     @functools.wraps(describe)
-    def function(*args, **keywords) -> LinearAttentionOutput:
+    def function(*args: Any, **keywords: Any) -> LinearAttentionOutput:
         options = LoopOptions(**{p.name: keywords.pop(p.name) for p in common if p.name in keywords})
         return token_loop(describe(*args, **keywords), options)
 

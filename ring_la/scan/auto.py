@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,8 @@ class CostModel:
     @classmethod
     def from_dict(cls, values: Mapping[str, Sequence[float] | float | None]) -> CostModel:
         """The inverse of `to_dict`."""
-        return cls(**{n: Line(*x) if isinstance(x, Sequence) else x for n, x in values.items()})
+        fields: dict[str, Any] = {n: Line(*x) if isinstance(x, Sequence) else x for n, x in values.items()}
+        return cls(**fields)
 
     def seconds(self, cost: Cost, like: Affine) -> float:
         """Seconds of an exchange of this cost, for maps like `like`."""

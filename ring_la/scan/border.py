@@ -92,7 +92,8 @@ def _goes(hop: Hop) -> bool:
 
 def _hops(chain: Chain, rank: int, pieces: Sequence[tuple[int, int]]) -> tuple[Hop, ...]:
     """The launches of this rank's links in the order of `chain`; `pieces`: where its states enter each and leave it."""
-    hops, last = [], None
+    hops: list[Hop] = []
+    last: int | None = None
     for i, (enter, leave) in zip(chain.local(rank), pieces):
         needs, here = chain.needs[i], chain.needs[i] and chain.owners[i - 1] == rank
         source, earlier = chain.owners[i - 1] if needs and not here else None, last if here else None

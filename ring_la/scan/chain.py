@@ -104,7 +104,7 @@ class Chain:
     @cached_property
     def messages(self) -> int:
         """The most messages any rank sends and receives then."""
-        ends = Counter()
+        ends: Counter[int] = Counter()
         for i in range(1, len(self)):
             if self.needs[i] and self.owners[i - 1] != self.owners[i]:
                 ends.update((self.owners[i - 1], self.owners[i]))

@@ -93,8 +93,8 @@ class Doubling(Stepped):
                     g = Affine(kind, transpose(kind, through), g)(upto[i])
                 moved[i, i - distance] = g
             moved = {(i, i - distance): moved.get((i, i - distance)) for i in receivers}
-            moved = {at: None if g is None else Affine("identity", None, g) for at, g in moved.items()}
-            received = _post(chain, moved, bare(like), group)
+            maps = {at: None if g is None else Affine("identity", None, g) for at, g in moved.items()}
+            received = _post(chain, maps, bare(like), group)
             yield
             for (_, i), m in received().items():
                 here = upto[i]

@@ -44,8 +44,8 @@ class Horizon:
         """The split of heads with these log-decays a token over links of at least `shortest` tokens; None: no near."""
         near = [h for h, g in enumerate(decays) if g * shortest < FLOOR[dtype]]
         far = [h for h in range(len(decays)) if h not in near]
-        index = [torch.tensor(heads, dtype=torch.int64, device=device) for heads in (near, far)]
-        return cls(*index, (len(near), len(far))) if near else None
+        one, other = (torch.tensor(heads, dtype=torch.int64, device=device) for heads in (near, far))
+        return cls(one, other, (len(near), len(far))) if near else None
 
     def pays(
         self,
@@ -93,8 +93,8 @@ class Horizon:
         forgetful = chain.forgetful
         if self.all_near:
             return Neighbours().start_back(forgetful, links, like, group, ())
-        near = _like(like, self.counts[0])
-        near = Neighbours().start_back(forgetful, _heads(links, self.near), near, group, ())
+        few = _like(like, self.counts[0])
+        near = Neighbours().start_back(forgetful, _heads(links, self.near), few, group, ())
         rest = _like(like, self.counts[1])
         far = choose(chain, rest).start_back(chain, _heads(links, self.far), rest, group, kept)
         return Pending(lambda: self._together(near, far, like))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ def launch_spans(
         A if first is None else first, *_mailboxes(group, hop), B * H, H, pieces, spans, hop.piece,
         hop.earlier or 0, lanes.skip, _patience(group), KIND=KINDS[maps.kind], LOG=maps.log, K=K, V=V, UNIT=unit,
         REVERSE=reverse, VARLEN=first is not None, LANES=lanes.count, CHUNK=lanes.room, **_flags(states),
-        **_constants(group, hop), TINY=TINY, num_warps=4, **leave, carveout=beside,
+        **_constants(group, hop), TINY=TINY, num_warps=4, **leave, carveout=beside,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -152,9 +152,9 @@ def launch_dense(group: Group, A: Tensor, transposed: bool, b: Tensor, states: L
     from ..kernels.runtime.launch import launch
     from .link_kernel import TINY, dense_link_kernel
 
-    lanes, (*rows, K, V) = group.mailboxes.lanes[1], b.shape
+    lanes, (*outer, K, V) = group.mailboxes.lanes[1], b.shape
     wide = max(LEAST, _width(K))
-    unit, rows = max(LEAST, min(_width(V), lanes.room // wide)), math.prod(rows)
+    unit, rows = max(LEAST, min(_width(V), lanes.room // wide)), math.prod(outer)
     launch(
         dense_link_kernel, (min(lanes.count, rows * -(-V // unit)),), A, b,
         *(b if x is None else x for x in states), *_mailboxes(group, hop), rows, lanes.skip, _patience(group),
@@ -163,7 +163,7 @@ def launch_dense(group: Group, A: Tensor, transposed: bool, b: Tensor, states: L
     )  # fmt: skip
 
 
-def _flags(states: LinkStates) -> dict[str, bool]:
+def _flags(states: LinkStates) -> dict[str, Any]:
     return dict(zip(("HAS_BEFORE", "ENTERS", "KEEPS"), (x is not None for x in states)))
 
 
@@ -174,7 +174,7 @@ def _mailboxes(group: Group, hop: Hop) -> tuple[object, ...]:
     return boxes.own, boxes.mailboxes, boxes.broken, boxes.report, me, *peers
 
 
-def _constants(group: Group, hop: Hop) -> dict[str, object]:
+def _constants(group: Group, hop: Hop) -> dict[str, Any]:
     c = group.mailboxes.constants
     ends = dict(RECEIVES=hop.source is not None, PASSES=hop.passes, SENDS=hop.target is not None)
     return ends | dict(P=c["P"], FLAG=c["FLAG"], CLOCK=c["CLOCK"])

@@ -17,7 +17,7 @@ from ..algebra import Affine
 from ..comm import Group, Pending
 from . import mailbox_ring
 from .chain import Chain
-from .strategy import Cost, Exchange, Link, Messages, Steps, applying, sizes
+from .strategy import Cost, Exchange, Link, Messages, Pattern, Steps, applying, sizes
 
 PIPELINE_BLOCKS = 4
 
@@ -36,7 +36,7 @@ class Ring:
             path = Messages("link", state, chain.hops)
             return Cost(chain.arrivals * state, (path,) if chain.hops else (), posted=chain.slots())
         depth = chain.hops + self.blocks - 1 if chain.hops else 0
-        pattern = "hop" if self.blocks == 1 else "swap"  # in blocks, ranks send while they receive
+        pattern: Pattern = "hop" if self.blocks == 1 else "swap"  # in blocks, ranks send while they receive
         path = Messages(pattern, state / self.blocks, depth)
         applied = (depth - 1) / self.blocks if chain.hops > 1 else 0.0
         posted = chain.messages * self.blocks

@@ -40,6 +40,9 @@ class Link:
         return self.push(incoming) if self.push else self.map(incoming)
 
 
+Pattern = Literal["hop", "link", "swap", "gather", "exchange"]
+
+
 class Messages(NamedTuple):
     """Messages on the critical path of an exchange, one after the other.
 
@@ -50,9 +53,9 @@ class Messages(NamedTuple):
         count: how many.
     """
 
-    pattern: Literal["hop", "link", "swap", "gather", "exchange"]
+    pattern: Pattern
     size: float
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

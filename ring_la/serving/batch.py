@@ -105,7 +105,7 @@ class Batch:
 
 def _joined(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Rows of one tensor, one part after the other."""
-    return rows[0] if rows[0] is None or len(rows) == 1 else torch.cat(rows)
+    return rows[0] if rows[0] is None or len(rows) == 1 else torch.cat(rows)  # type: ignore[arg-type]
 
 
 def _chosen(after: Prefilled, rows: Sequence[int]) -> Prefilled:

@@ -16,7 +16,7 @@ SILENT = 60.0
 def protocol(silent: float) -> type[asyncio.Protocol]:
     """uvicorn's HTTP protocol, which closes a connection without a whole request's head after `silent` seconds."""
 
-    class Impatient(AutoHTTPProtocol):
+    class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:

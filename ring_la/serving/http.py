@@ -151,7 +151,7 @@ async def _body(request: Request, most: int, silent: float) -> object:
 
 def _read(data: bytes) -> object:
     # numbers by way of Python: json, in C, would keep every other thread from running until it has read them all
-    numbers = {"parse_int": lambda digits: int(digits), "parse_float": lambda digits: float(digits)}
+    numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda digits: float(digits)}
     try:
         value = json.loads(data, **numbers)
         if b"\\ud" in data.lower():  # half a character may be written so, and cannot be said again
@@ -204,7 +204,8 @@ async def _whole(
 ) -> tuple[dict[str, Any], int]:
     """The completion in one piece, and the status."""
     leaving = asyncio.create_task(_watch(request, events))
-    text, ids = [], []
+    text: list[str] = []
+    ids: list[int] = []
     try:
         while True:
             event = await events.get()

@@ -2,27 +2,26 @@
 
 a file, or a folder with checkpoint.pt      "config" of a HybridConfig and "model", its weights (examples/train_demo.py)
 a folder with checkpoints/step-*            a run of examples/train_hybrid.py: its newest complete checkpoint
+a folder `ring-la export` wrote of one       the same
 a folder with config.json and weights       a causal model of Transformers
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ..context import ContextParallel
-from ..errors import ArgumentError, UnsupportedError
-from ..models import HybridConfig, HybridLM
-from ..training.checkpoint import METADATA
+from ..errors import ArgumentError
+from ..models import HybridLM
+from ..training import stored
 from .model import Hybrid, Pretrained, Served
 from .text import Bytes, NoText, Subwords, Text
+
+M = TypeVar("M", bound=nn.Module)
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -44,14 +43,12 @@ def load(
     path = Path(path)
     if dtype not in DTYPES:
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
-    about = _about(path)
+    about = stored.about(path)
     if "hybrid" not in about and ("model_type" in about or "architectures" in about):
         return _pretrained(path, cp, DTYPES[dtype], tokenizer)
-    if path.is_dir() and not (path / "checkpoint.pt").is_file() and "hybrid" in about:
-        config, weights = _of_run(path, about)
+    config, weights = stored.hybrid(path)
+    if "hybrid" in about and not (path / "checkpoint.pt").is_file():
         tokenizer = tokenizer or about["data"]["tokenizer"]
-    else:
-        config, weights = _of_file(path / "checkpoint.pt" if path.is_dir() else path)
     with torch.device("meta"):
         model = HybridLM(config)
     try:
@@ -59,7 +56,8 @@ def load(
     except RuntimeError as e:
         raise ArgumentError("model", "weights that fit the configuration beside them", f"{path} ({e})") from None
     model.to(device="cpu" if cp is None else cp.device, dtype=DTYPES[dtype])
-    return Hybrid(_unmapped(model)), vocabulary(tokenizer, config.vocab_size)
+    served: Any = Hybrid(_unmapped(model))
+    return served, vocabulary(tokenizer, config.vocab_size)
 
 
 def vocabulary(tokenizer: str | None, vocab_size: int, end: frozenset[int] = frozenset()) -> Text:
@@ -79,7 +77,7 @@ def vocabulary(tokenizer: str | None, vocab_size: int, end: frozenset[int] = fro
     return _auto(tokenizer, end)
 
 
-def _unmapped(model: nn.Module) -> nn.Module:
+def _unmapped(model: M) -> M:
     """The model with weights of its own: on a CPU they are those of the file, whatever is written there later."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu":
@@ -87,50 +85,10 @@ def _unmapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _about(path: Path) -> dict[str, Any]:
-    """The config.json of a folder, empty if there is none."""
-    file = path / "config.json"
-    if not path.exists():
-        raise ArgumentError("model", "a checkpoint or a folder with one", f"{path}, which is not there")
-    if not file.is_file():
-        return {}
-    try:
-        about = json.loads(file.read_text())
-    except ValueError as e:
-        raise ArgumentError("model", "JSON in config.json", f"{file} ({e})") from None
-    return about if isinstance(about, dict) else {}
-
-
-def _of_file(file: Path) -> tuple[HybridConfig, dict[str, Any]]:
-    expected = 'a file of torch.save with "config" and "model"'
-    if not file.is_file():
-        raise ArgumentError(
-            "model", f"{expected}, a run of train_hybrid.py or a model of Transformers", str(file.parent)
-        )
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return HybridConfig(**found["config"]), found["model"]
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as e:
-        raise ArgumentError("model", expected, f"{file} ({type(e).__name__}: {e})") from None
-
-
-def _of_run(path: Path, about: dict[str, Any]) -> tuple[HybridConfig, dict[str, Any]]:
-    steps = sorted(f.parent for f in (path / "checkpoints").glob(f"step-*/{METADATA}"))
-    if about["hybrid"] is None:
-        hint = "Save the model with save_pretrained and serve that folder"
-        raise UnsupportedError("model", "a run of a HybridLM", f"{path}, of a model of Transformers", hint)
-    if not steps:
-        raise ArgumentError("model", "a run with a complete checkpoint", str(path))
-    config = HybridConfig(**about["hybrid"])
-    weights = HybridLM(config).state_dict()
-    dcp.load({"model": weights}, checkpoint_id=steps[-1], no_dist=True)
-    return config, weights
-
-
 def _pretrained(
     path: Path, cp: ContextParallel | None, dtype: torch.dtype | None, tokenizer: str | None
 ) -> tuple[Served, Text]:
-    _require("transformers", "a model of Transformers")
+    stored.require("transformers", "a model of Transformers")
     from transformers import AutoModelForCausalLM
 
     try:
@@ -139,15 +97,16 @@ def _pretrained(
         raise ArgumentError("model", "a folder with a causal model of Transformers", f"{path} ({e})") from None
     end = model.generation_config.eos_token_id
     end = frozenset([] if end is None else [end] if isinstance(end, int) else end)
-    own = str(path) if any((path / name).is_file() for name in TOKENIZER_FILES) else None
-    named = tokenizer or own
+    beside = str(path) if any((path / name).is_file() for name in TOKENIZER_FILES) else None
+    named = tokenizer or beside
     text = vocabulary(named, model.config.get_text_config().vocab_size, end) if named else NoText(end)
-    return Pretrained(_unmapped(model.to("cpu" if cp is None else cp.device)), cp), text
+    own: Any = model
+    return Pretrained(_unmapped(own.to("cpu" if cp is None else cp.device)), cp), text
 
 
 def _fast(file: str, end: frozenset[int]) -> Text:
     """A tokenizer.json."""
-    _require("tokenizers", f"the tokenizer {file}")
+    stored.require("tokenizers", f"the tokenizer {file}")
     from tokenizers import Tokenizer
 
     try:
@@ -161,7 +120,7 @@ def _fast(file: str, end: frozenset[int]) -> Text:
 
 def _auto(name: str, end: frozenset[int]) -> Text:
     """What AutoTokenizer reads."""
-    _require("transformers", f"the tokenizer {name}")
+    stored.require("transformers", f"the tokenizer {name}")
     from transformers import AutoTokenizer
 
     try:
@@ -169,11 +128,8 @@ def _auto(name: str, end: frozenset[int]) -> Text:
     except Exception as e:  # each kind of tokenizer fails in its own way
         raise ArgumentError("tokenizer", "a folder AutoTokenizer reads", f"{name} ({e})") from None
     end = end or frozenset([] if auto.eos_token_id is None else [auto.eos_token_id])
-    decode = lambda ids: auto.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # noqa: E731
+
+    def decode(ids: list[int]) -> str:
+        return str(auto.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
     return Subwords(lambda text: auto(text)["input_ids"], decode, end)
-
-
-def _require(module: str, what: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        hint = f"pip install {module}"
-        raise UnsupportedError("model", f"an environment with {module} for {what}", "none", hint)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..choices import LayoutKind
 from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError, UnsupportedError
 from ..inference import Prefilled, prefill, step
 from ..models import HybridLM
-from ..nn import KVCache
+from ..nn import KVCache, Layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,8 +52,8 @@ class Hybrid:
         self.model = model.eval()
         self.vocab_size = model.config.vocab_size
         self.device = model.embedding.weight.device
-        attention = any(block.layer.state_type is KVCache for block in model.blocks)
-        self._kind = "zigzag" if attention else "contiguous"  # balanced, or as few segments as can be
+        attention = any(isinstance(layer, Layer) and layer.state_type is KVCache for layer in model.modules())
+        self._kind: LayoutKind = "zigzag" if attention else "contiguous"  # balanced, or as few segments as can be
 
     def read(self, ids: Tensor, states: list[Any] | None, cp: ContextParallel | None) -> Prefilled:
         layout = None if cp is None else cp.layout(ids.shape[1], self._kind)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import reference
 from ..autograd import outside_graphs, refuse_transforms, traced
 from ..checks import check_nan
-from ..choices import AttentionChoice, JointPlace
+from ..choices import AttentionChoice, JointPlace, SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
@@ -39,7 +41,7 @@ def attention(
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
     strategy: AttentionChoice | None = None,
-    backend: str | None = None,
+    backend: SoftmaxBackend | None = None,
 ) -> AttentionOutput:
     """Softmax attention, whole or on a split sequence, with exact gradients.
 
@@ -81,7 +83,7 @@ def attention(
         DisagreementError: the ranks' arguments do not fit together.
     """
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)
+        q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)  # type: ignore[assignment]
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
     options = AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend)
@@ -123,9 +125,10 @@ _outside_graphs = outside_graphs(_split)
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in autocast's dtype, as PyTorch's own attention takes them; fp64 stays."""
 
-    def cast(t: object) -> object:
-        floats = isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        return t.to(torch.get_autocast_dtype(t.device.type)) if floats else t
+    def cast(t: Tensor | None) -> Tensor | None:
+        if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            return t.to(torch.get_autocast_dtype(t.device.type))
+        return t
 
     return [cast(t) for t in tensors]
 
@@ -141,7 +144,7 @@ def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
 # -- checks and agreement ----------------------------------------------------------------------------------
 
 
-def _check(x: Tensors, options: AttentionOptions, layout: object) -> None:
+def _check(x: Tensors, options: AttentionOptions, layout: Any) -> None:
     """Refuse what is wrong, by name."""
     check_tensors(x, options.joint, options.alibi_slopes)
     check_options(options)

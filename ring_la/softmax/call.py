@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from ..context import ShardedLayout
 from .backends import Ask, AttentionBackend, choose
 from .backends.canonical import Canonical
 from .geometry import Pair
-from .geometry.placement import Joint, Placement, SplitPlacement, WholePlacement
+from .geometry.placement import Joint, SplitPlacement, WholePlacement
 from .plan import AttentionMoves
 from .scores import Scores
 from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit
@@ -61,13 +61,13 @@ class AttentionCall(NamedTuple):
     def plan(self, x: Tensors) -> AttentionMoves:
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
-            place = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
-            return self._planned(x, place, "ring")
+            whole = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
+            return self._planned(x, whole, "ring")
         name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), self.layout, self.kv_layout)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self._planned(x, place, name)
 
-    def _planned(self, x: Tensors, place: Placement, name: str) -> AttentionMoves:
+    def _planned(self, x: Tensors, place: Any, name: str) -> AttentionMoves:
         heads, scores = self._heads(x, place), self.scores
         if heads is not None:
             scores = scores.of_heads(heads.query_numbers(x.q.device))
@@ -79,7 +79,7 @@ class AttentionCall(NamedTuple):
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
         return AttentionMoves(job, STRATEGIES[way], met, heads)
 
-    def _heads(self, x: Tensors, place: Placement) -> Heads | None:
+    def _heads(self, x: Tensors, place: Any) -> Heads | None:
         if place.heads is None:
             return None
         members = place.holders[place.rank]
@@ -87,11 +87,11 @@ class AttentionCall(NamedTuple):
         split = HeadSplit(x.q.shape[2], x.k.shape[2], place.heads.size)
         return Heads(place.heads, split, tokens, dict(zip(("q", "k"), place.order)))
 
-    def _backend(self, x: Tensors, place: Placement, joint: Joint | None) -> AttentionBackend:
+    def _backend(self, x: Tensors, place: Any, joint: Joint | None) -> AttentionBackend:
         """The same on every rank: what is asked is the same."""
         windowed = self.scores.reach.windowed
         strides = place.strides | ({1} if windowed and joint is not None else set())
-        facts = dict(host_runs=place.known, strided_pairs=len(strides) > 1, packed=place.packed)
+        facts: dict[str, Any] = dict(host_runs=place.known, strided_pairs=len(strides) > 1, packed=place.packed)
         facts |= dict(repeatable=place.repeatable, rows=place.length)
         backend = choose(Ask(*x.kind, self.scores.beyond, windowed, **facts), self.backend)
         if not place.repeatable:

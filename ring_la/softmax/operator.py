@@ -44,7 +44,7 @@ def flat(x: Tensors, call: AttentionCall) -> tuple:
 def _call_of(arguments: Iterable) -> tuple[Tensors, AttentionCall]:
     """What `flat` has taken apart."""
     rest = iter(arguments)
-    x, scores = (kind(*islice(rest, len(kind._fields))) for kind in (Tensors, Scores))
+    x, scores = Tensors(*islice(rest, len(Tensors._fields))), Scores(*islice(rest, len(Scores._fields)))
     return x, AttentionCall(scores, **dict(zip(OTHERS, rest)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def check_whole(q: Tensor, k: Tensor, o: AttentionOptions) -> None:
         check_offsets(o.cu_seqlens, q.shape[0], Tk, q.device)
 
 
-def check_split(q: Tensor, k: Tensor, o: AttentionOptions, layout: object) -> None:
+def check_split(q: Tensor, k: Tensor, o: AttentionOptions, layout: Any) -> None:
     """Refuse layouts that do not fit the tensors or each other."""
     B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
     for name, given in (("layout", layout), ("kv_layout", o.kv_layout)):

@@ -97,8 +97,8 @@ class AttentionMoves:
         if x.sinks is not None:
             weight = torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse)
             dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
-        inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
-        return Tensors(*inputs, dsinks, djoint_k, djoint_v)
+        dq, dk, dv = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
+        return Tensors(dq, dk, dv, dsinks, djoint_k, djoint_v)
 
 
 class _Planned(torch.autograd.Function):
@@ -153,4 +153,5 @@ def _give_gradients(heads: Heads, grads: Tensors) -> Tensors:
         sinks = sinks.new_zeros(heads.split.heads).index_copy(0, heads.query_numbers(sinks.device), sinks)
     if joint_k is not None:
         joint_k, joint_v = (heads.among_all(heads.fold(g)) for g in (joint_k, joint_v))
-    return Tensors(*posted.wait().values(), sinks, joint_k, joint_v)
+    q, k, v = posted.wait().values()
+    return Tensors(q, k, v, sinks, joint_k, joint_v)

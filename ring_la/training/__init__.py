@@ -11,6 +11,7 @@ checkpoints that fit any number of ranks, and FLOPs.
 
 from .checkpoint import Checkpoints
 from .data import Corpus, PackedSequences, batches
+from .exports import export
 from .flops import StepFlops, peak_flops
 from .gradients import sum_gradients
 from .mesh import TrainingMesh, axis_sizes, shard_parameters
@@ -24,6 +25,7 @@ __all__ = [
     "TrainingMesh",
     "axis_sizes",
     "batches",
+    "export",
     "peak_flops",
     "recompute",
     "shard_parameters",

@@ -36,7 +36,7 @@ class Checkpoints:
         if keep < 1:
             raise ArgumentError("keep", "at least 1", keep)
         self.folder, self.keep, self.background = Path(folder), keep, background
-        self._group = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
+        self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
         self._writing: Future | None = None
 
     def save(self, step: int, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> None:
@@ -46,7 +46,8 @@ class Checkpoints:
         state = {"model": parameters, "optimizer": states, "progress": progress | {"step": step}}
         where = self.folder / f"step-{step:08d}"
         if self.background:
-            self._writing = dcp.async_save(state, checkpoint_id=where, process_group=self._group)
+            writing: Any = dcp.async_save(state, checkpoint_id=where, process_group=self._group)
+            self._writing = writing
         else:
             dcp.save(state, checkpoint_id=where, process_group=self._group)
             self._tidy()
@@ -73,7 +74,7 @@ class Checkpoints:
         if newest is None:
             return None
         parameters, states = get_state_dict(model, optimizer)
-        state = {"model": parameters, "optimizer": states, "progress": {"step": 0}}
+        state: dict[str, Any] = {"model": parameters, "optimizer": states, "progress": {"step": 0}}
         where = self.folder / f"step-{newest:08d}"
         stored = dcp.FileSystemReader(where).read_metadata().state_dict_metadata
         state["progress"] = {k.removeprefix("progress."): 0 for k in stored if k.startswith("progress.")}

@@ -153,7 +153,7 @@ def read(files: Sequence[Path], column: str) -> Iterator[str]:
     for file in files:
         if file.suffix == ".parquet":
             require("pyarrow", str(file))
-            from pyarrow.parquet import ParquetFile
+            from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]
 
             table = ParquetFile(file)
             _check_column(column, table.schema_arrow.names, file)

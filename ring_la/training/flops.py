@@ -11,6 +11,7 @@ writes once more (8).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +81,8 @@ def _state(config: HybridConfig, name: str) -> float:
     if LAYERS[name] is Attention:
         return 0.0
     with torch.no_grad(), torch.device("cpu"):
-        layer = LAYERS[name](config.dim, config.num_heads, **config.options.get(name, {}))
+        kind: Any = LAYERS[name]  # each takes its own keywords
+        layer = kind(config.dim, config.num_heads, **config.options.get(name, {}))
         state = layer(torch.zeros(1, 1, config.dim), output_state=True).state
     return float(STATE_FLOPS.get(name, 4) * state.recurrent.numel())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..context import ContextParallel
 from ..errors import ArgumentError
@@ -42,7 +42,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> No
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters of one dtype, in order, of about BUCKET numbers together."""
     out: list[list[nn.Parameter]] = []
-    size: dict[torch.dtype, tuple[int, list[Tensor]]] = {}
+    size: dict[torch.dtype, tuple[int, list[nn.Parameter]]] = {}
     for p in parameters:
         numbers, bucket = size.get(p.dtype, (BUCKET, []))
         if numbers >= BUCKET:

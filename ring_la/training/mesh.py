@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class TrainingMesh:
     @property
     def replica(self) -> int:
         """Which of them is this rank's."""
-        data, fsdp, _ = self.axes.get_coordinate()
+        data, fsdp, _ = self.axes.get_coordinate() or (0, 0, 0)
         return data * self.axes.size(1) + fsdp
 
     def __str__(self) -> str:
@@ -103,9 +104,10 @@ def shard_parameters(
         dtype: what parameters are gathered in and computed with; None: their own. Optimizers see their own.
         methods: names of methods that are called instead of the forward; those that `model` has not are left out.
     """
-    gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)  # type: ignore[arg-type]
     ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
-    for block in model.blocks if blocks is None else blocks:
+    own: Any = model
+    for block in own.blocks if blocks is None else blocks:
         fully_shard(block, mesh=ranks, mp_policy=gathered)
     fully_shard(model, mesh=ranks, mp_policy=gathered)
     for module in model.modules():

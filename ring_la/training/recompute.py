@@ -40,6 +40,7 @@ def recompute(model: HybridLM, kinds: Collection[str], *, mlp_chunk: int | None 
     if mlp_chunk is not None and any(isinstance(block.mlp, MixtureOfExperts) for block in model.blocks):
         raise UnsupportedError("mlp_chunk", "None with a mixture of experts", mlp_chunk)
     # methods of these objects are replaced, so that parameters' names, hooks and types stay
+    block: Any
     for name, block in zip(model.config.layers, model.blocks):
         if mlp_chunk is not None:
             block.mix_channels = partial(in_chunks, kept(block.mix_channels), mlp_chunk)
@@ -55,7 +56,8 @@ def recompute(model: HybridLM, kinds: Collection[str], *, mlp_chunk: int | None 
         elif mlp_chunk is None and "norm" in kinds:
             block.mlp_norm.forward = kept(block.mlp_norm.forward)
     if "norm" in kinds:
-        model.norm.forward = kept(model.norm.forward)
+        norm: Any = model.norm
+        norm.forward = kept(norm.forward)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from ring_la.cli import doctor
 from ring_la.kernels.grouped import BACKENDS as GROUPED
@@ -20,6 +21,8 @@ def test_without_ranks_it_lists_every_backend(capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     doctor.run(options())
     out = capsys.readouterr().out
+    for name in ("ring_la", "torch", "einops", "transformers", "safetensors"):
+        assert re.search(rf"^  {name} +\S", out, re.MULTILINE), name
     for title in ("Here", "Linear recurrences", "Softmax attention", "Grouped GEMM", "Under torchrun"):
         assert title in out
     for backends, lines in ((BACKENDS, doctor.softmax(4, 16)), (GROUPED, doctor.grouped())):

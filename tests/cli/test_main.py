@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import ring_la
-from ring_la.cli.main import COMMANDS, main
+from ring_la.cli.main import COMMANDS, _module, main
+from ring_la.cli.usage import Help
 from ring_la.errors import ArgumentError
 
 
@@ -21,6 +23,23 @@ def test_every_command_has_help(command, capsys):
         main([*command, "--help"])
     assert stop.value.code == 0
     assert f"ring-la {' '.join(command)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_every_option_is_without_it(command):
+    parser = argparse.ArgumentParser(formatter_class=Help)
+    _module(command).add_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    for action in parser._actions:
+        assert not action.option_strings or action.help or action.default is not None, action.option_strings
+        number = isinstance(action.default, int) and not isinstance(action.default, bool)
+        if action.option_strings and number and "default" not in (action.help or ""):
+            assert f"default: {action.default}" in shown, action.option_strings
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ring_la {ring_la.__version__}\n"
 
 
 def test_without_a_command_all_are_listed(capsys):

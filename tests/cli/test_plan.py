@@ -14,7 +14,8 @@ import torch
 
 from ring_la.cli import plan
 from ring_la.cli.cluster import Cluster
-from ring_la.cli.rates import H200, Rates
+from ring_la.cli.main import main
+from ring_la.cli.rates import DEVICES, H200, SHEETS, Rates
 from ring_la.cli.workload import RECURRENCES, Workload
 from ring_la.errors import ArgumentError
 from ring_la.models import HybridConfig, HybridLM
@@ -235,3 +236,18 @@ def test_commands_in_pages_work_as_typed(page, monkeypatch, capsys):
     for command in commands:
         plan.run(options(*shlex.split(command)))
         assert "<- best" in capsys.readouterr().out, command
+
+
+def test_devices_by_their_data_sheets_are_marked(capsys):
+    """What nobody measured says so; no device is faster than its sheet."""
+    for name, device in DEVICES.items():
+        assert device.matmul < SHEETS[name].matmul
+        assert device.copy < SHEETS[name].copy
+        assert ("NOT MEASURED" in device.source) == (name != "H200")
+    assert (
+        main(["plan", "--layers", "gdn", "--repeat", "1", "--length", "8192", "--gpus", "8", "--device", "A100"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert (
+        "rates: NOT MEASURED: an H200's, scaled by the data sheet of an NVIDIA A100 SXM 80 GB (312 TFLOP/s bf16" in out
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ def check_block(name: str, block: nn.Module, kind: str, spec: BlockPlan, model: 
     if type(block).__name__ != kind or type(block).__module__.split(".")[0] != model.split(".")[0]:
         raise UnsupportedError("transformer", f"a {kind}", f"{name}, a {type(block).__name__}")
     taken = inspect.signature(type(block).forward).parameters
-    taken = [n for n, p in taken.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
+    taken = [n for n, p in taken.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]  # type: ignore[assignment]
     if set(taken) != set(spec.arguments):
         odd = sorted(set(taken) ^ set(spec.arguments))
         raise other_version(f"{name} ({kind})", f"arguments that differ in {', '.join(odd)}")
@@ -61,7 +62,7 @@ def check_library_backend() -> None:
         raise UnsupportedError("attention backend of Diffusers", expected, got, KERNELS)
 
 
-def check_call(model: nn.Module, plan: ModelPlan, signature: inspect.Signature, given: Mapping[str, object]) -> None:
+def check_call(model: nn.Module, plan: ModelPlan, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
     """Refuse arguments that a split call has no part for, and what was changed in the model since."""
     check_library_backend()
     for name, value in given.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,10 +45,10 @@ class InputComparison:
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.waits = cp, cp.device.type == "cpu"
-        self._first, self._names, self._sums = True, [], None
+        self._first, self._names, self._sums = True, [], None  # type: ignore[var-annotated]
         self._sent: deque[Sent] = deque(maxlen=64)
 
-    def begin(self, given: Mapping[str, object], error: Exception | None) -> None:
+    def begin(self, given: Mapping[str, Any], error: Exception | None) -> None:
         """Before a call: agree on its inputs, or raise on every rank what is wrong with one's."""
         cp, self._sums = self.cp, None
         if cp.validate != "never" and cp.size > 1:
@@ -65,7 +65,7 @@ class InputComparison:
                 raise DisagreementError(late)
             self._first = self._first and error is not None
             if not whole and error is None and not capturing:
-                self._names, self._sums = _checksums(given, cp.device)
+                self._names, self._sums = _checksums(given, cp.device)  # type: ignore[assignment]
         if error is not None:
             raise error
 
@@ -160,12 +160,12 @@ def _crc(x: Tensor) -> int:
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 
-def _checksums(given: Mapping[str, object], device: torch.device) -> tuple[list[str], Tensor | None]:
+def _checksums(given: Mapping[str, Any], device: torch.device) -> tuple[list[str], Tensor | None]:
     """The names of inputs that hold tensors, and a checksum of each, int64 on `device`; waits for nothing."""
     sums = {name: [_checksum(t).to(device, non_blocking=True) for t in tensors_in(x)] for name, x in given.items()}
-    sums = {name: torch.stack(each) for name, each in sums.items() if each}
-    sums = {name: (each * _odd(len(each), device)).sum() for name, each in sums.items()}
-    return list(sums), torch.stack(list(sums.values())) if sums else None
+    sums = {name: torch.stack(each) for name, each in sums.items() if each}  # type: ignore[misc]
+    sums = {name: (each * _odd(len(each), device)).sum() for name, each in sums.items()}  # type: ignore[attr-defined]
+    return list(sums), torch.stack(list(sums.values())) if sums else None  # type: ignore[arg-type]
 
 
 def _checksum(x: Tensor) -> Tensor:

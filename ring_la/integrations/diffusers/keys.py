@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class SeenKeys(NamedTuple):
     """
 
     rows: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     layout: ShardedLayout
 
 
@@ -64,7 +64,9 @@ class Keys:
         q, k, v = qkv
         if q.shape[1] != k.shape[1]:
             raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
-        how = dict(causal=False, scale=scale, layout=self.layouts.of(counts(sizes, self.cp.size)), backend=backend)
+        how: dict[str, Any] = dict(
+            causal=False, scale=scale, layout=self.layouts.of(counts(sizes, self.cp.size)), backend=backend
+        )
         kept = self._seen(order, sizes, masked)
         if kept is None:
             return attention(q, k, v, **how).o

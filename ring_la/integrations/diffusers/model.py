@@ -7,11 +7,13 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...autograd import outside_graphs, wanting
+from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
@@ -29,7 +31,7 @@ def parallelize(
     transformer: nn.Module,
     cp: ContextParallel,
     *,
-    backend: str | None = None,
+    backend: SoftmaxBackend | None = None,
     average: bool = False,
     plan: ModelPlan | None = None,
 ) -> nn.Module:
@@ -88,7 +90,9 @@ class SplitDenoiser:
         number: under which the compiled attention finds this.
     """
 
-    def __init__(self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: str | None, scale: int) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: SoftmaxBackend | None, scale: int
+    ) -> None:
         self.plan, self.cp, self.backend, self.scale = plan, cp, backend, scale
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
@@ -98,7 +102,7 @@ class SplitDenoiser:
 
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
-        model._ring_la = self
+        model._ring_la = self  # type: ignore[assignment]
         undo.callback(delattr, model, "_ring_la")
         missing = [n for n in self.plan.inputs if n not in self._signature.parameters]
         if missing:
@@ -133,7 +137,7 @@ class SplitDenoiser:
     def _class_of(self, kind: type, spec: AttentionPlan) -> type:
         """Of split processors; one for all of a kind, which torch.compile then compiles once."""
         if (kind, spec.streams) not in self._classes:
-            self._classes[kind, spec.streams] = split_class(kind, functools.partial(self._attend, spec.streams))
+            self._classes[kind, spec.streams] = split_class(kind, functools.partial(self._attend, spec.streams))  # type: ignore[arg-type]
         return self._classes[kind, spec.streams]
 
     def __deepcopy__(self, memo: dict) -> SplitDenoiser:
@@ -143,7 +147,7 @@ class SplitDenoiser:
     # -- in a call ---------------------------------------------------------------------------------------------
 
     @outside_graphs
-    def _enter(self, model: nn.Module, args: tuple, keywords: Mapping[str, object]) -> None:
+    def _enter(self, model: nn.Module, args: tuple, keywords: Mapping[str, Any]) -> None:
         """Before the model: refuse what a split call has no part for, on all ranks if on one; compare the inputs."""
         error, given = None, {}
         try:
@@ -156,16 +160,16 @@ class SplitDenoiser:
         self.comparison.begin(given, error)
         own = getattr(model, "_gradient_checkpointing_func", None)
         if own is not None and not hasattr(own, "ring_la"):
-            model._gradient_checkpointing_func = self._checkpointed(own)
+            model._gradient_checkpointing_func = self._checkpointed(own)  # type: ignore[assignment]
 
     def _checkpointed(self, own: Callable) -> Callable:
         """The model's way to compute a block again in backward, as part of the call it was in."""
 
         @functools.wraps(own)
-        def checkpointed(block: Callable, *args, **keywords):
+        def checkpointed(block: Callable, *args, **keywords):  # type: ignore[no-untyped-def]
             call = self.call
 
-            def run(*args, **keywords):
+            def run(*args, **keywords):  # type: ignore[no-untyped-def]
                 last, self.call = self.call, call
                 try:
                     return block(*args, **keywords)
@@ -174,7 +178,7 @@ class SplitDenoiser:
 
             return own(run, *args, **keywords)
 
-        checkpointed.ring_la = True
+        checkpointed.ring_la = True  # type: ignore[attr-defined]
         return checkpointed
 
     def _split(
@@ -184,8 +188,8 @@ class SplitDenoiser:
         names: tuple[str, ...],
         block: nn.Module,
         args: tuple,
-        keywords: Mapping[str, object],
-    ) -> tuple[tuple, dict[str, object]]:
+        keywords: Mapping[str, Any],
+    ) -> tuple[tuple, dict[str, Any]]:
         """Before a block: this rank's tokens of what is whole. torch.compile traces it."""
         call, given = self.call, {**dict(zip(names, args)), **keywords}
         first = not call.started
@@ -201,7 +205,7 @@ class SplitDenoiser:
                 given[argument] = self._part(f"{name}: {argument}", x, role, not first)
         return tuple([given.pop(n) for n in names[: len(args)]]), given
 
-    def _start(self, spec: BlockPlan, given: Mapping[str, object]) -> None:
+    def _start(self, spec: BlockPlan, given: Mapping[str, Any]) -> None:
         """Before the first block of a call: how many tokens there are."""
         sizes: dict[str, int] = {}
         for argument, role in spec.arguments.items():
@@ -214,7 +218,7 @@ class SplitDenoiser:
         self.call.streams.sizes = sizes
         self.call.started = True
 
-    def _part(self, name: str, x: object, role: Role, keep: bool = False) -> object:
+    def _part(self, name: str, x: Any, role: Role, keep: bool = False) -> Any:
         """This rank's tokens of an argument; with `keep` those of whole rows are cut once a call."""
         if role is None or x is None:
             return x
@@ -227,10 +231,10 @@ class SplitDenoiser:
             if not keep or torch.compiler.is_compiling() or x.requires_grad:
                 return streams.shard(name, x, role.streams, role.dim)
             return self._kept_rows(name, x, role)
-        if role.flat:
+        if role.flat:  # type: ignore[union-attr]
             rows = x.unflatten(0, (self.call.batch, -1))
             return x if rows.shape[1] == 1 else streams.shard(name, rows, ("image",), 1).flatten(0, 1)
-        return streams.shard(name, x, ("image",), 1) if x.dim() == role.dims and x.shape[1] > 1 else x
+        return streams.shard(name, x, ("image",), 1) if x.dim() == role.dims and x.shape[1] > 1 else x  # type: ignore[union-attr]
 
     def _kept_rows(self, name: str, x: Tensor, role: TokenRows) -> Tensor:
         """This rank's rows of what all blocks are given (rotary embeddings)."""
@@ -244,13 +248,13 @@ class SplitDenoiser:
 
     def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: tuple) -> tuple:
         """Behind a module that makes steps of time: this rank's, where each token has its own."""
-        output = list(output)
+        output = list(output)  # type: ignore[assignment]
         for n, role in roles.items():
             if isinstance(role, TimeSteps):
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
                     self.call.streams.sizes = {"image": tokens}
-            output[n] = self._part(f"steps of {type(module).__name__}", output[n], role)
+            output[n] = self._part(f"steps of {type(module).__name__}", output[n], role)  # type: ignore[index]
         return tuple(output)
 
     def _attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -263,11 +267,11 @@ class SplitDenoiser:
         return self._attend_eagerly((q, k, v), order, sizes, masked, scale)
 
     @outside_graphs
-    def _attend_eagerly(self, qkv, order, sizes, masked, scale) -> Tensor:
+    def _attend_eagerly(self, qkv, order, sizes, masked, scale) -> Tensor:  # type: ignore[no-untyped-def]
         return self.call.keys.attend(qkv, order, sizes, masked, scale, self.backend)
 
     @outside_graphs
-    def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:
+    def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
         """Attention in the call under way, as the registered operator asks for it."""
         given = None if mask is None else GivenMask("the mask of a block", mask, tuple(masked.split(",")))
         return self.call.keys.attend(qkv, tuple(streams.split(",")), tuple(sizes), given, scale, self.backend)
@@ -279,7 +283,7 @@ class SplitDenoiser:
         return torch.cat([others, output], 1)
 
     @outside_graphs
-    def _gather(self, module: nn.Module, args: tuple, output: object) -> object:
+    def _gather(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Behind the last layer: the whole image."""
         if not self.call.started:  # all blocks were skipped
             return output
@@ -293,7 +297,7 @@ class SplitDenoiser:
         scale = self.cp.size if self.plan.layers_behind else self.scale
         return WholeImage.apply(x, layout, self.plan.dim, scale, self.comparison)
 
-    def _divide_gradient(self, model: nn.Module, args: tuple, output: object) -> None:
+    def _divide_gradient(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Behind a model with layers behind the gathering: what every rank computes there counts once in the sum."""
         share = self.scale / self.cp.size
         for x in tensors_in(output):

@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_models: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def enter(model: object) -> int:
+def enter(model: Any) -> int:
     """A number under which the operator finds `model`, as long as that lives."""
     number = next(_numbers)
     _models[number] = model

@@ -25,7 +25,7 @@ def split_class(kind: type, attend: Attend) -> type:
     if "dispatch_attention_fn" in inner.__code__.co_names:
         scope = {"dispatch_attention_fn": _dispatch(kind.__name__, attend)}
     elif {"F", "scaled_dot_product_attention"} <= set(inner.__code__.co_names):
-        scope = {"F": _Functional(kind.__name__, attend)}
+        scope = {"F": _Functional(kind.__name__, attend)}  # type: ignore[dict-item]
     else:
         expected = "processors that call dispatch_attention_fn or F.scaled_dot_product_attention"
         raise UnsupportedError("transformer", expected, f"one with {kind.__name__}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedError
@@ -37,7 +39,7 @@ HARMLESS = {
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -64,15 +66,21 @@ def attend(
     _refuse(module, attention_mask, sliding_window, others)
     call = module._ring_la.call
     window = (-1, -1) if attention_mask.window is None else (attention_mask.window - 1, 0)
-    keywords = {"scale": scaling, "softcap": softcap or 0.0, "window": window, "sinks": s_aux, "dropout_p": dropout}
+    keywords: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "window": window,
+        "sinks": s_aux,
+        "dropout_p": dropout,
+    }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if attention_mask.chunk is None:
         return attention(q, k, v, **keywords, **call.split).o, None
     rows = zip(q.split(1), k.split(1), v.split(1))
-    return torch.cat([attention(*row, **keywords, **call.chunked(attention_mask.chunk)).o for row in rows]), None
+    return torch.cat([attention(*row, **keywords, **call.chunked(attention_mask.chunk)).o for row in rows]), None  # type: ignore[misc]
 
 
-def _refuse(module: nn.Module, attention_mask: object, sliding_window: int | None, others: dict[str, object]) -> None:
+def _refuse(module: Any, attention_mask: object, sliding_window: int | None, others: dict[str, Any]) -> None:
     """Refuse a call of `attend` outside a call of the model, with a mask that is not ours or keywords not known."""
     where = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
     if not isinstance(attention_mask, CausalMask):

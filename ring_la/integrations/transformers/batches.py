@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class Batches:
         self._layouts: dict[tuple, ShardedLayout] = {}
         self._compared = False
 
-    def read(self, arguments: dict[str, object]) -> tuple[ModelCall, dict[str, object]]:
+    def read(self, arguments: dict[str, Any]) -> tuple[ModelCall, dict[str, Any]]:
         """This rank's part of a call. What one rank refuses all refuse; batches are compared as cp.validate says."""
         comm, validate = self.cp.comm, self.cp.validate
         try:
@@ -52,7 +53,7 @@ class Batches:
         key = (seq_len, offsets)
         if key not in self._layouts:
             try:
-                layout = self.cp.layout(seq_len, self.kind, offsets)
+                layout = self.cp.layout(seq_len, self.kind, offsets)  # type: ignore[arg-type]
             except DisagreementError as error:
                 raise DisagreementError(f"{error}\n{ROWS}") from None
             self._layouts = {key: layout}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class ModelCall:
     _chunked: dict[int, dict] = field(default_factory=dict)
 
     @cached_property
-    def split(self) -> dict[str, object]:
+    def split(self) -> dict[str, Any]:
         """The keywords that tell ring_la's functions how the sequence is split."""
         return {"cu_seqlens": self.cu_seqlens} if self.layout is None else {"layout": self.layout}
 
@@ -111,7 +112,7 @@ class ModelCall:
         output = self.head.result(last_hidden_state=hidden)
         return replace(self, losses=[], head=HeadWork(chunk, output))
 
-    def chunked(self, size: int) -> dict[str, object]:
+    def chunked(self, size: int) -> dict[str, Any]:
         """`split` with every document cut into parts of `size` tokens that do not see each other."""
         if size not in self._chunked:
             borders = self.cu_seqlens.tolist() if self.layout is None else self.layout.cu_seqlens

@@ -71,8 +71,8 @@ class Checks:
         try:
             longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
             longest = longest if longest > 0 else probe.TOKENS  # XLNet's -1: any
-            with told_as_theirs(table.weight.device):
-                probe.check(model, run, table.num_embeddings, longest, table.weight.device)
+            with told_as_theirs(table.weight.device):  # type: ignore[arg-type]
+                probe.check(model, run, table.num_embeddings, longest, table.weight.device)  # type: ignore[arg-type]
         finally:
             self.current.leave()
         self._due = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def model_forward(original: Callable) -> Callable:
     @_not_compiled
     def forward(self: PreTrainedModel, *args, **keywords):
         arguments = dict(zip(names, args)) | keywords
-        split: SplitModel = self._ring_la
+        split: SplitModel = self._ring_la  # type: ignore[assignment]
         split.attention.check()
         if getattr(self.config, "output_attentions", False):
             arguments = {"output_attentions": True} | arguments
@@ -55,7 +56,7 @@ def _not_compiled(function: Callable) -> Callable:
     return torch._dynamo.disable(function, recursive=False)
 
 
-def _filled(cache: object) -> bool:
+def _filled(cache: Any) -> bool:
     if getattr(cache, "linear_cache", None):  # MiniMax's, whose first layer may hold no keys
         return True
     try:
@@ -84,7 +85,7 @@ def _last_logits(out: ModelOutput, keep: int | Tensor) -> ModelOutput:
     return out
 
 
-def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> object:
+def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> Any:
     """A call that is not split: the tokens after a prefill, on every rank."""
     if arguments.get("layout") is not None or arguments.get("cu_seqlens") is not None:
         raise UnsupportedError("past_key_values", "an empty cache with layout or cu_seqlens", "a filled one")
@@ -100,7 +101,7 @@ def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, argume
         split.attention.use(split=True)
 
 
-def _split(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> object:
+def _split(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> Any:
     """A call on this rank's tokens."""
     refuse_by_places(model)
     call, local = split.batches.read(arguments)
@@ -186,7 +187,7 @@ class _Resume(torch.autograd.Function):
         return grad * ctx.scale, None, None, None
 
 
-def _marked(x: object, split: SplitModel, call: ModelCall) -> object:
+def _marked(x: Any, split: SplitModel, call: ModelCall) -> Any:
     if isinstance(x, Tensor) and x.requires_grad:
         return _Resume.apply(x, split.current, call, split.settings.scale)
     return tuple(_marked(y, split, call) for y in x) if type(x) is tuple else x

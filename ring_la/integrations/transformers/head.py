@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
@@ -13,7 +14,7 @@ from .call import HeadWork, ModelCall
 from .loss import WholeLoss, gather_router_logits, gather_tokens
 
 
-def backbone_forward(self: nn.Module, *args, **keywords) -> ModelOutput:
+def backbone_forward(self: Any, *args, **keywords) -> ModelOutput:
     """The backbone's forward, or what it returned before where only the head is to run."""
     call = self._ring_la.call
     if call is not None and call.head_only:
@@ -21,7 +22,7 @@ def backbone_forward(self: nn.Module, *args, **keywords) -> ModelOutput:
     return self._ring_la.forwards.of(type(self))(self, *args, **keywords)
 
 
-def after_backbone(module: nn.Module, args: tuple, output: object) -> None:
+def after_backbone(module: Any, args: tuple, output: object) -> None:
     """Forward hook of the backbone: what the head is to get."""
     call = module._ring_la.call
     if call is None or call.layout is None or call.head_only:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ READ = {
 """Keywords read here."""
 
 
-def read(layouts: Callable, arguments: dict[str, object]) -> tuple[ModelCall, dict[str, object]]:
+def read(layouts: Callable, arguments: dict[str, Any]) -> tuple[ModelCall, dict[str, Any]]:
     """The call and what the model gets in it.
 
     Args:
@@ -93,7 +94,7 @@ def _part(layouts: Callable, name: str, tokens: Tensor, given: dict) -> tuple[Mo
     for other in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "cache_position"):
         if other in given and not (other == "attention_mask" and bool(given[other].all())):
             raise ArgumentError(other, "None with layout=", "a tensor", "Documents are given to ContextParallel.layout")
-    _check_labels(given, tuple(tokens.shape[:2]))
+    _check_labels(given, tuple(tokens.shape[:2]))  # type: ignore[arg-type]
     comm = layout.cp.comm
     call = ModelCall(layout)
     positions = given.get("position_ids")
@@ -123,7 +124,7 @@ def _kept(given: dict, length: int) -> Tensor | None:
     return torch.arange(max(0, length - keep), length) if isinstance(keep, int) else torch.arange(length)[keep.cpu()]
 
 
-def _check_names(given: dict[str, object]) -> None:
+def _check_names(given: dict[str, Any]) -> None:
     for name in given:
         if name not in READ | PASSED:
             raise UnsupportedError(name, "no such keyword on a split sequence", "a value")
@@ -131,7 +132,7 @@ def _check_names(given: dict[str, object]) -> None:
         raise UnsupportedError("output_attentions", "False", "True", "The weights never exist whole")
 
 
-def _check_labels(given: dict[str, object], shape: tuple[int, int]) -> None:
+def _check_labels(given: dict[str, Any], shape: tuple[int, int]) -> None:
     """Labels are one a token."""
     for name in ("labels", "shift_labels"):
         x = given.get(name)
@@ -139,7 +140,7 @@ def _check_labels(given: dict[str, object], shape: tuple[int, int]) -> None:
             raise ArgumentError(name, f"[B, T] = {list(shape)}, one label a token", _shape(x))
 
 
-def _tokens(given: dict[str, object]) -> tuple[str, Tensor]:
+def _tokens(given: dict[str, Any]) -> tuple[str, Tensor]:
     names = [n for n in TOKENS if n in given]
     if len(names) != 1:
         raise ArgumentError("input_ids", "input_ids or inputs_embeds", " and ".join(names) or "neither")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import masking_utils
@@ -36,7 +37,7 @@ def make_mask(mask_function: Callable = masking_utils.causal_mask_function, **_:
     return CausalMask(**_read(mask_function))
 
 
-def _read(function: Callable) -> dict[str, int]:
+def _read(function: Callable) -> dict[str, Any]:
     """The overlays a mask function is made of."""
     if function is masking_utils.causal_mask_function:
         return {}
@@ -48,8 +49,8 @@ def _read(function: Callable) -> dict[str, int]:
             parts |= _read(part)
         return parts
     if name == "or_masks":  # blocks of image tokens see each other; there are no images on a split sequence
-        parts = [part for part in inside["mask_functions"] if not _without_blocks(part)]
-        return _read(parts[0]) if len(parts) == 1 else _refuse(name)
+        parts = [part for part in inside["mask_functions"] if not _without_blocks(part)]  # type: ignore[assignment]
+        return _read(parts[0]) if len(parts) == 1 else _refuse(name)  # type: ignore[arg-type, index]
     if name == "sliding_window_overlay":
         return {"window": int(inside["sliding_window"])}
     if name == "chunked_overlay":
@@ -61,7 +62,7 @@ def _read(function: Callable) -> dict[str, int]:
     return _refuse(name or str(function))
 
 
-def _refuse(maker: str) -> dict[str, int]:
+def _refuse(maker: str) -> dict[str, Any]:
     raise UnsupportedError("model", "masks that are causal, sliding or chunked", f"a mask made by {maker!r}")
 
 
@@ -76,7 +77,7 @@ def _without_blocks(function: Callable) -> bool:
     return bool(outside)
 
 
-def _closure(function: Callable) -> dict[str, object]:
+def _closure(function: Callable) -> dict[str, Any]:
     code = getattr(function, "__code__", None)
     cells = getattr(function, "__closure__", None) or ()
     return {} if code is None else {n: c.cell_contents for n, c in zip(code.co_freevars, cells)}

@@ -73,7 +73,7 @@ def parallelize(
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", "a PreTrainedModel", type(model).__name__, "Wrap it (PEFT, DDP, FSDP) afterwards")
-    settings = Settings(cp, kind, average, loss_chunk, check)
+    settings = Settings(cp, kind, average, loss_chunk, check)  # type: ignore[arg-type]
     if hasattr(model, "_ring_la"):
         raise ArgumentError("model", "one that is not parallelized", "one that is")
     refuse_by_config(model)
@@ -103,14 +103,14 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
         forwards=forwards,
         attention=attention,
         checks=Checks(settings, current, forwards),
-        cache=CacheSupport("cache_params" if takes_parameters else "past_key_values", uncached(model)),
+        cache=CacheSupport("cache_params" if takes_parameters else "past_key_values", uncached(model)),  # type: ignore[arg-type]
         loss=model.loss_function,
-        model=weakref.ref(model),
+        model=weakref.ref(model),  # type: ignore[arg-type]
     )
     for module in model.modules():
-        module._ring_la = split
+        module._ring_la = split  # type: ignore[assignment]
         undo.callback(delattr, module, "_ring_la")
-    model._supports_logits_to_keep = lambda: True  # generate asks for the sequence's last logits, not this rank's
+    model._supports_logits_to_keep = lambda: True  # type: ignore[assignment]  # generate asks for the sequence's last logits, not this rank's
     undo.callback(delattr, model, "_supports_logits_to_keep")
     if "_loss_function" in vars(model):
         undo.callback(setattr, model, "_loss_function", split.loss)
@@ -141,5 +141,5 @@ def _put_forwards(model: PreTrainedModel, forwards: Forwards, undo: ExitStack) -
 def _backbone(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its head."""
     if model.base_model is not model:
-        return model.base_model
+        return model.base_model  # type: ignore[return-value]
     return next((m for m in model.children() if isinstance(m, PreTrainedModel)), model)

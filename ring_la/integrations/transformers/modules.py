@@ -6,8 +6,7 @@ import inspect
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
-
-from torch import nn
+from typing import Any
 
 from ...errors import UnsupportedError
 from .call import Current
@@ -24,10 +23,10 @@ class Forwards:
     def of(self, kind: type) -> Callable:
         """The forward of modules of a class, ours inside where it has an entry."""
         if kind not in self._made:
-            self._made[kind] = kind.forward if entry_of(kind) is None else make_forward(kind, self.current)
+            self._made[kind] = kind.forward if entry_of(kind) is None else make_forward(kind, self.current)  # type: ignore[attr-defined]
         return self._made[kind]
 
-    def put(self, module: nn.Module, name: str, forward: Callable, undo: ExitStack) -> None:
+    def put(self, module: Any, name: str, forward: Callable, undo: ExitStack) -> None:
         """Give a module, of this name in its model, a forward of its own; `undo` takes the way back."""
         if "forward" in vars(module):
             got = f"{name or type(module).__name__} with a forward of its own"
@@ -37,12 +36,12 @@ class Forwards:
         undo.callback(delattr, module, "forward")
 
 
-def mixer_forward(self: nn.Module, *args, **keywords):
+def mixer_forward(self: Any, *args, **keywords):
     """The forward of a module whose class has an entry in `mixers.MIXERS`."""
     return self._ring_la.forwards.of(type(self))(self, *args, **keywords)
 
 
-def known(function: Callable, keywords: dict[str, object]) -> dict[str, object]:
+def known(function: Callable, keywords: dict[str, Any]) -> dict[str, Any]:
     """The keywords a model's forward takes. One without position_ids passes the check only if it needs none."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -138,7 +138,7 @@ class _Probe:
         inside = [] if inside is None else inside
         rows = [x if x is None else x[None].to(self.device) for x in (ids, positions)]
         with Watch(self.model, len(ids), inside) as watch, self._blamed(inside):
-            output = self.run(*rows, offsets)
+            output = self.run(*rows, offsets)  # type: ignore[arg-type, call-arg]
         whole = sketch(output, len(ids))
         if whole is None:
             got = f"{type(self.model).__name__}, which does not"
@@ -180,7 +180,7 @@ class _Probe:
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
     """Parameters that are zero get small random values: adapters start with a zero that would hide what they do."""
-    zeros = []
+    zeros: list[Tensor] = []
     for p in model.parameters():
         local = p.to_local() if isinstance(p, DTensor) else p
         if p.dtype in TOLERANCE and local.numel() and not local.reshape(-1)[:64].any() and not local.any():
@@ -214,7 +214,9 @@ class _Ranges(TorchFunctionMode):
 
     def __init__(self, length: int) -> None:
         super().__init__()
-        self.length, self.inside, self.culprit = length, [], None
+        self.length = length
+        self.inside: list[str] = []
+        self.culprit: str | None = None
         self._ranges: dict[int, Tensor] = {}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -90,14 +90,14 @@ class UpstreamCall:
 
     kind: str
     masks: Masks
-    attn_type: object = None
+    attn_type: Any = None
     seed: int | None = None
 
     @property
     def flags(self) -> tuple:
         """What must be the same on all ranks."""
         kernel = str(getattr(self.attn_type, "value", self.attn_type))
-        masks = self.masks._replace(alibi_slopes=self.masks.alibi_slopes is not None)
+        masks = self.masks._replace(alibi_slopes=self.masks.alibi_slopes is not None)  # type: ignore[arg-type]
         return (*masks._replace(deterministic=bool(masks.deterministic)), kernel)
 
     @property
@@ -129,11 +129,11 @@ class UpstreamCall:
         options = self.options
         scores, counts = options.scores(x.q), (x.q.shape[1], x.k.shape[1])
         if heads is not None:
-            counts = tuple(sum(heads.tokens[side]) for side in ("q", "k"))
+            counts = tuple(sum(heads.tokens[side]) for side in ("q", "k"))  # type: ignore[assignment]
             scores = scores.of_heads(heads.query_numbers(x.q.device))
         lengths = [[n] if cu is None else [b - a for a, b in zip(cu, cu[1:])] for n in counts]
-        rows, keys = sides_of(self.kind, *lengths, group.size, x.q.device)
-        facts = dict(packed=cu is not None, repeatable=bool(self.masks.deterministic))
+        rows, keys = sides_of(self.kind, *lengths, group.size, x.q.device)  # type: ignore[arg-type, call-arg]
+        facts: dict[str, Any] = dict(packed=cu is not None, repeatable=bool(self.masks.deterministic))
         ask = Ask(*x.kind, scores.beyond, scores.reach.windowed, **facts)
         job = AttentionJob(choose(ask, options.backend), scores, rows, keys, group=group)
         met = None if joint is None else Pair(*joint, scores.reach)
@@ -151,7 +151,7 @@ def sides_of(
     return rows, tuple(tokens_of(kind, k, ranks, r, device, [0] * len(k)) for r in range(ranks))
 
 
-def kernel_of(attn_type: object) -> str | None:
+def kernel_of(attn_type: Any) -> str | None:
     """The backend an attn_type asks for: an upstream AttnType, its value, or None."""
     name = getattr(attn_type, "value", attn_type)
     if name is None:
@@ -167,7 +167,7 @@ def settled(
     groups: Sequence[Group],
     tensors: Sequence[object],
     make: Callable[[], UpstreamCall],
-    *more: object,
+    *more: Any,
     packed: bool = False,
 ) -> UpstreamCall:
     """The call that `make` returns, where it and the shapes are the same on all ranks of `groups`.
@@ -185,7 +185,7 @@ def settled(
                 if not isinstance(t, Tensor) or t.dim() != 3:
                     raise ArgumentError(name, "a tensor [T, H, D]", describe_tensor(t))
         call = make()
-        shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors if t is not None]
+        shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors if t is not None]  # type: ignore[attr-defined]
         signature = (call.kind, *shapes, *call.flags, torch.is_grad_enabled(), *more)
     except RingLAError as e:
         error = e
@@ -205,7 +205,7 @@ def settled(
     return call
 
 
-def checked(kind: str, x: Tensors, masks: Masks, attn_type: object) -> UpstreamCall:
+def checked(kind: str, x: Tensors, masks: Masks, attn_type: Any) -> UpstreamCall:
     """Upstream's arguments, checked, with a new seed where there is dropout.
 
     Args:
@@ -226,5 +226,5 @@ def checked(kind: str, x: Tensors, masks: Masks, attn_type: object) -> UpstreamC
         raise ArgumentError("softmax_scale", "a finite number or None", softmax_scale)
     scale = x.q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     window = tuple(-1 if w is None else int(w) for w in window_size)
-    masks = masks._replace(softmax_scale=scale, causal=bool(causal), window_size=window, softcap=softcap)
+    masks = masks._replace(softmax_scale=scale, causal=bool(causal), window_size=window, softcap=softcap)  # type: ignore[arg-type]
     return UpstreamCall(kind, masks, attn_type, int(torch.randint(2**62, ())) if dropout_p else 0)

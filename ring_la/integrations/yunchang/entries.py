@@ -101,7 +101,7 @@ def named(
     own = list(inspect.signature(plain).parameters.values())[3:]
     for infix, (f, how) in packing.items():
         tensors = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in first[infix]]
-        f.__signature__ = inspect.Signature([*tensors, *own])
+        f.__signature__ = inspect.Signature([*tensors, *own])  # type: ignore[attr-defined]
         f.__name__ = f.__qualname__ = f"{name}_{infix}func"
         f.__doc__ = f"{whose}'s {f.__name__} over ring_la; tensors {shape}{how}."
     return plain, kvpacked, qkvpacked

@@ -194,7 +194,7 @@ class LongContextAttentionQKVPacked(LongContextAttention):
             raise UnsupportedError("scatter_idx", "3, the head dimension of qkv", scatter_idx)
         super().__init__(2, gather_idx, ring_impl_type, True, use_sync, attn_type)
 
-    def forward(self, qkv: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    def forward(self, qkv: Tensor, *args: Any, **keywords: Any) -> Tensor:  # type: ignore[override]
         """Attention of this rank's tokens; the other arguments are those of LongContextAttention."""
         return super().forward(*unpack("qkv", qkv, 2, 3), *args, **keywords)
 
@@ -242,7 +242,7 @@ class UlyssesAttention(nn.Module):
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, group = Tensors(query, key, value), group_of(self.spg)
         call = settled([group], x[:3], lambda: checked("contiguous", x, masks, self.attn_type))
-        return attend(call, x, Alone(), group)
+        return attend(call, x, Alone(), group)  # type: ignore[arg-type]
 
 
 class Alone:

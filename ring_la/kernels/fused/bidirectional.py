@@ -38,7 +38,7 @@ def sum_and_read(
     """What the tokens read of what they add up to, and that ``[B, N, H, K, V]``; `S` of its dtype is added to it."""
     if q.is_cuda:
         return sum_and_read_op(q, k, v, S, cu, scale)
-    return _sum_then_read(q, k, v, S, cu, scale, PLAIN)
+    return _sum_then_read(q, k, v, S, cu, scale, PLAIN)  # type: ignore[return-value]
 
 
 # -- in PyTorch ----------------------------------------------------------------------------------------------

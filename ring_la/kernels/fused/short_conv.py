@@ -52,7 +52,7 @@ def convolve_backward(
     if not fused(x):
         return plain_convolve_backward(do, dends, x, weight, bias, lead, cu, silu)
     grads = iter(_short_conv_backward(do, dends, x, weight, bias, lead, cu, silu, dends is not None))
-    return tuple(None if t is None else next(grads) for t in (x, weight, bias, lead))
+    return tuple(None if t is None else next(grads) for t in (x, weight, bias, lead))  # type: ignore[return-value]
 
 
 # -- in PyTorch ----------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def plain_convolve_backward(
     if silu:
         z = sum(w[:, j] * y for j, y in enumerate(taps))
         z = z if bias is None else z + bias.to(wide)
-        s = torch.sigmoid(z)
+        s = torch.sigmoid(z)  # type: ignore[arg-type]
         dz = dz * s * (1 + z * (1 - s))
     drows = torch.zeros_like(rows)
     for j in range(w.shape[1]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,17 +60,18 @@ class ConvolutionLaunches:
     @property
     def optional(self) -> tuple[Tensor, Tensor, Tensor]:
         """bias, lead, cu, or any tensor in their place."""
-        return tuple(self.x if t is None else t for t in (self.bias, self.lead, self.cu))
+        bias, lead, cu = (self.x if t is None else t for t in (self.bias, self.lead, self.cu))
+        return bias, lead, cu
 
     @property
-    def shape(self) -> dict[str, int | bool]:
+    def shape(self) -> dict[str, Any]:
         return dict(D=self.D, W=self.W, BD=self.block, UNIT=self.unit, PACKED=self.cu is not None, num_warps=1)
 
     @property
-    def present(self) -> dict[str, bool]:
+    def present(self) -> dict[str, Any]:
         return dict(BIAS=self.bias is not None, LEAD=self.lead is not None)
 
-    def capped(self, registers: int) -> dict[str, int]:
+    def capped(self, registers: int) -> dict[str, Any]:
         """The option of a kernel with both walks."""
         return {"maxnreg": registers} if self.W <= 4 and not (self.lead is None and self.cu is None) else {}
 

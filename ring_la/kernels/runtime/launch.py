@@ -63,9 +63,10 @@ def launch(
     if contract.checking:
         contract.check(kernel, args, tensors)
     grid, stream = (*grid, 1, 1)[:3], launching_on.get() if stream is None else stream
+    how: Any
     known = _known.get(id(kernel)) or _known.setdefault(id(kernel), _Known(kernel))
     if known.compiles:
-        how = known.launch(grid, args, constants, device, stream, carveout)
+        how = known.launch(grid, args, constants, device, stream, carveout)  # type: ignore[arg-type]
     else:
         how = InterpretedKernel(kernel, constants)
         how(grid, args)

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from ring_la.kernels.runtime.triton_version import CompiledKernel, InterpretedKernel
-
 
 class LaunchObserver(Protocol):
     """What wants to know of every launch."""
 
     def launched(
         self,
-        how: CompiledKernel | InterpretedKernel,
-        grid: tuple[int, int, int],
+        how: Any,
+        grid: tuple[int, ...],
         args: Sequence[Any],
         stream: torch.cuda.Stream | None,
     ) -> None:

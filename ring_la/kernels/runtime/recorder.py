@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         self._lasting: dict[int, Tensor] = {}
 
     def __enter__(self) -> Recorder:
-        self._token = observing.set(self)
+        self._token = observing.set(self)  # type: ignore[arg-type]
         return super().__enter__()
 
     def __exit__(self, *error) -> None:

@@ -115,7 +115,9 @@ class TapedLaunch(NamedTuple):
         """Each of `args` is a tensor's number and bytes from its start, or 0 and a constant; those of `tiles` are
         descriptors."""
         how, encodings = how.encoding() if tiles else (how, {})
-        places, maps, flat = [], [], []
+        places: list[tuple[int, int, int]] = []
+        maps: list[Any] = []
+        flat: list[Any] = []
         for i, (number, offset) in enumerate(args):
             at = FIRST + len(flat)
             if i in tiles:

@@ -79,7 +79,7 @@ def class_of(x: Any, unspecialised: bool) -> Hashable:
         return x.base.dtype, tuple(x.block_shape)
     if isinstance(x, tuple):
         return tuple(class_of(y, False) for y in x)  # Triton looks into tuples whatever it is told
-    return type(x)
+    return type(x)  # type: ignore[return-value]
 
 
 # -- tensor descriptors ----------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def attend(
     how = _tiling(plan, gates, roles, left, extra)
     block, wide = min(how.block, columns(dz)), columns(dx)
     summed = isinstance(extra, SpanSums)
-    sums, w = (extra.sums, tiles(plan, extra.w, block)) if summed else (None, None if dots is None else dots.w)
+    sums, w = (extra.sums, tiles(plan, extra.w, block)) if summed else (None, None if dots is None else dots.w)  # type: ignore[union-attr]
     launch(
         attend_kernel, (cdiv(dz, block) * spans.count, plan.rows),
         *filled(

@@ -14,6 +14,8 @@ error goes further than a chunk. (The difference of q·dq and k·dk, summed over
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -115,7 +117,7 @@ def chunk_gradients(
         *inputs[:3], do, gates.read, states, adjoints, dq, dk, dv, dg, plan.chunks.table, T, plan.chunk_count,
         plan.scale,
     )  # fmt: skip
-    shape = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)
+    shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)
     if not gates.constant and plan.gluon:
         from ring_la.kernels.scalar_decay.chunk_gradients_hopper import additive_gradient_hopper_kernel
 

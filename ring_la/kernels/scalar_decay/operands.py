@@ -6,7 +6,7 @@ whole, or ends with the tensor.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -124,6 +124,6 @@ def chunk_states(plan: SpanPlan) -> Tensor:
     return plan.new(B, plan.chunk_count, H, K, V, dtype=plan.dtype)
 
 
-def shared_constants(plan: SpanPlan) -> dict[str, object]:
+def shared_constants(plan: SpanPlan) -> dict[str, Any]:
     """The constants all passes share."""
     return dict(H=plan.sizes.H, C=plan.chunk, BULK=described(plan), PREC=plan.precision, VARLEN=plan.packed)

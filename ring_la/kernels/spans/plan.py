@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ class SpanPlan:
     def as_given(self, given: Inputs, grads: Inputs) -> Inputs:
         """Gradients of value heads summed over the heads that share a q/k head, in the inputs' dtypes."""
         B, T, H, HK, K, _ = self.sizes
-        out = []
+        out: list[Any] = []
         for name, x, grad in zip(Inputs._fields, given, grads):
             if x is None or grad is None:
                 out.append(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ class Tiling:
     registers: int = 0  # at most, a thread; 0: the compiler's choice
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options | {"maxnreg": self.registers} if self.registers else options
 

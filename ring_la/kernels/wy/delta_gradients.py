@@ -8,6 +8,8 @@ transposed into left ones (see docs/developers/kernels.md).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -117,7 +119,7 @@ def delta_gradients(
         ),
         plan.chunks.table, T, plan.chunk_count, plan.scale,
     )  # fmt: skip
-    shape = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, GATED=decay == "scalar", VARLEN=plan.packed)
+    shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, GATED=decay == "scalar", VARLEN=plan.packed)
     if plan.gluon:
         from ring_la.kernels.wy.delta_gradients_hopper import delta_gradient_hopper_kernel
 

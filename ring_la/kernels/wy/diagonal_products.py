@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -154,7 +156,7 @@ def diagonal_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
         inverse=plan.tokens(plan.chunk) if delta else None,
     )  # fmt: skip
     found = ChunkProducts(plan.tokens(K), plan.tokens(K) if delta else None, plan.tokens(K), None, saved)
-    constants = dict(
+    constants: dict[str, Any] = dict(
         H=H, HK=HK, K=K, BK=min(how.block, width(K)), C=plan.chunk, LEVELS=level_count(plan), LIMIT=limit(plan),
         DELTA=delta, FINE=fine(plan), PREC=plan.precision, VARLEN=plan.packed,
     )  # fmt: skip

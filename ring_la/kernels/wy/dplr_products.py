@@ -12,6 +12,8 @@ chunk, G the running log-decay and a's reads at G' = G_{t−1}:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -200,8 +202,9 @@ def dplr_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
         running=plan.new(*g.shape), low=plan.new(B, plan.chunk_count, H, dtype=torch.int32), pairs=pairs,
         inverse=inverse, value_pairs=value_pairs, value_reads=value_reads,
     )  # fmt: skip
-    found = ChunkProducts(*(plan.tokens(K) for _ in range(4)), saved)
-    constants = dict(
+    first, second, third, fourth = (plan.tokens(K) for _ in range(4))
+    found = ChunkProducts(first, second, third, fourth, saved)
+    constants: dict[str, Any] = dict(
         H=H, HK=HK, K=K, BK=min(how.block, width(K)), C=plan.chunk, LEVELS=level_count(plan), LIMIT=limit(plan),
         PREC=plan.precision, VARLEN=plan.packed,
     )  # fmt: skip

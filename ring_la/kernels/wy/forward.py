@@ -13,7 +13,7 @@ is found by the same pass: b from S = 0, and the dense transition's columns from
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -205,7 +205,7 @@ NO_SUMMARY = dict(SUMMARY=False, ALL=False, HORIZON=False)
 
 def _forward(
     plan: SpanPlan, products: ChunkProducts, v: Tensor, entries: Table, tensors: ForwardTensors,
-    summary: dict[str, bool] = NO_SUMMARY,
+    summary: dict[str, Any] = NO_SUMMARY,
 ) -> None:  # fmt: skip
     how, spans, (_, T, _, _, K, V) = plan.pick(entries), plan.spans, plan.sizes
     (q, reads, writes, value_writes, x), (state, o, chunks, leaving, transition) = products, tensors
@@ -223,7 +223,7 @@ def _forward(
     )  # fmt: skip
 
 
-def shared_constants(plan: SpanPlan, block: int) -> dict[str, object]:
+def shared_constants(plan: SpanPlan, block: int) -> dict[str, Any]:
     """The constants both passes share."""
     (_, _, H, HK, K, V), rule = plan.sizes, plan.rule
     return dict(

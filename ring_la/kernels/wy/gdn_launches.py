@@ -66,8 +66,9 @@ def forward(
         f"GATE_BF16={int(g is not None and g.dtype == torch.bfloat16)}",
         f"BETA_BF16={int(beta.dtype == torch.bfloat16)}",
     )
+    entering, table = None if S0 is None else aligned(S0), None if runs is None else runs.table
     kernel(*defines)(
-        count * H, q, k, v, g, beta, o, None if S0 is None else aligned(S0), leaving, runs and runs.table, cu, flags,
+        count * H, q, k, v, g, beta, o, entering, leaving, table, cu, flags,
         passed, T, H, q.shape[2], count, length, pieces, 1, scale,
     )  # fmt: skip
     if leaving is not None:

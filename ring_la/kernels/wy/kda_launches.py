@@ -10,6 +10,7 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ class KDACall:
     @property
     def defines(self) -> tuple[str, str]:
         _, _, _, g, beta = self.inputs[:5]
-        return tuple(f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
+        gate, step = (f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
+        return gate, step
 
     @property
     def ahead(self) -> bool:
@@ -113,7 +115,7 @@ class KDACall:
         H, count = self.inputs.v.shape[2], self.count
         flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=self.inputs.v.device)
         passed = self.new(count, H, HEAD, HEAD)
-        arguments = (
+        arguments: Any = (
             count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,
             passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
             heads.start, len(heads), int(self.ahead), self.scale, *further,

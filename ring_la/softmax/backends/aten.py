@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,7 @@ class Flash(VarlenBackend):
         return [q, k, *more], (None, None, q.shape[1], k.shape[1])
 
 
-def _bounds(window: Window) -> dict[str, int | None]:
+def _bounds(window: Window) -> dict[str, Any]:
     if window.left < 0 and window.right < 0:
         return {}
     return dict(

@@ -120,9 +120,10 @@ class FlashAttnCuTe(FlashAttnPackage):
         return tuple(grads[:3])
 
 
-def _room_for(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _room_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A contiguous gradient for each."""
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def _installed(module: str) -> bool:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .tokens import ANY_DOCUMENT, Tokens
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Reach(NamedTuple):
@@ -57,7 +58,7 @@ def once(make: Callable[Concatenate[Pair, P], T]) -> Callable[Concatenate[Pair, 
     """Decorator: what a function of a pair returns is kept with the pair's sides."""
 
     @wraps(make)
-    def kept(pair: Pair, *more: P.args) -> T:
-        return pair.kept(make, lambda: make(pair, *more), *more)
+    def kept(pair: Pair, *more: P.args, **keywords: P.kwargs) -> T:
+        return pair.kept(make, lambda: make(pair, *more, **keywords), *more, *keywords.items())
 
     return kept

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -105,7 +106,9 @@ class Tokens:
     @cached_property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """(position, document, index) of each row, int32 ``[T]``, as kernels read them."""
-        return tuple(x.to(torch.int32).contiguous() for x in (self.positions, self.documents, self.index))
+        columns = (self.positions, self.documents, self.index)
+        position, document, index = (x.to(torch.int32).contiguous() for x in columns)
+        return position, document, index
 
     @cached_property
     def by_document(self) -> dict[int, list[Run]]:
@@ -190,7 +193,7 @@ class Tokens:
         """Keys that every document sees, at ``position … position + count − 1`` of each."""
         return cls([Run(0, count, index, position, ANY_DOCUMENT)] if count else [], count, device)
 
-    def from_ends(self, ends: Sequence[int] | Tensor) -> Tokens:
+    def from_ends(self, ends: Any) -> Tokens:
         """The same rows with positions counted from the end of their document: its first key after it is at 0."""
         if self.runs is None:
             return Tokens(None, self.length, self.device, (self.positions - ends[self.documents], self.documents))

@@ -14,7 +14,7 @@ from .parts import Part, stretches, too_many, wide
 class Partial:
     """What the rows of one rank have gathered so far: o ``[B, T, H, V]`` and lse ``[B, H, T]``."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self._parts: list[Part] = []
         self._own = False  # whether the first part is an accumulator of ours, of all rows

@@ -49,7 +49,8 @@ def _gather(job: AttentionJob, k: Tensor, v: Tensor) -> Pending:
         for n, flat in zip(tokens, pending.wait()):
             size = KeyValues.size(n, k, v)
             parts.append(KeyValues(flat[:size], n, k, v))
-        return tuple(_ordered(torch.cat(x, 1), job.order) for x in ([p.k for p in parts], [p.v for p in parts]))
+        keys, values = (torch.cat(x, 1) for x in ([p.k for p in parts], [p.v for p in parts]))
+        return _ordered(keys, job.order), _ordered(values, job.order)
 
     return Pending(unpack)
 

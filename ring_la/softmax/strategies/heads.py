@@ -7,7 +7,7 @@ rank, key heads are repeated for them there. A rank may own no head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -55,7 +55,7 @@ class Heads:
     """
 
     def __init__(
-        self, group: Group, split: HeadSplit, tokens: dict[str, Sequence[int]], order: dict[str, Tensor | None]
+        self, group: Group, split: HeadSplit, tokens: Mapping[str, Sequence[int]], order: Mapping[str, Tensor | None]
     ) -> None:
         self.group, self.split, self.tokens, self.order = group, split, tokens, order
         self.bounds = {"q": split.queries, "k": split.keys}

@@ -11,7 +11,7 @@ from ..plans import ModelPlan
 from .cross import CROSS
 from .joint import JOINT
 
-PLANS: Mapping[str, ModelPlan] = JOINT | CROSS
+PLANS: Mapping[str, ModelPlan] = JOINT | CROSS  # type: ignore[operator]
 """By the name of the model's class."""
 
 

@@ -182,7 +182,7 @@ CROSS: Mapping[str, ModelPlan] = {
     ),
     "CosmosTransformer3DModel": ModelPlan(
         {"transformer_blocks": "CosmosTransformerBlock", "norm_out": "CosmosAdaLayerNorm"},
-        {"CosmosTransformerBlock": _cosmos, "CosmosAdaLayerNorm": BlockPlan(_cosmos_norm, {})},
+        {"CosmosTransformerBlock": _cosmos, "CosmosAdaLayerNorm": BlockPlan(_cosmos_norm, {})},  # type: ignore[arg-type]
         (*_common, "attention_mask", "fps", "condition_mask", "padding_mask"),
     ),
     "StableAudioDiTModel": ModelPlan(

@@ -64,7 +64,7 @@ _qwen = BlockPlan(
 
 def _hunyuan(rotary: str) -> BlockPlan:
     arguments = _both | {"attention_mask": KeyMask(REAR), rotary: (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))}
-    return BlockPlan(arguments, {"attn": AttentionPlan(REAR, ("HunyuanVideoAttnProcessor2_0",))})
+    return BlockPlan(arguments, {"attn": AttentionPlan(REAR, ("HunyuanVideoAttnProcessor2_0",))})  # type: ignore[arg-type]
 
 
 def _like_flux(processor: str, keywords: str) -> BlockPlan:
@@ -207,8 +207,8 @@ JOINT: Mapping[str, ModelPlan] = {
     "ChromaTransformer2DModel": ModelPlan(
         {"transformer_blocks": "ChromaTransformerBlock", "single_transformer_blocks": "ChromaSingleTransformerBlock"},
         {
-            "ChromaTransformerBlock": BlockPlan(_both | _chroma, _chroma_attention),
-            "ChromaSingleTransformerBlock": BlockPlan({"hidden_states": TokenRows(FRONT)} | _chroma, _chroma_attention),
+            "ChromaTransformerBlock": BlockPlan(_both | _chroma, _chroma_attention),  # type: ignore[arg-type]
+            "ChromaSingleTransformerBlock": BlockPlan({"hidden_states": TokenRows(FRONT)} | _chroma, _chroma_attention),  # type: ignore[arg-type]
         },
         (*_common, "img_ids", "txt_ids", "attention_mask"),
     ),

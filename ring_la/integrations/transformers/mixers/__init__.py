@@ -15,6 +15,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -25,14 +26,14 @@ from . import channelwise, convolution, delta, indexed, lightning, mamba, own_at
 MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **convolution.MIXERS,
     **delta.MIXERS,
-    **mamba.MIXERS,
-    **lightning.MIXERS,
-    **indexed.MIXERS,
+    **mamba.MIXERS,  # type: ignore[dict-item]
+    **lightning.MIXERS,  # type: ignore[dict-item]
+    **indexed.MIXERS,  # type: ignore[dict-item]
     **qwen4_exp.MIXERS,
     **xlstm.MIXERS,
     **zaya.MIXERS,
-    **channelwise.MIXERS,
-    **own_attention.MIXERS,
+    **channelwise.MIXERS,  # type: ignore[dict-item]
+    **own_attention.MIXERS,  # type: ignore[dict-item]
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
@@ -57,11 +58,11 @@ def make_forward(kind: type, current: Current) -> Callable:
     Raises:
         UnsupportedError: the class does not call a function its entry replaces (another version of the library).
     """
-    entry, own = entry_of(kind), kind.forward
+    entry, own = entry_of(kind), kind.forward  # type: ignore[attr-defined]
     if callable(entry):
 
         @functools.wraps(own)
-        def forward(self: nn.Module, *args, **keywords):
+        def forward(self: Any, *args, **keywords):
             call = current.call
             return own(self, *args, **keywords) if call is None else entry(call, self, *args, **keywords)
 
@@ -83,6 +84,6 @@ def make_forward(kind: type, current: Current) -> Callable:
 
     scope = {**inner.__globals__, **{name: bind(name, operator) for name, operator in entry.items()}}
     code = inner.__code__.replace()  # torch.compile keeps what it compiled, of one scope, by the code object
-    forward = types.FunctionType(code, scope, inner.__name__, inner.__defaults__, inner.__closure__)
-    forward.__kwdefaults__ = inner.__kwdefaults__
+    forward = types.FunctionType(code, scope, inner.__name__, inner.__defaults__, inner.__closure__)  # type: ignore[assignment]
+    forward.__kwdefaults__ = inner.__kwdefaults__  # type: ignore[attr-defined]
     return functools.wraps(own)(forward)

@@ -6,9 +6,11 @@ has a row a channel; an RG-LRU has one number a channel.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....conv import short_conv
 from ....recurrences import gla, simple_gla
@@ -48,7 +50,7 @@ def selective_scan(
     return (y, out.final_state[..., 0]) if return_last_state else y
 
 
-def rg_lru(call: ModelCall, layer: nn.Module, *args, **keywords) -> Tensor:
+def rg_lru(call: ModelCall, layer: Any, *args, **keywords) -> Tensor:
     """``RecurrentGemmaRglru`` (De et al. 2024, arXiv 2402.19427, eq. 3–4): ``h ← a h + x`` in every channel."""
 
     def scan(hidden_states: Tensor, recurrent_gate: Tensor, **_: object) -> tuple[Tensor, None]:
@@ -60,7 +62,7 @@ def rg_lru(call: ModelCall, layer: nn.Module, *args, **keywords) -> Tensor:
     return Overriding(layer, _rnn_scan=scan).forward(*args, **keywords)
 
 
-def griffin_block(call: ModelCall, layer: nn.Module, *args, use_cache: bool | None = None, **keywords):
+def griffin_block(call: ModelCall, layer: Any, *args, use_cache: bool | None = None, **keywords):
     """``RecurrentGemmaRecurrentBlock``: a short convolution, then the RG-LRU."""
 
     def convolve(x: Tensor) -> Tensor:

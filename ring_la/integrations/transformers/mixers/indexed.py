@@ -11,9 +11,10 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ....layout import Layout
@@ -44,7 +45,7 @@ class Documents:
         """Those of a call, made once."""
         if call.documents is None:
             call.documents = cls(call, hidden_states.shape[1], hidden_states.device)
-        return call.documents
+        return call.documents  # type: ignore[return-value]
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' rows of x along `dim`, in order."""
@@ -85,7 +86,7 @@ class Masked:
     def get_interface(name: str, eager: Callable) -> Callable:
         """PyTorch's attention, or the library's plain one where there are sinks."""
 
-        def attend(module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **keywords) -> tuple[Tensor, ...]:
+        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **keywords) -> tuple[Tensor, ...]:
             if keywords.get("s_aux") is None:
                 return sdpa_attention_forward(module, q, k, v, mask, **keywords)
             if mask.dtype == torch.bool:
@@ -98,10 +99,10 @@ class Masked:
 class Overriding:
     """A module with some of its methods replaced, as the `self` of its own forward."""
 
-    def __init__(self, module: nn.Module, **methods: object) -> None:
+    def __init__(self, module: Any, **methods: Any) -> None:
         self.__dict__.update(methods, module=module)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
     def forward(self, *args, **keywords):
@@ -109,7 +110,7 @@ class Overriding:
         return inspect.unwrap(type(self.module).forward)(self, *args, **keywords)
 
 
-def masked_forward(layer: nn.Module) -> types.FunctionType:
+def masked_forward(layer: Any) -> types.FunctionType:
     """The layer's own forward, with attention under an explicit mask."""
     own = inspect.unwrap(type(layer).forward)
     scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": Masked}
@@ -121,10 +122,10 @@ def masked_forward(layer: nn.Module) -> types.FunctionType:
 
 def sparse_latent_attention(
     call: ModelCall,
-    layer: nn.Module,
+    layer: Any,
     hidden_states: Tensor,
-    attention_mask: object = None,
-    past_key_values: object = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
     **keywords,
 ):
     """``DeepseekV32Attention`` and its like: the `index_topk` keys that score highest among those the mask shows."""
@@ -135,7 +136,7 @@ def sparse_latent_attention(
     return masked_forward(layer)(own, hidden_states, attention_mask=mask, past_key_values=cache, **keywords)
 
 
-def dots3_note_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
+def dots3_note_attention(call: ModelCall, layer: Any, *args, **keywords):
     """``Dots3NoteTextAttention``: as above where a layer has an index; its other layers have a window."""
     run = type(layer).forward if layer.indexer is None else functools.partial(sparse_latent_attention, call)
     return run(layer, *args, **keywords)
@@ -144,14 +145,14 @@ def dots3_note_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
 # -- GLM-5-Next --------------------------------------------------------------------------------------------
 
 
-def glm5_next_attention(call: ModelCall, layer: nn.Module, hidden_states: Tensor, past_key_values=None, **keywords):
+def glm5_next_attention(call: ModelCall, layer: Any, hidden_states: Tensor, past_key_values=None, **keywords):
     """``Glm5NextTextAttention``: latents are gathered, not heads."""
     documents = Documents.of(call, hidden_states)
     return masked_forward(layer)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
 
 
 @torch.no_grad()
-def glm5_next_indexer(call: ModelCall, layer: nn.Module, *, past_key_values: WholeSequence, **keywords) -> Tensor:
+def glm5_next_indexer(call: ModelCall, layer: Any, *, past_key_values: WholeSequence, **keywords) -> Tensor:
     """``Glm5NextTextIndexer``: picks pools of `index_kpool` tokens, counted from each document's first."""
     documents = past_key_values.documents
 
@@ -186,11 +187,11 @@ def glm5_next_indexer(call: ModelCall, layer: nn.Module, *, past_key_values: Who
 
 def qwen4_exp_attention(
     call: ModelCall,
-    layer: nn.Module,
+    layer: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: object = None,
+    past_key_values: Any = None,
     **keywords,
 ):
     """``Qwen4ExpTextAttention``: its indexer reads from the mask which tokens there are to pick from."""
@@ -203,7 +204,7 @@ def qwen4_exp_attention(
 
 def qwen4_exp_indexer(
     call: ModelCall,
-    layer: nn.Module,
+    layer: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor,
@@ -225,8 +226,8 @@ def qwen4_exp_indexer(
 
     borders = zip(documents.cu_seqlens, documents.cu_seqlens[1:])
     starts = [t for a, b in borders for t in range(a, b - size + 1, size)]
-    starts = torch.tensor(starts, dtype=torch.int64, device=q.device)
-    blocks = starts[:, None] + torch.arange(size, device=q.device)  # tokens of each, [blocks, size]
+    starts = torch.tensor(starts, dtype=torch.int64, device=q.device)  # type: ignore[assignment]
+    blocks = starts[:, None] + torch.arange(size, device=q.device)  # type: ignore[call-overload]  # tokens of each, [blocks, size]
     means = layer.k_layernorm(keys[:, blocks].float().mean(2).to(keys.dtype))[:, :, None]
     means = rotate(means, cos=cos[:, starts], sin=sin[:, starts], unsqueeze_dim=2)[:, :, 0]
     scores = torch.relu(torch.einsum("bthd,bnd->bthn", q.float(), means.float())).sum(2)

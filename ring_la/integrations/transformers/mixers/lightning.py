@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....recurrences import lightning_attention
 from ..call import ModelCall
@@ -11,11 +13,11 @@ from ..call import ModelCall
 
 def minimax(
     call: ModelCall,
-    layer: nn.Module,
+    layer: Any,
     hidden_states: Tensor,
     position_embeddings: object = None,
     attention_mask: None = None,
-    past_key_values: object = None,
+    past_key_values: Any = None,
     **_: object,
 ) -> tuple[Tensor, Tensor | None]:
     """``MiniMaxLightningAttention``: a static decay a head and no scale; all heads normed together, then gated."""
@@ -29,7 +31,7 @@ def minimax(
     return layer.out_proj(o), out.final_state
 
 
-def minimax_model(call: ModelCall, layer: nn.Module, *args, use_cache: bool | None = None, **keywords):
+def minimax_model(call: ModelCall, layer: Any, *args, use_cache: bool | None = None, **keywords):
     """``MiniMaxModel``, which takes no cache but its own where it is told to use one."""
     return type(layer).forward(layer, *args, use_cache=False, **keywords)
 

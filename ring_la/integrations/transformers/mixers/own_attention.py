@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....errors import UnsupportedError
 from ....softmax import attention
@@ -13,7 +14,7 @@ from ..masks import CausalMask
 from .indexed import Overriding
 
 
-def attention_by_method(call: ModelCall, layer: nn.Module, *args, **keywords):
+def attention_by_method(call: ModelCall, layer: Any, *args, **keywords):
     """A layer whose ``_attn(q, k, v, mask)`` takes ``[B, H, T, D]``: GPT-J, CodeGen, GPT-NeoX-Japanese, and GPT-Neo,
     which does not scale."""
     drop = getattr(layer, "attn_dropout", None) or layer.attention_dropout
@@ -32,12 +33,12 @@ def attention_by_method(call: ModelCall, layer: nn.Module, *args, **keywords):
 
 def falcon_attention(
     call: ModelCall,
-    layer: nn.Module,
+    layer: Any,
     hidden_states: Tensor,
     alibi: Tensor | None,
     attention_mask: object,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
-    layer_past: object = None,
+    layer_past: Any = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """``FalconAttention`` with rotary positions."""
@@ -55,10 +56,10 @@ def falcon_attention(
 
 def xglm_attention(
     call: ModelCall,
-    layer: nn.Module,
+    layer: Any,
     hidden_states: Tensor,
     key_value_states: Tensor | None = None,
-    past_key_values: object = None,
+    past_key_values: Any = None,
     attention_mask: object = None,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -75,7 +76,7 @@ def xglm_attention(
     return layer.out_proj(attention(q, k, v, scale=layer.scaling, dropout_p=dropout, **call.split).o.flatten(2)), None
 
 
-def _check_causal(layer: nn.Module, mask: object) -> None:
+def _check_causal(layer: Any, mask: object) -> None:
     if mask != CausalMask():
         raise UnsupportedError("model", f"the library's causal mask in {type(layer).__name__}", mask)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....conv import behind, short_conv
 from ..call import ModelCall
 from .indexed import Overriding
 
 
-def ngram_embedding(call: ModelCall, layer: nn.Module, input_ids: Tensor, past_key_values: object = None) -> Tensor:
+def ngram_embedding(call: ModelCall, layer: Any, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
     """``Qwen4ExpTextNGramEmbedding``: the ids before this rank's tokens come from their owner."""
     documents = input_ids.shape[0]
     if call.layout is None or call.layout.packed:
@@ -23,10 +24,10 @@ def ngram_embedding(call: ModelCall, layer: nn.Module, input_ids: Tensor, past_k
     return out.index_select(1, ids.token + ids.width)
 
 
-def ple_layer(call: ModelCall, layer: nn.Module, *args, **keywords) -> Tensor:
+def ple_layer(call: ModelCall, layer: Any, *args, **keywords) -> Tensor:
     """``Qwen4ExpTextPLELayer``: the dilated convolution is a longer one, with zeros between its taps."""
 
-    def convolve(hidden_states: Tensor, past_key_values: object) -> Tensor:
+    def convolve(hidden_states: Tensor, past_key_values: Any) -> Tensor:
         weight, dilation = layer.conv1d.weight[:, 0], layer.conv1d.dilation[0]
         taps = torch.arange(weight.shape[1], device=weight.device) * dilation
         spread = weight.new_zeros(weight.shape[0], int(dilation) * (weight.shape[1] - 1) + 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....errors import UnsupportedError
 from ....recurrences import simple_gla
@@ -13,7 +15,7 @@ from ..call import ModelCall
 
 def mlstm(
     call: ModelCall,
-    layer: nn.Module,
+    layer: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....conv import behind, token_shift
 from ..call import ModelCall
 
 
 def cca_projection(
-    call: ModelCall, layer: nn.Module, hidden_states: Tensor, past_key_values: object = None, conv_mask: None = None
+    call: ModelCall, layer: Any, hidden_states: Tensor, past_key_values: Any = None, conv_mask: None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``ZayaCCAProjection``: q ``[B, T, H, D]``, k and v ``[B, T, Hk, D]``."""
     groups, D = layer.num_key_value_groups, layer.head_dim

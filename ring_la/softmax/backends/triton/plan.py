@@ -43,8 +43,8 @@ def trimmed(pair: Pair) -> Trimmed | None:
         return None
     rows = _aligned(min(t.q0 for t in seen), max(t.q1 for t in seen), len(tq))
     keys = _aligned(min(t.k0 for t in seen), max(t.k1 for t in seen), len(tk))
-    sides = (t if r == slice(0, len(t)) else t.cut(r.start, r.stop) for t, r in ((tq, rows), (tk, keys)))
-    return Trimmed(rows, keys, Pair(*sides, pair.reach))
+    one, other = (t if r == slice(0, len(t)) else t.cut(r.start, r.stop) for t, r in ((tq, rows), (tk, keys)))
+    return Trimmed(rows, keys, Pair(one, other, pair.reach))
 
 
 def _aligned(start: int, stop: int, length: int) -> slice:
