@@ -7,6 +7,9 @@ the true gradients come from them too. Everything is computed in, and returned a
 They run on one device: `layout` must be None.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 from ring_la.reference.local import grouped_gemm, short_conv, token_shift
 from ring_la.reference.recurrences import (
     delta_rule,
@@ -42,3 +45,11 @@ __all__ = [
     "simple_gla",
     "token_shift",
 ]
+
+
+def include(definitions: Iterable[Any]) -> None:
+    """Show the references that recurrences' definitions bring with them (`name`, `reference`) under their names."""
+    for definition in definitions:
+        if definition.name not in __all__:
+            globals()[definition.name] = definition.reference
+            __all__.append(definition.name)

@@ -1,0 +1,42 @@
+"""HGRN: a gated sum of each channel by itself. Every channel is a head whose key and value are one number wide."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..outputs import LinearAttentionOutput
+from .arguments import Argument
+from .definition import CommonOptions
+from .recurrence import recurrence
+from .retention import simple_gla
+
+
+def token(S, x, g):
+    """One token of HGRN."""
+    S = g.exp() * S + x
+    return S, S
+
+
+@recurrence(
+    paper="Qin et al. 2023, arXiv 2311.04823, eq. 4",
+    equation="S ← e^g ⊙ S + x",
+    arguments=dict(x=Argument("BTD", "value"), g=Argument("BTD", "log decay")),
+    token=token,
+    default_scale=1.0,
+    states=("D",),
+    sizes=dict(D=7),
+)
+def hgrn(x: Tensor, g: Tensor, *, options: CommonOptions) -> LinearAttentionOutput:
+    """HGRN: S ← e^g ⊙ S + x, o = scale · S, every channel by itself. The paper's x is ``(1 − e^g) ⊙ input``.
+
+    Args:
+        x: ``[B, T, D]``. g: log forget gate ``[B, T, D]``, ≤ 0.
+    """
+    one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:2], 1, 1)
+    initial = options.initial_state
+    o, S = simple_gla(
+        one, one, x[..., None], g, scale=options.scale,
+        initial_state=None if initial is None else initial[..., None, None],
+        output_final_state=options.output_final_state, **options.scan,
+    )  # fmt: skip
+    return LinearAttentionOutput(o[..., 0], None if S is None else S[..., 0, 0])
