@@ -52,7 +52,7 @@ def comba(
     Args:
         q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm, which leaves p as it is).
         v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``.
-        p: what is erased, ``[B, T, H, K]`` (or Hk heads); in the paper ``p = b k`` with b a learned number of each head.
+        p: what is erased, ``[B, T, H, K]`` (or Hk heads); in the paper ``p = b k``, b a learned number a head.
     """
     rate = beta[..., None]
     return erase_and_write(q, k, rate * v, g, rate * p, options)

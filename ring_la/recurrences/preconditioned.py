@@ -101,5 +101,5 @@ def preconditioned_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor,
     base: float = 1.5, *, options: CommonOptions,
 ) -> LinearAttentionOutput:  # fmt: skip
-    """Preconditioned KDA: as `preconditioned_gated_delta_rule`, with a log-decay of each key channel ``g [B, T, H, K]``."""
+    """Preconditioned KDA: `preconditioned_gated_delta_rule` with a log-decay of each key channel ``g [B, T, H, K]``."""
     return _preconditioned(q, k, v, g, beta, h, alpha, center, base, options)

@@ -3,8 +3,8 @@
     token(S, **what a token brings) -> (S, o)
 
 Every document starts from its initial state; `token` gets each tensor of its token as ``[N, H, …]`` (heads of q and k
-repeated for the value heads they serve), tensors that all tokens share whole, and q times `scale`. S is one tensor, or a
-tuple where the state has several parts.
+repeated for the value heads they serve), tensors that all tokens share whole, and q times `scale`. S is one tensor, or
+a tuple where the state has several parts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Examples of a recurrence's arguments, drawn by what its definition says of them: decays that differ per head and token,
-packed documents, odd lengths."""
+"""Examples of a recurrence's arguments, drawn by what its definition says of them: decays that differ per head and
+token, packed documents, odd lengths."""
 
 from __future__ import annotations
 
