@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.pool import group
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -62,3 +64,19 @@ def loop(rank: int) -> tuple[list[str], float]:
 def test_the_training_loop_runs(ranks):
     found = ranks.run(4, loop)
     assert all(shape == ["(4,)"] and 0 < loss < 6 for shape, loss in found), found
+
+
+def own_recurrence(rank: int) -> float:
+    """In the pool, which has joined the ranks: docs/users/tutorials/own_recurrence.md on all of them."""
+    define, check, split = code("docs/users/tutorials/own_recurrence.md")
+    split, joins = re.subn(r'dist\.init_process_group\("gloo"\)', "pass", split)
+    assert joins == 1
+    split = split.replace("dist.group.WORLD", "pool_group").replace("ContextParallel()", "ContextParallel(pool_group)")
+    names: dict = {"pool_group": group()}
+    exec(define + "\n".join([check] if rank == 0 else ["from ring_la.testing import check_recurrence"]), names)
+    exec(split, names)
+    return float(names["m"].grad.norm())
+
+
+def test_a_recurrence_of_one_s_own_is_split_and_checked(ranks):
+    assert min(ranks.run(2, own_recurrence)) > 0

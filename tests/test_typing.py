@@ -17,7 +17,7 @@ from ring_la.context import arguments
 from ring_la.kernels import grouped
 from ring_la.models import HybridLM
 from ring_la.recurrences import FUNCTIONS
-from tests.support import recurrence_stub
+from tests.support import recurrence_pages, recurrence_stub
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +66,12 @@ def test_recurrences_show_type_checkers_their_arguments():
         "run python -m tests.support.recurrence_stub and ruff format"
     )
     assert "use_qk_l2norm: bool = False" in recurrence_stub.FILE.read_text()
+
+
+@pytest.mark.parametrize("page", recurrence_pages.PAGES)
+def test_pages_say_what_the_definitions_say(page):
+    _, between, _ = recurrence_pages.parts(page)
+    assert between == recurrence_pages.PAGES[page](), "run python -m tests.support.recurrence_pages"
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

@@ -361,6 +361,23 @@ def hgrn(
     backend: RecurrenceBackend | None = None,
     in_place: bool = False,
 ) -> LinearAttentionOutput: ...
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
 def lightning_decay(
     heads: int, layer_idx: int = 0, num_layers: int = 1, device: torch.device | None = None
 ) -> Tensor: ...
@@ -387,4 +404,5 @@ __all__ = [
     "rwkv6",
     "gated_slot_attention",
     "hgrn",
+    "mlstm",
 ]
