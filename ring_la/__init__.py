@@ -19,7 +19,7 @@ from .errors import (
 from .grouped_gemm import grouped_gemm
 from .outputs import AttentionOutput, LinearAttentionOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
-from .softmax import attention
+from .softmax import attention, forgetting_attention
 
 __version__ = "0.1.0"
 
@@ -37,6 +37,7 @@ __all__ = [
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
+    "forgetting_attention",
     "grouped_gemm",
     "reference",
     "short_conv",

@@ -61,7 +61,7 @@ class Case:
 
     @property
     def definition(self) -> Definition | None:
-        """The recurrence it is; None for the convolution."""
+        """The recurrence it is; None for what is none."""
         return DEFINITIONS.get(self.name)
 
     @property
@@ -79,7 +79,7 @@ class Case:
         """The output by the PyTorch kernels, which the suite holds to 1e-9 of the token loop in fp64."""
         x, more = dict(x), self.flags | dict(self.keywords)
         if self.name != "short_conv":
-            more["backend"] = "torch"
+            more["backend"] = "reference" if self.name == "forgetting_attention" else "torch"
         if self.step:
             more |= {"initial_state": x.pop("state"), "mode": "recurrent"}
         return getattr(ring_la, self.name)(**x, **more).o
@@ -98,6 +98,7 @@ CASES: dict[str, Case] = (
     | {
         "bidirectional": Case("linear_attention", (("causal", False),)),
         "short_conv": Case("short_conv", (("activation", "silu"),)),
+        "forgetting_attention": Case("forgetting_attention"),
     }
     | {f"step_{n}": Case(n, KEYWORDS.get(n, ()), step=True) for n in STEPS}
 )
@@ -114,6 +115,9 @@ def inputs(case: Case, shape: Shape, device: str, seed: int = 1) -> Inputs:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator)
 
+    if case.name == "forgetting_attention":
+        x = {n: normal(B, T, H, D).to(narrow) for n, D in (("q", K), ("k", K), ("v", V))}
+        return _leaves(x | {"g": logsigmoid(normal(B, T, H) + 3)}, True)
     if case.definition is None:
         D = H * (2 * K + V)
         return _leaves({"x": normal(B, T, D).to(narrow), "weight": normal(D, 4).to(narrow)}, True)

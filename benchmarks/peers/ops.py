@@ -27,6 +27,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.comba import chunk_comba
     from fla.ops.delta_rule import chunk_delta_rule
+    from fla.ops.forgetting_attn import parallel_forgetting_attn
     from fla.ops.gated_delta_product import chunk_gated_delta_product
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     from fla.ops.gdn2 import chunk_gdn2
@@ -95,6 +96,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "rwkv6": lambda x: chunk_rwkv6(**x)[0],
         "gated_slot_attention": lambda x: chunk_gsa(**x)[0],
         "hgrn": lambda x: chunk_hgrn(**x)[0],
+        "forgetting_attention": lambda x: parallel_forgetting_attn(**x),
         "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
         "step_simple_gla": step(fused_recurrent_simple_gla),
         "step_gla": step(fused_recurrent_gla, "gk"),

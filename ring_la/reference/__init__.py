@@ -10,6 +10,7 @@ They run on one device: `layout` must be None.
 from collections.abc import Iterable
 from typing import Any
 
+from ring_la.reference.forgetting import forgetting_attention
 from ring_la.reference.local import grouped_gemm, short_conv, token_shift
 from ring_la.reference.recurrences import (
     delta_rule,
@@ -31,6 +32,7 @@ __all__ = [
     "attention",
     "delta_rule",
     "dplr_delta_rule",
+    "forgetting_attention",
     "gated_delta_rule",
     "gla",
     "grouped_gemm",
