@@ -127,7 +127,7 @@ def inputs(case: Case, shape: Shape, device: str, seed: int = 1) -> Inputs:
         x = {"x": normal(B, T, H, V), "dt": normal(B, T, H) - 3, "B": unit(), "C": unit()}
         decay = {"A": -torch.linspace(1, 16, H, device=device), "dt_bias": 0.1 * normal(H)}
         return _leaves({n: t.to(narrow) for n, t in x.items()} | decay, True)
-    sizes = {"B": B, "T": T, "G": H, "H": H, "K": K, "V": V, "D": H * K, "M": min(K, SLOTS), "N": 2}
+    sizes = {"B": B, "T": T, "G": H, "H": H, "K": K, "V": V, "D": H * K, "R": K // 2, "M": min(K, SLOTS), "N": 2}
     x: Inputs = {}
     for name, argument in case.definition.arguments.items():
         if argument.shared and argument.kind == "log decay":

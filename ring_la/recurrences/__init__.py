@@ -14,6 +14,7 @@ from .gsa import gated_slot_attention
 from .hgrn import hgrn
 from .linear_attention import linear_attention
 from .mamba2 import mamba2
+from .mamba3 import mamba3
 from .mlstm import mlstm
 from .preconditioned import preconditioned_gated_delta_rule, preconditioned_kda
 from .retention import lightning_attention, retention, simple_gla
@@ -43,6 +44,7 @@ FUNCTIONS = (
     gated_slot_attention,
     hgrn,
     mlstm,
+    mamba3,
 )
 RECURRENCES = tuple(f.definition for f in FUNCTIONS)
 """The definition of every recurrence: what conformance tests and benchmarks go through."""

@@ -378,6 +378,26 @@ def mlstm(
     backend: RecurrenceBackend | None = None,
     in_place: bool = False,
 ) -> LinearAttentionOutput: ...
+def mamba3(
+    x: Tensor,
+    dt: Tensor,
+    g: Tensor,
+    B: Tensor,
+    C: Tensor,
+    lam: Tensor,
+    theta: Tensor,
+    D: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
 def lightning_decay(
     heads: int, layer_idx: int = 0, num_layers: int = 1, device: torch.device | None = None
 ) -> Tensor: ...
@@ -405,4 +425,5 @@ __all__ = [
     "gated_slot_attention",
     "hgrn",
     "mlstm",
+    "mamba3",
 ]
