@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..algebra import Rule
+from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from .arguments import Argument
-from .definition import CommonOptions
+from .definition import CommonOptions, Recurrence
 from .recurrence import recurrence
-from .retention import simple_gla
+
+
+@recurrence(paper="HGRN's, with channels as heads")
+def _channels(one: Tensor, x: Tensor, g: Tensor) -> Recurrence:
+    """S ← e^g S + x of heads one number wide."""
+    return Recurrence(Rule("sum", "scalar"), Inputs(one, one, x, g), names={"q": "x", "k": "x", "v": "x"})
 
 
 def token(S, x, g):
@@ -34,9 +41,9 @@ def hgrn(x: Tensor, g: Tensor, *, options: CommonOptions) -> LinearAttentionOutp
     """
     one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:2], 1, 1)
     initial = options.initial_state
-    o, S = simple_gla(
-        one, one, x[..., None], g, scale=options.scale,
-        initial_state=None if initial is None else initial[..., None, None],
+    initial = None if initial is None else initial[..., None, None]
+    o, S = _channels(
+        one, x[..., None], g, scale=options.scale, initial_state=initial,
         output_final_state=options.output_final_state, **options.scan,
     )  # fmt: skip
     return LinearAttentionOutput(o[..., 0], None if S is None else S[..., 0, 0])
