@@ -13,11 +13,18 @@ from torch import Tensor
 
 from .autograd import first_derivative_only
 from .context import ShardedLayout
+from .errors import UnsupportedError
 from .scan import Chain
 
 
 def running_sum(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Σ of each document's tokens up to and with each one, of ``x [B, T, …]``, fp64."""
+    """Σ of each document's tokens up to and with each one, of ``x [B, T, …]``, fp64.
+
+    Raises:
+        UnsupportedError: a deterministic layout: what is added first depends on the split.
+    """
+    if layout is not None and layout.cp.deterministic:
+        raise UnsupportedError("layout", "one without deterministic=True for sums of tokens", "a deterministic one")
     flat = x.double().flatten(2)
     cu = cu_seqlens if layout is None else layout.cu_pieces.to(x.device)
     if cu is None:

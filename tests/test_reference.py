@@ -369,10 +369,10 @@ def test_lightning_attention_with_the_slopes_of_a_released_model_against_transfo
     close(out.o.flatten(2), heads["o"], **SINGLE)
 
 
-def naive(path):
+def naive(path, name="naive"):
     """A `naive.py` of the installed fla-core, loaded without importing its package."""
     try:
-        file = importlib.metadata.distribution("fla-core").locate_file(f"fla/ops/{path}/naive.py")
+        file = importlib.metadata.distribution("fla-core").locate_file(f"fla/ops/{path}/{name}.py")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("fla-core is not installed")
     pytest.importorskip("einops")
@@ -418,6 +418,11 @@ def as_fla(name, x, start):
         more |= {"initial_A_state": rest[0]}
         x = {names.get(n, n): t for n, t in x.items()}
         return getattr(naive(fla), f"naive_recurrent_{fla}")(**x, initial_state=state, **more)
+    if name == "rwkv6":
+        heads_first = {{"r": "q"}.get(n, n): t if n == "u" else t.transpose(1, 2) for n, t in x.items()}
+        fla = naive("rwkv6", "recurrent_naive").naive_recurrent_rwkv6
+        o, S = fla(**heads_first, initial_state=state, **more)
+        return o.transpose(1, 2), S
     if name == "gated_slot_attention":
         o, S = naive("gsa").naive_recurrent_gsa(**x, initial_state=(state, *rest), **more)
         return (o, *S)
@@ -427,7 +432,7 @@ def as_fla(name, x, start):
 @pytest.mark.parametrize(
     "name",
     ["comba", "gdn2", "gated_delta_product", "preconditioned_gated_delta_rule", "preconditioned_kda",
-     "gated_slot_attention", "hgrn"],
+     "gated_slot_attention", "hgrn", "rwkv6"],
 )  # fmt: skip
 def test_recurrences_with_their_own_definition_against_fla(name):
     definition = getattr(ring_la, name).definition
