@@ -95,6 +95,9 @@ def public(definition: Definition) -> Public:
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)  # as it is written
         for p in fields
     ]
+    if len(definition.states) > 1:
+        parts = "tuple[Tensor, ...] | None"
+        common = [p.replace(annotation=parts) if p.name == "initial_state" else p for p in common]
     names = frozenset(p.name for p in common)
     run = run_composed if definition.composed else _run
     apart = outside_graphs(run)
