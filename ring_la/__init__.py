@@ -20,8 +20,9 @@ from .grouped_gemm import grouped_gemm
 from .outputs import AttentionOutput, LinearAttentionOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
 from .softmax import attention, forgetting_attention
+from .version import installed
 
-__version__ = "0.1.0"
+__version__ = installed()
 
 __all__ = [
     "ArgumentError",

@@ -14,7 +14,7 @@ from ring_la.recurrences import RECURRENCES
 ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
-    {"errors", "outputs", "choices"},
+    {"errors", "outputs", "choices", "version"},
     {"algebra", "autograd"},
     {"layout", "reference"},
     {"kernels"},

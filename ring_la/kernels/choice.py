@@ -96,8 +96,10 @@ def make_local(
     Raises:
         UnsupportedError: backend="triton" was asked for and cannot run this.
     """
-    if rule.write == "sum" and backend != "torch" and canonical is None and not _unsupported_sums(inputs):
-        return _sums()[1](rule, inputs, cu, scale, use)
+    if rule.write == "sum":
+        if backend == "triton" and canonical is None and not _unsupported_sums(inputs):
+            return _sums()[1](rule, inputs, cu, scale, use)
+        rule = Rule("additive", rule.decay)  # what has run on GPUs: with keys and queries of ones it is the same
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
     if recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs, recurrent=True):
         chunked = functools.partial(make_local, rule, inputs, cu, scale, "chunk", backend)
