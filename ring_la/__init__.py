@@ -5,7 +5,7 @@ layout = cp.layout(seq_len, kind="zigzag")
 out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 """
 
-from . import reference
+from . import recurrences, reference
 from .context import ContextParallel, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (
@@ -18,21 +18,8 @@ from .errors import (
 )
 from .grouped_gemm import grouped_gemm
 from .outputs import AttentionOutput, LinearAttentionOutput, ShortConvOutput, TokenShiftOutput
-from .recurrences import (
-    delta_rule,
-    dplr_delta_rule,
-    gated_delta_rule,
-    gla,
-    hgrn2,
-    kda,
-    lightning_attention,
-    linear_attention,
-    mamba2,
-    retention,
-    rwkv7,
-    simple_gla,
-)
-from .softmax import attention
+from .recurrences import *  # noqa: F403  one function each of RECURRENCES
+from .softmax import attention, forgetting_attention
 from .version import installed
 
 __version__ = installed()
@@ -51,20 +38,10 @@ __all__ = [
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
-    "delta_rule",
-    "dplr_delta_rule",
-    "gated_delta_rule",
-    "gla",
+    "forgetting_attention",
     "grouped_gemm",
-    "hgrn2",
-    "kda",
-    "lightning_attention",
-    "linear_attention",
-    "mamba2",
     "reference",
-    "retention",
-    "rwkv7",
     "short_conv",
-    "simple_gla",
     "token_shift",
 ]
+__all__ += recurrences.__all__

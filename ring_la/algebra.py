@@ -27,10 +27,10 @@ from torch import Tensor
 from .errors import ArgumentError
 
 Transition = Literal["identity", "scalar", "diagonal", "dense"]
-Write = Literal["additive", "delta", "dplr"]
+Write = Literal["additive", "sum", "delta", "dplr"]
 Decay = Literal["none", "scalar", "diagonal"]
 _GATE: dict[Decay, tuple[str, ...]] = {"none": (), "scalar": ("g",), "diagonal": ("g",)}
-_BROUGHT: dict[Write, tuple[str, ...]] = {"additive": (), "delta": ("beta",), "dplr": ("a", "b")}
+_BROUGHT: dict[Write, tuple[str, ...]] = {"additive": (), "sum": (), "delta": ("beta",), "dplr": ("a", "b")}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Rule:
     """How one token changes the state ``S [K, V]``, given ``D = diag(exp g)`` (g per head or per key channel).
 
     additive   S ← D S + k vᵀ
+    sum        S ← D S + v                              (heads of one number; q and k are ones)
     delta      S ← (I − β k kᵀ) D S + β k vᵀ
     dplr       S ← (D + b aᵀ) S + k vᵀ                 (a reads the state before the decay)
 
@@ -71,7 +72,7 @@ class Rule:
     @property
     def transition(self) -> Transition:
         """The shape of the transition ``A`` of any run of tokens under this rule."""
-        if self.write != "additive":
+        if self.write not in ("additive", "sum"):
             return "dense"
         return "identity" if self.decay == "none" else self.decay
 

@@ -17,7 +17,8 @@ class LinearAttentionOutput(NamedTuple):
     o: Tensor
     """Outputs ``[B, T, H, V]``."""
     final_state: Tensor | None
-    """State after each document's last token, ``[N, H, K, V]``; None unless ``output_final_state``."""
+    """State after each document's last token, ``[N, H, K, V]``, or a tuple of tensors where a recurrence's state has
+    several parts; None unless ``output_final_state``."""
 
 
 class AttentionOutput(NamedTuple):

@@ -21,12 +21,14 @@ from ring_la.nn import LAYERS
 from ring_la.recurrences import RECURRENCES
 from tests.support import pages
 from tests.support.pages import PAGES, ROOT
+from tests.support.pool import group
 
 PYTHON = [page for page in PAGES if pages.blocks(page, "python")]
-LOOP = "docs/users/guides/training.md"
+LOOP, OWN = "docs/users/guides/training.md", "docs/users/tutorials/own_recurrence.md"
+"""Pages whose blocks have a test of their own."""
 
 
-@pytest.mark.parametrize("page", [page for page in PYTHON if not pages.on_ranks(page) and page != LOOP])
+@pytest.mark.parametrize("page", [page for page in PYTHON if not pages.on_ranks(page) and page not in (LOOP, OWN)])
 def test_code_runs(page):
     shown = pages.blocks(page, "python")
     if pages.in_a_group_of_one(page):
@@ -43,7 +45,7 @@ def run_on_a_rank(rank: int, page: str) -> int:
     return pages.run(page)
 
 
-@pytest.mark.parametrize("page", [page for page in PYTHON if pages.on_ranks(page) and page != LOOP])
+@pytest.mark.parametrize("page", [page for page in PYTHON if pages.on_ranks(page) and page not in (LOOP, OWN)])
 def test_code_runs_on_ranks(ranks, page):
     found = ranks.run(4, run_on_a_rank, page)
     assert found == [found[0]] * 4
@@ -154,3 +156,19 @@ def test_pages_are_short():
         assert len(page.read_text().splitlines()) <= most, page
     for release in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         assert len(re.findall(r"^- ", release, re.MULTILINE)) <= 15, release.splitlines()[0]
+
+
+def own_recurrence(rank: int) -> float:
+    """In the pool, which has joined the ranks: OWN on all of them."""
+    define, check, split = (block.text for block in pages.blocks(OWN, "python"))
+    split, joins = re.subn(r'dist\.init_process_group\("gloo"\)', "pass", split)
+    assert joins == 1
+    split = split.replace("dist.group.WORLD", "pool_group").replace("ContextParallel()", "ContextParallel(pool_group)")
+    names: dict = {"pool_group": group()}
+    exec(define + "\n".join([check] if rank == 0 else ["from ring_la.testing import check_recurrence"]), names)
+    exec(split, names)
+    return float(names["m"].grad.norm())
+
+
+def test_a_recurrence_of_one_s_own_is_split_and_checked(ranks):
+    assert min(ranks.run(2, own_recurrence)) > 0

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import ring_la
+from ring_la.recurrences import RECURRENCES
 
 ROOT = Path(ring_la.__file__).parent
 
@@ -20,10 +21,12 @@ LEVELS = [
     {"comm"},
     {"scan", "grouped_gemm"},
     {"context"},
-    {"checks"},
+    {"checks", "running_sum"},
     {"linear", "softmax"},
-    {"recurrences"},
     {"conv"},
+    {"recurrences"},
+    {"define"},
+    {"testing"},
     {"nn"},
     {"models"},
     {"inference"},
@@ -49,23 +52,12 @@ PUBLIC = {
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
-    "delta_rule",
-    "dplr_delta_rule",
-    "gated_delta_rule",
-    "gla",
+    "forgetting_attention",
     "grouped_gemm",
-    "hgrn2",
-    "kda",
-    "lightning_attention",
-    "linear_attention",
-    "mamba2",
     "reference",
-    "retention",
-    "rwkv7",
     "short_conv",
-    "simple_gla",
     "token_shift",
-}
+} | {r.name for r in RECURRENCES}
 
 
 def imports(file: Path) -> set[str]:

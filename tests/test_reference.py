@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import ring_la
 from ring_la import reference
 from ring_la.errors import ArgumentError
+from ring_la.testing.examples import make_arguments, make_states
 
 B, T, HK, H, K, V = 2, 13, 2, 4, 5, 3
 SINGLE = {"rtol": 3e-5, "atol": 3e-5}
@@ -368,10 +369,10 @@ def test_lightning_attention_with_the_slopes_of_a_released_model_against_transfo
     close(out.o.flatten(2), heads["o"], **SINGLE)
 
 
-def naive(path):
+def naive(path, name="naive"):
     """A `naive.py` of the installed fla-core, loaded without importing its package."""
     try:
-        file = importlib.metadata.distribution("fla-core").locate_file(f"fla/ops/{path}/naive.py")
+        file = importlib.metadata.distribution("fla-core").locate_file(f"fla/ops/{path}/{name}.py")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("fla-core is not installed")
     pytest.importorskip("einops")
@@ -401,6 +402,50 @@ def test_recurrences_with_heads_second_against_fla():
         out = run(name, x, initial_state=start, output_final_state=True)
         close(out.o, o, **SINGLE)
         close(out.final_state, state, **SINGLE)
+
+
+def as_fla(name, x, start):
+    """Output and final state of FLA's naive function, given our arguments and states."""
+    (state, *rest), more = [s.float() for s in start], {"output_final_state": True}
+    if name == "gated_delta_product":
+        steps = {n: x[n].flatten(1, 2) for n in ("k", "v", "beta")}
+        fla = naive("gated_delta_product").naive_recurrent_gated_delta_product
+        size = x["q"].shape[-1]
+        return fla(**(x | steps), scale=size**-0.5, num_householder=2, initial_state=state, **more)
+    if name.startswith("preconditioned"):
+        fla = "precond_kda" if name.endswith("kda") else "precond_gated_delta_rule"
+        names = {"h": "g_atk", "alpha": "beta_atk", "center": "log_atk_scale", "base": "x"}
+        more |= {"initial_A_state": rest[0]}
+        x = {names.get(n, n): t for n, t in x.items()}
+        return getattr(naive(fla), f"naive_recurrent_{fla}")(**x, initial_state=state, **more)
+    if name == "rwkv6":
+        heads_first = {{"r": "q"}.get(n, n): t if n == "u" else t.transpose(1, 2) for n, t in x.items()}
+        fla = naive("rwkv6", "recurrent_naive").naive_recurrent_rwkv6
+        o, S = fla(**heads_first, initial_state=state, **more)
+        return o.transpose(1, 2), S
+    if name == "gated_slot_attention":
+        o, S = naive("gsa").naive_recurrent_gsa(**x, initial_state=(state, *rest), **more)
+        return (o, *S)
+    return getattr(naive(name), f"naive_recurrent_{name}")(**x, initial_state=state, **more)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["comba", "gdn2", "gated_delta_product", "preconditioned_gated_delta_rule", "preconditioned_kda",
+     "gated_slot_attention", "hgrn", "rwkv6"],
+)  # fmt: skip
+def test_recurrences_with_their_own_definition_against_fla(name):
+    definition = getattr(ring_la, name).definition
+    x = make_arguments(definition, 2, 9, Hk=4, H=4, dtype=torch.float32)
+    x = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in x.items()}
+    if name.startswith("preconditioned"):  # FLA's function brings q and k to unit length
+        x |= {n: F.normalize(x[n], dim=-1) for n in ("q", "k")}
+    start = make_states(definition, 2)
+    o, *states = as_fla(name, x, start)
+    out = run(name, x, initial_state=start if len(start) > 1 else start[0], output_final_state=True)
+    close(out.o, o, **SINGLE)
+    for got, want in zip(out.final_state if len(start) > 1 else [out.final_state], states, strict=True):
+        close(got, want, **SINGLE)
 
 
 def test_recurrences_with_heads_first_against_fla():

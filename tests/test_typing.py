@@ -26,7 +26,7 @@ from ring_la.kernels import grouped
 from ring_la.models import HybridLM
 from ring_la.recurrences import FUNCTIONS
 from ring_la.softmax.backends import BACKENDS as softmax_backends
-from tests.support import recurrence_stub
+from tests.support import recurrence_pages, recurrence_stub
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,6 +79,12 @@ def test_recurrences_show_type_checkers_their_arguments():
         "run python -m tests.support.recurrence_stub and ruff format"
     )
     assert "use_qk_l2norm: bool = False" in recurrence_stub.FILE.read_text()
+
+
+@pytest.mark.parametrize("part", recurrence_pages.PARTS)
+def test_the_reference_says_what_the_definitions_say(part):
+    _, between, _ = recurrence_pages.parts(part)
+    assert between == recurrence_pages.PARTS[part](), "run python -m tests.support.recurrence_pages"
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

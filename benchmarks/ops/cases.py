@@ -11,10 +11,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import ring_la
+from ring_la.define import Argument, Definition
+from ring_la.recurrences import RECURRENCES
 
+DEFINITIONS = {r.name: r for r in RECURRENCES}
+SLOTS = 64
+"""Slots of gated slot attention."""
 GROUPS = 8
 """Groups of Mamba-2's B and C, where they divide the heads."""
-SHARED_INPUTS = ("dA", "ddt_bias", "dweight")
+SHARED_INPUTS = ("dA", "ddt_bias", "dweight", "du", "dcenter")
 """Gradients of what all tokens share."""
 Inputs = dict[str, Tensor]
 Draw = Callable[..., Tensor]
@@ -46,59 +51,63 @@ class Case:
 
     Attributes:
         name: that of the public function.
-        extra: inputs beside q, k and v, by kind (see `inputs`).
         keywords: further arguments, of ours and of the reference alike.
         step: one token from a state, overwritten in place, without gradients.
     """
 
     name: str
-    extra: tuple[str, ...] = ()
     keywords: tuple[tuple[str, object], ...] = ()
     step: bool = False
 
+    @property
+    def definition(self) -> Definition | None:
+        """The recurrence it is; None for what is none."""
+        return DEFINITIONS.get(self.name)
+
+    @property
+    def flags(self) -> dict[str, object]:
+        return {} if self.definition is None else dict(self.definition.flags)
+
     def ours(self, x: Inputs) -> Tensor:
         """The output, by the default kernels."""
-        x, more = dict(x), dict(self.keywords)
+        x, more = dict(x), self.flags | dict(self.keywords)
         if self.step:
             more |= {"initial_state": x.pop("state"), "mode": "recurrent", "in_place": True}
         return getattr(ring_la, self.name)(**x, **more).o
 
     def truth(self, x: Inputs) -> Tensor:
         """The output by the PyTorch kernels, which the suite holds to 1e-9 of the token loop in fp64."""
-        x, more = dict(x), dict(self.keywords)
+        x, more = dict(x), self.flags | dict(self.keywords)
         if self.name != "short_conv":
-            more["backend"] = "torch"
+            more["backend"] = "reference" if self.name == "forgetting_attention" else "torch"
         if self.step:
             more |= {"initial_state": x.pop("state"), "mode": "recurrent"}
         return getattr(ring_la, self.name)(**x, **more).o
 
 
-CASES: dict[str, Case] = {
-    "linear_attention": Case("linear_attention"),
-    "bidirectional": Case("linear_attention", keywords=(("causal", False),)),
-    "retention": Case("retention"),
-    "lightning": Case("lightning_attention"),
-    "simple_gla": Case("simple_gla", ("g",)),
-    "mamba2": Case("mamba2", ("mamba2",), (("dt_softplus", True),)),
-    "gla": Case("gla", ("gk",)),
-    "delta_rule": Case("delta_rule", ("beta",)),
-    "gated_delta_rule": Case("gated_delta_rule", ("g", "beta")),
-    "kda": Case("kda", ("gk", "beta")),
-    "rwkv7": Case("rwkv7", ("rwkv7",), (("scale", 1.0),)),
-    "dplr": Case("dplr_delta_rule", ("dplr",)),
-    "short_conv": Case("short_conv", ("conv",), (("activation", "silu"),)),
-    "step_simple_gla": Case("simple_gla", ("g", "state"), step=True),
-    "step_gla": Case("gla", ("gk", "state"), step=True),
-    "step_gated_delta_rule": Case("gated_delta_rule", ("g", "beta", "state"), step=True),
-    "step_kda": Case("kda", ("gk", "beta", "state"), step=True),
-    "step_rwkv7": Case("rwkv7", ("rwkv7", "state"), (("scale", 1.0),), step=True),
-}
+NAMES = {"lightning_attention": "lightning", "dplr_delta_rule": "dplr"}
+"""Recurrences that tables call by another name."""
+KEYWORDS = {"rwkv7": (("scale", 1.0),)}
+"""Arguments that a peer has no choice of."""
+BOUNDED = ("rwkv7", "dplr_delta_rule")
+"""Recurrences whose log-decays are above -0.6, as RWKV-7's are."""
+STEPS = ("simple_gla", "gla", "gated_delta_rule", "kda", "rwkv7")
+"""Recurrences measured a token at a time as well."""
+CASES: dict[str, Case] = (
+    {NAMES.get(n, n): Case(n, KEYWORDS.get(n, ())) for n in DEFINITIONS}
+    | {
+        "bidirectional": Case("linear_attention", (("causal", False),)),
+        "short_conv": Case("short_conv", (("activation", "silu"),)),
+        "forgetting_attention": Case("forgetting_attention"),
+    }
+    | {f"step_{n}": Case(n, KEYWORDS.get(n, ()), step=True) for n in STEPS}
+)
 """Operators by the name they have in tables; ``step_…`` is one token of decoding."""
 
 
 def inputs(case: Case, shape: Shape, device: str, seed: int = 1) -> Inputs:
-    """Arguments by name: q and k of unit length, gates logsigmoid(x + 3), β sigmoid(x), x normal; bf16 on a GPU (fp32
-    on a CPU) but for a gate a head, a state, and Mamba-2's parameters, which are fp32."""
+    """Arguments by name: q and k of unit length, gates logsigmoid(x + 3), rates sigmoid(x), x normal; bf16 on a GPU
+    (fp32 on a CPU) but for a gate a head, a state, and what all tokens share, which are fp32."""
     B, T, H, K, V = shape
     generator = torch.Generator(device).manual_seed(seed)
     narrow = torch.bfloat16 if device == "cuda" else torch.float32
@@ -106,35 +115,41 @@ def inputs(case: Case, shape: Shape, device: str, seed: int = 1) -> Inputs:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator)
 
-    def unit(heads: int) -> Tensor:
-        return normalize(normal(B, T, heads, K), dim=-1)
-
-    if case.extra == ("conv",):
+    if case.name == "forgetting_attention":
+        x = {n: normal(B, T, H, D).to(narrow) for n, D in (("q", K), ("k", K), ("v", V))}
+        return _leaves(x | {"g": logsigmoid(normal(B, T, H) + 3)}, True)
+    if case.definition is None:
         D = H * (2 * K + V)
         return _leaves({"x": normal(B, T, D).to(narrow), "weight": normal(D, 4).to(narrow)}, True)
-    if case.extra == ("mamba2",):
+    if case.name == "mamba2":
         groups = GROUPS if H % GROUPS == 0 else 1
-        x = {"x": normal(B, T, H, V), "dt": normal(B, T, H) - 3, "B": unit(groups), "C": unit(groups)}
+        unit = lambda: normalize(normal(B, T, groups, K), dim=-1)  # noqa: E731
+        x = {"x": normal(B, T, H, V), "dt": normal(B, T, H) - 3, "B": unit(), "C": unit()}
         decay = {"A": -torch.linspace(1, 16, H, device=device), "dt_bias": 0.1 * normal(H)}
         return _leaves({n: t.to(narrow) for n, t in x.items()} | decay, True)
-    x = {"q": unit(H).to(narrow), "k": unit(H).to(narrow), "v": normal(B, T, H, V).to(narrow)}
-    for kind in case.extra:
-        if kind == "g":
-            x["g"] = logsigmoid(normal(B, T, H) + 3)
-        elif kind == "gk":
-            x["g"] = logsigmoid(normal(B, T, H, K) + 3).to(narrow)
-        elif kind == "beta":
-            x["beta"] = torch.sigmoid(normal(B, T, H)).to(narrow)
-        elif kind == "state":
-            x["state"] = normal(B, H, K, V)
-        else:  # RWKV-7 and DPLR: one is the other under other names
-            a = unit(H)
-            b = (-a * torch.sigmoid(normal(B, T, H, 1))).to(narrow)
-            w = (-0.6 * torch.sigmoid(normal(B, T, H, K))).to(narrow)
-            x |= {"a": a.to(narrow), "b": b, "g": w}
-            if kind == "rwkv7":
-                x["r"], x["w"] = x.pop("q"), x.pop("g")
+    sizes = {"B": B, "T": T, "G": H, "H": H, "K": K, "V": V, "D": H * K, "R": K // 2, "M": min(K, SLOTS), "N": 2}
+    x: Inputs = {}
+    for name, argument in case.definition.arguments.items():
+        if argument.shared and argument.kind == "log decay":
+            continue  # the paper's own
+        drawn = _draw(case, argument, tuple(sizes[letter] for letter in argument.shape), normal, x)
+        exact = argument.shared or (argument.kind == "log decay" and argument.shape == "BTH")
+        x[name] = drawn if exact else drawn.to(narrow)
+    if case.step:
+        x["state"] = normal(B, H, K, V)
     return _leaves(x, not case.step)
+
+
+def _draw(case: Case, argument: Argument, shape: tuple[int, ...], normal: Draw, drawn: Inputs) -> Tensor:
+    """An example of an argument."""
+    if callable(argument.kind):
+        return argument.kind(normal, drawn, shape)
+    x = normal(*shape)
+    if argument.kind == "log decay":
+        return -0.6 * x.sigmoid() if case.name in BOUNDED else logsigmoid(x + 3)
+    if argument.kind in ("query", "key", "unit"):
+        return normalize(x, dim=-1)
+    return x.sigmoid() if argument.kind == "rate" else x
 
 
 def _leaves(x: Inputs, wanting: bool) -> Inputs:

@@ -15,7 +15,9 @@ from torch.nn.functional import softplus
 from ..ops.cases import Inputs
 
 GUARD = "FLA's guard against the gated backward on this Triton (its issue #640) is switched off"
-GUARDED = ("simple_gla", "mamba2", "gated_delta_rule")
+GUARDED = (
+    "simple_gla", "mamba2", "gated_delta_rule", "comba", "gated_delta_product", "preconditioned_gated_delta_rule",
+)  # fmt: skip
 """Operators whose backward FLA refuses on Hopper with Triton 3.4 to 3.7.0; how wrong it is shows in the errors."""
 
 
@@ -23,14 +25,23 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
     """fla-core's function, or None if it has none. Raises ImportError where it is not installed."""
     import fla.ops.common.chunk_o as chunk_o
     from fla.modules.causal_conv1d import causal_conv1d
+    from fla.ops.comba import chunk_comba
     from fla.ops.delta_rule import chunk_delta_rule
+    from fla.ops.forgetting_attn import parallel_forgetting_attn
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    from fla.ops.gdn2 import chunk_gdn2
     from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
     from fla.ops.gla import chunk_gla, fused_recurrent_gla
+    from fla.ops.gsa import chunk_gsa
+    from fla.ops.hgrn import chunk_hgrn
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
     from fla.ops.lightning_attn import chunk_lightning_attn
     from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.precond_gated_delta_rule import chunk_precond_gated_delta_rule
+    from fla.ops.precond_kda import chunk_precond_kda
     from fla.ops.retention import chunk_retention
+    from fla.ops.rwkv6 import chunk_rwkv6
     from fla.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
@@ -51,6 +62,18 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         q, k = (x[n].repeat_interleave(repeat, 2) for n in ("C", "B"))
         return chunk_simple_gla(q, k, (x["x"] * delta[..., None]).to(q.dtype), delta * x["A"], scale=1.0)[0]
 
+    def preconditioned(function: Callable, **more: bool) -> Callable[[Inputs], Tensor]:
+        names = {"h": "g_atk", "alpha": "beta_atk", "center": "log_atk_scale"}
+
+        def call(x: Inputs) -> Tensor:
+            return function(**{names.get(n, n): t for n, t in x.items()}, **more)[0]
+
+        return call
+
+    def delta_product(x: Inputs) -> Tensor:
+        steps = {n: x[n].flatten(1, 2) for n in ("k", "v", "beta")}
+        return chunk_gated_delta_product(x["q"], g=x["g"], num_householder=x["k"].shape[2], **steps)[0]
+
     return {
         "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],
         "retention": lambda x: chunk_retention(**x)[0],
@@ -63,6 +86,17 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "kda": lambda x: chunk_kda(**x)[0],
         "rwkv7": lambda x: chunk_rwkv7(**x, scale=1.0)[0],
         "dplr": lambda x: chunk_dplr_delta_rule(x["q"], x["k"], x["v"], x["a"], x["b"], x["g"])[0],
+        "comba": lambda x: chunk_comba(**x)[0],
+        "gdn2": lambda x: chunk_gdn2(**x)[0],
+        "gated_delta_product": delta_product,
+        "preconditioned_gated_delta_rule": preconditioned(
+            chunk_precond_gated_delta_rule, use_qk_l2norm_in_kernel=False
+        ),
+        "preconditioned_kda": preconditioned(chunk_precond_kda),
+        "rwkv6": lambda x: chunk_rwkv6(**x)[0],
+        "gated_slot_attention": lambda x: chunk_gsa(**x)[0],
+        "hgrn": lambda x: chunk_hgrn(**x)[0],
+        "forgetting_attention": lambda x: parallel_forgetting_attn(**x),
         "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
         "step_simple_gla": step(fused_recurrent_simple_gla),
         "step_gla": step(fused_recurrent_gla, "gk"),

@@ -20,7 +20,8 @@ from .transitions import TRANSITIONS
 RECURRENCES = {
     "linear_attention": "linear_attention", "retention": "retention", "lightning": "retention", "gla": "gla",
     "hgrn2": "gla", "mamba2": "simple_gla", "deltanet": "delta_rule", "gdn": "gated_delta_rule", "kda": "kda",
-    "rwkv7": "kda",
+    "rwkv7": "kda", "comba": "gated_delta_rule", "gdn2": "kda", "gated_delta_product": "gated_delta_rule",
+    "mlstm": "simple_gla",
 }  # fmt: skip
 """Layer: the recurrence of `ring-la bench scan` whose rate stands for it (the same rule, or the next dearer one)."""
 PROBE = 128

@@ -18,6 +18,7 @@ from .pytorch.recurrent import TokenRecurrence
 if TYPE_CHECKING:
     from .recurrent import TritonTokens
     from .replay import Replay
+    from .sums.recurrence import GatedSums
 
 MODES = ("auto", "chunk", "recurrent")
 BACKENDS = (None, "triton", "torch", "reference")
@@ -64,6 +65,21 @@ def _triton_tokens() -> tuple[Callable[[Inputs], str], type[TritonTokens]]:
     return unsupported, TritonTokens
 
 
+@functools.cache
+def _sums() -> tuple[Callable[[Inputs], str], type[GatedSums]]:
+    """The same of the rule "sum"."""
+    from .sums.recurrence import GatedSums, unsupported
+
+    return unsupported, GatedSums
+
+
+def _unsupported_sums(inputs: Inputs) -> str:
+    """Why the kernels of the rule "sum" cannot run this, or an empty string."""
+    if not inputs.q.is_cuda or not triton_installed():
+        return "tensors are not on a CUDA device, or triton is not installed"
+    return _sums()[0](inputs)
+
+
 def make_local(
     rule: Rule,
     inputs: Inputs,
@@ -80,6 +96,10 @@ def make_local(
     Raises:
         UnsupportedError: backend="triton" was asked for and cannot run this.
     """
+    if rule.write == "sum":
+        if backend == "triton" and canonical is None and not _unsupported_sums(inputs):
+            return _sums()[1](rule, inputs, cu, scale, use)
+        rule = Rule("additive", rule.decay)  # what has run on GPUs: with keys and queries of ones it is the same
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
     if recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs, recurrent=True):
         chunked = functools.partial(make_local, rule, inputs, cu, scale, "chunk", backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,3 +22,13 @@ class CommonOptions(NamedTuple):
     mode: Mode = "auto"
     backend: RecurrenceBackend | None = None
     in_place: bool = False
+
+    @property
+    def inner(self) -> dict[str, Any]:
+        """What the parts of a call that is made of several have in common."""
+        return {"layout": self.layout, "cu_seqlens": self.cu_seqlens}
+
+    @property
+    def scan(self) -> dict[str, Any]:
+        """The same for parts that are recurrences themselves."""
+        return self.inner | {"mode": self.mode, "backend": self.backend}

@@ -6,6 +6,7 @@ A new layer is a subclass of `Layer` in one file here, listed in `LAYERS`; model
 from .attention import Attention
 from .decoding import KVCache
 from .delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from .delta_kin import Comba, GatedDeltaNet2, GatedDeltaProduct
 from .gla import HGRN2, GatedLinearAttention
 from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
@@ -14,6 +15,7 @@ from .moe import MixtureOfExperts, MoEOutput, Routing
 from .parts import RMSNorm
 from .retention import LightningAttention, MultiScaleRetention
 from .rwkv7 import RWKV7
+from .xlstm import MLSTM
 
 LAYERS: dict[str, type[Layer]] = {
     "attention": Attention,
@@ -27,6 +29,10 @@ LAYERS: dict[str, type[Layer]] = {
     "gdn": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "rwkv7": RWKV7,
+    "comba": Comba,
+    "gdn2": GatedDeltaNet2,
+    "gated_delta_product": GatedDeltaProduct,
+    "mlstm": MLSTM,
 }
 """Names of the layers in a model's list."""
 

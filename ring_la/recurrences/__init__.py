@@ -1,11 +1,26 @@
-"""The linear recurrences. A new one is a definition in one file here, listed below; tests parametrise over the list."""
+"""The linear recurrences. A new one is a definition in one file here, listed below; tests, tables and benchmarks go
+through the list.
 
+One of your own, outside the package, is the same: see `ring_la.define`.
+"""
+
+from .. import reference
 from .delta import delta_rule, gated_delta_rule, kda
+from .delta_product import gated_delta_product
 from .dplr import dplr_delta_rule, rwkv7
+from .erase import comba, gdn2
 from .gla import gla, hgrn2
+from .gsa import gated_slot_attention
+from .hgrn import hgrn
 from .linear_attention import linear_attention
 from .mamba2 import mamba2
-from .retention import lightning_attention, lightning_decay, retention, retention_decay, simple_gla
+from .mamba3 import mamba3
+from .mlstm import mlstm
+from .preconditioned import preconditioned_gated_delta_rule, preconditioned_kda
+from .retention import lightning_attention, retention, simple_gla
+from .retention import lightning_decay as lightning_decay
+from .retention import retention_decay as retention_decay
+from .rwkv6 import rwkv6
 
 FUNCTIONS = (
     linear_attention,
@@ -20,8 +35,20 @@ FUNCTIONS = (
     kda,
     rwkv7,
     dplr_delta_rule,
+    comba,
+    gdn2,
+    gated_delta_product,
+    preconditioned_gated_delta_rule,
+    preconditioned_kda,
+    rwkv6,
+    gated_slot_attention,
+    hgrn,
+    mlstm,
+    mamba3,
 )
 RECURRENCES = tuple(f.definition for f in FUNCTIONS)  # pyright: ignore[reportFunctionMemberAccess]
 """The definition of every recurrence: what conformance tests and benchmarks go through."""
 
-__all__ = [r.name for r in RECURRENCES] + ["RECURRENCES", "lightning_decay", "retention_decay"]
+reference.include(RECURRENCES)
+
+__all__ = [r.name for r in RECURRENCES]

@@ -5,9 +5,10 @@ Values only: nothing here checks or runs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from ..algebra import Rule
 from ..kernels import Inputs
 from ..linear import CommonOptions as CommonOptions
 from ..outputs import LinearAttentionOutput
+from .arguments import Argument
 
 
 class Recurrence(NamedTuple):
@@ -44,9 +46,9 @@ class Recurrence(NamedTuple):
 COMMON = """
 Common keywords:
     scale: multiplies the output; None: {scale}.
-    initial_state: the state before each document, ``[N, H, K, V]``; N is B, or the number of packed documents.
+    initial_state: the state before each document, {states}; N is B, or the number of packed documents.
         Replicated under a layout; its gradient is the whole one on every rank.
-    output_final_state: also return the state after each document, ``[N, H, K, V]`` fp32 (fp64 for fp64 inputs), on
+    output_final_state: also return the state after each document, {states} fp32 (fp64 for fp64 inputs), on
         every rank; gradients flowing into it are summed over the ranks.
     use_qk_l2norm: replace q and k by ``x · rsqrt(Σ x² + 1e-6)``.
     layout: how the sequence is split over ranks (`ContextParallel.layout`); T is then this rank's length. None: one
@@ -69,21 +71,42 @@ Raises:
 
 @dataclass(frozen=True)
 class Definition:
-    """What is known of a recurrence before any call.
+    """What is known of a recurrence before any call: tests, tables and benchmarks follow from it.
 
     Attributes:
         name: of the public function, and of its reference.
-        describe: from the function's own arguments to a `Recurrence`.
+        describe: from the function's own arguments to a `Recurrence`; with an argument `options` (`CommonOptions`) the
+            whole call, made of other recurrences (see `composed`).
         reference: the same function as an fp64 token loop, or None.
         paper: where it comes from.
+        equation: what a token does to the state, in a line.
+        arguments: the tensors it takes, by name.
         default_scale: the scale where the caller gives none; None means K**-0.5.
+        states: the parts of its state, the dimensions after N a letter each.
+        flags: its own arguments that are no tensors, for examples.
+        sizes: for examples, those of its own letters.
     """
 
     name: str
-    describe: Callable[..., Recurrence]
+    describe: Callable[..., Any]
     reference: Callable[..., LinearAttentionOutput] | None
     paper: str
+    equation: str = ""
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
     default_scale: float | None = None
+    states: tuple[str, ...] = ("HKV",)
+    flags: Mapping[str, object] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def composed(self) -> bool:
+        """Whether it is made of other recurrences, rather than one rule over one scan."""
+        return "options" in inspect.signature(self.describe).parameters
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Arguments that all tokens share: their gradient is each rank's part."""
+        return tuple(n for n, a in self.arguments.items() if a.shared)
 
     def scale(self, options: CommonOptions, channels: int) -> float:
         """The scale of a call whose keys have so many channels."""
@@ -95,4 +118,6 @@ class Definition:
     def keywords(self) -> str:
         """What the function's docstring says of its source and of the common keywords."""
         scale = "K**-0.5" if self.default_scale is None else f"{self.default_scale:g}"
-        return f"\nSource: {self.paper}.\n" + COMMON.format(scale=scale)
+        parts = [f"``[{', '.join(('N', *part))}]``" for part in self.states]
+        states = parts[0] if len(parts) == 1 else f"a tuple of {', '.join(parts)}"
+        return f"\nSource: {self.paper}.\n" + COMMON.format(scale=scale, states=states)

@@ -6,11 +6,16 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..kernels import Inputs
+from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE
 from .definition import Recurrence
 from .recurrence import recurrence
 
 
-@recurrence(paper="Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484")
+@recurrence(
+    paper="Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484",
+    equation="S ← (I − β k kᵀ) S + β k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, beta=RATE),
+)
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Recurrence:
     """The delta rule: S ← (I − β k kᵀ) S + β k vᵀ.
 
@@ -21,7 +26,11 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Recurrence:
     return Recurrence(Rule("delta", "none"), Inputs(q, k, v, beta=beta))
 
 
-@recurrence(paper="Yang et al. 2024, arXiv 2412.06464, eq. 10")
+@recurrence(
+    paper="Yang et al. 2024, arXiv 2412.06464, eq. 10",
+    equation="S ← e^g (I − β k kᵀ) S + β k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, g=DECAY, beta=RATE),
+)
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Recurrence:
     """The gated delta rule: S ← exp(g) (I − β k kᵀ) S + β k vᵀ.
 
@@ -32,7 +41,11 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     return Recurrence(Rule("delta", "scalar"), Inputs(q, k, v, g, beta))
 
 
-@recurrence(paper="Kimi Team 2025, arXiv 2510.26692, eq. 1")
+@recurrence(
+    paper="Kimi Team 2025, arXiv 2510.26692, eq. 1",
+    equation="S ← (I − β k kᵀ) diag(e^g) S + β k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, g=CHANNEL_DECAY, beta=RATE),
+)
 def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lower_bound: float | None = None) -> Recurrence:
     """Kimi delta attention: S ← (I − β k kᵀ) diag(exp g) S + β k vᵀ.
 

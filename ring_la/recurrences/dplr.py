@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
 from ..algebra import Rule
 from ..kernels import Inputs
+from .arguments import CHANNEL_DECAY, KEY, QUERY, VALUE, Argument
 from .definition import Recurrence
 from .recurrence import recurrence
 
 
-@recurrence(paper="Peng et al. 2025, arXiv 2503.14456, eq. 1")
+def _replaced(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Part of what `a` removes comes back elsewhere, as in RWKV-7."""
+    return -drawn["a"] * normal(*shape).sigmoid()
+
+
+REMOVED, REPLACED = Argument("BTHK", "unit"), Argument("BTHK", _replaced)
+
+
+@recurrence(
+    paper="Peng et al. 2025, arXiv 2503.14456, eq. 1",
+    equation="S ← (diag(e^g) + b aᵀ) S + k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, a=REMOVED, b=REPLACED, g=CHANNEL_DECAY),
+)
 def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor) -> Recurrence:
     """The generalised delta rule: S ← (diag(exp g) + b aᵀ) S + k vᵀ.
 
@@ -23,7 +38,11 @@ def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Te
     return Recurrence(Rule("dplr", "diagonal"), Inputs(q, k, v, g, None, a, b))
 
 
-@recurrence(paper="Peng et al. 2025, arXiv 2503.14456, eq. 17")
+@recurrence(
+    paper="Peng et al. 2025, arXiv 2503.14456, eq. 17",
+    equation="S ← (diag(e^w) + b aᵀ) S + k vᵀ",
+    arguments=dict(r=QUERY, w=CHANNEL_DECAY, k=KEY, v=VALUE, a=REMOVED, b=REPLACED),
+)
 def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Recurrence:
     """RWKV-7: S ← (diag(exp w) + b aᵀ) S + k vᵀ, o = scale · Sᵀ r.
 

@@ -9,11 +9,16 @@ from ..algebra import Rule
 from ..checks import FLOATS
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
+from .arguments import CHANNEL_DECAY, KEY, QUERY, VALUE, Argument
 from .definition import Recurrence
 from .recurrence import recurrence
 
 
-@recurrence(paper="Yang et al. 2023, arXiv 2312.06635, eq. 3")
+@recurrence(
+    paper="Yang et al. 2023, arXiv 2312.06635, eq. 3",
+    equation="S ← diag(e^g) S + k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, g=CHANNEL_DECAY),
+)
 def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Recurrence:
     """Gated linear attention: S ← diag(exp g) S + k vᵀ.
 
@@ -24,7 +29,11 @@ def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Recurrence:
     return Recurrence(Rule("additive", "diagonal"), Inputs(q, k, v, g))
 
 
-@recurrence(paper="Qin et al. 2024, arXiv 2404.07904")
+@recurrence(
+    paper="Qin et al. 2024, arXiv 2404.07904",
+    equation="S ← diag(e^g) S + (1 − e^g) vᵀ",
+    arguments=dict(q=QUERY, g=Argument("BTGK", "log decay"), v=VALUE),
+)
 def hgrn2(q: Tensor, g: Tensor, v: Tensor) -> Recurrence:
     """HGRN-2: gated linear attention whose key is what the gate lets go.
 

@@ -8,13 +8,18 @@ from torch import Tensor
 from ..algebra import Rule
 from ..checks import check_flag
 from ..kernels import Inputs
+from .arguments import KEY, QUERY, VALUE
 from .definition import Recurrence
 from .recurrence import recurrence
 
 EPS = 1e-10
 
 
-@recurrence(paper="Katharopoulos et al. 2020, arXiv 2006.16236, eq. 10–12")
+@recurrence(
+    paper="Katharopoulos et al. 2020, arXiv 2006.16236, eq. 10–12",
+    equation="S ← S + k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE),
+)
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, normalize: bool = False) -> Recurrence:
     """Linear attention: S ← S + k vᵀ, o = scale · Sᵀ q.
 

@@ -10,11 +10,19 @@ from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
 from ..kernels.fused.discretise import discretise
 from ..kernels.fused.skip import skip
+from .arguments import KEY, QUERY, VALUE, Argument
 from .definition import Recurrence
 from .recurrence import recurrence
+from .retention import STATIC
 
 
-@recurrence(paper="Dao & Gu 2024, arXiv 2405.21060, §6", default_scale=1.0)
+@recurrence(
+    paper="Dao & Gu 2024, arXiv 2405.21060, §6",
+    equation="S ← e^(ΔA) S + B (Δx)ᵀ",
+    arguments=dict(x=VALUE, dt=Argument("BTH"), A=STATIC, B=KEY, C=QUERY, D=Argument("H"), dt_bias=Argument("H")),
+    default_scale=1.0,
+    flags=dict(dt_softplus=True),
+)
 def mamba2(
     x: Tensor,
     dt: Tensor,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,54 +26,91 @@ from ..errors import RingLAError, UnsupportedError
 from ..kernels import Inputs, state_dtype
 from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
+from ..reference.by_token import Loop, Token, by_token
 from .agreement import Flags, agree
+from .arguments import Argument
 from .bidirectional import bidirectional
 from .checks import check
+from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
 
 Public = Callable[..., LinearAttentionOutput]
 
 
 def recurrence(
-    *, paper: str, default_scale: float | None = None, reference: Public | None = None
-) -> Callable[[Callable[..., Recurrence]], Public]:
+    *,
+    paper: str,
+    equation: str = "",
+    arguments: Mapping[str, Argument] = MappingProxyType({}),
+    token: Token | None = None,
+    reference: Public | None = None,
+    default_scale: float | None = None,
+    states: tuple[str, ...] = ("HKV",),
+    flags: Mapping[str, object] = MappingProxyType({}),
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Callable[[Callable[..., Any]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
 
+    The description is a function of the recurrence's own arguments. It returns a `Recurrence`, the rule its tokens
+    follow and what they bring under it; or, with a keyword `options`, it is the whole call, made of other recurrences.
+
     Args:
-        paper: where it comes from. default_scale: the scale where the caller gives none; None means K**-0.5.
-        reference: the same function as an fp64 token loop; None: the one of its name in `ring_la.reference`, if any.
+        paper: where it comes from. equation: what a token does to the state, in a line.
+        arguments: the tensors it takes, by name: their shapes, and what kind of numbers they hold.
+        token: one token of the reference, ``token(S, …) -> (S, o)``, written apart (see `reference.by_token`).
+        reference: the whole reference instead; neither: the one of its name in `ring_la.reference`, if any.
+        default_scale: the scale where the caller gives none; None means K**-0.5.
+        states: the parts of its state, the dimensions after N a letter each.
+        flags: its own arguments that are no tensors, for examples. sizes: of its own letters, for examples.
     """
 
-    def define(describe: Callable[..., Recurrence]) -> Public:
+    def define(describe: Callable[..., Any]) -> Public:
         name = describe.__name__
         loop = getattr(references, name, None) if reference is None else reference
-        return public(Definition(name, describe, loop, paper, default_scale))
+        if token is not None:
+            kinds: dict[Any, list[str]] = {}
+            for n, a in arguments.items():
+                kinds.setdefault(a.kind, []).append(n)
+            shapes = {n: a.shape for n, a in arguments.items()}
+            read = Loop(token, shapes, kinds.get("query", ()), kinds.get("key", ()), states, default_scale)
+            loop = by_token(name, read, _own(describe))
+        return public(Definition(name, describe, loop, paper, equation, arguments, default_scale, states, flags, sizes))
 
     return define
+
+
+def _own(describe: Callable[..., Any]) -> inspect.Signature:
+    """A description's arguments but for `options`."""
+    signature = inspect.signature(describe)
+    return signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "options"])
 
 
 def public(definition: Definition) -> Public:
     """The function of a definition: its own arguments, then the common keywords."""
     describe = definition.describe
-    own = inspect.signature(describe)
+    own = _own(describe)
     fields = inspect.signature(CommonOptions).parameters.values()
     common = [
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)  # as it is written
         for p in fields
     ]
+    if len(definition.states) > 1:
+        parts = "tuple[Tensor, ...] | None"
+        common = [p.replace(annotation=parts) if p.name == "initial_state" else p for p in common]
     names = frozenset(p.name for p in common)
+    run = run_composed if definition.composed else _run
+    apart = outside_graphs(run)
 
     @functools.wraps(describe)
     def function(*args: Any, **keywords: Any) -> LinearAttentionOutput:
         options = CommonOptions(**{k: keywords.pop(k) for k in [*keywords] if k in names})
         call = functools.partial(describe, *args, **keywords)
         if options.layout is None:
-            return _run(definition, call, options, ())
+            return run(definition, call, options, ())
         named = sorted((*zip(own.parameters, args), *keywords.items()), key=itemgetter(0))
         flags = tuple([(n, x) for n, x in named if not isinstance(x, Tensor)])
-        run = _run_outside_graphs if torch.compiler.is_compiling() else _run
-        return run(definition, call, options, flags)
+        return (apart if torch.compiler.is_compiling() else run)(definition, call, options, flags)
 
     function.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput
@@ -107,9 +145,6 @@ def _run(
     inputs = _ready(r.inputs, options.use_qk_l2norm)
     out = bidirectional(inputs, scale, options) if not r.causal else linear.run(r.rule, inputs, scale, options, decays)
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
-
-
-_run_outside_graphs = outside_graphs(_run)
 
 
 def _given(call: functools.partial[Recurrence], options: CommonOptions) -> Iterator[tuple[str, object]]:

@@ -13,10 +13,12 @@ from ..autograd import traced
 from ..checks import FLOATS, check_depth
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs, state_dtype
+from .arguments import DECAY, KEY, QUERY, VALUE, Argument
 from .definition import Recurrence
 from .recurrence import recurrence
 
 RULE = Rule("additive", "scalar")
+STATIC = Argument("H", "log decay")
 
 
 def retention_decay(heads: int, device: torch.device | None = None) -> Tensor:
@@ -83,7 +85,11 @@ def _recurrence(
     return Recurrence(RULE, Inputs(q, k, v, _default(decay, v, *arguments)), decays=decays)
 
 
-@recurrence(paper="RetNet, Sun et al. 2023, arXiv 2307.08621, eq. 6 and 8")
+@recurrence(
+    paper="RetNet, Sun et al. 2023, arXiv 2307.08621, eq. 6 and 8",
+    equation="S ← γ S + k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, g=STATIC),
+)
 def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
     """Retention: S ← γ_h S + k vᵀ.
 
@@ -94,7 +100,11 @@ def retention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recur
     return _recurrence(q, k, v, g, retention_decay)
 
 
-@recurrence(paper="Qin et al. 2024, arXiv 2401.04658")
+@recurrence(
+    paper="Qin et al. 2024, arXiv 2401.04658",
+    equation="S ← λ S + k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, g=STATIC),
+)
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, layer_idx: int = 0, num_layers: int = 1
 ) -> Recurrence:
@@ -113,7 +123,11 @@ def lightning_attention(
     return _recurrence(q, k, v, g, lightning_decay, layer_idx, num_layers)
 
 
-@recurrence(paper="Yang et al. 2023, arXiv 2312.06635, with a scalar gate")
+@recurrence(
+    paper="Yang et al. 2023, arXiv 2312.06635, with a scalar gate",
+    equation="S ← e^g S + k vᵀ",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, g=DECAY),
+)
 def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Recurrence:
     """Gated linear attention with one gate a head: S ← exp(g) S + k vᵀ.
 

@@ -7,6 +7,10 @@ the true gradients come from them too. Everything is computed in, and returned a
 They run on one device: `layout` must be None.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
+from ring_la.reference.forgetting import forgetting_attention
 from ring_la.reference.local import grouped_gemm, short_conv, token_shift
 from ring_la.reference.recurrences import (
     delta_rule,
@@ -28,6 +32,7 @@ __all__ = [
     "attention",
     "delta_rule",
     "dplr_delta_rule",
+    "forgetting_attention",
     "gated_delta_rule",
     "gla",
     "grouped_gemm",
@@ -42,3 +47,11 @@ __all__ = [
     "simple_gla",
     "token_shift",
 ]
+
+
+def include(definitions: Iterable[Any]) -> None:
+    """Show the references that recurrences' definitions bring with them (`name`, `reference`) under their names."""
+    for definition in definitions:
+        if definition.name not in __all__:
+            globals()[definition.name] = definition.reference
+            __all__.append(definition.name)

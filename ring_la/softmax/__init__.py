@@ -1,6 +1,7 @@
 """Softmax attention on one device and on a split sequence.
 
     attention   the door: AttentionOptions as given → checks, agreement → an AttentionCall with its Scores
+    forgetting  attention with a decay, by further channels of q and k
     call        one call, on one device or split: placement, strategy and kernel → an AttentionMoves
     plan        forward and backward of one rank, as one autograd Function; operator: the same for torch.compile
     strategies/ one exchange of keys a file       backends/  one kernel a file
@@ -11,5 +12,6 @@ A strategy moves keys and values and knows no masks; a backend computes one bloc
 """
 
 from .attention import attention
+from .forgetting import forgetting_attention
 
-__all__ = ["attention"]
+__all__ = ["attention", "forgetting_attention"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,13 +21,16 @@ from ring_la.linear import one_device
 from ring_la.recurrences import RECURRENCES as DEFINITIONS
 from ring_la.recurrences.definition import Recurrence
 from ring_la.recurrences.recurrence import recurrence
-from tests.support.recurrence_cases import RECURRENCES, error, make_inputs
+from tests.support.recurrence_cases import COMPOSED, RECURRENCES, error, make_inputs
 
 H, K, V = 4, 6, 5
 
 
 def test_the_cases_cover_the_registry():
-    assert {r.name for r in DEFINITIONS} == set(RECURRENCES)
+    assert {r.name for r in DEFINITIONS} == {*RECURRENCES, *COMPOSED}
+    for r in DEFINITIONS:  # what tables, examples and benchmarks are made of
+        assert r.equation
+        assert list(r.arguments) == [n for n in inspect.signature(r.describe).parameters if n in r.arguments]
 
 
 def test_a_definition_is_what_its_function_is():

@@ -47,7 +47,7 @@ def function(name: str) -> str:
 
 def stub() -> str:
     """The file."""
-    names = [name for name in recurrences.__all__ if name != "RECURRENCES"]
+    names = [*recurrences.__all__, "lightning_decay", "retention_decay"]
     return HEAD + "\n" + "".join(function(name) for name in names) + f"\n__all__ = {recurrences.__all__!r}\n"
 
 

@@ -35,7 +35,7 @@ class StateTerms(NamedTuple):
 
 def state_terms(rule: Rule, x: Inputs, decay: Decay) -> StateTerms:
     """The maps of all chunks of `x`, whose tensors are ``[..., C, D]`` (g and beta ``[..., C]``)."""
-    if rule.write == "additive":
+    if rule.write in ("additive", "sum"):
         return StateTerms(decay.total(), decay.to_end(x.k).mT @ x.v)
     if rule.write == "delta":
         beta = x.beta[..., None]
@@ -55,7 +55,7 @@ def output_terms(rule: Rule, x: Inputs, decay: Decay, scale: float, state: State
     """Q and p of ``o = Q S + p`` of all chunks."""
     q = x.q * scale
     Q, attn = decay.from_start(q), decay.scores(q, x.k)
-    if rule.write == "additive":
+    if rule.write in ("additive", "sum"):
         return Q, attn @ x.v
     if rule.write == "delta":
         return Q - attn @ state.w, attn @ state.u

@@ -1,0 +1,93 @@
+"""Kin of gated DeltaNet: Comba, gated DeltaNet 2 and the gated delta product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.fused.log_decay import decay_gate
+from ..kernels.fused.unit_length import l2norm
+from ..recurrences import gated_delta_product, gated_delta_rule, gdn2
+from .delta import GatedDeltaNet, KimiDeltaAttention
+from .layer import LayerCall, LayerOutput, LayerState, merge_heads, positive, split_heads, wide
+from .parts import ShortConv
+
+
+class Comba(GatedDeltaNet):
+    """Comba (Hu et al. 2025, arXiv 2506.02475, eq. 7 and 9): what is erased is p = b k, which corrects the query, too.
+
+        S ← e^g (I − β k pᵀ) S + β k vᵀ,   p = b k,   o = Sᵀ (q − d p)
+
+    with b = sigmoid(·) and d learned numbers of each head. This is the gated delta rule with β b and v / b.
+    Arguments as in `DeltaNet`.
+    """
+
+    def make_gates(self) -> None:
+        super().make_gates()
+        self.feedback = nn.Parameter(torch.ones(self.num_value_heads))
+        self.correction = nn.Parameter(torch.full((self.num_value_heads,), 0.02))
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+        g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
+        b = torch.sigmoid(wide(self.feedback))
+        repeat = self.num_value_heads // self.num_heads
+        q, k = (l2norm(y).repeat_interleave(repeat, 2) if repeat > 1 else l2norm(y) for y in (q, k))
+        q = q - ((self.correction * b)[:, None] * k).to(q.dtype)
+        keywords["use_qk_l2norm"] = False
+        return gated_delta_rule(q, k, (v / b[:, None]).to(v.dtype), g, beta * b, **keywords)
+
+
+class GatedDeltaNet2(KimiDeltaAttention):
+    """Gated DeltaNet 2: gates of each channel for erasing and for writing (see `gdn2`), else as `KimiDeltaAttention`.
+
+    S ← (I − k (b ⊙ k)ᵀ) diag(e^g) S + k (w ⊙ v)ᵀ,   b = β sigmoid(x W_b↓ W_b↑),   w = β sigmoid(x W_w↓ W_w↑)
+    """
+
+    def make_gates(self) -> None:
+        super().make_gates()
+        dim, H, K, V = self.dim, self.num_value_heads, self.K, self.V
+        self.erase_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * K))
+        self.write_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * V))
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+        g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
+        g, b, w = (split_heads(y, self.num_value_heads) for y in (g, self.erase_proj(x), self.write_proj(x)))
+        rate = beta[..., None]
+        b, w = ((rate * torch.sigmoid(wide(y))).to(v.dtype) for y in (b, w))
+        return gdn2(q, k, v, g, b, w, **keywords)
+
+
+class GatedDeltaProduct(GatedDeltaNet):
+    """Gated DeltaProduct (Siems et al. 2025, arXiv 2502.10297, §3): n delta steps a token, each with its k, v and β.
+
+    Args:
+        steps: n. The others as in `DeltaNet`.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, steps: int = 2, **options) -> None:
+        self.steps = positive("steps", steps)
+        super().__init__(dim, num_heads, **options)
+        self.widths = [self.widths[0], steps * self.widths[1], steps * self.widths[2]]
+        self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False)
+        self.conv = ShortConv(sum(self.widths), self.conv.weight.shape[1])
+        self.beta_proj = nn.Linear(dim, steps * self.num_value_heads, bias=False)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
+        state = state or LayerState()
+        qkv, tail = self.conv(self.qkv_proj(x), state.tail, call)
+        q, k, v = qkv.split(self.widths, -1)
+        k, v = (split_heads(y, self.steps * n) for y, n in ((k, self.num_heads), (v, self.num_value_heads)))
+        o, S = gated_delta_product(
+            split_heads(q, self.num_heads),
+            k.unflatten(2, (self.steps, -1)),
+            v.unflatten(2, (self.steps, -1)),
+            decay_gate(self.decay_proj(x), self.A_log, self.dt_bias),
+            self.beta_max * torch.sigmoid(wide(self.beta_proj(x))).unflatten(2, (self.steps, -1)),
+            use_qk_l2norm=True,
+            initial_state=state.recurrent,
+            mode=self.mode,
+            backend=self.backend,
+            **call.keywords,
+        )
+        o = self.out_proj(merge_heads(self.readout(x, o)))
+        return LayerOutput(o, LayerState(S, tail) if call.output_state else None)

@@ -1,0 +1,83 @@
+"""What a recurrence's own arguments are: their shapes in letters, and what kind of numbers they hold.
+
+Letters: B batch rows, T tokens, G heads of q and k, H value heads (a multiple of G), K and V the key and value widths;
+any other letter is a size of the recurrence's own. Checks, the token loop, examples, tables and benchmarks read this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import FLOATS
+from ..errors import ArgumentError, describe_tensor
+
+Kind = Literal["query", "key", "value", "normal", "unit", "log decay", "rate"]
+Draw = Callable[[Callable[..., Tensor], Mapping[str, Tensor], tuple[int, ...]], Tensor]
+"""``draw(normal, drawn, shape)``: an example of an argument; `normal` draws numbers, `drawn` are those before it."""
+
+
+class Argument(NamedTuple):
+    """One tensor of a recurrence.
+
+    Attributes:
+        shape: its dimensions, a letter each. Without a T all tokens share it, and its gradient is each rank's part.
+        kind: what its numbers are: "query" (what `scale` multiplies), "key", "value", "normal", "unit" (vectors of unit
+            length), "log decay" (≤ 0), "rate" (in (0, 1)), or a function that draws an example (`Draw`).
+    """
+
+    shape: str
+    kind: Kind | Draw = "normal"
+
+    @property
+    def shared(self) -> bool:
+        """Whether all tokens share it."""
+        return "T" not in self.shape
+
+    def __str__(self) -> str:
+        return "[" + ",".join("Hk" if letter == "G" else letter for letter in self.shape) + "]"
+
+
+QUERY, KEY, VALUE = Argument("BTGK", "query"), Argument("BTGK", "key"), Argument("BTHV", "value")
+DECAY, CHANNEL_DECAY = Argument("BTH", "log decay"), Argument("BTHK", "log decay")
+RATE = Argument("BTH", "rate")
+
+
+def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, object]) -> dict[str, int]:
+    """Refuse what is no float tensor of its shape, by name; returns the sizes by letter.
+
+    A tensor of H heads may come with G, to be shared like q and k.
+    """
+    sizes: dict[str, int] = {}
+    present = {n: (a, given[n]) for n, a in arguments.items() if given.get(n) is not None or n in given}
+    for name, (argument, x) in present.items():
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+            raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(x))
+        if x.dim() != len(argument.shape):
+            raise ArgumentError(name, f"{len(argument.shape)} dimensions {argument}", list(x.shape))
+        for letter, size in zip(argument.shape, x.shape):
+            if letter != "H" or argument.kind == "value":
+                sizes.setdefault(letter, size)
+    sizes.setdefault("H", sizes.get("G", 1))
+    sizes.setdefault("G", sizes["H"])
+    if sizes["G"] < 1 or sizes["H"] % sizes["G"]:
+        name = next(n for n, (a, _) in present.items() if "H" in a.shape)
+        raise ArgumentError(name, f"a number of heads that is a multiple of the {sizes['G']} of keys", sizes["H"])
+    first = next(x for _, x in present.values())
+    for name, (argument, x) in present.items():
+        wanted = [sizes[letter] for letter in argument.shape]
+        fewer = [sizes["G" if letter == "H" else letter] for letter in argument.shape]
+        if list(x.shape) not in ([wanted] if argument.kind == "value" else [wanted, fewer]):
+            raise ArgumentError(name, f"{argument} = {wanted}", list(x.shape))
+        if x.device != first.device:
+            raise ArgumentError(name, f"a tensor on {first.device}", x.device)
+    return sizes
+
+
+def state_dtype_of(given: Mapping[str, object]) -> torch.dtype:
+    """States are fp32; fp64 where any argument is."""
+    wide = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in given.values())
+    return torch.float64 if wide else torch.float32

@@ -1,0 +1,146 @@
+"""Recurrences made of others: several scans, shifts and sums over tokens, each public and split by itself.
+
+A description with a keyword `options` is the whole call. Before it runs, its arguments are checked by their shapes and
+compared among the ranks here, so that errors carry the caller's names; it gets `options` with the scale as a number and
+q and k of unit length where that is asked for. `options.inner` and `options.scan` are the keywords that its parts take.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd import refuse_transforms, transformed
+from ..checks import check_flag, check_nan, check_scale, check_split
+from ..context import ShardedLayout
+from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
+from ..kernels import check_choice
+from ..kernels.fused.unit_length import l2norm
+from ..outputs import LinearAttentionOutput
+from .agreement import Flags
+from .arguments import check_arguments, state_dtype_of
+from .definition import CommonOptions, Definition
+
+
+def run_composed(
+    definition: Definition, call: functools.partial[Any], options: CommonOptions, flags: Flags
+) -> LinearAttentionOutput:
+    """Check a call, let the ranks agree on it, and make it."""
+    layout, error, sizes = options.layout, None, {}
+    signature = inspect.signature(call.func)
+    bound = signature.bind(*call.args, **call.keywords, options=options)
+    bound.apply_defaults()
+    given = {n: x for n, x in bound.arguments.items() if n != "options"}
+    optional = {n for n, p in signature.parameters.items() if p.default is None}
+    tensors = {n: given[n] for n in definition.arguments if given[n] is not None or n not in optional}
+    try:
+        if transformed() and options.backend != "reference":
+            refuse_transforms((*tensors.items(), ("initial_state", None)))
+        sizes = check_arguments(definition.arguments, tensors)
+        _check(definition, options, sizes, tensors)
+    except RingLAError as e:
+        error = e
+    if isinstance(layout, ShardedLayout):
+        layout.agree(definition.name, None if error else _signature(definition, options, flags, tensors), error)
+    elif error is not None:
+        raise error
+    if options.backend == "reference":
+        return _by_reference(definition, call, options, tensors)
+    kinds = definition.arguments
+    if options.use_qk_l2norm:
+        given |= {n: l2norm(x) for n, x in tensors.items() if kinds[n].kind in ("query", "key")}
+    given |= {
+        n: _to_heads(x, kinds[n].shape, sizes) for n, x in given.items() if n in tensors and "H" in kinds[n].shape
+    }
+    ready = options._replace(scale=definition.scale(options, sizes.get("K", 1)), use_qk_l2norm=False, in_place=False)
+    if not options.in_place:
+        return call.func(**given, options=ready)
+    o, final = call.func(**given, options=ready._replace(output_final_state=True))
+    for part, new in zip(parts_of(options.initial_state), parts_of(final)):
+        part.copy_(new)
+    return LinearAttentionOutput(o, options.initial_state)
+
+
+def _to_heads(x: Tensor, shape: str, sizes: Mapping[str, int]) -> Tensor:
+    """A tensor of value heads that came with the heads of keys."""
+    dim = shape.index("H")
+    return x if x.shape[dim] == sizes["H"] else x.repeat_interleave(sizes["H"] // x.shape[dim], dim)
+
+
+def _check(
+    definition: Definition, options: CommonOptions, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuse wrong keywords, and a state of another form."""
+    check_choice(options.mode, options.backend)
+    for name in ("use_qk_l2norm", "output_final_state", "in_place"):
+        check_flag(name, getattr(options, name))
+    check_scale(options.scale)
+    first = next(n for n, a in definition.arguments.items() if not a.shared)
+    x = tensors[first]
+    documents = check_split(x.shape[1], x.shape[0], options.layout, options.cu_seqlens, x.device, first)
+    if options.layout is not None and options.backend == "reference":
+        raise UnsupportedError("backend", "None, 'triton' or 'torch' with a layout", "'reference'")
+    if options.initial_state is not None:
+        shapes = [[documents, *(sizes[letter] for letter in part)] for part in definition.states]
+        parts = parts_of(options.initial_state)
+        if not all(isinstance(p, Tensor) for p in parts) or [list(p.shape) for p in parts] != shapes:
+            form = str(shapes[0]) if len(shapes) == 1 else f"a tuple of tensors {shapes}"
+            got = [list(p.shape) if isinstance(p, Tensor) else describe_tensor(p) for p in parts]
+            raise ArgumentError("initial_state", form, got)
+    if options.in_place:
+        _check_in_place(options, tensors)
+    if options.layout is not None and options.layout.cp.validate == "always":
+        for n, t in tensors.items():
+            check_nan(n, t.detach())
+
+
+def _check_in_place(options: CommonOptions, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse to overwrite a state that is missing, shared between ranks, of another dtype, or part of a graph."""
+    parts, wanted = parts_of(options.initial_state), state_dtype_of(tensors)
+    if options.backend == "reference" or options.layout is not None:
+        raise UnsupportedError("in_place", "False under a layout and for backend='reference'", True)
+    if options.initial_state is None or any(p.dtype != wanted for p in parts):
+        raise ArgumentError("initial_state", f"a state of {wanted} for in_place=True", options.initial_state)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors.values(), *parts)):
+        raise ArgumentError("in_place", "False where gradients are wanted", True, "Call it under torch.no_grad()")
+
+
+def parts_of(state: Any) -> tuple[Any, ...]:
+    """The tensors of a state."""
+    return state if isinstance(state, tuple) else (state,)
+
+
+def _signature(
+    definition: Definition, options: CommonOptions, flags: Flags, tensors: Mapping[str, Tensor]
+) -> tuple[tuple[str, object], ...]:
+    """What must be the same on all ranks, by name."""
+    state = options.initial_state
+    facts = [(n, Facts.of(x, None if definition.arguments[n].shared else 1)) for n, x in tensors.items()]
+    return (
+        *facts,
+        ("initial_state", None if state is None else tuple(map(Facts.of, parts_of(state)))),
+        *[(n, getattr(options, n)) for n in ("scale", "use_qk_l2norm", "output_final_state", "mode", "backend")],
+        ("gradients", torch.is_grad_enabled()),
+        *flags,
+    )
+
+
+def _by_reference(
+    definition: Definition, call: functools.partial[Any], options: CommonOptions, tensors: Mapping[str, Tensor]
+) -> LinearAttentionOutput:
+    """The fp64 token loop, in the dtypes of the other backends."""
+    if definition.reference is None:
+        expected = f"None, 'triton' or 'torch' for {definition.name}"
+        raise UnsupportedError("backend", expected, "'reference'", "It is defined without one")
+    common = {k: x for k, x in options._asdict().items() if k != "in_place"}
+    o, final = definition.reference(*call.args, **call.keywords, **common)
+    wide = state_dtype_of(tensors)
+    parts = None if final is None else tuple(p.to(wide) for p in parts_of(final))
+    values = next(x for n, x in tensors.items() if definition.arguments[n].kind == "value")
+    state = parts if parts is None or len(parts) > 1 else parts[0]
+    return LinearAttentionOutput(o.to(values.dtype), state)

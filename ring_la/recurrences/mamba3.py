@@ -1,0 +1,165 @@
+"""Mamba-3: the trapezoidal rule, and states that turn by angles of the tokens.
+
+    h_t = e^{g_t} (h_{t−1} + c_t B̂_{t−1} x_{t−1}ᵀ) + λ_t Δ_t B̂_t x_tᵀ,   c_t = (1 − λ_t) Δ_t
+
+with B̂ and Ĉ turned by the sum of the angles so far. What a token writes twice, now and with the next, it writes once:
+
+    H_t = e^{g_t} H_{t−1} + (λ_t Δ_t + c_{t+1}) B̂_t x_tᵀ = h_t + c_{t+1} B̂_t x_tᵀ
+
+so one scan of Mamba-2's kind does it; of the next token it needs one number a head, from the neighbour at a border.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..autograd import first_derivative_only
+from ..comm import Replicated
+from ..context import ShardedLayout
+from ..conv import token_shift
+from ..linear import Seams
+from ..outputs import LinearAttentionOutput
+from ..reference.by_token import outer, read
+from ..running_sum import running_sum
+from .arguments import DECAY, KEY, QUERY, RATE, VALUE, Argument
+from .definition import CommonOptions
+from .recurrence import recurrence
+from .retention import simple_gla
+
+
+def token(S, x, dt, g, B, C, lam, theta, D):
+    """One token of Mamba-3."""
+    h, B_before, x_before, phi = S
+    phi = phi + theta
+    cos, sin = phi.cos(), phi.sin()
+    B, C = (torch.cat([a * cos - b * sin, b * cos + a * sin], -1) for a, b in (B.chunk(2, -1), C.chunk(2, -1)))
+    h = g.exp()[..., None, None] * (h + outer(((1 - lam) * dt)[..., None] * B_before, x_before))
+    h = h + outer((lam * dt)[..., None] * B, x)
+    return (h, B, x, phi), read(h, C) + D[..., None] * x
+
+
+@recurrence(
+    paper="Lahoti et al. 2026, arXiv 2603.15569, the SISO form",
+    equation="S ← e^g (S + (1−λ)Δ B₋₁ x₋₁ᵀ) + λΔ B xᵀ, B and C turned by Σ θ",
+    arguments=dict(x=VALUE, dt=RATE, g=DECAY, B=KEY, C=QUERY, lam=RATE, theta=Argument("BTHR"), D=Argument("H")),
+    token=token,
+    default_scale=1.0,
+    states=("HKV", "HK", "HV", "HR"),
+    sizes=dict(R=3),
+)
+def mamba3(
+    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor,
+    *, options: CommonOptions,
+) -> LinearAttentionOutput:  # fmt: skip
+    """Mamba-3 with one input and output a head: S ← e^g (S + (1−λ)Δ B₋₁ x₋₁ᵀ) + λΔ B xᵀ, o = scale · Sᵀ C + D x.
+
+    B and C are turned by the sum of the angles so far, channels k and k + K/2 by ``theta[..., k]``.
+
+    Args:
+        x: ``[B, T, H, V]``. dt: Δ ``[B, T, H]``, ≥ 0. g: log-decay Δ A ``[B, T, H]``, ≤ 0.
+        B, C: ``[B, T, Hk, K]``, K even. lam: λ ``[B, T, H]``, in [0, 1]; 1 is Mamba-2's rule.
+        theta: angles of each token, radians ``[B, T, H, K/2]``. D: the skip, ``[H]``.
+
+    `scale` is 1 by default. States are ``(S [N,H,K,V], B₋₁ turned [N,H,K], x₋₁ [N,H,V], Σ θ [N,H,K/2])``.
+    """
+    heads, layout = x.shape[2], options.layout
+    start = options.initial_state
+    phi = running_sum(theta, layout, options.cu_seqlens)
+    if start is not None:
+        phi = phi + _of_tokens(start[3].double(), x, options)
+    cos, sin = (t.to(torch.promote_types(B.dtype, torch.float32)) for t in (phi.cos(), phi.sin()))
+    B, C = (
+        _turned(y if y.shape[2] == heads else y.repeat_interleave(heads // y.shape[2], 2), cos, sin) for y in (B, C)
+    )
+    c = (1 - lam) * dt
+    after = _next(c, options)
+    S0 = None
+    if start is not None:
+        first = _first(c, options).to(start[0].dtype)
+        S0 = start[0] + first[..., None, None] * start[1][..., None] * start[2][..., None, :]
+    written = ((lam * dt + after)[..., None] * x).to(x.dtype)
+    o, S = simple_gla(
+        C, B, written, g, scale=options.scale, initial_state=S0, output_final_state=options.output_final_state,
+        **options.scan,
+    )  # fmt: skip
+    again = options.scale * after[..., None] * (C * B).sum(-1, keepdim=True)
+    o = (o + (D[:, None] - again) * x).to(x.dtype)
+    if S is None:
+        return LinearAttentionOutput(o, None)
+    wide = torch.promote_types(S.dtype, torch.float32)
+    rows = torch.cat([t.to(wide).flatten(2) for t in (B, x, phi)], -1)
+    before = None if start is None else torch.cat([t.to(wide).flatten(1) for t in start[1:]], -1)
+    last = token_shift(rows, initial_state=before, output_final_state=True, **options.inner).final_state
+    parts = last.split([heads * t.shape[-1] for t in (B, x, phi)], -1)
+    return LinearAttentionOutput(o, (S, *(t.unflatten(-1, (heads, -1)) for t in parts)))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def _of_tokens(rows: Tensor, x: Tensor, options: CommonOptions) -> Tensor:
+    """Rows of documents ``[N, …]`` as rows of tokens ``[B, T, …]``."""
+    layout, cu = options.layout, options.cu_seqlens
+    if layout is not None:
+        rows = Replicated.apply(rows, layout.cp.comm)
+        return rows.index_select(0, layout.documents)[None] if layout.packed else rows[:, None]
+    if cu is None:
+        return rows[:, None]
+    document = torch.searchsorted(cu[1:].contiguous(), torch.arange(x.shape[1], device=x.device), right=True)
+    return rows.index_select(0, document)[None]
+
+
+def _next(c: Tensor, options: CommonOptions) -> Tensor:
+    """Each token's successor in its document, zero after the last."""
+    layout, cu = options.layout, options.cu_seqlens
+    if layout is not None:
+        ranks = range(layout.world_size)
+        return layout.route("successors", lambda: [layout.successors(r) for r in ranks])(c, 1)
+    after = torch.cat([c[:, 1:], torch.zeros_like(c[:, :1])], 1)
+    if cu is None:
+        return after
+    last = torch.isin(torch.arange(1, c.shape[1] + 1, device=c.device), cu)
+    return after.masked_fill(last[:, None], 0)
+
+
+def _first(c: Tensor, options: CommonOptions) -> Tensor:
+    """Each document's first token ``[N, H]``, on every rank; zero where it has none."""
+    layout, cu = options.layout, options.cu_seqlens
+    if layout is not None:
+        return _FirstTokens.apply(layout, c)
+    if cu is None:
+        return c[:, 0]
+    first = c[0].index_select(0, cu[:-1].clamp(max=c.shape[1] - 1))
+    return first.masked_fill((cu.diff() == 0)[:, None], 0)
+
+
+class _FirstTokens(torch.autograd.Function):
+    """Documents' first tokens on every rank. What flows back is whole on every rank already, as the gradient of an
+    initial state is: each takes what belongs to its own tokens."""
+
+    @staticmethod
+    def forward(ctx, layout: ShardedLayout, c: Tensor) -> Tensor:
+        ctx.layout, ctx.shape = layout, c.shape
+        pieces, documents = Seams.of(layout).starts
+        out = c.new_zeros(c.shape[0], layout.num_documents, c.shape[2])
+        out.index_copy_(1, documents, c.index_select(1, _starts(layout, pieces)))
+        with layout.cp.comm.streams.in_order():
+            out = layout.cp.comm.all_reduce(out).wait()
+        return out[0] if layout.packed else out[:, 0]
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, grad: Tensor):
+        layout = ctx.layout
+        pieces, documents = Seams.of(layout).starts
+        rows = grad[None] if layout.packed else grad[:, None]
+        out = grad.new_zeros(ctx.shape)
+        return None, out.index_copy_(1, _starts(layout, pieces), rows.index_select(1, documents))
+
+
+def _starts(layout: ShardedLayout, pieces: Tensor) -> Tensor:
+    """Where these local pieces start."""
+    return layout.cu_pieces.to(pieces.device).long().index_select(0, pieces)

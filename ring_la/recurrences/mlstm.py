@@ -1,0 +1,59 @@
+"""mLSTM, the matrix memory of xLSTM: exponential input gates, a normaliser, and a stabiliser that bounds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..outputs import LinearAttentionOutput
+from ..reference.by_token import outer, read
+from .arguments import DECAY, KEY, QUERY, VALUE, Argument
+from .definition import CommonOptions
+from .recurrence import recurrence
+from .retention import simple_gla
+from .stabiliser import stabiliser
+
+
+def token(S, q, k, v, i, f):
+    """One token of mLSTM; m carries no gradient."""
+    C, n, m = S
+    m = m.detach()
+    new = torch.maximum(f + m, i).detach()
+    kept, written = (f + m - new).exp(), (i - new).exp()
+    C = kept[..., None, None] * C + written[..., None, None] * outer(k, v)
+    n = kept[..., None] * n + written[..., None] * k
+    size = torch.maximum((n * q).sum(-1).abs(), torch.exp(-new))
+    return (C, n, new), read(C, q) / size[..., None]
+
+
+@recurrence(
+    paper="Beck et al. 2024, arXiv 2405.04517, eq. 19–27",
+    equation="C ← e^f C + e^i k vᵀ, n ← e^f n + e^i k, o = Cᵀ q / max(|nᵀ q|, 1)",
+    arguments=dict(q=QUERY, k=KEY, v=VALUE, i=Argument("BTH"), f=DECAY),
+    token=token,
+    states=("HKV", "HK", "H"),
+)
+def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, options: CommonOptions) -> LinearAttentionOutput:
+    """mLSTM: C ← e^f C + e^i k vᵀ, n ← e^f n + e^i k, o = Cᵀ q / max(|nᵀ q|, 1), with q times `scale`.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
+        i: input gate before its exponential ``[B, T, H]``. f: logarithm of the forget gate ``[B, T, H]``, ≤ 0.
+
+    States are ``(C [N,H,K,V], n [N,H,K], m [N,H])``, C and n times e^−m, where m ← max(f + m, i) from zero; m carries
+    no gradient.
+    """
+    C, n, m = (None, None, None) if options.initial_state is None else options.initial_state
+    gauge = stabiliser(i, f, m, options)
+    wide = torch.promote_types(i.dtype, torch.float32)
+    written = (i.to(wide) - gauge.after.to(wide)).exp()[..., None]
+    g = f.to(wide) + (gauge.before - gauge.after).to(wide)
+    o, S = simple_gla(
+        q, k, torch.cat([written * v, written], -1).to(q.dtype), g, scale=options.scale,
+        initial_state=None if C is None else torch.cat([C, n[..., None].to(C.dtype)], -1),
+        output_final_state=options.output_final_state, **options.scan,
+    )  # fmt: skip
+    o = o.to(wide)
+    size = torch.maximum(o[..., -1:].abs(), torch.exp(-gauge.after.to(wide))[..., None])
+    state = (S[..., :-1], S[..., -1], gauge.final) if options.output_final_state else None
+    return LinearAttentionOutput((o[..., :-1] / size).to(v.dtype), state)

@@ -1,0 +1,105 @@
+"""Preconditioned delta rules: the key that writes is scaled by how much its channels have been written before.
+
+    A ← e^h A + α k²            per key channel: gated linear attention with one key
+    k̂ = k ⊙ base^(−s),  s = r / (1 + |r|),  r = log(A + ε) − center
+    S ← D S + β k̂ (v − (D S)ᵀ k)ᵀ
+
+so that k erases and k̂ writes: in the rule "dplr", b = β k̂ and a = −D k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..outputs import LinearAttentionOutput
+from ..reference.by_token import outer, read
+from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE, Argument
+from .definition import CommonOptions
+from .dplr import dplr_delta_rule
+from .recurrence import recurrence
+from .retention import simple_gla
+
+EPS = 1e-6
+SHARED = Argument("BTH", "log decay"), Argument("BTH", "rate"), Argument("H")
+
+
+def token(S, q, k, v, g, beta, h, alpha, center, base):
+    """One token of either."""
+    S, A = S
+    A = h.exp()[..., None] * A + alpha[..., None] * k**2
+    r = torch.log(A + EPS) - center[..., None]
+    written = k * torch.exp(-math.log(base) * r / (1 + r.abs()))
+    S = S * (g.exp()[..., None, None] if g.dim() == 2 else g.exp()[..., None])
+    S = S + outer(beta[..., None] * written, v - read(S, k))
+    return (S, A), read(S, q)
+
+
+def _preconditioned(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor, base: float,
+    options: CommonOptions,
+) -> LinearAttentionOutput:  # fmt: skip
+    S, A = (None, None) if options.initial_state is None else options.initial_state
+    heads, final = v.shape[2], options.output_final_state
+    q, k_own = (x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    wide = torch.promote_types(k.dtype, torch.float32)
+    one = k_own.new_ones(1, 1, 1, 1, dtype=wide).expand(*v.shape[:3], 1)
+    seen = simple_gla(
+        one, one, alpha[..., None].to(wide) * k_own.to(wide) ** 2, h, scale=1.0,
+        initial_state=None if A is None else A[..., None, :], output_final_state=final, **options.scan,
+    )  # fmt: skip
+    r = torch.log(seen.o + EPS) - center.to(wide)[..., None]
+    written = k_own * torch.exp(-math.log(base) * r / (1 + r.abs()))
+    gates = g if g.dim() == 4 else g[..., None].expand(k_own.shape)
+    b = (beta[..., None] * written).to(k.dtype)
+    o, S = dplr_delta_rule(
+        q, b, v, -(gates.exp() * k_own).to(k.dtype), b, gates, scale=options.scale, initial_state=S,
+        output_final_state=final, **options.scan,
+    )  # fmt: skip
+    return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)
+
+
+@recurrence(
+    paper="the preconditioned gated delta rule of fla-core 0.6.0's ops/precond_gated_delta_rule",
+    equation="A ← e^h A + α k², S ← e^g (I − β k̂ kᵀ) S + β k̂ vᵀ, k̂ = k ⊙ f(A)",
+    arguments=dict(zip(
+        ("q", "k", "v", "g", "beta", "h", "alpha", "center"), (QUERY, KEY, VALUE, DECAY, RATE, *SHARED)
+    )),
+    token=token,
+    states=("HKV", "HK"),
+    flags=dict(base=1.5),
+)  # fmt: skip
+def preconditioned_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor,
+    base: float = 1.5, *, options: CommonOptions,
+) -> LinearAttentionOutput:  # fmt: skip
+    """The preconditioned gated delta rule: A ← e^h A + α k², S ← e^g (I − β k̂ kᵀ) S + β k̂ vᵀ.
+
+    ``k̂ = k ⊙ base^(−r / (1 + |r|))`` with ``r = log(A + 1e-6) − center``: channels that were written often write less.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``; keys of unit length keep the state bounded (use_qk_l2norm).
+        v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``.
+        h: log-decay of A ``[B, T, H]``, ≤ 0. alpha: ``[B, T, H]``, ≥ 0. center: ``[H]``. base: a number above 1.
+    """
+    return _preconditioned(q, k, v, g, beta, h, alpha, center, base, options)
+
+
+@recurrence(
+    paper="the preconditioned KDA of fla-core 0.6.0's ops/precond_kda",
+    equation="A ← e^h A + α k², S ← (I − β k̂ kᵀ) diag(e^g) S + β k̂ vᵀ, k̂ = k ⊙ f(A)",
+    arguments=dict(zip(
+        ("q", "k", "v", "g", "beta", "h", "alpha", "center"), (QUERY, KEY, VALUE, CHANNEL_DECAY, RATE, *SHARED)
+    )),
+    token=token,
+    states=("HKV", "HK"),
+    flags=dict(base=1.5),
+)  # fmt: skip
+def preconditioned_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor,
+    base: float = 1.5, *, options: CommonOptions,
+) -> LinearAttentionOutput:  # fmt: skip
+    """Preconditioned KDA: `preconditioned_gated_delta_rule` with a log-decay of each key channel ``g [B, T, H, K]``."""
+    return _preconditioned(q, k, v, g, beta, h, alpha, center, base, options)

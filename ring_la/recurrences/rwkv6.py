@@ -1,0 +1,72 @@
+"""RWKV-6: tokens read the state before their own write, and their own write with a bonus of its own.
+
+A token that reads before it writes is the next token's state: keys, values and decays are shifted by one token (one row
+from the neighbour), so that gated linear attention over them holds S_{t−1} when token t reads. What a document's last
+token writes is added to the final state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..conv import token_shift
+from ..outputs import LinearAttentionOutput
+from ..reference.by_token import outer, read
+from .arguments import CHANNEL_DECAY, KEY, QUERY, VALUE, Argument
+from .definition import CommonOptions
+from .gla import gla
+from .recurrence import recurrence
+
+
+def token(S, r, k, v, w, u):
+    """One token of RWKV-6."""
+    o = read(S, r) + (r * u * k).sum(-1, keepdim=True) * v
+    return w.exp()[..., None] * S + outer(k, v), o
+
+
+@recurrence(
+    paper="Peng et al. 2024, arXiv 2404.05892, eq. 19",
+    equation="o = (S + diag(u) k vᵀ)ᵀ r, then S ← diag(e^w) S + k vᵀ",
+    arguments=dict(r=QUERY, k=KEY, v=VALUE, w=CHANNEL_DECAY, u=Argument("HK")),
+    token=token,
+)
+def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, options: CommonOptions) -> LinearAttentionOutput:
+    """RWKV-6 (Finch): o = scale · (S + diag(u) k vᵀ)ᵀ r, then S ← diag(e^w) S + k vᵀ.
+
+    The paper has no scale: pass ``scale=1.0`` for its form.
+
+    Args:
+        r, k: ``[B, T, Hk, K]``, receptance and key. v: ``[B, T, H, V]`` with H a multiple of Hk.
+        w: log-decay of each key channel ``[B, T, H, K]``, ≤ 0. u: bonus of the token itself ``[H, K]``.
+    """
+    heads = v.shape[2]
+    wide = [x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (r, k)]
+    rows, sizes = _joined(k, v, w)
+    before = token_shift(rows, output_final_state=options.output_final_state, **options.inner)
+    k_before, v_before, w_before = _parted(before.o, sizes, (k, v, w))
+    o, S = gla(
+        r, k_before, v_before, w_before, scale=options.scale, initial_state=options.initial_state,
+        output_final_state=options.output_final_state, **options.scan,
+    )  # fmt: skip
+    own = (wide[0] * wide[1] * u.to(k.dtype)).sum(-1, keepdim=True)
+    o = o + (options.scale * own * v).to(o.dtype)
+    if S is None:
+        return LinearAttentionOutput(o, None)
+    last_k, last_v, last_w = (x[:, 0].to(S.dtype) for x in _parted(before.final_state[:, None], sizes, (k, v, w)))
+    last_k = last_k.repeat_interleave(heads // last_k.shape[1], 1)
+    return LinearAttentionOutput(o, last_w.exp()[..., None] * S + last_k[..., None] * last_v[..., None, :])
+
+
+def _joined(*tensors: Tensor) -> tuple[Tensor, list[int]]:
+    """Tokens' tensors as rows of one, so that one message carries them."""
+    flat = [x.flatten(2) for x in tensors]
+    dtype = flat[0].dtype
+    for x in flat:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return torch.cat([x.to(dtype) for x in flat], -1), [x.shape[-1] for x in flat]
+
+
+def _parted(rows: Tensor, sizes: list[int], like: tuple[Tensor, ...]) -> list[Tensor]:
+    """The reverse of `_joined`."""
+    return [x.unflatten(-1, y.shape[2:]).to(y.dtype) for x, y in zip(rows.split(sizes, -1), like)]

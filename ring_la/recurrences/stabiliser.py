@@ -1,0 +1,128 @@
+"""The running maximum that keeps exponential input gates in range: m_t = max(f_t + m_{t−1}, i_t), across ranks.
+
+It is a gauge: states are kept as ``S e^{−m}``, and no output depends on it, so it carries no gradient. On a split
+sequence each segment's map of m is ``m ↦ max(m + a, b)``; all ranks gather all maps, two numbers a head, and fold them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import Replicated
+from ..context import ShardedLayout
+from ..errors import UnsupportedError
+from ..linear import CommonOptions, Seams
+
+
+class Stabiliser(NamedTuple):
+    """m before and after each token ``[B, T, H]``, and after each document ``[N, H]``."""
+
+    before: Tensor
+    after: Tensor
+    final: Tensor
+
+
+def stabiliser(i: Tensor, f: Tensor, initial: Tensor | None, options: CommonOptions) -> Stabiliser:
+    """m of input gates i and forget gates f ``[B, T, H]``, natural logarithms; `initial` ``[N, H]``, None: zero.
+
+    Raises:
+        UnsupportedError: a deterministic layout: sums of f depend on the split.
+    """
+    layout = options.layout
+    if layout is not None and layout.cp.deterministic:
+        raise UnsupportedError("layout", "one without deterministic=True for mlstm", "a deterministic one")
+    N = layout.num_documents if layout is not None and layout.packed else i.shape[0]
+    cu = options.cu_seqlens
+    if cu is not None:
+        N = cu.numel() - 1
+    start = i.new_zeros(N, i.shape[2]) if initial is None else initial
+    with torch.no_grad():
+        pieces = _Pieces(i.double(), f.double(), layout.cu_pieces.to(i.device) if layout is not None else cu)
+        rows = (
+            start.double()[None]
+            if cu is not None or (layout is not None and layout.packed)
+            else start.double()[:, None]
+        )
+        entering = rows if layout is None else _entering(pieces, rows, layout)
+        before, after, ends = pieces.run(entering)
+    if layout is None:
+        final = ends[0] if cu is not None else ends[:, 0]
+        empty = None if cu is None else cu.diff() == 0
+    else:
+        final, empty = _final(ends, layout)
+        start = Replicated.apply(start, layout.cp.comm)
+    final = final.to(start.dtype)
+    return Stabiliser(before, after, final if empty is None else torch.where(empty[:, None], start, final))
+
+
+class _Pieces:
+    """Tokens in pieces: Σ f from each piece's start, and the largest ``i_s − Σ_{r≤s} f_r`` so far."""
+
+    def __init__(self, i: Tensor, f: Tensor, cu: Tensor | None) -> None:
+        B, T, H = i.shape
+        self.cu = cu = torch.tensor([0, T], device=i.device) if cu is None else cu
+        token = torch.arange(T, device=i.device)
+        self.piece = torch.searchsorted(cu[1:].contiguous(), token, right=True)
+        sums = torch.cat([f.new_zeros(B, 1, H), f.cumsum(1)], 1)
+        self.decay = sums[:, 1:] - sums.index_select(1, cu[:-1]).index_select(1, self.piece)
+        self.total = sums.index_select(1, cu[1:]) - sums.index_select(1, cu[:-1])  # [B, pieces, H]
+        gap = i - self.decay
+        if T == 0:
+            self.largest, self.last = gap, gap.new_full((B, cu.numel() - 1, H), -torch.inf)
+            return
+        step = (gap.amax() - gap.amin() + 1) * self.piece[:, None]  # one maximum, that no earlier piece can hold
+        self.largest = (gap + step).cummax(1).values - step
+        last = self.largest.index_select(1, (cu[1:] - 1).clamp(min=0)) + self.total
+        self.last = last.masked_fill((cu.diff() == 0)[:, None], -torch.inf)
+
+    def run(self, entering: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """m before and after each token, and after each piece, given that before each piece ``[B, pieces, H]``."""
+        own = entering.index_select(1, self.piece)
+        after = self.decay + torch.maximum(self.largest, own)
+        shifted = torch.cat([own[:, :1], after[:, :-1]], 1)
+        first = torch.isin(torch.arange(len(self.piece), device=own.device), self.cu)
+        before = torch.where(first[:, None], own, shifted)
+        return before, after, torch.maximum(entering + self.total, self.last)
+
+
+def _entering(pieces: _Pieces, rows: Tensor, layout: ShardedLayout) -> Tensor:
+    """m before each of this rank's pieces: its document's, or what the segments before leave."""
+    seams, H = Seams.of(layout), rows.shape[-1]
+    entering = rows.new_zeros(rows.shape[0], len(layout.pieces), H)
+    at, documents = seams.starts
+    entering.index_copy_(1, at, rows.index_select(1, documents))
+    count = max(map(len, (layout.local_segments(r) for r in range(layout.world_size))))
+    maps = rows.new_full((count, 2, rows.shape[0], H), -torch.inf)
+    for n, (s, (first, last)) in enumerate(zip(seams.links, seams.segments)):
+        own = layout.pieces[last].first
+        maps[n, 1] = (
+            torch.maximum(entering[:, last] + pieces.total[:, last], pieces.last[:, last])
+            if own
+            else pieces.last[:, last]
+        )
+        if seams.chain.passes[s]:
+            maps[n, 0] = pieces.total[:, first]
+    with layout.cp.comm.streams.in_order():
+        everyone = layout.cp.comm.all_gather(maps).wait()
+    seen, m = [0] * layout.world_size, rows.new_zeros(rows.shape[0], H)
+    for s, owner in enumerate(seams.chain.owners):
+        if owner == layout.rank and seams.chain.needs[s]:
+            entering[:, seams.segments[seams.links.index(s)][0]] = m
+        a, b = everyone[owner, seen[owner]]
+        seen[owner] += 1
+        m = torch.maximum(m + a, b)
+    return entering
+
+
+def _final(ends: Tensor, layout: ShardedLayout) -> tuple[Tensor, Tensor]:
+    """m after each document on every rank ``[N, H]``, and which documents have no token."""
+    seams = Seams.of(layout)
+    out = ends.new_zeros(ends.shape[0], layout.num_documents, ends.shape[2])
+    out.index_copy_(1, seams.ends[1], ends.index_select(1, seams.ends[0]))
+    out = layout.cp.comm.all_reduce(out).wait()
+    empty = torch.zeros(layout.num_documents, dtype=torch.bool, device=out.device)
+    empty[seams.empty] = True
+    return (out[0], empty) if layout.packed else (out[:, 0], empty.expand(out.shape[0]))

@@ -1,0 +1,99 @@
+"""Sums of tokens along each document, across ranks: what positions, angles and decays of softmax attention are.
+
+A rank sums its own pieces; of other ranks it needs one number a channel and segment, which all ranks gather and add up
+in the order of the sequence. Backward is the same from right to left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .autograd import first_derivative_only
+from .context import ShardedLayout
+from .errors import UnsupportedError
+from .scan import Chain
+
+
+def running_sum(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Σ of each document's tokens up to and with each one, of ``x [B, T, …]``, fp64.
+
+    Raises:
+        UnsupportedError: a deterministic layout: what is added first depends on the split.
+    """
+    if layout is not None and layout.cp.deterministic:
+        raise UnsupportedError("layout", "one without deterministic=True for sums of tokens", "a deterministic one")
+    flat = x.double().flatten(2)
+    cu = cu_seqlens if layout is None else layout.cu_pieces.to(x.device)
+    if cu is None:
+        return flat.cumsum(1).view(x.shape)
+    sums = torch.cat([flat.new_zeros(flat.shape[0], 1, flat.shape[2]), flat.cumsum(1)], 1)
+    token = torch.arange(x.shape[1], device=x.device)
+    piece = torch.searchsorted(cu[1:].contiguous(), token, right=True)
+    starts = sums.index_select(1, cu[:-1])
+    out = sums[:, 1:] - starts.index_select(1, piece)
+    if layout is not None and layout.world_size * len(layout.segments) > 1:
+        totals = sums.index_select(1, cu[1:]) - starts
+        out = out + _Entering.apply(layout, totals).index_select(1, piece)
+    return out.view(x.shape)
+
+
+class _Entering(torch.autograd.Function):
+    """What each of this rank's pieces starts from ``[B, pieces, D]``, given what the pieces add."""
+
+    @staticmethod
+    def forward(ctx, layout: ShardedLayout, totals: Tensor) -> Tensor:
+        ctx.layout, ctx.shape = layout, totals.shape
+        chain, ends = layout.kept("sums", lambda: (Chain.of(layout), _ends(layout)))
+        mine = [totals[:, last] for _, last in ends]
+        everyone = _gather(layout, mine, totals)
+        out, total = totals.new_zeros(totals.shape), totals.new_zeros(totals[:, :0].sum(1).shape)
+        for s, added in enumerate(everyone(chain)):
+            if chain.owners[s] == layout.rank and chain.needs[s]:
+                out[:, ends[_place(layout, s)][0]] = total
+            total = total + added if chain.passes[s] else added
+        return out
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, grad: Tensor):
+        layout = ctx.layout
+        chain, ends = layout.kept("sums", lambda: (Chain.of(layout), _ends(layout)))
+        everyone = _gather(layout, [grad[:, first] for first, _ in ends], grad)
+        out, total = grad.new_zeros(ctx.shape), grad.new_zeros(grad[:, :0].sum(1).shape)
+        for s, entering in reversed(list(enumerate(everyone(chain)))):
+            if chain.owners[s] == layout.rank:
+                out[:, ends[_place(layout, s)][1]] += total
+            total = (entering if chain.needs[s] else 0 * entering) + (total if chain.passes[s] else 0)
+        return None, out
+
+
+def _ends(layout: ShardedLayout) -> list[tuple[int, int]]:
+    """The first and last local piece of each segment this rank owns."""
+    where = [[i for i, p in enumerate(layout.pieces) if p.segment == s] for s in layout.local_segments()]
+    return [(w[0], w[-1]) for w in where]
+
+
+def _place(layout: ShardedLayout, segment: int) -> int:
+    return layout.local_segments().index(segment)
+
+
+def _gather(layout: ShardedLayout, mine: list[Tensor], like: Tensor) -> Callable[[Chain], list[Tensor]]:
+    """Rows ``[B, D]``, one a segment, of all ranks; in the order of the chain."""
+    count = max(len(layout.local_segments(r)) for r in range(layout.world_size))
+    rows = like.new_zeros(count, like.shape[0], like.shape[2])
+    for n, row in enumerate(mine):
+        rows[n] = row
+    with layout.cp.comm.streams.in_order():
+        everyone = layout.cp.comm.all_gather(rows).wait()
+
+    def in_order(chain: Chain) -> list[Tensor]:
+        seen, out = [0] * layout.world_size, []
+        for owner in chain.owners:
+            out.append(everyone[owner, seen[owner]])
+            seen[owner] += 1
+        return out
+
+    return in_order

@@ -1,0 +1,112 @@
+"""Forgetting attention: softmax attention whose scores fall by what each head forgets between key and query.
+
+    s_ij = scale · q_iᵀ k_j + c_i − c_j,       c = Σ g along the document
+
+The sums ride as further channels of q and k, so that every strategy and kernel of `attention` takes them along. In bf16
+and fp16 a sum is three channels, the parts of it that the dtype holds; scores add them up in fp32. The gradient of g is
+a sum along the document of gradients in the dtype of k: in bf16 it is the less exact the longer what it sums.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..checks import FLOATS, check_scale
+from ..context import ShardedLayout
+from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
+from ..outputs import AttentionOutput
+from ..running_sum import running_sum
+from .attention import attention
+
+PARTS = {torch.float16: 3, torch.bfloat16: 3, torch.float32: 2, torch.float64: 1}
+"""Channels that hold a sum of fp64 (of fp16, within 65504)."""
+WIDTH = 8
+"""Heads are widened to a multiple of this: kernels want it."""
+
+
+def forgetting_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = -1,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> AttentionOutput:
+    """Forgetting attention (FoX; Lin et al. 2025, arXiv 2503.02130, eq. 4): causal softmax attention with a decay.
+
+        s_ij = scale · q_iᵀ k_j + Σ_{j < t ≤ i} g_t
+
+    Args:
+        q: ``[B, T, H, K]``. k: ``[B, T, Hk, K]``. v: ``[B, T, Hk, V]``, H a multiple of Hk (keys and values are then
+            repeated for the heads they serve).
+        g: log forget gate ``[B, T, H]``, ≤ 0, of any float dtype; give it in fp32.
+        scale: multiplies ``qᵀk``; None: K**-0.5.
+        window: earlier tokens a token sees; −1: all.
+        layout: how the sequence is split over ranks, in runs of tokens; T is then this rank's length. Collective.
+        cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
+        backend: as in `attention`.
+
+    Returns:
+        AttentionOutput(o ``[B, T, H, V]`` in q's dtype, lse ``[B, H, T]``).
+
+    Raises:
+        ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
+    """
+    error = None
+    try:
+        _check(q, k, v, g, scale, layout)
+    except RingLAError as e:
+        error = e
+    if isinstance(layout, ShardedLayout):
+        signature = None if error else (("g", Facts.of(g, 1)), ("q", Facts.of(q, 1)), ("k", Facts.of(k, 1)))
+        layout.agree("forgetting_attention", signature, error)
+    elif error is not None:
+        raise error
+    if backend == "reference":
+        out = reference.forgetting_attention(
+            q, k, v, g, scale=scale, window=window, layout=layout, cu_seqlens=cu_seqlens
+        )
+        return AttentionOutput(out.o.to(q.dtype), out.lse.to(torch.promote_types(q.dtype, torch.float32)))
+    H, K = q.shape[2:]
+    scale = K**-0.5 if scale is None else float(scale)
+    near = 2.0 ** round(math.log2(abs(scale))) if scale else 1.0  # sums are divided by it without an error
+    parts = _parts(running_sum(g, layout, cu_seqlens), q.dtype)
+    ones = torch.ones_like(parts) / near
+    rest = q.new_zeros(*q.shape[:3], -(K + 2 * parts.shape[-1]) % WIDTH if q.dtype.itemsize < 8 else 0)
+    k, v = (x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
+    wide_q = torch.cat([q if near == scale else q * (scale / near), parts.detach() / near, ones, rest], -1)
+    wide_k = torch.cat([k, torch.ones_like(parts), -parts, rest], -1)
+    return attention(
+        wide_q, wide_k, v, scale=near, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend
+    )
+
+
+def _parts(c: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums ``[B, T, H]`` as channels that add up to them. The first one has their gradient."""
+    channels = [c.to(dtype)]
+    for _ in range(1, PARTS[dtype]):
+        left = c.detach() - sum(p.detach().double() for p in channels)
+        channels.append(left.to(dtype))
+    return torch.stack(channels, -1)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: object, layout: object) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in FLOATS:
+            raise ArgumentError(name, "a float tensor [B, T, H, D]", describe_tensor(x))
+    if not isinstance(g, Tensor) or g.dtype not in FLOATS or g.shape != q.shape[:3]:
+        raise ArgumentError("g", f"a float tensor {list(q.shape[:3])}", describe_tensor(g))
+    if k.shape[:2] != q.shape[:2] or q.shape[2] % k.shape[2]:
+        raise ArgumentError("k", f"[B, T, Hk, K] beside q of shape {list(q.shape)}", list(k.shape))
+    check_scale(scale)
+    if isinstance(layout, ShardedLayout):
+        layout.require_runs("forgetting attention")
+        layout.require_local("q", q.shape[1])
