@@ -16,6 +16,7 @@ LEVELS = [
     {"errors", "outputs", "choices"},
     {"algebra", "autograd"},
     {"layout", "reference"},
+    {"testing"},
     {"kernels"},
     {"comm"},
     {"scan", "grouped_gemm"},
