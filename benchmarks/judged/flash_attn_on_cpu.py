@@ -1,5 +1,5 @@
 """A stand-in for flash_attn's interface where there is no GPU: the same functions in plain PyTorch, so that code
-written around them runs on a CPU. What is judged then is that code: its exchange, masks and merging, not FlashAttention."""
+written around them runs on a CPU. What is judged then is that code: its exchange, masks and merging, not the kernels."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def rows(case: Case, piece: Piece) -> slice:
 def run_chain(case: Case, numbers: Numbers, edits: Edits = Edits()) -> Whole:
     """The output, final states and gradients of a case, with these mistakes."""
     operation, split, P = find(case.operation), case.split, case.size
-    tokens = {n: x.double().requires_grad_() for n, x in numbers.inputs.items() if n not in operation.shared}
-    shared = [{n: numbers.inputs[n].double().requires_grad_() for n in operation.shared} for _ in range(P)]
+    tokens = {n: x.double().clone().requires_grad_() for n, x in numbers.inputs.items() if n not in operation.shared}
+    shared = [{n: numbers.inputs[n].double().clone().requires_grad_() for n in operation.shared} for _ in range(P)]
     empty = numbers.do.new_zeros(case.documents, *operation.state(case.shapes))  # type: ignore[misc]
     given = empty if numbers.initial_state is None else numbers.initial_state.double()
     initial = [given.clone().requires_grad_() for _ in range(P)]

@@ -83,7 +83,7 @@ def visible(case: Case, apart: Tensor) -> Tensor:
 
 def run_dense(case: Case, numbers: Numbers, looks: Looks = Looks()) -> Whole:
     """The output and gradients of a case, with these mistakes."""
-    x = {n: t.double().requires_grad_() for n, t in numbers.inputs.items()}
+    x = {n: t.double().clone().requires_grad_() for n, t in numbers.inputs.items()}
     pairs = sight(case)
     seen = pairs.seen if looks.seen is None else looks.seen(case, pairs)
     H, Hk = case.shapes.H, case.shapes.Hk
