@@ -86,17 +86,21 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--only", nargs="+", help="names of cases")
     options = parser.parse_args()
     device, results = "cuda" if options.cuda else "cpu", {}
     chosen = options.names or [n for n, p in PEERS.items() if device in p.devices]
     for name in chosen:
         start, peer = time.time(), PEERS[name]
+        show = lambda finding, start=start: print(f"{time.time() - start:5.0f} s {finding}", flush=True)  # noqa: E731
         try:
             found = version(peer.package)
         except PackageNotFoundError:
             print(f"{name}: {peer.package} is not installed", flush=True)
             continue
-        report = judge(peer.subject, sizes=options.sizes, device=device, timeout=options.timeout)
+        report = judge(
+            peer.subject, sizes=options.sizes, device=device, timeout=options.timeout, only=options.only, show=show
+        )
         print(f"\n== {name}, {peer.package} {found}, {time.time() - start:.0f} s\n{report}", flush=True)
         results[name] = as_data(peer, found, report)
         if options.json:

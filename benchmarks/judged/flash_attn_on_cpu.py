@@ -1,5 +1,5 @@
 """A stand-in for flash_attn's interface where there is no GPU: the same functions in plain PyTorch, so that code
-written around them runs on a CPU. What is judged then is that code: its exchange, masks and merging, not the kernels."""
+written around them runs on a CPU. What is judged then is that code: exchange, masks and merging, not the kernels."""
 
 from __future__ import annotations
 
@@ -96,4 +96,7 @@ def install() -> None:
     package.__spec__ = ModuleSpec("flash_attn", None)
     package.__version__, package.flash_attn_interface = "2.8.3", interface  # type: ignore[attr-defined]
     package.flash_attn_func = package.flash_attn_varlen_func = None  # type: ignore[attr-defined]
+    adapters = types.ModuleType("ring_flash_attn.adapters")  # imports what Transformers 5 has no more
+    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None  # type: ignore[attr-defined]
+    sys.modules["ring_flash_attn.adapters"] = adapters
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}

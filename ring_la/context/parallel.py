@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..algebra import Affine
 from ..autograd import outside_graphs
 from ..choices import AttentionChoice, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
-from ..comm import Group, Route
+from ..comm import Entry, Group, Route
 from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..layout import Layout
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
@@ -153,7 +153,7 @@ class ShardedLayout(OfThisProcess, Layout):
         multiple_of: int | None = None,
     ) -> None:
         self.cp = cp
-        self._seen: set[object] = set()
+        self._seen: dict[object, Entry] = {}
         if multiple_of is None:
             multiple_of = CANONICAL_CHUNK if cp.deterministic else 1
         error: ArgumentError | None = None
@@ -197,18 +197,26 @@ class ShardedLayout(OfThisProcess, Layout):
 
         With validate="first" a signature already seen on this layout is not compared again.
         """
-        known = error is None and (call, signature) in self._seen
-        if self.cp.validate == "always" or (self.cp.validate == "first" and not known):
-            report = f"refused: {error}" if error else {"call": call} | dict(signature)
-            try:
-                self.cp.comm.agreement.agree(f"the arguments of {call}", report)
-            except PeerError:
-                if error is not None:  # the others skipped a comparison they had made before: this rank's own error
-                    raise error from None
-                raise
-            self._seen.add((call, signature))
+        if self.cp.validate != "never" and self.cp.size > 1:
+            agreement, what, key = self.cp.comm.agreement, f"the arguments of {call}", (call, signature)
+            known = self._seen.get(key) if error is None else None
+            if known is not None and self.cp.validate == "first":
+                agreement.again(known)
+                return
+            report = {"call": call} | dict(signature or ()) | {"layout": describe(self)}
+            self._seen[key] = self._compare(what, f"refused: {error}" if error else report, error)
         if error is not None:
             raise error
+
+    def _compare(self, what: str, report: object, error: Exception | None) -> Entry:
+        """Compare a call now. Where the others skip it, having made such a call before, this rank's own error goes
+        first."""
+        try:
+            return self.cp.comm.agreement.agree(what, report)
+        except PeerError:
+            if error is not None:
+                raise error from None
+            raise
 
     # -- moving tokens -------------------------------------------------------------------------------------
 

@@ -170,6 +170,9 @@ def _by_number(c: _Compare, w: Wrong) -> str:
     shared = _of_shared(c, w, what)
     if shared:
         return shared
+    for dtype in (torch.bfloat16, torch.float16):
+        if c.subject.dtype.itemsize > 2 and torch.equal(got, got.to(dtype).double()):
+            return f"{what} is rounded to {dtype}"
     factor = float((got * want).sum() / want.pow(2).sum())
     close = math.isfinite(factor) and c.near(w, factor * want)
     return f"{what} is {_factor(factor, c.case.size)}" if close else _where(c, w, got, want)
@@ -199,13 +202,13 @@ def _factor(factor: float, size: int) -> str:
 
 
 def _where(c: _Compare, w: Wrong, got: Tensor, want: Tensor) -> str:
-    """The first token and the heads that are wrong."""
+    """The tokens and the heads that are wrong."""
     what = in_words(w.name)
     if got.dim() < 3 or got.shape[1] != len(c.split.tokens[w.rank]) or w.name == "final_state":
         return f"{what} is wrong, and no named mistake accounts for it"
+    if w.error < 2**-6:
+        return f"{what} is less precise than {c.subject.bound:.0e}: {w.error:.0e}"
     off = (got - want).abs() > 10 * c.subject.bound * max(c.scales[w.name], 1e-300)
-    if not bool(off.any()):
-        return f"{what} is less precise than it may be"
     rows = off.transpose(0, 1).flatten(1).any(1)
     tokens = c.split.tokens[w.rank][rows]
     heads = off.movedim(2, 0).flatten(1).any(1).nonzero().flatten().tolist() if got.dim() > 3 else []

@@ -94,6 +94,7 @@ def judge(
     seed: int = 0,
     only: Sequence[str] | None = None,
     ranks: Ranks | None = None,
+    show: Callable[[Finding], None] = lambda finding: None,
 ) -> Report:
     """Run a subject on all its cases, forward and backward, beside fp64 loops, and say what is wrong.
 
@@ -104,6 +105,7 @@ def judge(
         seed: of all numbers. only: names of cases to run; None: all.
         ranks: what runs the ranks; None: processes of their own, spawned: a script needs the guard
             ``if __name__ == "__main__":``.
+        show: is given each finding as it comes.
 
     Raises:
         ArgumentError: a bad argument. PeerError: the ranks could not be started.
@@ -115,6 +117,7 @@ def judge(
         with _running(ranks, size, device, timeout) as running:
             for finding in _judged(subject, chosen, running, known):
                 findings.append(finding)
+                show(finding)
     return Report(subject, tuple(findings))
 
 
