@@ -51,19 +51,11 @@ def _of_masks(case: Case) -> Named:
         yield "queries do not see their own token", _mask(lambda c, p: p.seen & (p.apart != 0))
     if tuple(options.get("window", (-1, -1))) != (-1, -1):
         causal = lambda p: (p.apart >= 0) if options.get("causal", True) else p.seen | True  # noqa: E731
+        far = lambda c, p: p.seen | (same(p) & causal(p) & ~_own(p))  # noqa: E731
+        places = lambda c, p: same(p) & causal(p) & visible(c, p.local - p.key_local)  # noqa: E731
         yield "the window is ignored", _mask(lambda c, p: same(p) & causal(p))
-        yield (
-            "the window is ignored for keys of other ranks",
-            _mask(lambda c, p: p.seen | same(p) & causal(p) & ~_own(p)),
-        )
-        yield (
-            "the window counts by places on each rank",
-            _mask(
-                lambda c, p: (
-                    same(p) & (visible(c, p.local - p.key_local) & _own(p) | causal(p) & ~_own(p) & (p.mine > p.theirs))
-                )
-            ),
-        )
+        yield "the window is ignored for keys of other ranks", _mask(far)
+        yield "the window counts by places on each rank", _mask(places)
         yield "the window is a token too narrow", _mask(lambda c, p: p.seen & visible(c, p.apart + 1))
 
 
