@@ -26,7 +26,7 @@ from .members import JobStore, Members
 LINES = 1024
 """Calls that a rank may be ahead of another before theirs can no longer be compared."""
 HEAD = 8
-"""Numbers before a rank's lines: calls so far, whether it has sent what the others do not expect, and room."""
+"""Numbers before a rank's lines: its calls so far, the rank plus 1 that has sent what nobody expects, and room."""
 GRACE = 2.0
 """Seconds in which a rank that is alive says which other call it is in, at most."""
 
@@ -97,10 +97,9 @@ class CallLog:
         log[mine + HEAD + n % LINES] = entry.digest
         self._count = log[mine] = n + 1
         self._compare()
-        spoilt = [r for r in range(self._members.size) if log[self._first[r] + 1]]
-        if spoilt:
-            names = self._members.names(spoilt)
-            raise PeerError(f"this group is of no more use: {names} had sent messages when its ranks disagreed")
+        if log[mine + 1]:
+            name = self._members.names([log[mine + 1] - 1])
+            raise PeerError(f"this group is of no more use: {name} had sent messages when its ranks disagreed")
 
     def meet(self, sent: bool = False) -> None:
         """Wait until every rank has come to this rank's call; returns at once if they have. `sent`: messages of the
@@ -134,16 +133,25 @@ class CallLog:
         """Compare this rank's lines with the others', from where they were compared last."""
         log, mine, n = self._all, self._mine, self._count
         for r in self._others:
-            first = self._first[r]
+            first, i = self._first[r], self._compared[r]
             theirs = log[first]
-            i = max(self._compared[r], max(n, theirs) - LINES)
+            if theirs <= i or n <= i:
+                continue
+            if n - i > LINES or theirs - i > LINES:
+                i = max(n, theirs) - LINES
             while i < n and i < theirs:
                 if log[first + HEAD + i % LINES] != log[mine + HEAD + i % LINES]:
                     self._compared = [max(c, i + 1) for c in self._compared]
-                    log[mine + 1] = sent or i < n - 1
+                    if sent or i < n - 1:
+                        self._spoil()
                     self._refuse(i)
                 i += 1
-            self._compared[r] = max(i, self._compared[r])
+            self._compared[r] = i
+
+    def _spoil(self) -> None:
+        """Tell every rank that messages of this rank are under way which nobody expects."""
+        for first in self._first:
+            self._all[first + 1] = self._members.rank + 1
 
     def _refuse(self, i: int) -> None:
         """Raise, on every rank that comes here, what each of them called."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ..context import ContextParallel
 from ..errors import ArgumentError, UnsupportedError
 from ..models import HybridConfig, HybridLM
-from ..training.checkpoint import METADATA
+from ..training.stored import METADATA
+from ..training.stored import load as load_stored
 from .model import Hybrid, Pretrained, Served
 from .text import Bytes, NoText, Subwords, Text
 
@@ -123,7 +123,7 @@ def _of_run(path: Path, about: dict[str, Any]) -> tuple[HybridConfig, dict[str, 
         raise ArgumentError("model", "a run with a complete checkpoint", str(path))
     config = HybridConfig(**about["hybrid"])
     weights = HybridLM(config).state_dict()
-    dcp.load({"model": weights}, checkpoint_id=steps[-1], no_dist=True)
+    load_stored({"model": weights}, steps[-1], no_dist=True)
     return config, weights
 
 
