@@ -33,7 +33,8 @@ def ring_flash_attn(call: Call) -> Tensor:
         prepared = peer.llama3_flash_attn_prepare_cu_seqlens(cu, causal, call.rank, call.size)
         cu_q, cu_k, longest_q, longest_k, own = prepared
         return peer.llama3_flash_attn_varlen_func(
-            q[0], k[0], v[0], cu_q, cu_k, longest_q, longest_k, heads_k_stride=1, local_k_slice=own, causal=causal, window_size=_window(call),
+            q[0], k[0], v[0], cu_q, cu_k, longest_q, longest_k, heads_k_stride=1, local_k_slice=own, causal=causal,
+            window_size=_window(call),
             group=call.group,
         )[None]  # fmt: skip
     names = {"contiguous": "ring", "zigzag": "zigzag_ring", "striped": "stripe"}

@@ -42,8 +42,9 @@ class ContextParallel(OfThisProcess):
             the GPUs of one host, mapped by all: one small kernel a message; a ring of softmax attention copies keys and
             values from their owner's memory), or "auto": "torch", but for that ring and a ring of states where GPUs
             reach each other's memory.
-        deterministic: forward results of the recurrences do not depend on the number of ranks, bit for bit:
-            segment borders fall on multiples of 64 tokens and states are folded in one canonical order.
+        deterministic: results of the recurrences and gradients of their tokens do not depend on the number of
+            ranks, bit for bit, nor do forward results of softmax attention: segment borders fall on multiples of 64
+            tokens, and states are folded in one canonical order, both ways.
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the
             process group's own timeout governs.
         validate: "first" waits for a comparison of shapes, dtypes, flags and layouts among ranks the first time a
