@@ -30,16 +30,18 @@ def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_l
                         softcap=0.0, alibi_slopes=None, return_softmax=False):  # fmt: skip
     if dropout_p or softcap or alibi_slopes is not None:
         raise NotImplementedError("the stand-in knows no dropout, softcap or slopes")
+    dtype, (q, k, v) = q.dtype, (x.float() for x in (q, k, v))  # FlashAttention adds up in fp32
     scores = _scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
-    return torch.einsum("bhij,bjhd->bihd", weights, _wide(v, q)), lse, None, None
+    return torch.einsum("bhij,bjhd->bihd", weights, _wide(v, q)).to(dtype), lse, None, None
 
 
 def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
                          window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
                          deterministic=False, rng_state=None):  # fmt: skip
     """With the lse and output that are given, as FlashAttention does: those of all keys, where a ring gives them."""
+    dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
     scores = _scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
     lse = softmax_lse.masked_fill(softmax_lse.isneginf(), 0.0)
     weights = (scores - lse[..., None]).exp()

@@ -137,7 +137,7 @@ def test_a_refusal_of_all_ranks_is_no_fault_and_one_of_a_single_rank_is(ranks):
     assert "rank 1 alone" in alone.words[1]
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_ranks_that_hang_or_die_are_told_apart():
     """In the kit's own processes."""
     hangs, dies = failing("hangs"), failing("dies")
