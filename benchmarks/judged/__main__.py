@@ -29,7 +29,7 @@ class Peer(NamedTuple):
 BOTH, GPU, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)
 CAUSAL, WINDOW = {"causal": True}, {"causal": True, "window": (7, 0)}
 ROPES = dict(operation="attention", dtype=torch.float32, key_dim=8, value_dim=8, tokens=48, tolerance=1e-5)
-FLASH = {**ROPES, "dtype": torch.bfloat16, "tolerance": 4e-2}  # FlashAttention takes no fp32
+FLASH = {**ROPES, "dtype": torch.bfloat16, "tolerance": 6e-2}  # FlashAttention takes no fp32
 ON_GPU = dict(operation="attention", dtype=torch.bfloat16, key_dim=64, value_dim=64, tokens=512)
 LINEAR = dict(states=False, key_dim=64, value_dim=64, tokens=512, dtype=torch.bfloat16)
 ALL = ("contiguous", "zigzag", "striped")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ring_la.testing import Call
+from ring_la.testing import Call, Refused
 
 
 def _context(call: Call, taps: int | None = None):
@@ -17,7 +17,7 @@ def _context(call: Call, taps: int | None = None):
 
 def _one_row(call: Call) -> None:
     if next(iter(call.tensors.values())).shape[0] > 1:
-        raise NotImplementedError("FLA's context parallelism takes one row")
+        raise Refused("FLA's context parallelism takes one row")
 
 
 def gated_delta_rule(call: Call) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ring_la.testing import Call
+from ring_la.testing import Call, Refused
 
 from .flash_attn_on_cpu import install
 
@@ -16,7 +16,7 @@ def _three(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 def _unpacked(call: Call) -> None:
     if call.cu_seqlens is not None:
-        raise NotImplementedError("this function takes no packed documents")
+        raise Refused("this function takes no packed documents")
 
 
 def ring_flash_attn(call: Call) -> Tensor:
@@ -28,7 +28,7 @@ def ring_flash_attn(call: Call) -> Tensor:
     causal = call.options.get("causal", True)
     if call.cu_seqlens is not None:
         if call.kind != "contiguous":
-            raise NotImplementedError("packed documents are contiguous there")
+            raise Refused("packed documents are contiguous there")
         cu = torch.tensor(call.cu_seqlens, dtype=torch.int32, device=q.device)
         prepared = peer.llama3_flash_attn_prepare_cu_seqlens(cu, causal, call.rank, call.size)
         cu_q, cu_k, longest_q, longest_k, own = prepared
@@ -79,7 +79,7 @@ def _varlen(call: Call, module: str) -> Tensor:
     cu = (0, call.seq_len) if call.cu_seqlens is None else call.cu_seqlens
     lengths = [b - a for a, b in zip(cu, cu[1:])]
     if any(n % (call.size * (2 if zigzag else 1)) for n in lengths) or q.shape[0] > 1:
-        raise NotImplementedError("lengths of documents that the ranks do not divide")
+        raise Refused("lengths of documents that the ranks do not divide")
     local = torch.tensor([c // call.size for c in cu], dtype=torch.int32, device=q.device)
     function = getattr(peer, f"{'zigzag_' if zigzag else ''}ring_flash_attn_varlen_func")
     return function(

@@ -206,7 +206,7 @@ def _where(c: _Compare, w: Wrong, got: Tensor, want: Tensor) -> str:
     what = in_words(w.name)
     if got.dim() < 3 or got.shape[1] != len(c.split.tokens[w.rank]) or w.name == "final_state":
         return f"{what} is wrong, and no named mistake accounts for it"
-    if w.error < 2**-6:
+    if w.error < max(2**-6, 4 * c.subject.bound):
         return f"{what} is less precise than {c.subject.bound:.0e}: {w.error:.0e}"
     off = (got - want).abs()
     off = off > 0.1 * off.max()

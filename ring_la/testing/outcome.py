@@ -69,9 +69,9 @@ def distance(got: Tensor | None, want: Tensor, heads: int | None, scale: float) 
         return math.inf
     if heads is None or want.dim() <= heads:
         got, want, heads = got[None], want[None], 0
-    off = (got - want).movedim(heads, 0).flatten(1).norm(dim=1)
-    size = want.movedim(heads, 0).flatten(1).norm(dim=1)
-    least = FLOOR * scale * math.sqrt(want.numel() / want.shape[heads])
+    n = want.shape[heads]
+    off, size = ((x.movedim(heads, 0).reshape(n, -1)).norm(dim=1) for x in (got - want, want))
+    least = FLOOR * scale * math.sqrt(want.numel() / n)
     return float((off / size.clamp(min=max(least, 1e-300))).max())
 
 

@@ -66,7 +66,7 @@ class Processes:
         for pipe in self._pipes:
             pipe.send((task, args))
         answers = self._collect(self.timeout)
-        if len({a.error for a in answers}) > 1 or any(a.silent for a in answers):
+        if any((a.error and not a.refused) or a.silent for a in answers):
             self.stop()  # messages of some ranks may be under way
         return answers
 

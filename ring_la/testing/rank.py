@@ -14,7 +14,7 @@ from torch import Tensor
 from .cases import Case, Numbers, numbers
 from .operations import find
 from .outcome import Tensors
-from .subject import Call, Subject
+from .subject import Call, Refused, Subject
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Answer:
     Attributes:
         saved: the tensors by name, fp64, as `torch.save` writes them; None: it failed.
         error: the last line of what it raised. trace: all of it.
+        refused: whether the subject says that it is not meant for the case, before anything was sent.
         silent: whether no answer came in time, or the process died; the trace then says where it stands.
     """
 
     saved: bytes | None = None
     error: str = ""
     trace: str = ""
+    refused: bool = False
     silent: bool = False
 
     @property
@@ -50,6 +52,8 @@ def answer(rank: int, group: dist.ProcessGroup, device: torch.device, subject: S
         with torch.enable_grad():
             o, final = _fields(subject.run(call))
             tensors = _tensors(case, drawn, rank, o, final, leaves)
+    except Refused as error:
+        return Answer(error=f"refused: {error}", refused=True)
     except Exception as error:
         return Answer(error=f"{type(error).__name__}: {str(error).strip()}", trace=traceback.format_exc())
     file = io.BytesIO()

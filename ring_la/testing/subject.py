@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, RingLAError
 from .operations import OPERATIONS, find
 from .split import Order
 
@@ -43,6 +43,11 @@ class Call:
     cu_seqlens: tuple[int, ...] | None
     options: dict[str, Any]
     output_final_state: bool
+
+
+class Refused(RingLAError, NotImplementedError):
+    """Raised by a `Subject`'s function, on every rank and before anything is sent, for a case that it is not meant for.
+    Any other error costs a new start of the ranks, as messages may be under way."""
 
 
 Run = Callable[[Call], Any]
