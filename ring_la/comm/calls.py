@@ -8,7 +8,6 @@ comparison, and a call costs the host a few microseconds. No device takes part.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import mmap
 import os
@@ -22,6 +21,11 @@ from typing import NamedTuple
 
 from ..errors import DisagreementError, PeerError
 from .members import JobStore, Members
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 LINES = 1024
 """Calls that a rank may be ahead of another before theirs can no longer be compared."""
@@ -70,20 +74,24 @@ class CallLog:
     @classmethod
     def open(cls, members: Members, store: JobStore, tell: Callable[[str], list[str]]) -> CallLog | None:
         """The log of a group; None where its ranks are not on one host. Collective."""
-        if members.size == 1 or len(set(tell(socket.gethostname()))) > 1:
+        if members.size == 1 or fcntl is None or len(set(tell(socket.gethostname()))) > 1:
             return None
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         path = os.path.join(folder, f"ring_la-{store.name}-calls")
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        os.ftruncate(file, 8 * (HEAD + LINES) * members.size)
-        seen = os.fstat(file)
-        same = len(set(tell(f"{seen.st_dev} {seen.st_ino}"))) == 1  # hosts of one name may be several machines
-        with suppress(FileNotFoundError):
+        file, name = -1, "none"
+        with suppress(OSError):  # no room, or no permission: the job's store does it
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            size, seen = 8 * (HEAD + LINES) * members.size, os.fstat(file)
+            if os.pwrite(file, bytes(size), 0) == size:
+                name = f"{seen.st_dev} {seen.st_ino}"
+        names = tell(name)  # hosts of one name may be several machines
+        with suppress(OSError):
             os.unlink(path)  # all have it open; nothing is left behind, however the ranks end
-        if not same:
+        if "none" not in names and len(set(names)) == 1:
+            return cls(members, store, file)
+        if file >= 0:
             os.close(file)
-            return None
-        return cls(members, store, file)
+        return None
 
     def enter(self, entry: Entry) -> None:
         """This rank comes to a call.
