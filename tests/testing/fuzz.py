@@ -24,7 +24,7 @@ from ring_la.testing.operations import OPERATIONS, Shapes
 from ring_la.testing.rank import Answer, answer
 from tests.support.pool import Ranks, group
 
-SCANS = ("auto", "ring", "pipelined", "all_gather", "doubling", "all_to_all")
+SCANS = ("ring", "pipelined", "all_gather", "doubling", "all_to_all")
 ATTENTION = ("auto", "ring", "all_gather", "ulysses")
 MODES = ("auto", "chunk", "recurrent")
 
@@ -80,7 +80,8 @@ def context(P: int, scan: str, attention: str) -> ring_la.ContextParallel:
 
 def split(call: Call, operation: str, scan: str, attention: str, mode: str) -> object:
     """ring_la's own call."""
-    layout = context(call.size, scan, attention).layout(call.seq_len, call.kind, cu_seqlens=call.cu_seqlens)
+    cp = context(call.size, "ring", attention) if operation == "attention" else context(call.size, scan, "ring")
+    layout = cp.layout(call.seq_len, call.kind, cu_seqlens=call.cu_seqlens)
     more: dict = {"output_final_state": True} if call.output_final_state else {}
     if operation not in ("attention", "short_conv", "token_shift"):
         more["mode"] = mode
