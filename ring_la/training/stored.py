@@ -75,7 +75,7 @@ def contents(folder: Path) -> Metadata:
     """A checkpoint's table of contents.
 
     Raises:
-        ArgumentError: it is none, or holds something that is no part of one.
+        ArgumentError: it is none, is cut off, or holds something that is no part of one.
     """
     return _told(folder, _Reader(folder).read_metadata)
 
@@ -84,21 +84,24 @@ def load(state: dict[str, Any], folder: Path, **how: Any) -> None:
     """`torch.distributed.checkpoint.load` into `state`, with its keywords, of a folder that need not be trusted.
 
     Raises:
-        ArgumentError: it holds something that is no part of a checkpoint.
+        ArgumentError: it does not fit `state`, is not whole, or holds something that is no part of a checkpoint. A byte
+            that was changed in a tensor is not noticed.
     """
     contents(folder)  # some versions of torch say of a refusal only that there is no table
     _told(folder, lambda: dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(), **how))
 
 
 def _told(folder: Path, read: Any) -> Any:
-    """What `read` gives; a pickle that it refuses, named."""
+    """What `read` gives; why it gives nothing, in a line that names the folder."""
+    cause: BaseException
     try:
         return read()
-    except pickle.UnpicklingError as error:
-        cause = error
-    except dcp.CheckpointException as error:
-        cause = next((e for e, _ in error.failures.values() if isinstance(e, pickle.UnpicklingError)), None)
-        if cause is None:
-            raise
-    expected = "a checkpoint of tensors and plain values"
-    raise ArgumentError("folder", expected, f"{folder} ({str(cause).splitlines()[0]})") from cause
+    except (pickle.UnpicklingError, EOFError, FileNotFoundError) as error:
+        rank, cause = "", error
+    except dcp.CheckpointException as error:  # torch's, and no Exception
+        first = min(error.failures)
+        rank, cause = f"rank {first}: ", error.failures[first][0]
+    plain = isinstance(cause, pickle.UnpicklingError)
+    expected = "a checkpoint of tensors and plain values" if plain else "a whole checkpoint of this model"
+    why = f"{rank}{type(cause).__name__}: {(str(cause) or 'no message').splitlines()[0]}"
+    raise ArgumentError("folder", expected, f"{folder} ({why})") from cause

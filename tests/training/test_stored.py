@@ -56,6 +56,18 @@ def test_a_value_that_runs_code_is_refused(tmp_path, empty):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("file", ["*.distcp", stored.METADATA])
+@pytest.mark.parametrize("left", [0.5, None])
+def test_a_checkpoint_that_is_not_whole_is_refused_by_name(tmp_path, empty, file, left):
+    folder = saved(tmp_path / "c")
+    (found,) = folder.glob(file)
+    whole = found.read_bytes()
+    found.unlink() if left is None else found.write_bytes(whole[: int(len(whole) * left)])
+    with pytest.raises(ArgumentError, match=f"folder: expected a .*checkpoint.*{folder}"):
+        stored.load(empty, folder, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("content", ["an object", "a function of a module it knows"])
 def test_a_table_of_contents_that_runs_code_is_refused(tmp_path, empty, content):
     folder = saved(tmp_path / "c")
