@@ -55,14 +55,13 @@ class CallLog:
 
     Args:
         members: the ranks. store: where ranks that differ tell each other their calls.
-        file: shared by all ranks, and open; its lock on byte r is rank r's as long as that lives.
+        file: shared by all ranks, and open; the lock on its byte r is rank r's as long as that lives.
     """
 
     def __init__(self, members: Members, store: JobStore, file: int) -> None:
         self._members, self._store, self._file = members, store.of("calls"), file
         words = HEAD + LINES
         self._all = memoryview(mmap.mmap(file, 8 * words * members.size)).cast("Q")
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, members.rank)
         weakref.finalize(self, os.close, file)
         self._first = [r * words for r in range(members.size)]
         self._mine = self._first[members.rank]
@@ -83,6 +82,7 @@ class CallLog:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             size, seen = 8 * (HEAD + LINES) * members.size, os.fstat(file)
             if os.pwrite(file, bytes(size), 0) == size:
+                fcntl.lockf(file, fcntl.LOCK_EX, 1, members.rank)  # before any rank can ask whether this one lives
                 name = f"{seen.st_dev} {seen.st_ino}"
         names = tell(name)  # hosts of one name may be several machines
         with suppress(OSError):
