@@ -1,38 +1,63 @@
-"""What ranks must agree on before anything is sent, compared by the job's store and not by messages."""
+"""What ranks must agree on before anything is sent: compared by their log of calls where they are on one host, else by
+the job's store; not by messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from ..errors import DisagreementError
+from ..errors import DisagreementError, PeerError
+from .calls import CallLog, Entry, differences
 from .members import JobStore, Members
 from .watch import PeerWatch
 
 
 class Agreement:
-    """Compares values of all ranks; one for each group. Every rank calls the same in the same order."""
+    """Compares values of all ranks; one for each group. Every rank calls the same in the same order.
+
+    Attributes:
+        calls: the log of calls; None: the ranks are on several hosts.
+    """
 
     def __init__(self, members: Members, store: JobStore, watch: PeerWatch) -> None:
         self._members, self._store, self._watch = members, store.of("agree"), watch
         self._count = 0
+        self.calls = CallLog.open(members, store, self.tell)
 
-    def agree(self, what: str, value: object, hint: str = "") -> None:
+    def agree(self, what: str, value: object, hint: str = "") -> Entry:
         """Raise `DisagreementError` on every rank unless all ranks bring an equal `value`.
 
         Of mappings the error shows the entries that differ; where one is a refusal ("refused: …"), that alone. The
-        `hint` follows.
+        `hint` follows. Returns what `again` takes.
         """
+        text = as_text(value)
+        entry = Entry.of(what, text, hint)
         if self._members.size == 1:
-            return
-        told = "\n".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+            return entry
         try:
-            values = self.tell(told)
+            if self.calls is not None:
+                self.calls.enter(entry)
+                self.calls.meet()
+                return entry
+            values = self.tell(text)
+        except (DisagreementError, PeerError):
+            raise
         except RuntimeError as error:
             raise self._watch.error(f"agreeing on {what}", error) from error
         if any(v != values[0] for v in values):
-            lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(_differences(values)))
+            lines = "\n".join(f"  rank {r}: {v}" for r, v in enumerate(differences(values)))
             message = f"the ranks of this group disagree on {what}:\n{lines}"
             raise DisagreementError(f"{message}\n{hint}" if hint else message)
+        return entry
+
+    def again(self, entry: Entry) -> None:
+        """What the ranks have agreed on before, brought again: nobody waits. A rank that brings something else is found
+        out where the ranks are on one host, at the latest when one waits for the other; on several hosts it is not.
+
+        Raises:
+            DisagreementError: another rank brings, or has brought, something else.
+        """
+        if self.calls is not None:
+            self.calls.enter(entry)
 
     def tell(self, value: str) -> list[str]:
         """Every rank's value by the job's store: no message that a rank which skips the comparison could mistake.
@@ -48,10 +73,6 @@ class Agreement:
         return values
 
 
-def _differences(values: Sequence[str]) -> list[str]:
-    """Of each value the lines that not all have; where some are refusals, their reasons alone."""
-    if any(v.startswith("refused: ") for v in values):
-        return [v if v.startswith("refused: ") else "nothing refused" for v in values]
-    told = [v.splitlines() for v in values]
-    common = set(told[0]).intersection(*told)
-    return [", ".join(line for line in own if line not in common) for own in told]
+def as_text(value: object) -> str:
+    """A value as ranks compare it: a mapping's entries a line each."""
+    return "\n".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import DisagreementError, UnsupportedError
 from . import sharing
 from .agreement import Agreement
 from .members import JobStore, Members
@@ -161,8 +161,12 @@ class Group(Members):
         def finish() -> Any:
             start = time.perf_counter()
             try:
+                if posted and not self.on_cuda and self.agreement.calls is not None:
+                    self.agreement.calls.meet(sent=True)
                 for one in posted:
                     one.wait()
+            except DisagreementError:
+                raise
             except RuntimeError as error:
                 raise self.watch.error(what, error) from error
             self.wait_seconds += time.perf_counter() - start

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import inspect
-import pickle
+import json
 import socket
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,13 +45,13 @@ def share(members: Members, agreement: Agreement, own: Tensor) -> list[Tensor]:
         _, arguments = reduce_tensor(own)
     except RuntimeError as error:  # memory of an allocator that gives no handles
         failure = f"rank {members.rank} cannot share its memory: {str(error).splitlines()[0]}"
-    told = agreement.tell(base64.b64encode(pickle.dumps(arguments)).decode())
+    told = agreement.tell(written(arguments))
     mapped = []
     for rank, text in enumerate(told):
         if rank == members.rank:
             mapped.append(own)
             continue
-        theirs = dict(zip(names, pickle.loads(base64.b64decode(text))))
+        theirs = dict(zip(names, read(text, arguments)))
         if failure or not theirs:
             break
         theirs |= {"storage_device": members.device.index, "event_sync_required": False}
@@ -63,6 +64,30 @@ def share(members: Members, agreement: Agreement, own: Tensor) -> list[Tensor]:
     if failures:
         raise UnsupportedError("transport", "'auto' or 'torch' for this group", f"'symmetric': {failures[0]}")
     return mapped
+
+
+def written(handle: Sequence[Any]) -> str:
+    """The numbers and bytes of a handle as text. Whatever stands in the job's store is data: nothing is unpickled."""
+    plain = [x for x in handle if _is_plain(x)]
+    return json.dumps([{"bytes": base64.b64encode(x).decode()} if isinstance(x, bytes) else x for x in plain])
+
+
+def read(text: str, like: Sequence[Any]) -> list[Any]:
+    """The handle that `written` gave, with the classes and dtypes of this rank's own one; empty: there is none."""
+    values = iter(json.loads(text))
+    if not like or text == "[]":
+        return []
+    return [_value(next(values)) if _is_plain(x) else x for x in like]
+
+
+def _is_plain(x: object) -> bool:
+    return x is None or isinstance(x, (bool, int, bytes, list, tuple))
+
+
+def _value(x: Any) -> Any:
+    if isinstance(x, dict):
+        return base64.b64decode(x["bytes"])
+    return torch.Size(x) if isinstance(x, list) else x
 
 
 def unsupported(members: Members, agreement: Agreement) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..algebra import Affine
 from ..autograd import outside_graphs
 from ..choices import AttentionChoice, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
-from ..comm import Group, Route
+from ..comm import Entry, Group, Route
 from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..layout import Layout
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
@@ -44,12 +44,14 @@ class ContextParallel(OfThisProcess):
             the GPUs of one host, mapped by all: one small kernel a message; a ring of softmax attention copies keys and
             values from their owner's memory), or "auto": "torch", but for that ring and a ring of states where GPUs
             reach each other's memory.
-        deterministic: forward results of the recurrences do not depend on the number of ranks, bit for bit:
-            segment borders fall on multiples of 64 tokens and states are folded in one canonical order.
+        deterministic: results of the recurrences and gradients of their tokens do not depend on the number of
+            ranks, bit for bit, nor do forward results of softmax attention: segment borders fall on multiples of 64
+            tokens, and states are folded in one canonical order, both ways.
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the
             process group's own timeout governs.
-        validate: "first" compares shapes, dtypes and layouts among ranks the first time a layout sees them;
-            "always" does so in every call and also checks values (gates ≤ 0, no NaN), which synchronises;
+        validate: "first" waits for a comparison of shapes, dtypes, flags and layouts among ranks the first time a
+            layout sees them; ranks of one host that differ later get the same `DisagreementError`, without waiting;
+            "always" waits in every call and also checks values (gates ≤ 0, no NaN), which synchronises;
             "never" trusts the caller.
 
     Raises:
@@ -158,7 +160,7 @@ class ShardedLayout(OfThisProcess, Layout):
     ) -> None:
         self.cp = cp
         self.bindings = 0
-        self._seen: set[object] = set()
+        self._seen: dict[object, Entry] = {}
         if multiple_of is None:
             multiple_of = CANONICAL_CHUNK if cp.deterministic else 1
         error: ArgumentError | None = None
@@ -202,18 +204,26 @@ class ShardedLayout(OfThisProcess, Layout):
 
         With validate="first" a signature already seen on this layout is not compared again.
         """
-        known = error is None and (call, signature) in self._seen
-        if self.cp.validate == "always" or (self.cp.validate == "first" and not known):
-            report = f"refused: {error}" if error else {"call": call} | dict(signature or ())
-            try:
-                self.cp.comm.agreement.agree(f"the arguments of {call}", report)
-            except PeerError:
-                if error is not None:  # the others skipped a comparison they had made before: this rank's own error
-                    raise error from None
-                raise
-            self._seen.add((call, signature))
+        if self.cp.validate != "never" and self.cp.size > 1:
+            agreement, what, key = self.cp.comm.agreement, f"the arguments of {call}", (call, signature)
+            known = self._seen.get(key) if error is None else None
+            if known is not None and self.cp.validate == "first":
+                agreement.again(known)
+                return
+            report = {"call": call} | dict(signature or ()) | {"layout": describe(self)}
+            self._seen[key] = self._compare(what, f"refused: {error}" if error else report, error)
         if error is not None:
             raise error
+
+    def _compare(self, what: str, report: object, error: Exception | None) -> Entry:
+        """Compare a call now. Where the others skip it, having made such a call before, this rank's own error goes
+        first."""
+        try:
+            return self.cp.comm.agreement.agree(what, report)
+        except PeerError:
+            if error is not None:
+                raise error from None
+            raise
 
     # -- moving tokens -------------------------------------------------------------------------------------
 

@@ -139,11 +139,16 @@ def exchanged_back(
     kept: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, Adjoint[Any]]:
     """The gradients of the states leaving all pieces, and what went into the exchange."""
-    segments, kind = call.seams.segments, call.kind
+    segments, kind, chain = call.seams.segments, call.kind, call.seams.chain
     adjoint = local.adjoint(backward, dS_end)
     dS0 = adjoint.entering
     maps = [Affine(kind, transpose(kind, A), dS0[:, first]) for (first, _), A in zip(segments, transitions)]
-    pending = call.exchange_back([Link(m) for m in maps[::-1]], dS0[:, 0], kept)
+    links = [Link(m) for m in maps]
+    if call.layout.cp.deterministic:
+        through = [chain.passes[s] for s in call.seams.links]
+        pushed = [_push_back(local, backward, dS_end, dS0, last) for _, last in segments]
+        links = [Link(m, push if passes else None) for m, push, passes in zip(maps, pushed, through)]
+    pending = call.exchange_back(links[::-1], dS0[:, 0], kept)
     adjoint = local.prepare_gradients(backward, adjoint)
     return with_arrived(dS_end, dS0, [last for _, last in segments], pending.wait()[::-1]), adjoint
 
@@ -168,5 +173,18 @@ def _push(local: Local[Any, Any], S0: Tensor | None, summary: Summary[Any], piec
         S = torch.zeros_like(summary.leaving) if S0 is None else S0.clone()
         S[:, piece] = state
         return local.summary(S, False, summary).leaving[:, piece]
+
+    return push
+
+
+def _push_back(
+    local: Local[Any, Any], backward: Backward, dS_end: Tensor | None, like: Tensor, piece: int
+) -> Callable[[Tensor], Tensor]:
+    """The gradient of the state that leaves a piece, through it chunk by chunk: the canonical fold of the way back."""
+
+    def push(gradient: Tensor) -> Tensor:
+        dS = torch.zeros_like(like) if dS_end is None else dS_end.clone()
+        dS[:, piece] = gradient
+        return local.adjoint(backward, dS).entering[:, piece]
 
     return push

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..errors import ArgumentError
-
-METADATA = ".metadata"
+from .reading import METADATA, contents, load
 
 
 class Checkpoints:
@@ -76,9 +75,9 @@ class Checkpoints:
         parameters, states = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": parameters, "optimizer": states, "progress": {"step": 0}}
         where = self.folder / f"step-{newest:08d}"
-        stored = dcp.FileSystemReader(where).read_metadata().state_dict_metadata
+        stored = contents(where).state_dict_metadata
         state["progress"] = {k.removeprefix("progress."): 0 for k in stored if k.startswith("progress.")}
-        dcp.load(state, checkpoint_id=where, process_group=self._group)
+        load(state, where, process_group=self._group)
         set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states)
         return state["progress"]
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..models import HybridConfig, HybridLM
-from .checkpoint import METADATA
+from . import reading
 
 SINGLE = "model.safetensors"
 
@@ -73,15 +72,15 @@ def restore(path: Path, weights: dict[str, Tensor], step: int | None = None) -> 
     Raises:
         ArgumentError: no complete checkpoint (of `step`), or one of other weights.
     """
-    steps = {int(f.parent.name[5:]): f.parent for f in (path / "checkpoints").glob(f"step-*/{METADATA}")}
+    steps = {int(f.parent.name[5:]): f.parent for f in (path / "checkpoints").glob(f"step-*/{reading.METADATA}")}
     if not steps:
         raise ArgumentError("model", "a run with a complete checkpoint", str(path))
     if step is not None and step not in steps:
         raise ArgumentError("step", f"one of {sorted(steps)}", step)
     chosen = steps[max(steps) if step is None else step]
     try:
-        dcp.load({"model": weights}, checkpoint_id=chosen, no_dist=True)
-    except (RuntimeError, dcp.api.CheckpointException) as e:
+        reading.load({"model": weights}, chosen, no_dist=True)
+    except (RuntimeError, ArgumentError) as e:
         raise ArgumentError("model", "weights that fit the configuration beside them", f"{chosen} ({e})") from None
 
 

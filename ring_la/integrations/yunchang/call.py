@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...checks import is_finite
-from ...comm import Group
+from ...comm import Entry, Group
 from ...errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ...softmax.backends import Ask, choose
 from ...softmax.geometry import Pair, Run, Tokens
@@ -35,7 +35,7 @@ COMPARED = 256
 """As many calls a group are remembered: every step of packed training brings other offsets."""
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
-_compared: WeakKeyDictionary[Group, dict[tuple, None]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[Group, dict[tuple, Entry]] = WeakKeyDictionary()
 
 
 def group_of(group: dist.ProcessGroup | None) -> Group:
@@ -191,13 +191,17 @@ def settled(
         error = e
     for group in groups:
         known = _compared.setdefault(group, {})
-        if group.size == 1 or (error is None and signature in known):
+        if group.size == 1:
             continue
         try:
-            group.agreement.agree("the arguments of attention", signature if error is None else f"refused: {error}")
+            if error is None and signature in known:
+                group.agreement.again(known[signature])
+                continue
+            said = signature if error is None else f"refused: {error}"
+            entry = group.agreement.agree("the arguments of attention", said)
             while len(known) >= COMPARED:  # the oldest, the same on all ranks
                 del known[next(iter(known))]
-            known[signature] = None
+            known[signature] = entry
         except RingLAError as e:
             error = error or e
     if error is not None:

@@ -1,0 +1,119 @@
+"""Judge other projects' context parallelism: ``python -m benchmarks.judged [NAME …] [--cuda] [--json FILE]``.
+
+Without names, all that this machine's kind of device can run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+
+from ring_la.testing import Report, Subject, judge
+
+from . import recurrences, softmax
+
+
+class Peer(NamedTuple):
+    """A subject, the package it is of, and where it runs."""
+
+    package: str
+    subject: Subject
+    devices: tuple[str, ...]
+
+
+BOTH, GPU, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)
+CAUSAL, WINDOW = {"causal": True}, {"causal": True, "window": (7, 0)}
+ROPES = dict(operation="attention", dtype=torch.float32, key_dim=8, value_dim=8, tokens=48, tolerance=1e-5)
+FLASH = {**ROPES, "dtype": torch.bfloat16, "tolerance": 6e-2}  # FlashAttention takes no fp32
+ON_GPU = dict(operation="attention", dtype=torch.bfloat16, key_dim=64, value_dim=64, tokens=512)
+LINEAR = dict(states=False, key_dim=64, value_dim=64, tokens=512, dtype=torch.bfloat16)
+ALL = ("contiguous", "zigzag", "striped")
+EACH = (softmax.in_each_document, softmax.zigzag_in_each_document)
+PEERS = {
+    "ring_flash_attn": Peer(
+        "ring-flash-attn", Subject(softmax.ring_flash_attn, kinds=ALL, options=(CAUSAL,), **FLASH), CPU
+    ),
+    "ring_flash_attn window": Peer(
+        "ring-flash-attn", Subject(softmax.ring_flash_attn, kinds=ALL, options=(WINDOW,), **FLASH), CPU
+    ),
+    "ring_flash_attn varlen": Peer(
+        "ring-flash-attn", Subject(softmax.ring_flash_attn_varlen, kinds=EACH, unit=2, options=(CAUSAL,), **FLASH), CPU
+    ),
+    "yunchang": Peer("yunchang", Subject(softmax.yunchang, kinds=ALL, options=(CAUSAL,), **FLASH), CPU),
+    "yunchang window": Peer("yunchang", Subject(softmax.yunchang, kinds=ALL, options=(WINDOW,), **FLASH), CPU),
+    "yunchang varlen": Peer(
+        "yunchang", Subject(softmax.yunchang_varlen, kinds=EACH, unit=2, options=(CAUSAL,), **FLASH), CPU
+    ),
+    "yunchang ulysses": Peer("yunchang", Subject(softmax.yunchang_ulysses, options=(CAUSAL,), **ROPES), CPU),
+    "diffusers ulysses": Peer(
+        "diffusers", Subject(softmax.diffusers_ulysses, options=({"causal": False}, CAUSAL), **ROPES), CPU
+    ),
+    "diffusers ulysses_anything": Peer(
+        "diffusers", Subject(softmax.diffusers_ulysses_anything, options=({"causal": False},), **ROPES), CPU
+    ),
+    "diffusers ring": Peer("diffusers", Subject(softmax.diffusers_ring, options=({"causal": False},), **ON_GPU), GPU),
+    "diffusers ring_anything": Peer(
+        "diffusers", Subject(softmax.diffusers_ring_anything, options=({"causal": False},), **ON_GPU), GPU
+    ),
+    "torch context_parallel": Peer(
+        "torch",
+        Subject(softmax.torch_context_parallel, kinds=("contiguous", "zigzag"), options=(CAUSAL,), **ON_GPU),
+        GPU,
+    ),
+    "fla gated_delta_rule": Peer(
+        "fla-core", Subject(recurrences.gated_delta_rule, "gated_delta_rule", ("contiguous", "zigzag"), **LINEAR), GPU
+    ),
+    "fla kda": Peer("fla-core", Subject(recurrences.kda, "kda", ("contiguous", "zigzag"), **LINEAR), GPU),
+    "fla dplr": Peer("fla-core", Subject(recurrences.dplr, "dplr_delta_rule", ("contiguous",), **LINEAR), GPU),
+    "fla conv": Peer(
+        "fla-core", Subject(recurrences.short_conv, "short_conv", ("contiguous", "zigzag"), **LINEAR), GPU
+    ),
+    "fla token_shift": Peer(
+        "fla-core", Subject(recurrences.token_shift, "token_shift", ("contiguous", "zigzag"), **LINEAR), GPU
+    ),
+}
+
+
+def main() -> None:
+    """Judge, print each report as it comes, and write all of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=None)
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--json")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--only", nargs="+", help="names of cases")
+    options = parser.parse_args()
+    device, results = "cuda" if options.cuda else "cpu", {}
+    chosen = options.names or [n for n, p in PEERS.items() if device in p.devices]
+    for name in chosen:
+        start, peer = time.time(), PEERS[name]
+        show = lambda finding, start=start: print(f"{time.time() - start:5.0f} s {finding}", flush=True)  # noqa: E731
+        try:
+            found = version(peer.package)
+        except PackageNotFoundError:
+            print(f"{name}: {peer.package} is not installed", flush=True)
+            continue
+        report = judge(
+            peer.subject, sizes=options.sizes, device=device, timeout=options.timeout, only=options.only, show=show
+        )
+        print(f"\n== {name}, {peer.package} {found}, {time.time() - start:.0f} s\n{report}", flush=True)
+        results[name] = as_data(peer, found, report)
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump({"torch": torch.__version__, "device": device, "peers": results}, file, indent=1)
+
+
+def as_data(peer: Peer, found: str, report: Report) -> dict:
+    """A report as JSON takes it."""
+    cases = [{"case": str(f.case), "verdict": f.verdict, "words": f.words, "errors": f.errors} for f in report.findings]
+    return {"package": peer.package, "version": found, "run": peer.subject.name, "cases": cases}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Split recurrences of FLA and FlashQLA, on GPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ring_la.testing import Call, Refused
+
+
+def _context(call: Call, taps: int | None = None):
+    from fla.ops.cp import build_cp_context
+
+    cu = torch.tensor(call.cu_seqlens or (0, call.seq_len), dtype=torch.int64, device=call.device)
+    return build_cp_context(cu, call.group, conv1d_kernel_size=taps, layout=call.kind)
+
+
+def _one_row(call: Call) -> None:
+    if next(iter(call.tensors.values())).shape[0] > 1:
+        raise Refused("FLA's context parallelism takes one row")
+
+
+def gated_delta_rule(call: Call) -> Tensor:
+    """FLA's chunk_gated_delta_rule with a cp_context."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    _one_row(call)
+    x, context = call.tensors, _context(call)
+    return chunk_gated_delta_rule(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], cu_seqlens=context.cu_seqlens, cp_context=context
+    )[0]
+
+
+def kda(call: Call) -> Tensor:
+    """FLA's chunk_kda with a cp_context."""
+    from fla.ops.kda import chunk_kda
+
+    _one_row(call)
+    x, context = call.tensors, _context(call)
+    return chunk_kda(x["q"], x["k"], x["v"], x["g"], x["beta"], cu_seqlens=context.cu_seqlens, cp_context=context)[0]
+
+
+def dplr(call: Call) -> Tensor:
+    """FLA's chunk_dplr_delta_rule with a cp_context."""
+    from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
+
+    _one_row(call)
+    x, context = call.tensors, _context(call)
+    return chunk_dplr_delta_rule(
+        x["q"], x["k"], x["v"], x["a"], x["b"], x["g"], cu_seqlens=context.cu_seqlens, cp_context=context
+    )[0]
+
+
+def short_conv(call: Call) -> Tensor:
+    """FLA's causal_conv1d with a cp_context."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    _one_row(call)
+    x, weight = call.tensors["x"], call.tensors["weight"]
+    context = _context(call, weight.shape[1])
+    return causal_conv1d(x, weight, cu_seqlens=context.cu_seqlens, cp_context=context)[0]
+
+
+def token_shift(call: Call) -> Tensor:
+    """FLA's token_shift_cp, which gives the difference to the token before."""
+    from fla.modules.token_shift_cp import token_shift_cp
+
+    _one_row(call)
+    x, context = call.tensors["x"], _context(call, 2)
+    return x + token_shift_cp(x, context, cu_seqlens=context.cu_seqlens)

@@ -1,0 +1,110 @@
+"""Ranks that come to different calls, each compared before: the same error on all of them, in seconds and not at the
+timeout, whoever comes first."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import ring_la
+from ring_la import comm
+from tests.support.pool import group
+from tests.support.recurrence_cases import make_inputs
+
+PATIENCE = 60.0
+
+
+def caught(call) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        call()
+    except ring_la.RingLAError as e:
+        return f"{type(e).__name__}: {e}", time.monotonic() - start
+    return "nothing raised", time.monotonic() - start
+
+
+def two_calls(scan: str):
+    """Two calls on layouts of their own, made and compared before."""
+    cp = ring_la.ContextParallel(group(), scan=scan, timeout=PATIENCE)
+    calls = []
+    for T, name, more in ((40, "gla", {}), (64, "delta_rule", {"scale": 2.0})):
+        layout = cp.layout(T, "contiguous")
+        x = {n: layout.shard(t.detach()) for n, t in make_inputs(name, 1, T).items()}
+        calls.append(lambda x=x, n=name, m=more, at=layout: getattr(ring_la, n)(**x, **m, layout=at))
+    for call in (*calls, *calls):
+        call()
+    return calls
+
+
+def check_order(rank: int, scan: str, odd: int, late: int) -> list[tuple[str, float]]:
+    """Rank `odd` makes the second call where the others make the first; rank `late` comes to it after the others."""
+    first, second = two_calls(scan)
+    time.sleep(0.5 if rank == late else 0.0)
+    return [caught(second if rank == odd else first), caught(first)]
+
+
+@pytest.mark.parametrize(("scan", "odd", "late"), [("ring", 0, 2), ("all_gather", 2, 0)])
+def test_calls_that_differ_are_the_same_error_everywhere_and_soon(ranks, scan, odd, late):
+    results = ranks.run(3, check_order, scan, odd, late)
+    ranks.stop()  # messages are left in the group
+    messages = [r[0][0] for r in results]
+    assert messages[0].startswith("DisagreementError: the ranks of this group disagree on which call this is"), messages
+    assert messages == [messages[0]] * 3
+    assert f"rank {odd}: call=delta_rule" in messages[0]
+    assert "scale=2.0" in messages[0]
+    assert f"rank {(odd + 1) % 3}: call=gla" in messages[0]
+    assert all(seconds < 10 for r in results for _, seconds in r)
+    assert all("no more use" in r[1][0] for r in results)
+
+
+def check_option(rank: int) -> tuple[str, float]:
+    """Equal shapes, another scale, both seen before: nothing waits for anything, so the result would be wrong."""
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
+    layout = cp.layout(40, "contiguous")
+    x = {n: layout.shard(t.detach()) for n, t in make_inputs("gla", 1, 40).items()}
+    for scale in (1.0, 2.0):
+        ring_la.gla(**x, scale=scale, layout=layout)
+    return caught(lambda: ring_la.gla(**x, scale=1.0 + rank, layout=layout))
+
+
+def test_an_option_that_differs_later_is_an_error(ranks):
+    results = ranks.run(2, check_option)
+    ranks.stop()
+    assert results[0][0].endswith("the arguments of gla:\n  rank 0: scale=1.0\n  rank 1: scale=2.0")
+    assert results[1][0] == results[0][0]
+
+
+def check_new_call(rank: int) -> tuple[str, float]:
+    """A call that is new on one rank, where the other makes one that was compared before."""
+    cp = ring_la.ContextParallel(group(), timeout=PATIENCE)
+    layout = cp.layout(24)
+    x = torch.ones(1, layout.local_length, 4)
+    layout.gather(x)
+    return caught(lambda: layout.gather(x if rank else x.double()))
+
+
+def test_a_new_call_beside_a_known_one_is_an_error(ranks):
+    results = ranks.run(2, check_new_call)
+    ranks.stop()
+    assert results[0][0].startswith("DisagreementError")
+    assert "dtype torch.float64" in results[0][0]
+    assert results[1][0] == results[0][0]
+    assert max(seconds for _, seconds in results) < 10
+
+
+def check_many(rank: int) -> int:
+    """Far more calls than the log has lines; the ranks ahead of each other by turns."""
+    cp = ring_la.ContextParallel(group())
+    entries = [comm.Entry.of("this", str(n)) for n in range(3)]
+    for n in range(3000):
+        cp.comm.agreement.again(entries[n % 3])
+        if n % 500 == rank:
+            cp.comm.agreement.calls.meet()
+    cp.comm.agreement.calls.meet()
+    return cp.comm.agreement.calls._count
+
+
+def test_the_log_goes_round(ranks):
+    assert len(set(ranks.run(3, check_many))) == 1
