@@ -33,7 +33,7 @@ def check(r: Recurrence, options: CommonOptions) -> None:
         raise UnsupportedError("backend", expected, "'reference'", "It runs on one device")
     state = options.initial_state
     if state is not None:
-        expected = [documents, H, K, V]
+        expected = [documents, H, K, V + (r.normalizer is not None)]
         if not isinstance(state, Tensor) or list(state.shape) != expected or state.dtype not in FLOATS:
             raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {expected}", describe_tensor(state))
         if state.device != r.inputs.q.device:

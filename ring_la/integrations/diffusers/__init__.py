@@ -14,6 +14,9 @@ text's where text is part of the sequence:
     streams     how the tokens of image, text and both are split
     keys        attention over them, with the text that a mask leaves out
     operators   the same as one node of a compiled graph
+    linear      processors of linear attention, by one sum of states
+    gated_delta gated delta nets over frames, by scans of affine maps
+    modules     modules that reach beyond their tokens: convolutions with halos, and those
     compare     inputs that differ among the ranks
     checks      everything else that is refused
     model       splitting before a block, gathering behind the last layer
@@ -22,6 +25,17 @@ text's where text is part of the sequence:
 
 from .catalogue import PLANS
 from .model import parallelize
-from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, TimeSteps, TokenRows
+from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, SliceCount, SliceRows, TimeSteps, TokenRows
 
-__all__ = ["PLANS", "AttentionPlan", "BlockPlan", "KeyMask", "ModelPlan", "TimeSteps", "TokenRows", "parallelize"]
+__all__ = [
+    "PLANS",
+    "AttentionPlan",
+    "BlockPlan",
+    "KeyMask",
+    "ModelPlan",
+    "SliceCount",
+    "SliceRows",
+    "TimeSteps",
+    "TokenRows",
+    "parallelize",
+]

@@ -20,9 +20,22 @@ from .catalogue import find_plan
 from .checks import blocks_of, check_block, check_call, check_library_backend, other_version
 from .compare import InputComparison, WholeImage, tensors_in
 from .keys import GivenMask
-from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, Role, TimeSteps, TokenRows
+from .linear import LINEAR, linear_class
+from .modules import split_forward
+from .plans import (
+    IMAGE,
+    AttentionPlan,
+    BlockPlan,
+    KeyMask,
+    ModelPlan,
+    Role,
+    SliceCount,
+    SliceRows,
+    TimeSteps,
+    TokenRows,
+)
 from .processors import split_class
-from .streams import Layouts, counts
+from .streams import Layouts
 
 
 def parallelize(
@@ -108,6 +121,7 @@ class SplitDenoiser:
             spec = self.plan.classes[kind]
             names = check_block(name, block, kind, spec, type(model).__module__)
             self._adopt_attention(block, spec, undo)
+            self._adopt_modules(name, block, spec, undo)
             hook = functools.partial(self._split, name, spec, names)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if self.plan.cuts_whole_text:
@@ -130,10 +144,23 @@ class SplitDenoiser:
                 module.processor = copy.copy(processor)
                 module.processor.__class__ = self._class_of(type(processor), known)
 
+    def _adopt_modules(self, name: str, block: nn.Module, spec: BlockPlan, undo: ExitStack) -> None:
+        for label, known in spec.modules.items():
+            module = block.get_submodule(label) if _has(block, label) else None
+            if module is None:
+                continue
+            kind = type(module).__name__
+            if kind not in known:
+                raise UnsupportedError("transformer", " or ".join(known), f"{name}.{label}, a {kind}")
+            module.forward = functools.partial(split_forward(type(module), self), module)
+            undo.callback(delattr, module, "forward")
+
     def _class_of(self, kind: type, spec: AttentionPlan) -> type:
         """Of split processors; one for all of a kind, which torch.compile then compiles once."""
         if (kind, spec.streams) not in self._classes:
-            self._classes[kind, spec.streams] = split_class(kind, functools.partial(self._attend, spec.streams))
+            make = linear_class if kind.__name__ in LINEAR else split_class
+            given = self if kind.__name__ in LINEAR else functools.partial(self._attend, spec.streams)
+            self._classes[kind, spec.streams] = make(kind, given)
         return self._classes[kind, spec.streams]
 
     def __deepcopy__(self, memo: dict) -> SplitDenoiser:
@@ -154,6 +181,8 @@ class SplitDenoiser:
         except (TypeError, RingLAError) as e:
             error = e
         self.comparison.begin(given, error)
+        if self.plan.grid is not None:
+            self.call.place(self.layouts.grid(self.plan.grid(model, given["hidden_states"])))
         own = getattr(model, "_gradient_checkpointing_func", None)
         if own is not None and not hasattr(own, "ring_la"):
             model._gradient_checkpointing_func = self._checkpointed(own)
@@ -223,6 +252,10 @@ class SplitDenoiser:
                 raise ArgumentError(name, f"{len(role)} tensors", type(x).__name__)
             return type(x)([self._part(name, one, part, keep) for one, part in zip(x, role)])
         streams = self.call.streams
+        if isinstance(role, SliceCount):
+            return self.call.grid.local_shape[0]
+        if isinstance(role, SliceRows):
+            return self.call.grid.slices.shard(x, role.dim)
         if isinstance(role, TokenRows):
             if not keep or torch.compiler.is_compiling() or x.requires_grad:
                 return streams.shard(name, x, role.streams, role.dim)
@@ -252,6 +285,10 @@ class SplitDenoiser:
                     self.call.streams.sizes = {"image": tokens}
             output[n] = self._part(f"steps of {type(module).__name__}", output[n], role)
         return tuple(output)
+
+    def attend_image(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Attention over the image's tokens, ``[B, T, H, D]``."""
+        return self._attend(IMAGE, q, k, v, scale)
 
     def _attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention of a block's processor, over the streams of `order`."""
@@ -289,7 +326,7 @@ class SplitDenoiser:
         return self._whole(output, self.plan.returned[0])
 
     def _whole(self, x: Tensor, stream: str) -> Tensor:
-        layout = self.layouts.of(counts([self.call.streams.sizes[stream]], self.cp.size))
+        layout = self.layouts.of(self.call.streams.counts([stream]))
         scale = self.cp.size if self.plan.layers_behind else self.scale
         return WholeImage.apply(x, layout, self.plan.dim, scale, self.comparison)
 
