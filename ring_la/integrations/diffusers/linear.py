@@ -8,6 +8,7 @@ Sums are fp32 whatever the tokens are, as the library's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ def linear_class(kind: type, running: Running) -> type:
     """The same class of processors, over the tokens of all ranks."""
     compute = LINEAR[kind.__name__]
 
+    @functools.wraps(kind.__call__)  # the library asks for the names of its arguments
     def call(self, attn: nn.Module, hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
         return compute(running, attn, hidden_states, *args, **keywords)
 

@@ -1,4 +1,4 @@
-"""`parallelize`: a transformer of Diffusers whose blocks run on this rank's tokens."""
+"""A transformer of Diffusers whose blocks run on this rank's tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...autograd import outside_graphs, wanting
 from ...context import ContextParallel
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
+from .caches import check_hooks
 from .call import DenoiserCall
-from .catalogue import find_plan
-from .checks import blocks_of, check_block, check_call, check_library_backend, other_version
+from .checks import blocks_of, check_block, check_call, other_version
 from .compare import InputComparison, WholeImage, tensors_in
 from .keys import GivenMask
 from .linear import LINEAR, linear_class
@@ -38,59 +38,6 @@ from .processors import split_class
 from .streams import Layouts
 
 
-def parallelize(
-    transformer: nn.Module,
-    cp: ContextParallel,
-    *,
-    backend: str | None = None,
-    average: bool = False,
-    plan: ModelPlan | None = None,
-) -> nn.Module:
-    """Make a transformer of Diffusers run on a split sequence; changed in place and returned.
-
-    The call stays as it was: every rank gives the whole inputs, the same on all of them (seed the generators that draw
-    latents alike), and gets the whole output. Parameters' and inputs' gradients of a loss that every rank computes from
-    the whole output are parts, whose sum over the group is the gradient of one process.
-
-    Args:
-        transformer: a model with an entry in `PLANS`, with its own attention processors. LoRA's layers may be in it;
-            hooks on its blocks (caches, offloading by Diffusers) may not.
-        cp: the group the sequence is split over; its `attention` says how keys travel.
-        backend: the kernel of split attention, by `ring_la.attention`'s name; None: the fastest that can do it.
-        average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP.
-        plan: what of the model is split, where it is not one of `PLANS` or another version of it.
-
-    Raises:
-        ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
-            then left as it was. In a call: arguments that have no part in a split one, by name and on every rank.
-        DisagreementError: in a call, inputs that differ among the ranks, by name and on every rank. Shapes and the
-            first call's values are compared before anything is computed, later values with the output: on a GPU
-            that output is NaN, and a later call raises. With validate="always" all are compared before; with "never"
-            none.
-    """
-    if not isinstance(transformer, nn.Module):
-        got = type(transformer).__name__
-        raise ArgumentError("transformer", "a model (a pipeline's transformer)", got, "pipeline.transformer")
-    if not isinstance(cp, ContextParallel):
-        raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
-    if not isinstance(average, bool):
-        raise ArgumentError("average", "True or False", repr(average))
-    if plan is not None and not isinstance(plan, ModelPlan):
-        raise ArgumentError("plan", "a ModelPlan", type(plan).__name__)
-    if cp.deterministic:
-        raise UnsupportedError("cp", "deterministic=False", "a deterministic one", "Text and image mix by rank")
-    if hasattr(transformer, "_ring_la"):
-        raise ArgumentError("transformer", "one that is not parallelized", "one that is")
-    if getattr(transformer, "_parallel_config", None) is not None:
-        raise UnsupportedError("transformer", "one without Diffusers' own parallelism", "enable_parallelism was called")
-    split = SplitDenoiser(transformer, plan or find_plan(transformer), cp, backend, cp.size if average else 1)
-    check_library_backend()
-    with ExitStack() as undo:
-        split.adopt(transformer, undo)
-        undo.pop_all()  # accepted
-    return transformer
-
-
 class SplitDenoiser:
     """What `parallelize` leaves in a model, under the name ``_ring_la``.
 
@@ -99,21 +46,27 @@ class SplitDenoiser:
         comparison: of what the ranks are given.
         scale: what the output's gradient is multiplied by.
         number: under which the compiled attention finds this.
+        deciding: the groups whose ranks decide together what a step cache leaves out.
+        signature: of the model's forward.
+        undo: the way back.
     """
+
+    undo: ExitStack
 
     def __init__(self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: str | None, scale: int) -> None:
         self.plan, self.cp, self.backend, self.scale = plan, cp, backend, scale
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
         self.call = DenoiserCall(cp, self.layouts, 0)
-        self._signature = inspect.signature(type(model).forward)
+        self.deciding = (cp.comm,)
+        self.signature = inspect.signature(type(model).forward)
         self.number = operators.enter(self)
 
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
         model._ring_la = self
         undo.callback(delattr, model, "_ring_la")
-        missing = [n for n in self.plan.inputs if n not in self._signature.parameters]
+        missing = [n for n in self.plan.inputs if n not in self.signature.parameters]
         if missing:
             raise other_version(type(model).__name__, f"no argument {missing[0]}")
         undo.callback(model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
@@ -174,9 +127,10 @@ class SplitDenoiser:
         """Before the model: refuse what a split call has no part for, on all ranks if on one; compare the inputs."""
         error, given = None, {}
         try:
-            given = dict(self._signature.bind(model, *args, **keywords).arguments)
+            given = dict(self.signature.bind(model, *args, **keywords).arguments)
             del given["self"]
-            check_call(model, self.plan, self._signature, given)
+            check_call(model, self.plan, self.signature, given)
+            given["step cache"] = self._caches(model)
             self.call = DenoiserCall(self.cp, self.layouts, len(given["hidden_states"]))
         except (TypeError, RingLAError) as e:
             error = e
@@ -186,6 +140,12 @@ class SplitDenoiser:
         own = getattr(model, "_gradient_checkpointing_func", None)
         if own is not None and not hasattr(own, "ring_la"):
             model._gradient_checkpointing_func = self._checkpointed(own)
+            self.undo.callback(setattr, model, "_gradient_checkpointing_func", own)
+
+    def _caches(self, model: nn.Module) -> str:
+        """The settings of step caches on the blocks, which all ranks must have alike."""
+        every = [check_hooks(name, block, self) for name, block, _ in blocks_of(model, self.plan)]
+        return "; ".join(filter(None, every))
 
     def _checkpointed(self, own: Callable) -> Callable:
         """The model's way to compute a block again in backward, as part of the call it was in."""

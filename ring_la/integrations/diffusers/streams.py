@@ -24,13 +24,14 @@ class Layouts:
 
     def of(self, counts: tuple[int, ...]) -> ShardedLayout:
         """One made before, or a new one in place of the oldest; the same on all ranks."""
-        return self._made(counts, lambda: UnevenLayout(self.cp, counts))
+        return self.made(counts, lambda: UnevenLayout(self.cp, counts))
 
     def grid(self, shape: tuple[int, ...]) -> GridLayout:
         """The same for a grid of tokens."""
-        return self._made(("grid", shape), lambda: self.cp.grid(shape))
+        return self.made(("grid", shape), lambda: self.cp.grid(shape))
 
-    def _made(self, key: tuple, make: Callable[[], ShardedLayout]) -> Any:
+    def made(self, key: tuple, make: Callable[[], ShardedLayout]) -> Any:
+        """What `make` gives, kept under `key`."""
         if key not in self._kept:
             if len(self._kept) == LAYOUTS:
                 del self._kept[next(iter(self._kept))]
