@@ -5,8 +5,8 @@
 Models have published shapes and random weights (the same on all ranks); a size is the image's, ROWSxCOLUMNS, or a
 video's, LATENT_FRAMESxROWSxCOLUMNS. Arms: "one" (the whole step on every rank: one GPU's time), "ours", "ours_ring",
 "ours_ulysses" (`parallelize`), and Diffusers' ring and Ulysses where it can run the model. Errors are relative to
-"one", by the norm. Arms run one after the other, each in a model of its own, because a parallelized model cannot be unsplit by
-Diffusers; times are medians of the slowest rank's. Without GPUs a tiny model runs over gloo.
+"one", by the norm. Arms run one after the other, each in a model of its own; times are medians of the slowest rank's.
+Without GPUs a tiny model runs over gloo.
 """
 
 from __future__ import annotations
