@@ -39,6 +39,8 @@ PUBLIC = {
     "AttentionOutput",
     "ContextParallel",
     "DisagreementError",
+    "GridLayout",
+    "Halo",
     "LinearAttentionOutput",
     "PeerError",
     "RingLAError",

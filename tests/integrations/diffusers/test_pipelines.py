@@ -79,6 +79,7 @@ def image(pipe, call) -> torch.Tensor:
 
 
 def check(rank: int, P: int, name: str, how: dict) -> list[str]:
+    import faulthandler; faulthandler.dump_traceback_later(50, file=open(f"/tmp/fh{rank}.txt", "w"))  # DEBUG
     pipe, call = make(name)
     cp = ring_la.ContextParallel(group(P), scan="ring", attention="ring", timeout=60)
     bad, cache = [], how.get("cache")
