@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 def _flux(draw: Callable[..., Tensor], size: tuple[int, ...], tiny: bool) -> dict[str, Any]:
     rows, columns = (n // 16 for n in size)
     channels, text, pooled, words = (4, 12, 6, 8) if tiny else (64, 4096, 768, 512)
-    grid = torch.meshgrid(torch.zeros(1), torch.arange(rows), torch.arange(columns), indexing="ij")
+    grid = torch.meshgrid(*(torch.arange(n) for n in (1, rows, columns)), indexing="ij")
     ids = torch.stack(grid, -1).reshape(-1, 3)
     like = draw(1)
     inputs = dict(hidden_states=draw(1, rows * columns, channels), encoder_hidden_states=draw(1, words, text))
