@@ -1,6 +1,6 @@
 """One denoising step of a diffusion transformer, split over the ranks, beside Diffusers' own context parallelism.
 
-    torchrun --nproc_per_node 4 -m ring_la bench diffusion --model flux --size 1024x1024 [--compile] [--out FILE.json]
+    torchrun --nproc_per_node 4 -m ring_la bench diffusion --model flux --sizes 1024x1024 [--compile] [--out FILE.json]
 
 Models have published shapes and random weights (the same on all ranks); a size is the image's, ROWSxCOLUMNS, or a
 video's, LATENT_FRAMESxROWSxCOLUMNS. Arms: "one" (the whole step on every rank: one GPU's time), "ours", "ours_ring",
@@ -40,17 +40,17 @@ ARMS = ("one", *OURS, *PEERS)
 CUDNN = "_native_cudnn"
 
 
-def size_of(text: str) -> tuple[int, ...]:
-    """ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS."""
-    words = text.split("x")
-    if not 2 <= len(words) <= 3:
+def sizes_of(text: str) -> list[tuple[int, ...]]:
+    """ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS, comma-separated."""
+    found = [word.split("x") for word in text.split(",")]
+    if not all(2 <= len(words) <= 3 for words in found):
         raise argparse.ArgumentTypeError(f"expected ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS, got {text!r}")
-    return tuple(count(word) for word in words)
+    return [tuple(count(word) for word in words) for words in found]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=SHAPES, default="flux")
-    parser.add_argument("--size", type=size_of, default=None, help="ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS")
+    parser.add_argument("--sizes", type=sizes_of, default=None, help="ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS, …")
     parser.add_argument("--layers", type=count, default=None, help="num_layers, by default as published")
     parser.add_argument("--arms", type=names(ARMS), default=None, help=f"out of {', '.join(ARMS)}")
     parser.add_argument("--rounds", type=count, default=5)
@@ -58,66 +58,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=None, help="also write the figures as JSON")
 
 
+class Where:
+    """What arms have in common: the ranks, whether the model is tiny, its dtype, the options, outputs to compare."""
+
+    def __init__(self, group: Group, options: argparse.Namespace) -> None:
+        self.group, self.options, self.tiny = group, options, not group.on_cuda
+        self.dtype = torch.bfloat16 if group.on_cuda else torch.float32
+        self.shape = SHAPES[options.model]
+        self.sizes = options.sizes or [self.shape.small if self.tiny else self.shape.size]
+        self.wanted: dict[tuple[int, ...], Tensor] = {}
+
+
 def run(options: argparse.Namespace) -> int:
     if not dist.is_initialized():
         _join()
-    shape, cuda = SHAPES[options.model], torch.cuda.is_available()
     group = Group(None, timedelta(minutes=5))
-    size = options.size or (shape.size if cuda else shape.small)
-    here = Where(group, not cuda, torch.bfloat16 if cuda else torch.float32, options)
-    inputs = draw_inputs(shape, size, here.tiny, group.device, here.dtype)
-    title = f"{shape.model}, {'x'.join(map(str, size))}, {group.size} ranks, torch {torch.__version__}"
-    rows, want = [], None
-    if group.rank == 0:
-        print(title, flush=True)
-    for arm in options.arms or ARMS:
-        row, out = _measure(arm, here, inputs)
-        if out is not None:
-            want = out if want is None else want
-            row["error"] = float((out.float() - want.float()).norm() / want.float().norm())
-        rows.append(row)
-        if group.rank == 0:
-            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    here = Where(group, options)
+    title = f"{here.shape.model}, {group.size} ranks, {here.dtype}, torch {torch.__version__}"
+    _say(group, title)
+    rows = [row for arm in options.arms or ARMS for row in _measure(arm, here)]
     if options.out is not None and group.rank == 0:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        device = torch.cuda.get_device_name() if cuda else "CPU"
-        options.out.write_text(
-            json.dumps(dict(title=title, device=device, compiled=options.compile, rows=rows), indent=1)
-        )
+        device = torch.cuda.get_device_name() if group.on_cuda else "CPU"
+        found = dict(title=title, device=device, compiled=options.compile, rows=rows)
+        options.out.write_text(json.dumps(found, indent=1))
     return 0
 
 
-class Where:
-    """What arms have in common: the ranks, whether the model is tiny, its dtype, the options."""
-
-    def __init__(self, group: Group, tiny: bool, dtype: torch.dtype, options: argparse.Namespace) -> None:
-        self.group, self.tiny, self.dtype, self.options = group, tiny, dtype, options
-
-
-def _measure(arm: str, here: Where, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-    """A row of the table, and the output; an arm that cannot run says why."""
-    group, cuda = here.group, here.group.on_cuda
-    row: dict[str, Any] = {"arm": arm}
+def _measure(arm: str, here: Where) -> list[dict[str, Any]]:
+    """A row of the table for each size, printed as it comes; an arm that cannot run says why."""
+    rows: list[dict[str, Any]] = []
     model: nn.Module | None = None
     try:
-        model = build(SHAPES[here.options.model], here.options.layers, here.tiny, group.device, here.dtype)
+        model = build(here.shape, here.options.layers, here.tiny, here.group.device, here.dtype)
         model = _prepared(arm, model, here)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        step = _step(model, inputs)
-        out = step()
-        seconds = in_turns({arm: step}, group, rounds=here.options.rounds, warm=2)[arm]
-        row["ms"] = 1e3 * seconds
-        row["GiB"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        return row, out.clone()
-    except Exception as error:
-        row["cannot"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        return row, None
+        for size in here.sizes:
+            rows.append({"arm": arm, "size": "x".join(map(str, size))} | _timed(arm, model, size, here))
+            _say(
+                here.group,
+                "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()),
+            )
+    except Exception as error:  # a peer's reason is a row of the table
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        rows.append({"arm": arm, "cannot": why})
+        _say(here.group, f"arm {arm}  cannot {why}")
     finally:
         del model
         gc.collect()
-        if cuda:
+        if here.group.on_cuda:
             torch.cuda.empty_cache()
+    return rows
+
+
+def _timed(arm: str, model: nn.Module, size: tuple[int, ...], here: Where) -> dict[str, Any]:
+    """Milliseconds, GiB, and the error beside the first arm's output of this size."""
+    group, cuda = here.group, here.group.on_cuda
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step = _step(model, draw_inputs(here.shape, size, here.tiny, group.device, here.dtype))
+    out = step().float()
+    seconds = in_turns({arm: step}, group, rounds=here.options.rounds, warm=2)[arm]
+    want = here.wanted.setdefault(size, out)
+    row = {"ms": 1e3 * seconds, "error": float((out - want).norm() / want.norm())}
+    return row | ({"GiB": torch.cuda.max_memory_allocated() / 2**30} if cuda else {})
+
+
+def _say(group: Group, text: str) -> None:
+    if group.rank == 0:
+        print(text, flush=True)
 
 
 def _step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
