@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...choices import AttentionChoice
 from ...comm import Group
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
@@ -43,7 +45,7 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
 def axes_of(cp: ContextParallel, cfg: object) -> Axes:
     """The axes that `cfg` asks for. Collective."""
     if isinstance(cfg, (dist.ProcessGroup, DeviceMesh)):
-        return Axes(cp, _alike(cp, cfg), cp)
+        return Axes(cp, _alike(cp, cfg, "ring"), cp)
     if not isinstance(cfg, int) or isinstance(cfg, bool) or cfg < 1 or cp.size % cfg:
         expected = f"a number that divides the {cp.size} ranks of cp, or the axis beside cp's (a DeviceMesh)"
         raise ArgumentError("cfg", expected, repr(cfg))
@@ -53,16 +55,28 @@ def axes_of(cp: ContextParallel, cfg: object) -> Axes:
         expected = "the axis itself beside a cp of two axes (mesh['cfg'] beside mesh['ulysses', 'ring'])"
         raise UnsupportedError("cfg", expected, cfg)
     each, ranks = cp.size // cfg, cp.comm.global_ranks
-    mine, place = cp.rank // each, cp.rank % each
-    sequence = ranks[mine * each : (mine + 1) * each]
-    across = ranks[place::each]
-    new = functools.partial(dist.new_group, use_local_synchronization=True)
-    return Axes(_alike(cp, new(sequence)), _alike(cp, new(across)), cp)
+    sequences = [ranks[n * each : (n + 1) * each] for n in range(cfg)]
+    across = [ranks[n::each] for n in range(each)]
+    return Axes(_alike(cp, _new_group(cp, sequences)), _alike(cp, _new_group(cp, across), "ring"), cp)
 
 
-def _alike(cp: ContextParallel, group: dist.ProcessGroup | DeviceMesh) -> ContextParallel:
+def _new_group(cp: ContextParallel, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """The one of some new groups that this rank is in. Collective over `cp`."""
+    if cp.size == dist.get_world_size():
+        groups = [dist.new_group(list(ranks)) for ranks in parts]  # all ranks make all
+        return next(g for g, ranks in zip(groups, parts) if dist.get_rank() in ranks)
+    # groups of some ranks alone are found by how many their members have: others would wait for each other for ever
+    made = len(dist.distributed_c10d._world.pg_names)
+    cp.comm.agreement.agree("the number of process groups they have: give cfg a DeviceMesh's axis", {"groups": made})
+    mine = next(ranks for ranks in parts if dist.get_rank() in ranks)
+    return dist.new_group(list(mine), use_local_synchronization=True)
+
+
+def _alike(
+    cp: ContextParallel, group: dist.ProcessGroup | DeviceMesh, attention: AttentionChoice | None = None
+) -> ContextParallel:
     """A ContextParallel of other ranks with the same settings."""
-    how = dict(scan=cp.scan_choice, attention=cp.attention, transport=cp.transport, timeout=cp.timeout)
+    how = dict(scan=cp.scan_choice, attention=attention or cp.attention, transport=cp.transport, timeout=cp.timeout)
     return ContextParallel(group, **how, validate=cp.validate)
 
 
