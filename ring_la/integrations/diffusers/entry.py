@@ -44,8 +44,8 @@ def parallelize(
         average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP.
         plan: what of the model is split, where it is not one of `PLANS` or another version of it.
         cfg: for a pipeline: over how many parts of cp's ranks guidance is split (a call's rows, or a step's calls), the
-            tokens of each over one part. Or the axis itself, with a cp of the axes beside it. No way is left to
-            differentiate through guidance by several calls.
+            tokens of each over one part. Or the axis itself, with a cp of the axes beside it. Guidance by several calls
+            has no gradients.
         vae: for a pipeline: its decoder works by rows of the image, over all ranks.
         text: for a pipeline: prompts are encoded on the first rank alone, and sent.
 
