@@ -46,7 +46,12 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             expected = 'a one-dimensional DeviceMesh, or a two-dimensional one with axes "ulysses" and "ring"'
             raise ArgumentError("group", expected, got, 'Pick an axis: mesh["context"]')
         ranks = sorted(group.mesh.flatten().tolist())
-        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < dist.get_world_size() else None
+        if len(ranks) == dist.get_world_size():
+            return None
+        root = getattr(group, "_root_mesh", None)
+        if root is not None and root.size() == dist.get_world_size():  # all ranks are here, and make all parts' groups
+            return group._flatten().get_group()
+        return dist.new_group(ranks, use_local_synchronization=True)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ArgumentError("group", "a ProcessGroup, a DeviceMesh or None", type(group).__name__)
     return group
