@@ -6,7 +6,7 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 """
 
 from . import recurrences, reference
-from .context import ContextParallel, ShardedLayout
+from .context import ContextParallel, GridLayout, Halo, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (
     ArgumentError,
@@ -29,6 +29,8 @@ __all__ = [
     "AttentionOutput",
     "ContextParallel",
     "DisagreementError",
+    "GridLayout",
+    "Halo",
     "LinearAttentionOutput",
     "PeerError",
     "RingLAError",

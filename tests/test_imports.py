@@ -43,6 +43,8 @@ PUBLIC = {
     "AttentionOutput",
     "ContextParallel",
     "DisagreementError",
+    "GridLayout",
+    "Halo",
     "LinearAttentionOutput",
     "PeerError",
     "RingLAError",

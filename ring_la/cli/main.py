@@ -32,6 +32,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("bench", "ops"): "every operator on one GPU beside fla-core and others",
     ("bench", "scan"): "linear recurrences on a split sequence beside the bound and what others do",
     ("bench", "attention"): "softmax attention on a split sequence beside its peers",
+    ("bench", "diffusion"): "a denoising step on several GPUs beside Diffusers' own context parallelism",
     ("bench", "grouped"): "grouped GEMM on one GPU beside the other ways to do it",
 }
 """Words of a command, of which the last names its module, and what it does."""

@@ -59,7 +59,9 @@ def describe(layout: Layout) -> str:
     """A layout in few words, equal on two ranks only if the layouts are."""
     cu = layout.cu_seqlens
     shown = str(list(cu)) if len(cu) <= 9 else f"{len(cu) - 1} documents, hash {hash(cu):x}"
-    return f"seq_len={layout.seq_len}, kind={layout.kind}, cu_seqlens={shown}, multiple_of={layout.multiple_of}"
+    text = f"seq_len={layout.seq_len}, kind={layout.kind}, cu_seqlens={shown}, multiple_of={layout.multiple_of}"
+    counts = getattr(layout, "counts", None)
+    return text if counts is None else f"{text}, counts={list(counts)}"
 
 
 def duration(timeout: timedelta | float) -> timedelta:

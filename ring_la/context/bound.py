@@ -24,7 +24,7 @@ from ..layout import WHOLE, Layout
 from .arguments import describe
 
 if TYPE_CHECKING:
-    from .parallel import ShardedLayout
+    from .sharded import ShardedLayout
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """How far a token's results split and whole may be apart, as a share of their norm."""

@@ -49,6 +49,9 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
         ranks = sorted(group.mesh.flatten().tolist())
         if len(ranks) == dist.get_world_size():
             return None
+        root = getattr(group, "_root_mesh", None)
+        if root is not None and root.size() == dist.get_world_size():  # all ranks are here, and make all parts' groups
+            return group._flatten().get_group()
         made: Any = dist.new_group(ranks, use_local_synchronization=True)
         return made
     if group is not None and not isinstance(group, dist.ProcessGroup):

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import cached_property, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Affine
-from ..autograd import outside_graphs
 from ..choices import AttentionChoice, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
-from ..comm import Entry, Group, Route
-from ..errors import ArgumentError, Facts, PeerError, RingLAError
-from ..layout import Layout
+from ..comm import Group
+from ..errors import ArgumentError
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
-from .arguments import check_choices, check_dim, check_labels, check_length, describe, duration
-from .bound import Bound
-from .gather import Gather
+from . import affine_scan
+from .arguments import check_choices, duration
 from .grid import Grid, process_group
+from .grid_layout import GridLayout
 from .handle import OfThisProcess
-from .marks import Marks, fingerprint
-
-CANONICAL_CHUNK = 64
+from .marks import Marks
+from .sharded import ShardedLayout
 
 
 class ContextParallel(OfThisProcess):
@@ -72,10 +67,10 @@ class ContextParallel(OfThisProcess):
         check_choices(scan, attention, transport, deterministic, validate)
         timeout = duration(timeout)
         self.comm = Group(process_group(group), timeout, transport)
-        self.grid = Grid.of(group, self.comm, transport) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
-        if attention == "usp" and self.grid is None:
+        self.axes = Grid.of(group, self.comm, transport) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
+        if attention == "usp" and self.axes is None:
             raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))
-        self.scan, self.attention, self.transport = scan, attention, transport
+        self.scan_choice, self.attention, self.transport = scan, attention, transport
         self.deterministic, self.timeout, self.validate = deterministic, timeout, validate
         if validate != "never":
             settings = dict(scan=scan, attention=attention, transport=transport, deterministic=self.deterministic)
@@ -101,7 +96,8 @@ class ContextParallel(OfThisProcess):
         return self.comm.device
 
     def __repr__(self) -> str:
-        return f"ContextParallel(rank {self.rank} of {self.size}, scan={self.scan!r}, attention={self.attention!r})"
+        how = f"scan={self.scan_choice!r}, attention={self.attention!r}"
+        return f"ContextParallel(rank {self.rank} of {self.size}, {how})"
 
     def layout(
         self,
@@ -123,12 +119,53 @@ class ContextParallel(OfThisProcess):
         """
         return ShardedLayout(self, seq_len, kind, cu_seqlens, multiple_of)
 
+    def grid(self, shape: Sequence[int], counts: Sequence[int] | None = None) -> GridLayout:
+        """The split of a grid of tokens, an image ``(rows, columns)`` or a video ``(frames, rows, columns)``, by whole
+        slices of its first axis; collective unless validate="never".
+
+        Args:
+            shape: the whole grid's size along each axis; tokens stand in row-major order.
+            counts: slices of each rank, in order; None: as even as can be, the first ranks one more.
+
+        Raises:
+            ArgumentError: a bad argument. DisagreementError: the ranks ask for different layouts.
+        """
+        return GridLayout(self, shape, counts)
+
+    def scan(
+        self,
+        A: Tensor | None,
+        b: Tensor,
+        layout: ShardedLayout | None = None,
+        *,
+        reverse: bool = False,
+        exclusive: bool = False,
+    ) -> Tensor:
+        """The states of ``S_t = A_t S_(t-1) + b_t`` along a split sequence, with gradients; any affine recurrence.
+
+        Args:
+            A: transitions: ``[B, T, H]`` (scalars), ``[B, T, H, K]`` (diagonals), ``[B, T, H, K, K]`` (matrices) or
+                None (identities), of any float dtype.
+            b: what each step adds, ``[B, T, H, K, V]``.
+            layout: how the T steps are split over this group's ranks, of runs of steps; every document starts from
+                zero. None: all are here.
+            reverse: from right to left: ``S_t = A_t S_(t+1) + b_t``.
+            exclusive: the state that enters each step, not the one that leaves it.
+
+        Returns:
+            ``[B, T, H, K, V]``, fp32 (fp64 for fp64 inputs).
+
+        Raises:
+            ArgumentError, UnsupportedError: by name, under a layout on every rank. DisagreementError.
+        """
+        return affine_scan.scan(A, b, layout, reverse, exclusive)
+
     def strategy(self, chain: Chain, like: Affine) -> Scan:
         """The scan strategy for maps like `like` over the segments of `chain`."""
         if self.deterministic:
             return CANONICAL
-        if self.scan != "auto":
-            return STRATEGIES[self.scan]
+        if self.scan_choice != "auto":
+            return STRATEGIES[self.scan_choice]
         if self.cost is None:
             return STRATEGIES["ring"]
         key = (chain, like.kind, like.b.shape, like.b.dtype)
@@ -139,197 +176,3 @@ class ContextParallel(OfThisProcess):
     def price(self, cost: Cost, like: Affine) -> float:
         """What an exchange of maps like `like` costs: seconds where the group was measured, else bytes received."""
         return self.cost.seconds(cost, like) if self.cost else cost.received
-
-
-class ShardedLayout(OfThisProcess, Layout):
-    """A `Layout` bound to its `ContextParallel`: the layout of an operator's arguments, and the ways to change it.
-
-    Attributes:
-        cp: the ContextParallel it belongs to.
-        positions: int64 ``[T_local]``, position of each local token in its document.
-        bindings: how many models are bound to it.
-    """
-
-    def __init__(
-        self,
-        cp: ContextParallel,
-        seq_len: int,
-        kind: LayoutKind = "zigzag",
-        cu_seqlens: Tensor | Sequence[int] | None = None,
-        multiple_of: int | None = None,
-    ) -> None:
-        self.cp = cp
-        self.bindings = 0
-        self._seen: dict[object, Entry] = {}
-        if multiple_of is None:
-            multiple_of = CANONICAL_CHUNK if cp.deterministic else 1
-        error: ArgumentError | None = None
-        try:
-            if cp.deterministic and isinstance(multiple_of, int) and multiple_of % CANONICAL_CHUNK:
-                expected = f"a multiple of {CANONICAL_CHUNK} with deterministic=True"
-                raise ArgumentError("multiple_of", expected, multiple_of)
-            super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of)
-        except ArgumentError as e:
-            error = e
-        if cp.validate != "never":
-            cp.comm.agreement.agree("the layout", f"refused: {error}" if error else describe(self))
-        if error is not None:
-            raise error
-        _ = self.lengths  # found now: torch.compile cannot trace the first read of a cached property
-
-    @cached_property
-    def positions(self) -> Tensor:
-        return self.positions_of(self.tokens()).to(self.cp.device)
-
-    @cached_property
-    def documents(self) -> Tensor:
-        """Document of each local token, int64 ``[T_local]``."""
-        return self.documents_of(self.tokens()).to(self.cp.device)
-
-    @cached_property
-    def cu_pieces(self) -> Tensor:
-        """Local offsets ``[pieces+1]`` of this rank's pieces, int32 on its device."""
-        return torch.tensor(self.piece_offsets, dtype=torch.int32, device=self.cp.device)
-
-    @cached_property
-    def _local(self) -> Tensor:
-        return self.tokens().to(self.cp.device)
-
-    # -- agreement -----------------------------------------------------------------------------------------
-
-    @outside_graphs
-    def agree(self, call: str, signature: tuple[tuple[str, object], ...] | None, error: Exception | None) -> None:
-        """All ranks compare a call, by names and what they stand for; an error on one is raised on every rank that
-        compares.
-
-        With validate="first" a signature already seen on this layout is not compared again.
-        """
-        if self.cp.validate != "never" and self.cp.size > 1:
-            agreement, what, key = self.cp.comm.agreement, f"the arguments of {call}", (call, signature)
-            known = self._seen.get(key) if error is None else None
-            if known is not None and self.cp.validate == "first":
-                agreement.again(known)
-                return
-            report = {"call": call} | dict(signature or ()) | {"layout": describe(self)}
-            self._seen[key] = self._compare(what, f"refused: {error}" if error else report, error)
-        if error is not None:
-            raise error
-
-    def _compare(self, what: str, report: object, error: Exception | None) -> Entry:
-        """Compare a call now. Where the others skip it, having made such a call before, this rank's own error goes
-        first."""
-        try:
-            return self.cp.comm.agreement.agree(what, report)
-        except PeerError:
-            if error is not None:
-                raise error from None
-            raise
-
-    # -- moving tokens -------------------------------------------------------------------------------------
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of the whole ``x [..., seq_len, ...]`` along `dim`. No communication.
-
-        Differentiable: the gradient of `x` is this rank's part, zero for other ranks' tokens.
-        """
-        check_length(x, dim, self.seq_len, "the whole sequence")
-        out = x.index_select(dim, self._local.to(x.device))
-        bound = self.bindings > 0 and not torch.compiler.is_compiling()
-        self.cp.marks.put(out, self, fingerprint(x) if bound else None)
-        return out
-
-    def bind(self, model: nn.Module) -> Bound:
-        """A model whose layers work on this layout until ``remove()``, or the end of a ``with`` block.
-
-        It catches what no single call can: a layer that is given no layout or another one, tokens cut by another
-        layout, ranks that cut different sequences; and its `compare` finds the module that mixes tokens in a way of its
-        own. See `ring_la.context.bound`.
-
-        Raises:
-            ArgumentError: no module.
-        """
-        if not isinstance(model, nn.Module):
-            raise ArgumentError("model", "a torch.nn.Module", type(model).__name__)
-        return Bound(self, model)
-
-    @outside_graphs
-    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole sequence, on every rank, from its parts ``x [..., T_local, ...]`` along `dim`.
-
-        Differentiable: gradients flowing into the result are summed over the ranks.
-        """
-        self._agree_on_tokens("gather", x, dim)
-        return Gather.apply(x.movedim(dim, 0), self, self.cp.comm).movedim(0, dim)
-
-    @outside_graphs
-    def convert(self, x: Tensor, other: ShardedLayout, dim: int = 1) -> Tensor:
-        """This rank's tokens under `other`, a layout of the same sequence, by one all-to-all. Differentiable."""
-        if not isinstance(other, ShardedLayout) or other.cp is not self.cp:
-            raise ArgumentError("other_layout", "a layout made by the same ContextParallel", other)
-        if other.seq_len != self.seq_len:
-            raise ArgumentError("other_layout", f"a layout of {self.seq_len} tokens", f"one of {other.seq_len}")
-        self._agree_on_tokens("convert", x, dim, ("other_layout", other.split))
-        if other.split == self.split:
-            return x
-        route = self.route(("convert", other.split), lambda: [other.tokens(r) for r in range(self.world_size)])
-        out = route(x, dim)
-        self.cp.marks.put(out, other)
-        return out
-
-    @outside_graphs
-    def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
-        """Next-token labels of this rank's tokens: each token's successor in its document.
-
-        Args:
-            ids: token ids of this rank, ``[B, T_local]`` or ``[T_local]``, signed integers.
-            ignore_index: the label of a document's last token.
-
-        Returns:
-            The labels, like `ids`.
-        """
-        if isinstance(ids, Tensor) and ids.dim() == 1:
-            dim = 0
-        check = partial(check_labels, ids, ignore_index)
-        self._agree_on_tokens("targets", ids, dim, ("ignore_index", ignore_index), name="ids", check=check)
-        route = self.route("targets", lambda: [self.successors(r) for r in range(self.world_size)])
-        following = route(ids, dim)
-        last = (self.successors(self.rank) < 0).to(ids.device)
-        shape = [1] * ids.dim()
-        shape[dim] = -1
-        return following.masked_fill(last.view(shape), ignore_index)
-
-    def route(self, name: object, wants: Callable[[], Sequence[Tensor]], neighbours: bool = False) -> Route:
-        """A route for rows of this layout, made once and kept under `name`."""
-        return self.kept(("route", name), lambda: Route(self, wants(), self.cp.comm, neighbours))
-
-    def kept(self, name: object, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once for this layout and kept under `name`."""
-        kept = self.__dict__.setdefault("_kept", {})
-        if name not in kept:
-            kept[name] = make()
-        return kept[name]
-
-    def _agree_on_tokens(
-        self,
-        call: str,
-        x: Tensor,
-        dim: int,
-        *rest: tuple[str, object],
-        name: str = "x",
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
-        error = None
-        try:
-            check_dim(x, dim, name)
-            if x.shape[dim] == self.seq_len:
-                self.require_local(name, self.seq_len)
-            check_length(x, dim, self.local_length, "this rank's tokens", name)
-            self.cp.marks.require(name, x, self)
-            check()
-        except RingLAError as e:
-            error = e
-        signature = None
-        if error is None:
-            signature = (("dim", dim), (name, Facts.of(x, dim)), *rest, ("gradients", torch.is_grad_enabled()))
-        self.agree(call, signature, error)

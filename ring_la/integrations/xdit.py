@@ -191,3 +191,21 @@ def register(registry: MutableMapping[Any, Callable], key: Any = "SDPA_FLASH") -
     before = registry.get(key)
     registry[key] = attention_function
     return before
+
+
+def install() -> Callable[[], None]:
+    """Put ours where the models of xfuser 0.7 call: ring attention (`usp.ring_attn`), Ulysses' exchange and the Sana
+    layer, whose keys and values then travel no more: one sum of states does. Returns what puts xDiT's own back.
+
+        back = ring_la.integrations.xdit.install()  # before or after models are built
+        ...
+        back()
+
+    Unlike `register`, which computes a block of xDiT's ring, the ring itself is ours.
+
+    Raises:
+        UnsupportedError: xfuser is not there, or is of a version without one of these.
+    """
+    from .xdit_models import put_into_models
+
+    return put_into_models()

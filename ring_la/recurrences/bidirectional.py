@@ -18,18 +18,25 @@ from ..kernels.fused.bidirectional import outer_sum, read_state, sum_and_read
 from ..outputs import LinearAttentionOutput
 from .definition import CommonOptions
 
+Normalizer = tuple[Tensor, Tensor] | None
 
-def bidirectional(inputs: Inputs, scale: float, options: CommonOptions) -> LinearAttentionOutput:
+
+def bidirectional(
+    inputs: Inputs, scale: float, options: CommonOptions, normalizer: Normalizer = None
+) -> LinearAttentionOutput:
     """o ``[B, T, H, V]`` and each document's state ``[N, H, K, V]``, of q, k ``[B,T,Hk,K]`` and v ``[B,T,H,V]``.
 
-    An initial state ``[N, H, K, V]`` is added to every document's sum.
+    An initial state ``[N, H, K, V]`` is added to every document's sum. With a `normalizer`, q' and k' of a denominator
+    of its own, o and the state have one column more: ``scale · q'ᵀ Σ k'`` and Σ k'.
     """
     initial = options.initial_state
     with full_precision(inputs.q):
-        if options.layout is None:
+        if options.layout is not None:
+            o, S = _split(inputs, scale, initial, options.layout, normalizer)
+        elif normalizer is None:
             o, S = _local(inputs, scale, initial, options.cu_seqlens)
         else:
-            o, S = _split(inputs, scale, initial, options.layout)
+            o, S = _normalized(inputs, scale, initial, options.cu_seqlens, normalizer)
     return LinearAttentionOutput(o.to(inputs.v.dtype), S if options.output_final_state else None)
 
 
@@ -42,21 +49,49 @@ def _local(inputs: Inputs, scale: float, initial: Tensor | None, cu: Tensor | No
     return o, S[:, 0] if cu is None else S[0]
 
 
-def _split(inputs: Inputs, scale: float, initial: Tensor | None, layout: ShardedLayout) -> tuple[Tensor, Tensor]:
+def _normalized(
+    inputs: Inputs, scale: float, initial: Tensor | None, cu: Tensor | None, normalizer: Normalizer
+) -> tuple[Tensor, Tensor]:
+    """One device, with a denominator of its own."""
+    S = _sums(inputs, cu, normalizer)
+    if initial is not None:
+        S = S + (initial[:, None] if cu is None else initial[None]).to(S.dtype)
+    return _read(inputs, S, cu, scale, normalizer), S[:, 0] if cu is None else S[0]
+
+
+def _sums(inputs: Inputs, cu: Tensor | None, normalizer: Normalizer) -> Tensor:
+    """What this rank's tokens add to each of its pieces, ``[B, N, H, K, V]``, or with Σ k' as one more column."""
+    k, v = inputs[1:3]
+    S = outer_sum(k, v, cu)
+    if normalizer is None:
+        return S
+    return torch.cat([S, outer_sum(normalizer[1], v.new_ones(*v.shape[:3], 1), cu)], -1)
+
+
+def _read(inputs: Inputs, S: Tensor, cu: Tensor | None, scale: float, normalizer: Normalizer) -> Tensor:
+    """What this rank's tokens read."""
+    if normalizer is None:
+        return read_state(inputs.q, S, cu, scale)
+    numerator = read_state(inputs.q, S[..., :-1].contiguous(), cu, scale)
+    return torch.cat([numerator, read_state(normalizer[0], S[..., -1:].contiguous(), cu, scale)], -1)
+
+
+def _split(
+    inputs: Inputs, scale: float, initial: Tensor | None, layout: ShardedLayout, normalizer: Normalizer
+) -> tuple[Tensor, Tensor]:
     """The same of this rank's tokens: pieces add up to documents, and documents over ranks."""
-    q, k, v = inputs[:3]
     if not layout.packed:  # a batch row is a document
-        S = SumOverRanks.apply(outer_sum(k, v, None), layout.cp.comm)
+        S = SumOverRanks.apply(_sums(inputs, None, normalizer), layout.cp.comm)
         if initial is not None:
             S = S + Replicated.apply(initial, layout.cp.comm)[:, None].to(S.dtype)
-        return read_state(q, S, None, scale), S[:, 0]
-    cu = layout.cu_pieces.to(q.device) if len(layout.pieces) > 1 else None
+        return _read(inputs, S, None, scale, normalizer), S[:, 0]
+    cu = layout.cu_pieces.to(inputs.q.device) if len(layout.pieces) > 1 else None
     numbers = [p.document for p in layout.pieces]
-    documents = layout.kept("documents", lambda: torch.tensor(numbers, dtype=torch.int64, device=q.device))
-    own = outer_sum(k, v, cu)[:, : len(numbers)]
+    documents = layout.kept("documents", lambda: torch.tensor(numbers, dtype=torch.int64, device=inputs.q.device))
+    own = _sums(inputs, cu, normalizer)[:, : len(numbers)]
     S = own.new_zeros(1, layout.num_documents, *own.shape[2:]).index_add(1, documents, own)
     S = SumOverRanks.apply(S, layout.cp.comm)
     if initial is not None:
         S = S + Replicated.apply(initial, layout.cp.comm)[None].to(S.dtype)
     entering = S.index_select(1, documents) if numbers else S[:, :1]
-    return read_state(q, entering, cu, scale), S[0]
+    return _read(inputs, entering, cu, scale, normalizer), S[0]

@@ -28,6 +28,8 @@ class Recurrence(NamedTuple):
         causal: False: every token reads the state after its document's last token.
         readout: what becomes of ``scale · Sᵀ q``.
         names: the caller's names of the inputs where they differ, for messages.
+        normalizer: q and k of the denominator's own, whose read-out stands in one more column of the output; without a
+            direction only.
         decays: the heads' log-decays where every token's are the same: what gives them, or the caller's tensor.
     """
 
@@ -37,6 +39,7 @@ class Recurrence(NamedTuple):
     readout: Callable[[Tensor], Tensor] = lambda o: o
     names: Mapping[str, str] = {}
     decays: Callable[[], tuple[float, ...]] | Tensor | None = None
+    normalizer: tuple[Tensor, Tensor] | None = None
 
     def name(self, field: str) -> str:
         """What the caller calls an input."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..checks import check_flag
+from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels import Inputs
 from .arguments import KEY, QUERY, VALUE
 from .definition import Recurrence
@@ -20,24 +21,65 @@ EPS = 1e-10
     equation="S ← S + k vᵀ",
     arguments=dict(q=QUERY, k=KEY, v=VALUE),
 )
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, normalize: bool = False) -> Recurrence:
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    normalize: bool = False,
+    normalizer_q: Tensor | None = None,
+    normalizer_k: Tensor | None = None,
+    eps: float = EPS,
+) -> Recurrence:
     """Linear attention: S ← S + k vᵀ, o = scale · Sᵀ q.
 
     Args:
         q, k: ``[B, T, Hk, K]``, after the feature map.
         v: ``[B, T, H, V]`` with H a multiple of Hk.
         causal: False: every token reads the state after its document's last token (diffusion models).
-        normalize: divide by ``scale · qᵀ Σ k + 1e-10``. The running sum of keys rides as one more value column, so
+        normalize: divide by ``scale · qᵀ Σ k + eps``. The running sum of keys rides as one more value column, so
             states are then ``[N, H, K, V+1]``: ``[..., :V]`` is Σ k vᵀ, ``[..., V]`` is Σ k.
+        normalizer_q, normalizer_k: the q and k of that denominator, like q and k, where they are others (SANA-Video
+            rotates those of the numerator alone). Both with normalize=True and causal=False; the sum of keys travels
+            with the state, in one exchange.
+        eps: what is added to the denominator.
     """
     check_flag("normalize", normalize)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps >= 0:
+        raise ArgumentError("eps", "a number >= 0", repr(eps))
+    own = _own_normalizer(q, k, normalizer_q, normalizer_k, normalize and not causal)
     rule = Rule("additive", "none")
     if not normalize or not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         return Recurrence(rule, Inputs(q, k, v), causal=causal)
     wide = torch.promote_types(v.dtype, torch.float32)
-    with_one = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
 
     def readout(o: Tensor) -> Tensor:
-        return (o[..., :-1] / (o[..., -1:] + EPS)).to(v.dtype)
+        return (o[..., :-1] / (o[..., -1:] + eps)).to(v.dtype)
 
+    if own is not None:
+        return Recurrence(
+            rule,
+            Inputs(q.to(wide), k.to(wide), v.to(wide)),
+            causal=False,
+            normalizer=(own[0].to(wide), own[1].to(wide)),
+            readout=readout,
+        )
+    with_one = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
     return Recurrence(rule, Inputs(q.to(wide), k.to(wide), with_one), causal=causal, readout=readout)
+
+
+def _own_normalizer(
+    q: object, k: object, normalizer_q: object, normalizer_k: object, allowed: bool
+) -> tuple[Tensor, Tensor] | None:
+    """A denominator's own q and k, if given, after checking that they are like q and k."""
+    if normalizer_q is None and normalizer_k is None:
+        return None
+    for name, given, like in (("normalizer_q", normalizer_q, q), ("normalizer_k", normalizer_k, k)):
+        same = isinstance(given, Tensor) and isinstance(like, Tensor) and given.shape == like.shape
+        if not same or (given.dtype, given.device) != (like.dtype, like.device):
+            expected = f"{describe_tensor(like)}, as {name[-1]}, with the other one"
+            raise ArgumentError(name, expected, describe_tensor(given))
+    if not allowed:
+        raise UnsupportedError("normalizer_q", "normalize=True and causal=False with it", "other ones")
+    return normalizer_q, normalizer_k

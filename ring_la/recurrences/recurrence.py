@@ -143,7 +143,10 @@ def _run(
         return _by_reference(definition, call, r, options)
     scale = definition.scale(options, r.inputs.q.shape[-1])
     inputs = _ready(r.inputs, options.use_qk_l2norm)
-    out = bidirectional(inputs, scale, options) if not r.causal else linear.run(r.rule, inputs, scale, options, decays)
+    if r.causal:
+        out = linear.run(r.rule, inputs, scale, options, decays)
+    else:
+        out = bidirectional(inputs, scale, options, _unit(r.normalizer, options.use_qk_l2norm))
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
 
 
@@ -166,6 +169,11 @@ def _ready(x: Inputs, unit_length: bool) -> Inputs:
 
     q, k = (l2norm(x.q), l2norm(x.k)) if unit_length else (x.q, x.k)
     return Inputs(q, k, x.v, *map(own, x[3:]))
+
+
+def _unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
+    """A denominator's own q and k, of unit length where that is asked for."""
+    return normalizer if normalizer is None or not unit_length else (l2norm(normalizer[0]), l2norm(normalizer[1]))
 
 
 def _by_reference(

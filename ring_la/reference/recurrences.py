@@ -27,19 +27,33 @@ from ring_la.reference.token_loop import TokenLoop, recurrence
 
 
 @recurrence
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, normalize: bool = False) -> TokenLoop:
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    normalize: bool = False,
+    normalizer_q: Tensor | None = None,
+    normalizer_k: Tensor | None = None,
+    eps: float = 1e-10,
+) -> TokenLoop:
     """Linear attention (Katharopoulos et al. 2020, eq. 10–12): S ← S + k vᵀ, o = scale · Sᵀ q.
 
     `causal=False` is the bidirectional form: every token reads the state after its document's last token.
 
-    `normalize=True` divides o by scale · qᵀ(Σ k) + 1e-10. The running sum of k then rides as one more value column, so
-    states are [N, H, K, V + 1]: `[..., :V]` is Σ k vᵀ and `[..., V]` is Σ k.
+    `normalize=True` divides o by scale · qᵀ(Σ k) + eps. The running sum of k then rides as one more value column, so
+    states are [N, H, K, V + 1]: `[..., :V]` is Σ k vᵀ and `[..., V]` is Σ k. `normalizer_q` and `normalizer_k` are the
+    q and k of that denominator where they are others; they are refused here.
     """
     rule = Rule("additive", "none")
+    for name, given in (("normalizer_q", normalizer_q), ("normalizer_k", normalizer_k)):
+        if given is not None:
+            raise ArgumentError(name, "None in the reference", "a tensor", "Call it twice: numerator and denominator")
     if not normalize:
         return TokenLoop(rule, q, k, v, causal=causal)
     with_one = torch.cat([v.double(), v.new_ones(*v.shape[:-1], 1, dtype=torch.float64)], dim=-1)
-    return TokenLoop(rule, q, k, with_one, causal=causal, readout=lambda o: o[..., :-1] / (o[..., -1:] + 1e-10))
+    return TokenLoop(rule, q, k, with_one, causal=causal, readout=lambda o: o[..., :-1] / (o[..., -1:] + eps))
 
 
 def _static(g: Tensor, q: Tensor, v: Tensor) -> Tensor:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import enum
+import sys
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from ring_la.errors import ArgumentError, RingLAError
+from ring_la.errors import ArgumentError, RingLAError, UnsupportedError
 from ring_la.integrations import xdit
+from tests.support.attention_cases import error
+from tests.support.pool import group
 
 
 class Backend(enum.Enum):
@@ -54,3 +59,74 @@ def test_registry_entry_under_wan_and_padding():
     ):
         with pytest.raises(RingLAError, match=r"attention_kwargs"):
             xdit.attention_function(q, k, v, dropout_p=0.0, is_causal=False, attention_kwargs=more)
+
+
+# -- install -----------------------------------------------------------------------------------------------------------
+
+
+def stand_ins() -> dict[str, types.ModuleType]:
+    """The modules of xfuser 0.7 that `install` touches, as far as it does; groups are those of all ranks."""
+    names = ("layers.usp", "long_ctx_attention.hybrid.attn_layer", "distributed")
+    usp, sana, parallel = (types.ModuleType(f"xfuser.{n}") for n in names)
+    usp.PROCESS_GROUP = types.SimpleNamespace(RING_PG=group(2), ULYSSES_PG=group(2))
+    usp.ring_attn = usp._sdpa_all_to_all_single = None
+    sana.xFuserSanaLinearLongContextAttention = type("Layer", (), {"forward": None, "use_kv_cache": True})
+    parallel.get_sp_group = lambda: types.SimpleNamespace(device_group=group(2))
+    parallel.get_pipeline_parallel_world_size = lambda: 1
+    return {
+        "xfuser.model_executor.layers.usp": usp,
+        "xfuser.core.long_ctx_attention.hybrid.attn_layer": sana,
+        "xfuser.core.distributed": parallel,
+    }
+
+
+def check_installed(rank: int) -> dict[str, float | str]:
+    """Errors of what is installed, called as `usp.USP` and the Sana processor call it."""
+    modules = stand_ins()
+    sys.modules.update(modules)
+    try:
+        usp, sana, _ = modules.values()
+        back = xdit.install()
+        torch.manual_seed(0)
+        q, k, v = torch.randn(3, 1, 2, 10, 8)
+        joint = torch.randn(2, 1, 2, 3, 8)
+        mine = slice(5 * rank, 5 * rank + 5)
+        given = dict(joint_strategy="front", joint_key=joint[0], joint_value=joint[1], step=0, total_steps=2)
+        o = usp.ring_attn(None, q[:, :, mine], k[:, :, mine], v[:, :, mine], joint_attn_kwargs=given)
+        whole = F.scaled_dot_product_attention(q, torch.cat([joint[0], k], 2), torch.cat([joint[1], v], 2))
+        found: dict[str, float | str] = {"ring": error(o, whole[:, :, mine])}
+        swapped = usp._sdpa_all_to_all_single(torch.arange(8.0).view(4, 2) + 10 * rank)
+        want = torch.tensor([[0.0, 1.0], [2.0, 3.0]]) + 4 * rank
+        found["exchange"] = error(swapped, torch.cat([want, want + 10]))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        layer = sana.xFuserSanaLinearLongContextAttention()
+        o = layer.forward(None, q[:, mine], k[:, mine], v[:, mine])
+        q, k, v = q.relu().double(), k.relu().double(), v.double()
+        scores = torch.einsum("bthk,bshk->bhts", q, k)
+        whole = torch.einsum("bhts,bshv->bthv", scores / scores.sum(-1, keepdim=True), v).flatten(2)
+        found["sana"] = error(o, whole[:, mine])
+        for words, call in (
+            ("valid_kv_len", lambda: usp.ring_attn(None, *[q.mT] * 3, attention_kwargs=dict(valid_kv_len=3))),
+            ("dropout_p", lambda: layer.forward(None, q, k, v, dropout_p=0.1)),
+        ):
+            try:
+                found[words] = call() and "accepted"
+            except UnsupportedError as e:
+                found[words] = 0.0 if words in str(e) else str(e)
+        back()
+        found["back"] = 0.0 if usp.ring_attn is None and layer.forward is None else "not as before"
+        return found
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+def test_installed_where_models_call(ranks):
+    """On stand-ins: xfuser 0.7 itself wants a GPU to have groups."""
+    for found in ranks.run(2, check_installed):
+        assert all(isinstance(e, float) and e < 1e-5 for e in found.values()), found
+
+
+def test_install_without_xfuser():
+    with pytest.raises(UnsupportedError, match=r"xfuser: expected 0\.7, installed"):
+        xdit.install()

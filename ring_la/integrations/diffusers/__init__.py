@@ -14,14 +14,32 @@ text's where text is part of the sequence:
     streams     how the tokens of image, text and both are split
     keys        attention over them, with the text that a mask leaves out
     operators   the same as one node of a compiled graph
+    linear      processors of linear attention, by one sum of states
+    gated_delta gated delta nets over frames, by scans of affine maps
+    caches      step caches whose decisions the ranks take together
+    pipeline    a whole pipeline; guidance on an axis of its own (guidance), its decoder by rows (autoencoder)
+    modules     modules that reach beyond their tokens: convolutions with halos, and those
     compare     inputs that differ among the ranks
     checks      everything else that is refused
     model       splitting before a block, gathering behind the last layer
+    entry       what is called: parallelize, restore
     processors  the library's attention processors, their attention function replaced by ours
 """
 
 from .catalogue import PLANS
-from .model import parallelize
-from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, TimeSteps, TokenRows
+from .entry import parallelize, restore
+from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, SliceCount, SliceRows, TimeSteps, TokenRows
 
-__all__ = ["PLANS", "AttentionPlan", "BlockPlan", "KeyMask", "ModelPlan", "TimeSteps", "TokenRows", "parallelize"]
+__all__ = [
+    "PLANS",
+    "AttentionPlan",
+    "BlockPlan",
+    "KeyMask",
+    "ModelPlan",
+    "SliceCount",
+    "SliceRows",
+    "TimeSteps",
+    "TokenRows",
+    "parallelize",
+    "restore",
+]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from ...context import ContextParallel
+from ...context import ContextParallel, GridLayout
+from ...errors import ArgumentError
 from .keys import GivenMask, Keys
 from .plans import TokenRows
 from .streams import Layouts, Streams
@@ -18,11 +21,24 @@ class DenoiserCall:
         masked: the mask that the last block got.
         batch: its rows.
         started: whether a block has run.
+        grid: the layout of the image's tokens where they are a grid.
         parts: whole tensors that several blocks get, by id and role, and this rank's part of them.
     """
 
     def __init__(self, cp: ContextParallel, layouts: Layouts, batch: int) -> None:
         self.streams, self.batch, self.started = Streams(cp.rank, cp.size), batch, False
-        self.keys = Keys(cp, layouts)
+        self.keys = Keys(cp, layouts, self.streams)
+        self.grid: GridLayout | None = None
         self.masked: GivenMask | None = None
         self.parts: dict[tuple[int, TokenRows], tuple[Tensor, Tensor]] = {}
+
+    def place(self, grid: GridLayout) -> None:
+        """Split the image by slices of `grid`.
+
+        Raises:
+            ArgumentError: it has fewer than ranks.
+        """
+        if grid.shape[0] < grid.world_size:
+            expected = f"at least {grid.world_size} rows or frames of tokens, one for each rank"
+            raise ArgumentError("hidden_states", expected, f"a grid {list(grid.shape)}")
+        self.grid, self.streams.unit = grid, math.prod(grid.shape[1:])

@@ -76,8 +76,6 @@ def check_call(model: nn.Module, plan: ModelPlan, signature: inspect.Signature, 
     if not isinstance(given["hidden_states"], Tensor):
         raise ArgumentError("hidden_states", "a tensor", type(given["hidden_states"]).__name__)
     for name, block, kind in blocks_of(model, plan):
-        if hasattr(block, "_diffusers_hook"):
-            raise UnsupportedError("transformer", "blocks without hooks of Diffusers", f"one on {name}")
         for label, module in block.named_modules():
             known = plan.classes[kind].attention.get(label)
             if known and known.streams and not getattr(module.processor, "ring_la", False):

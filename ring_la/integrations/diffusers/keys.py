@@ -11,7 +11,7 @@ from torch import Tensor
 from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
 from ...softmax import attention
-from .streams import Layouts, counts, owners
+from .streams import Layouts, Streams, counts, owners
 
 
 class SeenKeys(NamedTuple):
@@ -45,8 +45,8 @@ class GivenMask(NamedTuple):
 class Keys:
     """Which keys the blocks of one call see. Masked ones are left out: a mask reads the same for every query."""
 
-    def __init__(self, cp: ContextParallel, layouts: Layouts) -> None:
-        self.cp, self.layouts = cp, layouts
+    def __init__(self, cp: ContextParallel, layouts: Layouts, streams: Streams) -> None:
+        self.cp, self.layouts, self.streams = cp, layouts, streams
         self._mask: Tensor | None = None
         self._kept: dict[tuple[str, ...], list[SeenKeys] | None] = {}
 
@@ -64,9 +64,8 @@ class Keys:
         q, k, v = qkv
         if q.shape[1] != k.shape[1]:
             raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
-        how: dict[str, Any] = dict(
-            causal=False, scale=scale, layout=self.layouts.of(counts(sizes, self.cp.size)), backend=backend
-        )
+        layout = self.layouts.of(counts(sizes, self.cp.size, self.streams.units(order)))
+        how: dict[str, Any] = dict(causal=False, scale=scale, layout=layout, backend=backend)
         kept = self._seen(order, sizes, masked)
         if kept is None:
             return attention(q, k, v, **how).o
@@ -100,7 +99,7 @@ class Keys:
             return None
         if not bool(seen.any(1).all()):
             raise ArgumentError(masked.name, "a key to see in every batch row", "a row without")
-        ranks, out = owners([sizes[s] for s in order], self.cp.size), []
+        ranks, out = owners([sizes[s] for s in order], self.cp.size, self.streams.units(order)), []
         for row in torch.unique(seen, dim=0):
             held = torch.bincount(ranks[row], minlength=self.cp.size).tolist()
             rows = (seen == row).all(1).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""`parallelize`: a transformer of Diffusers whose blocks run on this rank's tokens."""
+"""A transformer of Diffusers whose blocks run on this rank's tokens."""
 
 from __future__ import annotations
 
@@ -17,67 +17,27 @@ from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
+from .caches import check_hooks
 from .call import DenoiserCall
-from .catalogue import find_plan
-from .checks import blocks_of, check_block, check_call, check_library_backend, other_version
+from .checks import blocks_of, check_block, check_call, other_version
 from .compare import InputComparison, WholeImage, tensors_in
 from .keys import GivenMask
-from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, Role, TimeSteps, TokenRows
+from .linear import LINEAR, linear_class
+from .modules import split_forward
+from .plans import (
+    IMAGE,
+    AttentionPlan,
+    BlockPlan,
+    KeyMask,
+    ModelPlan,
+    Role,
+    SliceCount,
+    SliceRows,
+    TimeSteps,
+    TokenRows,
+)
 from .processors import split_class
-from .streams import Layouts, counts
-
-
-def parallelize(
-    transformer: nn.Module,
-    cp: ContextParallel,
-    *,
-    backend: SoftmaxBackend | None = None,
-    average: bool = False,
-    plan: ModelPlan | None = None,
-) -> nn.Module:
-    """Make a transformer of Diffusers run on a split sequence; changed in place and returned.
-
-    The call stays as it was: every rank gives the whole inputs, the same on all of them (seed the generators that draw
-    latents alike), and gets the whole output. Parameters' and inputs' gradients of a loss that every rank computes from
-    the whole output are parts, whose sum over the group is the gradient of one process.
-
-    Args:
-        transformer: a model with an entry in `PLANS`, with its own attention processors. LoRA's layers may be in it;
-            hooks on its blocks (caches, offloading by Diffusers) may not.
-        cp: the group the sequence is split over; its `attention` says how keys travel.
-        backend: the kernel of split attention, by `ring_la.attention`'s name; None: the fastest that can do it.
-        average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP.
-        plan: what of the model is split, where it is not one of `PLANS` or another version of it.
-
-    Raises:
-        ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
-            then left as it was. In a call: arguments that have no part in a split one, by name and on every rank.
-        DisagreementError: in a call, inputs that differ among the ranks, by name and on every rank. Shapes and the
-            first call's values are compared before anything is computed, later values with the output: on a GPU
-            that output is NaN, and a later call raises. With validate="always" all are compared before; with "never"
-            none.
-    """
-    if not isinstance(transformer, nn.Module):
-        got = type(transformer).__name__
-        raise ArgumentError("transformer", "a model (a pipeline's transformer)", got, "pipeline.transformer")
-    if not isinstance(cp, ContextParallel):
-        raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
-    if not isinstance(average, bool):
-        raise ArgumentError("average", "True or False", repr(average))
-    if plan is not None and not isinstance(plan, ModelPlan):
-        raise ArgumentError("plan", "a ModelPlan", type(plan).__name__)
-    if cp.deterministic:
-        raise UnsupportedError("cp", "deterministic=False", "a deterministic one", "Text and image mix by rank")
-    if hasattr(transformer, "_ring_la"):
-        raise ArgumentError("transformer", "one that is not parallelized", "one that is")
-    if getattr(transformer, "_parallel_config", None) is not None:
-        raise UnsupportedError("transformer", "one without Diffusers' own parallelism", "enable_parallelism was called")
-    split = SplitDenoiser(transformer, plan or find_plan(transformer), cp, backend, cp.size if average else 1)
-    check_library_backend()
-    with ExitStack() as undo:
-        split.adopt(transformer, undo)
-        undo.pop_all()  # accepted
-    return transformer
+from .streams import Layouts
 
 
 class SplitDenoiser:
@@ -88,7 +48,12 @@ class SplitDenoiser:
         comparison: of what the ranks are given.
         scale: what the output's gradient is multiplied by.
         number: under which the compiled attention finds this.
+        deciding: the groups whose ranks decide together what a step cache leaves out.
+        signature: of the model's forward.
+        undo: the way back.
     """
+
+    undo: ExitStack
 
     def __init__(
         self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: SoftmaxBackend | None, scale: int
@@ -97,14 +62,15 @@ class SplitDenoiser:
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
         self.call = DenoiserCall(cp, self.layouts, 0)
-        self._signature = inspect.signature(type(model).forward)
+        self.deciding = (cp.comm,)
+        self.signature = inspect.signature(type(model).forward)
         self.number = operators.enter(self)
 
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
         model._ring_la = self  # type: ignore[assignment]
         undo.callback(delattr, model, "_ring_la")
-        missing = [n for n in self.plan.inputs if n not in self._signature.parameters]
+        missing = [n for n in self.plan.inputs if n not in self.signature.parameters]
         if missing:
             raise other_version(type(model).__name__, f"no argument {missing[0]}")
         undo.callback(model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
@@ -112,6 +78,7 @@ class SplitDenoiser:
             spec = self.plan.classes[kind]
             names = check_block(name, block, kind, spec, type(model).__module__)
             self._adopt_attention(block, spec, undo)
+            self._adopt_modules(name, block, spec, undo)
             hook = functools.partial(self._split, name, spec, names)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if self.plan.cuts_whole_text:
@@ -134,10 +101,23 @@ class SplitDenoiser:
                 module.processor = copy.copy(processor)
                 module.processor.__class__ = self._class_of(type(processor), known)
 
+    def _adopt_modules(self, name: str, block: nn.Module, spec: BlockPlan, undo: ExitStack) -> None:
+        for label, known in spec.modules.items():
+            module = block.get_submodule(label) if _has(block, label) else None
+            if module is None:
+                continue
+            kind = type(module).__name__
+            if kind not in known:
+                raise UnsupportedError("transformer", " or ".join(known), f"{name}.{label}, a {kind}")
+            module.forward = functools.partial(split_forward(type(module), self), module)
+            undo.callback(delattr, module, "forward")
+
     def _class_of(self, kind: type, spec: AttentionPlan) -> type:
         """Of split processors; one for all of a kind, which torch.compile then compiles once."""
         if (kind, spec.streams) not in self._classes:
-            self._classes[kind, spec.streams] = split_class(kind, functools.partial(self._attend, spec.streams))  # type: ignore[arg-type]
+            make = linear_class if kind.__name__ in LINEAR else split_class
+            given = self if kind.__name__ in LINEAR else functools.partial(self._attend, spec.streams)
+            self._classes[kind, spec.streams] = make(kind, given)  # type: ignore[arg-type]
         return self._classes[kind, spec.streams]
 
     def __deepcopy__(self, memo: dict) -> SplitDenoiser:
@@ -151,16 +131,25 @@ class SplitDenoiser:
         """Before the model: refuse what a split call has no part for, on all ranks if on one; compare the inputs."""
         error, given = None, {}
         try:
-            given = dict(self._signature.bind(model, *args, **keywords).arguments)
+            given = dict(self.signature.bind(model, *args, **keywords).arguments)
             del given["self"]
-            check_call(model, self.plan, self._signature, given)
+            check_call(model, self.plan, self.signature, given)
+            given["step cache"] = self._caches(model)
             self.call = DenoiserCall(self.cp, self.layouts, len(given["hidden_states"]))
         except (TypeError, RingLAError) as e:
             error = e
         self.comparison.begin(given, error)
+        if self.plan.grid is not None:
+            self.call.place(self.layouts.grid(self.plan.grid(model, given["hidden_states"])))
         own = getattr(model, "_gradient_checkpointing_func", None)
         if own is not None and not hasattr(own, "ring_la"):
             model._gradient_checkpointing_func = self._checkpointed(own)  # type: ignore[assignment]
+            self.undo.callback(setattr, model, "_gradient_checkpointing_func", own)
+
+    def _caches(self, model: nn.Module) -> str:
+        """The settings of step caches on the blocks, which all ranks must have alike."""
+        every = [check_hooks(name, block, self) for name, block, _ in blocks_of(model, self.plan)]
+        return "; ".join(filter(None, every))
 
     def _checkpointed(self, own: Callable) -> Callable:
         """The model's way to compute a block again in backward, as part of the call it was in."""
@@ -227,6 +216,10 @@ class SplitDenoiser:
                 raise ArgumentError(name, f"{len(role)} tensors", type(x).__name__)
             return type(x)([self._part(name, one, part, keep) for one, part in zip(x, role)])
         streams = self.call.streams
+        if isinstance(role, SliceCount):
+            return self.call.grid.local_shape[0]
+        if isinstance(role, SliceRows):
+            return self.call.grid.slices.shard(x, role.dim)
         if isinstance(role, TokenRows):
             if not keep or torch.compiler.is_compiling() or x.requires_grad:
                 return streams.shard(name, x, role.streams, role.dim)
@@ -256,6 +249,10 @@ class SplitDenoiser:
                     self.call.streams.sizes = {"image": tokens}
             output[n] = self._part(f"steps of {type(module).__name__}", output[n], role)  # type: ignore[index]
         return tuple(output)
+
+    def attend_image(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Attention over the image's tokens, ``[B, T, H, D]``."""
+        return self._attend(IMAGE, q, k, v, scale)
 
     def _attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention of a block's processor, over the streams of `order`."""
@@ -293,7 +290,7 @@ class SplitDenoiser:
         return self._whole(output, self.plan.returned[0])
 
     def _whole(self, x: Tensor, stream: str) -> Tensor:
-        layout = self.layouts.of(counts([self.call.streams.sizes[stream]], self.cp.size))
+        layout = self.layouts.of(self.call.streams.counts([stream]))
         scale = self.cp.size if self.plan.layers_behind else self.scale
         return WholeImage.apply(x, layout, self.plan.dim, scale, self.comparison)
 

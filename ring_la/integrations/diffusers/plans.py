@@ -6,8 +6,10 @@ plan does not name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from torch import Tensor, nn
 
 IMAGE, TEXT = ("image",), ("text",)
 FRONT, REAR = ("text", "image"), ("image", "text")
@@ -43,10 +45,22 @@ class TimeSteps:
     flat: bool = False
 
 
+@dataclass(frozen=True)
+class SliceRows:
+    """A tensor with a row for each slice of the grid of tokens along `dim`: for each frame, or row of an image."""
+
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class SliceCount:
+    """How many slices of the grid there are, an int."""
+
+
 SAME = None
 """An argument that is the same for all tokens."""
 
-Role = TokenRows | KeyMask | TimeSteps | tuple | None
+Role = TokenRows | KeyMask | TimeSteps | SliceRows | SliceCount | tuple | None
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,15 @@ class BlockPlan:
     """One class of blocks: the role of every argument of its forward, and its attention by attribute.
 
     The first argument with rows of "image" alone, and of "text" alone, says how many tokens there are.
+
+    Attributes:
+        modules: other modules inside that reach beyond their own tokens (convolutions, recurrences over frames), by
+            attribute: the names of the classes that `SPLIT_MODULES` may find there.
     """
 
     arguments: Mapping[str, Role]
     attention: Mapping[str, AttentionPlan]
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,8 @@ class ModelPlan:
         dim: their dimension of tokens.
         layers_behind: what follows on `last`, on whole tokens and every rank, has parameters or takes inputs.
         cuts_whole_text: behind the last block, the model takes off as many tokens as the whole text has.
+        grid: for a model of the image as a grid of tokens: its shape, from the model and its `hidden_states`. It is
+            split by whole slices of the first axis; None: by single tokens.
     """
 
     blocks: Mapping[str, str]
@@ -108,3 +129,4 @@ class ModelPlan:
     dim: int = 1
     layers_behind: bool = False
     cuts_whole_text: bool = False
+    grid: Callable[[nn.Module, Tensor], tuple[int, ...]] | None = None

@@ -21,20 +21,26 @@ def split_class(kind: type, attend: Attend) -> type:
     Raises:
         UnsupportedError: it calls neither (another version of the library).
     """
-    inner = inspect.unwrap(kind.__call__)
+    call = split_function(kind.__name__, kind.__call__, attend)
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "ring_la": True})
+
+
+def split_function(name: str, function: Callable, attend: Attend) -> Callable:
+    """A copy of a function of `name` that calls `attend` where it called the library's or PyTorch's attention."""
+    inner = inspect.unwrap(function)
     if "dispatch_attention_fn" in inner.__code__.co_names:
-        scope = {"dispatch_attention_fn": _dispatch(kind.__name__, attend)}
+        scope = {"dispatch_attention_fn": _dispatch(name, attend)}
     elif {"F", "scaled_dot_product_attention"} <= set(inner.__code__.co_names):
-        scope = {"F": _Functional(kind.__name__, attend)}  # type: ignore[dict-item]
+        scope = {"F": _Functional(name, attend)}  # type: ignore[dict-item]
     else:
         expected = "processors that call dispatch_attention_fn or F.scaled_dot_product_attention"
-        raise UnsupportedError("transformer", expected, f"one with {kind.__name__}")
+        raise UnsupportedError("transformer", expected, f"one with {name}")
     code = inner.__code__.replace()  # a copy: torch.compile finds its graphs by the code, whose globals are others here
     around = {**inner.__globals__, **scope}
     del around["__name__"]  # by which torch.compile would look into the library's own globals instead
-    call = types.FunctionType(code, around, "__call__", inner.__defaults__)
+    call = types.FunctionType(code, around, inner.__name__, inner.__defaults__)
     call.__kwdefaults__, call.__annotations__ = inner.__kwdefaults__, inner.__annotations__
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "ring_la": True})
+    return call
 
 
 def _dispatch(name: str, attend: Attend) -> Callable:

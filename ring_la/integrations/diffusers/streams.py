@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...context import ContextParallel, ShardedLayout
+from ...context import ContextParallel, GridLayout, ShardedLayout, UnevenLayout
 from ...errors import ArgumentError
-from ...layout import Segment
 
 LAYOUTS = 64
 """As many are kept: every prompt that is masked may bring one."""
-
-
-class UnevenLayout(ShardedLayout):
-    """A contiguous layout with given numbers of tokens for each rank."""
-
-    def __init__(self, cp: ContextParallel, counts: Sequence[int]) -> None:
-        self.counts = tuple(counts)
-        super().__init__(cp, sum(counts), "contiguous")
-
-    @property
-    def split(self) -> tuple:
-        return (*super().split, self.counts)
-
-    @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        out, start = [], 0
-        for rank, n in enumerate(self.counts):
-            out += [Segment(start, start + n, rank)] if n else []
-            start += n
-        return tuple(out)
 
 
 class Layouts:
@@ -41,34 +20,44 @@ class Layouts:
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp = cp
-        self._kept: dict[tuple[int, ...], ShardedLayout] = {}
+        self._kept: dict[tuple, ShardedLayout] = {}
 
     def of(self, counts: tuple[int, ...]) -> ShardedLayout:
         """One made before, or a new one in place of the oldest; the same on all ranks."""
-        if counts not in self._kept:
+        return self.made(counts, lambda: UnevenLayout(self.cp, counts))
+
+    def grid(self, shape: tuple[int, ...]) -> GridLayout:
+        """The same for a grid of tokens."""
+        return self.made(("grid", shape), lambda: self.cp.grid(shape))
+
+    def made(self, key: tuple, make: Callable[[], ShardedLayout]) -> Any:
+        """What `make` gives, kept under `key`."""
+        if key not in self._kept:
             if len(self._kept) == LAYOUTS:
                 del self._kept[next(iter(self._kept))]
-            self._kept[counts] = UnevenLayout(self.cp, counts)
-        return self._kept[counts]
+            self._kept[key] = make()
+        return self._kept[key]
 
 
-def bounds(tokens: int, rank: int, ranks: int) -> tuple[int, int]:
-    """A rank's first token and the one behind its last, of an even split in order."""
-    each, more = divmod(tokens, ranks)
+def bounds(tokens: int, rank: int, ranks: int, unit: int = 1) -> tuple[int, int]:
+    """A rank's first token and the one behind its last, of an even split in order, by whole units of tokens."""
+    each, more = divmod(tokens // unit, ranks)
     start = rank * each + min(rank, more)
-    return start, start + each + (1 if rank < more else 0)
+    return unit * start, unit * (start + each + (1 if rank < more else 0))
 
 
-def counts(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
+def counts(sizes: Sequence[int], ranks: int, units: Sequence[int]) -> tuple[int, ...]:
     """Each rank's tokens of streams that are split one by one: of the first, then of the second."""
-    each = [[stop - start for start, stop in (bounds(n, r, ranks) for r in range(ranks))] for n in sizes]
+    each = [
+        [stop - start for start, stop in (bounds(n, r, ranks, u) for r in range(ranks))] for n, u in zip(sizes, units)
+    ]
     return tuple(sum(n) for n in zip(*each))
 
 
-def owners(sizes: Sequence[int], ranks: int) -> Tensor:
+def owners(sizes: Sequence[int], ranks: int, units: Sequence[int]) -> Tensor:
     """The rank of each token where whole streams stand one after the other, int64 on the CPU."""
     every = torch.arange(ranks)
-    return torch.cat([every.repeat_interleave(torch.tensor(counts([n], ranks))) for n in sizes])
+    return torch.cat([every.repeat_interleave(torch.tensor(counts([n], ranks, [u]))) for n, u in zip(sizes, units)])
 
 
 class Streams:
@@ -76,15 +65,24 @@ class Streams:
 
     Attributes:
         sizes: whole numbers of tokens by stream; empty before the first block.
+        unit: the image's tokens that stay together, a slice of its grid.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.unit = rank, ranks, 1
         self.sizes: dict[str, int] = {}
+
+    def units(self, streams: Sequence[str]) -> list[int]:
+        """The tokens that stay together, of each of `streams`."""
+        return [self.unit if s == "image" else 1 for s in streams]
+
+    def counts(self, streams: Sequence[str]) -> tuple[int, ...]:
+        """Each rank's tokens of `streams`."""
+        return counts([self.sizes[s] for s in streams], self.ranks, self.units(streams))
 
     def local(self, stream: str) -> int:
         """This rank's number of tokens."""
-        start, stop = bounds(self.sizes[stream], self.rank, self.ranks)
+        start, stop = bounds(self.sizes[stream], self.rank, self.ranks, *self.units([stream]))
         return stop - start
 
     def shard(self, name: str, x: Tensor, streams: tuple[str, ...], dim: int) -> Tensor:
@@ -97,8 +95,8 @@ class Streams:
         got, whole = x.shape[dim] if x.dim() > dim else None, sum(sizes)
         if got == whole:
             parts = []
-            for part, n in zip(x.split(sizes, dim), sizes):
-                start, stop = bounds(n, self.rank, self.ranks)
+            for part, n, unit in zip(x.split(sizes, dim), sizes, self.units(streams)):
+                start, stop = bounds(n, self.rank, self.ranks, unit)
                 parts.append(part.narrow(dim, start, stop - start))
             return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
         local = sum([self.local(s) for s in streams])

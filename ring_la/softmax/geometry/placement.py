@@ -124,12 +124,12 @@ class SplitPlacement:
         if strategy == "ulysses":
             return cls(layout, kv_layout, cp.comm, None, (everyone,))
         if strategy == "usp":
-            if cp.grid is None:
+            if cp.axes is None:
                 expected = "ring, all_gather or ulysses on a one-dimensional group"
                 raise UnsupportedError(
                     "strategy", expected, "'usp'", 'Make the ContextParallel of a DeviceMesh "ulysses" × "ring"'
                 )
-            return cls(layout, kv_layout, cp.grid.ulysses, cp.grid.ring, cp.grid.holders)
+            return cls(layout, kv_layout, cp.axes.ulysses, cp.axes.ring, cp.axes.holders)
         return cls(layout, kv_layout, None, cp.comm, tuple((r,) for r in everyone))
 
     @cached_property

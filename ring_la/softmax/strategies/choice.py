@@ -18,7 +18,7 @@ def pick(strategy: str, heads: tuple[int, int], layout: ShardedLayout, kv_layout
         return "all_gather"
     if strategy != "auto" or cp.size == 1:
         return "ring" if strategy == "auto" else strategy
-    if cp.grid is not None:
+    if cp.axes is not None:
         return "usp"
     if cp.comm.copies:
         return "ring"

@@ -18,7 +18,7 @@ from ring_la.integrations.diffusers import PLANS, parallelize
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
-from .models import CASES, limits, make
+from .models import CASES, limits, make, sana
 
 
 def leaves_of(model, inputs) -> dict[str, torch.Tensor]:
@@ -64,16 +64,43 @@ def test_every_model_is_that_of_one_process(ranks, name):
 
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_any_number_of_ranks_is_one_process(ranks, P):
-    for name in ("flux", "hunyuan"):
+    for name in ("flux", "hunyuan", "sana", "sana wm"):
         bad = ranks.run(P, check_model, P, name, {})
         assert not any(bad), (name, bad)
 
 
 @pytest.mark.parametrize("how", [dict(attention="ulysses", average=True), dict(checkpoint=True)], ids=str)
 def test_ulysses_and_checkpointing_change_nothing(ranks, how):
-    for name in ("flux", "qwen, masked"):
+    for name in ("flux", "qwen, masked", "sana video"):
         bad = ranks.run(2, check_model, 2, name, how)
         assert not any(bad), (name, bad)
+
+
+def check_layer_bytes(rank: int) -> list[int]:
+    """Bytes that a layer of SANA sends, at three resolutions."""
+    cp, out = ring_la.ContextParallel(group(3), scan="ring", timeout=60), []
+    for rows, columns in ((4, 3), (16, 3), (4, 12)):
+        sent = []
+        for layers in (1, 2):
+            torch.manual_seed(0)
+            model, inputs = sana(layers, rows, columns)
+            inputs = {n: x.detach().float() for n, x in inputs.items()}
+            parallelize(model, cp)
+            with torch.no_grad():
+                model(**inputs)
+                before = cp.comm.bytes_sent
+                model(**inputs)
+            sent.append(cp.comm.bytes_sent - before)
+        out.append(sent[1] - sent[0])
+    return out
+
+
+def test_bytes_of_a_sana_layer(ranks):
+    """A state of 8 x 9 for each of 2 heads and 2 batch rows, summed over the ranks, and rows of 16 channels for each
+    neighbour: independent of the resolution but for a row's length."""
+    state, token = 2 * 2 * 8 * 9 * 4 * 2 * 2 // 3, 2 * 16 * 4
+    want = [[state + n * columns * token for columns in (3, 3, 12)] for n in (1, 2, 1)]
+    assert ranks.run(3, check_layer_bytes) == want
 
 
 def check_sharded(rank: int) -> list[str]:
@@ -103,7 +130,7 @@ class Other(torch.nn.Module):
 
 def wrong_models(cp) -> dict[str, object]:
     """What `parallelize` refuses, by what its error says."""
-    from diffusers import SanaTransformer2DModel
+    from diffusers import LatteTransformer3DModel
     from diffusers.models.attention_processor import AttnProcessor2_0
 
     def odd(change) -> torch.nn.Module:
@@ -111,9 +138,10 @@ def wrong_models(cp) -> dict[str, object]:
         change(model)
         return model
 
-    sana = SanaTransformer2DModel(num_layers=1, attention_head_dim=8, num_attention_heads=2, caption_channels=8)
+    sizes = dict(num_layers=1, attention_head_dim=8, num_attention_heads=2, in_channels=4, sample_size=4)
+    latte = LatteTransformer3DModel(patch_size=2, caption_channels=8, norm_type="ada_norm_single", **sizes)
     return {
-        "expected one of FluxTransformer2DModel": lambda: parallelize(sana, cp),
+        "expected one of FluxTransformer2DModel": lambda: parallelize(latte, cp),
         "got Other": lambda: parallelize(Other(), cp),
         "pipeline.transformer": lambda: parallelize(object(), cp),
         "cp: ": lambda: parallelize(make("flux")[0], group(2)),

@@ -10,8 +10,9 @@ from ....errors import UnsupportedError
 from ..plans import ModelPlan
 from .cross import CROSS
 from .joint import JOINT
+from .linear import LINEAR
 
-PLANS: Mapping[str, ModelPlan] = JOINT | CROSS  # type: ignore[operator]
+PLANS: Mapping[str, ModelPlan] = JOINT | CROSS | LINEAR  # type: ignore[operator]
 """By the name of the model's class."""
 
 

@@ -1,0 +1,1 @@
+"""One denoising step of diffusion transformers on several GPUs, beside Diffusers' own context parallelism."""

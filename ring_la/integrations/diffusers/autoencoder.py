@@ -1,0 +1,163 @@
+"""An autoencoder that decodes by rows: every rank has its rows of the image, in all resolutions.
+
+Convolutions get the rows they reach over their borders from the neighbours, group norms the other ranks' means and
+variances, attention everybody's keys; the rest is row by row. The image is the one of one process, to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...autograd import wanting
+from ...context import ContextParallel, GridLayout
+from ...errors import UnsupportedError
+from .processors import split_class, split_function
+from .streams import Layouts
+
+AUTOENCODERS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLQwenImage")
+ROW_BY_ROW = (
+    *("SiLU", "Dropout", "Identity", "Linear", "DupUp3D"),
+    *("WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
+)
+"""Modules without others inside that see a row at a time, by the names of their classes."""
+
+
+class RowDecoder:
+    """What `parallelize(vae=True)` makes of an autoencoder's decoder.
+
+    Attributes:
+        grid: of the latents' rows in the call under way; None: it is whole on every rank.
+    """
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self.cp, self.layouts = cp, Layouts(cp)
+        self.grid: GridLayout | None = None
+
+    def adopt(self, vae: nn.Module, undo: ExitStack) -> None:
+        """Replace forwards inside the decoder; `undo` takes the way back."""
+        name, classes = type(vae).__name__, {}
+        if name not in AUTOENCODERS:
+            expected = f"a pipeline with one of {', '.join(AUTOENCODERS)}"
+            raise UnsupportedError("vae", expected, name, "vae=False decodes whole on every rank")
+        for label, module in vae.decoder.named_modules():
+            kind = type(module).__name__
+            replaced = _forward(module, kind)
+            if replaced is not None:
+                own = module.forward
+                module.forward = functools.partial(replaced, self, module, own)
+                undo.callback(_put_back, module, own)
+            elif kind.endswith("AttentionBlock"):
+                own = module.forward
+                module.forward = functools.partial(split_function(kind, type(module).forward, self.attend), module)
+                undo.callback(_put_back, module, own)
+            elif hasattr(module, "processor"):
+                undo.callback(setattr, module, "processor", module.processor)
+                kind = type(module.processor)
+                classes[kind] = classes.get(kind) or split_class(kind, self.attend)
+                module.processor = classes[kind]()
+            elif not any(True for _ in module.children()) and kind not in ROW_BY_ROW and kind != "ModuleList":
+                raise UnsupportedError("vae", "modules that are known to decode by rows", f"decoder.{label}, a {kind}")
+        own = vae.decoder.forward
+        vae.decoder.forward = functools.partial(self.decode, own)
+        undo.callback(_put_back, vae.decoder, own)
+
+    def decode(self, own: Callable[..., Tensor], z: Tensor, *args, **keywords) -> Tensor:
+        """The decoder of whole latents ``[B, C, ..., rows, columns]``, on every rank; the whole image."""
+        if z.shape[-2] < self.cp.size or self.cp.size == 1:
+            return own(z, *args, **keywords)
+        if wanting(z):
+            raise UnsupportedError("vae", "no gradients of what decodes by rows", "latents that want one")
+        self.grid = self.layouts.grid((z.shape[-2],))
+        try:
+            image = own(self.grid.shard(z, -2), *args, **keywords)
+            return self.rows(image.shape[-2]).gather(image, -2)
+        finally:
+            self.grid = None
+
+    def rows(self, local: int, each: int = 1) -> GridLayout:
+        """The layout of an image of which this rank has `local` rows, with `each` tokens a row."""
+        times = local // self.grid.local_length
+        key = ("rows", self.grid.seq_len, times, each)
+        shape, counts = (self.grid.seq_len * times, each), [n * times for n in self.grid.counts]
+        return self.layouts.made(key, lambda: self.cp.grid(shape, counts))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Attention ``[B, T, H, D]`` of the rows' tokens to all: keys are few here, and heads too large for a ring."""
+        if self.grid is not None:
+            layout = self.rows(self.grid.local_length, q.shape[1] // self.grid.local_length)
+            k, v = (layout.gather(x, 1) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+
+
+def _forward(module: nn.Module, kind: str) -> Callable[..., Tensor] | None:
+    """What stands in place of a module's forward, where it reaches beyond its rows."""
+    if isinstance(module, nn.GroupNorm):
+        return _group_norm
+    if isinstance(module, nn.Conv2d):
+        return _conv if module.kernel_size[0] > 1 else _as_it_is
+    if kind.endswith("CausalConv3d"):
+        return _causal_conv if module.kernel_size[1] > 1 else _as_it_is
+    return None
+
+
+def _as_it_is(rows: RowDecoder, module: nn.Module, own: Callable[..., Tensor], *args) -> Tensor:
+    return own(*args)
+
+
+def _conv(rows: RowDecoder, module: nn.Conv2d, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """A convolution of stride 1: its own padding's rows are cut off, which stand behind those of the neighbours."""
+    width = module.padding[0]
+    if rows.grid is None:
+        return own(x)
+    if module.stride != (1, 1) or 2 * width != module.dilation[0] * (module.kernel_size[0] - 1):
+        raise UnsupportedError("vae", "convolutions of stride 1 that keep their size", f"stride {module.stride}")
+    before, after = rows.rows(x.shape[-2]).halo(x, -2, width).wait()
+    return own(torch.cat([before, x, after], -2))[..., width:-width, :]
+
+
+def _causal_conv(
+    rows: RowDecoder, module: nn.Module, own: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None
+) -> Tensor:
+    """The same over rows and columns; over frames it has what it kept of earlier ones."""
+    width = module._padding[2]
+    if rows.grid is None:
+        return own(x, cache_x)
+    kept = 0 if cache_x is None else cache_x.shape[2]
+    x = x if cache_x is None else torch.cat([cache_x.to(x.device), x], 2)
+    before, after = rows.rows(x.shape[-2]).halo(x, -2, width).wait()
+    wide = torch.cat([before, x, after], -2)
+    return own(wide[:, :, kept:], wide[:, :, :kept] if kept else None)[..., width:-width, :]
+
+
+def _group_norm(rows: RowDecoder, module: nn.GroupNorm, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """``x [B, C, ...]``: mean and variance of all ranks' rows, put together from theirs in fp32."""
+    if rows.grid is None:
+        return own(x)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    groups = x.to(wide).unflatten(1, (module.num_groups, -1)).flatten(2)
+    variance, mean = torch.var_mean(groups, -1, correction=0)  # [B, G]
+    came = rows.cp.comm.all_gather(torch.stack([mean, variance])).wait()
+    share = torch.tensor(rows.grid.counts, dtype=wide, device=x.device).view(-1, 1, 1) / rows.grid.seq_len
+    mean = (came[:, 0] * share).sum(0)
+    variance = ((came[:, 1] + (came[:, 0] - mean) ** 2) * share).sum(0)
+    scale = (variance + module.eps).rsqrt().repeat_interleave(x.shape[1] // module.num_groups, 1)
+    shift = -mean.repeat_interleave(x.shape[1] // module.num_groups, 1) * scale
+    if module.weight is not None:
+        scale, shift = scale * module.weight.to(wide), shift * module.weight.to(wide) + module.bias.to(wide)
+    shape = (*scale.shape, *[1] * (x.dim() - 2))
+    return torch.addcmul(shift.view(shape), x.to(wide), scale.view(shape)).to(x.dtype)
+
+
+def _put_back(module: nn.Module, own: Callable[..., Tensor]) -> None:
+    """A module's forward as it was."""
+    if getattr(own, "__func__", None) is type(module).forward:
+        del module.forward
+    else:
+        module.forward = own

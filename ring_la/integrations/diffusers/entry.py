@@ -1,0 +1,113 @@
+"""`parallelize`, for a transformer or a whole pipeline, and `restore`, the way back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...context import ContextParallel
+from ...errors import ArgumentError, UnsupportedError
+from .catalogue import find_plan
+from .checks import check_library_backend
+from .model import SplitDenoiser
+from .pipeline import Axes, SplitPipeline, axes_of, is_pipeline, transformers_of
+from .plans import ModelPlan
+
+
+def parallelize(
+    transformer: Any,
+    cp: ContextParallel,
+    *,
+    backend: str | None = None,
+    average: bool = False,
+    plan: ModelPlan | None = None,
+    cfg: int | dist.ProcessGroup | DeviceMesh = 1,
+    vae: bool = False,
+    text: bool = False,
+) -> Any:
+    """Make a transformer of Diffusers, or a pipeline, run on a split sequence; changed in place and returned.
+
+    The call stays as it was: every rank gives the whole inputs, the same on all of them (seed the generators that draw
+    latents alike), and gets the whole output. Parameters' and inputs' gradients of a loss that every rank computes from
+    the whole output are parts, whose sum over the group is the gradient of one process.
+
+    Args:
+        transformer: a model with an entry in `PLANS`, with its own attention processors. LoRA's layers may be in it,
+            and on its blocks the hooks of First Block Cache and MagCache; offloading by Diffusers may not. Or a
+            pipeline, all of whose transformers are split.
+        cp: the group the sequence is split over; its `attention` says how keys travel.
+        backend: the kernel of split attention, by `ring_la.attention`'s name; None: the fastest that can do it.
+        average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP.
+        plan: what of the model is split, where it is not one of `PLANS` or another version of it.
+        cfg: for a pipeline: over how many parts of cp's ranks guidance is split (a call's rows, or a step's calls), the
+            tokens of each over one part. Or the axis itself, with a cp of the axes beside it. Guidance by several calls
+            has no gradients.
+        vae: for a pipeline: its decoder works by rows of the image, over all ranks.
+        text: for a pipeline: prompts are encoded on the first rank alone, and sent.
+
+    Raises:
+        ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
+            then left as it was. In a call: arguments that have no part in a split one, by name and on every rank.
+        DisagreementError: in a call, inputs that differ among the ranks, by name and on every rank. Shapes and the
+            first call's values are compared before anything is computed, later values with the output: on a GPU
+            that output is NaN, and a later call raises. With validate="always" all are compared before; with "never"
+            none.
+    """
+    if not isinstance(cp, ContextParallel):
+        raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
+    for name, flag in (("average", average), ("vae", vae), ("text", text)):
+        if not isinstance(flag, bool):
+            raise ArgumentError(name, "True or False", repr(flag))
+    if is_pipeline(transformer):
+        return _parallelize_pipeline(
+            transformer, axes_of(cp, cfg), (vae, text), dict(backend=backend, average=average, plan=plan)
+        )
+    if (cfg, vae, text) != (1, False, False):
+        raise ArgumentError("transformer", "a pipeline with cfg, vae or text", type(transformer).__name__)
+    if not isinstance(transformer, nn.Module):
+        got = type(transformer).__name__
+        raise ArgumentError("transformer", "a pipeline or its model", got, "pipeline.transformer")
+    if plan is not None and not isinstance(plan, ModelPlan):
+        raise ArgumentError("plan", "a ModelPlan", type(plan).__name__)
+    if cp.deterministic:
+        raise UnsupportedError("cp", "deterministic=False", "a deterministic one", "Text and image mix by rank")
+    if hasattr(transformer, "_ring_la"):
+        raise ArgumentError("transformer", "one that is not parallelized", "one that is")
+    if getattr(transformer, "_parallel_config", None) is not None:
+        raise UnsupportedError("transformer", "one without Diffusers' own parallelism", "enable_parallelism was called")
+    split = SplitDenoiser(transformer, plan or find_plan(transformer), cp, backend, cp.size if average else 1)
+    check_library_backend()
+    with ExitStack() as undo:
+        split.adopt(transformer, undo)
+        split.undo = undo.pop_all()  # accepted
+    return transformer
+
+
+def _parallelize_pipeline(pipe: Any, axes: Axes, parts: tuple[bool, bool], how: dict[str, Any]) -> Any:
+    """All of a pipeline, or nothing of it."""
+    if hasattr(pipe, "_ring_la"):
+        raise ArgumentError("transformer", "a pipeline that is not parallelized", "one that is")
+    split = SplitPipeline(axes)
+    with split.undo as undo:
+        for model in transformers_of(pipe).values():
+            undo.callback(restore, parallelize(model, axes.sequence, **how))
+        split.adopt(pipe, *parts)
+        split.undo = undo.pop_all()  # accepted
+    return pipe
+
+
+def restore(model: Any) -> Any:
+    """The way back: what `parallelize` was given, as it was before; changed in place and returned.
+
+    Raises:
+        ArgumentError: it is not parallelized.
+    """
+    split = getattr(model, "_ring_la", None)
+    if split is None:
+        raise ArgumentError("model", "one that parallelize was given", type(model).__name__)
+    split.undo.close()
+    return model

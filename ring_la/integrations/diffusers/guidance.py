@@ -1,0 +1,156 @@
+"""Guidance on an axis of its own: each of its ranks has a part of the model's rows, or one of several calls of a step.
+
+A pipeline asks a model for the image with and without its prompt in one of two ways:
+
+    one call of all rows    (SD3, SANA, CogVideoX, ...)         each rank of the axis takes its share of the rows
+    a call for each         (Qwen-Image, Wan, HunyuanVideo, ...)  each takes one of the calls
+
+The second way is learned in the first step of a run, which every rank computes whole: so many calls with the same
+latents. After that a rank gives back NaN for the calls of others; the last call of the step fills them in, in place,
+before the pipeline reads them. One that reads earlier gets NaN, and no wrong image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...context import ContextParallel
+from ...errors import UnsupportedError
+from .compare import InputComparison, WholeImage, tensors_in
+from .streams import Layouts
+
+ROWS = frozenset(
+    """hidden_states encoder_hidden_states encoder_hidden_states_t5 encoder_hidden_states_image encoder_attention_mask
+    encoder_hidden_states_mask attention_mask mask timestep timestep_r guidance pooled_projections class_labels
+    text_embedding_mask text_embedding_mask_t5 original_size target_size crop_coords prior_token_id prior_token_drop
+    camera_conditions chunk_plucker added_cond_kwargs global_hidden_states text_bth text_lens image_embeds img_shapes
+    id_cond id_vit_hidden encoder_attention_mask_t5 inpaint_latents control_latents fps""".split()
+)
+"""Arguments of models with a row for each of the batch; others are the same for all rows."""
+
+
+class Guidance:
+    """The axis's share in the calls of one model.
+
+    Attributes:
+        axis: its ranks.
+        passes: calls a step, as the first step showed; None: it is under way.
+    """
+
+    def __init__(self, axis: ContextParallel) -> None:
+        self.axis, self.layouts, self.comparison = axis, Layouts(axis), InputComparison(axis)
+        self.restart()
+
+    def restart(self) -> None:
+        """A run of the pipeline begins: nothing is known of its steps."""
+        self.passes: int | None = None
+        self._latents: Tensor | None = None
+        self._outputs: list[object] = []
+        self._form: object = None
+
+    def call(self, forward: Callable[..., object], given: Mapping[str, object], split: Any) -> object:
+        """The model's call with arguments by name, of which the axis's ranks each compute a part."""
+        x = given.get("hidden_states")
+        if self.axis.size == 1 or not isinstance(x, Tensor):
+            return forward(**given)
+        if len(x) % self.axis.size == 0:
+            self.comparison.begin(given, None)
+            return self._rows(forward, given, len(x), split)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(list(given.values()))):
+            raise UnsupportedError("cfg", "no gradients where guidance is calls of its own", "inputs that want one")
+        return self._pass(forward, given, x)
+
+    # -- rows of one call --------------------------------------------------------------------------------------
+
+    def _rows(self, forward: Callable[..., object], given: Mapping[str, object], batch: int, split: Any) -> object:
+        each = batch // self.axis.size
+        mine = slice(self.axis.rank * each, (self.axis.rank + 1) * each)
+        cut = {name: _cut(x, batch, mine) if name in ROWS else x for name, x in given.items()}
+        split.deciding = (split.cp.comm, self.axis.comm)
+        try:
+            out = forward(**cut)
+        finally:
+            split.deciding = (split.cp.comm,)
+        layout = self.layouts.of((each,) * self.axis.size)
+        return _like(out, [WholeImage.apply(t, layout, 0, 1, self.comparison) for t in tensors_in(out)])
+
+    # -- a call of several -------------------------------------------------------------------------------------
+
+    def _pass(self, forward: Callable[..., object], given: Mapping[str, object], x: Tensor) -> object:
+        if x is not self._latents:
+            self._begin(x)
+        number = len(self._outputs)
+        if self.passes != self.axis.size:  # learning, or not guided in this way
+            out = forward(**given)
+            self._outputs.append(out)
+            return out
+        if number == self.passes:
+            raise UnsupportedError("cfg", f"{self.passes} calls a step, as in the first", "one more", "Leave out cfg=")
+        self.comparison.begin(given, None)
+        if number == self.axis.rank:
+            out = forward(**given)
+        else:
+            out = _like(self._form, [torch.full_like(t, torch.nan) for t in tensors_in(self._form)])
+        self._outputs.append(out)
+        if number + 1 == self.passes:
+            self._fill()
+        return out
+
+    def _begin(self, x: Tensor) -> None:
+        """The first call of a step."""
+        if self._latents is not None and x.shape != self._latents.shape:
+            self.restart()
+        made = len(self._outputs)
+        if self.passes is None and made:
+            self.passes, self._form = made, self._outputs[0]
+        elif self.passes == self.axis.size and self._latents is not None and made != self.passes:
+            got = f"a step of {made}, whose image is NaN"
+            raise UnsupportedError("cfg", f"{self.passes} calls a step, as in the first", got, "Leave out cfg=")
+        self._latents, self._outputs = x, []
+
+    def _fill(self) -> None:
+        """What the other ranks computed, in place of the NaN given back for it."""
+        for parts in zip(*map(tensors_in, self._outputs)):
+            layout = self.layouts.of((1,) * self.axis.size)
+            whole = WholeImage.apply(parts[self.axis.rank][None], layout, 0, 1, self.comparison)
+            for n, part in enumerate(parts):
+                if n != self.axis.rank:
+                    part.copy_(whole[n])
+
+
+def guided_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The same class of models, whose calls go through ``_ring_la_guidance``."""
+
+    def call(self: nn.Module, *args: object, **keywords: object) -> object:
+        split = self._ring_la
+        given = dict(split.signature.bind(self, *args, **keywords).arguments)
+        del given["self"]
+        return self._ring_la_guidance.call(lambda **cut: kind.__call__(self, **cut), given, split)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _cut(x: object, batch: int, mine: slice) -> object:
+    """The rows of an argument that has some."""
+    if isinstance(x, Tensor):
+        return x[mine] if x.dim() and len(x) == batch else x
+    if isinstance(x, Mapping):
+        return {n: _cut(one, batch, mine) for n, one in x.items()}
+    if isinstance(x, (list, tuple)):
+        if any(isinstance(one, Tensor) for one in x):
+            return type(x)(_cut(one, batch, mine) for one in x)
+        return x[mine] if len(x) == batch else x
+    return x
+
+
+def _like(out: object, tensors: Sequence[Tensor]) -> object:
+    """An output of the model's with other tensors."""
+    if isinstance(out, Tensor):
+        return tensors[0]
+    if isinstance(out, Mapping):  # the library's outputs are mappings, and classes of their own
+        return type(out)(**dict(zip(out, tensors, strict=True)))
+    return type(out)(tensors)

@@ -1,0 +1,150 @@
+"""ring_la where the models of xfuser 0.7 call: `xdit.install` replaces three things of its modules.
+
+    usp.ring_attn                     a ring over RING_PG that takes xDiT's attention function a block: ours, whole
+    usp._sdpa_all_to_all_single       Ulysses' exchange over ULYSSES_PG, one of our messages
+    xFuserSanaLinearLongContextAttention.forward
+                                      linear attention: one sum of states over the sequence-parallel ranks, instead of
+                                      all tokens by all-to-all and a ring of keys and values
+
+Everything else of `usp.USP` (heads split, joint text, padding) is xDiT's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..context import ContextParallel
+from ..errors import ArgumentError, UnsupportedError
+from ..recurrences import linear_attention
+from ..softmax import attention
+from .xdit import SPARSE, TENSORS
+from .yunchang.call import group_of
+
+USP = "xfuser.model_executor.layers.usp"
+SANA = "xfuser.core.long_ctx_attention.hybrid.attn_layer"
+PARALLEL = "xfuser.core.distributed"
+
+
+def put_into_models() -> Callable[[], None]:
+    """What `ring_la.integrations.xdit.install` does."""
+    usp, sana, parallel = (_module(name) for name in (USP, SANA, PARALLEL))
+    layer = _there(sana, "xFuserSanaLinearLongContextAttention")
+    contexts = Contexts()
+    new = {
+        (usp, "ring_attn"): ring_attention(usp, contexts),
+        (usp, "_sdpa_all_to_all_single"): ulysses_exchange(usp),
+        (layer, "forward"): sana_forward(parallel, contexts),
+    }
+    before = {(owner, name): _there(owner, name) for owner, name in new}
+    for (owner, name), ours in new.items():
+        setattr(owner, name, ours)
+
+    def back() -> None:
+        for (owner, name), theirs in before.items():
+            setattr(owner, name, theirs)
+
+    return back
+
+
+class Contexts:
+    """A ContextParallel for each process group, made when it is first met. Collective over that group."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[dist.ProcessGroup, ContextParallel] = WeakKeyDictionary()
+
+    def of(self, group: dist.ProcessGroup) -> ContextParallel:
+        if group not in self._made:
+            self._made[group] = ContextParallel(group, scan="ring")
+        return self._made[group]
+
+
+def ring_attention(usp: ModuleType, contexts: Contexts) -> Callable[..., Tensor]:
+    """In place of `usp.ring_attn`: ``[B, H, T, D]`` of the ring's ranks, which have equally many tokens."""
+
+    def ring_attn(
+        attention_function: Callable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        joint_attn_kwargs: dict[str, Any] | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> Tensor:
+        scale = _scale(attention_kwargs, key)
+        cp = contexts.of(usp.PROCESS_GROUP.RING_PG)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        layout = cp.layout(cp.size * q.shape[1], "contiguous")
+        how: dict[str, Any] = dict(causal=is_causal, dropout_p=dropout_p, scale=scale, layout=layout)
+        if k.shape[1] != q.shape[1]:
+            raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
+        joint = joint_attn_kwargs or {}
+        if joint.get("joint_key") is not None:
+            how |= dict(joint_k=joint["joint_key"].transpose(1, 2), joint_v=joint["joint_value"].transpose(1, 2))
+            how["joint"] = joint["joint_strategy"]
+        return attention(q, k, v, **how).o.transpose(1, 2)
+
+    return ring_attn
+
+
+def _scale(attention_kwargs: dict[str, Any] | None, key: Tensor) -> float | None:
+    """The scale of a call, after refusing what is no exact attention over all keys."""
+    given = {n: x for n, x in (attention_kwargs or {}).items() if x is not None and n != "thw"}
+    given = {n: x for n, x in given.items() if not n.startswith(SPARSE) or n in TENSORS}
+    scale, valid = given.pop("scale", None), given.pop("valid_kv_len", key.shape[2])
+    if given or valid != key.shape[2]:
+        got = sorted(given) or f"valid_kv_len {valid} of {key.shape[2]} keys"
+        raise UnsupportedError("attention_kwargs", "all of a rank's keys in a ring", got)
+    return scale
+
+
+def ulysses_exchange(usp: ModuleType) -> Callable[[Tensor], Tensor]:
+    """In place of `usp._sdpa_all_to_all_single`: equal parts of the first dimension to each rank."""
+
+    def _sdpa_all_to_all_single(x: Tensor) -> Tensor:
+        group = group_of(usp.PROCESS_GROUP.ULYSSES_PG)
+        if x.numel() % group.size:
+            raise ArgumentError("x", f"a number of elements that {group.size} ranks divide", list(x.shape))
+        raw = x.contiguous().view(group.size, -1)
+        return group.all_to_all(raw.view(torch.uint8)).wait().view(x.dtype).view(x.shape)
+
+    return _sdpa_all_to_all_single
+
+
+def sana_forward(parallel: ModuleType, contexts: Contexts) -> Callable[..., Tensor]:
+    """In place of the Sana layer's forward: q, k and v ``[B, T_local, H, D]``; o ``[B, T_local, H · D]``."""
+
+    def forward(self, attn: Any, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        for name, x in given.items():
+            if x not in (None, 0.0, False, (-1, -1)):
+                raise UnsupportedError(name, "its default in linear attention", x)
+        if getattr(self, "use_kv_cache", False) and parallel.get_pipeline_parallel_world_size() > 1:
+            raise UnsupportedError("use_kv_cache", "no PipeFusion", "a pipeline of several ranks")
+        cp = contexts.of(parallel.get_sp_group().device_group)
+        layout = cp.layout(cp.size * query.shape[1], "contiguous")
+        how = dict(causal=False, normalize=True, scale=1.0, eps=torch.finfo(torch.float32).eps, layout=layout)
+        return linear_attention(F.relu(query), F.relu(key), value, **how).o.flatten(2)
+
+    return forward
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedError("xfuser", "0.7, installed", f"{name}: {error}") from error
+
+
+def _there(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise UnsupportedError("xfuser", "version 0.7", f"{getattr(owner, '__name__', owner)} without {name}")
+    return getattr(owner, name)

@@ -1,0 +1,128 @@
+"""Diffusers' own pipelines, tiny and random, whole loop and decoder: split, their images are those of one process.
+
+    python -m tests.integrations.diffusers.pipelines
+
+Prints a line for each; exits with the number of wrong ones. No test collects it: importing pipelines takes each rank
+longer than what they do.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLWan,
+    FirstBlockCacheConfig,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    MagCacheConfig,
+    StableDiffusion3Pipeline,
+    WanPipeline,
+)
+
+import ring_la
+from ring_la.integrations.diffusers import parallelize, restore
+from tests.support.attention_cases import error
+from tests.support.pool import Ranks, group
+
+from .models import flux, sd3, wan
+
+RATIOS = [1.0, 1.1, 0.9, 1.0, 1.0, 1.0]
+
+
+def drawn(model: torch.nn.Module) -> torch.nn.Module:
+    """Every parameter drawn, in fp32."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.float().eval()
+
+
+def autoencoder(channels: int) -> AutoencoderKL:
+    sizes = dict(block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=channels)
+    blocks = dict(down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+    return AutoencoderKL(**sizes, **blocks, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.0)
+
+
+def video_autoencoder() -> AutoencoderKLWan:
+    scales = dict(dim_mult=[1, 1], temperal_downsample=[True], scale_factor_temporal=2, scale_factor_spatial=2)
+    moments = dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    return AutoencoderKLWan(base_dim=8, z_dim=4, num_res_blocks=1, **scales, **moments)
+
+
+def make(name: str) -> tuple:
+    """A pipeline without text encoders, and its call."""
+    torch.manual_seed(0)
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    text = dict(text_encoder=None, tokenizer=None)
+    if name == "flux":
+        parts = dict(vae=drawn(autoencoder(1)), transformer=drawn(flux()[0]), text_encoder_2=None, tokenizer_2=None)
+        pipe = FluxPipeline(scheduler, **parts, **text)
+        call = dict(prompt_embeds=torch.randn(1, 5, 12), pooled_prompt_embeds=torch.randn(1, 6))
+        call |= dict(height=20, width=12, num_inference_steps=6, max_sequence_length=5)
+    elif name == "sd3":
+        parts = dict(vae=drawn(autoencoder(4)), transformer=drawn(sd3()[0]), text_encoder_2=None, tokenizer_2=None)
+        pipe = StableDiffusion3Pipeline(scheduler=scheduler, **parts, **text, text_encoder_3=None, tokenizer_3=None)
+        names = ("prompt_embeds", "negative_prompt_embeds")
+        call = {n: torch.randn(1, 5, 12) for n in names}
+        call |= {n: torch.randn(1, 6) for n in ("pooled_prompt_embeds", "negative_pooled_prompt_embeds")}
+        call |= dict(height=12, width=12, num_inference_steps=3)
+    else:
+        pipe = WanPipeline(vae=drawn(video_autoencoder()), transformer=drawn(wan()[0]), scheduler=scheduler, **text)
+        pipe.vae_scale_factor_spatial = 2
+        call = {n: torch.randn(1, 5, 12) for n in ("prompt_embeds", "negative_prompt_embeds")}
+        call |= dict(height=32, width=16, num_frames=3, num_inference_steps=3)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, call
+
+
+def image(pipe, call) -> torch.Tensor:
+    out = pipe(**call, output_type="pt", generator=torch.Generator().manual_seed(1))
+    return torch.as_tensor(out.frames if hasattr(out, "frames") else out.images)
+
+
+def check(rank: int, P: int, name: str, how: dict) -> list[str]:
+    pipe, call = make(name)
+    cp = ring_la.ContextParallel(group(P), scan="ring", attention="ring", timeout=60)
+    bad, cache = [], how.get("cache")
+    if cache:
+        pipe.transformer.enable_cache(cache)
+    want = image(pipe, call)
+    ran: list[int] = []
+    counted = pipe.transformer.proj_out.register_forward_hook(lambda *x: ran.append(1))
+    parallelize(pipe, cp, **how.get("split", {}))
+    for again in (1, 2):
+        e = error(image(pipe, call), want)
+        bad += [] if e < 2e-4 else [f"image {again}: {e:.1e}"]
+    expected = how.get("ran")
+    bad += [] if expected is None or len(ran) == expected else [f"{len(ran)} calls"]
+    counted.remove()
+    if how.get("back"):
+        restore(pipe)
+        bad += [] if torch.equal(image(pipe, call), want) else ["not as before"]
+        bad += ["left behind"] if hasattr(pipe, "_ring_la") or hasattr(pipe.transformer, "_ring_la") else []
+    return bad
+
+
+CASES = {
+    "flux, decoder by rows": (3, "flux", dict(split=dict(vae=True), back=True)),
+    "flux, First Block Cache": (2, "flux", dict(cache=FirstBlockCacheConfig(threshold=0.3))),
+    "flux, MagCache": (2, "flux", dict(cache=MagCacheConfig(0.3, num_inference_steps=6, mag_ratios=RATIOS))),
+    "sd3, guidance by rows": (4, "sd3", dict(split=dict(cfg=2, vae=True), back=True)),
+    "wan, guidance by calls": (4, "wan", dict(split=dict(cfg=2, vae=True), back=True, ran=8)),
+}
+
+
+def main() -> int:
+    ranks, wrong = Ranks(), 0
+    for title, (P, name, how) in CASES.items():
+        bad = [one for found in ranks.run(P, check, P, name, how, timeout=400) for one in found]
+        print(f"{title}, {P} ranks: {'WRONG ' + '; '.join(bad) if bad else 'equal'}", flush=True)
+        wrong += bool(bad)
+    ranks.stop()
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

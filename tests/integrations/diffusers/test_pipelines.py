@@ -1,0 +1,152 @@
+"""Whole pipelines, split: guidance, decoder, caches and text give the image of one process.
+
+The pipelines are stand-ins that ask as Diffusers' do, of which tests.integrations.diffusers.pipelines runs some.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("diffusers")
+
+from diffusers import AutoencoderKL, AutoencoderKLWan, FirstBlockCacheConfig
+
+import ring_la
+from ring_la.errors import RingLAError
+from ring_la.integrations.diffusers import parallelize, restore
+from tests.support.attention_cases import error
+from tests.support.pool import group
+
+from .models import make
+
+
+class Pipeline:
+    """Denoises, with guidance by rows of one call or by two calls, and decodes."""
+
+    def __init__(self, rows: bool) -> None:
+        torch.manual_seed(0)
+        self.rows, self.guided, self.asked = rows, True, 0
+        self.transformer, self.given = make("sd3" if rows else "wan")
+        self.vae = autoencoder(rows).double().eval()
+        for parameter in self.vae.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        self.components = {"transformer": self.transformer, "vae": self.vae, "tokenizer": None}
+        self.latents = self.given.pop("hidden_states").detach()[:1]
+
+    def encode_prompt(self, prompt: str) -> dict[str, object]:
+        self.asked += 1
+        return {n: x.detach()[:1] + len(prompt) if x.dim() > 1 else x[:1] for n, x in self.given.items()}
+
+    @torch.no_grad()
+    def __call__(self, prompt: str = "a cat") -> torch.Tensor:
+        x, (cond, uncond) = self.latents, (self.encode_prompt(p) for p in (prompt, ""))
+        for n in range(3):
+            if self.rows:
+                both = {name: torch.cat([uncond[name], cond[name]]) for name in cond}
+                plain, asked = self.transformer(hidden_states=torch.cat([x, x]), **both)[0].chunk(2)
+            else:
+                asked = self.transformer(hidden_states=x, **cond).sample
+                plain = self.transformer(hidden_states=x, **uncond).sample if self.guided or n < 2 else asked
+            x = x - 0.01 * (plain + 3 * (asked - plain))
+        return self.vae.decode(x).sample
+
+
+def autoencoder(image: bool) -> torch.nn.Module:
+    if not image:
+        return AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[True])
+    sizes = dict(block_out_channels=(4, 4), layers_per_block=1, norm_num_groups=2, latent_channels=4)
+    blocks = dict(down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+    return AutoencoderKL(**sizes, **blocks)
+
+
+def told(call) -> str:
+    try:
+        call()
+        return "accepted"
+    except RingLAError as e:
+        return str(e)
+
+
+def check_guided(rank: int, rows: bool) -> list[str]:
+    pipe, ran = Pipeline(rows), []
+    cp = ring_la.ContextParallel(group(4), scan="ring", attention="ring", timeout=60)
+    want, limit = pipe(), 1e-9 if rows else 1e-4  # Wan rounds to fp32, and its image grows
+    hook = pipe.transformer.proj_out.register_forward_hook(lambda layer, x, out: ran.append(len(out)))
+    parallelize(pipe, cp, cfg=2, vae=True)
+    errors = [error(pipe(), want), error(pipe(), want)]
+    bad = [] if max(errors) < limit else [f"images {errors}"]
+    bad += [] if ran == ([1] * 6 if rows else [1] * 8) else [f"rows of calls: {ran}"]
+    if not rows:
+        pipe.guided = False  # the last step asks once
+        bad += [] if pipe().isnan().all() else ["a number where a call was left out"]
+    hook.remove()
+    bad += [] if "not parallelized" in told(lambda: parallelize(pipe, cp)) else ["parallelized twice"]
+    restore(pipe)
+    pipe.guided = True
+    return bad + ([] if torch.equal(pipe(), want) and not hasattr(pipe, "_ring_la") else ["not as before"])
+
+
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "calls"])
+def test_guidance_on_an_axis_and_decoding_by_rows(ranks, rows):
+    assert not any(ranks.run(4, check_guided, rows))
+
+
+def check_axes(rank: int) -> list[str]:
+    """Guidance beside Ulysses and ring, prompts encoded by one rank; what is refused."""
+    pipe = Pipeline(True)
+    want, pipe.asked = pipe(), 0
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("cfg", "ulysses", "ring"))
+    cp = ring_la.ContextParallel(mesh["ulysses", "ring"], scan="ring", attention="usp", timeout=60)
+    parallelize(pipe, cp, cfg=mesh["cfg"], text=True)
+    bad = [] if error(pipe(), want) < 1e-9 else ["another image"]
+    bad += [] if pipe.asked == (0 if rank % 2 else 2) else [f"encoded {pipe.asked} times"]
+    other, flux = Pipeline(True), make("flux")[0]
+    other.components["vae"] = other.vae = torch.nn.Identity()
+    for words, call in (
+        ("cfg: expected a number that divides the 2 ranks", lambda: parallelize(other, cp, cfg=3)),
+        ("cfg: expected the axis itself", lambda: parallelize(other, cp, cfg=2)),
+        ("vae: expected True or False", lambda: parallelize(other, cp, vae=1)),
+        ("vae: expected a pipeline with one of AutoencoderKL", lambda: parallelize(other, cp, vae=True)),
+        ("expected a pipeline with cfg, vae or text", lambda: parallelize(flux, cp, text=True)),
+        ("model: expected one that parallelize was given", lambda: restore(flux)),
+    ):
+        message = told(call)
+        bad += [] if words in message else [f"{words}: {message}"]
+    return bad + (["left behind"] if hasattr(other.transformer, "_ring_la") or hasattr(other, "_ring_la") else [])
+
+
+def test_guidance_beside_two_axes_and_text_of_one_rank(ranks):
+    assert not any(ranks.run(4, check_axes))
+
+
+def check_cache(rank: int) -> list[object]:
+    """First Block Cache with a threshold that one rank's tokens alone would decide otherwise."""
+    model, inputs = make("flux")
+    inputs = {n: x.detach() for n, x in inputs.items()}
+    ran: list[int] = []
+    model.single_transformer_blocks[0].norm.register_forward_hook(lambda *x: ran.append(1))
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.05))
+
+    def loop() -> tuple[torch.Tensor, int]:
+        ran.clear()
+        x, outs = inputs["hidden_states"].clone(), []
+        for n in range(5):
+            with torch.no_grad(), model.cache_context("cond"):
+                outs.append(model(**inputs | dict(hidden_states=x)).sample)
+            x[:, :5] += (0.3 if n % 2 else 0.003) * outs[-1][:, :5].tanh()  # the first rank's tokens change most
+        model._reset_stateful_cache()
+        return torch.stack(outs), len(ran)
+
+    want, calls = loop()
+    cp = ring_la.ContextParallel(group(3), scan="ring", timeout=60)
+    parallelize(model, cp)
+    got, mine = loop()
+    restore(model)
+    again, _ = loop()
+    return [error(got, want) < 1e-9, mine == calls, 0 < calls < 5, torch.equal(again, want)]
+
+
+def test_first_block_cache_is_decided_by_all_ranks(ranks):
+    assert ranks.run(3, check_cache) == [[True] * 4] * 3
