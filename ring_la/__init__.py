@@ -17,7 +17,7 @@ from .errors import (
     UnsupportedError,
 )
 from .grouped_gemm import grouped_gemm
-from .outputs import AttentionOutput, LinearAttentionOutput, ShortConvOutput, TokenShiftOutput
+from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import (
     delta_rule,
     dplr_delta_rule,
@@ -32,7 +32,7 @@ from .recurrences import (
     rwkv7,
     simple_gla,
 )
-from .softmax import attention
+from .softmax import attention, mla
 
 __version__ = "0.1.0"
 
@@ -42,6 +42,7 @@ __all__ = [
     "ContextParallel",
     "DisagreementError",
     "LinearAttentionOutput",
+    "MLAOutput",
     "PeerError",
     "RingLAError",
     "SecondDerivativeError",
@@ -60,6 +61,7 @@ __all__ = [
     "lightning_attention",
     "linear_attention",
     "mamba2",
+    "mla",
     "reference",
     "retention",
     "rwkv7",

@@ -22,3 +22,5 @@ GroupedBackend = Literal["auto", "loop", "torch", "triton", "cutlass"]
 """What computes a grouped product (`grouped_gemm`)."""
 JointPlace = Literal["front", "rear", "none"]
 """Where joint keys stand (`softmax.attention`)."""
+LatentForm = Literal["expanded", "absorbed"]
+"""How queries meet latents (`softmax.mla`)."""

@@ -1,4 +1,4 @@
-"""`attention`: checks, agreement of the ranks, and the choice between one device and a split sequence."""
+"""`attention` and `mla`: checks, agreement of the ranks, and the choice between one device and a split sequence."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from .. import reference
 from ..autograd import outside_graphs, refuse_transforms, traced
-from ..checks import check_nan
-from ..choices import AttentionChoice, JointPlace
+from ..checks import check_flag, check_nan
+from ..choices import AttentionChoice, JointPlace, LatentForm
 from ..context import ShardedLayout
-from ..errors import Facts, RingLAError
-from ..outputs import AttentionOutput
+from ..errors import ArgumentError, Facts, RingLAError
+from ..outputs import AttentionOutput, MLAOutput
 from . import operator
 from .call import AttentionCall, KnownCalls
 from .merging import wide
@@ -84,15 +84,90 @@ def attention(
         q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
-    options = AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend)
-    if backend != "reference":
+    return _attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend), layout)
+
+
+def mla(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    layout: ShardedLayout | None = None,
+    kv_layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    strategy: AttentionChoice | None = None,
+    form: LatentForm | None = None,
+    output_latents: bool = False,
+    backend: str | None = None,
+) -> MLAOutput:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `attention` to keys and values made of latents.
+
+        k_jh = [W_uk,h c_j ; r_j],     v_jh = W_uv,h c_j,     s_ij = scale · q_iᵀ k_j
+
+    What travels between ranks, forward and backward, is c_j and r_j, L + R numbers a token for all heads.
+
+    Args:
+        q: ``[B, Tq, H, N + R]``, in each head first what meets W_uk, then the rotated part.
+        latent: c ``[B, Tk, L]``, normalised as the model does it. k_rope: r ``[B, Tk, R]``, rotated; R may be 0.
+        w_uk: ``[H, N, L]``. w_uv: ``[H, V, L]``. Their gradients under a layout are this rank's part. Of a
+            ``kv_b_proj`` of weight ``W [H·(N + V), L]`` they are ``W.view(H, N + V, L).split([N, V], 1)``.
+        scale: None: (N + R)**-0.5.
+        strategy: how latents travel; Ulysses sends every rank all of them, for its heads.
+        form: "expanded": keys and values are made of each block of latents that arrives, and again in the backward
+            pass; "absorbed": queries and results are taken through W_uk and W_uv instead (decoding); None: what takes
+            fewer products.
+        output_latents: return the latents and rotary parts of the whole sequence, on every rank, for decoding.
+        causal, softcap, window, sinks, dropout_p, dropout_seed, layout, kv_layout, cu_seqlens, backend: as `attention`.
+
+    Returns:
+        MLAOutput(o ``[B, Tq, H, V]``, lse ``[B, H, Tq]``, latents ``[B, T, L + R]``, without a gradient, or
+        None).
+
+    Raises:
+        ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
+        DisagreementError: the ranks' arguments do not fit together.
+    """
+    check_flag("output_latents", output_latents)
+    for name, t in (("w_uk", w_uk), ("w_uv", w_uv)):
+        if t is None:
+            raise ArgumentError(name, "a tensor of three dimensions", "None")
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, latent, k_rope, w_uk, w_uv = _autocast(q, latent, k_rope, w_uk, w_uv)
+    x = Tensors(q, _of_one_head(latent), _of_one_head(k_rope), sinks, up_k=w_uk, up_v=w_uv)
+    of_scores = (causal, scale, softcap, window, None, dropout_p, dropout_seed)
+    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, form)
+    out, latents = _attend(x, options, layout), None
+    if output_latents:
+        latents = torch.cat([latent, k_rope], -1).detach()
+        keys = kv_layout or layout
+        latents = latents if keys is None else keys.gather(latents)
+    return MLAOutput(*out, latents)
+
+
+def _of_one_head(t: Tensor) -> Tensor:
+    """``[B, T, D] → [B, T, 1, D]``; anything else as it came, to be refused with the other arguments."""
+    return t[:, :, None] if isinstance(t, Tensor) and t.dim() == 3 else t
+
+
+def _attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) -> AttentionOutput:
+    """A call of either function, whose tensors and keywords are as the caller gave them."""
+    if options.backend != "reference":
         refuse_transforms(x.named())
     if isinstance(layout, ShardedLayout):
         return _outside_graphs(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
     _check(x, options, layout)
-    if backend == "reference":
+    if options.backend == "reference":
         return _reference(x, options)
-    call = AttentionCall(options.scores(q), joint, backend, cu_seqlens)
+    call = AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
     # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
     if any(traced(t) for t in x if t is not None):
         return AttentionOutput(*operator.attention(*operator.flat(x, call)))
@@ -109,9 +184,9 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
         _check(x, options, layout)
     except RingLAError as e:
         error = e
-    layout.agree("attention", None if error else _signature(x, options), error)
+    layout.agree("mla" if x.latent else "attention", None if error else _signature(x, options), error)
     split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
-    plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, *split).plan(x)
+    plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, options.form, *split).plan(x)
     if kind is not None:
         known[kind] = plan
     return AttentionOutput(*plan(x))
@@ -132,9 +207,14 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     """The dense fp64 truth, returned in the dtypes of the other backends."""
-    not_its = ("dropout_seed", "kv_layout", "strategy", "backend")
+    not_its = ("dropout_seed", "kv_layout", "strategy", "backend", "form")
+    if x.latent:
+        not_its = (*not_its, "alibi_slopes", "joint")
     keywords = {name: value for name, value in options._asdict().items() if name not in not_its}
-    out = reference.attention(*x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
+    if x.latent:
+        out = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **keywords)
+    else:
+        out = reference.attention(*x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
     return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
 
 
@@ -148,7 +228,7 @@ def _check(x: Tensors, options: AttentionOptions, layout: object) -> None:
     if layout is None:
         check_whole(x.q, x.k, options)
         return
-    check_split(x.q, x.k, options, layout)
+    check_split(x, options, layout)
     if layout.cp.validate == "always":
         for name, t in x.named():
             if t is not None:
@@ -176,7 +256,7 @@ def _signature(x: Tensors, options: AttentionOptions) -> tuple[tuple[str, object
     def of(name: str, t: Tensor | None) -> tuple[str, object]:
         if t is None:
             return name, None
-        return name, Facts.of(t, 1 if name in ("q", "k", "v") else None)
+        return name, Facts.of(t, 1 if name in x.names[:3] else None)
 
     def flag(name: str, value: object) -> tuple[str, object]:
         if isinstance(value, Tensor):

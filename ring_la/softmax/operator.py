@@ -29,10 +29,11 @@ TYPES = {
     "int | None": "SymInt?",
     "str": "str",
     "str | None": "str?",
+    "LatentForm | None": "str?",
 }
 """The types of fields as operators name them."""
 
-OTHERS = ("joint", "backend", "cu_seqlens")
+OTHERS = ("joint", "backend", "cu_seqlens", "form")
 """The fields of a call on one device after its scores."""
 
 
@@ -70,7 +71,7 @@ attention = torch.library.custom_op(
 def _(*arguments):
     x, _ = _call_of(arguments)
     B, T, H, _ = x.q.shape
-    return x.q.new_empty((B, T, H, x.v.shape[3])), x.q.new_empty((B, H, T), dtype=wide(x.q.dtype))
+    return x.q.new_empty((B, T, H, x.value_width)), x.q.new_empty((B, H, T), dtype=wide(x.q.dtype))
 
 
 def _gradients(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, *arguments) -> list[Tensor]:

@@ -8,6 +8,7 @@ from .aten import CuDNN, Flash
 from .backend import Ask, AttentionBackend, QueryRows, TileBackend
 from .cpu_flash import CPUFlash
 from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnPackage
+from .latents import FORMS, LatentBackend, cheaper_form
 from .torch_backend import TorchBackend
 from .triton import TritonBackend
 
@@ -49,4 +50,15 @@ def exact(backend: AttentionBackend) -> AttentionBackend:
     return BACKENDS["triton"] if backend.name != "cpu_flash" and has_triton() else BACKENDS["torch"]
 
 
-__all__ = ["BACKENDS", "Ask", "AttentionBackend", "QueryRows", "TileBackend", "choose", "exact"]
+__all__ = [
+    "BACKENDS",
+    "FORMS",
+    "Ask",
+    "AttentionBackend",
+    "LatentBackend",
+    "QueryRows",
+    "TileBackend",
+    "cheaper_form",
+    "choose",
+    "exact",
+]
