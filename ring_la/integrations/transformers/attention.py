@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedError
-from ...softmax import attention
+from ...softmax import attention, mla
 from .masks import CausalMask
 
 NAME = "ring_la"
@@ -61,15 +63,48 @@ def attend(
     Raises:
         UnsupportedError: a mask or a keyword not known here.
     """
-    _refuse(module, attention_mask, sliding_window, others)
-    call = module._ring_la.call
-    window = (-1, -1) if attention_mask.window is None else (attention_mask.window - 1, 0)
-    keywords = {"scale": scaling, "softcap": softcap or 0.0, "window": window, "sinks": s_aux, "dropout_p": dropout}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if attention_mask.chunk is None:
-        return attention(q, k, v, **keywords, **call.split).o, None
-    rows = zip(q.split(1), k.split(1), v.split(1))
-    return torch.cat([attention(*row, **keywords, **call.chunked(attention_mask.chunk)).o for row in rows]), None
+    keywords = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout}
+    return _run(attention, (q, k, v), module, attention_mask, sliding_window, others, keywords), None
+
+
+def attend_latents(
+    module: nn.Module,
+    query: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    attention_mask: CausalMask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """The same where keys are latents ``[B, 1, T, L]`` with rotary parts ``[B, 1, T, R]``; the module's ``kv_b_proj``
+    says what they become."""
+    N, V = module.qk_nope_head_dim, module.v_head_dim
+    w_uk, w_uv = module.kv_b_proj.weight.unflatten(0, (-1, N + V)).split([N, V], 1)
+    tensors = query.transpose(1, 2), latent[:, 0], k_rope[:, 0]
+    keywords = {"scale": scaling, "dropout_p": dropout, "w_uk": w_uk, "w_uv": w_uv}
+    return _run(mla, tensors, module, attention_mask, sliding_window, others, keywords), None
+
+
+def _run(
+    function: Callable,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    module: nn.Module,
+    mask: CausalMask,
+    sliding_window: int | None,
+    others: dict[str, object],
+    keywords: dict[str, object],
+) -> Tensor:
+    """`attention` or `mla` of tensors of this rank's tokens, under the mask and layout of the call."""
+    _refuse(module, mask, sliding_window, others)
+    call = module._ring_la.call
+    window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
+    if mask.chunk is None:
+        return function(*tensors, **keywords, window=window, **call.split).o
+    rows = zip(*(x.split(1) for x in tensors))
+    return torch.cat([function(*row, **keywords, window=window, **call.chunked(mask.chunk)).o for row in rows])
 
 
 def _refuse(module: nn.Module, attention_mask: object, sliding_window: int | None, others: dict[str, object]) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ....errors import UnsupportedError
 from ..call import Current
-from . import channelwise, convolution, delta, indexed, lightning, mamba, own_attention, qwen4_exp, xlstm, zaya
+from . import channelwise, convolution, delta, indexed, latents, lightning, mamba, own_attention, qwen4_exp, xlstm, zaya
 
 MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **convolution.MIXERS,
@@ -28,6 +28,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **mamba.MIXERS,
     **lightning.MIXERS,
     **indexed.MIXERS,
+    **latents.MIXERS,
     **qwen4_exp.MIXERS,
     **xlstm.MIXERS,
     **zaya.MIXERS,

@@ -109,10 +109,10 @@ class Overriding:
         return inspect.unwrap(type(self.module).forward)(self, *args, **keywords)
 
 
-def masked_forward(layer: nn.Module) -> types.FunctionType:
-    """The layer's own forward, with attention under an explicit mask."""
+def forward_with(layer: nn.Module, functions: object) -> types.FunctionType:
+    """The layer's own forward, with this in place of the registry of attention functions."""
     own = inspect.unwrap(type(layer).forward)
-    scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": Masked}
+    scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": functions}
     return types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
 
 
@@ -132,7 +132,7 @@ def sparse_latent_attention(
     mask = documents.visible.expand(len(hidden_states), 1, -1, -1)
     own = Overriding(layer, config=types.SimpleNamespace(_attn_implementation="sdpa"))  # a choice becomes a mask
     cache = WholeSequence(documents)
-    return masked_forward(layer)(own, hidden_states, attention_mask=mask, past_key_values=cache, **keywords)
+    return forward_with(layer, Masked)(own, hidden_states, attention_mask=mask, past_key_values=cache, **keywords)
 
 
 def dots3_note_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
@@ -147,7 +147,7 @@ def dots3_note_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
 def glm5_next_attention(call: ModelCall, layer: nn.Module, hidden_states: Tensor, past_key_values=None, **keywords):
     """``Glm5NextTextAttention``: latents are gathered, not heads."""
     documents = Documents.of(call, hidden_states)
-    return masked_forward(layer)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
+    return forward_with(layer, Masked)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
 
 
 @torch.no_grad()
@@ -198,7 +198,7 @@ def qwen4_exp_attention(
     # keys' angles are read by their place in the sequence, queries' from the end
     angles = tuple(torch.cat([documents.gather(x, 1), x], 1).expand(batch, -1, -1) for x in position_embeddings)
     mask = documents.visible.expand(batch, 1, -1, -1)
-    return masked_forward(layer)(layer, hidden_states, angles, mask, WholeSequence(documents), **keywords)
+    return forward_with(layer, Masked)(layer, hidden_states, angles, mask, WholeSequence(documents), **keywords)
 
 
 def qwen4_exp_indexer(
