@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,12 +88,16 @@ def check(cp: ring_la.ContextParallel) -> dict[str, dict[str, float]]:
         leaves = [(layout.shard(t) if i < 3 else t).clone().requires_grad_() for i, t in enumerate(x)]
         o = arm(layout)(*leaves)
         got = [o, *torch.autograd.grad(o, leaves, layout.shard(do).to(o.dtype))]
-        whole = [
-            layout.gather(t.detach()) if i < 4 else cp.comm.all_reduce(t.float()).wait() for i, t in enumerate(got)
-        ]
+        whole = [layout.gather(t.detach()) for t in got[:4]]
+        whole += [cp.comm.all_reduce(t.float()).wait() for t in got[4:]]
         names = ("o", "dq", "dlatent", "dk_rope", "dw_uk", "dw_uv")
         found[name] = {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, whole, want)}
     return found
+
+
+def total(step: Step, leaves: list[Tensor], do: Tensor) -> None:
+    """Forward and backward."""
+    torch.autograd.grad(step(*leaves), leaves, do)
 
 
 def row(cp: ring_la.ContextParallel, tokens: int, heads: int) -> dict[str, float]:
@@ -100,7 +105,7 @@ def row(cp: ring_la.ContextParallel, tokens: int, heads: int) -> dict[str, float
     layout = cp.layout(tokens * cp.size, "zigzag")
     leaves = [t.requires_grad_() for t in draw(1, tokens, heads, cp.rank)]
     do = torch.randn(1, tokens, heads, V, device="cuda", dtype=torch.bfloat16)
-    steps = {n: (lambda arm=arm(layout): torch.autograd.grad(arm(*leaves), leaves, do)) for n, arm in ARMS.items()}
+    steps = {n: partial(total, arm(layout), leaves, do) for n, arm in ARMS.items()}
     out: dict[str, float] = dict(tokens=tokens, heads=heads)
     for name, step in steps.items():
         torch.cuda.reset_peak_memory_stats()
