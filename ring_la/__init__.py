@@ -32,7 +32,7 @@ from .recurrences import (
     rwkv7,
     simple_gla,
 )
-from .softmax import attention, mla
+from .softmax import attention, mla, sparse_attention
 
 __version__ = "0.1.0"
 
@@ -67,5 +67,6 @@ __all__ = [
     "rwkv7",
     "short_conv",
     "simple_gla",
+    "sparse_attention",
     "token_shift",
 ]

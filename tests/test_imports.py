@@ -65,6 +65,7 @@ PUBLIC = {
     "rwkv7",
     "short_conv",
     "simple_gla",
+    "sparse_attention",
     "token_shift",
 }
 

@@ -25,6 +25,7 @@ from ring_la.reference.recurrences import (
     simple_gla,
 )
 from ring_la.reference.softmax import attention
+from ring_la.reference.sparse import sparse_attention
 
 __all__ = [
     "attention",
@@ -43,5 +44,6 @@ __all__ = [
     "rwkv7",
     "short_conv",
     "simple_gla",
+    "sparse_attention",
     "token_shift",
 ]

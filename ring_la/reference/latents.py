@@ -10,6 +10,7 @@ from torch import Tensor
 from ring_la.errors import UnsupportedError
 from ring_la.outputs import MLAOutput
 from ring_la.reference.arguments import documents, expect_local, expect_shape
+from ring_la.reference.sparse import sparse_attention
 
 
 def mla(
@@ -27,12 +28,15 @@ def mla(
     dropout_p: float = 0.0,
     layout: object = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     backend: str | None = None,
 ) -> MLAOutput:
     """Attention to k_jh = [W_uk,h c_j ; r_j] and v_jh = W_uv,h c_j (DeepSeek-V2, arXiv 2405.04434, eq. 9 to 19).
 
-    q [B, Tq, H, N + R]; latent c [B, Tk, L]; k_rope r [B, Tk, R]; w_uk [H, N, L]; w_uv [H, V, L]; the rest as
-    `attention`. Returns `MLAOutput(o [B, Tq, H, V], lse [B, H, Tq], None)` in float64.
+    q [B, Tq, H, N + R]; latent c [B, Tk, L]; k_rope r [B, Tk, R]; w_uk [H, N, L]; w_uv [H, V, L]; chosen
+    and block as `sparse_attention`, the rest as `attention`. Returns `MLAOutput(o [B, Tq, H, V], lse [B, H, Tq], None)`
+    in float64.
     """
     expect_local(layout, backend)
     expect_shape("q", q, B=None, Tq=None, H=None, K=None)
@@ -43,6 +47,12 @@ def mla(
     expect_shape("w_uv", w_uv, H=H, V=None, L=latent.shape[2])
     if dropout_p:
         raise UnsupportedError("dropout_p", "0", dropout_p, "The reference is deterministic")
+    if chosen is not None:
+        keys = torch.einsum("btl,hnl->bthn", latent.double(), w_uk.double())
+        keys = torch.cat([keys, k_rope.double()[:, :, None].expand(-1, -1, H, -1)], -1)
+        values = torch.einsum("btl,hvl->bthv", latent.double(), w_uv.double())
+        how = dict(block=block, causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens)
+        return MLAOutput(*sparse_attention(q, keys, values, chosen, **how), None)
     scale = K**-0.5 if scale is None else scale
     limits = window[0], 0 if causal else window[1]
     parts = []

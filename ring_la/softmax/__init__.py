@@ -10,6 +10,6 @@ A strategy moves keys and values and knows no masks; a backend computes one bloc
 `Tokens`, which say where each row stands in the whole sequence.
 """
 
-from .attention import attention, mla
+from .attention import attention, mla, sparse_attention
 
-__all__ = ["attention", "mla"]
+__all__ = ["attention", "mla", "sparse_attention"]

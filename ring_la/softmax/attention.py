@@ -1,4 +1,4 @@
-"""`attention` and `mla`: checks, agreement of the ranks, and the choice between one device and a split sequence."""
+"""`attention`, `mla` and `sparse_attention`: checks, agreement of the ranks, one device or a split sequence."""
 
 from __future__ import annotations
 
@@ -107,6 +107,8 @@ def mla(
     strategy: AttentionChoice | None = None,
     form: LatentForm | None = None,
     output_latents: bool = False,
+    chosen: Tensor | None = None,
+    block: int = 1,
     backend: str | None = None,
 ) -> MLAOutput:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `attention` to keys and values made of latents.
@@ -125,6 +127,7 @@ def mla(
         form: "expanded": keys and values are made of each block of latents that arrives, and again in the backward
             pass; "absorbed": queries and results are taken through W_uk and W_uv instead (decoding); None: what takes
             fewer products.
+        chosen, block: as in `sparse_attention`; latents have one head.
         output_latents: return the latents and rotary parts of the whole sequence, on every rank, for decoding.
         causal, softcap, window, sinks, dropout_p, dropout_seed, layout, kv_layout, cu_seqlens, backend: as `attention`.
 
@@ -142,15 +145,63 @@ def mla(
             raise ArgumentError(name, "a tensor of three dimensions", "None")
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, latent, k_rope, w_uk, w_uv = _autocast(q, latent, k_rope, w_uk, w_uv)
-    x = Tensors(q, _of_one_head(latent), _of_one_head(k_rope), sinks, up_k=w_uk, up_v=w_uv)
+    x = Tensors(q, _of_one_head(latent), _of_one_head(k_rope), sinks, up_k=w_uk, up_v=w_uv, chosen=chosen)
     of_scores = (causal, scale, softcap, window, None, dropout_p, dropout_seed)
-    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, form)
+    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, form, block)
     out, latents = _attend(x, options, layout), None
     if output_latents:
         latents = torch.cat([latent, k_rope], -1).detach()
         keys = kv_layout or layout
         latents = latents if keys is None else keys.gather(latents)
     return MLAOutput(*out, latents)
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    *,
+    block: int = 1,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
+    layout: ShardedLayout | None = None,
+    kv_layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    strategy: AttentionChoice | None = None,
+    backend: str | None = None,
+) -> AttentionOutput:
+    """Softmax attention of each query over the keys it has chosen, of those that `attention` would show it.
+
+    Args:
+        q, k, v: as in `attention`.
+        chosen: int32 or int64 ``[B, Tq, Hk or 1, S]``, for all key heads or for each: places in the whole sequence (not
+            in the document, nor among this rank's tokens), each of the first key of a chosen block; −1: none. Blocks of
+            one query must not overlap. It has no gradient.
+        block: keys that a choice stands for: the one at its place and the next.
+        strategy: "ring", "all_gather", or by the cost: all keys are gathered, or, where GPUs of a host copy from memory
+            to memory, come rank by rank.
+        backend: None, "triton", "torch" or "reference". On a GPU gradients of k and v are summed in an order that
+            varies.
+        causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.
+
+    Returns:
+        AttentionOutput(o ``[B, Tq, H, V]``, lse ``[B, H, Tq]``). A query that sees no key has o = 0 and lse = −∞.
+        Memory goes with T_local · S, never T².
+
+    Raises:
+        ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
+        DisagreementError: the ranks' arguments do not fit together.
+    """
+    if chosen is None:
+        raise ArgumentError("chosen", "an int32 or int64 tensor [B, Tq, Hk or 1, S]", "None")
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    x, of_scores = Tensors(q, k, v, sinks, chosen=chosen), (causal, scale, 0.0, window, None, 0.0, None)
+    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, None, block)
+    return _attend(x, options, layout)
 
 
 def _of_one_head(t: Tensor) -> Tensor:
@@ -184,7 +235,7 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
         _check(x, options, layout)
     except RingLAError as e:
         error = e
-    layout.agree("mla" if x.latent else "attention", None if error else _signature(x, options), error)
+    layout.agree(_name(x), None if error else _signature(x, options), error)
     split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
     plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, options.form, *split).plan(x)
     if kind is not None:
@@ -193,6 +244,11 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
 
 
 _outside_graphs = outside_graphs(_split)
+
+
+def _name(x: Tensors) -> str:
+    """Of the function that was called."""
+    return "mla" if x.latent else "attention" if x.chosen is None else "sparse_attention"
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -207,12 +263,18 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     """The dense fp64 truth, returned in the dtypes of the other backends."""
-    not_its = ("dropout_seed", "kv_layout", "strategy", "backend", "form")
-    if x.latent:
-        not_its = (*not_its, "alibi_slopes", "joint")
+    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form"}
+    if x.latent or x.chosen is not None:
+        not_its |= {"alibi_slopes", "joint"}
+    if x.chosen is None:
+        not_its.add("block")
     keywords = {name: value for name, value in options._asdict().items() if name not in not_its}
     if x.latent:
-        out = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **keywords)
+        choice = {} if x.chosen is None else {"chosen": x.chosen}
+        out = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **choice, **keywords)
+    elif x.chosen is not None:
+        del keywords["softcap"], keywords["dropout_p"]
+        out = reference.sparse_attention(*x[:3], x.chosen, sinks=x.sinks, **keywords)
     else:
         out = reference.attention(*x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
     return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
@@ -256,7 +318,7 @@ def _signature(x: Tensors, options: AttentionOptions) -> tuple[tuple[str, object
     def of(name: str, t: Tensor | None) -> tuple[str, object]:
         if t is None:
             return name, None
-        return name, Facts.of(t, 1 if name in x.names[:3] else None)
+        return name, Facts.of(t, 1 if name in (*x.names[:3], "chosen") else None)
 
     def flag(name: str, value: object) -> tuple[str, object]:
         if isinstance(value, Tensor):

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..choices import LatentForm
 from ..context import ShardedLayout
-from .backends import Ask, AttentionBackend, cheaper_form, choose
+from .backends import Ask, AttentionBackend, cheaper_form, choose, choose_for_chosen
 from .backends.canonical import Canonical
 from .geometry import Pair
 from .geometry.placement import Joint, Placement, SplitPlacement, WholePlacement
 from .plan import AttentionMoves
 from .scores import Scores
 from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit
-from .strategies.choice import pick
+from .strategies.choice import pick, pick_for_chosen
 from .tensors import Tensors
 
 
@@ -66,7 +66,10 @@ class AttentionCall(NamedTuple):
         if self.layout is None:
             place = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
             return self._planned(x, place, "ring")
-        name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), x.moved, self.layout, self.kv_layout)
+        if x.chosen is None:
+            name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), x.moved, self.layout, self.kv_layout)
+        else:
+            name = pick_for_chosen(self.strategy, self.layout)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self._planned(x, place, name)
 
@@ -95,6 +98,8 @@ class AttentionCall(NamedTuple):
         """The same on every rank: it goes by the mean of their queries."""
         if not x.latent or self.form is not None:
             return self.form
+        if x.chosen is not None:
+            return "absorbed"
         return cheaper_form(place.length // len(place.rows), x.up_k, x.up_v)
 
     def _backend(self, x: Tensors, place: Placement, joint: Joint | None, form: LatentForm | None) -> AttentionBackend:
@@ -106,7 +111,10 @@ class AttentionCall(NamedTuple):
         device, dtype, H, Hk, K, V = x.kind
         if form == "absorbed":
             Hk, K, V = 1, x.k.shape[3] + x.v.shape[3], x.k.shape[3]
-        backend = choose(Ask(device, dtype, H, Hk, K, V, self.scores.beyond, windowed, **facts), self.backend)
+        ask = Ask(device, dtype, H, Hk, K, V, self.scores.beyond, windowed, **facts)
+        if x.chosen is not None:
+            return choose_for_chosen(ask, self.backend)
+        backend = choose(ask, self.backend)
         if not place.repeatable:
             return backend
         whole = {} if joint is None else {joint.rows: joint.all_rows}

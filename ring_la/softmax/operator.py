@@ -26,6 +26,7 @@ TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
     "float": "float",
+    "int": "SymInt",
     "int | None": "SymInt?",
     "str": "str",
     "str | None": "str?",
@@ -91,7 +92,7 @@ attention_backward = torch.library.custom_op(
 
 @attention_backward.register_fake
 def _(do, dlse, o, lse, *arguments):
-    return [t.new_empty(t.shape) for t in _call_of(arguments)[0] if t is not None]
+    return [t.new_empty(t.shape) for t in _call_of(arguments)[0].differentiable if t is not None]
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -105,7 +106,7 @@ def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
     arguments = [other if t is None else t for t, other in zip(tensors, ctx.others)]
     present = iter(attention_backward(do, dlse, o, lse, *arguments))
     x, _ = _call_of(arguments)
-    grads = [None if t is None else next(present) for t in x]
+    grads = [None if t is None else next(present) for t in x.differentiable]
     return (*grads, *[None] * (len(arguments) - len(grads)))
 
 

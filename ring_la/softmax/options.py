@@ -33,6 +33,7 @@ class AttentionOptions(NamedTuple):
     strategy: AttentionChoice | None = None
     backend: str | None = None
     form: LatentForm | None = None
+    block: int = 1
 
     def scores(self, q: Tensor) -> Scores:
         """What they make of ``q·k``; draws the seed of a dropout mask where none is given. Checked before."""
@@ -48,6 +49,7 @@ class AttentionOptions(NamedTuple):
             alibi_slopes=None if slopes is None else slopes.to(wide(q.dtype)).reshape(-1, q.shape[2]),
             dropout_p=float(self.dropout_p),
             seed=seed,
+            block=self.block,
         )
 
 
@@ -68,6 +70,8 @@ def check_options(o: AttentionOptions) -> None:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
     if o.strategy is not None and o.strategy not in ATTENTION:
         raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(o.strategy))
+    if not isinstance(o.block, int) or o.block < 1:
+        raise ArgumentError("block", "an int ≥ 1", repr(o.block))
     if o.form not in (None, *FORMS):
         raise ArgumentError("form", f"None or one of {', '.join(FORMS)}", repr(o.form))
     if o.backend not in (None, "reference", *BACKENDS):
@@ -109,5 +113,16 @@ def check_split(x: Tensors, o: AttentionOptions, layout: object) -> None:
         raise ArgumentError("kv_layout", f"{layout.num_documents} documents, as in layout", keys.num_documents)
     if (layout.packed or keys.packed) and B != 1:
         raise ArgumentError("layout", f"no packed documents for a batch of {B}", repr(layout), "Pack into B = 1")
+    if x.chosen is not None:
+        _check_split_choice(o, layout)
     if o.backend == "reference":
         raise UnsupportedError("backend", "a kernel with a layout", "'reference'", "It runs on one device")
+
+
+def _check_split_choice(o: AttentionOptions, layout: ShardedLayout) -> None:
+    """Refuse what chosen keys do not go with on a split sequence."""
+    strategy = o.strategy or layout.cp.attention
+    if strategy in ("ulysses", "usp"):
+        raise UnsupportedError("strategy", "ring, all_gather or auto where queries choose their keys", repr(strategy))
+    if layout.cp.deterministic:
+        raise UnsupportedError("chosen", "None where results must not depend on the ranks", "a choice")

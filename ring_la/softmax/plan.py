@@ -79,6 +79,8 @@ class AttentionMoves:
     def _job(self, x: Tensors, needs_delta: bool = False) -> AttentionJob:
         """The job with the kernel for these tensors."""
         backend = exact(self.job.backend) if needs_delta else self.job.backend
+        if x.chosen is not None:
+            backend = backend.of(x.chosen)
         if x.latent:
             backend = FORMS[self.form](backend, x.up_k, x.up_v)
         return self.job if backend is self.job.backend else replace(self.job, backend=backend)

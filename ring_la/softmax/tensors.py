@@ -13,12 +13,13 @@ from ..errors import ArgumentError, UnsupportedError, describe_tensor
 
 
 class Tensors(NamedTuple):
-    """The differentiable tensors of a call.
+    """The tensors of a call that plans do not hold: the differentiable ones, and which keys each query has chosen.
 
     Attributes:
         k, v: what travels of each key: it and its value; or its latent ``[B, Tk, 1, L]`` and its rotary part
             ``[B, Tk, 1, R]``.
         up_k, up_v: where latents travel, what makes keys ``[H, N, L]`` and values ``[H, V, L]`` of them.
+        chosen: where queries see chosen keys alone, places in the whole sequence, int ``[B, Tq, Hk or 1, S]``.
     """
 
     q: Tensor
@@ -29,6 +30,12 @@ class Tensors(NamedTuple):
     joint_v: Tensor | None = None
     up_k: Tensor | None = None
     up_v: Tensor | None = None
+    chosen: Tensor | None = None
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """All but the last."""
+        return self[:-1]
 
     @property
     def latent(self) -> bool:
@@ -61,13 +68,13 @@ class Tensors(NamedTuple):
         return zip(self.names, self)
 
 
-OF_LATENTS = ("q", "latent", "k_rope", "sinks", "joint_k", "joint_v", "w_uk", "w_uv")
+OF_LATENTS = ("q", "latent", "k_rope", "sinks", "joint_k", "joint_v", "w_uk", "w_uv", "chosen")
 
 
 def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
     """Refuse what is not a float tensor of the right shape, dtype and device."""
     for name, t in x.named():
-        if t is None and name not in x.names[:3]:
+        if (t is None and name not in x.names[:3]) or name == "chosen":
             continue
         if not isinstance(t, Tensor) or t.dtype not in FLOATS:
             raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(t))
@@ -78,6 +85,8 @@ def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
     if x.sinks is not None and list(x.sinks.shape) != [x.q.shape[2]]:
         raise ArgumentError("sinks", f"[H] = [{x.q.shape[2]}]", list(x.sinks.shape))
     _check_joint(x, joint)
+    if x.chosen is not None:
+        _check_chosen(x)
     if alibi_slopes is not None:
         B, H = x.q.shape[0], x.q.shape[2]
         if not isinstance(alibi_slopes, Tensor) or list(alibi_slopes.shape) not in ([H], [B, H]):
@@ -114,8 +123,8 @@ def _check_latents(x: Tensors) -> None:
     for name, t in (("latent", x.k), ("k_rope", x.v)):
         if t.dim() != 4 or t.shape[2] != 1:
             raise ArgumentError(name, "three dimensions [B, Tk, ·]", list(t.shape))
-    for name, t in list(x.named())[1:]:
-        if t is not None and name != "sinks" and t.dtype != x.q.dtype:
+    for name, t in x.named():
+        if t is not None and name not in ("sinks", "chosen") and t.dtype != x.q.dtype:
             raise ArgumentError(name, f"{x.q.dtype}, the dtype of q", t.dtype)
     (B, _, H, K), (Tk, L), R = x.q.shape, (x.k.shape[1], x.k.shape[3]), x.v.shape[3]
     if x.k.shape[0] != B or not L:
@@ -128,6 +137,15 @@ def _check_latents(x: Tensors) -> None:
         raise ArgumentError("w_uk", expected, list(x.up_k.shape))
     if x.up_v.dim() != 3 or [x.up_v.shape[0], x.up_v.shape[2]] != [H, L]:
         raise ArgumentError("w_uv", f"[H, V, L] with H={H}, L={L}", list(x.up_v.shape))
+
+
+def _check_chosen(x: Tensors) -> None:
+    t, (B, Tq), Hk = x.chosen, x.q.shape[:2], x.k.shape[2]
+    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError("chosen", "an int32 or int64 tensor", describe_tensor(t))
+    if t.dim() != 4 or list(t.shape[:2]) != [B, Tq] or t.shape[2] not in (1, Hk):
+        heads = "1" if Hk == 1 else f"1 or {Hk}"
+        raise ArgumentError("chosen", f"[B, Tq, heads, S] with B={B}, Tq={Tq}, {heads} heads", list(t.shape))
 
 
 def _without_head(t: Tensor) -> list[int]:

@@ -120,7 +120,7 @@ class Absorbed(LatentBackend):
         do = torch.einsum("bthv,hvl->bthl", x.do, self.up_v)
         rows, keys = QueryRows(self._lower(x.q), low, do, x.lse, x.delta), self._keys(k, v)
         grads = Gradients.of(rows.q, keys, k)
-        self.inner.backward(rows, keys, k, scores, pair, grads)
+        self.inner.backward(rows, keys, keys[..., :L], scores, pair, grads)
         dtype = self._dtype(k.dtype)
         dq, dk, dv = (g.result(dtype) for g in (grads.dq, grads.dk, grads.dv))
         dlow, q = dq[..., :L], x.q[..., :N]
@@ -132,8 +132,8 @@ class Absorbed(LatentBackend):
 
     def _part(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> Partial:
         """o' and lse of these keys alone."""
-        part = Partial((*q.shape[:3], k.shape[3]), q.dtype, q.device)
-        self.inner.forward(self._lower(q), self._keys(k, v), k, scores, pair, part)
+        part, keys = Partial((*q.shape[:3], k.shape[3]), q.dtype, q.device), self._keys(k, v)
+        self.inner.forward(self._lower(q), keys, keys[..., : k.shape[3]], scores, pair, part)
         return part
 
     def _lower(self, q: Tensor) -> Tensor:

@@ -29,3 +29,11 @@ def pick(
     if heads[1] % p == 0 and (queries + keys) / p < keys:
         return "ulysses"
     return "all_gather" if 4 * keys <= queries else "ring"
+
+
+def pick_for_chosen(strategy: str, layout: ShardedLayout) -> str:
+    """The strategy where queries choose their keys: a gather, unless keys are copied from memory to memory. One call
+    with all keys goes through a query's choices once, a ring once for every rank."""
+    if strategy != "auto":
+        return strategy
+    return "ring" if layout.cp.comm.copies else "all_gather"
