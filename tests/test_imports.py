@@ -22,7 +22,7 @@ LEVELS = [
     {"context"},
     {"checks"},
     {"linear", "softmax"},
-    {"recurrences"},
+    {"recurrences", "indexers"},
     {"conv"},
     {"nn"},
     {"models"},

@@ -37,7 +37,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
-UNCACHED = {*channelwise.UNCACHED, *indexed.UNCACHED, *qwen4_exp.UNCACHED, *xlstm.UNCACHED, *zaya.UNCACHED}
+UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, latents, qwen4_exp, xlstm, zaya)))
 """Classes whose state a split call cannot put into a cache."""
 
 

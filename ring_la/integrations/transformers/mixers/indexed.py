@@ -1,4 +1,4 @@
-"""Sparse attention that picks each token's keys by an index of all of them: DeepSeek's DSA, GLM-5-Next, Qwen4-Exp.
+"""Sparse attention that picks each token's keys by an index of pools or blocks of them: GLM-5-Next, Qwen4-Exp.
 
 What is picked depends on every earlier token, so index vectors, keys and values are gathered; queries stay. The layers
 run their own forward: where they ask their cache for earlier keys they get the whole sequence's, and what is visible
@@ -7,7 +7,6 @@ follows from the documents. As in the library, the choice is a mask ``[T_local, 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -109,36 +108,11 @@ class Overriding:
         return inspect.unwrap(type(self.module).forward)(self, *args, **keywords)
 
 
-def forward_with(layer: nn.Module, functions: object) -> types.FunctionType:
-    """The layer's own forward, with this in place of the registry of attention functions."""
-    own = inspect.unwrap(type(layer).forward)
+def forward_with(kind: type, functions: object) -> types.FunctionType:
+    """The forward of a class, with this in place of the registry of attention functions."""
+    own = inspect.unwrap(kind.forward)
     scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": functions}
     return types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
-
-
-# -- DeepSeek sparse attention -----------------------------------------------------------------------------
-
-
-def sparse_latent_attention(
-    call: ModelCall,
-    layer: nn.Module,
-    hidden_states: Tensor,
-    attention_mask: object = None,
-    past_key_values: object = None,
-    **keywords,
-):
-    """``DeepseekV32Attention`` and its like: the `index_topk` keys that score highest among those the mask shows."""
-    documents = Documents.of(call, hidden_states)
-    mask = documents.visible.expand(len(hidden_states), 1, -1, -1)
-    own = Overriding(layer, config=types.SimpleNamespace(_attn_implementation="sdpa"))  # a choice becomes a mask
-    cache = WholeSequence(documents)
-    return forward_with(layer, Masked)(own, hidden_states, attention_mask=mask, past_key_values=cache, **keywords)
-
-
-def dots3_note_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
-    """``Dots3NoteTextAttention``: as above where a layer has an index; its other layers have a window."""
-    run = type(layer).forward if layer.indexer is None else functools.partial(sparse_latent_attention, call)
-    return run(layer, *args, **keywords)
 
 
 # -- GLM-5-Next --------------------------------------------------------------------------------------------
@@ -147,7 +121,7 @@ def dots3_note_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
 def glm5_next_attention(call: ModelCall, layer: nn.Module, hidden_states: Tensor, past_key_values=None, **keywords):
     """``Glm5NextTextAttention``: latents are gathered, not heads."""
     documents = Documents.of(call, hidden_states)
-    return forward_with(layer, Masked)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
+    return forward_with(type(layer), Masked)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
 
 
 @torch.no_grad()
@@ -198,7 +172,7 @@ def qwen4_exp_attention(
     # keys' angles are read by their place in the sequence, queries' from the end
     angles = tuple(torch.cat([documents.gather(x, 1), x], 1).expand(batch, -1, -1) for x in position_embeddings)
     mask = documents.visible.expand(batch, 1, -1, -1)
-    return forward_with(layer, Masked)(layer, hidden_states, angles, mask, WholeSequence(documents), **keywords)
+    return forward_with(type(layer), Masked)(layer, hidden_states, angles, mask, WholeSequence(documents), **keywords)
 
 
 def qwen4_exp_indexer(
@@ -240,14 +214,10 @@ def qwen4_exp_indexer(
     return (mask | (rest & documents.visible))[:, None]
 
 
-DSA = ("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention")
-
 MIXERS = {
-    **dict.fromkeys(DSA, sparse_latent_attention),
-    "Dots3NoteTextAttention": dots3_note_attention,
     "Qwen4ExpTextQSAIndexer": qwen4_exp_indexer,
     "Glm5NextTextAttention": glm5_next_attention,
     "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
 }
-UNCACHED = {*DSA, "Dots3NoteTextAttention", "Glm5NextTextAttention", "Qwen4ExpTextAttention"}
+UNCACHED = {"Glm5NextTextAttention", "Qwen4ExpTextAttention"}
