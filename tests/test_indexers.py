@@ -17,7 +17,10 @@ T, CU, HEADS, D, TOPK = 41, (0, 6, 6, 7, 30, 41), 3, 5, 4
 def draw(seed: int = 0) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(seed)
     shapes = dict(q=(1, T, HEADS, D), k=(1, T, D), w=(1, T, HEADS), aq=(1, T, 4, 8), ak=(1, T, 2, 8))
-    return {n: torch.randn(*shape, generator=rng, dtype=torch.float64) for n, shape in shapes.items()}
+    x = {n: torch.randn(*shape, generator=rng, dtype=torch.float64) for n, shape in shapes.items()}
+    x["k"], x["w"] = x["k"].abs(), x["w"].abs()
+    x["q"][:, :, 0] = x["q"][:, :, 0].abs()  # no score is 0, as others might be too
+    return x
 
 
 def start_of(t: int) -> int:

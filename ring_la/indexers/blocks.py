@@ -62,7 +62,7 @@ def block_index(
         s = s.masked_fill(~earlier[None, :, None], -torch.inf)
         return s.masked_fill((at == own[strip, None])[None, :, None], torch.inf)
 
-    out = best(score, rows, own.cpu() + 1, (q.shape[0], k.shape[2]), topk)
+    out = best(score, len(blocks), own.cpu() + 1, (q.shape[0], k.shape[2]), topk)
     places = torch.where(out.places < 0, -1, first[out.places.clamp(min=0)].int())
     return Chosen(places, out.scores)
 

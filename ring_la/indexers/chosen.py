@@ -50,22 +50,20 @@ class Rows:
         return x if self.layout is None else self.layout.gather(x, dim)
 
 
-def best(
-    score: Callable[[slice, slice], Tensor], rows: Rows, ends: Tensor, shape: tuple[int, int], topk: int
-) -> Chosen:
-    """The `topk` best of the keys of each query.
+def best(score: Callable[[slice, slice], Tensor], keys: int, ends: Tensor, shape: tuple[int, int], topk: int) -> Chosen:
+    """The `topk` best of the keys of each query. Keys come in chunks that do not depend on the rows, so that equal scores
+    are decided alike on every split.
 
     Args:
         score: of some rows and keys, ``[B, n, heads, m]``, −∞ where a row may not choose.
         ends: for each row the number of keys before which all stand that it may choose, on the host ``[T]``.
-        shape: B and heads.
+        keys: how many there are. shape: B and heads.
 
     Returns:
         key numbers for places.
     """
     B, heads = shape
-    keys, parts = int(ends.max()) if len(ends) else 0, []
-    chunk = min(CHUNK, max(keys, 1))
+    chunk, parts = min(CHUNK, keys), []
     n = max(1, SCORES // (chunk * B * heads))
     for a in range(0, len(ends), n):
         strip = slice(a, min(a + n, len(ends)))
@@ -79,13 +77,10 @@ def best(
                 s, order = s.topk(min(topk, s.shape[-1]), -1)
                 at = at.gather(-1, order)
             found = s, at
-        if found is None:
-            shaped = (B, strip.stop - strip.start, heads, 0)
-            found = rows.tokens.new_zeros(shaped, dtype=torch.float32), rows.tokens.new_zeros(shaped, dtype=torch.int32)
         parts.append(_padded(*found, topk))
     if not parts:
-        none = rows.tokens.new_zeros(B, 0, heads, topk)
-        return Chosen(none.int(), none.float())
+        none = score(slice(0, 0), slice(0, 1)).expand(-1, -1, -1, topk)
+        return Chosen(none.int(), none)
     scores, places = (torch.cat(x, 1) for x in zip(*parts))
     return Chosen(torch.where(torch.isneginf(scores), -1, places), scores)
 

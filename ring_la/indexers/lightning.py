@@ -57,7 +57,7 @@ def lightning_index(
         s = index_scores(q[:, strip], keys[:, some], w[:, strip])
         return s.masked_fill_(((at > of) | (at < start))[None], -torch.inf)[:, :, None]
 
-    return best(score, rows, rows.last + 1, (q.shape[0], q.shape[2]), topk)
+    return best(score, rows.total, rows.last + 1, (q.shape[0], q.shape[2]), topk)
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
