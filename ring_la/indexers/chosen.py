@@ -51,8 +51,8 @@ class Rows:
 
 
 def best(score: Callable[[slice, slice], Tensor], keys: int, ends: Tensor, shape: tuple[int, int], topk: int) -> Chosen:
-    """The `topk` best of the keys of each query. Keys come in chunks that do not depend on the rows, so that equal scores
-    are decided alike on every split.
+    """The `topk` best of the keys of each query. Keys come in chunks that do not depend on the rows, so that equal
+    scores are decided alike on every split.
 
     Args:
         score: of some rows and keys, ``[B, n, heads, m]``, −∞ where a row may not choose.
