@@ -4,7 +4,7 @@
 
 DeepSeek's widths (latents of 512 + 64), bf16, zigzag. Lines, forward + backward of all ranks: chosen keys by each
 strategy, all keys, and what a GPU takes for a sequence of its own of as many tokens ("alone": the ideal split). Then
-the lightning indexer at 131,072 tokens under a contiguous and a zigzag layout. First kernels are compared with fp64.
+the lightning indexer at 131,072 tokens under a contiguous and a zigzag layout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch import Tensor
 import ring_la
 from ring_la.indexers import lightning_index
 
-from .latents import L, N, R, V, draw, once_each
+from .latents import V, draw, once_each
 
 INDEXED = 131_072
 
@@ -38,43 +37,6 @@ def choose(places: Tensor, S: int) -> Tensor:
         few = torch.where(slots < count, slots, -1)
         out.append(torch.where(count > S, spread.long().clamp(max=t[:, None]), few).int())
     return torch.cat(out)[None, :, None]
-
-
-def check() -> dict[str, dict[str, float]]:
-    """Relative errors of the kernels against the PyTorch form in fp64."""
-    found, rng, T = {}, torch.Generator("cuda").manual_seed(3), 700
-    cu = torch.tensor([0, 100, 101, 700], device="cuda", dtype=torch.int32)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, device="cuda", dtype=torch.float64)
-
-    def call(function: Callable, x: list[Tensor], do: Tensor, **how: object) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in x]
-        out = function(*leaves, cu_seqlens=cu, **how)
-        return [out.o.detach(), *torch.autograd.grad(out.o, leaves, do.to(out.o.dtype))]
-
-    cases = {
-        "latents of 16 heads": (ring_la.mla, 16, 1, 1),
-        "latents of 128 heads": (ring_la.mla, 128, 1, 1),
-        "64 wide, blocks": (ring_la.sparse_attention, 8, 64, 32),
-        "128 wide, blocks": (ring_la.sparse_attention, 32, 128, 64),
-        "128 wide, tokens": (ring_la.sparse_attention, 8, 128, 1),
-    }
-    for name, (function, H, D, block) in cases.items():
-        if function is ring_la.mla:
-            x = [normal(1, T, H, N + R), normal(1, T, L), normal(1, T, R), *(normal(H, w, L) / L**0.5 for w in (N, V))]
-            do, heads = normal(1, T, H, V), 1
-        else:
-            x, do, heads = [normal(1, T, h, D) for h in (H, 2, 2)], normal(1, T, H, D), 2
-        starts = torch.arange(0, T, block, device="cuda")
-        noise = torch.rand(1, T, heads, len(starts), generator=rng, device="cuda")
-        how = dict(chosen=starts[noise.topk(min(96, len(starts)) if block == 1 else 5).indices].int(), block=block)
-        want = call(function, x, do, **how, backend="torch")
-        for dtype in (torch.bfloat16, torch.float32)[: 1 + (D == 64)]:
-            got = call(function, [t.to(dtype) for t in x], do, **how, backend="triton")
-            errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want)]
-            found[f"{name}, {dtype}"] = dict(zip(("o", "dq", "d1", "d2", "d3", "d4"), errors))
-    return found
 
 
 def arms(cp: ring_la.ContextParallel, tokens: int, heads: int, S: int) -> dict[str, dict[str, float]]:
@@ -138,12 +100,11 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     cp, result = ring_la.ContextParallel(attention="ring"), {}
     parts = {
-        "errors": check,
         "loads": partial(loads, cp),
         "ways": partial(arms, cp, args.tokens, args.heads, args.chosen),
     }
     for name, part in parts.items():
-        result[name] = part() if cp.rank == 0 or part is not check else {}  # compiled once
+        result[name] = part()
         if cp.rank == 0:
             print(name, json.dumps(result[name]), flush=True)
             if args.out:

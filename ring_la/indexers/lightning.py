@@ -17,6 +17,8 @@ from torch import Tensor
 from ..autograd import first_derivative_only
 from ..context import ShardedLayout
 from ..errors import ArgumentError
+from ..softmax.merging.one_pass import fuses
+from ..softmax.merging.parts import dense
 from .chosen import Chosen, Rows, best
 
 NUMBERS = 1 << 24
@@ -50,21 +52,25 @@ def lightning_index(
         raise ArgumentError("topk", "an int ≥ 1", repr(topk))
     rows = Rows(q.shape[1], layout, cu_seqlens, q.device)
     keys = rows.gather(k)
-    key_places = torch.arange(rows.total, device=q.device)
 
     def score(strip: slice, some: slice) -> Tensor:
-        at, (of, start) = key_places[some], (x[strip, None] for x in (rows.tokens, rows.starts))
-        s = index_scores(q[:, strip], keys[:, some], w[:, strip])
-        return s.masked_fill_(((at > of) | (at < start))[None], -torch.inf)[:, :, None]
+        where = rows.tokens[strip], rows.starts[strip], some.start
+        return index_scores(q[:, strip], keys[:, some], w[:, strip], *where)[:, :, None]
 
     return best(score, rows.total, rows.last + 1, (q.shape[0], q.shape[2]), topk)
 
 
-def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """I, fp32 (fp64 for fp64) ``[B, n, m]``, of ``q [B, n, Hi, D]``, ``k [B, m, D]`` and ``w [B, n, Hi]``."""
+def index_scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
+    """I, fp32 (fp64 for fp64) ``[B, n, m]``, of queries at `tokens` in documents that begin at `starts`, and of keys
+    that stand from `first` on; −∞ where a query may not choose."""
+    if fuses(q.device, q.dtype):
+        from .scores_kernel import scores  # needs Triton
+
+        return scores(dense(q), dense(k), w, tokens, starts, first)
     wide = torch.promote_types(q.dtype, torch.float32)
     s = torch.relu_(q.to(wide).flatten(1, 2) @ k.to(wide).mT).unflatten(1, q.shape[1:3])  # [B, n, Hi, m]
-    return (w.to(wide)[:, :, None] @ s)[:, :, 0]
+    at, of, start = torch.arange(first, first + k.shape[1], device=q.device), tokens[:, None], starts[:, None]
+    return (w.to(wide)[:, :, None] @ s)[:, :, 0].masked_fill_((at > of) | (at < start), -torch.inf)
 
 
 def lightning_loss(

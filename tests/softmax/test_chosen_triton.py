@@ -25,3 +25,15 @@ def test_kernels_are_the_loop(feature, monkeypatch):
     got = run(function_of(case), case, torch.float32, cu_seqlens=torch.tensor(CU), backend="triton")
     errors = {n: error(got[n], x) for n, x in want.items()}
     assert all(e < 2e-5 for e in errors.values()), errors
+
+
+def test_index_scores_are_those_of_pytorch():
+    from ring_la.indexers.lightning import index_scores
+    from ring_la.indexers.scores_kernel import scores
+
+    rng = torch.Generator().manual_seed(0)
+    q, k, w = (torch.randn(*shape, generator=rng) for shape in ((2, 70, 3, 20), (2, 140, 20), (2, 70, 3)))
+    tokens, starts = torch.arange(100, 170), torch.where(torch.arange(70) < 20, 0, 120)
+    for first in (0, 90, 200):
+        got, want = (f(q, k, w, tokens, starts, first) for f in (scores, index_scores))
+        torch.testing.assert_close(got, want)

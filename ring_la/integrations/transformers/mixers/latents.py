@@ -63,6 +63,8 @@ def pick(
     """In place of an indexer: places in the sequence of the tokens that each of this rank's reads, ``[B, T, topk]``."""
     with torch.no_grad():
         q, k = index_vectors(indexer, hidden_states, q_resid, position_embeddings)
+        if past_key_values is not None:
+            k = past_key_values.update_indexer(k, indexer.layer_idx)
         w = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
         w = w * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         return lightning_index(q, k, w, indexer.index_topk, **call.split).places[:, :, 0]
@@ -114,4 +116,3 @@ CLASSES = (
 )
 
 MIXERS = dict.fromkeys((*CLASSES, *DSA), latent_attention)
-UNCACHED = set(DSA)
