@@ -1,6 +1,6 @@
 """Softmax attention on one device and on a split sequence.
 
-    attention   the door: AttentionOptions as given → checks, agreement → an AttentionCall with its Scores
+    attention   the public functions; door: AttentionOptions as given → checks, agreement → an AttentionCall
     call        one call, on one device or split: placement, strategy and kernel → an AttentionMoves
     plan        forward and backward of one rank, as one autograd Function; operator: the same for torch.compile
     strategies/ one exchange of keys a file       backends/  one kernel a file

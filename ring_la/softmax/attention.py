@@ -1,22 +1,18 @@
-"""`attention`, `mla` and `sparse_attention`: checks, agreement of the ranks, one device or a split sequence."""
+"""`attention`, `mla` and `sparse_attention`: their arguments."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..autograd import outside_graphs, refuse_transforms, traced
-from ..checks import check_flag, check_nan
+from ..checks import check_flag
 from ..choices import AttentionChoice, JointPlace, LatentForm
 from ..context import ShardedLayout
-from ..errors import ArgumentError, Facts, RingLAError
+from ..errors import ArgumentError
 from ..outputs import AttentionOutput, MLAOutput
-from . import operator
-from .call import AttentionCall, KnownCalls
-from .merging import wide
-from .options import AttentionOptions, check_options, check_split, check_whole
-from .tensors import Tensors, check_tensors
+from .door import attend, autocast
+from .options import AttentionOptions
+from .tensors import Tensors
 
 
 def attention(
@@ -81,10 +77,10 @@ def attention(
         DisagreementError: the ranks' arguments do not fit together.
     """
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)
+        q, k, v, joint_k, joint_v = autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
-    return _attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend), layout)
+    return attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend), layout)
 
 
 def mla(
@@ -144,11 +140,11 @@ def mla(
         if t is None:
             raise ArgumentError(name, "a tensor of three dimensions", "None")
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        q, latent, k_rope, w_uk, w_uv = _autocast(q, latent, k_rope, w_uk, w_uv)
+        q, latent, k_rope, w_uk, w_uv = autocast(q, latent, k_rope, w_uk, w_uv)
     x = Tensors(q, _of_one_head(latent), _of_one_head(k_rope), sinks, up_k=w_uk, up_v=w_uv, chosen=chosen)
     of_scores = (causal, scale, softcap, window, None, dropout_p, dropout_seed)
     options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, form, block)
-    out, latents = _attend(x, options, layout), None
+    out, latents = attend(x, options, layout), None
     if output_latents:
         latents = torch.cat([latent, k_rope], -1).detach()
         keys = kv_layout or layout
@@ -198,134 +194,12 @@ def sparse_attention(
     if chosen is None:
         raise ArgumentError("chosen", "an int32 or int64 tensor [B, Tq, Hk or 1, S]", "None")
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
     x, of_scores = Tensors(q, k, v, sinks, chosen=chosen), (causal, scale, 0.0, window, None, 0.0, None)
     options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, None, block)
-    return _attend(x, options, layout)
+    return attend(x, options, layout)
 
 
 def _of_one_head(t: Tensor) -> Tensor:
     """``[B, T, D] → [B, T, 1, D]``; anything else as it came, to be refused with the other arguments."""
     return t[:, :, None] if isinstance(t, Tensor) and t.dim() == 3 else t
-
-
-def _attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) -> AttentionOutput:
-    """A call of either function, whose tensors and keywords are as the caller gave them."""
-    if options.backend != "reference":
-        refuse_transforms(x.named())
-    if isinstance(layout, ShardedLayout):
-        return _outside_graphs(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
-    _check(x, options, layout)
-    if options.backend == "reference":
-        return _reference(x, options)
-    call = AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
-    # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
-    if any(traced(t) for t in x if t is not None):
-        return AttentionOutput(*operator.attention(*operator.flat(x, call)))
-    return AttentionOutput(*call.plan(x)(x))
-
-
-def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
-    known, kind = KnownCalls.of(layout).plans, _kind_of_call(x, options)
-    if kind is not None and layout.cp.validate != "always" and kind in known:
-        return AttentionOutput(*known[kind](x))
-    error = None
-    try:
-        _check(x, options, layout)
-    except RingLAError as e:
-        error = e
-    layout.agree(_name(x), None if error else _signature(x, options), error)
-    split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
-    plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, options.form, *split).plan(x)
-    if kind is not None:
-        known[kind] = plan
-    return AttentionOutput(*plan(x))
-
-
-_outside_graphs = outside_graphs(_split)
-
-
-def _name(x: Tensors) -> str:
-    """Of the function that was called."""
-    return "mla" if x.latent else "attention" if x.chosen is None else "sparse_attention"
-
-
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in autocast's dtype, as PyTorch's own attention takes them; fp64 stays."""
-
-    def cast(t: object) -> object:
-        floats = isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        return t.to(torch.get_autocast_dtype(t.device.type)) if floats else t
-
-    return [cast(t) for t in tensors]
-
-
-def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
-    """The dense fp64 truth, returned in the dtypes of the other backends."""
-    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form"}
-    if x.latent or x.chosen is not None:
-        not_its |= {"alibi_slopes", "joint"}
-    if x.chosen is None:
-        not_its.add("block")
-    keywords = {name: value for name, value in options._asdict().items() if name not in not_its}
-    if x.latent:
-        choice = {} if x.chosen is None else {"chosen": x.chosen}
-        out = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **choice, **keywords)
-    elif x.chosen is not None:
-        del keywords["softcap"], keywords["dropout_p"]
-        out = reference.sparse_attention(*x[:3], x.chosen, sinks=x.sinks, **keywords)
-    else:
-        out = reference.attention(*x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
-    return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
-
-
-# -- checks and agreement ----------------------------------------------------------------------------------
-
-
-def _check(x: Tensors, options: AttentionOptions, layout: object) -> None:
-    """Refuse what is wrong, by name."""
-    check_tensors(x, options.joint, options.alibi_slopes)
-    check_options(options)
-    if layout is None:
-        check_whole(x.q, x.k, options)
-        return
-    check_split(x, options, layout)
-    if layout.cp.validate == "always":
-        for name, t in x.named():
-            if t is not None:
-                check_nan(name, t)
-
-
-def _kind_of_call(x: Tensors, options: AttentionOptions) -> tuple | None:
-    """All that checks, agreement and plan depend on; None where that is more than shapes and flags."""
-    if options.alibi_slopes is not None or options.dropout_p or options.cu_seqlens is not None:
-        return None
-    if not all([t is None or isinstance(t, Tensor) for t in x]):
-        return None
-    tensors = [None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x]
-    kind = (*tensors, getattr(options.kv_layout, "cp", None), torch.is_grad_enabled(), options)
-    try:
-        hash(kind)
-    except TypeError:  # a window given as a list
-        return None
-    return kind
-
-
-def _signature(x: Tensors, options: AttentionOptions) -> tuple[tuple[str, object], ...]:
-    """What must be the same on all ranks, by name: shapes but T, dtypes, flags and who needs a gradient."""
-
-    def of(name: str, t: Tensor | None) -> tuple[str, object]:
-        if t is None:
-            return name, None
-        return name, Facts.of(t, 1 if name in (*x.names[:3], "chosen") else None)
-
-    def flag(name: str, value: object) -> tuple[str, object]:
-        if isinstance(value, Tensor):
-            return of(name, value)
-        if isinstance(value, ShardedLayout):
-            return name, value.key
-        return name, tuple(value) if isinstance(value, list) else value
-
-    tensors, flags = [of(*named) for named in x.named()], [flag(*option) for option in options._asdict().items()]
-    return (*tensors, *flags, ("gradients", torch.is_grad_enabled()))
