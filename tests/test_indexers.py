@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ring_la
-from ring_la.indexers import block_index, chosen, lightning_index, lightning_loss
+from ring_la.indexers import block_index, chosen, full_block_index, lightning_index, lightning_loss
 from tests.support.pool import group
 from tests.support.split_attention import KINDS
 
@@ -135,3 +135,31 @@ def test_bad_input_is_refused_by_name():
             lightning_index(**dict(q=x["q"], k=x["k"], w=x["w"], topk=2) | change)
     with pytest.raises(ring_la.ArgumentError, match="^size: "):
         block_index(x["aq"], x["ak"], 0, 2)
+
+
+def full_blocks(x: dict[str, Tensor]) -> list[set[int]]:
+    """QSA: the best full blocks up to each token, and its own where that is not full."""
+    out = []
+    for t in range(T):
+        first = start_of(t)
+        keys = {a: x["k"][0, a : a + SIZE].mean(0) * a for a in range(first, t + 2 - SIZE, SIZE)}
+        score = {a: float(torch.relu(x["q"][0, t] @ m).sum()) for a, m in keys.items()}
+        own = set() if (t - first + 1) % SIZE == 0 else {t - (t - first) % SIZE}
+        out.append(own | set(sorted(score, key=score.get, reverse=True)[:TOPK]))
+    return out
+
+
+def check_full_blocks(rank: int, P: int) -> bool:
+    cp, x = ring_la.ContextParallel(group(P), scan="ring"), draw()
+    for kind in KINDS:
+        layout = cp.layout(T, kind, cu_seqlens=CU)
+        how = dict(pool=lambda means, first: means * first[:, None], layout=layout)
+        places = full_block_index(layout.shard(x["q"]), layout.shard(x["k"]), SIZE, TOPK, **how).places
+        want = full_blocks(x)
+        assert sets(places) == [want[t] for t in layout.tokens().tolist()]
+    return True
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_full_blocks_are_the_loop(ranks, P):
+    assert all(ranks.run(P, check_full_blocks, P))

@@ -1,4 +1,4 @@
-"""Blocks chosen by their mean key: MoBA (Lu et al. 2025, arXiv 2502.13189), and what NSA and QSA select by.
+"""Blocks chosen by their mean key: MoBA (Lu et al. 2025, arXiv 2502.13189), and QSA of Qwen4-Exp.
 
     m_n = mean of the keys of block n,    a query reads the `topk` blocks of its document with the largest Σ_h q_hᵀ m_n
 
@@ -7,6 +7,8 @@ stands in it always reads, and that counts as one of the `topk`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,44 +43,108 @@ def block_index(
     Raises:
         ArgumentError: by the name of the argument.
     """
-    for name, x in (("size", size), ("topk", topk)):
-        if not isinstance(x, int) or x < 1:
-            raise ArgumentError(name, "an int ≥ 1", repr(x))
+    _check_counts(size, topk)
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
         raise ArgumentError("k", f"[B, T, Hk, K] for q {list(q.shape)}, H a multiple of Hk", list(k.shape))
     rows = Rows(q.shape[1], layout, cu_seqlens, q.device)
-    blocks = _blocks(rows.cu_seqlens, size)
-    first, end = (torch.tensor(x, device=q.device) for x in zip(*blocks))
-    means = block_means(k, first, end, rows)
-    own = torch.searchsorted(first, rows.tokens, right=True) - 1
-    of_document = torch.searchsorted(first, rows.starts)
-    number, wide = torch.arange(len(blocks), device=q.device), means.dtype
+    blocks = Blocks(size, rows)
+    means = blocks.means(k)
 
     def score(strip: slice, some: slice) -> Tensor:
-        grouped = q[:, strip].to(wide).unflatten(2, (k.shape[2], -1)).sum(3)  # Σ_h (q_h·m) = (Σ_h q_h)·m
+        grouped = q[:, strip].to(means.dtype).unflatten(2, (k.shape[2], -1)).sum(3)  # Σ_h (q_h·m) = (Σ_h q_h)·m
         s = torch.einsum("bngk,bmgk->bngm", grouped, means[:, some])
-        at = number[some]
-        earlier = (at < own[strip, None]) & (at >= of_document[strip, None])
-        s = s.masked_fill(~earlier[None, :, None], -torch.inf)
-        return s.masked_fill((at == own[strip, None])[None, :, None], torch.inf)
+        at, own = blocks.number[some], blocks.own[strip, None]
+        s = s.masked_fill(~((at < own) & (at >= blocks.of_document[strip, None]))[None, :, None], -torch.inf)
+        return s.masked_fill((at == own)[None, :, None], torch.inf)
 
-    out = best(score, len(blocks), own.cpu() + 1, (q.shape[0], k.shape[2]), topk)
-    places = torch.where(out.places < 0, -1, first[out.places.clamp(min=0)].int())
-    return Chosen(places, out.scores)
+    out = best(score, len(blocks), blocks.own.cpu() + 1, (q.shape[0], k.shape[2]), topk)
+    return Chosen(blocks.places(out.places), out.scores)
 
 
-def _blocks(cu_seqlens: tuple[int, ...], size: int) -> list[tuple[int, int]]:
-    """First token of each block, and its end."""
-    documents = zip(cu_seqlens, cu_seqlens[1:])
-    return [(a, min(a + size, stop)) for start, stop in documents for a in range(start, stop, size)]
+@torch.no_grad()
+def full_block_index(
+    q: Tensor,
+    k: Tensor,
+    size: int,
+    topk: int,
+    *,
+    pool: Callable[[Tensor, Tensor], Tensor] | None = None,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Chosen:
+    """QSA's choice (Qwen4-Exp): the `topk` blocks full up to a query with the largest  Σ_h relu(q_hᵀ m_n),  and the
+    block it stands in if that is not full yet.
+
+    Args:
+        q: index queries ``[B, T, Hi, D]``, rotated. k: index keys ``[B, T, D]``, not rotated.
+        pool: makes of means ``[B, blocks, D]``, in the dtype of k, and the places of the blocks' first tokens
+            ``[blocks]`` what queries are compared with (a norm, a rotation). The same on all ranks. None: the means.
+        size, topk, layout, cu_seqlens: as `block_index`.
+
+    Returns:
+        Chosen(places int32 ``[B, T, 1, topk + 1]`` of the blocks' first tokens, the own one last, scores).
+
+    Raises:
+        ArgumentError: by the name of the argument.
+    """
+    _check_counts(size, topk)
+    if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
+        raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+    rows = Rows(q.shape[1], layout, cu_seqlens, q.device)
+    blocks = Blocks(size, rows)
+    means = blocks.means(k[:, :, None])[:, :, 0]
+    wide = means.dtype
+    keys = means if pool is None else pool(means.to(k.dtype), blocks.first).to(wide)
+
+    def score(strip: slice, some: slice) -> Tensor:
+        s = torch.relu(torch.einsum("bnhd,bmd->bnhm", q[:, strip].to(wide), keys[:, some])).sum(2)
+        full = (blocks.first[some] + size - 1 <= rows.tokens[strip, None]) & (blocks.whole[some])
+        here = blocks.number[some] >= blocks.of_document[strip, None]
+        return s.masked_fill(~(full & here)[None], -torch.inf)[:, :, None]
+
+    out = best(score, len(blocks), blocks.own.cpu() + 1, (q.shape[0], q.shape[2]), topk)
+    own = blocks.first[blocks.own]
+    tail = torch.where(rows.tokens - own == size - 1, -1, own).int()[None, :, None, None].expand(len(q), -1, -1, -1)
+    scores = torch.where(tail < 0, -torch.inf, torch.inf).to(out.scores.dtype)
+    return Chosen(torch.cat([blocks.places(out.places), tail], -1), torch.cat([out.scores, scores], -1))
 
 
-def block_means(k: Tensor, first: Tensor, end: Tensor, rows: Rows) -> Tensor:
-    """The mean key of each block on every rank, wide ``[B, blocks, Hk, K]``: each rank adds up what it has."""
-    wide = torch.promote_types(k.dtype, torch.float32)
-    own = torch.searchsorted(first, rows.tokens, right=True) - 1
-    sums = torch.zeros(k.shape[0], len(first), *k.shape[2:], dtype=wide, device=k.device)
-    sums.index_add_(1, own, k.to(wide))
-    if rows.layout is not None:
-        sums = rows.layout.cp.comm.all_reduce(sums).wait()
-    return sums / (end - first)[:, None, None]
+class Blocks:
+    """The blocks of all documents, by number.
+
+    Attributes:
+        first, end: their first tokens, and where they end. whole: whether they have `size` tokens. number: 0, 1, …
+        own, of_document: for each of this rank's tokens the number of its block, and of the first one of its document.
+    """
+
+    def __init__(self, size: int, rows: Rows) -> None:
+        documents, device = zip(rows.cu_seqlens, rows.cu_seqlens[1:]), rows.tokens.device
+        both = [(a, min(a + size, stop)) for start, stop in documents for a in range(start, stop, size)]
+        self.rows = rows
+        self.first, self.end = (torch.tensor(x, device=device) for x in zip(*both))
+        self.whole = self.end - self.first == size
+        self.number = torch.arange(len(both), device=device)
+        self.own = torch.searchsorted(self.first, rows.tokens, right=True) - 1
+        self.of_document = torch.searchsorted(self.first, rows.starts)
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def means(self, k: Tensor) -> Tensor:
+        """The mean key of each block on every rank, wide ``[B, blocks, Hk, K]``: each rank adds up what it has."""
+        wide = torch.promote_types(k.dtype, torch.float32)
+        sums = torch.zeros(k.shape[0], len(self), *k.shape[2:], dtype=wide, device=k.device)
+        sums.index_add_(1, self.own, k.to(wide))
+        if self.rows.layout is not None:
+            sums = self.rows.layout.cp.comm.all_reduce(sums).wait()
+        return sums / (self.end - self.first)[:, None, None]
+
+    def places(self, numbers: Tensor) -> Tensor:
+        """The first tokens of blocks by number, int32; −1 for −1."""
+        return torch.where(numbers < 0, -1, self.first[numbers.clamp(min=0)]).int()
+
+
+def _check_counts(size: object, topk: object) -> None:
+    for name, x in (("size", size), ("topk", topk)):
+        if not isinstance(x, int) or x < 1:
+            raise ArgumentError(name, "an int ≥ 1", repr(x))

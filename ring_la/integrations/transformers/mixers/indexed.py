@@ -1,21 +1,26 @@
 """Sparse attention that picks each token's keys by an index of pools or blocks of them: GLM-5-Next, Qwen4-Exp.
 
-What is picked depends on every earlier token, so index vectors, keys and values are gathered; queries stay. The layers
-run their own forward: where they ask their cache for earlier keys they get the whole sequence's, and what is visible
-follows from the documents. As in the library, the choice is a mask ``[T_local, T]``.
+GLM-5-Next's index vectors and latents are gathered; queries stay. The layers run their own forward: where they ask their
+cache for earlier keys they get the whole sequence's, and what is visible follows from the documents. As in the library,
+the choice is a mask ``[T_local, T]``. Qwen4-Exp's blocks are chosen by `full_block_index`, without one.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ....errors import UnsupportedError
+from ....indexers import full_block_index
 from ....layout import Layout
+from ....softmax import sparse_attention
 from ..call import ModelCall
 
 
@@ -158,6 +163,39 @@ def glm5_next_indexer(call: ModelCall, layer: nn.Module, *, past_key_values: Who
 # -- Qwen4-Exp ---------------------------------------------------------------------------------------------
 
 
+class Picked(NamedTuple):
+    """What stands for a mask: the first token of each block that a token reads, ``[B, T, 1, S]``, and its tokens."""
+
+    places: Tensor
+    size: int
+
+
+class Everything:
+    """A mask that hides nothing but what documents and order hide: what an index adds to it is all there is."""
+
+    dtype = torch.bool
+
+    def __and__(self, picked: Picked) -> Picked:
+        return picked
+
+
+class ByBlocks:
+    """In place of the registry of attention functions: the mask says which blocks are read."""
+
+    @staticmethod
+    def get_interface(name: str, eager: Callable) -> Callable:
+        def attend(
+            module: Overriding, q: Tensor, k: Tensor, v: Tensor, mask: Picked, dropout: float, scaling: float, **_
+        ) -> tuple[Tensor, None]:
+            if dropout:
+                raise UnsupportedError("attention_dropout", "0 where an index picks the keys", dropout)
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            how = dict(block=mask.size, scale=scaling, **module._ring_la.call.split)
+            return sparse_attention(*heads, mask.places, **how).o, None
+
+        return attend
+
+
 def qwen4_exp_attention(
     call: ModelCall,
     layer: nn.Module,
@@ -167,55 +205,33 @@ def qwen4_exp_attention(
     past_key_values: object = None,
     **keywords,
 ):
-    """``Qwen4ExpTextAttention``: its indexer reads from the mask which tokens there are to pick from."""
-    batch, documents = len(hidden_states), Documents.of(call, hidden_states)
-    # keys' angles are read by their place in the sequence, queries' from the end
-    angles = tuple(torch.cat([documents.gather(x, 1), x], 1).expand(batch, -1, -1) for x in position_embeddings)
-    mask = documents.visible.expand(batch, 1, -1, -1)
-    return forward_with(type(layer), Masked)(layer, hidden_states, angles, mask, WholeSequence(documents), **keywords)
+    """``Qwen4ExpTextAttention``, memory linear in this rank's tokens."""
+    own = Overriding(layer, indexer=functools.partial(qwen4_exp_indexer, call, layer.indexer))
+    forward = forward_with(type(layer), ByBlocks)
+    return forward(own, hidden_states, position_embeddings, Everything(), past_key_values, **keywords)
 
 
 def qwen4_exp_indexer(
-    call: ModelCall,
-    layer: nn.Module,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor,
-    past_key_values: WholeSequence,
-) -> Tensor:
-    """``Qwen4ExpTextQSAIndexer``: which tokens each may read, bool ``[B, 1, T_local, T]``, for all queries at once.
-
-    Every document is cut into blocks of `compress_ratio` tokens from its first. A token reads the `block_topk` full
-    blocks before it whose mean key scores highest, and what follows the last full one.
-    """
-    documents, size = past_key_values.documents, layer.compress_ratio
-    (batch, length), total = hidden_states.shape[:2], documents.visible.shape[1]
+    call: ModelCall, layer: nn.Module, hidden_states: Tensor, angles: tuple[Tensor, Tensor], *_: object
+) -> Picked:
+    """``Qwen4ExpTextQSAIndexer``: the `block_topk` full blocks of `compress_ratio` tokens before each token whose mean
+    key scores highest, and what follows the last full one. Blocks are counted from each document's first token."""
     rotate = inspect.unwrap(type(layer).forward).__globals__["apply_rotary_pos_emb"]
-    qk = layer.index_qk_proj(hidden_states).unflatten(-1, (-1, layer.index_head_dim))
-    q, keys = qk.split([layer.index_n_heads, layer.index_kv_heads], 2)
-    cos, sin = position_embeddings
-    q = rotate(layer.q_layernorm(q), cos=cos[:, -length:], sin=sin[:, -length:], unsqueeze_dim=2)
-    keys = past_key_values.update_indexer(keys[:, :, 0], layer.layer_idx)
+    with torch.no_grad():
+        qk = layer.index_qk_proj(hidden_states).unflatten(-1, (-1, layer.index_head_dim))
+        q, k = qk.split([layer.index_n_heads, layer.index_kv_heads], 2)
+        cos, sin = angles
+        q = rotate(layer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
 
-    borders = zip(documents.cu_seqlens, documents.cu_seqlens[1:])
-    starts = [t for a, b in borders for t in range(a, b - size + 1, size)]
-    starts = torch.tensor(starts, dtype=torch.int64, device=q.device)
-    blocks = starts[:, None] + torch.arange(size, device=q.device)  # tokens of each, [blocks, size]
-    means = layer.k_layernorm(keys[:, blocks].float().mean(2).to(keys.dtype))[:, :, None]
-    means = rotate(means, cos=cos[:, starts], sin=sin[:, starts], unsqueeze_dim=2)[:, :, 0]
-    scores = torch.relu(torch.einsum("bthd,bnd->bthn", q.float(), means.float())).sum(2)
+        def pool(means: Tensor, first: Tensor) -> Tensor:
+            cos, sin = ((x if call.layout is None else call.layout.gather(x, 1))[:, first] for x in angles)
+            return rotate(layer.k_layernorm(means)[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
 
-    full = documents.visible[:, blocks[:, -1]]
-    best = scores.masked_fill(~full, -torch.inf).topk(min(layer.block_topk, len(starts)), -1).indices
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & full
-    mask = hidden_states.new_zeros(batch, length, total, dtype=torch.bool)
-    mask[..., blocks.flatten()] = chosen.repeat_interleave(size, -1)
-    rest = documents.every >= ((documents.positions + 1) // size * size)[:, None]
-    return (mask | (rest & documents.visible))[:, None]
+        size = layer.compress_ratio
+        return Picked(full_block_index(q, k[:, :, 0], size, layer.block_topk, pool=pool, **call.split).places, size)
 
 
 MIXERS = {
-    "Qwen4ExpTextQSAIndexer": qwen4_exp_indexer,
     "Glm5NextTextAttention": glm5_next_attention,
     "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
