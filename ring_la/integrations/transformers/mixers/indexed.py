@@ -1,6 +1,6 @@
 """Sparse attention that picks each token's keys by an index of pools or blocks of them: GLM-5-Next, Qwen4-Exp.
 
-GLM-5-Next's index vectors and latents are gathered; queries stay. The layers run their own forward: where they ask their
+GLM-5-Next's index vectors and latents are gathered; queries stay. The layers run their own forward: where they ask a
 cache for earlier keys they get the whole sequence's, and what is visible follows from the documents. As in the library,
 the choice is a mask ``[T_local, T]``. Qwen4-Exp's blocks are chosen by `full_block_index`, without one.
 """
