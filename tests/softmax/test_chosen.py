@@ -32,13 +32,12 @@ def test_all_keys_chosen_is_attention():
 
 def check(rank: int, P: int) -> list[str]:
     cp, bad = ring_la.ContextParallel(group(P), scan="ring"), []
-    for packed in (False, True):
-        for kind in KINDS:
-            layout = cp.layout(T, kind, cu_seqlens=CU if packed else None)
-            for feature in FEATURES:
-                for strategy in ("ring", "all_gather") if kind == "zigzag" else ("auto",):
-                    errors = compare(layout, draw(feature, packed), truth(feature, packed), strategy=strategy)
-                    bad += [f"{packed} {kind} {feature} {strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+    for packed, kind in ((False, "zigzag"), *((True, kind) for kind in KINDS[: P if P < 3 else None])):
+        layout = cp.layout(T, kind, cu_seqlens=CU if packed else None)
+        for feature in FEATURES:
+            for strategy in ("ring", "all_gather") if kind == "zigzag" else ("auto",):
+                errors = compare(layout, draw(feature, packed), truth(feature, packed), strategy=strategy)
+                bad += [f"{packed} {kind} {feature} {strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
     return bad
 
 
@@ -80,6 +79,6 @@ def test_what_does_not_go_with_a_choice_is_refused(ranks):
 
 
 def test_compiled_it_is_one_node_and_the_same():
-    case, want = draw("tokens", False), truth("tokens", False)
-    got = run(torch.compile(ring_la.sparse_attention, fullgraph=True, backend="aot_eager"), case)
+    case, want = draw("latents", False), truth("latents", False)
+    got = run(torch.compile(ring_la.mla, fullgraph=True, backend="aot_eager"), case)
     assert all(error(got[n], x) < 1e-9 for n, x in want.items())
