@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ring_la
-from ring_la.indexers import block_index, chosen, full_block_index, lightning_index, lightning_loss
+from ring_la.indexers import best_key_index, block_index, chosen, full_block_index, lightning_index, lightning_loss
 from tests.support.pool import group
 from tests.support.split_attention import KINDS
 
@@ -163,3 +163,35 @@ def check_full_blocks(rank: int, P: int) -> bool:
 @pytest.mark.parametrize("P", [1, 3])
 def test_full_blocks_are_the_loop(ranks, P):
     assert all(ranks.run(P, check_full_blocks, P))
+
+
+def best_keys(x: dict[str, Tensor], h: int) -> list[set[int]]:
+    """MiniMax-M3: the blocks of two local ones and the best single keys up to each token."""
+    out = []
+    for t in range(T):
+        first = start_of(t)
+        own = t - (t - first) % SIZE
+        score = {}
+        for a in range(first, own + 1, SIZE):
+            score[a] = float((x["k"][0, a : min(a + SIZE, t + 1)] @ x["q"][0, t, h]).max())
+        near = {a for a in (own, own - SIZE) if a >= first}
+        rest = sorted(set(score) - near, key=score.get, reverse=True)
+        out.append(near | set(rest[: TOPK - len(near)]))
+    return out
+
+
+def check_best_keys(rank: int, P: int) -> bool:
+    cp, x = ring_la.ContextParallel(group(P), scan="ring"), draw()
+    for kind in KINDS:
+        layout = cp.layout(T, kind, cu_seqlens=CU)
+        how = dict(local=2, layout=layout)
+        places = best_key_index(layout.shard(x["q"]), layout.shard(x["k"]), SIZE, TOPK, **how).places
+        for h in range(HEADS):
+            want = best_keys(x, h)
+            assert sets(places[:, :, h : h + 1]) == [want[t] for t in layout.tokens().tolist()]
+    return True
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_blocks_by_their_best_key_are_the_loop(ranks, P):
+    assert all(ranks.run(P, check_best_keys, P))

@@ -1,4 +1,5 @@
-"""Blocks chosen by their mean key: MoBA (Lu et al. 2025, arXiv 2502.13189), and QSA of Qwen4-Exp.
+"""Blocks chosen by their mean key: MoBA (Lu et al. 2025, arXiv 2502.13189), QSA of Qwen4-Exp; or by their best
+one: MiniMax-M3.
 
     m_n = mean of the keys of block n,    a query reads the `topk` blocks of its document with the largest Σ_h q_hᵀ m_n
 
@@ -107,6 +108,56 @@ def full_block_index(
     tail = torch.where(rows.tokens - own == size - 1, -1, own).int()[None, :, None, None].expand(len(q), -1, -1, -1)
     scores = torch.where(tail < 0, -torch.inf, torch.inf).to(out.scores.dtype)
     return Chosen(torch.cat([blocks.places(out.places), tail], -1), torch.cat([out.scores, scores], -1))
+
+
+@torch.no_grad()
+def best_key_index(
+    q: Tensor,
+    k: Tensor,
+    size: int,
+    topk: int,
+    *,
+    local: int = 1,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Chosen:
+    """MiniMax-M3's choice: the `topk` blocks with the best single key,  max_{j in n, j ≤ i} q_iᵀ k_j,  for each head.
+
+    Args:
+        q: index queries ``[B, T, Hk, D]``, a head for each key head of attention. k: ``[B, T, D]``, which go to every
+            rank. Both rotated.
+        local: the own block and the `local` − 1 before it are read in any case, and count as some of the `topk`.
+        size, topk, layout, cu_seqlens: as `block_index`.
+
+    Returns:
+        Chosen(places int32 ``[B, T, Hk, topk]`` of the blocks' first tokens, scores, +∞ for local blocks).
+
+    Raises:
+        ArgumentError: by the name of the argument.
+    """
+    _check_counts(size, topk)
+    if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
+        raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+    rows = Rows(q.shape[1], layout, cu_seqlens, q.device)
+    blocks, keys = Blocks(size, rows), rows.gather(k)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    borders = [*blocks.first.tolist(), rows.total]  # where a block ends the next one begins
+    of_token = torch.searchsorted(blocks.first, torch.arange(rows.total, device=q.device), right=True) - 1
+
+    def score(strip: slice, some: slice) -> Tensor:
+        tokens = slice(borders[some.start], borders[some.stop])
+        s = torch.einsum("bnhd,bmd->bnhm", q[:, strip].to(wide), keys[:, tokens].to(wide))
+        at = torch.arange(tokens.start, tokens.stop, device=q.device)
+        seen = (at <= rows.tokens[strip, None]) & (at >= rows.starts[strip, None])
+        s = s.masked_fill(~seen[None, :, None], -torch.inf)
+        best_of = s.new_full((*s.shape[:3], some.stop - some.start), -torch.inf)
+        best_of.scatter_reduce_(-1, (of_token[tokens] - some.start).expand_as(s), s, "amax")
+        number, own = blocks.number[some], blocks.own[strip, None]
+        near = (number <= own) & (number > own - local) & (number >= blocks.of_document[strip, None])
+        return best_of.masked_fill(near[None, :, None], torch.inf)
+
+    out = best(score, len(blocks), blocks.own.cpu() + 1, (q.shape[0], q.shape[2]), topk, size)
+    return Chosen(blocks.places(out.places), out.scores)
 
 
 class Blocks:

@@ -50,21 +50,23 @@ class Rows:
         return x if self.layout is None else self.layout.gather(x, dim)
 
 
-def best(score: Callable[[slice, slice], Tensor], keys: int, ends: Tensor, shape: tuple[int, int], topk: int) -> Chosen:
+def best(
+    score: Callable[[slice, slice], Tensor], keys: int, ends: Tensor, shape: tuple[int, int], topk: int, each: int = 1
+) -> Chosen:
     """The `topk` best of the keys of each query. Keys come in chunks that do not depend on the rows, so that equal
     scores are decided alike on every split.
 
     Args:
         score: of some rows and keys, ``[B, n, heads, m]``, −∞ where a row may not choose.
         ends: for each row the number of keys before which all stand that it may choose, on the host ``[T]``.
-        keys: how many there are. shape: B and heads.
+        keys: how many there are. shape: B and heads. each: numbers that a score is made of.
 
     Returns:
         key numbers for places.
     """
     B, heads = shape
-    chunk, parts = min(CHUNK, keys), []
-    n = max(1, SCORES // (chunk * B * heads))
+    chunk, parts = min(max(1, CHUNK // each), keys), []
+    n = max(1, SCORES // (chunk * B * heads * each))
     for a in range(0, len(ends), n):
         strip = slice(a, min(a + n, len(ends)))
         found: tuple[Tensor, Tensor] | None = None

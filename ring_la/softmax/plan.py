@@ -162,7 +162,7 @@ def _take_gradients(heads: Heads, saved: Saved, do: Tensor | None, dlse: Tensor 
 
 def _give_gradients(heads: Heads, grads: Tensors) -> Tensors:
     """Gradients of all heads of this rank's tokens; of shared tensors the part of this rank's heads."""
-    q, k, v, sinks, joint_k, joint_v, up_k, up_v = grads
+    q, k, v, sinks, joint_k, joint_v, up_k, up_v = grads.differentiable
     posted = heads.to_tokens(q=("q", q), k=("k", heads.fold(k)), v=("k", heads.fold(v)))
     sinks, up_k, up_v = (None if g is None else heads.among_queries(g) for g in (sinks, up_k, up_v))
     if joint_k is not None:

@@ -1,8 +1,9 @@
-"""Sparse attention that picks each token's keys by an index of pools or blocks of them: GLM-5-Next, Qwen4-Exp.
+"""Sparse attention that picks each token's keys by an index of pools or blocks: GLM-5-Next, Qwen4-Exp, MiniMax-M3.
 
 GLM-5-Next's index vectors and latents are gathered; queries stay. The layers run their own forward: where they ask a
 cache for earlier keys they get the whole sequence's, and what is visible follows from the documents. As in the library,
-the choice is a mask ``[T_local, T]``. Qwen4-Exp's blocks are chosen by `full_block_index`, without one.
+the choice is a mask ``[T_local, T]``. The blocks of Qwen4-Exp and MiniMax-M3 are chosen by `ring_la.indexers`, without
+one.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ....errors import UnsupportedError
-from ....indexers import full_block_index
+from ....indexers import best_key_index, full_block_index
 from ....layout import Layout
 from ....softmax import sparse_attention
 from ..call import ModelCall
@@ -163,8 +164,9 @@ def glm5_next_indexer(call: ModelCall, layer: nn.Module, *, past_key_values: Who
 # -- Qwen4-Exp ---------------------------------------------------------------------------------------------
 
 
-class Picked(NamedTuple):
-    """What stands for a mask: the first token of each block that a token reads, ``[B, T, 1, S]``, and its tokens."""
+@dataclass(frozen=True, eq=False)
+class Picked:
+    """What stands for a mask: the first token of each block a token reads, ``[B, T, heads, S]``, and its tokens."""
 
     places: Tensor
     size: int
@@ -180,18 +182,19 @@ class Everything:
 
 
 class ByBlocks:
-    """In place of the registry of attention functions: the mask says which blocks are read."""
+    """In place of the registry of attention functions: the mask, or `block_indices`, says which blocks are read."""
 
     @staticmethod
     def get_interface(name: str, eager: Callable) -> Callable:
         def attend(
-            module: Overriding, q: Tensor, k: Tensor, v: Tensor, mask: Picked, dropout: float, scaling: float, **_
+            module: Overriding, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, scaling: float, **more
         ) -> tuple[Tensor, None]:
+            picked = more.get("block_indices") or mask
             if dropout:
                 raise UnsupportedError("attention_dropout", "0 where an index picks the keys", dropout)
             heads = (x.transpose(1, 2) for x in (q, k, v))
-            how = dict(block=mask.size, scale=scaling, **module._ring_la.call.split)
-            return sparse_attention(*heads, mask.places, **how).o, None
+            how = dict(block=picked.size, scale=scaling, **module._ring_la.call.split)
+            return sparse_attention(*heads, picked.places, **how).o, None
 
         return attend
 
@@ -231,9 +234,34 @@ def qwen4_exp_indexer(
         return Picked(full_block_index(q, k[:, :, 0], size, layer.block_topk, pool=pool, **call.split).places, size)
 
 
+# -- MiniMax-M3 --------------------------------------------------------------------------------------------
+
+
+def minimax_m3_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
+    """``MiniMaxM3VLAttention``; layers without an index read everything."""
+    if layer.indexer is None:
+        return inspect.unwrap(type(layer).forward)(layer, *args, **keywords)
+    own = Overriding(layer, indexer=functools.partial(minimax_m3_indexer, call, layer.indexer))
+    return forward_with(type(layer), ByBlocks)(own, *args, **keywords)
+
+
+def minimax_m3_indexer(
+    call: ModelCall, layer: nn.Module, hidden_states: Tensor, angles: tuple[Tensor, Tensor], *_: object
+) -> Picked:
+    """``MiniMaxM3VLIndexer``: for each key head the blocks with the best single key, and those just before."""
+    rotate = inspect.unwrap(type(layer).forward).__globals__["apply_rotary_pos_emb"]
+    with torch.no_grad():
+        both = ((layer.q_proj, layer.q_norm), (layer.k_proj, layer.k_norm))
+        heads = (norm(project(hidden_states).unflatten(-1, (-1, layer.head_dim))) for project, norm in both)
+        q, k = rotate(*(x.transpose(1, 2) for x in heads), *(x[..., : layer.head_dim] for x in angles))
+        size, how = layer.block_size, dict(local=layer.local_blocks, **call.split)
+        return Picked(best_key_index(q.transpose(1, 2), k[:, 0], size, layer.topk_blocks, **how).places, size)
+
+
 MIXERS = {
+    "MiniMaxM3VLAttention": minimax_m3_attention,
     "Glm5NextTextAttention": glm5_next_attention,
     "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
 }
-UNCACHED = {"Glm5NextTextAttention", "Qwen4ExpTextAttention"}
+UNCACHED = {"Glm5NextTextAttention", "MiniMaxM3VLAttention", "Qwen4ExpTextAttention"}
