@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..autograd import bare, first_derivative_only
 from ..choices import LatentForm
-from .backends import FORMS, QueryRows, exact
+from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
 from .geometry import Pair
 from .merging import Gradients, Partial, Sum, row_sums, wide
 from .strategies import AttentionJob, Heads, Strategy
@@ -79,9 +79,9 @@ class AttentionMoves:
     def _job(self, x: Tensors, needs_delta: bool = False) -> AttentionJob:
         """The job with the kernel for these tensors."""
         backend = exact(self.job.backend) if needs_delta else self.job.backend
-        if x.chosen is not None:
+        if isinstance(backend, ChosenBackend):
             backend = backend.of(x.chosen)
-        if x.latent:
+        if self.form is not None:
             backend = FORMS[self.form](backend, x.up_k, x.up_v)
         return self.job if backend is self.job.backend else replace(self.job, backend=backend)
 
@@ -111,7 +111,7 @@ class AttentionMoves:
             weight = torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse)
             dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
         inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
-        up = [g.to(x.q.dtype) for g in (job.backend.dup_k, job.backend.dup_v)] if x.latent else []
+        up = job.backend.up_gradients() if isinstance(job.backend, LatentBackend) else ()
         return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)
 
 

@@ -51,6 +51,10 @@ class LatentBackend(AttentionBackend):
         self.takes_delta, self.sums_wide, self.fixed_keys = inner.takes_delta, inner.sums_wide, inner.fixed_keys
         self.dup_k, self.dup_v = (torch.zeros_like(w, dtype=wide(w.dtype)) for w in (up_k, up_v))
 
+    def up_gradients(self) -> tuple[Tensor, Tensor]:
+        """The sums so far, in the dtype of what makes keys and values."""
+        return self.dup_k.to(self.up_k.dtype), self.dup_v.to(self.up_v.dtype)
+
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What gradients of keys come in."""
         return wide(dtype) if self.sums_wide else dtype
