@@ -9,6 +9,7 @@ stands in it always reads, and that counts as one of the `topk`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -47,8 +48,8 @@ def block_index(
     _check_counts(size, topk)
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
         raise ArgumentError("k", f"[B, T, Hk, K] for q {list(q.shape)}, H a multiple of Hk", list(k.shape))
-    rows = Rows(q.shape[1], layout, cu_seqlens, q.device)
-    blocks = Blocks(size, rows)
+    rows = Rows.of(q, layout, cu_seqlens)
+    blocks = Blocks.of(size, rows)
     means = blocks.means(k)
 
     def score(strip: slice, some: slice) -> Tensor:
@@ -58,7 +59,7 @@ def block_index(
         s = s.masked_fill(~((at < own) & (at >= blocks.of_document[strip, None]))[None, :, None], -torch.inf)
         return s.masked_fill((at == own)[None, :, None], torch.inf)
 
-    out = best(score, len(blocks), blocks.own.cpu() + 1, (q.shape[0], k.shape[2]), topk)
+    out = best(score, len(blocks), blocks.ends, (q.shape[0], k.shape[2]), topk)
     return Chosen(blocks.places(out.places), out.scores)
 
 
@@ -91,8 +92,8 @@ def full_block_index(
     _check_counts(size, topk)
     if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
         raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
-    rows = Rows(q.shape[1], layout, cu_seqlens, q.device)
-    blocks = Blocks(size, rows)
+    rows = Rows.of(q, layout, cu_seqlens)
+    blocks = Blocks.of(size, rows)
     means = blocks.means(k[:, :, None])[:, :, 0]
     wide = means.dtype
     keys = means if pool is None else pool(means.to(k.dtype), blocks.first).to(wide)
@@ -103,7 +104,7 @@ def full_block_index(
         here = blocks.number[some] >= blocks.of_document[strip, None]
         return s.masked_fill(~(full & here)[None], -torch.inf)[:, :, None]
 
-    out = best(score, len(blocks), blocks.own.cpu() + 1, (q.shape[0], q.shape[2]), topk)
+    out = best(score, len(blocks), blocks.ends, (q.shape[0], q.shape[2]), topk)
     own = blocks.first[blocks.own]
     tail = torch.where(rows.tokens - own == size - 1, -1, own).int()[None, :, None, None].expand(len(q), -1, -1, -1)
     scores = torch.where(tail < 0, -torch.inf, torch.inf).to(out.scores.dtype)
@@ -138,14 +139,13 @@ def best_key_index(
     _check_counts(size, topk)
     if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
         raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
-    rows = Rows(q.shape[1], layout, cu_seqlens, q.device)
-    blocks, keys = Blocks(size, rows), rows.gather(k)
+    rows = Rows.of(q, layout, cu_seqlens)
+    blocks, keys = Blocks.of(size, rows), rows.gather(k)
     wide = torch.promote_types(q.dtype, torch.float32)
-    borders = [*blocks.first.tolist(), rows.total]  # where a block ends the next one begins
     of_token = torch.searchsorted(blocks.first, torch.arange(rows.total, device=q.device), right=True) - 1
 
     def score(strip: slice, some: slice) -> Tensor:
-        tokens = slice(borders[some.start], borders[some.stop])
+        tokens = slice(blocks.borders[some.start], blocks.borders[some.stop])
         s = torch.einsum("bnhd,bmd->bnhm", q[:, strip].to(wide), keys[:, tokens].to(wide))
         at = torch.arange(tokens.start, tokens.stop, device=q.device)
         seen = (at <= rows.tokens[strip, None]) & (at >= rows.starts[strip, None])
@@ -156,7 +156,7 @@ def best_key_index(
         near = (number <= own) & (number > own - local) & (number >= blocks.of_document[strip, None])
         return best_of.masked_fill(near[None, :, None], torch.inf)
 
-    out = best(score, len(blocks), blocks.own.cpu() + 1, (q.shape[0], q.shape[2]), topk, size)
+    out = best(score, len(blocks), blocks.ends, (q.shape[0], q.shape[2]), topk, size)
     return Chosen(blocks.places(out.places), out.scores)
 
 
@@ -166,17 +166,25 @@ class Blocks:
     Attributes:
         first, end: their first tokens, and where they end. whole: whether they have `size` tokens. number: 0, 1, …
         own, of_document: for each of this rank's tokens the number of its block, and of the first one of its document.
+        borders, ends: on the host, where blocks begin and the last one ends; and for each token the number after `own`.
     """
 
     def __init__(self, size: int, rows: Rows) -> None:
         documents, device = zip(rows.cu_seqlens, rows.cu_seqlens[1:]), rows.tokens.device
         both = [(a, min(a + size, stop)) for start, stop in documents for a in range(start, stop, size)]
-        self.rows = rows
+        self.rows, self.borders = rows, [*(a for a, _ in both), rows.total]
+        self.ends = torch.searchsorted(torch.tensor(self.borders[:-1]), rows.last, right=True)
         self.first, self.end = (torch.tensor(x, device=device) for x in zip(*both))
         self.whole = self.end - self.first == size
         self.number = torch.arange(len(both), device=device)
-        self.own = torch.searchsorted(self.first, rows.tokens, right=True) - 1
+        self.own = (self.ends - 1).to(device)
         self.of_document = torch.searchsorted(self.first, rows.starts)
+
+    @classmethod
+    def of(cls, size: int, rows: Rows) -> Blocks:
+        """Made once a layout."""
+        make = functools.partial(cls, size, rows)
+        return make() if rows.layout is None else rows.layout.kept((cls, size), make)
 
     def __len__(self) -> int:
         return len(self.number)

@@ -45,6 +45,15 @@ class Rows:
         starts = torch.tensor(self.cu_seqlens)[whole.documents_of(self.last)]
         self.tokens, self.starts = self.last.to(device), starts.to(device)
 
+    @classmethod
+    def of(cls, x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Rows:
+        """Those of a tensor ``[B, T, …]``; made once a layout."""
+
+        def make() -> Rows:
+            return cls(x.shape[1], layout, cu_seqlens, x.device)
+
+        return layout.kept(cls, make) if isinstance(layout, ShardedLayout) else make()
+
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """All ranks' rows in order; gradients are summed."""
         return x if self.layout is None else self.layout.gather(x, dim)

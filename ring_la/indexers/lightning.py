@@ -50,7 +50,7 @@ def lightning_index(
     _check(q, k, w)
     if not isinstance(topk, int) or topk < 1:
         raise ArgumentError("topk", "an int ≥ 1", repr(topk))
-    rows = Rows(q.shape[1], layout, cu_seqlens, q.device)
+    rows = Rows.of(q, layout, cu_seqlens)
     keys = rows.gather(k)
 
     def score(strip: slice, some: slice) -> Tensor:
@@ -108,7 +108,7 @@ def lightning_loss(
             raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}", list(x.shape))
     if chosen.dim() != 4 or list(chosen.shape[:3]) != [B, T, 1]:
         raise ArgumentError("chosen", f"[B, T, 1, S] with B={B}, T={T}", list(chosen.shape))
-    rows = Rows(T, layout, cu_seqlens, q.device)
+    rows = Rows.of(q, layout, cu_seqlens)
     scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad():
         whole = rows.gather(attention_k.detach())
