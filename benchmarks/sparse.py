@@ -50,9 +50,9 @@ def arms(cp: ring_la.ContextParallel, tokens: int, heads: int, S: int) -> dict[s
         torch.autograd.grad(ring_la.mla(*leaves, **how).o, leaves, do)
 
     ways = {
-        "alone": partial(step, chosen=own),
-        "ring": partial(step, chosen=chosen, layout=layout, strategy="ring"),
-        "all_gather": partial(step, chosen=chosen, layout=layout, strategy="all_gather"),
+        "alone": partial(step, chosen=own, backend="triton"),
+        "ring": partial(step, chosen=chosen, layout=layout, strategy="ring", backend="triton"),
+        "all_gather": partial(step, chosen=chosen, layout=layout, strategy="all_gather", backend="triton"),
         "all keys": partial(step, layout=layout, form="expanded"),
     }
     out = {}
@@ -75,12 +75,12 @@ def loads(cp: ring_la.ContextParallel) -> dict[str, list[float]]:
         layout, T = cp.layout(INDEXED, kind), INDEXED // cp.size
         q, k = (torch.randn(1, T, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 128), (128,)))
         w = torch.rand(1, T, 4, device="cuda")
-        lightning_index(q, k, w, 2048, layout=layout)
+        lightning_index(q, k, w, 2048, layout=layout, backend="triton")
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         dist.barrier()
         start.record()
-        lightning_index(q, k, w, 2048, layout=layout)
+        lightning_index(q, k, w, 2048, layout=layout, backend="triton")
         stop.record()
         torch.cuda.synchronize()
         mine = torch.tensor([start.elapsed_time(stop)], device="cuda")

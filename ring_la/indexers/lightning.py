@@ -17,8 +17,6 @@ from torch import Tensor
 from ..autograd import first_derivative_only
 from ..context import ShardedLayout
 from ..errors import ArgumentError
-from ..softmax.merging.one_pass import fuses
-from ..softmax.merging.parts import dense
 from .chosen import Chosen, Rows, best
 
 NUMBERS = 1 << 24
@@ -34,12 +32,16 @@ def lightning_index(
     *,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> Chosen:
     """The `topk` tokens each query reads.
 
     Args:
         q: ``[B, T, Hi, D]``, rotated. k: ``[B, T, D]``, one for all heads, rotated. w: ``[B, T, Hi]``, scales included.
-        layout: how the sequence is split; index keys go to every rank. Collective. cu_seqlens: documents on one device.
+        layout: how the sequence is split; index keys go to every rank. Collective.
+        cu_seqlens: documents on one device.
+        backend: what forms scores: "torch", which None takes, or "triton", one kernel on CUDA, which has run in Triton's
+            interpreter and on no GPU yet.
 
     Returns:
         Chosen(places int32 ``[B, T, 1, topk]``, scores ``[B, T, 1, topk]``), as `sparse_attention` and `mla` take them.
@@ -50,12 +52,16 @@ def lightning_index(
     _check(q, k, w)
     if not isinstance(topk, int) or topk < 1:
         raise ArgumentError("topk", "an int ≥ 1", repr(topk))
-    rows = Rows.of(q, layout, cu_seqlens)
+    if backend not in (None, "torch", "triton"):
+        raise ArgumentError("backend", "None, torch or triton", repr(backend))
+    rows, form = Rows.of(q, layout, cu_seqlens), index_scores
+    if backend == "triton":
+        from .scores_kernel import scores as form  # needs Triton
     keys = rows.gather(k)
 
     def score(strip: slice, some: slice) -> Tensor:
         where = rows.tokens[strip], rows.starts[strip], some.start
-        return index_scores(q[:, strip], keys[:, some], w[:, strip], *where)[:, :, None]
+        return form(q[:, strip], keys[:, some], w[:, strip], *where)[:, :, None]
 
     return best(score, rows.total, rows.last + 1, (q.shape[0], q.shape[2]), topk)
 
@@ -63,10 +69,6 @@ def lightning_index(
 def index_scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
     """I, fp32 (fp64 for fp64) ``[B, n, m]``, of queries at `tokens` in documents that begin at `starts`, and of keys
     that stand from `first` on; −∞ where a query may not choose."""
-    if fuses(q.device, q.dtype):
-        from .scores_kernel import scores  # needs Triton
-
-        return scores(dense(q), dense(k), w, tokens, starts, first)
     wide = torch.promote_types(q.dtype, torch.float32)
     s = torch.relu_(q.to(wide).flatten(1, 2) @ k.to(wide).mT).unflatten(1, q.shape[1:3])  # [B, n, Hi, m]
     at, of, start = torch.arange(first, first + k.shape[1], device=q.device), tokens[:, None], starts[:, None]

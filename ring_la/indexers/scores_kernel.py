@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.runtime.launch import launch
+from ..softmax.merging.parts import dense
 
 
 @triton.jit(do_not_specialize=("n", "m", "first", "heads"))
@@ -39,12 +40,13 @@ def _scores(
 
 
 def scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
-    """Fp32 ``[B, n, m]`` of ``q [B, n, Hi, D]``, ``k [B, m, D]``, of which the last dimension is contiguous, and ``w``.
+    """Fp32 ``[B, n, m]`` of ``q [B, n, Hi, D]``, ``k [B, m, D]`` and ``w [B, n, Hi]``.
 
     Args:
         tokens, starts: the place of each query and of the first token of its document, int64 ``[n]``.
         first: of the keys.
     """
+    q, k = dense(q), dense(k)
     (B, n, heads, D), m = q.shape, k.shape[1]
     out = torch.empty(B, n, m, dtype=torch.float32, device=q.device)
     wide = q.dtype == torch.float32

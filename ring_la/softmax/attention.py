@@ -179,8 +179,8 @@ def sparse_attention(
         block: keys that a choice stands for: the one at its place and the next.
         strategy: "ring", "all_gather", or by the cost: all keys are gathered, or, where GPUs of a host copy from memory
             to memory, come rank by rank.
-        backend: None, "triton", "torch" or "reference". On a GPU gradients of k and v are summed in an order that
-            varies.
+        backend: None, "triton", "torch" or "reference"; None is PyTorch, for the Triton kernels have not run on a GPU
+            yet. Gradients of k and v are summed in an order that varies on a GPU.
         causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.
 
     Returns:

@@ -177,6 +177,9 @@ class Everything:
 
     dtype = torch.bool
 
+    def is_floating_point(self) -> bool:
+        return False
+
     def __and__(self, picked: Picked) -> Picked:
         return picked
 

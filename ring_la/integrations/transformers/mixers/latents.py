@@ -40,14 +40,29 @@ def as_they_are(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
 def latent_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
     """A layer with ``expand_kv``. Where its ``kv_b_proj`` is more than one whole matrix (an adapter, quantised, sharded
-    by itself) it runs as it is, and expanded keys travel."""
+    by itself), or an older version of the library puts expanded keys into its cache, it runs as it is, and expanded
+    keys travel."""
     kind = type(layer)
     if getattr(layer, "indexer", None) is not None:
         layer = Overriding(layer, indexer=functools.partial(pick, call, layer.indexer))
-    up = layer.kv_b_proj
-    if type(up) is not nn.Linear or up.bias is not None or isinstance(up.weight, DTensor):
+    up, cached = layer.kv_b_proj, keywords.get("past_key_values") is not None
+    whole = type(up) is nn.Linear and up.bias is None and not isinstance(up.weight, DTensor)
+    if not whole or not _expands(kind) or (cached and not _caches_latents(kind)):
         return inspect.unwrap(kind.forward)(layer, *args, **keywords)
     return forward_with(kind, Latents)(Overriding(layer, expand_kv=as_they_are), *args, **keywords)
+
+
+@functools.cache
+def _expands(kind: type) -> bool:
+    """Whether a class's forward makes keys and values by ``expand_kv``."""
+    return "self.expand_kv(" in inspect.getsource(inspect.unwrap(kind.forward))
+
+
+@functools.cache
+def _caches_latents(kind: type) -> bool:
+    """Whether what it puts into a cache are latents."""
+    source = inspect.getsource(inspect.unwrap(kind.forward))
+    return 0 <= source.find("past_key_values.update(") < source.find("self.expand_kv(")
 
 
 def pick(

@@ -39,6 +39,10 @@ class TritonChosen(ChosenBackend):
             return f"it needs K and V up to {WIDEST}, not {ask.width} and {ask.value_width}"
         return super().unsupported(ask)
 
+    def suits(self, ask: Ask) -> bool:
+        """Only where it is named: it has run in Triton's interpreter, and on no GPU yet."""
+        return False
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from . import chosen_kernels as kernels
 
