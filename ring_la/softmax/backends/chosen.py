@@ -20,7 +20,9 @@ from ..scores import Scores
 from .backend import AttentionBackend, QueryRows
 
 NUMBERS = 1 << 22
-"""Numbers of chosen keys and values that exist at once, beside one query's."""
+"""Numbers of chosen keys and values that exist at once on a CPU, beside one query's."""
+ON_GPUS = 1 << 27
+"""The same on a GPU, which many small strips would leave idle."""
 
 
 class ChosenBackend(AttentionBackend):
@@ -83,7 +85,7 @@ class TorchChosen(ChosenBackend):
         flat = [t.transpose(1, 2).flatten(0, 2) for t in (k, v)]  # [B·Hk·Tk, ·]
         first = (torch.arange(B * Hk, device=q.device) * Tk).view(B, Hk, 1, 1)
         most = self.chosen.shape[3] * scores.block
-        n = max(1, NUMBERS // max(1, B * Hk * most * (K + v.shape[3])))
+        n = max(1, (ON_GPUS if q.is_cuda else NUMBERS) // max(1, B * Hk * most * (K + v.shape[3])))
         for a in range(0, q.shape[1], n):
             rows = slice(a, min(a + n, q.shape[1]))
             at, seen = _seen(self.chosen[:, rows], scores.block, pair, rows)
