@@ -17,9 +17,9 @@ from .errors import (
     UnsupportedError,
 )
 from .grouped_gemm import grouped_gemm
-from .outputs import AttentionOutput, LinearAttentionOutput, ShortConvOutput, TokenShiftOutput
+from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
-from .softmax import attention, forgetting_attention
+from .softmax import attention, forgetting_attention, mla, sparse_attention
 from .version import installed
 
 __version__ = installed()
@@ -32,6 +32,7 @@ __all__ = [
     "GridLayout",
     "Halo",
     "LinearAttentionOutput",
+    "MLAOutput",
     "PeerError",
     "RingLAError",
     "SecondDerivativeError",
@@ -42,8 +43,10 @@ __all__ = [
     "attention",
     "forgetting_attention",
     "grouped_gemm",
+    "mla",
     "reference",
     "short_conv",
+    "sparse_attention",
     "token_shift",
 ]
 __all__ += recurrences.__all__

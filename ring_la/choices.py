@@ -28,3 +28,5 @@ Activation = Literal["silu"]
 """What follows a short convolution (`conv`)."""
 JointPlace = Literal["front", "rear", "none"]
 """Where joint keys stand (`softmax.attention`)."""
+LatentForm = Literal["expanded", "absorbed"]
+"""How queries meet latents (`softmax.mla`)."""

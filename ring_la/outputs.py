@@ -30,6 +30,17 @@ class AttentionOutput(NamedTuple):
     """Natural logarithm of each row's softmax denominator, ``[B, H, T]``; −inf where a row sees no key."""
 
 
+class MLAOutput(NamedTuple):
+    """The result of attention over latents."""
+
+    o: Tensor
+    """Outputs ``[B, T, H, V]``."""
+    lse: Tensor
+    """Natural logarithm of each row's softmax denominator, ``[B, H, T]``; −inf where a row sees no key."""
+    latents: Tensor | None
+    """Latents and rotary parts of the whole sequence, ``[B, T, L + R]``; None unless ``output_latents``."""
+
+
 class ShortConvOutput(NamedTuple):
     """The result of a short convolution."""
 

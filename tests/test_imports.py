@@ -23,6 +23,7 @@ LEVELS = [
     {"context"},
     {"checks", "running_sum"},
     {"linear", "softmax"},
+    {"indexers"},
     {"conv"},
     {"recurrences"},
     {"define"},
@@ -46,6 +47,7 @@ PUBLIC = {
     "GridLayout",
     "Halo",
     "LinearAttentionOutput",
+    "MLAOutput",
     "PeerError",
     "RingLAError",
     "SecondDerivativeError",
@@ -56,8 +58,10 @@ PUBLIC = {
     "attention",
     "forgetting_attention",
     "grouped_gemm",
+    "mla",
     "reference",
     "short_conv",
+    "sparse_attention",
     "token_shift",
 } | {r.name for r in RECURRENCES}
 

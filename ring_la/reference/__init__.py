@@ -1,9 +1,10 @@
 """The truth: every public function as an fp64 token loop, dense softmax, or plain sum.
 
 The functions have the names of the public interface and its arguments, but for those that choose how a result is made
-(`strategy`, `kv_layout`, `dropout_seed`, `in_place`, a back end of `grouped_gemm`). They follow the defining equation
-of each paper one token at a time, share nothing with the chunked kernels, and are differentiable by plain autograd, so
-the true gradients come from them too. Everything is computed in, and returned as, float64, on the device of the inputs.
+(`strategy`, `kv_layout`, `dropout_seed`, `form`, `output_latents`, `in_place`, a back end of `grouped_gemm`). They
+follow the defining equation of each paper one token at a time, share nothing with the chunked kernels, and are
+differentiable by plain autograd, so the true gradients come from them too. Everything is computed in, and returned as,
+float64, on the device of the inputs.
 They run on one device: `layout` must be None.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ring_la.reference.forgetting import forgetting_attention
+from ring_la.reference.latents import mla
 from ring_la.reference.local import grouped_gemm, short_conv, token_shift
 from ring_la.reference.recurrences import (
     delta_rule,
@@ -27,6 +29,7 @@ from ring_la.reference.recurrences import (
     simple_gla,
 )
 from ring_la.reference.softmax import attention
+from ring_la.reference.sparse import sparse_attention
 
 __all__ = [
     "attention",
@@ -41,10 +44,12 @@ __all__ = [
     "lightning_attention",
     "linear_attention",
     "mamba2",
+    "mla",
     "retention",
     "rwkv7",
     "short_conv",
     "simple_gla",
+    "sparse_attention",
     "token_shift",
 ]
 

@@ -1,6 +1,6 @@
 """Softmax attention on one device and on a split sequence.
 
-    attention   the door: AttentionOptions as given → checks, agreement → an AttentionCall with its Scores
+    attention   the public functions; door: AttentionOptions as given → checks, agreement → an AttentionCall
     forgetting  attention with a decay, by further channels of q and k
     call        one call, on one device or split: placement, strategy and kernel → an AttentionMoves
     plan        forward and backward of one rank, as one autograd Function; operator: the same for torch.compile
@@ -11,7 +11,7 @@ A strategy moves keys and values and knows no masks; a backend computes one bloc
 `Tokens`, which say where each row stands in the whole sequence.
 """
 
-from .attention import attention
+from .attention import attention, mla, sparse_attention
 from .forgetting import forgetting_attention
 
-__all__ = ["attention", "forgetting_attention"]
+__all__ = ["attention", "forgetting_attention", "mla", "sparse_attention"]

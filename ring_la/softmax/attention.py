@@ -1,24 +1,18 @@
-"""`attention`: checks, agreement of the ranks, and the choice between one device and a split sequence."""
+"""`attention`, `mla` and `sparse_attention`: their arguments."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..autograd import outside_graphs, refuse_transforms, traced
-from ..checks import check_nan
-from ..choices import AttentionChoice, JointPlace, SoftmaxBackend
+from ..checks import check_flag
+from ..choices import AttentionChoice, JointPlace, LatentForm, SoftmaxBackend
 from ..context import ShardedLayout
-from ..errors import Facts, RingLAError
-from ..outputs import AttentionOutput
-from . import operator
-from .call import AttentionCall, KnownCalls
-from .merging import wide
-from .options import AttentionOptions, check_options, check_split, check_whole
-from .tensors import Tensors, check_tensors
+from ..errors import ArgumentError
+from ..outputs import AttentionOutput, MLAOutput
+from .door import attend, autocast
+from .options import AttentionOptions
+from .tensors import Tensors
 
 
 def attention(
@@ -83,110 +77,129 @@ def attention(
         DisagreementError: the ranks' arguments do not fit together.
     """
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        q, k, v, joint_k, joint_v = _autocast(q, k, v, joint_k, joint_v)  # type: ignore[assignment]
+        q, k, v, joint_k, joint_v = autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
-    options = AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend)
-    if backend != "reference":
-        refuse_transforms(x.named())
-    if isinstance(layout, ShardedLayout):
-        return _outside_graphs(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
-    _check(x, options, layout)
-    if backend == "reference":
-        return _reference(x, options)
-    call = AttentionCall(options.scores(q), joint, backend, cu_seqlens)
-    # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
-    if any(traced(t) for t in x if t is not None):
-        return AttentionOutput(*operator.attention(*operator.flat(x, call)))
-    return AttentionOutput(*call.plan(x)(x))
+    return attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend), layout)
 
 
-def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
-    known, kind = KnownCalls.of(layout).plans, _kind_of_call(x, options)
-    if kind is not None and layout.cp.validate != "always" and kind in known:
-        return AttentionOutput(*known[kind](x))
-    error = None
-    try:
-        _check(x, options, layout)
-    except RingLAError as e:
-        error = e
-    layout.agree("attention", None if error else _signature(x, options), error)
-    split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
-    plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, *split).plan(x)
-    if kind is not None:
-        known[kind] = plan
-    return AttentionOutput(*plan(x))
+def mla(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    layout: ShardedLayout | None = None,
+    kv_layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    strategy: AttentionChoice | None = None,
+    form: LatentForm | None = None,
+    output_latents: bool = False,
+    chosen: Tensor | None = None,
+    block: int = 1,
+    backend: SoftmaxBackend | None = None,
+) -> MLAOutput:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `attention` to keys and values made of latents.
 
+        k_jh = [W_uk,h c_j ; r_j],     v_jh = W_uv,h c_j,     s_ij = scale · q_iᵀ k_j
 
-_outside_graphs = outside_graphs(_split)
+    What travels between ranks, forward and backward, is c_j and r_j, L + R numbers a token for all heads.
 
+    Args:
+        q: ``[B, Tq, H, N + R]``, in each head first what meets W_uk, then the rotated part.
+        latent: c ``[B, Tk, L]``, normalised as the model does it. k_rope: r ``[B, Tk, R]``, rotated; R may be 0.
+        w_uk: ``[H, N, L]``. w_uv: ``[H, V, L]``. Their gradients under a layout are this rank's part. Of a
+            ``kv_b_proj`` of weight ``W [H·(N + V), L]`` they are ``W.view(H, N + V, L).split([N, V], 1)``.
+        scale: None: (N + R)**-0.5.
+        strategy: how latents travel; Ulysses sends every rank all of them, for its heads.
+        form: "expanded": keys and values are made of each block of latents that arrives, and again in the backward
+            pass; "absorbed": queries and results are taken through W_uk and W_uv instead (decoding); None: what takes
+            fewer products.
+        chosen, block: as in `sparse_attention`; latents have one head.
+        output_latents: return the latents and rotary parts of the whole sequence, on every rank, for decoding.
+        causal, softcap, window, sinks, dropout_p, dropout_seed, layout, kv_layout, cu_seqlens, backend: as `attention`.
 
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in autocast's dtype, as PyTorch's own attention takes them; fp64 stays."""
+    Returns:
+        MLAOutput(o ``[B, Tq, H, V]``, lse ``[B, H, Tq]``, latents ``[B, T, L + R]``, without a gradient, or
+        None).
 
-    def cast(t: Tensor | None) -> Tensor | None:
-        if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.float32):
-            return t.to(torch.get_autocast_dtype(t.device.type))
-        return t
-
-    return [cast(t) for t in tensors]
-
-
-def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
-    """The dense fp64 truth, returned in the dtypes of the other backends."""
-    not_its = ("dropout_seed", "kv_layout", "strategy", "backend")
-    keywords = {name: value for name, value in options._asdict().items() if name not in not_its}
-    out = reference.attention(*x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
-    return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
-
-
-# -- checks and agreement ----------------------------------------------------------------------------------
-
-
-def _check(x: Tensors, options: AttentionOptions, layout: Any) -> None:
-    """Refuse what is wrong, by name."""
-    check_tensors(x, options.joint, options.alibi_slopes)
-    check_options(options)
-    if layout is None:
-        check_whole(x.q, x.k, options)
-        return
-    check_split(x.q, x.k, options, layout)
-    if layout.cp.validate == "always":
-        for name, t in x.named():
-            if t is not None:
-                check_nan(name, t)
-
-
-def _kind_of_call(x: Tensors, options: AttentionOptions) -> tuple | None:
-    """All that checks, agreement and plan depend on; None where that is more than shapes and flags."""
-    if options.alibi_slopes is not None or options.dropout_p or options.cu_seqlens is not None:
-        return None
-    if not all([t is None or isinstance(t, Tensor) for t in x]):
-        return None
-    tensors = [None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x]
-    kind = (*tensors, getattr(options.kv_layout, "cp", None), torch.is_grad_enabled(), options)
-    try:
-        hash(kind)
-    except TypeError:  # a window given as a list
-        return None
-    return kind
-
-
-def _signature(x: Tensors, options: AttentionOptions) -> tuple[tuple[str, object], ...]:
-    """What must be the same on all ranks, by name: shapes but T, dtypes, flags and who needs a gradient."""
-
-    def of(name: str, t: Tensor | None) -> tuple[str, object]:
+    Raises:
+        ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
+        DisagreementError: the ranks' arguments do not fit together.
+    """
+    check_flag("output_latents", output_latents)
+    for name, t in (("w_uk", w_uk), ("w_uv", w_uv)):
         if t is None:
-            return name, None
-        return name, Facts.of(t, 1 if name in ("q", "k", "v") else None)
+            raise ArgumentError(name, "a tensor of three dimensions", "None")
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, latent, k_rope, w_uk, w_uv = autocast(q, latent, k_rope, w_uk, w_uv)
+    x = Tensors(q, _of_one_head(latent), _of_one_head(k_rope), sinks, up_k=w_uk, up_v=w_uv, chosen=chosen)
+    of_scores = (causal, scale, softcap, window, None, dropout_p, dropout_seed)
+    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, form, block)
+    out, latents = attend(x, options, layout), None
+    if output_latents:
+        latents = torch.cat([latent, k_rope], -1).detach()
+        keys = kv_layout or layout
+        latents = latents if keys is None else keys.gather(latents)
+    return MLAOutput(*out, latents)
 
-    def flag(name: str, value: object) -> tuple[str, object]:
-        if isinstance(value, Tensor):
-            return of(name, value)
-        if isinstance(value, ShardedLayout):
-            return name, value.key
-        return name, tuple(value) if isinstance(value, list) else value
 
-    tensors, flags = [of(*named) for named in x.named()], [flag(*option) for option in options._asdict().items()]
-    return (*tensors, *flags, ("gradients", torch.is_grad_enabled()))
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    *,
+    block: int = 1,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
+    layout: ShardedLayout | None = None,
+    kv_layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    strategy: AttentionChoice | None = None,
+    backend: SoftmaxBackend | None = None,
+) -> AttentionOutput:
+    """Softmax attention of each query over the keys it has chosen, of those that `attention` would show it.
+
+    Args:
+        q, k, v: as in `attention`.
+        chosen: int32 or int64 ``[B, Tq, Hk or 1, S]``, for all key heads or for each: places in the whole sequence (not
+            in the document, nor among this rank's tokens), each of the first key of a chosen block; −1: none. Blocks of
+            one query must not overlap. It has no gradient.
+        block: keys that a choice stands for: the one at its place and the next.
+        strategy: "ring", "all_gather", or by the cost: all keys are gathered, or, where GPUs of a host copy from memory
+            to memory, come rank by rank.
+        backend: None, "triton", "torch" or "reference"; None is PyTorch, for the Triton kernels have not run on a GPU
+            yet. Gradients of k and v are summed in an order that varies on a GPU.
+        causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.
+
+    Returns:
+        AttentionOutput(o ``[B, Tq, H, V]``, lse ``[B, H, Tq]``). A query that sees no key has o = 0 and lse = −∞.
+        Memory goes with T_local · S, never T².
+
+    Raises:
+        ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
+        DisagreementError: the ranks' arguments do not fit together.
+    """
+    if chosen is None:
+        raise ArgumentError("chosen", "an int32 or int64 tensor [B, Tq, Hk or 1, S]", "None")
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = autocast(q, k, v)
+    x, of_scores = Tensors(q, k, v, sinks, chosen=chosen), (causal, scale, 0.0, window, None, 0.0, None)
+    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, None, block)
+    return attend(x, options, layout)
+
+
+def _of_one_head(t: Tensor) -> Tensor:
+    """``[B, T, D] → [B, T, 1, D]``; anything else as it came, to be refused with the other arguments."""
+    return t[:, :, None] if isinstance(t, Tensor) and t.dim() == 3 else t

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..choices import LatentForm
 from ..context import ShardedLayout
-from .backends import Ask, AttentionBackend, choose
+from .backends import Ask, AttentionBackend, cheaper_form, choose, choose_for_chosen
 from .backends.canonical import Canonical
 from .geometry import Pair
 from .geometry.placement import Joint, SplitPlacement, WholePlacement
 from .plan import AttentionMoves
 from .scores import Scores
 from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit
-from .strategies.choice import pick
+from .strategies.choice import pick, pick_for_chosen
 from .tensors import Tensors
 
 
@@ -42,10 +43,11 @@ class KnownCalls:
 
 
 class AttentionCall(NamedTuple):
-    """Everything about one call but its differentiable tensors; the operator of one device takes the first four.
+    """Everything about one call but its differentiable tensors; the operator of one device takes the first five.
 
     Attributes:
         cu_seqlens: offsets of documents packed on one device.
+        form: how queries meet latents; None: the cheaper way.
         layout, kv_layout: the splits of queries and keys; None: one device.
         strategy: how keys travel.
     """
@@ -54,6 +56,7 @@ class AttentionCall(NamedTuple):
     joint: str
     backend: str | None
     cu_seqlens: Tensor | None = None
+    form: LatentForm | None = None
     layout: ShardedLayout | None = None
     kv_layout: ShardedLayout | None = None
     strategy: str = "ring"
@@ -61,9 +64,12 @@ class AttentionCall(NamedTuple):
     def plan(self, x: Tensors) -> AttentionMoves:
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
-            whole = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
-            return self._planned(x, whole, "ring")
-        name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), self.layout, self.kv_layout)
+            place = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
+            return self._planned(x, place, "ring")
+        if x.chosen is None:
+            name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), x.moved, self.layout, self.kv_layout)
+        else:
+            name = pick_for_chosen(self.strategy, self.layout)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self._planned(x, place, name)
 
@@ -73,11 +79,12 @@ class AttentionCall(NamedTuple):
             scores = scores.of_heads(heads.query_numbers(x.q.device))
         joint = None if x.joint_k is None else place.joint(self.joint, x.joint_k.shape[1])
         gathered, order = place.all_keys if name == "all_gather" else (None, None)
-        backend = self._backend(x, place, joint)
+        form = self._form(x, place)
+        backend = self._backend(x, place, joint, form)
         job = AttentionJob(backend, scores, place.rows, place.keys, gathered, order, place.ring)
         way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
-        return AttentionMoves(job, STRATEGIES[way], met, heads)
+        return AttentionMoves(job, STRATEGIES[way], met, heads, form)
 
     def _heads(self, x: Tensors, place: Any) -> Heads | None:
         if place.heads is None:
@@ -87,13 +94,27 @@ class AttentionCall(NamedTuple):
         split = HeadSplit(x.q.shape[2], x.k.shape[2], place.heads.size)
         return Heads(place.heads, split, tokens, dict(zip(("q", "k"), place.order)))
 
-    def _backend(self, x: Tensors, place: Any, joint: Joint | None) -> AttentionBackend:
+    def _form(self, x: Tensors, place: Any) -> LatentForm | None:
+        """The same on every rank: it goes by the mean of their queries."""
+        if not x.latent or self.form is not None:
+            return self.form
+        if x.chosen is not None:
+            return "absorbed"
+        return cheaper_form(place.length // len(place.rows), x.up_k, x.up_v)
+
+    def _backend(self, x: Tensors, place: Any, joint: Joint | None, form: LatentForm | None) -> AttentionBackend:
         """The same on every rank: what is asked is the same."""
         windowed = self.scores.reach.windowed
         strides = place.strides | ({1} if windowed and joint is not None else set())
         facts: dict[str, Any] = dict(host_runs=place.known, strided_pairs=len(strides) > 1, packed=place.packed)
         facts |= dict(repeatable=place.repeatable, rows=place.length)
-        backend = choose(Ask(*x.kind, self.scores.beyond, windowed, **facts), self.backend)
+        device, dtype, H, Hk, K, V = x.kind
+        if form == "absorbed":
+            Hk, K, V = 1, x.k.shape[3] + x.v.shape[3], x.k.shape[3]
+        ask = Ask(device, dtype, H, Hk, K, V, self.scores.beyond, windowed, **facts)
+        if x.chosen is not None:
+            return choose_for_chosen(ask, self.backend)
+        backend = choose(ask, self.backend)
         if not place.repeatable:
             return backend
         whole = {} if joint is None else {joint.rows: joint.all_rows}

@@ -26,13 +26,15 @@ TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
     "float": "float",
+    "int": "SymInt",
     "int | None": "SymInt?",
     "str": "str",
     "str | None": "str?",
+    "LatentForm | None": "str?",
 }
 """The types of fields as operators name them."""
 
-OTHERS = ("joint", "backend", "cu_seqlens")
+OTHERS = ("joint", "backend", "cu_seqlens", "form")
 """The fields of a call on one device after its scores."""
 
 
@@ -70,7 +72,7 @@ attention = torch.library.custom_op(
 def _(*arguments):
     x, _ = _call_of(arguments)
     B, T, H, _ = x.q.shape
-    return x.q.new_empty((B, T, H, x.v.shape[3])), x.q.new_empty((B, H, T), dtype=wide(x.q.dtype))
+    return x.q.new_empty((B, T, H, x.value_width)), x.q.new_empty((B, H, T), dtype=wide(x.q.dtype))
 
 
 def _gradients(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, *arguments) -> list[Tensor]:
@@ -90,7 +92,7 @@ attention_backward = torch.library.custom_op(
 
 @attention_backward.register_fake
 def _(do, dlse, o, lse, *arguments):
-    return [t.new_empty(t.shape) for t in _call_of(arguments)[0] if t is not None]
+    return [t.new_empty(t.shape) for t in _call_of(arguments)[0].differentiable if t is not None]
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -104,7 +106,7 @@ def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
     arguments = [other if t is None else t for t, other in zip(tensors, ctx.others)]
     present = iter(attention_backward(do, dlse, o, lse, *arguments))
     x, _ = _call_of(arguments)
-    grads = [None if t is None else next(present) for t in x]
+    grads = [None if t is None else next(present) for t in x.differentiable]
     return (*grads, *[None] * (len(arguments) - len(grads)))
 
 

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from ..checks import check_flag, check_offsets, check_scale, is_finite
-from ..choices import AttentionChoice, JointPlace
+from ..choices import AttentionChoice, JointPlace, LatentForm
 from ..context import ATTENTION, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError
-from .backends import BACKENDS
+from .backends import BACKENDS, FORMS
 from .merging import wide
 from .scores import Scores
+from .tensors import Tensors
 
 
 class AttentionOptions(NamedTuple):
-    """The keywords of `attention` that are neither differentiable tensors nor the layout."""
+    """The keywords of `attention` and `mla` that are neither differentiable tensors nor the layout."""
 
     causal: bool = True
     scale: float | None = None
@@ -31,6 +32,8 @@ class AttentionOptions(NamedTuple):
     cu_seqlens: Tensor | None = None
     strategy: AttentionChoice | None = None
     backend: str | None = None
+    form: LatentForm | None = None
+    block: int = 1
 
     def scores(self, q: Tensor) -> Scores:
         """What they make of ``q·k``; draws the seed of a dropout mask where none is given. Checked before."""
@@ -46,6 +49,7 @@ class AttentionOptions(NamedTuple):
             alibi_slopes=None if slopes is None else slopes.to(wide(q.dtype)).reshape(-1, q.shape[2]),
             dropout_p=float(self.dropout_p),
             seed=seed,
+            block=self.block,
         )
 
 
@@ -66,6 +70,10 @@ def check_options(o: AttentionOptions) -> None:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
     if o.strategy is not None and o.strategy not in ATTENTION:
         raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(o.strategy))
+    if not isinstance(o.block, int) or o.block < 1:
+        raise ArgumentError("block", "an int ≥ 1", repr(o.block))
+    if o.form not in (None, *FORMS):
+        raise ArgumentError("form", f"None or one of {', '.join(FORMS)}", repr(o.form))
     if o.backend not in (None, "reference", *BACKENDS):
         raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
 
@@ -82,9 +90,9 @@ def check_whole(q: Tensor, k: Tensor, o: AttentionOptions) -> None:
         check_offsets(o.cu_seqlens, q.shape[0], Tk, q.device)
 
 
-def check_split(q: Tensor, k: Tensor, o: AttentionOptions, layout: Any) -> None:
+def check_split(x: Tensors, o: AttentionOptions, layout: Any) -> None:
     """Refuse layouts that do not fit the tensors or each other."""
-    B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
+    B, Tq, Tk = x.q.shape[0], x.q.shape[1], x.k.shape[1]
     for name, given in (("layout", layout), ("kv_layout", o.kv_layout)):
         if given is not None and not isinstance(given, ShardedLayout):
             raise ArgumentError(name, "a layout made by ContextParallel.layout, or None", type(given).__name__)
@@ -93,15 +101,28 @@ def check_split(q: Tensor, k: Tensor, o: AttentionOptions, layout: Any) -> None:
     layout.require_local("q", Tq)
     keys = layout if o.kv_layout is None else o.kv_layout
     if Tk == keys.seq_len:
-        keys.require_local("k", Tk)
+        keys.require_local(x.names[1], Tk)
     if Tk != keys.local_length:
         hint = "" if o.kv_layout else "Give the keys' own layout as kv_layout"
-        raise ArgumentError("kv_layout", f"one with {Tk} tokens on this rank, the T of k", keys.local_length, hint)
+        raise ArgumentError(
+            "kv_layout", f"one with {Tk} tokens on this rank, the T of {x.names[1]}", keys.local_length, hint
+        )
     if keys.cp is not layout.cp:
         raise ArgumentError("kv_layout", "a layout made by the ContextParallel of `layout`", repr(o.kv_layout))
     if keys.num_documents != layout.num_documents:
         raise ArgumentError("kv_layout", f"{layout.num_documents} documents, as in layout", keys.num_documents)
     if (layout.packed or keys.packed) and B != 1:
         raise ArgumentError("layout", f"no packed documents for a batch of {B}", repr(layout), "Pack into B = 1")
+    if x.chosen is not None:
+        _check_split_choice(o, layout)
     if o.backend == "reference":
         raise UnsupportedError("backend", "a kernel with a layout", "'reference'", "It runs on one device")
+
+
+def _check_split_choice(o: AttentionOptions, layout: ShardedLayout) -> None:
+    """Refuse what chosen keys do not go with on a split sequence."""
+    strategy = o.strategy or layout.cp.attention
+    if strategy in ("ulysses", "usp"):
+        raise UnsupportedError("strategy", "ring, all_gather or auto where queries choose their keys", repr(strategy))
+    if layout.cp.deterministic:
+        raise UnsupportedError("chosen", "None where results must not depend on the ranks", "a choice")

@@ -4,6 +4,8 @@
     sinks, then keys every rank holds (joint tokens), then the keys of all ranks (the strategy)
     tokens for heads again
 
+Where latents travel in the places of keys and values, a kernel on latents stands around the one that computes.
+
 The backward pass starts from the global o and lse, so each block's gradient is exact by itself, and the sink's is
 ``−Σ exp(sink − lse) Δ``. Calling a plan records one autograd Function for all of it.
 """
@@ -18,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..autograd import bare, first_derivative_only
-from .backends import QueryRows, exact
+from ..choices import LatentForm
+from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
 from .geometry import Pair
 from .merging import Gradients, Partial, Sum, row_sums, wide
 from .strategies import AttentionJob, Heads, Strategy
@@ -41,12 +44,14 @@ class AttentionMoves:
         job, strategy: the keys that are split, and how they travel.
         joint: queries and joint keys, as they stand to each other.
         heads: the exchange of heads for tokens, or None.
+        form: how queries meet latents, where these travel.
     """
 
     job: AttentionJob
     strategy: Strategy
     joint: Pair | None = None
     heads: Heads | None = None
+    form: LatentForm | None = None
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """o and lse of this rank's queries, recorded for gradients."""
@@ -71,8 +76,17 @@ class AttentionMoves:
         grads = self._block_gradients(saved, do, dlse)
         return grads if self.heads is None else _give_gradients(self.heads, grads)
 
+    def _job(self, x: Tensors, needs_delta: bool = False) -> AttentionJob:
+        """The job with the kernel for these tensors."""
+        backend = exact(self.job.backend) if needs_delta else self.job.backend
+        if isinstance(backend, ChosenBackend):
+            backend = backend.of(x.chosen)
+        if self.form is not None:
+            backend = FORMS[self.form](backend, x.up_k, x.up_v)
+        return self.job if backend is self.job.backend else replace(self.job, backend=backend)
+
     def _blocks(self, x: Tensors) -> tuple[Tensor, Tensor]:
-        job, out = self.job, Partial((*x.q.shape[:3], x.v.shape[3]), x.q.dtype, x.q.device)
+        job, out = self._job(x), Partial((*x.q.shape[:3], x.value_width), x.q.dtype, x.q.device)
         if x.sinks is not None:
             out.start(x.sinks)
         if x.joint_k is not None and x.q.numel() and x.joint_k.numel():
@@ -82,9 +96,8 @@ class AttentionMoves:
 
     def _block_gradients(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors:
         """Gradients of all tensors, in their dtypes."""
-        job, (x, o, lse) = self.job, saved
-        if dlse is not None and not job.backend.takes_delta:
-            job = replace(job, backend=exact(job.backend))
+        x, o, lse = saved
+        job = self._job(x, needs_delta=dlse is not None)
         delta = row_sums(do, o, dlse) if job.backend.takes_delta or x.sinks is not None else None
         rows = QueryRows(x.q, o, torch.zeros_like(o) if do is None else do.to(o.dtype), lse, delta)
         split = self.strategy.backward(job, rows, x.k, x.v)
@@ -97,8 +110,9 @@ class AttentionMoves:
         if x.sinks is not None:
             weight = torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse)
             dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
-        dq, dk, dv = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
-        return Tensors(dq, dk, dv, dsinks, djoint_k, djoint_v)
+        inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
+        up = job.backend.up_gradients() if isinstance(job.backend, LatentBackend) else ()
+        return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)
 
 
 class _Planned(torch.autograd.Function):
@@ -125,7 +139,8 @@ def _take_heads(heads: Heads, x: Tensors) -> Tensors:
     split = heads.to_heads(q=("q", x.q), k=("k", x.k), v=("k", x.v)).wait()
     sinks = None if x.sinks is None else x.sinks[heads.query_heads]
     joint = [None if t is None else heads.repeat(t[:, :, heads.key_heads]) for t in (x.joint_k, x.joint_v)]
-    return Tensors(split["q"], heads.repeat(split["k"]), heads.repeat(split["v"]), sinks, *joint)
+    up = [None if t is None else t[heads.query_heads] for t in (x.up_k, x.up_v)]
+    return Tensors(split["q"], heads.repeat(split["k"]), heads.repeat(split["v"]), sinks, *joint, *up)
 
 
 def _give_heads(heads: Heads, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,11 +162,9 @@ def _take_gradients(heads: Heads, saved: Saved, do: Tensor | None, dlse: Tensor 
 
 def _give_gradients(heads: Heads, grads: Tensors) -> Tensors:
     """Gradients of all heads of this rank's tokens; of shared tensors the part of this rank's heads."""
-    q, k, v, sinks, joint_k, joint_v = grads
+    q, k, v, sinks, joint_k, joint_v, up_k, up_v = grads.differentiable
     posted = heads.to_tokens(q=("q", q), k=("k", heads.fold(k)), v=("k", heads.fold(v)))
-    if sinks is not None:
-        sinks = sinks.new_zeros(heads.split.heads).index_copy(0, heads.query_numbers(sinks.device), sinks)
+    sinks, up_k, up_v = (None if g is None else heads.among_queries(g) for g in (sinks, up_k, up_v))
     if joint_k is not None:
         joint_k, joint_v = (heads.among_all(heads.fold(g)) for g in (joint_k, joint_v))
-    q, k, v = posted.wait().values()
-    return Tensors(q, k, v, sinks, joint_k, joint_v)
+    return Tensors(*posted.wait().values(), sinks, joint_k, joint_v, up_k, up_v)

@@ -33,6 +33,7 @@ class Scores(NamedTuple):
         alibi_slopes: wide ``[1 or B, H]`` of the heads at hand.
         dropout_p, seed: the probability to drop, and the seed of its mask, an int64 on the CPU.
         heads: number in the whole model of each head at hand; None: 0, 1, …
+        block: where queries choose their keys, how many each choice stands for: it and those behind it.
     """
 
     scale: float
@@ -43,6 +44,7 @@ class Scores(NamedTuple):
     dropout_p: float = 0.0
     seed: Tensor | None = None
     heads: Tensor | None = None
+    block: int = 1
 
     @property
     def reach(self) -> Reach:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,14 @@ from ..errors import ArgumentError, UnsupportedError, describe_tensor
 
 
 class Tensors(NamedTuple):
-    """The differentiable tensors of a call."""
+    """The tensors of a call that plans do not hold: the differentiable ones, and which keys each query has chosen.
+
+    Attributes:
+        k, v: what travels of each key: it and its value; or its latent ``[B, Tk, 1, L]`` and its rotary part
+            ``[B, Tk, 1, R]``.
+        up_k, up_v: where latents travel, what makes keys ``[H, N, L]`` and values ``[H, V, L]`` of them.
+        chosen: where queries see chosen keys alone, places in the whole sequence, int ``[B, Tq, Hk or 1, S]``.
+    """
 
     q: Tensor
     k: Tensor
@@ -20,27 +28,65 @@ class Tensors(NamedTuple):
     sinks: Tensor | None = None
     joint_k: Tensor | None = None
     joint_v: Tensor | None = None
+    up_k: Tensor | None = None
+    up_v: Tensor | None = None
+    chosen: Tensor | None = None
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """All but the last."""
+        return self[:-1]
+
+    @property
+    def latent(self) -> bool:
+        """Whether latents travel."""
+        return self.up_k is not None
+
+    @property
+    def value_width(self) -> int:
+        """V."""
+        return self.v.shape[3] if self.up_v is None else self.up_v.shape[1]
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype, int, int, int, int]:
-        """Device and dtype of q, H, Hk, K and V: what a kernel is chosen by."""
-        (H, K), (Hk, V) = self.q.shape[2:], self.v.shape[2:]
-        return self.q.device, self.q.dtype, H, Hk, K, V
+        """Device and dtype of q, H, Hk, K and V of what kernels compute on: what a kernel is chosen by."""
+        H, K = self.q.shape[2:]
+        return self.q.device, self.q.dtype, H, H if self.latent else self.k.shape[2], K, self.value_width
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Numbers a query has, and half of those that travel of a key."""
+        return prod(self.q.shape[2:]), (prod(self.k.shape[2:]) + prod(self.v.shape[2:])) // 2
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the caller calls them."""
+        return OF_LATENTS if self.latent else self._fields
 
     def named(self) -> zip[tuple[str, Tensor | None]]:
         """Each with its name."""
-        return zip(self._fields, self)
+        return zip(self.names, self)
+
+
+OF_LATENTS = ("q", "latent", "k_rope", "sinks", "joint_k", "joint_v", "w_uk", "w_uv", "chosen")
 
 
 def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
     """Refuse what is not a float tensor of the right shape, dtype and device."""
     for name, t in x.named():
-        if t is None and name not in ("q", "k", "v"):
+        if (t is None and name not in x.names[:3]) or name == "chosen":
             continue
         if not isinstance(t, Tensor) or t.dtype not in FLOATS:
             raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(t))
-    _check_shapes(x)
+    if x.latent:
+        _check_latents(x)
+    else:
+        _check_shapes(x)
+    if x.sinks is not None and list(x.sinks.shape) != [x.q.shape[2]]:
+        raise ArgumentError("sinks", f"[H] = [{x.q.shape[2]}]", list(x.sinks.shape))
     _check_joint(x, joint)
+    if x.chosen is not None:
+        _check_chosen(x)
     if alibi_slopes is not None:
         B, H = x.q.shape[0], x.q.shape[2]
         if not isinstance(alibi_slopes, Tensor) or list(alibi_slopes.shape) not in ([H], [B, H]):
@@ -68,8 +114,42 @@ def _check_shapes(x: Tensors) -> None:
         raise ArgumentError("q", "K ≥ 1 channels a head", list(x.q.shape))
     if Hk == 0 or H % Hk:
         raise ArgumentError("q", f"a number of heads that is a multiple of the {Hk} of k", H)
-    if x.sinks is not None and list(x.sinks.shape) != [H]:
-        raise ArgumentError("sinks", f"[H] = [{H}]", list(x.sinks.shape))
+
+
+def _check_latents(x: Tensors) -> None:
+    """`latent` and `k_rope` have got a dimension of one head here that the caller's do not have."""
+    if x.q.dim() != 4:
+        raise ArgumentError("q", "four dimensions [B, T, H, N + R]", list(x.q.shape))
+    for name, t in (("latent", x.k), ("k_rope", x.v)):
+        if t.dim() != 4 or t.shape[2] != 1:
+            raise ArgumentError(name, "three dimensions [B, Tk, ·]", list(t.shape))
+    for name, t in x.named():
+        if t is not None and name not in ("sinks", "chosen") and t.dtype != x.q.dtype:
+            raise ArgumentError(name, f"{x.q.dtype}, the dtype of q", t.dtype)
+    (B, _, H, K), (Tk, L), R = x.q.shape, (x.k.shape[1], x.k.shape[3]), x.v.shape[3]
+    if x.k.shape[0] != B or not L:
+        raise ArgumentError("latent", f"[B, Tk, L] with B={B}, L ≥ 1", _without_head(x.k))
+    if list(x.v.shape[:2]) != [B, Tk]:
+        raise ArgumentError("k_rope", f"[B, Tk, R] with B={B}, Tk={Tk}", _without_head(x.v))
+    N = K - R
+    if N < 1 or list(x.up_k.shape) != [H, N, L]:
+        expected = f"[H, N, L] with H={H}, L={L} and N = {N}, the {K} channels of q without the {R} of k_rope"
+        raise ArgumentError("w_uk", expected, list(x.up_k.shape))
+    if x.up_v.dim() != 3 or [x.up_v.shape[0], x.up_v.shape[2]] != [H, L]:
+        raise ArgumentError("w_uv", f"[H, V, L] with H={H}, L={L}", list(x.up_v.shape))
+
+
+def _check_chosen(x: Tensors) -> None:
+    t, (B, Tq), Hk = x.chosen, x.q.shape[:2], x.k.shape[2]
+    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError("chosen", "an int32 or int64 tensor", describe_tensor(t))
+    if t.dim() != 4 or list(t.shape[:2]) != [B, Tq] or t.shape[2] not in (1, Hk):
+        heads = "1" if Hk == 1 else f"1 or {Hk}"
+        raise ArgumentError("chosen", f"[B, Tq, heads, S] with B={B}, Tq={Tq}, {heads} heads", list(t.shape))
+
+
+def _without_head(t: Tensor) -> list[int]:
+    return [*t.shape[:2], *t.shape[3:]]
 
 
 def _check_joint(x: Tensors, joint: str) -> None:

@@ -390,6 +390,20 @@ INDEXED: dict[str, Case] = {
         **DSA,
         **EXPERTS,
     ),
+    "minimax_m3": case(
+        "MiniMaxM3VLForCausalLM",
+        layer_types=["minimax_m3_sparse", "full_attention"],
+        mlp_layer_types=["dense", "sparse"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        dense_intermediate_size=48,
+        shared_intermediate_size=16,
+        rotary_dim=4,
+        index_n_heads=2,
+        index_head_dim=8,
+        index_block_size=4,
+        index_topk_blocks=3,
+    ),
     "axk2": case("AXK2ForCausalLM", n_routed_experts=4, **DSA, **EXPERTS),
 }
 CASES: dict[str, Case] = SOFTMAX | RECURRENT | INDEXED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedError
-from ...softmax import attention
+from ...softmax import attention, mla, sparse_attention
 from .masks import CausalMask
 
 NAME = "ring_la"
@@ -49,6 +50,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    indices: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Softmax attention of this rank's queries with the keys of the whole sequence.
@@ -56,6 +58,7 @@ def attend(
     Args:
         query: ``[B, H, T, K]``. key, value: ``[B, Hk, T, ·]``. attention_mask: what the mask registry returned.
         s_aux: attention sinks ``[H]``. sliding_window: must be what the mask says.
+        indices: places of the keys each query reads, ``[B, T, S]``; None: all of them.
 
     Returns:
         ``[B, T, H, V]``, and no weights.
@@ -63,21 +66,64 @@ def attend(
     Raises:
         UnsupportedError: a mask or a keyword not known here.
     """
-    _refuse(module, attention_mask, sliding_window, others)
-    call = module._ring_la.call
-    window = (-1, -1) if attention_mask.window is None else (attention_mask.window - 1, 0)
-    keywords: dict[str, Any] = {
-        "scale": scaling,
-        "softcap": softcap or 0.0,
-        "window": window,
-        "sinks": s_aux,
-        "dropout_p": dropout,
-    }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if attention_mask.chunk is None:
-        return attention(q, k, v, **keywords, **call.split).o, None
-    rows = zip(q.split(1), k.split(1), v.split(1))
-    return torch.cat([attention(*row, **keywords, **call.chunked(attention_mask.chunk)).o for row in rows]), None  # type: ignore[misc]
+    keywords = {"scale": scaling, "sinks": s_aux}
+    if indices is not None:
+        keywords["chosen"] = _choice(indices, softcap, dropout)
+        return _run(sparse_attention, (q, k, v), module, attention_mask, sliding_window, others, keywords), None
+    keywords |= {"softcap": softcap or 0.0, "dropout_p": dropout}
+    return _run(attention, (q, k, v), module, attention_mask, sliding_window, others, keywords), None
+
+
+def attend_latents(
+    module: Any,
+    query: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    attention_mask: CausalMask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    indices: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """The same where keys are latents ``[B, 1, T, L]`` with rotary parts ``[B, 1, T, R]``; the module's ``kv_b_proj``
+    says what they become."""
+    N, V = module.qk_nope_head_dim, module.v_head_dim
+    w_uk, w_uv = module.kv_b_proj.weight.unflatten(0, (-1, N + V)).split([N, V], 1)
+    tensors = query.transpose(1, 2), latent[:, 0], k_rope[:, 0]
+    keywords = {"scale": scaling, "sinks": s_aux, "dropout_p": dropout, "w_uk": w_uk, "w_uv": w_uv}
+    if indices is not None:
+        keywords["chosen"] = _choice(indices, None, dropout)
+    return _run(mla, tensors, module, attention_mask, sliding_window, others, keywords), None
+
+
+def _choice(indices: Tensor, softcap: float | None, dropout: float) -> Tensor:
+    """Chosen keys ``[B, T, S]`` as our functions take them."""
+    for name, value in (("softcap", softcap), ("attention_dropout", dropout)):
+        if value:
+            raise UnsupportedError(name, "0 where an index picks the keys", value)
+    return indices[:, :, None]
+
+
+def _run(
+    function: Callable,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    module: Any,
+    mask: CausalMask,
+    sliding_window: int | None,
+    others: dict[str, object],
+    keywords: dict[str, object],
+) -> Tensor:
+    """A function of ours of tensors of this rank's tokens, under the mask and layout of the call."""
+    _refuse(module, mask, sliding_window, others)
+    call = module._ring_la.call
+    window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
+    if mask.chunk is None:
+        return function(*tensors, **keywords, window=window, **call.split).o
+    rows = zip(*(x.split(1) for x in tensors))
+    return torch.cat([function(*row, **keywords, window=window, **call.chunked(mask.chunk)).o for row in rows])
 
 
 def _refuse(module: Any, attention_mask: object, sliding_window: int | None, others: dict[str, Any]) -> None:

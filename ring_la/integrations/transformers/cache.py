@@ -23,6 +23,11 @@ class CacheRecorder(Cache):
         self.records.append(("update", (key_states, value_states), args, keywords))
         return key_states, value_states
 
+    def update_indexer(self, indexer_key_states: Tensor, *args, **keywords) -> Tensor:
+        """Keep an indexer's keys ``[B, T_local, D]``."""
+        self.records.append(("update_indexer", (indexer_key_states,), args, keywords))
+        return indexer_key_states
+
     def update_conv_state(self, conv_states: Tensor, *args, **keywords) -> Tensor:
         """Keep the inputs of a convolution ``[B, D, T_local]``."""
         self.records.append(("update_conv_state", (conv_states,), args, keywords))
@@ -63,7 +68,7 @@ class CacheRecorder(Cache):
     def replay(self, cache: Cache, layout: ShardedLayout) -> None:
         """Put everything into `cache` as one process would have. Collective."""
         for name, tensors, args, keywords in self.records:
-            if name == "update":
+            if name in ("update", "update_indexer"):
                 tensors = tuple(layout.gather(t, dim=-2) for t in tensors)
             elif name == "update_conv_state":
                 width = keywords.get("conv_kernel_size") or tensors[0].shape[-1]

@@ -24,6 +24,10 @@ class CausalMask:
     window: int | None = None
     chunk: int | None = None
 
+    def __getitem__(self, at: object) -> CausalMask:
+        """What indexers ask of a mask: one row of heads, which are all alike."""
+        return self
+
     def contiguous(self) -> CausalMask:
         """What generation asks of the masks it prepares for a cache of fixed size."""
         raise UnsupportedError("cache_implementation", "a cache that grows", "one of fixed size")

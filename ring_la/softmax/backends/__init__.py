@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from ...errors import ArgumentError, UnsupportedError
 from ..merging import has_triton
 from .aten import CuDNN, Flash
 from .backend import Ask, AttentionBackend, QueryRows, TileBackend
+from .chosen import ChosenBackend, TorchChosen
 from .cpu_flash import CPUFlash
 from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnPackage
+from .latents import FORMS, LatentBackend, cheaper_form
 from .torch_backend import TorchBackend
-from .triton import TritonBackend
+from .triton import TritonBackend, TritonChosen
 
 _KERNELS = (
     CuDNN(),
@@ -21,8 +25,14 @@ _KERNELS = (
     CPUFlash(),
     TorchBackend(),
 )
+B = TypeVar("B", bound=AttentionBackend)
+
 BACKENDS: dict[str, AttentionBackend] = {b.name: b for b in _KERNELS}
 """Every kernel by name, the fastest first: a call that names none takes the first that supports it."""
+
+
+CHOSEN: dict[str, ChosenBackend] = {b.name: b for b in (TritonChosen(), TorchChosen())}
+"""Kernels for queries that choose their keys."""
 
 
 def choose(ask: Ask, name: str | None) -> AttentionBackend:
@@ -31,15 +41,28 @@ def choose(ask: Ask, name: str | None) -> AttentionBackend:
     Raises:
         ArgumentError: there is no such backend. UnsupportedError: it cannot do this; the message says which can.
     """
+    return _choose(BACKENDS, ask, name)
+
+
+def choose_for_chosen(ask: Ask, name: str | None) -> ChosenBackend:
+    """The same of `CHOSEN`."""
+    return _choose(CHOSEN, ask, name)
+
+
+def _choose(kernels: dict[str, B], ask: Ask, name: str | None) -> B:
+    able = [b.name for b in kernels.values() if not b.unsupported(ask)]
+    if not able:
+        why = "; ".join(f"{b.name}: {b.unsupported(ask)}" for b in kernels.values())
+        raise UnsupportedError("backend", "a kernel that can do this", why)
     if name is None:
-        return next(b for b in BACKENDS.values() if not b.unsupported(ask) and b.suits(ask))
-    if name not in BACKENDS:
-        raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(name))
-    why = BACKENDS[name].unsupported(ask)
-    if why:
-        able = ", ".join(b.name for b in BACKENDS.values() if not b.unsupported(ask))
-        raise UnsupportedError("backend", "a kernel that can do this", f"{name!r}: {why}", f"These can: {able}")
-    return BACKENDS[name]
+        return next(b for b in kernels.values() if b.name in able and b.suits(ask))
+    if name not in kernels:
+        raise ArgumentError("backend", f"None or one of {', '.join(kernels)}, reference", repr(name))
+    if name not in able:
+        why = kernels[name].unsupported(ask)
+        got = f"{name!r}: {why}"
+        raise UnsupportedError("backend", "a kernel that can do this", got, f"These can: {', '.join(able)}")
+    return kernels[name]
 
 
 def exact(backend: AttentionBackend) -> AttentionBackend:
@@ -49,4 +72,18 @@ def exact(backend: AttentionBackend) -> AttentionBackend:
     return BACKENDS["triton"] if backend.name != "cpu_flash" and has_triton() else BACKENDS["torch"]
 
 
-__all__ = ["BACKENDS", "Ask", "AttentionBackend", "QueryRows", "TileBackend", "choose", "exact"]
+__all__ = [
+    "BACKENDS",
+    "CHOSEN",
+    "FORMS",
+    "Ask",
+    "AttentionBackend",
+    "ChosenBackend",
+    "LatentBackend",
+    "QueryRows",
+    "TileBackend",
+    "cheaper_form",
+    "choose",
+    "choose_for_chosen",
+    "exact",
+]

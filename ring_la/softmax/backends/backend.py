@@ -82,9 +82,11 @@ class AttentionBackend(ABC):
             gradient flow into lse.
         sums_wide: whether its gradients of a block come wide, rather than in the inputs' dtype.
         knows: what it knows of `scores.BEYOND`, the parts of a score beyond scale and mask.
+        fixed_keys: whether its results are the same bits only where it gets all keys at once.
     """
 
     name: str
+    fixed_keys = False
     takes_delta = True
     sums_wide = True
     knows: frozenset[str] = frozenset()

@@ -29,6 +29,7 @@ class Canonical(AttentionBackend):
     """
 
     name = "canonical"
+    fixed_keys = True
     knows = TorchBackend.knows
 
     def __init__(self, whole: Mapping[Tokens, Tokens]) -> None:

@@ -104,6 +104,16 @@ class Tokens:
         return (torch.cat(columns) if columns else torch.zeros(0, dtype=torch.int64)).to(self.device)
 
     @cached_property
+    def places(self) -> Tensor:
+        """The row of each place in the whole sequence, int32, up to the last one that is here; −1: no row is."""
+        if self.runs is None:
+            return torch.arange(self.length, dtype=torch.int32, device=self.device)
+        end = max((r.index + (r.length - 1) * r.stride + 1 for r in self.runs), default=0)
+        out = torch.full((end,), -1, dtype=torch.int32, device=self.device)
+        out[self.index] = torch.arange(self.length, dtype=torch.int32, device=self.device)
+        return out
+
+    @cached_property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """(position, document, index) of each row, int32 ``[T]``, as kernels read them."""
         columns = (self.positions, self.documents, self.index)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from ...context import ShardedLayout
 
 
-def pick(strategy: str, heads: tuple[int, int], layout: ShardedLayout, kv_layout: ShardedLayout) -> str:
-    """The strategy to use for so many query and key heads.
+def pick(
+    strategy: str, heads: tuple[int, int], moved: tuple[int, int], layout: ShardedLayout, kv_layout: ShardedLayout
+) -> str:
+    """The strategy to use for so many query heads and heads of keys that travel, and so many numbers that a query has
+    and half of those that travel of a key.
 
     Deterministic results need all keys in order. "auto" takes the two-dimensional mesh where there is one; the ring
     where it copies from memory to memory (measured ahead of the others on 4 GPUs, long and short); else Ulysses where
@@ -22,8 +25,15 @@ def pick(strategy: str, heads: tuple[int, int], layout: ShardedLayout, kv_layout
         return "usp"
     if cp.comm.copies:
         return "ring"
-    (H, Hk), p = heads, cp.size
-    queries, keys = layout.seq_len * H, kv_layout.seq_len * Hk
-    if Hk % p == 0 and (queries + keys) / p < keys:
+    p, queries, keys = cp.size, layout.seq_len * moved[0], kv_layout.seq_len * moved[1]
+    if heads[1] % p == 0 and (queries + keys) / p < keys:
         return "ulysses"
     return "all_gather" if 4 * keys <= queries else "ring"
+
+
+def pick_for_chosen(strategy: str, layout: ShardedLayout) -> str:
+    """The strategy where queries choose their keys: a gather, unless keys are copied from memory to memory. One call
+    with all keys goes through a query's choices once, a ring once for every rank."""
+    if strategy != "auto":
+        return strategy
+    return "ring" if layout.cp.comm.copies else "all_gather"

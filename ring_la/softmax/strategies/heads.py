@@ -98,6 +98,12 @@ class Heads:
         out = grad.new_zeros(*grad.shape[:2], b - a, grad.shape[3])
         return out.index_add_(2, torch.tensor(self._repeats, device=grad.device), grad)
 
+    def among_queries(self, x: Tensor) -> Tensor:
+        """This rank's query heads ``[heads, …]`` among all of them, the others zero."""
+        out = x.new_zeros(self.split.heads, *x.shape[1:])
+        out[self.query_heads] = x
+        return out
+
     def among_all(self, x: Tensor) -> Tensor:
         """This rank's key heads among all of them, the others zero."""
         out = x.new_zeros(*x.shape[:2], self.split.groups, x.shape[3])

@@ -78,3 +78,30 @@ def test_as_on_one_process(ranks, name, size, packed):
     if not hasattr(transformers, CASES[name].model):
         pytest.skip(f"this version of transformers has no {CASES[name].model}")
     compare(ranks.run(size, split, CASES[name], packed), alone(CASES[name], packed))
+
+
+def moved(rank: int, case: Case) -> set[tuple[int, ...]]:
+    """The shapes, but for tokens, of what this rank's attention sends in the places of keys and values."""
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+    from ring_la.softmax.strategies.job import KeyValues
+    from tests.support.pool import group
+
+    shapes, own = set(), KeyValues.of.__func__
+
+    def of(cls, k: torch.Tensor, v: torch.Tensor) -> KeyValues:
+        shapes.add((*k.shape[2:], *v.shape[2:]))
+        return own(cls, k, v)
+
+    KeyValues.of = classmethod(of)
+    try:
+        cp = ring_la.ContextParallel(group(), scan="ring", attention="ring")
+        parallelize(case.make(), cp)(input_ids=batch(), labels=batch()).loss.backward()
+    finally:
+        KeyValues.of = classmethod(own)
+    return shapes
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])
+def test_latents_travel(ranks, name):
+    assert ranks.run(2, moved, CASES[name]) == [{(1, 8, 1, 4)}] * 2

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support.transformers_models import RECURRENT  # noqa: E402
+from tests.support.transformers_models import CASES, RECURRENT  # noqa: E402
 
 from .test_models import LENGTH, batch  # noqa: E402
 
@@ -31,14 +31,17 @@ def split(rank: int, name: str) -> list[torch.Tensor]:
     from ring_la.integrations.transformers import parallelize
     from tests.support.pool import group
 
-    return decoded(parallelize(RECURRENT[name].make(), ring_la.ContextParallel(group(), scan="ring", attention="ring")))
+    return decoded(parallelize(CASES[name].make(), ring_la.ContextParallel(group(), scan="ring", attention="ring")))
 
 
-@pytest.mark.parametrize("name", [name for name in RECURRENT if name not in UNCACHED])
+WITH_LATENTS = ["deepseek_v3", "deepseek_v32"]
+
+
+@pytest.mark.parametrize("name", sorted({*RECURRENT, *WITH_LATENTS} - UNCACHED))
 def test_decodes_after_a_split_prompt(ranks, name):
-    if not hasattr(transformers, RECURRENT[name].model):
-        pytest.skip(f"this version of transformers has no {RECURRENT[name].model}")
-    expected = decoded(RECURRENT[name].make())
+    if not hasattr(transformers, CASES[name].model):
+        pytest.skip(f"this version of transformers has no {CASES[name].model}")
+    expected = decoded(CASES[name].make())
     for results in ranks.run(2, split, name):
         for x, y in zip(results, expected, strict=True):
             error, scale = float((x - y).abs().max()), float(y.abs().max())

@@ -21,7 +21,7 @@ from torch import nn
 
 from ....errors import UnsupportedError
 from ..call import Current
-from . import channelwise, convolution, delta, indexed, lightning, mamba, own_attention, qwen4_exp, xlstm, zaya
+from . import channelwise, convolution, delta, indexed, latents, lightning, mamba, own_attention, qwen4_exp, xlstm, zaya
 
 MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **convolution.MIXERS,
@@ -29,6 +29,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **mamba.MIXERS,  # type: ignore[dict-item]
     **lightning.MIXERS,  # type: ignore[dict-item]
     **indexed.MIXERS,  # type: ignore[dict-item]
+    **latents.MIXERS,  # type: ignore[dict-item]
     **qwen4_exp.MIXERS,
     **xlstm.MIXERS,
     **zaya.MIXERS,
@@ -37,7 +38,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
-UNCACHED = {*channelwise.UNCACHED, *indexed.UNCACHED, *qwen4_exp.UNCACHED, *xlstm.UNCACHED, *zaya.UNCACHED}
+UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, qwen4_exp, xlstm, zaya)))
 """Classes whose state a split call cannot put into a cache."""
 
 

@@ -1,8 +1,9 @@
-"""Sparse attention that picks each token's keys by an index of all of them: DeepSeek's DSA, GLM-5-Next, Qwen4-Exp.
+"""Sparse attention that picks each token's keys by an index of pools or blocks: GLM-5-Next, Qwen4-Exp, MiniMax-M3.
 
-What is picked depends on every earlier token, so index vectors, keys and values are gathered; queries stay. The layers
-run their own forward: where they ask their cache for earlier keys they get the whole sequence's, and what is visible
-follows from the documents. As in the library, the choice is a mask ``[T_local, T]``.
+GLM-5-Next's index vectors and latents are gathered; queries stay. The layers run their own forward: where they ask a
+cache for earlier keys they get the whole sequence's, and what is visible follows from the documents. As in the library,
+the choice is a mask ``[T_local, T]``. The blocks of Qwen4-Exp and MiniMax-M3 are chosen by `ring_la.indexers`, without
+one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ....errors import UnsupportedError
+from ....indexers import best_key_index, full_block_index
 from ....layout import Layout
+from ....softmax import sparse_attention
 from ..call import ModelCall
 
 
@@ -110,36 +115,11 @@ class Overriding:
         return inspect.unwrap(type(self.module).forward)(self, *args, **keywords)
 
 
-def masked_forward(layer: Any) -> types.FunctionType:
-    """The layer's own forward, with attention under an explicit mask."""
-    own = inspect.unwrap(type(layer).forward)
-    scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": Masked}
+def forward_with(kind: type, functions: object) -> types.FunctionType:
+    """The forward of a class, with this in place of the registry of attention functions."""
+    own = inspect.unwrap(kind.forward)
+    scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": functions}
     return types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
-
-
-# -- DeepSeek sparse attention -----------------------------------------------------------------------------
-
-
-def sparse_latent_attention(
-    call: ModelCall,
-    layer: Any,
-    hidden_states: Tensor,
-    attention_mask: Any = None,
-    past_key_values: Any = None,
-    **keywords,
-):
-    """``DeepseekV32Attention`` and its like: the `index_topk` keys that score highest among those the mask shows."""
-    documents = Documents.of(call, hidden_states)
-    mask = documents.visible.expand(len(hidden_states), 1, -1, -1)
-    own = Overriding(layer, config=types.SimpleNamespace(_attn_implementation="sdpa"))  # a choice becomes a mask
-    cache = WholeSequence(documents)
-    return masked_forward(layer)(own, hidden_states, attention_mask=mask, past_key_values=cache, **keywords)
-
-
-def dots3_note_attention(call: ModelCall, layer: Any, *args, **keywords):
-    """``Dots3NoteTextAttention``: as above where a layer has an index; its other layers have a window."""
-    run = type(layer).forward if layer.indexer is None else functools.partial(sparse_latent_attention, call)
-    return run(layer, *args, **keywords)
 
 
 # -- GLM-5-Next --------------------------------------------------------------------------------------------
@@ -148,7 +128,7 @@ def dots3_note_attention(call: ModelCall, layer: Any, *args, **keywords):
 def glm5_next_attention(call: ModelCall, layer: Any, hidden_states: Tensor, past_key_values=None, **keywords):
     """``Glm5NextTextAttention``: latents are gathered, not heads."""
     documents = Documents.of(call, hidden_states)
-    return masked_forward(layer)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
+    return forward_with(type(layer), Masked)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
 
 
 @torch.no_grad()
@@ -185,6 +165,44 @@ def glm5_next_indexer(call: ModelCall, layer: Any, *, past_key_values: WholeSequ
 # -- Qwen4-Exp ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Picked:
+    """What stands for a mask: the first token of each block a token reads, ``[B, T, heads, S]``, and its tokens."""
+
+    places: Tensor
+    size: int
+
+
+class Everything:
+    """A mask that hides nothing but what documents and order hide: what an index adds to it is all there is."""
+
+    dtype = torch.bool
+
+    def is_floating_point(self) -> bool:
+        return False
+
+    def __and__(self, picked: Picked) -> Picked:
+        return picked
+
+
+class ByBlocks:
+    """In place of the registry of attention functions: the mask, or `block_indices`, says which blocks are read."""
+
+    @staticmethod
+    def get_interface(name: str, eager: Callable) -> Callable:
+        def attend(
+            module: Overriding, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, scaling: float, **more
+        ) -> tuple[Tensor, None]:
+            picked = more.get("block_indices") or mask
+            if dropout:
+                raise UnsupportedError("attention_dropout", "0 where an index picks the keys", dropout)
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            how = dict(block=picked.size, scale=scaling, **module._ring_la.call.split)
+            return sparse_attention(*heads, picked.places, **how).o, None
+
+        return attend
+
+
 def qwen4_exp_attention(
     call: ModelCall,
     layer: Any,
@@ -194,61 +212,60 @@ def qwen4_exp_attention(
     past_key_values: Any = None,
     **keywords,
 ):
-    """``Qwen4ExpTextAttention``: its indexer reads from the mask which tokens there are to pick from."""
-    batch, documents = len(hidden_states), Documents.of(call, hidden_states)
-    # keys' angles are read by their place in the sequence, queries' from the end
-    angles = tuple(torch.cat([documents.gather(x, 1), x], 1).expand(batch, -1, -1) for x in position_embeddings)
-    mask = documents.visible.expand(batch, 1, -1, -1)
-    return masked_forward(layer)(layer, hidden_states, angles, mask, WholeSequence(documents), **keywords)
+    """``Qwen4ExpTextAttention``, memory linear in this rank's tokens."""
+    own = Overriding(layer, indexer=functools.partial(qwen4_exp_indexer, call, layer.indexer))
+    forward = forward_with(type(layer), ByBlocks)
+    return forward(own, hidden_states, position_embeddings, Everything(), past_key_values, **keywords)
 
 
 def qwen4_exp_indexer(
-    call: ModelCall,
-    layer: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor,
-    past_key_values: WholeSequence,
-) -> Tensor:
-    """``Qwen4ExpTextQSAIndexer``: which tokens each may read, bool ``[B, 1, T_local, T]``, for all queries at once.
-
-    Every document is cut into blocks of `compress_ratio` tokens from its first. A token reads the `block_topk` full
-    blocks before it whose mean key scores highest, and what follows the last full one.
-    """
-    documents, size = past_key_values.documents, layer.compress_ratio
-    (batch, length), total = hidden_states.shape[:2], documents.visible.shape[1]
+    call: ModelCall, layer: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], *_: object
+) -> Picked:
+    """``Qwen4ExpTextQSAIndexer``: the `block_topk` full blocks of `compress_ratio` tokens before each token whose mean
+    key scores highest, and what follows the last full one. Blocks are counted from each document's first token."""
     rotate = inspect.unwrap(type(layer).forward).__globals__["apply_rotary_pos_emb"]
-    qk = layer.index_qk_proj(hidden_states).unflatten(-1, (-1, layer.index_head_dim))
-    q, keys = qk.split([layer.index_n_heads, layer.index_kv_heads], 2)
-    cos, sin = position_embeddings
-    q = rotate(layer.q_layernorm(q), cos=cos[:, -length:], sin=sin[:, -length:], unsqueeze_dim=2)
-    keys = past_key_values.update_indexer(keys[:, :, 0], layer.layer_idx)
+    with torch.no_grad():
+        qk = layer.index_qk_proj(hidden_states).unflatten(-1, (-1, layer.index_head_dim))
+        q, k = qk.split([layer.index_n_heads, layer.index_kv_heads], 2)
+        cos, sin = angles
+        q = rotate(layer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
 
-    borders = zip(documents.cu_seqlens, documents.cu_seqlens[1:])
-    starts = [t for a, b in borders for t in range(a, b - size + 1, size)]
-    starts = torch.tensor(starts, dtype=torch.int64, device=q.device)  # type: ignore[assignment]
-    blocks = starts[:, None] + torch.arange(size, device=q.device)  # type: ignore[call-overload]  # tokens of each, [blocks, size]
-    means = layer.k_layernorm(keys[:, blocks].float().mean(2).to(keys.dtype))[:, :, None]
-    means = rotate(means, cos=cos[:, starts], sin=sin[:, starts], unsqueeze_dim=2)[:, :, 0]
-    scores = torch.relu(torch.einsum("bthd,bnd->bthn", q.float(), means.float())).sum(2)
+        def pool(means: Tensor, first: Tensor) -> Tensor:
+            cos, sin = ((x if call.layout is None else call.layout.gather(x, 1))[:, first] for x in angles)
+            return rotate(layer.k_layernorm(means)[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
 
-    full = documents.visible[:, blocks[:, -1]]
-    best = scores.masked_fill(~full, -torch.inf).topk(min(layer.block_topk, len(starts)), -1).indices
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & full
-    mask = hidden_states.new_zeros(batch, length, total, dtype=torch.bool)
-    mask[..., blocks.flatten()] = chosen.repeat_interleave(size, -1)
-    rest = documents.every >= ((documents.positions + 1) // size * size)[:, None]
-    return (mask | (rest & documents.visible))[:, None]
+        size = layer.compress_ratio
+        return Picked(full_block_index(q, k[:, :, 0], size, layer.block_topk, pool=pool, **call.split).places, size)
 
 
-DSA = ("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention")
+# -- MiniMax-M3 --------------------------------------------------------------------------------------------
+
+
+def minimax_m3_attention(call: ModelCall, layer: Any, *args, **keywords):
+    """``MiniMaxM3VLAttention``; layers without an index read everything."""
+    if layer.indexer is None:
+        return inspect.unwrap(type(layer).forward)(layer, *args, **keywords)
+    own = Overriding(layer, indexer=functools.partial(minimax_m3_indexer, call, layer.indexer))
+    return forward_with(type(layer), ByBlocks)(own, *args, **keywords)
+
+
+def minimax_m3_indexer(
+    call: ModelCall, layer: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], *_: object
+) -> Picked:
+    """``MiniMaxM3VLIndexer``: for each key head the blocks with the best single key, and those just before."""
+    rotate = inspect.unwrap(type(layer).forward).__globals__["apply_rotary_pos_emb"]
+    with torch.no_grad():
+        both = ((layer.q_proj, layer.q_norm), (layer.k_proj, layer.k_norm))
+        heads = (norm(project(hidden_states).unflatten(-1, (-1, layer.head_dim))) for project, norm in both)
+        q, k = rotate(*(x.transpose(1, 2) for x in heads), *(x[..., : layer.head_dim] for x in angles))
+        size, how = layer.block_size, dict(local=layer.local_blocks, **call.split)
+        return Picked(best_key_index(q.transpose(1, 2), k[:, 0], size, layer.topk_blocks, **how).places, size)
+
 
 MIXERS = {
-    **dict.fromkeys(DSA, sparse_latent_attention),
-    "Dots3NoteTextAttention": dots3_note_attention,
-    "Qwen4ExpTextQSAIndexer": qwen4_exp_indexer,
+    "MiniMaxM3VLAttention": minimax_m3_attention,
     "Glm5NextTextAttention": glm5_next_attention,
     "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
 }
-UNCACHED = {*DSA, "Dots3NoteTextAttention", "Glm5NextTextAttention", "Qwen4ExpTextAttention"}
+UNCACHED = {"Glm5NextTextAttention", "MiniMaxM3VLAttention", "Qwen4ExpTextAttention"}

@@ -1,0 +1,209 @@
+"""Blocks chosen by their mean key: MoBA (Lu et al. 2025, arXiv 2502.13189), QSA of Qwen4-Exp; or by their best
+one: MiniMax-M3.
+
+    m_n = mean of the keys of block n,    a query reads the `topk` blocks of its document with the largest Σ_h q_hᵀ m_n
+
+Blocks are counted from each document's first token. A query may choose blocks that are full before it; the one it
+stands in it always reads, and that counts as one of the `topk`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..context import ShardedLayout
+from ..errors import ArgumentError
+from .chosen import Chosen, Rows, best
+
+
+@torch.no_grad()
+def block_index(
+    q: Tensor,
+    k: Tensor,
+    size: int,
+    topk: int,
+    *,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Chosen:
+    """The `topk` blocks that the queries of each key head read, the one they stand in first.
+
+    Args:
+        q: ``[B, T, H, K]``. k: ``[B, T, Hk, K]``; query heads of a key head choose together, by their scores' sum.
+        size: tokens of a block. topk: blocks that a query reads.
+        layout: how the sequence is split; block means go to every rank. Collective.
+        cu_seqlens: documents on one device.
+
+    Returns:
+        Chosen(places int32 ``[B, T, Hk, topk]`` of the blocks' first tokens, scores): with ``block=size`` what
+        `sparse_attention` takes. The score of the own block is +∞.
+
+    Raises:
+        ArgumentError: by the name of the argument.
+    """
+    _check_counts(size, topk)
+    if q.dim() != 4 or k.dim() != 4 or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
+        raise ArgumentError("k", f"[B, T, Hk, K] for q {list(q.shape)}, H a multiple of Hk", list(k.shape))
+    rows = Rows.of(q, layout, cu_seqlens)
+    blocks = Blocks.of(size, rows)
+    means = blocks.means(k)
+
+    def score(strip: slice, some: slice) -> Tensor:
+        grouped = q[:, strip].to(means.dtype).unflatten(2, (k.shape[2], -1)).sum(3)  # Σ_h (q_h·m) = (Σ_h q_h)·m
+        s = torch.einsum("bngk,bmgk->bngm", grouped, means[:, some])
+        at, own = blocks.number[some], blocks.own[strip, None]
+        s = s.masked_fill(~((at < own) & (at >= blocks.of_document[strip, None]))[None, :, None], -torch.inf)
+        return s.masked_fill((at == own)[None, :, None], torch.inf)
+
+    out = best(score, len(blocks), blocks.ends, (q.shape[0], k.shape[2]), topk)
+    return Chosen(blocks.places(out.places), out.scores)
+
+
+@torch.no_grad()
+def full_block_index(
+    q: Tensor,
+    k: Tensor,
+    size: int,
+    topk: int,
+    *,
+    pool: Callable[[Tensor, Tensor], Tensor] | None = None,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Chosen:
+    """QSA's choice (Qwen4-Exp): the `topk` blocks full up to a query with the largest  Σ_h relu(q_hᵀ m_n),  and the
+    block it stands in if that is not full yet.
+
+    Args:
+        q: index queries ``[B, T, Hi, D]``, rotated. k: index keys ``[B, T, D]``, not rotated.
+        pool: makes of means ``[B, blocks, D]``, in the dtype of k, and the places of the blocks' first tokens
+            ``[blocks]`` what queries are compared with (a norm, a rotation). The same on all ranks. None: the means.
+        size, topk, layout, cu_seqlens: as `block_index`.
+
+    Returns:
+        Chosen(places int32 ``[B, T, 1, topk + 1]`` of the blocks' first tokens, the own one last, scores).
+
+    Raises:
+        ArgumentError: by the name of the argument.
+    """
+    _check_counts(size, topk)
+    if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
+        raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+    rows = Rows.of(q, layout, cu_seqlens)
+    blocks = Blocks.of(size, rows)
+    means = blocks.means(k[:, :, None])[:, :, 0]
+    wide = means.dtype
+    keys = means if pool is None else pool(means.to(k.dtype), blocks.first).to(wide)
+
+    def score(strip: slice, some: slice) -> Tensor:
+        s = torch.relu(torch.einsum("bnhd,bmd->bnhm", q[:, strip].to(wide), keys[:, some])).sum(2)
+        full = (blocks.first[some] + size - 1 <= rows.tokens[strip, None]) & (blocks.whole[some])
+        here = blocks.number[some] >= blocks.of_document[strip, None]
+        return s.masked_fill(~(full & here)[None], -torch.inf)[:, :, None]
+
+    out = best(score, len(blocks), blocks.ends, (q.shape[0], q.shape[2]), topk)
+    own = blocks.first[blocks.own]
+    tail = torch.where(rows.tokens - own == size - 1, -1, own).int()[None, :, None, None].expand(len(q), -1, -1, -1)
+    scores = torch.where(tail < 0, -torch.inf, torch.inf).to(out.scores.dtype)
+    return Chosen(torch.cat([blocks.places(out.places), tail], -1), torch.cat([out.scores, scores], -1))
+
+
+@torch.no_grad()
+def best_key_index(
+    q: Tensor,
+    k: Tensor,
+    size: int,
+    topk: int,
+    *,
+    local: int = 1,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Chosen:
+    """MiniMax-M3's choice: the `topk` blocks with the best single key,  max_{j in n, j ≤ i} q_iᵀ k_j,  for each head.
+
+    Args:
+        q: index queries ``[B, T, Hk, D]``, a head for each key head of attention. k: ``[B, T, D]``, which go to every
+            rank. Both rotated.
+        local: the own block and the `local` − 1 before it are read in any case, and count as some of the `topk`.
+        size, topk, layout, cu_seqlens: as `block_index`.
+
+    Returns:
+        Chosen(places int32 ``[B, T, Hk, topk]`` of the blocks' first tokens, scores, +∞ for local blocks).
+
+    Raises:
+        ArgumentError: by the name of the argument.
+    """
+    _check_counts(size, topk)
+    if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
+        raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+    rows = Rows.of(q, layout, cu_seqlens)
+    blocks, keys = Blocks.of(size, rows), rows.gather(k)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    of_token = torch.searchsorted(blocks.first, torch.arange(rows.total, device=q.device), right=True) - 1
+
+    def score(strip: slice, some: slice) -> Tensor:
+        tokens = slice(blocks.borders[some.start], blocks.borders[some.stop])
+        s = torch.einsum("bnhd,bmd->bnhm", q[:, strip].to(wide), keys[:, tokens].to(wide))
+        at = torch.arange(tokens.start, tokens.stop, device=q.device)
+        seen = (at <= rows.tokens[strip, None]) & (at >= rows.starts[strip, None])
+        s = s.masked_fill(~seen[None, :, None], -torch.inf)
+        best_of = s.new_full((*s.shape[:3], some.stop - some.start), -torch.inf)
+        best_of.scatter_reduce_(-1, (of_token[tokens] - some.start).expand_as(s), s, "amax")
+        number, own = blocks.number[some], blocks.own[strip, None]
+        near = (number <= own) & (number > own - local) & (number >= blocks.of_document[strip, None])
+        return best_of.masked_fill(near[None, :, None], torch.inf)
+
+    out = best(score, len(blocks), blocks.ends, (q.shape[0], q.shape[2]), topk, size)
+    return Chosen(blocks.places(out.places), out.scores)
+
+
+class Blocks:
+    """The blocks of all documents, by number.
+
+    Attributes:
+        first, end: their first tokens, and where they end. whole: whether they have `size` tokens. number: 0, 1, …
+        own, of_document: for each of this rank's tokens the number of its block, and of the first one of its document.
+        borders, ends: on the host, where blocks begin and the last one ends; and for each token the number after `own`.
+    """
+
+    def __init__(self, size: int, rows: Rows) -> None:
+        documents, device = zip(rows.cu_seqlens, rows.cu_seqlens[1:]), rows.tokens.device
+        both = [(a, min(a + size, stop)) for start, stop in documents for a in range(start, stop, size)]
+        self.rows, self.borders = rows, [*(a for a, _ in both), rows.total]
+        self.ends = torch.searchsorted(torch.tensor(self.borders[:-1]), rows.last, right=True)
+        self.first, self.end = (torch.tensor(x, device=device) for x in zip(*both))
+        self.whole = self.end - self.first == size
+        self.number = torch.arange(len(both), device=device)
+        self.own = (self.ends - 1).to(device)
+        self.of_document = torch.searchsorted(self.first, rows.starts)
+
+    @classmethod
+    def of(cls, size: int, rows: Rows) -> Blocks:
+        """Made once a layout."""
+        make = functools.partial(cls, size, rows)
+        return make() if rows.layout is None else rows.layout.kept((cls, size), make)
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def means(self, k: Tensor) -> Tensor:
+        """The mean key of each block on every rank, wide ``[B, blocks, Hk, K]``: each rank adds up what it has."""
+        wide = torch.promote_types(k.dtype, torch.float32)
+        sums = torch.zeros(k.shape[0], len(self), *k.shape[2:], dtype=wide, device=k.device)
+        sums.index_add_(1, self.own, k.to(wide))
+        if self.rows.layout is not None:
+            sums = self.rows.layout.cp.comm.all_reduce(sums).wait()
+        return sums / (self.end - self.first)[:, None, None]
+
+    def places(self, numbers: Tensor) -> Tensor:
+        """The first tokens of blocks by number, int32; −1 for −1."""
+        return torch.where(numbers < 0, -1, self.first[numbers.clamp(min=0)]).int()
+
+
+def _check_counts(size: object, topk: object) -> None:
+    for name, x in (("size", size), ("topk", topk)):
+        if not isinstance(x, int) or x < 1:
+            raise ArgumentError(name, "an int ≥ 1", repr(x))

@@ -1,0 +1,103 @@
+"""The best keys of each query, of scores that are formed some at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..context import ShardedLayout
+from ..layout import Layout
+
+SCORES = 1 << 24
+"""Scores that exist at once, of all batch rows and heads together."""
+CHUNK = 1 << 14
+"""Keys whose scores are formed at once, at most."""
+
+
+class Chosen(NamedTuple):
+    """What an indexer picked."""
+
+    places: Tensor
+    """Places in the whole sequence, int32 ``[B, T, heads, S]``, the best first; −1 where there are fewer."""
+    scores: Tensor
+    """Their scores ``[B, T, heads, S]``, −∞ there; without a gradient."""
+
+
+class Rows:
+    """Where this rank's tokens stand in the whole sequence.
+
+    Attributes:
+        total: tokens of the whole sequence. cu_seqlens: offsets of its documents.
+        tokens: place of each, int64 ``[T]``. starts: place of the first token of its document. Both on the device.
+        last: the same places on the host, for loops that end with them.
+    """
+
+    def __init__(
+        self, length: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None, device: torch.device
+    ) -> None:
+        self.layout = layout
+        whole = layout or Layout(length, cu_seqlens=None if cu_seqlens is None else cu_seqlens.tolist())
+        self.total, self.cu_seqlens = whole.seq_len, tuple(whole.cu_seqlens)
+        self.last = whole.tokens()
+        starts = torch.tensor(self.cu_seqlens)[whole.documents_of(self.last)]
+        self.tokens, self.starts = self.last.to(device), starts.to(device)
+
+    @classmethod
+    def of(cls, x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Rows:
+        """Those of a tensor ``[B, T, …]``; made once a layout."""
+
+        def make() -> Rows:
+            return cls(x.shape[1], layout, cu_seqlens, x.device)
+
+        return layout.kept(cls, make) if isinstance(layout, ShardedLayout) else make()
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """All ranks' rows in order; gradients are summed."""
+        return x if self.layout is None else self.layout.gather(x, dim)
+
+
+def best(
+    score: Callable[[slice, slice], Tensor], keys: int, ends: Tensor, shape: tuple[int, int], topk: int, each: int = 1
+) -> Chosen:
+    """The `topk` best of the keys of each query. Keys come in chunks that do not depend on the rows, so that equal
+    scores are decided alike on every split.
+
+    Args:
+        score: of some rows and keys, ``[B, n, heads, m]``, −∞ where a row may not choose.
+        ends: for each row the number of keys before which all stand that it may choose, on the host ``[T]``.
+        keys: how many there are. shape: B and heads. each: numbers that a score is made of.
+
+    Returns:
+        key numbers for places.
+    """
+    B, heads = shape
+    chunk, parts = min(max(1, CHUNK // each), keys), []
+    n = max(1, SCORES // (chunk * B * heads * each))
+    for a in range(0, len(ends), n):
+        strip = slice(a, min(a + n, len(ends)))
+        found: tuple[Tensor, Tensor] | None = None
+        for first in range(0, int(ends[strip].max()), chunk):
+            s = score(strip, slice(first, min(first + chunk, keys)))
+            s, at = s.topk(min(topk, s.shape[-1]), -1)
+            at = (at + first).int()
+            if found is not None:
+                s, at = torch.cat([found[0], s], -1), torch.cat([found[1], at], -1)
+                s, order = s.topk(min(topk, s.shape[-1]), -1)
+                at = at.gather(-1, order)
+            found = s, at
+        parts.append(_padded(*found, topk))
+    if not parts:
+        none = score(slice(0, 0), slice(0, 1)).expand(-1, -1, -1, topk)
+        return Chosen(none.int(), none)
+    scores, places = (torch.cat(x, 1) for x in zip(*parts))
+    return Chosen(torch.where(torch.isneginf(scores), -1, places), scores)
+
+
+def _padded(scores: Tensor, places: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Both with `topk` columns."""
+    missing = (0, topk - scores.shape[-1])
+    pad = torch.nn.functional.pad
+    return pad(scores, missing, value=-torch.inf), pad(places, missing, value=-1)

@@ -1,0 +1,174 @@
+"""DeepSeek-V3.2's lightning indexer (DeepSeek-AI 2025, "DeepSeek-V3.2-Exp", eq. 1 to 4).
+
+    I_ij = Σ_h w_ih relu(q_ihᵀ k_j),       query i reads the `topk` earlier tokens of its document with the largest I
+
+    L = Σ_i KL(p_i ‖ softmax_j I_ij),      p_ij = Σ_h exp(s_ijh − lse_ih) / H
+
+over the chosen j, s the scores of attention.
+
+The choice has no gradient; the indexer learns from L alone, and L's gradient goes to nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..autograd import first_derivative_only
+from ..context import ShardedLayout
+from ..errors import ArgumentError
+from .chosen import Chosen, Rows, best
+
+NUMBERS = 1 << 24
+"""Numbers of chosen keys that exist at once in the loss."""
+
+
+@torch.no_grad()
+def lightning_index(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    topk: int,
+    *,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> Chosen:
+    """The `topk` tokens each query reads.
+
+    Args:
+        q: ``[B, T, Hi, D]``, rotated. k: ``[B, T, D]``, one for all heads, rotated. w: ``[B, T, Hi]``, scales included.
+        layout: how the sequence is split; index keys go to every rank. Collective.
+        cu_seqlens: documents on one device.
+        backend: what forms scores: "torch", which None takes, or "triton", one kernel on CUDA, which has run in
+            Triton's interpreter and on no GPU yet.
+
+    Returns:
+        Chosen(places int32 ``[B, T, 1, topk]``, scores ``[B, T, 1, topk]``), as `sparse_attention` and `mla` take them.
+
+    Raises:
+        ArgumentError: by the name of the argument.
+    """
+    _check(q, k, w)
+    if not isinstance(topk, int) or topk < 1:
+        raise ArgumentError("topk", "an int ≥ 1", repr(topk))
+    if backend not in (None, "torch", "triton"):
+        raise ArgumentError("backend", "None, torch or triton", repr(backend))
+    rows, form = Rows.of(q, layout, cu_seqlens), index_scores
+    if backend == "triton":
+        from .scores_kernel import scores as form  # needs Triton
+    keys = rows.gather(k)
+
+    def score(strip: slice, some: slice) -> Tensor:
+        where = rows.tokens[strip], rows.starts[strip], some.start
+        return form(q[:, strip], keys[:, some], w[:, strip], *where)[:, :, None]
+
+    return best(score, rows.total, rows.last + 1, (q.shape[0], q.shape[2]), topk)
+
+
+def index_scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, first: int) -> Tensor:
+    """I, fp32 (fp64 for fp64) ``[B, n, m]``, of queries at `tokens` in documents that begin at `starts`, and of keys
+    that stand from `first` on; −∞ where a query may not choose."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    s = torch.relu_(q.to(wide).flatten(1, 2) @ k.to(wide).mT).unflatten(1, q.shape[1:3])  # [B, n, Hi, m]
+    at, of, start = torch.arange(first, first + k.shape[1], device=q.device), tokens[:, None], starts[:, None]
+    return (w.to(wide)[:, :, None] @ s)[:, :, 0].masked_fill_((at > of) | (at < start), -torch.inf)
+
+
+def lightning_loss(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    chosen: Tensor,
+    attention_q: Tensor,
+    attention_k: Tensor,
+    *,
+    scale: float | None = None,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """L, summed over this rank's tokens: what trains the indexer.
+
+    Args:
+        q, k, w: of the indexer, as `lightning_index`; L's gradient goes to them.
+        chosen: int ``[B, T, 1, S]``. In a warm-up, where all earlier keys are read, all of them.
+        attention_q: ``[B, T, H, K]``. attention_k: ``[B, T, Hk, K]``; of latents ``[B, T, 1, L + R]`` and queries taken
+            to them. scale: of attention; None: K**-0.5.
+        layout, cu_seqlens: as `lightning_index`.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64). Over the group its sum is that of one process; gradients of k are whole on the
+        rank that has it.
+
+    Raises:
+        ArgumentError: by the name of the argument.
+    """
+    _check(q, k, w)
+    B, T = q.shape[:2]
+    for name, x in (("attention_q", attention_q), ("attention_k", attention_k)):
+        if x.dim() != 4 or list(x.shape[:2]) != [B, T]:
+            raise ArgumentError(name, f"[B, T, heads, K] with B={B}, T={T}", list(x.shape))
+    if chosen.dim() != 4 or list(chosen.shape[:3]) != [B, T, 1]:
+        raise ArgumentError("chosen", f"[B, T, 1, S] with B={B}, T={T}", list(chosen.shape))
+    rows = Rows.of(q, layout, cu_seqlens)
+    scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.no_grad():
+        whole = rows.gather(attention_k.detach())
+    return _Loss.apply(q, rows.gather(k), w, chosen[:, :, 0], attention_q.detach(), whole, scale, rows)
+
+
+class _Loss(torch.autograd.Function):
+    """L and its gradients, which are formed with it: each strip of queries gathers its keys once."""
+
+    @staticmethod
+    def forward(ctx, q, k, w, chosen, attention_q, attention_k, scale: float, rows: Rows):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=q.device)
+        dq, dk, dw = (torch.zeros_like(x, dtype=wide) for x in (q, k, w))
+        (B, T, S), width = chosen.shape, k.shape[2] + attention_k.shape[2:].numel()
+        n = max(1, NUMBERS // max(1, B * S * width))
+        batch = torch.arange(B, device=q.device)[:, None, None]
+        for a in range(0, T, n):
+            some = slice(a, min(a + n, T))
+            at = chosen[:, some].long()
+            seen = (at >= rows.starts[some, None]) & (at <= rows.tokens[some, None])
+            at = at.clamp(min=0)
+            p = _attended(attention_q[:, some], attention_k[batch, at], seen, scale, wide)
+            keys, q_, w_ = k[batch, at].to(wide), q[:, some].to(wide), w[:, some].to(wide)
+            raw = q_ @ keys.mT  # [B, n, Hi, S]
+            s = (w_[:, :, None] @ torch.relu(raw))[:, :, 0].masked_fill(~seen, -torch.inf)
+            log = torch.where(seen, s - torch.logsumexp(s, -1, keepdim=True), 0.0)
+            loss += (torch.xlogy(p, p) - p * log).sum()
+            ds = torch.where(seen, torch.exp(log) * p.sum(-1, keepdim=True) - p, 0.0)[:, :, None]  # [B, n, 1, S]
+            dw[:, some] = (torch.relu(raw) * ds).sum(-1)
+            draw = (raw > 0) * ds * w_[..., None]
+            dq[:, some] = draw @ keys
+            flat = (at + batch * k.shape[1]).flatten()
+            dk.view(-1, k.shape[2]).index_add_(0, flat, (draw.mT @ q_).flatten(0, 2))
+        ctx.save_for_backward(dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype))
+        return loss
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, grad: Tensor):
+        return *(x * grad.to(x.dtype) for x in ctx.saved_tensors), *[None] * 5
+
+
+def _attended(q: Tensor, k: Tensor, seen: Tensor, scale: float, wide: torch.dtype) -> Tensor:
+    """p ``[B, n, S]``: how much attention gives each chosen key ``k [B, n, S, Hk, K]``, the mean of all heads."""
+    B, n, _, K = q.shape
+    grouped = q.to(wide).view(B, n, k.shape[3], -1, K)
+    s = scale * grouped @ k.to(wide).permute(0, 1, 3, 4, 2)  # [B, n, Hk, G, S]
+    s = s.masked_fill(~seen[:, :, None, None], -torch.inf)
+    p = torch.exp(s - torch.logsumexp(s, -1, keepdim=True))
+    return torch.where(seen, p.mean((2, 3)), 0.0)
+
+
+def _check(q: Tensor, k: Tensor, w: Tensor) -> None:
+    if q.dim() != 4:
+        raise ArgumentError("q", "[B, T, Hi, D]", list(q.shape))
+    B, T, heads, D = q.shape
+    if list(k.shape) != [B, T, D]:
+        raise ArgumentError("k", f"[B, T, D] = [{B}, {T}, {D}]", list(k.shape))
+    if list(w.shape) != [B, T, heads]:
+        raise ArgumentError("w", f"[B, T, Hi] = [{B}, {T}, {heads}]", list(w.shape))

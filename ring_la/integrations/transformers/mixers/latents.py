@@ -1,0 +1,133 @@
+"""Multi-head latent attention: DeepSeek-V2 and -V3, Kimi-Linear, Ling 2.5, GLM-4.7-Flash, MiniCPM3 and their like.
+
+Their forward asks ``expand_kv(latent, rotary)`` for keys and values and gives these to an attention function. Here it
+gets latents back, and the attention function makes keys and values of them where they arrive: latents travel.
+
+With DeepSeek's sparse attention (DSA: V3.2, GLM-MoE-DSA, HY-V4, A.X-K2, Dots3-Note) an indexer picks the keys each
+token reads, over the whole sequence: index keys go to every rank, scores exist for some tokens at a time, and what is
+picked goes to the attention function as places in the sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ....indexers import lightning_index
+from ..attention import attend_latents
+from ..call import ModelCall
+from .indexed import Overriding, forward_with
+
+
+class Latents:
+    """In place of the registry of attention functions: what comes for keys and values are latents."""
+
+    @staticmethod
+    def get_interface(name: str, eager: Callable) -> Callable:
+        return attend_latents
+
+
+def as_they_are(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of ``expand_kv``."""
+    return latent, rotary
+
+
+def latent_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
+    """A layer with ``expand_kv``. Where its ``kv_b_proj`` is more than one whole matrix (an adapter, quantised, sharded
+    by itself), or an older version of the library puts expanded keys into its cache, it runs as it is, and expanded
+    keys travel."""
+    kind = type(layer)
+    if getattr(layer, "indexer", None) is not None:
+        layer = Overriding(layer, indexer=functools.partial(pick, call, layer.indexer))
+    up, cached = layer.kv_b_proj, keywords.get("past_key_values") is not None
+    whole = type(up) is nn.Linear and up.bias is None and not isinstance(up.weight, DTensor)
+    if not whole or not _expands(kind) or (cached and not _caches_latents(kind)):
+        return inspect.unwrap(kind.forward)(layer, *args, **keywords)
+    return forward_with(kind, Latents)(Overriding(layer, expand_kv=as_they_are), *args, **keywords)
+
+
+@functools.cache
+def _expands(kind: type) -> bool:
+    """Whether a class's forward makes keys and values by ``expand_kv``."""
+    return "self.expand_kv(" in inspect.getsource(inspect.unwrap(kind.forward))
+
+
+@functools.cache
+def _caches_latents(kind: type) -> bool:
+    """Whether what it puts into a cache are latents."""
+    source = inspect.getsource(inspect.unwrap(kind.forward))
+    return 0 <= source.find("past_key_values.update(") < source.find("self.expand_kv(")
+
+
+def pick(
+    call: ModelCall,
+    indexer: nn.Module,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: object,
+    position_ids: object = None,
+    past_key_values: object = None,
+) -> Tensor:
+    """In place of an indexer: places in the sequence of the tokens that each of this rank's reads, ``[B, T, topk]``."""
+    with torch.no_grad():
+        q, k = index_vectors(indexer, hidden_states, q_resid, position_embeddings)
+        if past_key_values is not None:
+            k = past_key_values.update_indexer(k, indexer.layer_idx)
+        w = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+        w = w * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        return lightning_index(q, k, w, indexer.index_topk, **call.split).places[:, :, 0]
+
+
+def index_vectors(
+    indexer: nn.Module, hidden_states: Tensor, q_resid: Tensor, angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Index queries ``[B, T, Hi, D]`` and keys ``[B, T, D]``, rotated."""
+    how = next(how for name, how in INDEXERS.items() if name in {c.__name__ for c in type(indexer).__mro__})
+    rotate = inspect.unwrap(type(indexer).forward).__globals__[how.rotation]
+    R, D, norm = indexer.qk_rope_head_dim, indexer.head_dim, indexer.k_norm
+    q = indexer.wq_b(q_resid).unflatten(-1, (-1, D))
+    k = norm(indexer.wk(hidden_states).to(norm.weight.dtype)).to(hidden_states.dtype)[:, :, None]
+    start, rest = (0, slice(R, None)) if how.first else (D - R, slice(0, D - R))
+    turned = rotate(*(x[..., start : start + R] for x in (q, k)), *angles, unsqueeze_dim=2)
+    both = [(a, x[..., rest]) if how.first else (x[..., rest], a) for a, x in zip(turned, (q, k))]
+    q, k = (torch.cat(parts, -1) for parts in both)
+    return q, k[:, :, 0]
+
+
+class Rotated(NamedTuple):
+    """Which function rotates index vectors, and whether their first channels or their last ones."""
+
+    rotation: str
+    first: bool = True
+
+
+INDEXERS = {
+    "DeepseekV32Indexer": Rotated("apply_rotary_pos_emb"),
+    "AXK2Indexer": Rotated("apply_rotary_pos_emb"),
+    "GlmMoeDsaIndexer": Rotated("apply_rotary_pos_emb_interleave"),
+    "Dots3NoteTextIndexer": Rotated("apply_rotary_pos_emb_interleave"),
+    "HYV4Indexer": Rotated("apply_rotary_pos_emb", first=False),
+}
+DSA = ("AXK2Attention", "DeepseekV32Attention", "Dots3NoteTextAttention", "GlmMoeDsaAttention", "HYV4Attention")
+
+CLASSES = (
+    "AXK1Attention",
+    "BailingHybridAttention",
+    "DeepseekV2Attention",
+    "DeepseekV3Attention",
+    "Glm4MoeLiteAttention",
+    "KimiLinearAttention",
+    "LongcatFlashMLA",
+    "MiniCPM3Attention",
+    "Mistral4Attention",
+    "YoutuAttention",
+)
+
+MIXERS = dict.fromkeys((*CLASSES, *DSA), latent_attention)

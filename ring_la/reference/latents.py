@@ -1,0 +1,89 @@
+"""Multi-head latent attention, dense: one head at a time, its keys and values written out, every score formed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ring_la.errors import UnsupportedError
+from ring_la.outputs import MLAOutput
+from ring_la.reference.arguments import documents, expect_local, expect_shape
+from ring_la.reference.sparse import sparse_attention
+
+
+def mla(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    layout: object = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
+    backend: str | None = None,
+) -> MLAOutput:
+    """Attention to k_jh = [W_uk,h c_j ; r_j] and v_jh = W_uv,h c_j (DeepSeek-V2, arXiv 2405.04434, eq. 9 to 19).
+
+    q [B, Tq, H, N + R]; latent c [B, Tk, L]; k_rope r [B, Tk, R]; w_uk [H, N, L]; w_uv [H, V, L]; chosen
+    and block as `sparse_attention`, the rest as `attention`. Returns `MLAOutput(o [B, Tq, H, V], lse [B, H, Tq], None)`
+    in float64.
+    """
+    expect_local(layout, backend)
+    expect_shape("q", q, B=None, Tq=None, H=None, K=None)
+    (B, _, H, K), R = q.shape, k_rope.shape[-1]
+    expect_shape("latent", latent, B=B, Tk=None, L=None)
+    expect_shape("k_rope", k_rope, B=B, Tk=latent.shape[1], R=None)
+    expect_shape("w_uk", w_uk, H=H, N=K - R, L=latent.shape[2])
+    expect_shape("w_uv", w_uv, H=H, V=None, L=latent.shape[2])
+    if dropout_p:
+        raise UnsupportedError("dropout_p", "0", dropout_p, "The reference is deterministic")
+    if chosen is not None:
+        keys = torch.einsum("btl,hnl->bthn", latent.double(), w_uk.double())
+        keys = torch.cat([keys, k_rope.double()[:, :, None].expand(-1, -1, H, -1)], -1)
+        values = torch.einsum("btl,hvl->bthv", latent.double(), w_uv.double())
+        how = dict(block=block, causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens)
+        return MLAOutput(*sparse_attention(q, keys, values, chosen, **how), None)
+    scale = K**-0.5 if scale is None else scale
+    limits = window[0], 0 if causal else window[1]
+    parts = []
+    for _, rows, tokens in documents(B, latent.shape[1], cu_seqlens):
+        of_q = slice(None) if cu_seqlens is None else tokens
+        heads = []
+        for h in range(H):
+            c = latent[rows, tokens].double()
+            k = torch.cat([c @ w_uk[h].double().T, k_rope[rows, tokens].double()], -1)
+            s = scale * (q[rows, of_q, h].double() @ k.transpose(1, 2))
+            s = softcap * torch.tanh(s / softcap) if softcap else s
+            sink = None if sinks is None else sinks[h].double()
+            heads.append(_one_head(s, c @ w_uv[h].double().T, limits, sink))
+        o, lse = zip(*heads)
+        parts.append((torch.stack(o, 2), torch.stack(lse, 1)))
+    return MLAOutput(torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2), None)
+
+
+def _one_head(s: Tensor, v: Tensor, limits: tuple[int, int], sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o and lse of scores [B, Tq, Tk], the last query standing at the last key."""
+    Tq, Tk = s.shape[1:]
+    ahead = torch.arange(Tk) - (torch.arange(Tq)[:, None] + Tk - Tq)  # how far a key stands after a query
+    seen = torch.ones(Tq, Tk, dtype=torch.bool)
+    if limits[0] >= 0:
+        seen &= ahead >= -limits[0]
+    if limits[1] >= 0:
+        seen &= ahead <= limits[1]
+    weights = torch.where(seen.to(s.device), s, -torch.inf)
+    if sink is not None:
+        weights = torch.cat([weights, sink.expand(*s.shape[:2], 1)], -1)
+    blind = torch.isneginf(weights).all(-1)
+    lse = torch.logsumexp(torch.where(blind[..., None], 0.0, weights), -1)
+    p = torch.exp(weights - lse[..., None])[..., :Tk]
+    return p @ v, torch.where(blind, -torch.inf, lse)

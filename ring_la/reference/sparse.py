@@ -1,0 +1,66 @@
+"""Attention to chosen keys, dense: a loop over queries that takes its keys one choice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ring_la.outputs import AttentionOutput
+from ring_la.reference.arguments import expect_local, expect_shape
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    *,
+    block: int = 1,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
+    layout: object = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    backend: str | None = None,
+) -> AttentionOutput:
+    """Softmax over the keys ``c … c + block − 1`` of each choice c that are of the query's document and in its reach.
+
+    q [B, Tq, H, K]; k [B, Tk, Hk, K]; v [B, Tk, Hk, V]; chosen [B, Tq, Hk or 1, S], −1 where nothing is chosen; the
+    rest as `attention`. Returns `AttentionOutput(o [B, Tq, H, V], lse [B, H, Tq])` in float64.
+    """
+    expect_local(layout, backend)
+    expect_shape("q", q, B=None, Tq=None, H=None, K=None)
+    (B, Tq, H, K), (Tk, Hk) = q.shape, k.shape[1:3]
+    expect_shape("k", k, B=B, Tk=None, Hk=None, K=K)
+    expect_shape("v", v, B=B, Tk=Tk, Hk=Hk, V=None)
+    expect_shape("chosen", chosen, B=B, Tq=Tq, heads=(1, Hk), S=None)
+    borders = [0, Tk] if cu_seqlens is None else torch.as_tensor(cu_seqlens).tolist()
+    document = [n for n, (a, b) in enumerate(zip(borders, borders[1:])) for _ in range(a, b)]
+    scale = K**-0.5 if scale is None else scale
+    right = 0 if causal else window[1]
+    o, lse = q.new_zeros(B, Tq, H, v.shape[3]).double(), []
+    rows = []
+    for b in range(B):
+        for t in range(Tq):
+            place = t + Tk - Tq
+            for h in range(H):
+                g = h // (H // Hk)
+                keys = [
+                    j
+                    for c in chosen[b, t, g % chosen.shape[2]].tolist()
+                    if c >= 0
+                    for j in range(c, min(c + block, Tk))
+                    if document[j] == document[place]
+                    and (right < 0 or j - place <= right)
+                    and (window[0] < 0 or place - j <= window[0])
+                ]
+                s = scale * (k[b, keys, g].double() @ q[b, t, h].double())
+                logits = s if sinks is None else torch.cat([s, sinks[h : h + 1].double()])
+                total = torch.logsumexp(logits, 0) if len(logits) else s.new_tensor(-torch.inf)
+                rows.append(torch.exp(s - total) @ v[b, keys, g].double() if keys else o[b, t, h])
+                lse.append(total)
+    o = torch.stack(rows).view(B, Tq, H, -1)
+    return AttentionOutput(o, torch.stack(lse).view(B, Tq, H).transpose(1, 2))

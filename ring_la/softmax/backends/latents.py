@@ -1,0 +1,157 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a key and its value come as one latent for all heads.
+
+    k_jh = [W_uk,h c_j ; r_j],   v_jh = W_uv,h c_j          c_j the latent [L], r_j the rotary part that heads share [R]
+
+What strategies move are latents and rotary parts, in the places of keys and values; these kernels stand between them
+and one that knows neither. Two ways to the same numbers:
+
+    expanded   keys and values are made of each block that arrives, and made again in the backward pass
+    absorbed   queries are taken to the latents, q'_ih = W_uk,hᵀ q_ih: every head reads one key [c_j ; r_j] and one
+               value c_j, and what comes out, o'_ih = Σ_j p_ij c_j, becomes o_ih = W_uv,h o'_ih
+
+With n queries a key, expanding costs  L (N + V)  more and each score  2 L − N − V  less, in products of a head: so few
+queries are absorbed, and many meet expanded keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...choices import LatentForm
+from ..geometry import Pair
+from ..geometry.stretches import stretches_of_keys
+from ..merging import Gradients, Partial, Sum, wide
+from ..scores import Scores
+from .backend import AttentionBackend, QueryRows
+
+LEAST_KEYS = 4096
+"""Keys that are expanded at once, if they are not more than the queries."""
+
+
+def cheaper_form(queries: int, up_k: Tensor, up_v: Tensor) -> LatentForm:
+    """The way with fewer products for so many queries a key."""
+    (_, N, L), V = up_k.shape, up_v.shape[1]
+    return "absorbed" if queries * (2 * L - N - V) < L * (N + V) else "expanded"
+
+
+class LatentBackend(AttentionBackend):
+    """A kernel on latents; it also sums up the gradients of what makes keys and values of them.
+
+    Args:
+        inner: what computes on keys and values. up_k, up_v: ``[H, N, L]`` and ``[H, V, L]``.
+
+    Attributes:
+        dup_k, dup_v: the sums.
+    """
+
+    def __init__(self, inner: AttentionBackend, up_k: Tensor, up_v: Tensor) -> None:
+        self.inner, self.up_k, self.up_v = inner, up_k, up_v
+        self.name, self.knows = inner.name, inner.knows
+        self.takes_delta, self.sums_wide, self.fixed_keys = inner.takes_delta, inner.sums_wide, inner.fixed_keys
+        self.dup_k, self.dup_v = (torch.zeros_like(w, dtype=wide(w.dtype)) for w in (up_k, up_v))
+
+    def up_gradients(self) -> tuple[Tensor, Tensor]:
+        """The sums so far, in the dtype of what makes keys and values."""
+        return self.dup_k.to(self.up_k.dtype), self.dup_v.to(self.up_v.dtype)
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of keys come in."""
+        return wide(dtype) if self.sums_wide else dtype
+
+
+class Expanded(LatentBackend):
+    """Keys and values made of latents, no more at once than there are queries."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+        for keys, met in self._stretches(pair):
+            self.inner.forward(q, *self._expand(k[:, keys, 0], v[:, keys, 0]), scores, met, out)
+
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        for keys, met in self._stretches(pair):
+            latent, rotary = k[:, keys, 0], v[:, keys, 0]
+            made = self._expand(latent, rotary)
+            grads = Gradients(out.dq, *map(Sum.like, made))
+            self.inner.backward(x, *made, scores, met, grads)
+            del made
+            dtype = self._dtype(latent.dtype)
+            dlatent, drotary = self._fold(grads.dk.result(dtype), grads.dv.result(dtype), latent)
+            out.dk.add(dlatent, keys)
+            out.dv.add(drotary, keys)
+
+    def _stretches(self, pair: Pair) -> list[tuple[slice, Pair]]:
+        if self.inner.fixed_keys:
+            return [(slice(0, len(pair.keys)), pair)]
+        return stretches_of_keys(pair, max(LEAST_KEYS, len(pair.rows)))
+
+    def _expand(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, n, H, N + R]`` and values ``[B, n, H, V]`` of ``latent [B, n, L]`` and ``rotary [B, n, R]``."""
+        (H, N, _), (B, n, R) = self.up_k.shape, rotary.shape
+        k = latent.new_empty(B, n, H, N + R)
+        k[..., :N] = (latent @ self.up_k.flatten(0, 1).mT).unflatten(-1, (H, N))
+        k[..., N:] = rotary[:, :, None]
+        return k, (latent @ self.up_v.flatten(0, 1).mT).unflatten(-1, (H, -1))
+
+    def _fold(self, dk: Tensor, dv: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of latents ``[B, n, 1, L]`` and rotary parts ``[B, n, 1, R]`` from those of keys and values."""
+        N, dtype = self.up_k.shape[1], dk.dtype
+        dkn, dv = dk[..., :N].flatten(2), dv.flatten(2)  # [B, n, H·N], [B, n, H·V]
+        dlatent = dkn @ self.up_k.flatten(0, 1).to(dtype)
+        dlatent += dv @ self.up_v.flatten(0, 1).to(dtype)
+        flat = latent.reshape(-1, latent.shape[-1]).to(dtype)
+        for total, grad in ((self.dup_k, dkn), (self.dup_v, dv)):
+            total += (grad.flatten(0, 1).mT @ flat).view_as(total)
+        return dlatent[:, :, None], dk[..., N:].sum(2, keepdim=True, dtype=wide(dtype)).to(dtype)
+
+
+class Absorbed(LatentBackend):
+    """Queries taken to the latents. Its inner kernel takes Δ, one key head, and K = L + R, V = L."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+        part = self._part(q, k, v, scores, pair)
+        if not part.empty:
+            o, lse = part.result()
+            out.add(self._raise(o), lse)
+
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        N, L = self.up_k.shape[1:]
+        part = self._part(x.q, k, v, scores, pair)
+        if part.empty:
+            return
+        o, lse = part.result()
+        share = torch.exp(lse - torch.where(torch.isneginf(x.lse), torch.inf, x.lse))  # of these keys
+        low = (o * share.mT[..., None]).to(o.dtype)
+        do = torch.einsum("bthv,hvl->bthl", x.do, self.up_v)
+        rows, keys = QueryRows(self._lower(x.q), low, do, x.lse, x.delta), self._keys(k, v)
+        grads = Gradients.of(rows.q, keys, k)
+        self.inner.backward(rows, keys, keys[..., :L], scores, pair, grads)
+        dtype = self._dtype(k.dtype)
+        dq, dk, dv = (g.result(dtype) for g in (grads.dq, grads.dk, grads.dv))
+        dlow, q = dq[..., :L], x.q[..., :N]
+        out.dq.add(torch.cat([torch.einsum("bthl,hnl->bthn", dlow, self.up_k.to(dtype)), dq[..., L:]], -1))
+        out.dk.add(dk[..., :L] + dv)
+        out.dv.add(dk[..., L:])
+        self.dup_k += torch.einsum("bthn,bthl->hnl", q.to(dtype), dlow)
+        self.dup_v += torch.einsum("bthv,bthl->hvl", x.do, low)
+
+    def _part(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> Partial:
+        """o' and lse of these keys alone."""
+        part, keys = Partial((*q.shape[:3], k.shape[3]), q.dtype, q.device), self._keys(k, v)
+        self.inner.forward(self._lower(q), keys, keys[..., : k.shape[3]], scores, pair, part)
+        return part
+
+    def _lower(self, q: Tensor) -> Tensor:
+        """Queries as latents see them, ``[B, T, H, L + R]``."""
+        N = self.up_k.shape[1]
+        return torch.cat([torch.einsum("bthn,hnl->bthl", q[..., :N], self.up_k), q[..., N:]], -1)
+
+    def _raise(self, o: Tensor) -> Tensor:
+        """``[B, T, H, L] → [B, T, H, V]``."""
+        return torch.einsum("bthl,hvl->bthv", o, self.up_v)
+
+    @staticmethod
+    def _keys(k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([k, v], -1)
+
+
+FORMS: dict[str, type[LatentBackend]] = {"expanded": Expanded, "absorbed": Absorbed}

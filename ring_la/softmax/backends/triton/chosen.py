@@ -1,0 +1,108 @@
+"""Launching the kernels for queries that choose their keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...geometry import Pair
+from ...merging import Gradients, Partial, has_triton
+from ...merging.parts import dense
+from ...scores import Scores
+from ..backend import Ask, QueryRows
+from ..chosen import ChosenBackend
+from . import launch as softmax
+
+WIDEST = 256
+"""Of keys and values apart."""
+WIDEST_SHARED = 512, 64
+"""Columns of values that are a key's first columns, and columns behind them."""
+
+
+class TritonChosen(ChosenBackend):
+    """A program for every query. Gradients of keys are summed by atomics, in an order that varies."""
+
+    name = "triton"
+
+    def unsupported(self, ask: Ask) -> str:
+        if ask.device.type != "cuda" and not softmax.interpreted:
+            return "tensors are not on a CUDA device"
+        if not has_triton():
+            return "triton is not installed"
+        if ask.dtype == torch.float64:
+            return "it has no fp64"
+        behind = ask.width - ask.value_width
+        shared = ask.groups == 1 and ask.value_width <= WIDEST_SHARED[0] and 0 <= behind <= WIDEST_SHARED[1]
+        if max(ask.width, ask.value_width) > WIDEST and not shared:
+            return f"it needs K and V up to {WIDEST}, not {ask.width} and {ask.value_width}"
+        return super().unsupported(ask)
+
+    def suits(self, ask: Ask) -> bool:
+        """Only where it is named: it has run in Triton's interpreter, and on no GPU yet."""
+        return False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+        from . import chosen_kernels as kernels
+
+        q, k, v, shared = dense(q), dense(k), dense(v), _shared(k, v)
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        self._launch(kernels.forward, (q, k, v, o), (lse,), scores, pair, shared)
+        out.add(o, lse)
+
+    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+        from . import chosen_kernels as kernels
+
+        q, k, v, do, shared = dense(x.q), dense(k), dense(v), dense(x.do), _shared(k, v)
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        dv = dk[..., : v.shape[3]] if shared else torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+        more = x.lse.contiguous(), x.delta.contiguous(), dq, dk, dv
+        self._launch(kernels.backward, (q, k, v, do), more, scores, pair, shared, (dq, dk, dv))
+        out.dq.add(dq)
+        out.dk.add(dk)
+        if not shared:
+            out.dv.add(dv)
+
+    def _launch(
+        self,
+        kernel: Any,
+        tensors: tuple[Tensor, ...],
+        more: tuple[Tensor, ...],
+        scores: Scores,
+        pair: Pair,
+        shared: bool,
+        grads: tuple[Tensor, ...] = (),
+    ) -> None:
+        from ....kernels.runtime.launch import launch
+
+        (q, k, v, _), c, places = tensors, dense(self.chosen), pair.keys.places
+        (B, Tq, H, K), Hk, V = q.shape, k.shape[2], v.shape[3]
+        G, (left, right) = H // Hk, pair.reach
+        width = V if shared else K
+        bg = _padded(G) if grads and shared else min(64, _padded(G))
+        bg = min(bg, 16 if grads and width > WIDEST else 64)
+        few = q.dtype == torch.float32 or width > 128
+        (q_pos, q_doc, _), (k_pos, k_doc, _) = pair.rows.columns, pair.keys.columns
+        launch(
+            kernel, (Tq, -(-G // bg) * B * Hk), *tensors, *more, c, places, q_pos, q_doc, k_pos, k_doc,
+            scores.scale, left or 0, right or 0, Tq, c.shape[3], len(places), G, c.shape[2],
+            *c.stride()[:3], *(s for x in tensors for s in x.stride()[:3]), width, K - width, V,
+            *(s for x in grads for s in x.stride()[:3]),
+            H=H, BG=bg, BN=32 if few else 64, BK=_padded(width), BR=_padded(K - width) if K > width else 1,
+            BV=_padded(V), BLOCK=scores.block, SHARED=shared, LEFT=left is not None, RIGHT=right is not None,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=8 if width > WIDEST else 4, num_stages=2 if width <= WIDEST else 1, tensors="any",
+        )  # fmt: skip
+
+
+def _shared(k: Tensor, v: Tensor) -> bool:
+    """Whether values are the first columns of keys, in the same memory."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.numel() > 0
+
+
+def _padded(width: int) -> int:
+    """Columns or rows of a tile that holds `width`."""
+    return max(16, 1 << (width - 1).bit_length())

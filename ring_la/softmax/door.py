@@ -1,0 +1,141 @@
+"""What a call of `attention`, `mla` or `sparse_attention` goes through: checks and agreement of the ranks, then one
+device or a split sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..autograd import outside_graphs, refuse_transforms, traced
+from ..checks import check_nan
+from ..context import ShardedLayout
+from ..errors import Facts, RingLAError
+from ..outputs import AttentionOutput
+from . import operator
+from .call import AttentionCall, KnownCalls
+from .merging import wide
+from .options import AttentionOptions, check_options, check_split, check_whole
+from .tensors import Tensors, check_tensors
+
+
+def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) -> AttentionOutput:
+    """A call of one of them, whose tensors and keywords are as the caller gave them."""
+    if options.backend != "reference":
+        refuse_transforms(x.named())
+    if isinstance(layout, ShardedLayout):
+        return _outside_graphs(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
+    _check(x, options, layout)
+    if options.backend == "reference":
+        return _reference(x, options)
+    call = AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
+    # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
+    if any(traced(t) for t in x if t is not None):
+        return AttentionOutput(*operator.attention(*operator.flat(x, call)))
+    return AttentionOutput(*call.plan(x)(x))
+
+
+def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
+    """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
+    known, kind = KnownCalls.of(layout).plans, _kind_of_call(x, options)
+    if kind is not None and layout.cp.validate != "always" and kind in known:
+        return AttentionOutput(*known[kind](x))
+    error = None
+    try:
+        _check(x, options, layout)
+    except RingLAError as e:
+        error = e
+    layout.agree(_name(x), None if error else _signature(x, options), error)
+    split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
+    plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, options.form, *split).plan(x)
+    if kind is not None:
+        known[kind] = plan
+    return AttentionOutput(*plan(x))
+
+
+_outside_graphs = outside_graphs(_split)
+
+
+def _name(x: Tensors) -> str:
+    """Of the function that was called."""
+    return "mla" if x.latent else "attention" if x.chosen is None else "sparse_attention"
+
+
+def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
+    """The dense fp64 truth, returned in the dtypes of the other backends."""
+    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form"}
+    if x.latent or x.chosen is not None:
+        not_its |= {"alibi_slopes", "joint"}
+    if x.chosen is None:
+        not_its.add("block")
+    keywords = {name: value for name, value in options._asdict().items() if name not in not_its}
+    if x.latent:
+        choice = {} if x.chosen is None else {"chosen": x.chosen}
+        out = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **choice, **keywords)
+    elif x.chosen is not None:
+        del keywords["softcap"], keywords["dropout_p"]
+        out = reference.sparse_attention(*x[:3], x.chosen, sinks=x.sinks, **keywords)
+    else:
+        out = reference.attention(*x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
+    return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
+
+
+def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in autocast's dtype, as PyTorch's own attention takes them; fp64 stays."""
+
+    def cast(t: object) -> object:
+        floats = isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        return t.to(torch.get_autocast_dtype(t.device.type)) if floats else t
+
+    return [cast(t) for t in tensors]
+
+
+# -- checks and agreement ----------------------------------------------------------------------------------
+
+
+def _check(x: Tensors, options: AttentionOptions, layout: object) -> None:
+    """Refuse what is wrong, by name."""
+    check_tensors(x, options.joint, options.alibi_slopes)
+    check_options(options)
+    if layout is None:
+        check_whole(x.q, x.k, options)
+        return
+    check_split(x, options, layout)
+    if layout.cp.validate == "always":
+        for name, t in x.named():
+            if t is not None:
+                check_nan(name, t)
+
+
+def _kind_of_call(x: Tensors, options: AttentionOptions) -> tuple | None:
+    """All that checks, agreement and plan depend on; None where that is more than shapes and flags."""
+    if options.alibi_slopes is not None or options.dropout_p or options.cu_seqlens is not None:
+        return None
+    if not all([t is None or isinstance(t, Tensor) for t in x]):
+        return None
+    tensors = [None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in x]
+    kind = (*tensors, getattr(options.kv_layout, "cp", None), torch.is_grad_enabled(), options)
+    try:
+        hash(kind)
+    except TypeError:  # a window given as a list
+        return None
+    return kind
+
+
+def _signature(x: Tensors, options: AttentionOptions) -> tuple[tuple[str, object], ...]:
+    """What must be the same on all ranks, by name: shapes but T, dtypes, flags and who needs a gradient."""
+
+    def of(name: str, t: Tensor | None) -> tuple[str, object]:
+        if t is None:
+            return name, None
+        return name, Facts.of(t, 1 if name in (*x.names[:3], "chosen") else None)
+
+    def flag(name: str, value: object) -> tuple[str, object]:
+        if isinstance(value, Tensor):
+            return of(name, value)
+        if isinstance(value, ShardedLayout):
+            return name, value.key
+        return name, tuple(value) if isinstance(value, list) else value
+
+    tensors, flags = [of(*named) for named in x.named()], [flag(*option) for option in options._asdict().items()]
+    return (*tensors, *flags, ("gradients", torch.is_grad_enabled()))

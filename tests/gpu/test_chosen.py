@@ -1,0 +1,86 @@
+"""Kernels of latents, chosen keys and index scores on one GPU, against the PyTorch forms in fp64.
+
+pytest -m gpu tests/gpu/test_chosen.py -n 6
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import ring_la
+from ring_la import reference
+from ring_la.indexers import lightning_index
+from tests.support.attention_cases import error
+
+pytestmark = pytest.mark.gpu
+
+T, CU = 700, (0, 100, 101, 700)
+L, R, N, V = 512, 64, 128, 128
+LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 5e-5}
+"""About twice what rounding weights and gradients of scores costs dense attention."""
+
+
+def normal(rng: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=rng, device="cuda", dtype=torch.float64)
+
+
+def run(function, x: list[Tensor], do: Tensor, **how) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in x]
+    out = function(*leaves, cu_seqlens=torch.tensor(CU, device="cuda", dtype=torch.int32), **how)
+    return [out.o.detach(), *torch.autograd.grad(out.o, leaves, do.to(out.o.dtype))]
+
+
+def latents(rng: torch.Generator, H: int) -> list[Tensor]:
+    weights = [normal(rng, H, width, L) / L**0.5 for width in (N, V)]
+    return [normal(rng, 1, T, H, N + R), normal(rng, 1, T, L), normal(rng, 1, T, R), *weights]
+
+
+def compare(function, x: list[Tensor], do: Tensor, dtype: torch.dtype, want: dict, got: dict) -> None:
+    x = [t.to(dtype) for t in x]
+    truth = run(function, [t.double() for t in x], do, **want)
+    errors = [error(a, b) for a, b in zip(run(function, x, do, **got), truth)]
+    assert max(errors) < LIMITS[dtype], errors
+
+
+SHAPES = [(16, None, 1), (128, None, 1), (8, 64, 1), (8, 64, 32), (32, 128, 64), (2, 128, 1), (8, 96, 16)]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("H", "D", "block"), SHAPES)
+def test_chosen_keys(H, D, block, dtype):
+    """D None: latents, absorbed."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    if D is None:
+        function, x, do, heads = ring_la.mla, latents(rng, H), normal(rng, 1, T, H, V), 1
+    else:
+        x, do, heads = [normal(rng, 1, T, h, D) for h in (H, 2, 2)], normal(rng, 1, T, H, D), 2
+        function = ring_la.sparse_attention
+    starts = torch.arange(0, T, block, device="cuda")
+    noise = torch.rand(1, T, heads, len(starts), generator=rng, device="cuda")
+    chosen = starts[noise.topk(96 if block == 1 else 5).indices].int()
+    how = dict(chosen=chosen, block=block)
+    compare(function, x, do, dtype, dict(how, backend="torch"), dict(how, backend="triton"))
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_latents(form):
+    rng = torch.Generator("cuda").manual_seed(1)
+    x, do = latents(rng, 4), normal(rng, 1, T, 4, V)
+    x = [t.bfloat16() for t in x]
+    truth = run(reference.mla, [t.double() for t in x], do)
+    errors = [error(a, b) for a, b in zip(run(ring_la.mla, x, do, form=form), truth)]
+    assert max(errors) < 1.5e-2, errors
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_index_scores(dtype):
+    rng = torch.Generator("cuda").manual_seed(2)
+    q, k = (normal(rng, 2, T, *shape).to(dtype) for shape in ((6, 128), (128,)))
+    w = normal(rng, 2, T, 6).abs().float()
+    kinds = ((dtype, "triton"), (torch.float64, "torch"))
+    got, want = (lightning_index(*(t.to(d) for t in (q, k, w)), 64, backend=b) for d, b in kinds)
+    there = ~torch.isneginf(want.scores)
+    assert torch.equal(torch.isneginf(got.scores), ~there)
+    assert error(got.scores[there], want.scores[there]) < LIMITS[dtype]

@@ -1,0 +1,84 @@
+"""Attention to chosen keys, whole and split, against a loop over queries: outputs and all gradients on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ring_la
+from ring_la.softmax.backends import chosen
+from tests.support.attention_cases import error
+from tests.support.chosen_cases import CU, FEATURES, T, compare, draw, function_of, run, truth
+from tests.support.pool import group
+from tests.support.split_attention import KINDS
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_one_device_is_the_loop(feature, packed, monkeypatch):
+    monkeypatch.setattr(chosen, "NUMBERS", 2000)  # a few rows at a time
+    case, want = draw(feature, packed), truth(feature, packed)
+    got = run(function_of(case), case, cu_seqlens=torch.tensor(CU) if packed else None)
+    assert all(error(got[n], x) < 1e-9 for n, x in want.items()), {n: error(got[n], x) for n, x in want.items()}
+
+
+def test_all_keys_chosen_is_attention():
+    case = draw("tokens", False)
+    every = torch.arange(T, dtype=torch.int32).expand(2, T, 1, T)
+    want = run(ring_la.attention, case._replace(keywords={}))
+    got = run(ring_la.sparse_attention, case._replace(keywords=dict(chosen=every)))
+    assert all(error(got[n], x) < 1e-9 for n, x in want.items())
+
+
+def check(rank: int, P: int) -> list[str]:
+    cp, bad = ring_la.ContextParallel(group(P), scan="ring"), []
+    for packed, kind in ((False, "zigzag"), *((True, kind) for kind in KINDS[: P if P < 3 else None])):
+        layout = cp.layout(T, kind, cu_seqlens=CU if packed else None)
+        for feature in FEATURES:
+            for strategy in ("ring", "all_gather") if kind == "zigzag" else ("auto",):
+                errors = compare(layout, draw(feature, packed), truth(feature, packed), strategy=strategy)
+                bad += [f"{packed} {kind} {feature} {strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+    return bad
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+def test_sharded_is_whole(ranks, P):
+    bad = ranks.run(P, check, P)
+    assert not any(bad), bad
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (dict(chosen=None), "chosen"),
+        (dict(chosen=torch.zeros(2, T, 1, 3)), "chosen"),
+        (dict(chosen=torch.zeros(2, T, 3, 3, dtype=torch.int32)), "chosen"),
+        (dict(block=0), "block"),
+        (dict(backend="flash"), "backend"),
+    ],
+)
+def test_bad_input_is_refused_by_name(change, name):
+    case = draw("tokens", False)
+    with pytest.raises(ring_la.ArgumentError, match=f"^{name}: "):
+        ring_la.sparse_attention(**case.tensors | case.keywords | change)
+
+
+def refused(rank: int) -> list[str]:
+    names, case = [], draw("tokens", False)
+    for how, more in ((dict(deterministic=True), {}), ({}, dict(strategy="ulysses"))):
+        layout = ring_la.ContextParallel(group(2), scan="ring", **how).layout(T)
+        local = {n: layout.shard(t) for n, t in (case.tensors | case.keywords).items()}
+        with pytest.raises(ring_la.UnsupportedError) as error:
+            ring_la.sparse_attention(**local, layout=layout, **more)
+        names.append(error.value.name)
+    return names
+
+
+def test_what_does_not_go_with_a_choice_is_refused(ranks):
+    assert ranks.run(2, refused) == [["chosen", "strategy"]] * 2
+
+
+def test_compiled_it_is_one_node_and_the_same():
+    case, want = draw("latents", False), truth("latents", False)
+    got = run(torch.compile(ring_la.mla, fullgraph=True, backend="aot_eager"), case)
+    assert all(error(got[n], x) < 1e-9 for n, x in want.items())

@@ -1,0 +1,39 @@
+"""The Triton kernels for chosen keys under Triton's interpreter, against the loop. GPUs: tests/gpu/test_chosen.py."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.support.attention_cases import error
+from tests.support.chosen_cases import CU, FEATURES, draw, function_of, run, truth
+from tests.support.interpreter import interpreted
+
+interpreted()
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("GPUs have a check of their own", allow_module_level=True)
+
+from ring_la.softmax.backends.triton import launch  # noqa: E402
+
+
+@pytest.mark.parametrize("feature", [f for f in FEATURES if f != "tokens"])
+def test_kernels_are_the_loop(feature, monkeypatch):
+    monkeypatch.setattr(launch, "interpreted", True)
+    case, want = draw(feature, True), truth(feature, True)
+    got = run(function_of(case), case, torch.float32, cu_seqlens=torch.tensor(CU), backend="triton")
+    errors = {n: error(got[n], x) for n, x in want.items()}
+    assert all(e < 2e-5 for e in errors.values()), errors
+
+
+def test_index_scores_are_those_of_pytorch():
+    from ring_la.indexers.lightning import index_scores
+    from ring_la.indexers.scores_kernel import scores
+
+    rng = torch.Generator().manual_seed(0)
+    q, k, w = (torch.randn(*shape, generator=rng) for shape in ((2, 70, 3, 20), (2, 140, 20), (2, 70, 3)))
+    tokens, starts = torch.arange(100, 170), torch.where(torch.arange(70) < 20, 0, 120)
+    for first in (0, 90, 200):
+        got, want = (f(q, k, w, tokens, starts, first) for f in (scores, index_scores))
+        torch.testing.assert_close(got, want)

@@ -1,0 +1,197 @@
+"""Indexers, whole and split, against loops over tokens: what is chosen, the loss and its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import ring_la
+from ring_la.indexers import best_key_index, block_index, chosen, full_block_index, lightning_index, lightning_loss
+from tests.support.pool import group
+from tests.support.split_attention import KINDS
+
+T, CU, HEADS, D, TOPK = 41, (0, 6, 6, 7, 30, 41), 3, 5, 4
+
+
+def draw(seed: int = 0) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    shapes = dict(q=(1, T, HEADS, D), k=(1, T, D), w=(1, T, HEADS), aq=(1, T, 4, 8), ak=(1, T, 2, 8))
+    x = {n: torch.randn(*shape, generator=rng, dtype=torch.float64) for n, shape in shapes.items()}
+    x["k"], x["w"] = x["k"].abs(), x["w"].abs()
+    x["q"][:, :, 0] = x["q"][:, :, 0].abs()  # no score is 0, as others might be too
+    return x
+
+
+def start_of(t: int) -> int:
+    return max(a for a, b in zip(CU, CU[1:]) if a <= t < b)
+
+
+def scores(x: dict[str, Tensor], t: int) -> Tensor:
+    """I of query t and each token of its document up to it."""
+    keys = x["k"][0, start_of(t) : t + 1]
+    return sum(x["w"][0, t, h] * torch.relu(keys @ x["q"][0, t, h]) for h in range(HEADS))
+
+
+def picked(x: dict[str, Tensor]) -> list[set[int]]:
+    best = [scores(x, t) for t in range(T)]
+    return [set((s.topk(min(TOPK, len(s))).indices + start_of(t)).tolist()) for t, s in enumerate(best)]
+
+
+def loss_of(x: dict[str, Tensor], chosen: list[set[int]]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for t, keys in enumerate(chosen):
+        at = sorted(keys)
+        heads = [torch.softmax(x["ak"][0, at, h // 2] @ x["aq"][0, t, h] * 8**-0.5, 0) for h in range(4)]
+        p = (sum(heads) / 4).detach()
+        log = torch.log_softmax(scores(x, t)[[j - start_of(t) for j in at]], 0)
+        total = total + (p * (p.log() - log)).sum()
+    return total
+
+
+def leaves(x: dict[str, Tensor]) -> list[Tensor]:
+    return [x[n].requires_grad_() for n in ("q", "k", "w")]
+
+
+def sets(places: Tensor) -> list[set[int]]:
+    return [{j for j in row if j >= 0} for row in places[0, :, 0].tolist()]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Some scores at a time."""
+    monkeypatch.setattr(chosen, "SCORES", 120)
+    monkeypatch.setattr(chosen, "CHUNK", 7)
+
+
+def test_lightning_on_one_device_is_the_loop(few):
+    x, cu = draw(), torch.tensor(CU)
+    out = lightning_index(x["q"], x["k"], x["w"], TOPK, cu_seqlens=cu)
+    assert sets(out.places) == picked(x)
+    assert (out.scores.diff(dim=-1) <= 0).logical_or(torch.isneginf(out.scores[..., 1:])).all()
+    want = loss_of(x, picked(x))
+    got = lightning_loss(*leaves(x), out.places, x["aq"], x["ak"], cu_seqlens=cu)
+    torch.testing.assert_close(got, want)
+    pairs = zip(torch.autograd.grad(got, leaves(x)), torch.autograd.grad(loss_of(x, picked(x)), leaves(x)))
+    assert all(torch.allclose(a, b) for a, b in pairs)
+
+
+def check_lightning(rank: int, P: int) -> bool:
+    cp, x = ring_la.ContextParallel(group(P), scan="ring"), draw()
+    places, inputs = picked(x), leaves(x)
+    want = torch.autograd.grad(loss_of(x, places), inputs)
+    for kind in KINDS:
+        layout = cp.layout(T, kind, cu_seqlens=CU)
+        local = {n: layout.shard(t.detach()) for n, t in x.items()}
+        out = lightning_index(local["q"], local["k"], local["w"], TOPK, layout=layout)
+        assert sets(out.places) == [places[t] for t in layout.tokens().tolist()]
+        loss = lightning_loss(*leaves(local), out.places, local["aq"], local["ak"], layout=layout)
+        torch.testing.assert_close(cp.comm.all_reduce(loss.detach().clone()).wait(), loss_of(x, places).detach())
+        for got, whole in zip(torch.autograd.grad(loss, leaves(local)), want):
+            torch.testing.assert_close(got, layout.shard(whole))
+    return True
+
+
+@pytest.mark.parametrize("P", [1, 3, 4])
+def test_split_lightning_is_whole(ranks, P):
+    assert all(ranks.run(P, check_lightning, P))
+
+
+SIZE = 4
+
+
+def blocks_picked(q: Tensor, k: Tensor, g: int) -> list[set[int]]:
+    """The own block of each token and the best of those before it, by their first tokens."""
+    out = []
+    for t in range(T):
+        first, end = start_of(t), next(b for b in CU if b > t)
+        own = t - (t - first) % SIZE
+        of_heads = q[0, t, 2 * g : 2 * g + 2].sum(0)
+        score = {a: float(k[0, a : min(a + SIZE, end), g].mean(0) @ of_heads) for a in range(first, own, SIZE)}
+        out.append({own, *sorted(score, key=score.get, reverse=True)[: TOPK - 1]})
+    return out
+
+
+def check_blocks(rank: int, P: int) -> bool:
+    cp, x = ring_la.ContextParallel(group(P), scan="ring"), draw()
+    for kind in KINDS:
+        layout = cp.layout(T, kind, cu_seqlens=CU)
+        places = block_index(layout.shard(x["aq"]), layout.shard(x["ak"]), SIZE, TOPK, layout=layout).places
+        for g in range(2):
+            want = blocks_picked(x["aq"], x["ak"], g)
+            assert sets(places[:, :, g : g + 1]) == [want[t] for t in layout.tokens().tolist()]
+    return True
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_blocks_are_the_loop(ranks, P):
+    assert all(ranks.run(P, check_blocks, P))
+
+
+def test_bad_input_is_refused_by_name():
+    x = draw()
+    for change, name in ((dict(k=x["w"]), "k"), (dict(w=x["k"]), "w"), (dict(topk=0), "topk")):
+        with pytest.raises(ring_la.ArgumentError, match=f"^{name}: "):
+            lightning_index(**dict(q=x["q"], k=x["k"], w=x["w"], topk=2) | change)
+    with pytest.raises(ring_la.ArgumentError, match=r"^size: "):
+        block_index(x["aq"], x["ak"], 0, 2)
+
+
+def full_blocks(x: dict[str, Tensor]) -> list[set[int]]:
+    """QSA: the best full blocks up to each token, and its own where that is not full."""
+    out = []
+    for t in range(T):
+        first = start_of(t)
+        keys = {a: x["k"][0, a : a + SIZE].mean(0) * a for a in range(first, t + 2 - SIZE, SIZE)}
+        score = {a: float(torch.relu(x["q"][0, t] @ m).sum()) for a, m in keys.items()}
+        own = set() if (t - first + 1) % SIZE == 0 else {t - (t - first) % SIZE}
+        out.append(own | set(sorted(score, key=score.get, reverse=True)[:TOPK]))
+    return out
+
+
+def check_full_blocks(rank: int, P: int) -> bool:
+    cp, x = ring_la.ContextParallel(group(P), scan="ring"), draw()
+    for kind in KINDS:
+        layout = cp.layout(T, kind, cu_seqlens=CU)
+        how = dict(pool=lambda means, first: means * first[:, None], layout=layout)
+        places = full_block_index(layout.shard(x["q"]), layout.shard(x["k"]), SIZE, TOPK, **how).places
+        want = full_blocks(x)
+        assert sets(places) == [want[t] for t in layout.tokens().tolist()]
+    return True
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_full_blocks_are_the_loop(ranks, P):
+    assert all(ranks.run(P, check_full_blocks, P))
+
+
+def best_keys(x: dict[str, Tensor], h: int) -> list[set[int]]:
+    """MiniMax-M3: the blocks of two local ones and the best single keys up to each token."""
+    out = []
+    for t in range(T):
+        first = start_of(t)
+        own = t - (t - first) % SIZE
+        score = {}
+        for a in range(first, own + 1, SIZE):
+            score[a] = float((x["k"][0, a : min(a + SIZE, t + 1)] @ x["q"][0, t, h]).max())
+        near = {a for a in (own, own - SIZE) if a >= first}
+        rest = sorted(set(score) - near, key=score.get, reverse=True)
+        out.append(near | set(rest[: TOPK - len(near)]))
+    return out
+
+
+def check_best_keys(rank: int, P: int) -> bool:
+    cp, x = ring_la.ContextParallel(group(P), scan="ring"), draw()
+    for kind in KINDS:
+        layout = cp.layout(T, kind, cu_seqlens=CU)
+        how = dict(local=2, layout=layout)
+        places = best_key_index(layout.shard(x["q"]), layout.shard(x["k"]), SIZE, TOPK, **how).places
+        for h in range(HEADS):
+            want = best_keys(x, h)
+            assert sets(places[:, :, h : h + 1]) == [want[t] for t in layout.tokens().tolist()]
+    return True
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_blocks_by_their_best_key_are_the_loop(ranks, P):
+    assert all(ranks.run(P, check_best_keys, P))
