@@ -67,12 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"a key that requests need, or several (default: those in {KEYS}, between commas, which ps does not show)",
     )
-    parser.add_argument("--log", default="-", help='a line of JSON for each request: "-" standard error, "off", a file')
+    parser.add_argument(
+        "--request-log", default="-", help='a line of JSON for each request: "-" standard error, "off", a file'
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     require()
-    args.model = args.model or _demo()
+    args.model = args.model or demo()
     first = os.environ.get("RANK", "0") == "0"
     listening = _listen(args.host, args.port) if first else None  # before a model is loaded for nothing
     with job():
@@ -134,7 +136,7 @@ def answer(engine: Engine, args: argparse.Namespace, listening: socket.socket, l
     from ..serving.records import log_to
 
     name = args.name or Path(args.model).resolve().name
-    keys, log = parsed(args.api_key, os.environ.get(KEYS)), log_to(args.log)
+    keys, log = parsed(args.api_key, os.environ.get(KEYS)), log_to(args.request_log)
     options = Options(args.max_body << 20, choices=min(args.max_choices, args.waiting), keys=keys, log=log)
     app = application(engine, name, lookout=lookout, options=options)
     (host, port), ranks = listening.getsockname()[:2], 1 if engine.cp is None else engine.cp.size
@@ -146,7 +148,7 @@ def answer(engine: Engine, args: argparse.Namespace, listening: socket.socket, l
     print("ring-la serve: stopped", flush=True)
 
 
-def _demo() -> str:
+def demo() -> str:
     """The demo's checkpoint, if it was made here."""
     if not (DEMO / "checkpoint.pt").is_file():
         hint = "bash launch/demo.sh trains it in some minutes; or name a model"

@@ -79,8 +79,8 @@ def application(engine: Engine, name: str, *, lookout: Lookout | None = None, op
         lookout: what knows whether the other ranks live. options: how it answers.
     """
     app = FastAPI(title="ring_la", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Keys, keys=options.keys)
     records = Records(engine, options.log)
+    app.add_middleware(Keys, keys=options.keys, refused=lambda asking: Record(records, asking).end("refused", 401))
     _add_state(app, engine, records, lookout)
     _add_models(app, engine, name)
     _add_completions(app, engine, name, records, options)
@@ -149,9 +149,7 @@ def _add_completions(app: FastAPI, engine: Engine, name: str, records: Records, 
         return JSONResponse(*await whole(asked, answer, request))  # the status second
 
     async def recorded(request: Request, reader: Callable[..., Any], form: type[Answer]) -> Response:
-        client = None if request.client is None else request.client.host
-        about = {"id": None, "client": client, "key": getattr(request.state, "key", None), "path": request.url.path}
-        record = Record(records, **about)
+        record = Record(records, request)
         try:
             return await complete(request, reader, form, record)
         except BaseException as e:

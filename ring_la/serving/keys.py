@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
@@ -34,16 +34,19 @@ class Keys:
 
     Args:
         app: what is guarded. keys: those that open it; none: it is open.
+        refused: hears of those who have none.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], refused: Callable[[HTTPConnection], None]) -> None:
         self._app, self._digests = app, [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._digests or scope["path"] in OPEN:
             await self._app(scope, receive, send)
             return
-        scheme, _, key = HTTPConnection(scope).headers.get("authorization", "").partition(" ")
+        connection = HTTPConnection(scope)
+        scheme, _, key = connection.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode()).digest()
         # each is compared, in a time that does not depend on where they differ
         right = sum(hmac.compare_digest(digest, known) for known in self._digests)
@@ -51,6 +54,7 @@ class Keys:
             scope.setdefault("state", {})["key"] = digest.hex()[:8]
             await self._app(scope, receive, send)
             return
+        self._refused(connection)
         what = "no API key was given" if not key else "the API key is not one of this server's"
         said = error(f"{what}: Authorization: Bearer KEY", "invalid_request_error", code="invalid_api_key")
         await JSONResponse(said, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)

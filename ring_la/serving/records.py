@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from starlette.requests import HTTPConnection
 
 from ..errors import ArgumentError
 from .completion import Ended, Event, NewToken
@@ -40,7 +41,7 @@ def log_to(where: str) -> logging.Logger | None:
     try:
         handler = logging.StreamHandler(sys.stderr) if where == "-" else WatchedFileHandler(Path(where), delay=False)
     except OSError as e:
-        raise ArgumentError("log", '"-", "off" or a file that can be written', f"{where} ({e})") from None
+        raise ArgumentError("request_log", '"-", "off" or a file that can be written', f"{where} ({e})") from None
     handler.setFormatter(logging.Formatter("%(message)s"))
     log = logging.Logger("ring_la.requests", logging.INFO)  # of this server, in no hierarchy
     log.addHandler(handler)
@@ -92,11 +93,17 @@ class Record:
     """One request, from when it came to how it ended.
 
     Args:
-        records: where it is counted. about: what else its line says.
+        records: where it is counted. connection: whose it is.
+
+    Attributes:
+        about: what its line says of it.
     """
 
-    def __init__(self, records: Records, **about: Any) -> None:
-        self._records, self.about = records, about
+    def __init__(self, records: Records, connection: HTTPConnection) -> None:
+        self._records = records
+        client, key = connection.client, getattr(connection.state, "key", None)
+        self.about: dict[str, Any] = {"id": None, "client": client and client.host, "key": key}
+        self.about["path"] = connection.scope["path"]
         self._came, self._began = datetime.now(timezone.utc), time.monotonic()
         self._first: float | None = None
         self._last: dict[int, float] = {}

@@ -95,7 +95,7 @@ def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    options = ["--port", "0", "--name", "demo", "--piece", "5", "--log", "off", "--api-key", "key"]
+    options = ["--port", "0", "--name", "demo", "--piece", "5", "--request-log", "off", "--api-key", "key"]
     ranks = [start(r, port, str(tmp_path), *options) for r in range(2)]
     try:
         said = ranks[0].stdout.readline()
