@@ -91,7 +91,12 @@ class ChatAnswer(Answer):
     prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        empty = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        empty = {
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+            "token_ids": [],
+        }
         choices = [{"index": i, **empty} for i in range(len(self._wanted.requests))]
         return [{**self._same, "object": self.part_object, "choices": [choice]} for choice in choices]
 
