@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ KINDS: dict[int, Transition] = {3: "scalar", 4: "diagonal", 5: "dense"}
 @outside_graphs
 def scan(A: Tensor | None, b: Tensor, layout: ShardedLayout | None, reverse: bool, exclusive: bool) -> Tensor:
     """What `ContextParallel.scan` says."""
-    error, facts = None, ()
+    error: RingLAError | None = None
+    facts: tuple[tuple[str, Any], ...] = ()
     try:
         _check(A, b, layout, reverse, exclusive)
         facts = ("A", None if A is None else Facts.of(A, 1)), ("b", Facts.of(b, 1)), ("reverse", reverse)
@@ -63,7 +65,7 @@ class Walk:
 
     @cached_property
     def chain(self) -> Chain:
-        chain = Chain.of(self.layout)
+        chain = Chain.of(self.layout)  # type: ignore[arg-type]
         return chain.reversed if self.reverse else chain
 
     @cached_property
@@ -93,7 +95,7 @@ class Walk:
     def maps(self, A: Tensor | None, b: Tensor) -> list[Affine]:
         """Each run's maps from its entry to behind each step, in the order of the walk."""
         steps = [(None if A is None else self.along(A[:, run]), self.along(b[:, run])) for run in self.runs]
-        return [composed(Affine(self.kind, *one)) for one in steps]
+        return [composed(Affine(self.kind, *one)) for one in steps]  # type: ignore[arg-type]
 
     def states(self, maps: Sequence[Affine], entering: Sequence[Tensor | None], exclusive: bool, b: Tensor) -> Tensor:
         """The states behind (or, if `exclusive`, before) each step, in the order of the tokens, shaped like `b`."""
@@ -112,24 +114,24 @@ def composed(m: Affine) -> Affine:
     """Maps of steps ``[B, T, ...]``, each after all before it."""
     A, b, step = m.A, m.b, 1
     while step < b.shape[1]:
-        later = Affine(m.kind, None if A is None else A[:, step:], b[:, step:])
-        joined = later.after(Affine(m.kind, None if A is None else A[:, :-step], b[:, :-step]))
+        later = Affine(m.kind, None if A is None else A[:, step:], b[:, step:])  # type: ignore[arg-type]
+        joined = later.after(Affine(m.kind, None if A is None else A[:, :-step], b[:, :-step]))  # type: ignore[arg-type]
         A = None if A is None or joined.A is None else torch.cat([A[:, :step], joined.A], 1)
         b = torch.cat([b[:, :step], joined.b], 1)
         step *= 2
-    return Affine(m.kind, A, b)
+    return Affine(m.kind, A, b)  # type: ignore[arg-type]
 
 
 def links_of(walk: Walk, maps: Sequence[Affine]) -> list[Link]:
     """What leaves each run, as the exchange takes it."""
-    passes = [walk.chain.passes[i] for i in walk.chain.local(walk.layout.rank)]
+    passes = [walk.chain.passes[i] for i in walk.chain.local(walk.layout.rank)]  # type: ignore[union-attr]
     last = [(m.A[:, -1].contiguous() if m.A is not None and p else None, m.b[:, -1]) for m, p in zip(maps, passes)]
-    return [Link(Affine(walk.kind, A, b.contiguous())) for A, b in last]
+    return [Link(Affine(walk.kind, A, b.contiguous())) for A, b in last]  # type: ignore[arg-type]
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, A: Tensor | None, b: Tensor, walk: Walk, exclusive: bool) -> Tensor:
+    def forward(ctx: Any, A: Tensor | None, b: Tensor, walk: Walk, exclusive: bool) -> Tensor:
         wide = torch.promote_types(b.dtype if A is None else torch.promote_types(A.dtype, b.dtype), torch.float32)
         ctx.dtypes, ctx.walk, ctx.exclusive = (None if A is None else A.dtype, b.dtype), walk, exclusive
         with full_precision(b):
@@ -137,21 +139,22 @@ class _Scan(torch.autograd.Function):
             maps, ctx.kept = walk.maps(A, b), ()
             entering = [None] * len(maps)
             if walk.layout is not None:
-                cp, ctx.like = walk.layout.cp, Affine(walk.kind, None, b.new_empty(b.shape[:1] + b.shape[2:]))
+                cp, first = walk.layout.cp, b.new_empty(b.shape[:1] + b.shape[2:])
+                ctx.like = Affine(walk.kind, None, first)  # type: ignore[arg-type]
                 exchange: Exchange = cp.strategy(walk.chain, ctx.like).start(
                     walk.chain, links_of(walk, maps), ctx.like, cp.comm
                 )
                 entering = exchange.wait()
                 ctx.kept = exchange.kept
             differentiated = ctx.needs_input_grad[0]
-            before = walk.states(maps, entering, True, b) if exclusive or differentiated else None
+            before: Any = walk.states(maps, entering, True, b) if exclusive or differentiated else None
             before = None if before is None else walk.without_starts(before)
             ctx.save_for_backward(A, before if differentiated else None)
             return before if exclusive else walk.states(maps, entering, False, b)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, dS: Tensor):
+    def backward(ctx: Any, dS: Tensor) -> Any:
         A, before = ctx.saved_tensors
         walk, back = ctx.walk, ctx.walk.back
         At = transpose(walk.kind, A)
@@ -171,7 +174,7 @@ class _Scan(torch.autograd.Function):
         return dA, G.to(ctx.dtypes[1]), None, None
 
 
-def _check(A: object, b: object, layout: object, reverse: object, exclusive: object) -> None:
+def _check(A: Any, b: object, layout: object, reverse: object, exclusive: object) -> None:
     if layout is not None and not isinstance(layout, ShardedLayout):
         raise ArgumentError("layout", "a layout of ContextParallel, or None", type(layout).__name__)
     for name, flag in (("reverse", reverse), ("exclusive", exclusive)):

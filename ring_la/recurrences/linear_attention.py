@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -70,7 +72,7 @@ def linear_attention(
 
 
 def _own_normalizer(
-    q: object, k: object, normalizer_q: object, normalizer_k: object, allowed: bool
+    q: Any, k: Any, normalizer_q: Any, normalizer_k: Any, allowed: bool
 ) -> tuple[Tensor, Tensor] | None:
     """A denominator's own q and k, if given, after checking that they are like q and k."""
     if normalizer_q is None and normalizer_k is None:

@@ -10,6 +10,7 @@ so that k erases and k̂ writes: in the rule "dplr", b = β k̂ and a = −D k.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,18 @@ EPS = 1e-6
 SHARED = Argument("BTH", "log decay"), Argument("BTH", "rate"), Argument("H")
 
 
-def token(S, q, k, v, g, beta, h, alpha, center, base):
+def token(
+    S: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    h: Tensor,
+    alpha: Tensor,
+    center: Tensor,
+    base: float,
+) -> tuple[Any, Tensor]:  # fmt: skip
     """One token of either."""
     S, A = S
     A = h.exp()[..., None] * A + alpha[..., None] * k**2
@@ -58,7 +70,7 @@ def _preconditioned(
         q, b, v, -(gates.exp() * k_own).to(k.dtype), b, gates, scale=options.scale, initial_state=S,
         output_final_state=final, **options.scan,
     )  # fmt: skip
-    return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)
+    return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)  # type: ignore[arg-type, index]
 
 
 @recurrence(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,9 @@ def mla(
         keys = torch.einsum("btl,hnl->bthn", latent.double(), w_uk.double())
         keys = torch.cat([keys, k_rope.double()[:, :, None].expand(-1, -1, H, -1)], -1)
         values = torch.einsum("btl,hvl->bthv", latent.double(), w_uv.double())
-        how = dict(block=block, causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens)
+        how: dict[str, Any] = dict(
+            block=block, causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens
+        )
         return MLAOutput(*sparse_attention(q, keys, values, chosen, **how), None)
     scale = K**-0.5 if scale is None else scale
     limits = window[0], 0 if causal else window[1]

@@ -91,7 +91,7 @@ class _Compare:
 
     def near_to(self, wrong: Wrong, got: Tensor | None, expected: Tensor) -> bool:
         """Whether two tensors of that name are the same."""
-        found = distances({wrong.name: got}, {wrong.name: expected}, self.case, self.scales)  # type: ignore[dict-item]
+        found = distances({wrong.name: got}, {wrong.name: expected}, self.case, self.scales)
         return found[wrong.name] <= self.subject.bound
 
 
