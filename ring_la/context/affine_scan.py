@@ -95,7 +95,7 @@ class Walk:
     def maps(self, A: Tensor | None, b: Tensor) -> list[Affine]:
         """Each run's maps from its entry to behind each step, in the order of the walk."""
         steps = [(None if A is None else self.along(A[:, run]), self.along(b[:, run])) for run in self.runs]
-        return [composed(Affine(self.kind, *one)) for one in steps]  # type: ignore[arg-type]
+        return [composed(Affine(self.kind, *one)) for one in steps]
 
     def states(self, maps: Sequence[Affine], entering: Sequence[Tensor | None], exclusive: bool, b: Tensor) -> Tensor:
         """The states behind (or, if `exclusive`, before) each step, in the order of the tokens, shaped like `b`."""
@@ -114,19 +114,19 @@ def composed(m: Affine) -> Affine:
     """Maps of steps ``[B, T, ...]``, each after all before it."""
     A, b, step = m.A, m.b, 1
     while step < b.shape[1]:
-        later = Affine(m.kind, None if A is None else A[:, step:], b[:, step:])  # type: ignore[arg-type]
-        joined = later.after(Affine(m.kind, None if A is None else A[:, :-step], b[:, :-step]))  # type: ignore[arg-type]
+        later = Affine(m.kind, None if A is None else A[:, step:], b[:, step:])
+        joined = later.after(Affine(m.kind, None if A is None else A[:, :-step], b[:, :-step]))
         A = None if A is None or joined.A is None else torch.cat([A[:, :step], joined.A], 1)
         b = torch.cat([b[:, :step], joined.b], 1)
         step *= 2
-    return Affine(m.kind, A, b)  # type: ignore[arg-type]
+    return Affine(m.kind, A, b)
 
 
 def links_of(walk: Walk, maps: Sequence[Affine]) -> list[Link]:
     """What leaves each run, as the exchange takes it."""
     passes = [walk.chain.passes[i] for i in walk.chain.local(walk.layout.rank)]  # type: ignore[union-attr]
     last = [(m.A[:, -1].contiguous() if m.A is not None and p else None, m.b[:, -1]) for m, p in zip(maps, passes)]
-    return [Link(Affine(walk.kind, A, b.contiguous())) for A, b in last]  # type: ignore[arg-type]
+    return [Link(Affine(walk.kind, A, b.contiguous())) for A, b in last]
 
 
 class _Scan(torch.autograd.Function):
@@ -137,20 +137,19 @@ class _Scan(torch.autograd.Function):
         with full_precision(b):
             A, b = None if A is None else walk.without_starts(A.to(wide)), b.to(wide)
             maps, ctx.kept = walk.maps(A, b), ()
-            entering = [None] * len(maps)
+            entering: Sequence[Tensor | None] = [None] * len(maps)
             if walk.layout is not None:
                 cp, first = walk.layout.cp, b.new_empty(b.shape[:1] + b.shape[2:])
-                ctx.like = Affine(walk.kind, None, first)  # type: ignore[arg-type]
+                ctx.like = Affine(walk.kind, None, first)
                 exchange: Exchange = cp.strategy(walk.chain, ctx.like).start(
                     walk.chain, links_of(walk, maps), ctx.like, cp.comm
                 )
                 entering = exchange.wait()
                 ctx.kept = exchange.kept
             differentiated = ctx.needs_input_grad[0]
-            before: Any = walk.states(maps, entering, True, b) if exclusive or differentiated else None
-            before = None if before is None else walk.without_starts(before)
+            before = walk.without_starts(walk.states(maps, entering, True, b)) if exclusive or differentiated else None
             ctx.save_for_backward(A, before if differentiated else None)
-            return before if exclusive else walk.states(maps, entering, False, b)
+            return walk.states(maps, entering, False, b) if before is None or not exclusive else before
 
     @staticmethod
     @first_derivative_only
@@ -174,7 +173,7 @@ class _Scan(torch.autograd.Function):
         return dA, G.to(ctx.dtypes[1]), None, None
 
 
-def _check(A: Any, b: object, layout: object, reverse: object, exclusive: object) -> None:
+def _check(A: object, b: object, layout: object, reverse: object, exclusive: object) -> None:
     if layout is not None and not isinstance(layout, ShardedLayout):
         raise ArgumentError("layout", "a layout of ContextParallel, or None", type(layout).__name__)
     for name, flag in (("reverse", reverse), ("exclusive", exclusive)):
@@ -184,7 +183,7 @@ def _check(A: Any, b: object, layout: object, reverse: object, exclusive: object
         raise ArgumentError("b", "a float tensor [B, T, H, K, V]", describe_tensor(b))
     if A is not None:
         kind = KINDS.get(A.dim()) if isinstance(A, Tensor) and A.is_floating_point() else None
-        if kind is None or A.shape != transition_shape(kind, b.shape):
+        if not isinstance(A, Tensor) or kind is None or A.shape != transition_shape(kind, b.shape):
             shape = list(b.shape[:3])
             expected = f"floats of shape {shape}, {shape} and K, or {shape}, K and K, with b's K = {b.shape[3]}"
             raise ArgumentError("A", expected, describe_tensor(A))

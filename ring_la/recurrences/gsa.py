@@ -21,7 +21,9 @@ from .recurrence import recurrence
 from .retention import simple_gla
 
 
-def token(S: Any, q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor) -> tuple[Any, Tensor]:
+def token(
+    S: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """One token of gated slot attention."""
     keys, values = S
     keys = keys * g.exp()[..., None, :] + outer(k, s)

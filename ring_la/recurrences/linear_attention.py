@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -72,16 +70,22 @@ def linear_attention(
 
 
 def _own_normalizer(
-    q: Any, k: Any, normalizer_q: Any, normalizer_k: Any, allowed: bool
+    q: object, k: object, normalizer_q: object, normalizer_k: object, allowed: bool
 ) -> tuple[Tensor, Tensor] | None:
     """A denominator's own q and k, if given, after checking that they are like q and k."""
     if normalizer_q is None and normalizer_k is None:
         return None
+    own: list[Tensor] = []
     for name, given, like in (("normalizer_q", normalizer_q, q), ("normalizer_k", normalizer_k, k)):
-        same = isinstance(given, Tensor) and isinstance(like, Tensor) and given.shape == like.shape
-        if not same or (given.dtype, given.device) != (like.dtype, like.device):
+        if isinstance(given, Tensor) and isinstance(like, Tensor) and _look(given) == _look(like):
+            own.append(given)
+        else:
             expected = f"{describe_tensor(like)}, as {name[-1]}, with the other one"
             raise ArgumentError(name, expected, describe_tensor(given))
     if not allowed:
         raise UnsupportedError("normalizer_q", "normalize=True and causal=False with it", "other ones")
-    return normalizer_q, normalizer_k
+    return own[0], own[1]
+
+
+def _look(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device

@@ -29,10 +29,12 @@ from .definition import CommonOptions
 from .recurrence import recurrence
 from .retention import simple_gla
 
+States = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 def token(
-    S: Any, x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor
-) -> tuple[Any, Tensor]:
+    S: States, x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor
+) -> tuple[States, Tensor]:
     """One token of Mamba-3."""
     h, B_before, x_before, phi = S
     phi = phi + theta

@@ -15,8 +15,10 @@ from .recurrence import recurrence
 from .retention import simple_gla
 from .stabiliser import stabiliser
 
+States = tuple[Tensor, Tensor, Tensor]
 
-def token(S: Any, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> tuple[Any, Tensor]:
+
+def token(S: States, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> tuple[States, Tensor]:
     """One token of mLSTM; m carries no gradient."""
     C, n, m = S
     m = m.detach()

@@ -10,7 +10,6 @@ so that k erases and k̂ writes: in the rule "dplr", b = β k̂ and a = −D k.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ SHARED = Argument("BTH", "log decay"), Argument("BTH", "rate"), Argument("H")
 
 
 def token(
-    S: Any,
+    states: tuple[Tensor, Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,9 +37,9 @@ def token(
     alpha: Tensor,
     center: Tensor,
     base: float,
-) -> tuple[Any, Tensor]:  # fmt: skip
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """One token of either."""
-    S, A = S
+    S, A = states
     A = h.exp()[..., None] * A + alpha[..., None] * k**2
     r = torch.log(A + EPS) - center[..., None]
     written = k * torch.exp(-math.log(base) * r / (1 + r.abs()))

@@ -50,10 +50,19 @@ def _projected(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @outside_graphs
-def _attend(running: Running, q: Tensor, k: Tensor, v: Tensor, **normalizer: Any) -> Tensor:
-    layout = running.call.grid
-    how: dict[str, Any] = dict(causal=False, normalize=True, scale=1.0, eps=EPS, layout=layout)
-    return linear_attention(q, k, v, **how, **normalizer).o
+def _attend(
+    running: Running,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizer_q: Tensor | None = None,
+    normalizer_k: Tensor | None = None,
+) -> Tensor:
+    out = linear_attention(
+        q, k, v, causal=False, normalize=True, scale=1.0, eps=EPS, normalizer_q=normalizer_q, normalizer_k=normalizer_k,
+        layout=running.call.grid,
+    )  # fmt: skip
+    return out.o
 
 
 def sana(
@@ -79,8 +88,7 @@ def sana_video(
 ) -> Tensor:
     """SanaLinearAttnProcessor3_0."""
     q, k, v = _projected(attn, hidden_states)
-    rotated = [_rotate(x, *rotary_emb) for x in (q, k)]
-    o = _attend(running, *rotated, v, normalizer_q=q, normalizer_k=k)  # type: ignore[call-arg]
+    o = _attend(running, _rotate(q, *rotary_emb), _rotate(k, *rotary_emb), v, q, k)
     return attn.to_out[1](attn.to_out[0](o.flatten(2)))
 
 
