@@ -124,7 +124,7 @@ def _wanted(fields: Body, limits: Limits, turns: Sequence[Turn], echo: Sequence[
 def _prompts(fields: Body) -> list[str | list[int]]:
     expected, prompt = "a string or a list of token ids, or a list of such", fields.get("prompt")
     several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
-    prompts: list[Any] = list(prompt) if several else [prompt]  # type: ignore[arg-type]
+    prompts: list[Any] = list(prompt) if several else [prompt]
     for each in prompts:
         if isinstance(each, str):
             continue
