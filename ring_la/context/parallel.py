@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Affine
-from ..autograd import outside_graphs
 from ..choices import AttentionChoice, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
 from ..comm import Group, Route
 from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..layout import Layout
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
+from . import moves
 from .arguments import check_choices, check_dim, check_labels, check_length, describe, duration
 from .gather import Gather
 from .grid import Grid, process_group
-from .handle import OfThisProcess
+from .handle import OfThisProcess, enter
 
 CANONICAL_CHUNK = 64
 
@@ -79,6 +79,7 @@ class ContextParallel(OfThisProcess):
         self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here
         self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None
         self._chosen: dict[object, Scan] = {}
+        self.number = enter(self)
 
     @property
     def rank(self) -> int:
@@ -131,6 +132,12 @@ class ContextParallel(OfThisProcess):
             self._chosen[key] = STRATEGIES[self.cost.best(chain, like)]
         return self._chosen[key]
 
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, in a new tensor; without gradients."""
+        if torch.compiler.is_compiling():
+            return moves.sum_over_ranks(x, self.number)
+        return self.comm.all_reduce(x).wait()
+
     def price(self, cost: Cost, like: Affine) -> float:
         """What an exchange of maps like `like` costs: seconds where the group was measured, else bytes received."""
         return self.cost.seconds(cost, like) if self.cost else cost.received
@@ -141,6 +148,7 @@ class ShardedLayout(OfThisProcess, Layout):
 
     Attributes:
         cp: the ContextParallel it belongs to.
+        number: what compiled graphs know it by.
         positions: int64 ``[T_local]``, position of each local token in its document.
     """
 
@@ -169,28 +177,35 @@ class ShardedLayout(OfThisProcess, Layout):
         if error is not None:
             raise error
         _ = self.lengths  # found now: torch.compile cannot trace the first read of a cached property
+        self.number = enter(self)
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
-        return self.positions_of(self.tokens()).to(self.cp.device)
+        return self._index("positions", lambda: self.positions_of(self.tokens()))
 
-    @cached_property
+    @property
     def documents(self) -> Tensor:
         """Document of each local token, int64 ``[T_local]``."""
-        return self.documents_of(self.tokens()).to(self.cp.device)
+        return self._index("documents", lambda: self.documents_of(self.tokens()))
 
     @cached_property
     def cu_pieces(self) -> Tensor:
         """Local offsets ``[pieces+1]`` of this rank's pieces, int32 on its device."""
         return torch.tensor(self.piece_offsets, dtype=torch.int32, device=self.cp.device)
 
-    @cached_property
-    def _local(self) -> Tensor:
-        return self.tokens().to(self.cp.device)
+    @property
+    def local_tokens(self) -> Tensor:
+        """Index of each local token in the sequence, int64 ``[T_local]``."""
+        return self._index("local_tokens", self.tokens)
+
+    def _index(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """An index of this rank's tokens on its device, made once."""
+        if torch.compiler.is_compiling():
+            return moves.layout_index(self.number, name, self.local_length, self.cp.device)
+        return self.kept(("index", name), lambda: make().to(self.cp.device))
 
     # -- agreement -----------------------------------------------------------------------------------------
 
-    @outside_graphs
     def agree(self, call: str, signature: tuple[tuple[str, object], ...] | None, error: Exception | None) -> None:
         """All ranks compare a call, by names and what they stand for; an error on one is raised on every rank that
         compares.
@@ -218,31 +233,32 @@ class ShardedLayout(OfThisProcess, Layout):
         Differentiable: the gradient of `x` is this rank's part, zero for other ranks' tokens.
         """
         check_length(x, dim, self.seq_len, "the whole sequence")
-        return x.index_select(dim, self._local.to(x.device))
+        return x.index_select(dim, self.local_tokens.to(x.device))
 
-    @outside_graphs
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence, on every rank, from its parts ``x [..., T_local, ...]`` along `dim`.
 
         Differentiable: gradients flowing into the result are summed over the ranks.
         """
+        if torch.compiler.is_compiling():
+            return moves.gather(x, self.number, dim, self.seq_len)
         self._agree_on_tokens("gather", x, dim)
         return Gather.apply(x.movedim(dim, 0), self, self.cp.comm).movedim(0, dim)
 
-    @outside_graphs
     def convert(self, x: Tensor, other: ShardedLayout, dim: int = 1) -> Tensor:
         """This rank's tokens under `other`, a layout of the same sequence, by one all-to-all. Differentiable."""
         if not isinstance(other, ShardedLayout) or other.cp is not self.cp:
             raise ArgumentError("other_layout", "a layout made by the same ContextParallel", other)
         if other.seq_len != self.seq_len:
             raise ArgumentError("other_layout", f"a layout of {self.seq_len} tokens", f"one of {other.seq_len}")
+        if torch.compiler.is_compiling():
+            return moves.convert(x, self.number, other.number, dim, other.local_length)
         self._agree_on_tokens("convert", x, dim, ("other_layout", other.split))
         if other.split == self.split:
             return x
         route = self.route(("convert", other.split), lambda: [other.tokens(r) for r in range(self.world_size)])
         return route(x, dim)
 
-    @outside_graphs
     def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
         """Next-token labels of this rank's tokens: each token's successor in its document.
 
@@ -255,6 +271,8 @@ class ShardedLayout(OfThisProcess, Layout):
         """
         if isinstance(ids, Tensor) and ids.dim() == 1:
             dim = 0
+        if torch.compiler.is_compiling():
+            return moves.targets(ids, self.number, ignore_index, dim)
         check = partial(check_labels, ids, ignore_index)
         self._agree_on_tokens("targets", ids, dim, ("ignore_index", ignore_index), name="ids", check=check)
         route = self.route("targets", lambda: [self.successors(r) for r in range(self.world_size)])

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import outside_graphs, refuse_transforms, traced
+from ..autograd import refuse_transforms, traced
 from ..checks import check_nan
 from ..choices import AttentionChoice, JointPlace
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
-from . import operator
+from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
@@ -88,7 +88,7 @@ def attention(
     if backend != "reference":
         refuse_transforms(x.named())
     if isinstance(layout, ShardedLayout):
-        return _outside_graphs(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
+        return _traced(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
     _check(x, options, layout)
     if backend == "reference":
         return _reference(x, options)
@@ -117,7 +117,11 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
     return AttentionOutput(*plan(x))
 
 
-_outside_graphs = outside_graphs(_split)
+def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
+    """A split call within a compiled graph: one node, which checks when it runs."""
+    check_options(options)
+    scores = options.scores(x.q)
+    return AttentionOutput(*split_operator.split_attention(*split_operator.flat(x, scores, options, layout)))
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
