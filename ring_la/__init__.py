@@ -6,6 +6,7 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 """
 
 from . import reference
+from .capture import Buckets, capture
 from .context import ContextParallel, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "AttentionOutput",
+    "Buckets",
     "ContextParallel",
     "DisagreementError",
     "LinearAttentionOutput",
@@ -50,6 +52,7 @@ __all__ = [
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
+    "capture",
     "delta_rule",
     "dplr_delta_rule",
     "gated_delta_rule",
