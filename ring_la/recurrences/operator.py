@@ -19,7 +19,7 @@ from .run import agreed, compute
 
 def names_of(r: Recurrence) -> str:
     """The caller's names of the inputs, as the operator takes them."""
-    return " ".join([f"{field}={name}" for field, name in r.names.items()])
+    return "\n".join([f"{field}={name}" for field, name in r.names.items()])
 
 
 def _run(
@@ -47,7 +47,7 @@ def _run(
 
     `form` is the mode: torch's functionalisation cannot pass on an argument of that name.
     """
-    inputs, named = Inputs(q, k, v, g, beta, a, b), dict([n.split("=") for n in names.split()])
+    inputs, named = Inputs(q, k, v, g, beta, a, b), dict([n.split("=", 1) for n in names.splitlines()])
     options = CommonOptions(scale, initial_state, final, False, found(layout), None, form, backend)
 
     def described() -> Recurrence:

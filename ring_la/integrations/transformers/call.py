@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -92,7 +91,7 @@ class ModelCall:
     documents: object = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def split(self) -> dict[str, object]:
         """The keywords that tell ring_la's functions how the sequence is split."""
         return {"cu_seqlens": self.cu_seqlens} if self.layout is None else {"layout": self.layout}
