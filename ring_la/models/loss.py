@@ -39,7 +39,8 @@ def linear_cross_entropy(
         chunk: rows taken at once by "chunked"; Liger picks its own.
         ignore_index: the target of rows that do not count.
         backend: "chunked": this file, any device and dtype; by a Triton kernel on CUDA. "liger": liger-kernel's (CUDA).
-            "auto": Liger on CUDA where it is installed, else "chunked". (PyTorch 2.13's own rounds the sum to bf16.)
+            "auto": Liger on CUDA where it is installed and nothing traces, else "chunked". (PyTorch 2.13's own rounds
+            the sum to bf16.)
 
     Returns:
         The sum, fp32 (fp64 for fp64). Differentiable once in `x` and `weight`.
@@ -49,7 +50,8 @@ def linear_cross_entropy(
     """
     _check(x, weight, targets, chunk, backend)
     if backend == "auto":
-        backend = "liger" if x.is_cuda and x.dtype != torch.float64 and has_liger() else "chunked"
+        takes_liger = x.is_cuda and not traced(x)  # a compiler cannot ask for it, nor trace it
+        backend = "liger" if takes_liger and x.dtype != torch.float64 and has_liger() else "chunked"
     if backend == "chunked" and traced(x):
         needed = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
         return _operator(x, weight, targets, chunk, ignore_index, *needed)[0]

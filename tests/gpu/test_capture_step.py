@@ -55,7 +55,7 @@ def losses(cp: ring_la.ContextParallel | None, captured: bool, steps: int = 12) 
         step = ring_la.capture(step, cp)
     out = []
     for n in range(steps):
-        ids = batch(n, LENGTHS[n % 2])
+        ids = batch(n % 2, LENGTHS[n % 2])
         targets = ids.roll(-1, 1)
         if cp is not None:
             ids, targets = (layouts[ids.shape[1]].shard(x) for x in (ids, targets))

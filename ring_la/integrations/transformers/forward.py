@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -109,25 +110,37 @@ def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, argume
 @_not_compiled
 def _split(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> object:
     """A call on this rank's tokens: what reads values or asks other ranks, the model as one graph, what it returns."""
-    call, local, recorder = _prepared(model, split, original, arguments)
-    names = inspect.signature(original).parameters
-
-    @_not_compiled
-    def run(call: ModelCall, head_only: bool = False) -> ModelOutput:
-        extra = ("output_hidden_states", "output_router_logits") if head_only else ()
-        keywords = local | {n: False for n in extra if n in local or n in names}
-        before = split.current.call
-        try:
-            out = _in_call(original, model, split.current, call, keywords)
-        finally:
-            split.current.call = before
-        if call.targets is not None:
-            _check_loss(model, call, out)
-        return out
-
+    call, run, recorder = _prepared(model, split, original, arguments)
     chunked = call.targets is not None and split.settings.loss_chunk is not None
     out = loss_in_chunks(run, call, split.settings.loss_chunk) if chunked else run(call)
     return _finished(model, split, call, recorder, arguments, out)
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """The model's own forward on this rank's tokens, in a call or on a chunk of its head's work.
+
+    Attributes:
+        local: its arguments. of_head: those that are others where only the head runs.
+    """
+
+    model: PreTrainedModel
+    original: Callable
+    current: Current
+    local: dict
+    of_head: dict
+
+    @_not_compiled
+    def __call__(self, call: ModelCall, head_only: bool = False) -> ModelOutput:
+        keywords = self.local | self.of_head if head_only else self.local
+        before = self.current.call
+        try:
+            out = _in_call(self.original, self.model, self.current, call, keywords)
+        finally:
+            self.current.call = before
+        if call.targets is not None:
+            _check_loss(self.model, call, out)
+        return out
 
 
 def _in_call(original: Callable, model: PreTrainedModel, current: Current, call: ModelCall, keywords: dict) -> object:
@@ -140,8 +153,8 @@ def _in_call(original: Callable, model: PreTrainedModel, current: Current, call:
 @outside_graphs
 def _prepared(
     model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict
-) -> tuple[ModelCall, dict, CacheRecorder | None]:
-    """How a call is split, the model's own arguments, and what keeps the cache it is to return."""
+) -> tuple[ModelCall, ModelRun, CacheRecorder | None]:
+    """How a call is split, what runs the model in it, and what keeps the cache it is to return."""
     refuse_by_places(model)
     call, local = split.batches.read(arguments)
     if call.targets is None:
@@ -150,7 +163,10 @@ def _prepared(
     local |= known(original, {"use_cache": recorder is not None, split.cache.name: recorder, "return_dict": True})
     if "position_ids" not in known(original, {"position_ids": None}):
         del local["position_ids"]
-    return call, local, recorder
+    names = inspect.signature(original).parameters
+    extra = ("output_hidden_states", "output_router_logits")
+    of_head = {n: False for n in extra if n in local or n in names}
+    return call, ModelRun(model, original, split.current, local, of_head), recorder
 
 
 @outside_graphs
