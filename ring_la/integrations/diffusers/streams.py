@@ -54,7 +54,7 @@ class Layouts:
 
 def bounds(tokens: int, rank: int, ranks: int) -> tuple[int, int]:
     """A rank's first token and the one behind its last, of an even split in order."""
-    each, more = divmod(tokens, ranks)
+    each, more = tokens // ranks, tokens % ranks  # not divmod, which a compiler does not follow
     start = rank * each + min(rank, more)
     return start, start + each + (1 if rank < more else 0)
 
