@@ -5,7 +5,7 @@
 
 Every option is a field of a dataclass below, set on the command line or in a YAML file; `--help` lists them. The run's
 folder gets its configuration, checkpoints, metrics.jsonl and TensorBoard's files; started again with the same folder,
-it goes on from the newest complete checkpoint, also on another number of ranks. docs/training.md explains it.
+it goes on from the newest complete checkpoint, also on another number of ranks. See docs/users/guides/training.md.
 
     python examples/train_hybrid.py --check 4 ...     # what of the other arguments cannot work on 4 ranks; no training
 """

@@ -16,7 +16,7 @@ def code(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["docs/moe.md"])
+@pytest.mark.parametrize("page", ["docs/users/guides/moe.md"])
 def test_code_runs(page):
     """One block after the other, as in one file."""
     names: dict = {}
@@ -26,9 +26,30 @@ def test_code_runs(page):
     assert names["routing"].load.sum() == pytest.approx(1)
 
 
+def headings(page: Path) -> set[str]:
+    """What `#` in a link may name: a page's headings as GitHub and MkDocs spell them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower())) for heading in found}
+
+
+def test_links_lead_somewhere():
+    """Links between the pages of docs/ and the others' at the root, and the headings they name."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    assert len(pages) > 20
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+            path, _, heading = link.partition("#")
+            if ":" in path:
+                continue
+            to = (page.parent / path) if path else page
+            assert to.exists(), f"{page}: {link}"
+            assert not heading or heading in headings(to), f"{page}: {link}"
+
+
 def loop(rank: int) -> tuple[list[str], float]:
-    """In the pool, which has joined the ranks: the loop of docs/training.md, two steps of it."""
-    (block,) = code("docs/training.md")
+    """In the pool, which has joined the ranks: the loop of docs/users/guides/training.md, two steps of it."""
+    (block,) = code("docs/users/guides/training.md")
     block, joins = re.subn(r"dist\.(init|destroy)_process_group\(.*\)", "pass", block)
     assert joins == 2, "the loop joins the ranks, and leaves them"
     block, shorter = re.subn(r"range\(10\)", "range(2)", block)

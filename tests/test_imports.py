@@ -104,8 +104,8 @@ def test_imports_go_upward_only():
 
 
 def test_architecture_is_true_of_the_files():
-    """docs/architecture.md names every module of the package, and no file that is not there."""
-    named = set(re.findall(r"`([\w./]+)`", (ROOT.parent / "docs" / "architecture.md").read_text()))
+    """docs/developers/architecture.md names every module of the package, and no file that is not there."""
+    named = set(re.findall(r"`([\w./]+)`", (ROOT.parent / "docs/developers/architecture.md").read_text()))
     assert set().union(*LEVELS) <= named
     files = [f"/{p.relative_to(ROOT.parent).as_posix()}" for p in (*ROOT.rglob("*"), *ROOT.parent.glob("tests/*.py"))]
     for path in (name for name in named if "/" in name or name.endswith(".py")):

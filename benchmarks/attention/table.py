@@ -1,4 +1,4 @@
-"""The table that docs/benchmarks.md holds of `bench attention`'s figures: a line a row of the files given."""
+"""The table that docs/users/benchmarks.md holds of `bench attention`'s figures: a line a row of the files given."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The measured rows as Markdown, written into a page between two marks so that its figures are those of the run.
 
-ring-la bench ops --read benchmarks/results/ops-h200.json --docs docs/operators.md
+ring-la bench ops --read benchmarks/results/ops-h200.json --docs docs/developers/operators.md
 """
 
 from __future__ import annotations

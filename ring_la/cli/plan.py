@@ -4,8 +4,9 @@
     ring-la plan --layers gdn --repeat 18 --length 1048576 --gpus 512 --rates benchmarks/results/scan-h200x4.json
 
 One line for each number of ranks P a sequence can be split over; the other GPUs hold replicas with sequences of their
-own, and weights, gradients and optimiser states are sharded over all. docs/planning.md says what is counted and how far
-the predictions were checked. --rates is a file `ring-la bench scan` wrote; without it, the table for an H200.
+own, and weights, gradients and optimiser states are sharded over all. docs/users/guides/planning.md says what is
+counted and how far the predictions were checked. --rates is a file `ring-la bench scan` wrote; without it, the table
+for an H200.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _table(milliseconds: Mapping[str, float]) -> dict[str, Line]:
 
 
 H200 = Rates(
-    source="built in, NVIDIA H200, torch 2.11, bf16, K = V = 128 (docs/planning.md, 2026-11-21)",
+    source="built in, NVIDIA H200, torch 2.11, bf16, K = V = 128 (docs/users/guides/planning.md, 2026-11-21)",
     matmul=757e12,
     copy=4.26e12,
     attention_forward=513e12,

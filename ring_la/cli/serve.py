@@ -7,7 +7,8 @@
 
 MODEL is a checkpoint of a HybridLM (what examples/train_demo.py or train_hybrid.py left), or the folder of a causal
 model of Transformers. Each rank holds the whole model; the tokens of a prompt are split over the ranks, and rank 0
-decodes from the states they hand over. docs/serving.md says more. Needs the extra "serve" (FastAPI and uvicorn).
+decodes from the states they hand over. docs/users/guides/serving.md says more. Needs the extra "serve" (FastAPI and
+uvicorn).
 """
 
 from __future__ import annotations

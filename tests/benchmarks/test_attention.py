@@ -1,4 +1,4 @@
-"""`bench attention`: the table of docs/benchmarks.md from the figures beside it, and flash_attn lent to peers."""
+"""`bench attention`: the table of docs/users/benchmarks.md from the figures beside it, and flash_attn lent to peers."""
 
 from __future__ import annotations
 

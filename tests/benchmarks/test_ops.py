@@ -53,7 +53,7 @@ def test_a_run_measures_every_side_and_saves_it(tmp_path, capsys):
 def test_the_page_says_what_was_measured(tmp_path):
     name = "benchmarks/results/ops-h200.json"
     found = json.loads((ROOT / name).read_text())
-    assert tables.markdown(found, f"../{name}") in (ROOT / "docs/operators.md").read_text()
+    assert tables.markdown(found, f"../../{name}") in (ROOT / "docs/developers/operators.md").read_text()
     page = tmp_path / "page.md"
     page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
     tables.write(found, tmp_path / "raw/ops.json", page)

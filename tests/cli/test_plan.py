@@ -223,7 +223,7 @@ def test_columns_stay_apart(capsys):
         assert [row[end - 1].isspace() for end in ends] == [False] * len(ends), "a figure ends where its name does"
 
 
-PAGES = [ROOT / "docs/planning.md", ROOT / "ring_la/cli/plan.py"]
+PAGES = [ROOT / "docs/users/guides/planning.md", ROOT / "ring_la/cli/plan.py"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

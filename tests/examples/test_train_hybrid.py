@@ -316,7 +316,7 @@ def test_the_trainer_s_command_learns(ranks, tmp_path):
     """As typed, but for where it writes and half of its steps."""
     pytest.importorskip("accelerate")
     words = trainer_command("examples/trainer_hybrid.py")
-    assert words == trainer_command("docs/transformers.md")
+    assert words == trainer_command("docs/users/guides/transformers.md")
     told = dict(zip(words[::2], words[1::2]))
     assert int(told["--seq_len"]) * int(told["--max_steps"]) <= 20 * 1024, "seconds, not minutes, on a CPU"
     here = {"--source": str(ROOT / "docs"), "--output_dir": str(tmp_path), "--save_strategy": "no"}

@@ -5,6 +5,8 @@ Its times: benchmarks/serving.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,9 +15,18 @@ from ring_la.inference import generate
 from ring_la.serving import Engine, Hybrid, NoText
 from ring_la.serving.memory import fitting
 from tests.support import pool
+from tests.support.pool import Ranks
 from tests.support.serving import GIB, Timed, answer, make, prompt
 
 RANKS = [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def servers(request) -> Iterator[Ranks]:
+    """P ranks that are all of their job, as an engine wants them."""
+    ranks = Ranks(request.param, "nccl")
+    yield ranks
+    ranks.stop()
 
 
 def check_tokens(rank: int) -> list[tuple[list[int], list[int]]] | None:
@@ -31,9 +42,9 @@ def check_tokens(rank: int) -> list[tuple[list[int], list[int]]] | None:
     return [(each.tokens, tokens) for each, tokens in zip(jobs, want, strict=True)]
 
 
-@pytest.mark.parametrize("P", RANKS)
-def test_tokens(P, gpu_ranks):
-    (found,) = [x for x in gpu_ranks.run(P, check_tokens) if x is not None]
+@pytest.mark.parametrize("servers", RANKS, indirect=True)
+def test_tokens(servers):
+    (found,) = [x for x in servers.run(servers.size, check_tokens) if x is not None]
     assert [served for served, _ in found] == [generated for _, generated in found]
     assert [len(served) for served, _ in found] == [20, 9, 15, 12, 9]
 
@@ -57,9 +68,9 @@ def check_memory(rank: int) -> dict[str, float] | None:
     return {"tokens": len(each.tokens), "room": room, "GiB": taken / GIB, "seconds": each.times[-1] - start}
 
 
-@pytest.mark.parametrize("P", RANKS)
-def test_memory(P, gpu_ranks, alone, record_property):
-    (found,) = [x for x in gpu_ranks.run(P, check_memory, timeout=180) if x is not None]
+@pytest.mark.parametrize("servers", RANKS, indirect=True)
+def test_memory(servers, alone, record_property):
+    (found,) = [x for x in servers.run(servers.size, check_memory, timeout=180) if x is not None]
     record_property("found", found)
     assert found["tokens"] == 40
     assert found["room"] > 40

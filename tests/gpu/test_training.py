@@ -9,6 +9,8 @@ import math
 
 import pytest
 
+pytest.importorskip("jsonargparse", reason="the training example reads its options with jsonargparse")
+
 from benchmarks.training import PARTS, options_of, run
 from tests.support.gpu import world
 

@@ -108,7 +108,7 @@ def test_a_first_look_takes_minutes():
 
 def test_command_lines_in_comments_and_docs_are_the_example_s():
     """Every option that a page or a script shows is one."""
-    pages = [*SCRIPTS, ROOT / "docs/training.md", ROOT / "examples/train_hybrid.py", *CONFIGS]
+    pages = [*SCRIPTS, ROOT / "docs/users/guides/training.md", ROOT / "examples/train_hybrid.py", *CONFIGS]
     seen = 0
     for page in pages:
         text = page.read_text().replace("\\\n#", "").replace("\\\n", "")

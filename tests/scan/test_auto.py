@@ -51,7 +51,7 @@ def test_a_ring_by_mailboxes_is_one_launch_a_link():
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal", "dense"])
 def test_costs_are_the_bytes_and_depth_of_the_papers(kind, P):
-    """Bytes received and depth of each strategy, one link a rank, as docs/communication.md and the papers have them."""
+    """Bytes received and depth of each strategy, one link a rank, as the papers have them."""
     H, K = 64, 8
     S, M = 4 * H * K * K, {"identity": 0, "scalar": 4 * H, "diagonal": 4 * H * K, "dense": 4 * H * K * K}[kind]
     costs = {name: strategy.cost(chain(P), maps(kind, H, K)) for name, strategy in STRATEGIES.items()}

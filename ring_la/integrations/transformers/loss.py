@@ -33,7 +33,7 @@ def cross_entropy(call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
 
 ROWS = (
     "Under a Trainer or Accelerate a DataLoader with a DistributedSampler over the data axis alone gives the ranks of a"
-    " context group the same rows: see ContextTrainer in docs/transformers.md"
+    " context group the same rows: see ContextTrainer in docs/users/guides/transformers.md"
 )
 """What to do where ranks that share a sequence were given different ones."""
 

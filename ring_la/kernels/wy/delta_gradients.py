@@ -3,7 +3,7 @@ the way.
 
 All channels of a token share its decays, so P, E and the rest come from one loop over the value channels. What k is
 written with is held transposed: its products then need P and E as right operands only, since accumulators must not be
-transposed into left ones (see docs/kernels.md).
+transposed into left ones (see docs/developers/kernels.md).
 """
 
 from __future__ import annotations
