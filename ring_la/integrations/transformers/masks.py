@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import masking_utils
 
 from ...errors import UnsupportedError
@@ -18,10 +19,16 @@ from ...errors import UnsupportedError
 
 @dataclass(frozen=True)
 class CausalMask:
-    """A causal mask: within `window` tokens back (the token itself counts), or within chunks of `chunk` tokens."""
+    """A causal mask: within `window` tokens back (the token itself counts), or within chunks of `chunk` tokens.
+
+    `blocks`: it had an overlay of blocks, which were empty. `read`: False where torch.compile traces, which does not
+    look into a function: a layer's mask is then the one it had in its last eager call.
+    """
 
     window: int | None = None
     chunk: int | None = None
+    blocks: bool = False
+    read: bool = True
 
     def contiguous(self) -> CausalMask:
         """What generation asks of the masks it prepares for a cache of fixed size."""
@@ -33,23 +40,45 @@ def make_mask(mask_function: Callable = masking_utils.causal_mask_function, **_:
 
     Sizes, offsets and padding are those of this rank's tokens and mean nothing here; documents are the layout's.
     """
-    return CausalMask(**_read(mask_function))
+    return UNREAD if torch.compiler.is_compiling() else CausalMask(**_read(mask_function))
 
 
-def _read(function: Callable) -> dict[str, int]:
+UNREAD = CausalMask(read=False)
+
+
+def mask_of(module: nn.Module, mask: CausalMask) -> CausalMask:
+    """The mask of a layer: as it was read, or as it was when that layer last ran eagerly.
+
+    Raises:
+        UnsupportedError: while torch.compile traces, a layer that has not run before, or one with chunks or blocks.
+    """
+    if mask.read:
+        if getattr(module, "_ring_la_mask", None) != mask:
+            module._ring_la_mask = mask
+        return mask
+    mask = getattr(module, "_ring_la_mask", None)
+    if mask is None:
+        hint = "parallelize(check=True) runs it, and so does a call before torch.compile's"
+        raise UnsupportedError("model", "under torch.compile a model that has run eagerly once", "a new one", hint)
+    if mask.chunk is not None or mask.blocks:
+        raise UnsupportedError("model", "under torch.compile no attention in chunks or with blocks", mask)
+    return mask
+
+
+def _read(function: Callable) -> dict[str, int | bool]:
     """The overlays a mask function is made of."""
     if function is masking_utils.causal_mask_function:
         return {}
     name = getattr(function, "__qualname__", "").partition(".<locals>")[0]
     inside = _closure(function)
     if name == "and_masks":
-        parts: dict[str, int] = {}
+        parts: dict[str, int | bool] = {}
         for part in inside["mask_functions"]:
             parts |= _read(part)
         return parts
     if name == "or_masks":  # blocks of image tokens see each other; there are no images on a split sequence
         parts = [part for part in inside["mask_functions"] if not _without_blocks(part)]
-        return _read(parts[0]) if len(parts) == 1 else _refuse(name)
+        return {**_read(parts[0]), "blocks": True} if len(parts) == 1 else _refuse(name)
     if name == "sliding_window_overlay":
         return {"window": int(inside["sliding_window"])}
     if name == "chunked_overlay":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ....errors import UnsupportedError
 from ....softmax import attention
 from ..call import ModelCall
-from ..masks import CausalMask
+from ..masks import CausalMask, mask_of
 from .indexed import Overriding
 
 
@@ -76,7 +76,7 @@ def xglm_attention(
 
 
 def _check_causal(layer: nn.Module, mask: object) -> None:
-    if mask != CausalMask():
+    if not isinstance(mask, CausalMask) or mask_of(layer, mask) != CausalMask():
         raise UnsupportedError("model", f"the library's causal mask in {type(layer).__name__}", mask)
 
 
