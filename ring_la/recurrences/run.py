@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .. import linear
@@ -12,7 +13,7 @@ from ..errors import RingLAError
 from ..kernels import Inputs
 from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
-from .agreement import Flags, agree
+from .agreement import Flags, agree, known
 from .bidirectional import bidirectional
 from .checks import check
 from .definition import CommonOptions, Recurrence
@@ -24,17 +25,44 @@ def agreed(
     """What `describe` gives, checked, and its decays where the host knows them; an error of one rank is raised on
     all."""
     r, error, layout = None, None, options.layout
+    split, kind = isinstance(layout, ShardedLayout), None
     try:
         r = describe()
+        kind = _kind(r, options, flags) if split else None
+        seen = layout.kept(name, set) if split else ()
+        if kind is not None and kind in seen:  # checked and compared before: what a host spares in every call
+            return r, known(r.decays, layout)
         check(r, options)
     except RingLAError as e:
         error = e
-    split = isinstance(layout, ShardedLayout)
     if error is not None:
         if split:
             layout.agree(name, None, error)  # raises, on every rank
         raise error
-    return r, agree(name, r, options, flags) if split else None
+    if not split:
+        return r, None
+    decays = agree(name, r, options, flags)
+    if kind is not None:
+        seen.add(kind)
+    return r, decays
+
+
+def _kind(r: Recurrence, options: CommonOptions, flags: Flags) -> tuple | None:
+    """All that checks and the ranks' comparison of a split call depend on; None where that is more: values, static
+    decays that the host knows, and what no check has seen to be a tensor."""
+    if options.layout.cp.validate == "always" or r.decays is not None or options.cu_seqlens is not None:
+        return None
+    try:
+        tensors = [
+            x if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
+            for x in (*r.inputs, options.initial_state)
+        ]
+        rest = options._replace(initial_state=None, layout=None)
+        kind = (*tensors, r.rule, r.causal, rest, flags, torch.is_grad_enabled())
+        hash(kind)
+    except (AttributeError, TypeError):
+        return None
+    return kind
 
 
 def compute(

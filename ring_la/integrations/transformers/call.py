@@ -15,18 +15,20 @@ from ...context import ShardedLayout
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """A tensor we returned, to be known again if nobody has changed it."""
+    """A tensor we returned, to be known again if nobody has changed it; within a compiled graph nobody can tell."""
 
     tensor: Tensor
-    version: int
+    version: int | None
 
     @classmethod
     def of(cls, x: Tensor) -> Returned:
+        if torch.compiler.is_compiling():
+            return cls(x, None)
         return cls(x, 0 if x.is_inference() else x._version)
 
     def unchanged(self, x: object) -> bool:
         """Whether `x` is that tensor, and nothing was written into it."""
-        return x is self.tensor and Returned.of(x).version == self.version
+        return x is self.tensor and self.version in (None, Returned.of(x).version)
 
 
 @dataclass(frozen=True, eq=False)
