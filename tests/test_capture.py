@@ -72,11 +72,11 @@ def check_ranks(rank: int) -> str:
         assert float(step(torch.ones(1, T), torch.ones(1, T))) == 2 * T
     step.wait()
     with pytest.raises(ring_la.DisagreementError) as error:
-        step(torch.ones(1, 5, dtype=(torch.float64, torch.float32)[rank]), torch.ones(1, 5))
+        step(torch.ones(1, 5, dtype=(torch.float64, torch.bfloat16)[rank]), torch.ones(1, 5))
     return str(error.value)
 
 
 def test_ranks_run_one_step(ranks):
     for said in ranks.run(2, check_ranks):
         assert "disagree on the captured step" in said
-        assert "torch.float32" in said
+        assert "torch.bfloat16" in said
