@@ -3,9 +3,10 @@
     torchrun --nproc_per_node 2 -m benchmarks.steps --config small --tokens 4096 --out steps.json
 
 Forward and backward of a HybridLM of examples/configs (bf16, no recomputation, no optimizer) on this rank's tokens of a
-sequence of `tokens` a rank, and with --ways also "compiled, captured" and "reduce-overhead", each in a process of its own
-(a gradient's accumulation stays on the stream it first ran on, which a capture must be); medians over the ranks' slowest. The sum of kernels is what the profiler gives of the
-eager step, exchanges among them, so a step may be shorter where two run side by side.
+sequence of `tokens` a rank; medians over the ranks' slowest. The sum of kernels is what the profiler gives of the
+eager step, exchanges among them, so a step may be shorter where two run side by side. --ways also takes "compiled,
+captured" and "reduce-overhead", each in a process of its own: a gradient's accumulation stays on the stream it first
+ran on, which a capture's must be.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -304,6 +305,7 @@ def _own(x: Any) -> Any:
 def _reason(error: BaseException) -> str:
     """What happened, and the line of the step it happened in: the last one that is not of a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and "/ring_la/" not in f.filename]
+    libraries = str(Path(torch.__file__).parent.parent), str(Path(__file__).parent)
+    own = [f for f in frames if not f.filename.startswith(libraries)]
     where = (own or frames)[-1]
     return f"{where.filename}:{where.lineno} `{where.line}`: {str(error).splitlines()[0]}"
