@@ -44,12 +44,12 @@ class SplitOperator:
 
         def forward(*arguments: Any) -> Results:
             with torch.no_grad():
-                return _own(run(*arguments), arguments)
+                return own_memory(run(*arguments), arguments)
 
         def backward(grads: Sequence[Tensor | None], wanted: Sequence[bool], *arguments: Any) -> list[Tensor]:
             with torch.no_grad():
                 found = self._back(self._present(grads, arguments), wanted, *arguments)
-                return list(_own(tuple(g for g, w in zip(found, wanted) if w), (*grads, *arguments)))
+                return list(own_memory(tuple(g for g, w in zip(found, wanted) if w), (*grads, *arguments)))
 
         self._forward = torch.library.custom_op(f"ring_la::{name}", forward, mutates_args=(), schema=schema)
         self._forward.register_fake(fake)
@@ -112,10 +112,10 @@ def _refusal(name: str) -> Callable:
     return refuse
 
 
-def _own(out: Any, given: Sequence[Any]) -> Any:
+def own_memory(out: Any, given: Sequence[Any]) -> Any:
     """Results as operators return them: contiguous, and no memory of an argument."""
     if isinstance(out, Tensor):
-        return _own((out,), given)[0]
+        return own_memory((out,), given)[0]
     taken = {x.untyped_storage()._cdata for x in given if isinstance(x, Tensor)}
     own = []
     for x in out:

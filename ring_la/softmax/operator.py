@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from ..context.operator import own_memory
 from ..errors import SecondDerivativeError
 from .call import AttentionCall
 from .merging import wide
@@ -83,7 +84,7 @@ def _gradients(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, *
     """Gradients of the tensors that are present, in order."""
     x, call = _call_of(arguments)
     grads = call.plan(x).backward(Saved(x, o, lse), do, dlse)
-    return [g.contiguous() for g in grads if g is not None]
+    return list(own_memory([g for g in grads if g is not None], (do, dlse, o, lse, *arguments)))
 
 
 attention_backward = torch.library.custom_op(

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..checks import check_nan
 from ..context import ShardedLayout
 from ..context.handle import found
+from ..context.operator import own_memory
 from ..errors import Facts, RingLAError
 from .call import AttentionCall, KnownCalls
 from .merging import wide
@@ -93,7 +94,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor]:
     call = _call_of(arguments)
     _agree(*call)
     o, lse, _ = _planned(*call).forward(call[0])
-    return o.contiguous(), lse.contiguous()
+    return own_memory((o, lse), arguments)
 
 
 ARGUMENTS = declared(Tensors, Scores, SplitOthers)
@@ -115,7 +116,7 @@ def _gradients(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, *
     x, scores, others = _call_of(arguments)
     plan = _planned(x, scores, others)
     grads = plan.backward(plan.saved(x, o, lse), do, dlse)
-    return [g.contiguous() for g in grads if g is not None]
+    return list(own_memory([g for g in grads if g is not None], (do, dlse, o, lse, *arguments)))
 
 
 split_attention_backward = torch.library.custom_op(
