@@ -12,8 +12,8 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import PLAIN, Inputs, OutputUse
 from ring_la.kernels.scalar_decay.recurrence import ScalarDecayRecurrence
-from ring_la.kernels.wy import bounded_kda
-from ring_la.kernels.wy.bounded_kda import BoundedKDA
+from ring_la.kernels.wy import one_launch
+from ring_la.kernels.wy.one_launch import OneLaunch
 from ring_la.kernels.wy.recurrence import WYRecurrence
 
 Family = ScalarDecayRecurrence | WYRecurrence
@@ -48,8 +48,9 @@ def unsupported(rule: Rule, inputs: Inputs) -> str:
 
 def recurrence(
     rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse = PLAIN
-) -> Family | BoundedKDA:
+) -> Family | OneLaunch:
     """One rank's tokens under one rule (see `protocol.Local`)."""
-    if rule.lower_bound is not None and not bounded_kda.unsupported(rule, inputs, packed=cu is not None):
-        return BoundedKDA(rule, inputs, cu, scale, use)
+    launches = one_launch.choice(rule, use)
+    if launches is not None and not one_launch.unsupported(inputs, packed=cu is not None):
+        return OneLaunch(launches, rule, inputs, cu, scale, use)
     return FAMILIES[rule.plain].of(rule.plain, inputs, cu, scale, use)

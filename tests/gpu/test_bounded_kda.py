@@ -57,8 +57,10 @@ def inputs(B: int, T: int, H: int, HK: int, gate: Callable[..., Tensor], handed:
 
 @pytest.fixture
 def spans_of_64(monkeypatch):
+    """Where a piece has four or more, those that wait are left to a launch of their own."""
     from ring_la.kernels.wy import kda_launches
 
+    monkeypatch.setattr(kda_launches, "TOKENS", 0)
     monkeypatch.setattr(kda_launches, "multiprocessors", lambda device: 10**6)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for Hopper")
@@ -102,6 +104,17 @@ def within(found: tuple[dict[str, float], dict[str, float]]) -> bool:
 def test_outputs_and_gradients(B, T, H, HK, cu, gate, spans_of_64, record_property):
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32, device="cuda")
     found = errors(inputs(B, T, H, HK, gate), offsets)
+    record_property("errors", found)
+    assert within(found), found
+
+
+@pytest.mark.parametrize("gate", [strong, mixed])
+def test_spans_that_wait_in_a_line(gate, spans_of_64, monkeypatch, record_property):
+    """The launch of their own is for longer pieces."""
+    from ring_la.kernels.wy import kda_launches
+
+    monkeypatch.setattr(kda_launches, "TOKENS", 8192)
+    found = errors(inputs(1, 300, 2, 2, gate), None)
     record_property("errors", found)
     assert within(found), found
 

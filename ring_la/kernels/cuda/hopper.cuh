@@ -113,6 +113,7 @@ INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
 #define F4(x) "+f"((x)[0]), "+f"((x)[1]), "+f"((x)[2]), "+f"((x)[3])
 #define F8(x) F4(x), F4((x) + 4)
 #define F16(x) F4(x), F4((x) + 4), F4((x) + 8), F4((x) + 12)
+#define F32(x) F16(x), F16((x) + 16)
 #define F64(x) F4(x[0]), F4(x[1]), F4(x[2]), F4(x[3]), F4(x[4]), F4(x[5]), F4(x[6]), F4(x[7]), F4(x[8]), F4(x[9]), \
                F4(x[10]), F4(x[11]), F4(x[12]), F4(x[13]), F4(x[14]), F4(x[15])
 
@@ -127,6 +128,10 @@ INLINE void wg_wait(float (&d)[16]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   asm volatile("" : F16(d)::"memory");
 }
+INLINE void wg_wait(float (&d)[32]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("" : F32(d)::"memory");
+}
 INLINE void wg_wait(float (&d)[16][4]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   asm volatile("" : F64(d)::"memory");
@@ -138,6 +143,14 @@ INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) {
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
       "{%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
       : F16(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+}
+INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) {  // d [64, 64]
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+      "{%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
+      : F32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
 }
 // d [64, 128] += a [64, 16] b [16, 128]; b stored [k][n]
 INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) {

@@ -1,9 +1,9 @@
 // What KDA's kernels share: arguments, spans, the bound that says what is forgotten. Chunks of 16 tokens, K = V = 128.
 #pragma once
-#include "hopper.cuh"
-
 #define C 16  // tokens a chunk
 #define D 128 // channels of a head
+#include "spans.cuh"
+
 #define GROUP 4 // tokens whose factors are made together
 #define FORGOTTEN 9.3e-10f // 2^-30
 #define HARDEST -82.f      // e^82 is the largest factor
@@ -16,45 +16,17 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 1], zero at first: see `decided`, `done` and `ticket`
+  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`
   float* states;         // [count, H, 128 * 128]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
+  int ahead;             // whether spans that wait are left to another launch, compiled with DEFERRED
   float scale;
 };
 
-struct Span { int begin, end, piece, chunk, first, last; };  // chunk: the number of its first
-
-INLINE Span span_of(const Args& a, int s) {
-  Span x;
-  if (a.table) {
-    const int* row = a.table + s * 6;
-    x.begin = row[0]; x.end = row[1]; x.piece = row[2]; x.chunk = row[3]; x.first = row[4]; x.last = row[5];
-  } else {
-    const int each = (a.T + a.length - 1) / a.length, n = s % each;
-    x.piece = s / each; x.first = n == 0; x.last = n == each - 1;
-    x.chunk = x.piece * ((a.T + C - 1) / C) + n * (a.length / C);
-    x.begin = x.piece * a.T + n * a.length; x.end = x.piece * a.T + min((n + 1) * a.length, a.T);
-  }
-  return x;
-}
-
-// 1: a span starts from zero; 2: it waits
-INLINE int* decided(const Args& a, int s, int h) { return a.flags + s * a.H + h; }
-// Whether `states` holds what a span leaves
-INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
-INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
-
-INLINE float beta_at(const Args& a, u64 i) {
-#if BETA_BF16
-  return __uint_as_float((u32)((const u16*)a.beta)[i] << 16);
-#else
-  return ((const float*)a.beta)[i];
-#endif
-}
 
 // Whether what enters a run of `tokens` (a multiple of 8) from `begin` on is forgotten where it ends, going right or, for
 // gradients of states, left (`back`); by one warp, four channels a lane.
@@ -94,8 +66,6 @@ INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, in
   return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
 }
 
-// Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.
-INLINE u32 swz(int row, int chunk) { return (u32)((chunk ^ (row & 7)) << 4); }
 // The gates of token i and this lane's four channels, in rows of 512 bytes
 INLINE void gates(float (&g)[4], u32 at, int i, int lane) {
 #if GATE_BF16
@@ -138,15 +108,11 @@ INLINE void invert(float b, u32 to, u32 pairs, int lane) {
   }
 }
 
-// Empty pieces, which no span sees: those behind a piece, and before the first, leave what enters. By 256 threads.
-INLINE void leave_empty(const Args& a, int piece, int h, int i) {
-  if (!a.table) return;
-  auto copy = [&](int p) {
-    const u64 at = ((u64)p * a.H + h) * D * D;
-    for (int j = i; j < D * D; j += 256) a.S1[at + j] = a.S0 ? a.S0[at + j] : 0.f;
-  };
-  if (a.cu[piece] == 0) for (int p = piece - 1; p >= 0; p--) copy(p);
-  for (int p = piece + 1; p < a.pieces && a.cu[p] == a.cu[p + 1]; p++) copy(p);
+// The span and head of this program, whose number stands at `said`. Read again for every pass, so that no register holds
+// them meanwhile.
+INLINE Span work_of(const Args& a, u32 said, int& s, int& h) {
+  const int i = uniform(lds32(said));
+  s = i / a.heads;
+  h = a.first_head + i % a.heads;
+  return span_of(a, s);
 }
-
-INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of those that carry the state

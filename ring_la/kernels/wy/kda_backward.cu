@@ -37,7 +37,8 @@
 #define BARS (SUMS + 8 * 64)           // of each slot: full, empty, dR there, dP and dA there
 #define BARS_S (BARS + SLOTS * 32)     // of each state: full, empty
 #define HARD (BARS_S + 2 * 16)
-#define SAID (HARD + 16)
+#define OPEN (HARD + 16)               // a barrier: the last of several passes may begin
+#define SAID (OPEN + 16)
 
 struct BackArgs {
   Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
@@ -54,9 +55,15 @@ INLINE u32 by_token(int row, int chunk) {
 // In dO (rows 0 to 15) and dR (16 to 31), which it reads as [n][k]
 INLINE u32 by_value(int row, int chunk) { return (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
 
+// How many chunks behind a span's end, y being the span after it, its program begins with
+INLINE int late_chunks(const Span& x, const Span& y) {
+  return x.last ? 0 : (min(x.end + 2 * C, y.end) - x.end + C - 1) / C;
+}
+
 // -- a chunk's factors: a warp a chunk -------------------------------------------------------------------------------
 
-INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, u32 at, int lane) {
+// Asks for the rows of 16 tokens from t on; those from `end` on are zero, dO where it is not `wanted`.
+INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool wanted, u32 at, int lane) {
   const Args& a = b.a;
   const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
   const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
@@ -70,7 +77,7 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, u32 
     const char* from = ok ? q : (const char*)a.q;
     cp16(at + OFF_QG + by_token(r, j), from, ok);
     cp16(at + OFF_KG + by_token(r, j), from + to_k, ok);
-    cp16(at + OFF_X + by_value(r, j), ok ? o : (const char*)b.dout, ok);
+    cp16(at + OFF_X + by_value(r, j), ok ? o : (const char*)b.dout, ok && wanted);
     q += 2 * sk; o += 2 * sv;
   }
 #if GATE_BF16
@@ -161,13 +168,15 @@ INLINE void make_pairs(float b, u32 at, u32 pairs, int lane) {
   }
 }
 
-INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, u32 base, int w, int lane) {
+// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without dO.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, u32 base, int w, int lane) {
   const Args& a = b.a;
   const u32 at = base + w * SLOT, pairs = base + PAIRS + w * 1280, full = base + BARS + w * 32;
-  for (int c = w; c < n; c += SLOTS) {
+  for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const int m = n - 1 - c, t = x.begin + m * C;
-    load_chunk(b, t, lim, x.chunk + m, h, at, lane);
+    const int pass = c / n, m = (pass + 1) * n - 1 - c, t = x.begin + m * C;
+    if (pass == 2) bar_wait(base + OPEN, 0);
+    load_chunk(b, t, lim, x.chunk + m, h, pass != 1, at, lane);
     float beta = 0.f;
     if (lane < C && t + lane < lim) beta = beta_at(a, (u64)(t + lane) * a.H + h);
     beta = __shfl_sync(~0u, beta, lane & 15);
@@ -255,35 +264,21 @@ INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32
 
 // -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ----------------------
 
-// The dS a span starts with; returns how many of its chunks, which begin two late, come before that.
-INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, const Span& y, int s, int h, u32 said, int w, int lane) {
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-  const bool known = x.last || (y.last && y.end <= x.end + 2 * C);  // what leaves the piece is where this starts
+// Whether what leaves the piece is where a span's program starts, y being the span after it
+INLINE bool starts_known(const Span& x, const Span& y) { return x.last || (y.last && y.end <= x.end + 2 * C); }
+// How many of a span's chunks, which begin two late, come before it starts from zero or from what leaves the piece; 2: it
+// does neither. By eight warps.
+INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32 said, int w, int lane) {
+  if (x.last) return 0;
+  const bool known = starts_known(x, y);
   int skip = 0;
-  if (!x.last) {
-    if (!known && (w & 3) == 0) {
-      const bool ok = forgotten(a, x.end, h, w ? 2 * C : C, true, lane);
-      if (lane == 0) sts32(said + 4 + w, ok);
-    }
-    between_warps();
-    if (!known) skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-    if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
+  if (!known && (w & 3) == 0) {
+    const bool ok = forgotten(a, x.end, h, w ? 2 * C : C, true, lane);
+    if (lane == 0) sts32(said + 4 + w, ok);
   }
-  if (skip == 2) {
-    while (!load_acquire(done(a, s + 1, h))) {}
-    const float4* from = (const float4*)(a.states + ((u64)(s + 1) * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++) {
-      const float4 z = __ldcg(from + nt * 256);
-      S[nt][0] = z.x; S[nt][1] = z.y; S[nt][2] = z.z; S[nt][3] = z.w;
-    }
-    return skip;
-  }
-  const float* from = known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0;
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
+  between_warps();
+  if (!known) skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
+  if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
   return skip;
 }
 
@@ -462,15 +457,15 @@ INLINE void refuse_chunk(const BackArgs& b, float (&S)[16][4], int t, int end, i
   }
 }
 
-INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int h, int n, int first, u32 base, int w, int lane) {
-  const Args& a = b.a;
+// dS over chunks c0 to `stop` (not included) of those under way, the last of which begins at token `begin`. Up to `skip` they
+// are passed over; those before `first` only bring dS.
+INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end, int c0, int stop, int skip, int first,
+                 u32 base, int w, int lane) {
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, tq = lane & 3;
   const int tile_row = w * 16 + (lane & 7) + (((lane >> 3) & 1) << 3), tile_col = lane >> 4, kc = (w >> 2) * 8 + (w & 3) * 2;
   const u32 adjoint = base + ADJOINT;
-  float S[16][4];
-  const int skip = enter(S, a, x, y, s, h, base + SAID, w, lane);
-  for (int c = 0; c < n; c++) {
-    const int slot = c % SLOTS, t = x.begin + (n - 1 - c) * C, i = c - first;
+  for (int c = c0; c < stop; c++) {
+    const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
     const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
               bar_s = base + BARS_S + (i & 1) * 16;
     const bool own = c >= first;
@@ -478,7 +473,7 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
     const bool hard = __any_sync(~0u, lds32(base + HARD + slot * 4));
     if (hard && (own || c >= skip)) {
       if (own) {
-        refuse_chunk(b, S, t, x.end, h, w * 32 + lane);
+        refuse_chunk(b, S, t, end, h, w * 32 + lane);
         __syncwarp();
         if (lane == 0) bar_arrive(bars + 16);
         bar_wait(bar_s, (i >> 1) & 1);
@@ -533,7 +528,7 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
         const int row = lane >> 1, j = w * 2 + (lane & 1);
         u32 z[4];
         lds128(z, at + OFF_X + by_value(16 + row, j));
-        if (t + row < x.end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, z);
+        if (t + row < end) stg128(b.dv + ((u64)(t + row) * b.a.H + h) * D + j * 8, z);
         proxy_fence();
         __syncwarp();
         if (lane == 0) bar_arrive(bars + 16);
@@ -567,14 +562,14 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
         wg_wait(S);
         asm volatile("" : F16(Y), F8(Z)::"memory");
         traces(trace, state, adjoint, kc, lane);
-        if (w == 0 && lane < C && t + lane < x.end) {
+        if (w == 0 && lane < C && t + lane < end) {
           float sum = 0.f;
 #pragma unroll
           for (int j = 0; j < 8; j++) sum += lds(base + SUMS + j * 64 + lane * 4);
-          b.dbeta[(u64)(t + lane) * a.H + h] = sum;
+          b.dbeta[(u64)(t + lane) * b.a.H + h] = sum;
         }
         bar_wait(bars + 24, (i / SLOTS) & 1);
-        key_gradients(b, Y, Z, trace, at, kc, t, x.end, h, lane);
+        key_gradients(b, Y, Z, trace, at, kc, t, end, h, lane);
         between_warps();  // before the tile of dS is written anew
         if (lane == 0) bar_arrive(bar_s + 8);
       } else {
@@ -585,8 +580,50 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
     __syncwarp();
     if (lane == 0) bar_arrive(bars + 8);
   }
+}
+
+#if DEFERRED
+// A span that waits, in three passes, the first of a piece in one. Its span and head are read again for each, so that no
+// register holds them meanwhile.
+INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  float S[16][4];
+  begin_with(S, 0, w, lane);
+#pragma unroll 1
+  for (int pass = alone ? 2 : 0; pass < 3; pass++) {
+    int s, h;
+    {
+      const Span x = work_of(a, base + SAID, s, h);
+      const int stop = (alone ? 1 : pass + 1) * n;
+      if (alone) take(S, a, s + 1, h, w, lane);
+      walk(S, b, h, uniform(x.begin), uniform(x.end), stop - n, stop, 0, pass == 2 ? stop - n : stop, base, w, lane);
+    }
+    const Span x = work_of(a, base + SAID, s, h);
+    if (pass == 0) {
+      store_state(S, a, s, h, w, lane);
+      identity(S, w, lane);
+    } else if (pass == 1) {
+      keep_map(S, base, w, lane);
+      leave_early(S, a, s + 1, s, h, base, base + OPEN, w, lane);
+    } else if (alone) {
+      leave(S, a, x, s, h, base + SAID, w, lane);
+    }
+  }
+}
+#else
+INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int h, int n, int first, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  float S[16][4];
+  const bool known = starts_known(x, y);
+  const int skip = !a.ahead ? decide(a, x, y, s, h, base + SAID, w, lane) : known ? 0 : uniform(lds32(base + SAID + 4) ? 1 : 0);
+  if (skip == 2)
+    take(S, a, s + 1, h, w, lane);
+  else
+    begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  walk(S, b, h, uniform(x.begin), uniform(x.end), 0, n, skip, first, base, w, lane);
   leave(S, a, x, s, h, base + SAID, w, lane);
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_constant__ BackArgs b) {
   extern __shared__ __align__(1024) char smem[];
@@ -604,23 +641,38 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
       bar_init(base + BARS_S + i * 16, 1);
       bar_init(base + BARS_S + i * 16 + 8, 8);
     }
+    bar_init(base + OPEN, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a), 1));
+    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
-  const Span x = span_of(a, s);
+  int s, h;
+  const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
-  const Span y = x.last ? x : span_of(a, s + 1);
-  const int lim = x.last ? x.end : min(x.end + 2 * C, y.end);
-  const int n = uniform((lim - x.begin + C - 1) / C), first = n - uniform((x.end - x.begin + C - 1) / C);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+#if DEFERRED
+  if (x.last || load_acquire(decided(a, s, h)) != 2) return;
+  const int lim = x.end, n = uniform((x.end - x.begin + C - 1) / C), first = x.first ? 0 : 2 * n, passes = x.first ? 1 : 3;
+#else
+  const Span y = x.last ? x : span_of(a, s + 1);
+  if (a.ahead && !x.last) {  // a span that waits is left to the launch behind this one
+    if (uniform(tid >> 8) == 0) decide(a, x, y, s, h, base + SAID, w, lane);
+    __syncthreads();
+    if (!starts_known(x, y) && !lds32(base + SAID + 4) && !lds32(base + SAID + 8)) return;
+  }
+  const int lim = x.last ? x.end : min(x.end + 2 * C, y.end), passes = 1;
+  const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);
+#endif
   if (uniform(tid >> 8)) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
-    if (w < SLOTS) produce(b, x, h, lim, n, base, w, lane);
-    else fetch(b, x, h, n, first, base, lane);
+    if (w < SLOTS) produce(b, x, h, lim, n, passes, base, w, lane);
+    else fetch(b, x, h, n * passes, first, base, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+#if DEFERRED
+    consume(b, x.first, n, base, w, lane);
+#else
     consume(b, x, y, s, h, n, first, base, w, lane);
+#endif
   }
 }

@@ -34,15 +34,16 @@
 #define BARS (SCRATCH + SLOTS * OWN) // of each slot: full, empty
 #define HARD (BARS + SLOTS * 16)     // of each slot: whether it goes token by token
 #define SAID (HARD + SLOTS * 4)      // the ticket; forgotten over one chunk, over two; whether the next span waits
-#define STAGE (SAID + 16)            // of each warp that carries the state: 1 KB on its way out
+#define OPEN (SAID + 16)             // a barrier: the last of several passes may begin
+#define STAGE (OPEN + 16)            // of each warp that carries the state: 1 KB on its way out
 
 // The same of row `row` of kg (rows 0 to 15) and qg (16 to 31), 16 chunks each, for wgmma
 INLINE u32 kq(int row, int chunk) { return OFF_KQ + (u32)((chunk >> 3) * 4096 + row * 128) + swz(row, chunk & 7); }
 
 // -- what chunks need of their own tokens: a warp a chunk ------------------------------------------------------------
 
-// Ask for the rows of 16 tokens from t on; those from `end` on are zero.
-INLINE void load_chunk(const Args& a, int t, int end, int h, u32 at, int lane) {
+// Ask for the rows of 16 tokens from t on; those from `end` on are zero, v where no `values` are wanted.
+INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at, int lane) {
   const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
   const u32 jr = (u32)((j ^ row) & 7) << 4;
   const u32 to = at + (u32)((j >> 3) * 4096 + row * 128), to_v = at + OFF_V + (u32)((j >> 3) * 128 + row * 256);
@@ -57,7 +58,7 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, u32 at, int lane) {
     const char* from = ok ? q : (const char*)a.q;
     cp16(to + z + i * 256 + 2048, from, ok);
     cp16(to + z + i * 256, from + to_k, ok);
-    cp16(to_v + z + i * 512, ok ? v : (const char*)a.v, ok);
+    cp16(to_v + z + i * 512, ok ? v : (const char*)a.v, ok && values);
     q += 2 * sk; v += 2 * sv;
   }
 #if GATE_BF16
@@ -154,12 +155,15 @@ INLINE void make_pairs(float b, u32 at, u32 ki_at, u32 pairs, int lane) {
   }
 }
 
-INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, u32 base, int w, int lane) {
+// The chunks of `passes` over a span, n each: of one, or of three, the second of which is without v.
+INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const u32 ki_at = base + SCRATCH + w * OWN, pairs = ki_at + 4096, full = base + BARS + w * 16, at = base + w * SLOT;
-  for (int c = w; c < n; c += SLOTS) {
+  for (int c = w; c < n * passes; c += SLOTS) {
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
-    const int t = t0 + c * C;
-    load_chunk(a, t, x.end, h, at, lane);
+    const int pass = c / n;
+    if (pass == 2) bar_wait(base + OPEN, 0);
+    const int t = t0 + (c - pass * n) * C;
+    load_chunk(a, t, x.end, h, pass != 1, at, lane);
     float b = 0.f;
     if (lane < C && t + lane < x.end) b = beta_at(a, (u64)(t + lane) * a.H + h);
     cp_wait();
@@ -248,59 +252,17 @@ INLINE void token_by_token(float (&S)[16][4], u32 at, int lane, int v0, bool wri
   }
 }
 
-// The state a span starts with; returns how many of its chunks, which begin two early, come before that.
-INLINE int enter(float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-  int skip = 0;
-  if (!x.first) {
-    if ((w & 3) == 0) {
-      const bool ok = forgotten(a, x.begin - (w ? 2 * C : C), h, w ? 2 * C : C, false, lane);
-      if (lane == 0) sts32(said + 4 + w, ok);
-    }
-    between_warps();
-    skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
-    if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
+// How many of a span's chunks, which begin two early, come before it starts from zero; 2: it does not. By eight warps.
+INLINE int decide(const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
+  if (x.first) return 0;
+  if ((w & 3) == 0) {
+    const bool ok = forgotten(a, x.begin - (w ? 2 * C : C), h, w ? 2 * C : C, false, lane);
+    if (lane == 0) sts32(said + 4 + w, ok);
   }
-  if (skip == 2) {
-    while (!load_acquire(done(a, s - 1, h))) {}
-    const float4* from = (const float4*)(a.states + ((u64)(s - 1) * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++) {
-      const float4 y = __ldcg(from + nt * 256);
-      S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
-    }
-    return skip;
-  }
-  const float* from = x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0;
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
+  between_warps();
+  const int skip = uniform(lds32(said + 4) ? 1 : lds32(said + 8) ? 0 : 2);
+  if (w == 0 && lane == 0) store_release(decided(a, s, h), skip == 2 ? 2 : 1);
   return skip;
-}
-
-// Hand the state on: to the next span if that waits or has not decided yet, or to the caller.
-INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-  if (!x.last) {
-    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s + 1, h)) != 1);
-    between_warps();  // one thread asks, so that all do the same
-    if (lds32(said + 12)) {
-      float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-      for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
-      fence_gpu();
-      between_warps();
-      if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
-    }
-  } else if (a.S1) {
-    leave_empty(a, x.piece, h, w * 32 + lane);
-    float* to = a.S1 + ((u64)x.piece * a.H + h) * (D * D);
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
-  }
 }
 
 // What the state gives a chunk's tokens before the pairs do: RO = S^T kg^T, then S^T qg^T; S <- e^GL S meanwhile.
@@ -362,29 +324,30 @@ INLINE void keep_state(const float (&S)[16][4], char* to, u32 stage, int w, int 
 }
 #endif
 
-INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
+// The state over chunks c to `stop` (not included) of those under way, from token t on: the first, up to `skip`, are not the
+// span's. What is wanted of chunks goes out from token `begin` on, which has chunk number `chunk`.
+INLINE void walk(float (&S)[16][4], const Args& a, int h, int t, int begin, int end, int chunk, int c, int stop, int skip,
+                 u32 base, int w, int lane) {
   const u32 bars = base + BARS;
-  float S[16][4];
-  const int skip = enter(S, a, x, s, h, base + SAID, w, lane);
-  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, begin = uniform(x.begin);
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
 #if KEEP
   u32 kept[4];  // W of the chunk before, which is still to go out
 #else
   float O[8];  // S^T qg^T of the chunk before: with its U what is left to do of it
 #endif
   u32 u[4];
-  int left = -1;
+  bool left = false;
   auto finish = [&]() {
-    const u32 at = base + (left % SLOTS) * SLOT;
-    const int t = t0 + left * C;
-    if (t >= begin) {
+    const int before = (c - 1) % SLOTS, from = t - C;
+    const u32 at = base + before * SLOT;
+    if (from >= begin) {
 #if KEEP
       const int row = lane >> 1, j = w * 2 + (lane & 1);
       stm_trans(kept, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
       __syncwarp();
       u32 z[4];
       lds128(z, at + OFF_V + row * 256 + swz(row, j));
-      stg128((char*)(a.kept_W + kept_at(a, x.chunk + (t - begin) / C, h) * (C * D)) + rows_place(row, j), z);
+      stg128((char*)(a.kept_W + kept_at(a, chunk + (from - begin) / C, h) * (C * D)) + rows_place(row, j), z);
 #else
       u32 p[4];
       ldm(p, at + OFF_P + rb * 32 + cb * 16);
@@ -395,21 +358,21 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
       int row = lane >> 1, j = w * 2 + (lane & 1);
       u32 z[4];
       lds128(z, at + OFF_V + row * 256 + swz(row, j));
-      if (t + row < x.end) stg128(a.o + ((u64)(t + row) * a.H + h) * D + j * 8, z);
+      if (from + row < end) stg128(a.o + ((u64)(from + row) * a.H + h) * D + j * 8, z);
 #endif
     }
     __syncwarp();
-    if (lane == 0) bar_arrive(bars + (left % SLOTS) * 16 + 8);
-    left = -1;
+    if (lane == 0) bar_arrive(bars + before * 16 + 8);
+    left = false;
   };
-  for (int c = 0; c < n; c++) {
-    const int slot = c % SLOTS, t = t0 + c * C;
+  for (; c < stop; c++, t += C) {
+    const int slot = c % SLOTS;
     const u32 at = base + slot * SLOT;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
     const int way = c < skip ? 2 : lds32(base + HARD + slot * 4);
     if (__any_sync(~0u, way)) {
-      if (left >= 0) finish();
-      if (c >= skip) token_by_token(S, at, lane, w * 16, !KEEP && t >= begin, a, t, x.end, h);
+      if (left) finish();
+      if (c >= skip) token_by_token(S, at, lane, w * 16, !KEEP && t >= begin, a, t, end, h);
       __syncwarp();
       if (lane == 0) bar_arrive(bars + slot * 16 + 8);
     } else {
@@ -417,10 +380,10 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
       u32 v[4], m[4];
 #if KEEP
       if (t >= begin)
-        keep_state(S, (char*)(a.kept_S + kept_at(a, x.chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 1024, w, lane);
+        keep_state(S, (char*)(a.kept_S + kept_at(a, chunk + (t - begin) / C, h) * (D * D)), base + STAGE + w * 1024, w, lane);
 #endif
       read_state(RO, S, at, lane);
-      if (left >= 0) finish();
+      if (left) finish();
       ldm_trans(v, at + OFF_V + rb * 256 + swz(rb, w * 2 + cb));
       ldm(m, at + OFF_M + rb * 32 + cb * 16);
       wg_wait(RO);
@@ -441,13 +404,53 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
 #pragma unroll
       for (int j = 0; j < 8; j++) O[j] = RO[8 + j];
 #endif
-      left = c;
+      left = true;
       wg_wait(S);
     }
   }
-  if (left >= 0) finish();
+  if (left) finish();
+}
+
+#if DEFERRED
+// A span that waits, in three passes, the last of a piece in one. Its span and head are read again for each, so that no
+// register holds them meanwhile.
+INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane) {
+  float S[16][4];
+  begin_with(S, 0, w, lane);
+#pragma unroll 1
+  for (int pass = alone ? 2 : 0; pass < 3; pass++) {
+    int s, h;
+    {
+      const Span x = work_of(a, base + SAID, s, h);
+      const int stop = (alone ? 1 : pass + 1) * n;
+      if (alone) take(S, a, s - 1, h, w, lane);
+      walk(S, a, h, uniform(x.begin), uniform(pass == 2 ? x.begin : x.end), uniform(x.end), x.chunk, stop - n, stop, 0, base, w,
+           lane);
+    }
+    const Span x = work_of(a, base + SAID, s, h);
+    if (pass == 0) {
+      store_state(S, a, s, h, w, lane);
+      identity(S, w, lane);
+    } else if (pass == 1) {
+      keep_map(S, base, w, lane);
+      leave_early(S, a, s - 1, s, h, base, base + OPEN, w, lane);
+    } else if (alone) {
+      leave(S, a, x, s, h, base + SAID, w, lane);
+    }
+  }
+}
+#else
+INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u32 base, int w, int lane) {
+  float S[16][4];
+  const int skip = a.ahead && !x.first ? uniform(lds32(base + SAID + 4) ? 1 : 0) : decide(a, x, s, h, base + SAID, w, lane);
+  if (skip == 2)
+    take(S, a, s - 1, h, w, lane);
+  else
+    begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+  walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
   leave(S, a, x, s, h, base + SAID, w, lane);
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) char smem[];
@@ -458,20 +461,35 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
       bar_init(base + BARS + i * 16, 1);
       bar_init(base + BARS + i * 16 + 8, 8);
     }
+    bar_init(base + OPEN, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    sts32(base + SAID, atomicAdd(ticket(a), 1));
+    sts32(base + SAID, atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
-  const Span x = span_of(a, s);
+  int s, h;
+  const Span x = work_of(a, base + SAID, s, h);
   if (x.end <= x.begin) return;
-  const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+#if DEFERRED
+  if (x.first || load_acquire(decided(a, s, h)) != 2) return;
+  const int t0 = uniform(x.begin), n = uniform((x.end - t0 + C - 1) / C);
+#else
+  if (a.ahead && !x.first) {  // a span that waits is left to the launch behind this one
+    if (uniform(tid >> 8) == 0) decide(a, x, s, h, base + SAID, w, lane);
+    __syncthreads();
+    if (!lds32(base + SAID + 4) && !lds32(base + SAID + 8)) return;
+  }
+  const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
+#endif
   if (uniform(tid >> 8)) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
-    produce(a, x, h, t0, n, base, w, lane);
+    produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+#if DEFERRED
+    consume(a, x.last, n, base, w, lane);
+#else
     consume(a, x, s, h, t0, n, base, w, lane);
+#endif
   }
 }

@@ -1,7 +1,7 @@
 """Launches of KDA's kernels in CUDA C++ on Hopper (`kda_forward.cu`, `kda_backward.cu`): one forward, two backward.
 
 Chunks have 16 tokens, over which gates of at least -5 leave all factors within fp32. The backward makes the states
-before the chunks again, as many heads at a time as `table.SAVED_STATES` bytes hold.
+before the chunks again, as many heads at a time as `KEPT` bytes hold.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ LEAST = -82.0 / CHUNK
 """The lowest bound of a gate with which a chunk's factors fit."""
 SPAN = 64
 """Tokens a span at least: those of another span that one may begin with are two chunks."""
-ARGUMENTS = "14Q8if4x"
-FORWARD_SHARED, BACKWARD_SHARED = 232448, 223648
+SPANS, TOKENS = 4, 8192
+"""Of a piece, from which on spans that wait are left to a launch of their own, in which they go over their tokens
+before the state that enters is there."""
+KEPT = 5 * SAVED_STATES // 4
+"""Bytes of chunks' states that a backward holds at a time."""
+ARGUMENTS = "14Q9if"
+FORWARD_SHARED, BACKWARD_SHARED = 232448, 223680
 
 
 @functools.cache
-def kernel(name: str, *defines: str) -> CudaKernel:
-    """`forward`, `states` (what the backward needs of every chunk) or `backward`."""
-    folder = Path(__file__).parent
+def kernel(name: str, deferred: bool, *defines: str) -> CudaKernel:
+    """`forward`, `states` (what the backward needs of every chunk) or `backward`; of spans that were left to it, if
+    `deferred`."""
+    folder, defines = Path(__file__).parent, (*defines, f"DEFERRED={int(deferred)}")
     if name == "backward":
         return CudaKernel(folder / "kda_backward.cu", "kda_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
     keep = f"KEEP={int(name == 'states')}"
@@ -86,6 +92,12 @@ class KDACall:
         _, _, _, g, beta = self.inputs[:5]
         return tuple(f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
 
+    @property
+    def ahead(self) -> bool:
+        """Whether spans that wait are left to a launch of their own."""
+        each = self.inputs.v.shape[0] * self.inputs.v.shape[1] // self.pieces
+        return each >= max(SPANS * self.length, TOKENS)
+
     def states(self) -> Tensor:
         """Room for the state of every piece."""
         return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
@@ -97,15 +109,17 @@ class KDACall:
         self, name: str, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
         kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None), further: tuple[Tensor, ...] = (),
     ) -> None:  # fmt: skip
-        """One kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
+        """A kernel over some heads. `states`: those it begins with and those it ends with (gradients, backward)."""
         H, count = self.inputs.v.shape[2], self.count
-        flags = torch.zeros(2 * count * H + 1, dtype=torch.int32, device=self.inputs.v.device)
+        flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=self.inputs.v.device)
         passed = self.new(count, H, HEAD, HEAD)
-        kernel(name, *self.defines)(
+        arguments = (
             count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,
             passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
-            heads.start, len(heads), self.scale, *further,
+            heads.start, len(heads), int(self.ahead), self.scale, *further,
         )  # fmt: skip
+        for deferred in (False, True) if self.ahead else (False,):
+            kernel(name, deferred, *self.defines)(*arguments)
 
 
 def forward(
@@ -145,7 +159,7 @@ def gradients(
 @functools.lru_cache(maxsize=512)
 def group(chunks: int, heads: int) -> int:
     """Heads at a time whose chunks' states the backward holds: groups of about one size."""
-    most = max(1, SAVED_STATES // (chunks * HEAD * (HEAD + CHUNK) * 2))
+    most = max(1, KEPT // (chunks * HEAD * (HEAD + CHUNK) * 2))
     return cdiv(heads, math.ceil(heads / most))
 
 

@@ -1,15 +1,16 @@
-"""KDA by gates that are known not to fall below a bound, on Hopper: fused kernels where a call is one device's.
+"""Kernels in CUDA C++ on Hopper that take all of one device's tokens in a launch (see `kda_launches`, `gdn_launches`).
 
-What comes into a span of tokens is mostly forgotten there, so that spans start early from zero, by a bound that holds;
+What comes into a span of tokens is often forgotten there, so that spans start early from zero, by a bound that holds;
 one that does not forget waits for the span before it. A call that exchanges states with other ranks goes by chunks of
-64 tokens.
+64 tokens, and so does whatever these kernels have no part for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +18,36 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Adjoint, Backward, Border, InputGradients, Inputs, Output, OutputUse, Summary
 from ring_la.kernels.runtime import cuda_kernel
-from ring_la.kernels.wy import kda_launches
-from ring_la.kernels.wy.kda_launches import HEAD, LEAST
+from ring_la.kernels.wy import gdn_launches, kda_launches
+from ring_la.kernels.wy.kda_launches import HEAD
 from ring_la.kernels.wy.recurrence import WYRecurrence
 from ring_la.kernels.wy.saved import WYBack, WYMaps
 
 
-def unsupported(rule: Rule, inputs: Inputs, packed: bool) -> str:
+class Launches(NamedTuple):
+    """What one launch does for a rule: outputs, and gradients if it has them."""
+
+    forward: Callable[[Inputs, Tensor | None, float, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+    gradients: Callable[..., tuple[Inputs, Tensor]] | None
+
+
+KDA = Launches(kda_launches.forward, kda_launches.gradients)
+GATED_DELTA = Launches(gdn_launches.forward, None)
+
+
+def choice(rule: Rule, use: OutputUse) -> Launches | None:
+    """The launches that a call might go by: KDA's where a bound of its gate is known, a delta rule's outputs where no
+    backward pass follows, whose kernels take what a forward in chunks leaves."""
+    if rule.plain == Rule("delta", "diagonal"):
+        return None if rule.lower_bound is None or rule.lower_bound < kda_launches.LEAST else KDA
+    if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
+        return None if use.saved else GATED_DELTA
+    return None
+
+
+def unsupported(inputs: Inputs, packed: bool) -> str:
     """Why these kernels cannot take a call, or an empty string."""
     v = inputs.v
-    if rule.plain != Rule("delta", "diagonal"):
-        return f"rule {rule.plain}: the kernels take delta_diagonal"
-    if rule.lower_bound is None or rule.lower_bound < LEAST:
-        return f"a gate's lower_bound of {rule.lower_bound}: the kernels want one, of at least {LEAST}"
     if v.dtype != torch.bfloat16 or inputs.q.shape[-1] != HEAD or v.shape[-1] != HEAD:
         return f"dtype {v.dtype}, head sizes {inputs.q.shape[-1]} and {v.shape[-1]}: the kernels take bf16 and {HEAD}"
     if packed and v.shape[0] > 1:
@@ -42,9 +60,10 @@ def unsupported(rule: Rule, inputs: Inputs, packed: bool) -> str:
 
 
 @dataclass(frozen=True)
-class BoundedKDA:
+class OneLaunch:
     """One rank's tokens."""
 
+    launches: Launches
     rule: Rule
     inputs: Inputs
     cu: Tensor | None
@@ -69,7 +88,7 @@ class BoundedKDA:
         if summary is not None or border is not None:
             return self.by_chunks.output(S0, summary, border)
         S0 = None if S0 is None else S0.to(torch.float32)
-        return Output(*kda_launches.forward(self.inputs, self.cu, self.scale, S0, self.use.final))
+        return Output(*self.launches.forward(self.inputs, self.cu, self.scale, S0, self.use.final))
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[WYBack]:
         return self.by_chunks.adjoint(backward, dS_end)
@@ -84,7 +103,7 @@ class BoundedKDA:
         adjoint: Adjoint[WYBack] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        if backward.saved or adjoint is not None or border is not None:
+        if self.launches.gradients is None or backward.saved or adjoint is not None or border is not None:
             return self.by_chunks.gradients(backward, dS_end, adjoint, border)
-        found = kda_launches.gradients(self.inputs, self.cu, self.scale, backward.S0, backward.do, dS_end)
+        found = self.launches.gradients(self.inputs, self.cu, self.scale, backward.S0, backward.do, dS_end)
         return InputGradients(*found)

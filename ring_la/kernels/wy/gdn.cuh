@@ -1,0 +1,59 @@
+// What the gated delta rule's fused kernels share: arguments, and how far back a span begins. Chunks of 32 tokens,
+// K = V = 128.
+#pragma once
+#define C 32  // tokens a chunk
+#define D 128 // channels of a head
+#include "spans.cuh"
+
+#define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
+#define BACK 16         // chunks that a span may begin early
+
+struct Args {
+  const u16 *q, *k, *v;  // [tokens, HK, 128], v [tokens, H, 128], bf16
+  const void *g, *beta;  // [tokens, H], fp32 or bf16; g null: no decay
+  u16* o;                // [tokens, H, 128]
+  const float* S0;       // [pieces, H, K, V] or null: zero
+  float* S1;             // [pieces, H, K, V] or null: nobody wants it
+  const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
+  const int* cu;         // [pieces + 1] beside a table
+  int* flags;            // [2 * count * H + 1], zero at first: see `decided`, `done` and `ticket`
+  float* states;         // [count, H, 128 * 128]
+  int T, H, HK, count, length, pieces;
+  int ahead;             // whether spans that wait find what they leave meanwhile
+  float scale;
+};
+
+INLINE float gate_at(const Args& a, u64 i) {
+#if !GATED
+  return 0.f;
+#elif GATE_BF16
+  return __uint_as_float((u32)((const u16*)a.g)[i] << 16);
+#else
+  return ((const float*)a.g)[i];
+#endif
+}
+
+// log2 of a bound of what 32 tokens from t on leave of a state, by one warp: a token multiplies its norm by e^g and by
+// at most max(1, |1 - beta |k|^2|).
+INLINE float left_over(const Args& a, int t, int h, int lane) {
+  const int hk = h / (a.H / a.HK);
+  float mine = 0.f;
+#pragma unroll 4
+  for (int i = 0; i < 16; i++) {
+    u32 x[4];
+    const uint4 y = ((const uint4*)a.k)[((u64)(t + 2 * i + (lane >> 4)) * a.HK + hk) * 16 + (lane & 15)];
+    x[0] = y.x; x[1] = y.y; x[2] = y.z; x[3] = y.w;
+    float n = 0.f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) n = fmaf(lo(x[j]), lo(x[j]), fmaf(hi(x[j]), hi(x[j]), n));
+#pragma unroll
+    for (int m = 8; m; m >>= 1) n += __shfl_xor_sync(~0u, n, m);
+    n = __shfl_sync(~0u, n, (lane & 1) * 16);  // of token 2 i + lane % 2
+    if (lane >> 1 == i) mine = n;
+  }
+  const u64 at = (u64)(t + lane) * a.H + h;
+  float x = gate_at(a, at) * LOG2E + __log2f(fmaxf(1.f, fabsf(1.f - beta_at(a, at) * mine)));
+#pragma unroll
+  for (int m = 16; m; m >>= 1) x += __shfl_xor_sync(~0u, x, m);
+  return x;
+}

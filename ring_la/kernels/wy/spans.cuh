@@ -1,0 +1,169 @@
+// What the fused kernels of one device's tokens share: spans of a head's tokens, each a program's, and how they hand
+// states on. A file that includes this says before it how many tokens a chunk has (C) and channels a head (D).
+#pragma once
+#include "hopper.cuh"
+
+struct Span { int begin, end, piece, chunk, first, last; };  // chunk: the number of its first
+
+template <class Args> INLINE Span span_of(const Args& a, int s) {
+  Span x;
+  if (a.table) {
+    const int* row = a.table + s * 6;
+    x.begin = row[0]; x.end = row[1]; x.piece = row[2]; x.chunk = row[3]; x.first = row[4]; x.last = row[5];
+  } else {
+    const int each = (a.T + a.length - 1) / a.length, n = s % each;
+    x.piece = s / each; x.first = n == 0; x.last = n == each - 1;
+    x.chunk = x.piece * ((a.T + C - 1) / C) + n * (a.length / C);
+    x.begin = x.piece * a.T + n * a.length; x.end = x.piece * a.T + min((n + 1) * a.length, a.T);
+  }
+  return x;
+}
+
+// 1: a span starts from zero; 2: it waits
+template <class Args> INLINE int* decided(const Args& a, int s, int h) { return a.flags + s * a.H + h; }
+// Whether `states` holds what a span leaves
+template <class Args> INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
+template <class Args> INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
+template <class Args> INLINE float beta_at(const Args& a, u64 i) {
+#if BETA_BF16
+  return __uint_as_float((u32)((const u16*)a.beta)[i] << 16);
+#else
+  return ((const float*)a.beta)[i];
+#endif
+}
+
+// Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.
+INLINE u32 swz(int row, int chunk) { return (u32)((chunk ^ (row & 7)) << 4); }
+
+// Empty pieces, which no span sees: those behind a piece, and before the first, leave what enters. By 256 threads.
+template <class Args> INLINE void leave_empty(const Args& a, int piece, int h, int i) {
+  if (!a.table) return;
+  auto copy = [&](int p) {
+    const u64 at = ((u64)p * a.H + h) * D * D;
+    for (int j = i; j < D * D; j += 256) a.S1[at + j] = a.S0 ? a.S0[at + j] : 0.f;
+  };
+  if (a.cu[piece] == 0) for (int p = piece - 1; p >= 0; p--) copy(p);
+  for (int p = piece + 1; p < a.pieces && a.cu[p] == a.cu[p + 1]; p++) copy(p);
+}
+
+INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of those that carry the state
+
+// -- a state on its way, [V, K] by eight warps, 16 of its rows a warp ------------------------------------------------
+// S [16 tiles of 8 columns][4]: rows v0 + lane / 4 (and 8 more), columns 2 (lane % 4) and 1 more of each tile
+
+INLINE void begin_with(float (&S)[16][4], const float* from, int w, int lane) {  // [K, V]; null: zero
+  const int tq = lane & 3, v = w * 16 + (lane >> 2);
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
+}
+
+// What span s leaves, once it has
+template <class Args> INLINE void take(float (&S)[16][4], const Args& a, int s, int h, int w, int lane) {
+  while (!load_acquire(done(a, s, h))) {}
+  const float4* from = (const float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) {
+    const float4 y = __ldcg(from + nt * 256);
+    S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
+  }
+}
+
+// Hand the state on: to the next span if that waits or has not decided yet, or to the caller.
+template <class Args>
+INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
+  const int tq = lane & 3, v = w * 16 + (lane >> 2);
+  if (!x.last) {
+    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s + 1, h)) != 1);
+    between_warps();  // one thread asks, so that all do the same
+    if (lds32(said + 12)) {
+      float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+      for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
+      fence_gpu();
+      between_warps();
+      if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
+    }
+  } else if (a.S1) {
+    leave_empty(a, x.piece, h, w * 32 + lane);
+    float* to = a.S1 + ((u64)x.piece * a.H + h) * (D * D);
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
+  }
+}
+
+// -- several passes --------------------------------------------------------------------------------------------------
+// A span that waits goes over its tokens from zero (what it leaves then is S') and from the identity (Phi) before the state
+// that enters is there, so that the state it leaves is a product once it is.
+
+template <class Args> INLINE void store_state(const float (&S)[16][4], const Args& a, int s, int h, int w, int lane) {
+  float4* own = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) own[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
+}
+INLINE void identity(float (&S)[16][4], int w, int lane) {
+  const int row = w * 16 + (lane >> 2), column = 2 * (lane & 3);
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[nt][e] = row + (e >> 1) * 8 == nt * 8 + column + (e & 1);
+}
+// Phi^T, [K, K] in two bf16 parts of 32 KB, to `at`, where nothing else lies as yet
+INLINE void keep_map(const float (&S)[16][4], u32 at, int w, int lane) {
+  between_warps();  // all slots are empty
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int r = w * 16 + (lane >> 2) + e * 8;
+      const u32 to = at + (nt >> 3) * 16384 + r * 128 + swz(r, nt & 7) + (lane & 3) * 4;
+      const u32 high = pack(S[nt][2 * e], S[nt][2 * e + 1]);
+      sts32(to, high);
+      sts32(to + 32768, pack(S[nt][2 * e] - lo(high), S[nt][2 * e + 1] - hi(high)));
+    }
+  proxy_fence();
+  between_warps();
+}
+
+// What span s leaves, S' (in `states`) + S Phi (at `at`), to `states`, S being what span `before` leaves; `open` then lets
+// the last pass begin. Leaves the state that enters in S.
+template <class Args>
+INLINE void leave_early(float (&S)[16][4], const Args& a, int before, int s, int h, u32 at, u32 open, int w, int lane) {
+  u32 high[8][4], low[8][4];
+  take(S, a, before, h, w, lane);
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float* y = &S[2 * ks + (i >> 1)][2 * (i & 1)];
+      high[ks][i] = pack(y[0], y[1]);
+      low[ks][i] = pack(y[0] - lo(high[ks][i]), y[1] - hi(high[ks][i]));
+    }
+  const float4* own = (const float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) {
+    const float4 y = __ldcg(own + nt * 256);
+    S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
+  }
+  wg_fence();
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    const u64 first = descriptor(at + ks * 2048, 16384, 1024);
+    wgmma128(S, high[ks], first);
+    wgmma128(S, low[ks], first);
+    wgmma128(S, high[ks], descriptor(at + 32768 + ks * 2048, 16384, 1024));
+  }
+  wg_commit();
+  wg_wait(S);
+  store_state(S, a, s, h, w, lane);
+  fence_gpu();
+  between_warps();
+  if (w == 0 && lane == 0) {
+    store_release(done(a, s, h), 1);
+    bar_arrive(open);
+  }
+  take(S, a, before, h, w, lane);
+}

@@ -1,0 +1,120 @@
+"""The delta rules in one launch on a Hopper GPU against the fp64 token loop, by gates that forget and that do not.
+
+Spans are of 64 tokens, so that they start early, wait for each other, and end within others.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ring_la
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = 6e-3
+"""Relative error of bf16; by chunks of 64 tokens, another low-precision form of the function, it is half of that."""
+
+
+def mild(*shape: int) -> Tensor:
+    """FlashQLA's: a quarter of the heads never forgets."""
+    g = F.logsigmoid(torch.randn(shape, device="cuda")) / 16
+    g[..., :: max(2, shape[-1] // 2)] = 0
+    return g
+
+
+def strong(*shape: int) -> Tensor:
+    return F.logsigmoid(torch.randn(shape, device="cuda"))
+
+
+def hard(*shape: int) -> Tensor:
+    return -30 * torch.rand(shape, device="cuda")
+
+
+def none(*shape: int) -> None:
+    return None
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch) -> list:
+    """Spans of 64 tokens; the launches that were made."""
+    from ring_la.kernels.wy import gdn_launches
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    monkeypatch.setattr(gdn_launches, "multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
+    made, plain = [], gdn_launches.kernel
+    monkeypatch.setattr(gdn_launches, "kernel", lambda *defines: made.append(defines) or plain(*defines))
+    return made
+
+
+def inputs(B: int, T: int, H: int, HK: int, gate) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    q, k = (F.normalize(torch.randn(B, T, HK, 128, device="cuda"), dim=-1).bfloat16() for _ in range(2))
+    v, beta = torch.randn(B, T, H, 128, device="cuda").bfloat16(), torch.randn(B, T, H, device="cuda").sigmoid()
+    return [q, k, v, gate(B, T, H), beta]
+
+
+def errors(x: list[Tensor | None], cu: Tensor | None, states: bool = True) -> dict[str, float]:
+    q, k, v, g, beta = x
+    name, args = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
+    N = v.shape[0] if cu is None else len(cu) - 1
+    S0 = torch.randn(N, v.shape[2], 128, 128, device="cuda") if states else None
+    with torch.no_grad():
+        got = getattr(ring_la, name)(*args, initial_state=S0, output_final_state=states, cu_seqlens=cu)
+    S0 = None if S0 is None else S0.double()
+    want = getattr(ring_la.reference, name)(
+        *(t.double() for t in args), initial_state=S0, output_final_state=states, cu_seqlens=cu
+    )
+    pairs = {"o": (got.o, want.o)} | ({"S": (got.final_state, want.final_state)} if states else {})
+    return {n: float((a.double() - b).norm() / b.norm()) for n, (a, b) in pairs.items()}
+
+
+@pytest.mark.parametrize("gate", [mild, strong, hard, none])
+@pytest.mark.parametrize(
+    ("B", "T", "H", "HK", "cu"),
+    [(1, 700, 4, 4, None), (1, 300, 4, 2, (0, 1, 1, 130, 257, 300, 300)), (3, 200, 2, 1, None), (1, 20, 2, 2, None)],
+)
+def test_outputs_and_states(B, T, H, HK, cu, gate, record_property):
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32, device="cuda")
+    found = errors(inputs(B, T, H, HK, gate), offsets)
+    record_property("errors", found)
+    assert all(e <= LIMIT for e in found.values()), found
+
+
+def test_long_keys_that_make_states_grow(record_property):
+    """beta |k|^2 above 2 multiplies a state by more than 1: what is forgotten is bounded with it."""
+    q, k, v, g, beta = inputs(1, 400, 2, 2, strong)
+    found = errors([q, (k * 1.6).bfloat16(), v, g, beta], None)
+    record_property("errors", found)
+    assert all(e <= LIMIT for e in found.values()), found
+
+
+def test_without_states_and_with_bf16_gates(record_property):
+    q, k, v, g, beta = inputs(1, 300, 4, 4, mild)
+    found = errors([q, k, v, g.bfloat16(), beta.bfloat16()], None, states=False)
+    record_property("errors", found)
+    assert all(e <= LIMIT for e in found.values()), found
+
+
+def test_calls_again_are_replayed_with_the_same_bits():
+    x = inputs(1, 500, 4, 4, mild)
+    with torch.no_grad():
+        first, *others = (ring_la.gated_delta_rule(*x, output_final_state=True) for _ in range(5))
+    for other in others:
+        assert torch.equal(first.o, other.o)
+        assert torch.equal(first.final_state, other.final_state)
+
+
+def test_a_call_that_trains_goes_by_chunks_and_another_by_one_launch(launches):
+    with torch.no_grad():
+        ring_la.gated_delta_rule(*inputs(1, 222, 2, 2, mild))
+    assert len(launches) == 1
+    launches.clear()
+    x = [t.requires_grad_() for t in inputs(1, 200, 2, 2, mild)]
+    grads = torch.autograd.grad(ring_la.gated_delta_rule(*x).o.float().sum(), x)
+    assert not launches
+    assert all(bool(g.isfinite().all()) for g in grads)
