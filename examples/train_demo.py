@@ -2,6 +2,7 @@
 
     bash launch/demo.sh                                # set-up included; or, where ring_la is installed:
     torchrun --standalone --nproc_per_node 4 examples/train_demo.py
+    python examples/train_demo.py                      # one rank, which has the whole sequence
 
 Every step is one sequence of bytes of real text (Python's standard library, or --data), split zigzag over the ranks:
 each rank holds an eighth from the front and the matching one from the back. Three layers in four are gated delta
@@ -90,13 +91,17 @@ def arguments() -> argparse.Namespace:
 
 
 def join() -> ContextParallel:
-    """This process's rank: one GPU and NCCL where there are GPUs, else gloo and a share of the cores."""
+    """This process's rank: one GPU and NCCL where there are GPUs, else gloo and a share of the cores.
+
+    Without torchrun it is the only one.
+    """
     rank = int(os.environ.get("LOCAL_RANK", 0))
+    job = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank), **job)
     else:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+        dist.init_process_group("gloo", timeout=timedelta(minutes=30), **job)
         torch.set_num_threads(max(1, cores() // dist.get_world_size()))
     return ContextParallel()
 

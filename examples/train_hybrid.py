@@ -7,6 +7,7 @@ Every option is a field of a dataclass below, set on the command line or in a YA
 folder gets its configuration, checkpoints, metrics.jsonl and TensorBoard's files; started again with the same folder,
 it goes on from the newest complete checkpoint, also on another number of ranks. See docs/users/guides/training.md.
 
+    python examples/train_hybrid.py ...               # without torchrun: one rank, which has whole sequences
     python examples/train_hybrid.py --check 4 ...     # what of the other arguments cannot work on 4 ranks; no training
 """
 
@@ -310,6 +311,8 @@ def join(timeout: timedelta) -> torch.device:
     ranks: dict[str, Any] = {"timeout": timeout}
     if store is not None:
         ranks |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    elif "RANK" not in os.environ:  # not started by torchrun
+        ranks |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)

@@ -6,7 +6,7 @@
 
 Each sequence is split over `--context` ranks, the others have different sequences. All options of TrainingArguments are
 there too (`--help`). Without `--model` a Qwen3-Next of 0.3 M parameters is trained from scratch, on bytes; the command
-above takes about a minute on two CPU cores, and its loss falls.
+above takes about a minute on two CPU cores, and its loss falls. Without torchrun it runs on one process: --context 1.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import sys
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Qwen3NextConfig, Trainer
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Qwen3NextConfig
 from transformers import TrainingArguments as Arguments
 
 from ring_la import ContextParallel
-from ring_la.integrations.transformers import parallelize
+from ring_la.integrations.transformers import ContextTrainer, parallelize
 from ring_la.training import Corpus, PackedSequences
 
 
@@ -53,16 +54,6 @@ class Packed(Dataset):
         return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
-class ContextTrainer(Trainer):
-    """A Trainer whose ranks of a context group get the same rows."""
-
-    mesh: DeviceMesh
-
-    def get_train_dataloader(self) -> DataLoader:
-        sampler = DistributedSampler(self.train_dataset, self.mesh["data"].size(), self.mesh.get_local_rank("data"))
-        return DataLoader(self.train_dataset, self._train_batch_size, sampler=sampler, collate_fn=self.data_collator)
-
-
 def make_model(options: Options, vocab_size: int) -> PreTrainedModel:
     """The model named, or a small hybrid."""
     if options.model is not None:
@@ -75,12 +66,21 @@ def make_model(options: Options, vocab_size: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(Qwen3NextConfig(**shape, **heads, **linear, **experts))
 
 
-def main(args: list[str] | None = None) -> Trainer:
+def join(arguments: Arguments, context: int) -> DeviceMesh:
+    """The ranks torchrun started as data × context; without torchrun a job of one."""
+    kind, ranks = arguments.device.type, arguments.world_size  # asking for the device joins the ranks
+    if ranks % context:
+        start = f"start it with torchrun --standalone --nproc_per_node {context}, or say --context 1"
+        raise SystemExit(f"--context: expected a divisor of the number of ranks, {ranks}, got {context}; {start}")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(kind, (ranks // context, context), mesh_dim_names=("data", "context"))
+
+
+def main(args: list[str] | None = None) -> ContextTrainer:
     args = [*(sys.argv[1:] if args is None else args), *([] if torch.cuda.is_available() else ["--use_cpu"])]
     options, arguments = HfArgumentParser((Options, Arguments)).parse_args_into_dataclasses(args)
-    kind = arguments.device.type  # joins the ranks
-    data = arguments.world_size // options.context
-    mesh = init_device_mesh(kind, (data, options.context), mesh_dim_names=("data", "context"))
+    mesh = join(arguments, options.context)
     with arguments.main_process_first(desc="tokenising"):
         corpus = Corpus(Corpus.prepare(options.source, f"{arguments.output_dir}/corpus", options.tokenizer))
     model = make_model(options, corpus.vocab_size)
@@ -88,7 +88,6 @@ def main(args: list[str] | None = None) -> Trainer:
     parallelize(model, cp, average=True, loss_chunk=8192)
     dataset = Packed(corpus, options.seq_len, options.sequences)
     trainer = ContextTrainer(model=model, args=arguments, train_dataset=dataset)
-    trainer.mesh = mesh
     trainer.train()
     return trainer
 

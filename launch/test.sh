@@ -19,4 +19,4 @@ EOF
 if [ "$workers" -gt 1 ]; then
     set -- -n "$workers" --dist loadfile "$@"
 fi
-exec "$PYTHON" -m pytest "$@"
+exec "$PYTHON" -m pytest --durations=25 --durations-min=5 "$@"

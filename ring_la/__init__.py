@@ -34,8 +34,9 @@ from .recurrences import (
     simple_gla,
 )
 from .softmax import attention
+from .version import installed
 
-__version__ = "0.1.0"
+__version__ = installed()
 
 __all__ = [
     "ArgumentError",

@@ -8,7 +8,7 @@ import torch
 import tests.support.without_fla  # noqa: F401
 from tests.support.pool import Ranks
 
-pytest_plugins = ["tests.support.gpu", "tests.support.lanes"]
+pytest_plugins = ["tests.support.gpu", "tests.support.lanes", "tests.support.order"]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import ring_la
 ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
-    {"errors", "outputs", "choices"},
+    {"errors", "outputs", "choices", "version"},
     {"algebra", "autograd"},
     {"layout", "reference"},
     {"kernels"},

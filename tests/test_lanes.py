@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from tests.support import interpreter
 from tests.support.lanes import LANES, lane
+from tests.support.order import LONGEST
 
 
 def item(*marked: str, fixtures: tuple[str, ...] = (), interpreted: object = None) -> SimpleNamespace:
@@ -40,3 +42,8 @@ def test_a_lane_follows_from_what_a_test_uses():
 def test_a_marker_that_hides_what_a_test_uses_is_refused(wrong):
     with pytest.raises(pytest.UsageError, match=r"^test_it: marked .+ say one lane$"):
         lane(wrong)
+
+
+def test_the_files_that_go_first_are_there():
+    assert all((Path(__file__).parents[1] / name).is_file() for name in LONGEST)
+    assert len(set(LONGEST)) == len(LONGEST)

@@ -67,7 +67,7 @@ def test_groups_that_are_not_the_world(ranks, check):
 
 
 def check_recurrent(rank: int) -> float:
-    cp = ring_la.ContextParallel(group())
+    cp = ring_la.ContextParallel(group(), scan="ring")
     names = ("linear_attention", "simple_gla", "gla", "gated_delta_rule", "dplr_delta_rule")
     return max(run_once(cp, 0, name, mode="recurrent") for name in names)
 
@@ -135,7 +135,7 @@ def check_checkpoint(rank: int) -> None:
 
 def check_autocast(rank: int) -> None:
     """Under autocast a layer's bf16 projections go in; states, gates and what maps of states do stay fp32."""
-    cp = ring_la.ContextParallel(group())
+    cp = ring_la.ContextParallel(group(), scan="ring")
     layout = cp.layout(64)
     torch.manual_seed(0)
     x = layout.shard(torch.randn(1, 64, 8))
@@ -163,7 +163,7 @@ def check_autocast(rank: int) -> None:
 
 
 def check_second_derivative(rank: int) -> None:
-    cp = ring_la.ContextParallel(group())
+    cp = ring_la.ContextParallel(group(), scan="ring")
     layout = cp.layout(20)
     x = shard(layout, make_inputs("gla", 1, 20))
     out = ring_la.gla(**x, layout=layout).o
@@ -367,7 +367,7 @@ def test_a_late_disagreement_ends_in_errors(ranks):
 
 
 def check_absent(rank: int) -> tuple[str, float]:
-    cp = ring_la.ContextParallel(group(), timeout=3.0)
+    cp = ring_la.ContextParallel(group(), scan="ring", timeout=3.0)
     if rank == 1:
         time.sleep(10)
         return "slept", 0.0
@@ -385,7 +385,7 @@ def test_agreement_keeps_the_timeout(ranks):
 def check_flags(rank: int) -> list[str]:
     """Options that change numbers, different on rank 1, and moves of tokens that do not fit."""
     odd = rank == 1
-    cp = ring_la.ContextParallel(group())
+    cp = ring_la.ContextParallel(group(), scan="ring")
     layout = cp.layout(20)
     n = layout.local_length
     x = make_inputs("delta_rule", 1, n)
@@ -468,10 +468,10 @@ def test_a_whole_sequence_is_not_blamed_on_the_layout(ranks):
 
 def check_store(rank: int) -> tuple[str, list[str]]:
     """The way hosts agree under NCCL, here over the same store."""
-    cp = ring_la.ContextParallel(group(), validate="never", timeout=3.0)
+    cp = ring_la.ContextParallel(group(), scan="ring", validate="never", timeout=3.0)
     for n in range(5):
         assert cp.comm.agreement.tell(f"{n} from {rank}") == [f"{n} from {r}" for r in range(cp.size)]
-    other = ring_la.ContextParallel(group(), validate="never")
+    other = ring_la.ContextParallel(group(), scan="ring", validate="never")
     return caught(lambda: cp.comm.agreement.agree("this", rank)), other.comm.agreement.tell(str(rank))
 
 
@@ -505,7 +505,7 @@ def test_a_lost_peer_is_named(ranks, how, scan):
 
 
 def check_striped(rank: int) -> None:
-    cp = ring_la.ContextParallel(group())
+    cp = ring_la.ContextParallel(group(), scan="ring")
     striped, zigzag = cp.layout(40, "striped"), cp.layout(40)
     x = make_inputs("gla", 1, 40)
     local = {n: striped.shard(t.detach()) for n, t in x.items()}

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -104,46 +105,64 @@ def test_it_learns_and_leaves_what_was_asked_for(whole):
     assert sorted(f.name for f in (whole / "checkpoints").iterdir()) == [f"step-{s:08d}" for s in (3, 6, 9, 12)]
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    """A job of two ranks."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def reaches(step: int, folder: Path, process: subprocess.Popen, log: Path) -> None:
+    """Waits until a run has done a step."""
+    deadline = time.monotonic() + 240
+    while max(curve(folder), default=0) < step:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the rank to kill in /proc")
-def test_a_killed_rank_changes_no_bit(whole, tmp_path):
-    log = tmp_path / "log.txt"
-    process = start(4, arguments(tmp_path), "--max-restarts=1", log=log)
+@pytest.mark.distributed
+def test_a_killed_rank_changes_no_bit_and_sigterm_leaves_a_checkpoint(pair, tmp_path):
+    """SIGKILL to a rank: all start again. SIGTERM to a rank: all save and end; to torchrun, which tells its ranks, too.
+
+    Two ranks of two starts of torchrun for all of it, because most of the time is theirs; the rate does not depend on
+    the number of steps, so that the steps compared are those of a run that ends.
+    """
+    whole, folder, first, second = (tmp_path / name for name in ("whole", "run", "first.txt", "second.txt"))
+    pair.run(2, train, arguments(whole, optimizer__final=1.0))
+    endless = {"optimizer__final": 1.0, "run__steps": 10**6}
+    process = start(2, arguments(folder, run__save_every=7, **endless), "--max-restarts=1", log=first)
     try:
-        deadline = time.monotonic() + 240
-        while max(curve(tmp_path), default=0) < 7:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
-        os.kill(rank_process(process.pid, 2), signal.SIGKILL)
-        assert process.wait(240) == 0, log.read_text()
+        reaches(8, folder, process, first)
+        os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+        reaches(STEPS, folder, process, first)
+        os.kill(rank_process(process.pid, 1), signal.SIGTERM)
+        assert process.wait(60) == 0, first.read_text()
     finally:
         process.kill()
-    assert "going on from step" in log.read_text()
-    assert curve(tmp_path) == curve(whole)
+    assert "going on from step" in first.read_text()
+    done, expected = curve(folder), curve(whole)
+    assert max(expected) == STEPS
+    assert {step: done[step] for step in expected} == expected
+    stopped(first, folder, max(done))
+
+    process = start(2, arguments(folder, run__save_every=10**6, **endless), log=second)
+    try:
+        reaches(max(done) + 2, folder, process, second)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)  # which ends with the signal it got
+    finally:
+        process.kill()
+    assert f"going on from step {max(done)} of" in second.read_text()
+    stopped(second, folder, max(curve(folder)))
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the rank to end in /proc")
-@pytest.mark.distributed
-def test_sigterm_leaves_a_checkpoint(tmp_path):
-    """Sent to one rank, all of them save and end; sent to torchrun, which tells its ranks, too."""
-    for whom in ("a rank", "torchrun"):
-        log, before = tmp_path / f"{whom}.txt", max(curve(tmp_path), default=0)
-        process = start(2, arguments(tmp_path, run__steps=10**6, run__save_every=10**6), log=log)
-        try:
-            deadline = time.monotonic() + 200
-            while max(curve(tmp_path), default=0) < before + 2:
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.02)
-            os.kill(rank_process(process.pid, 1) if whom == "a rank" else process.pid, signal.SIGTERM)
-            code = process.wait(60)
-        finally:
-            process.kill()
-        last = max(curve(tmp_path))
-        assert f"stopped by SIGTERM after step {last} of " in log.read_text(), log.read_text()
-        assert (tmp_path / "checkpoints" / f"step-{last:08d}" / ".metadata").exists()
-        assert code == 0 or whom == "torchrun", log.read_text()  # which ends with the signal it got
-        assert (f"going on from step {before} of" in log.read_text()) == bool(before)
+def stopped(log: Path, folder: Path, last: int) -> None:
+    """A run that was told to stop did so after a step whose checkpoint is whole."""
+    assert f"stopped by SIGTERM after step {last} of " in log.read_text(), log.read_text()
+    assert (folder / "checkpoints" / f"step-{last:08d}" / ".metadata").exists()
 
 
 def check_close(folder: Path, whole: Path) -> None:
@@ -167,13 +186,20 @@ def test_another_split_of_the_ranks_goes_on(ranks, whole, tmp_path, axes):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_another_number_of_ranks_goes_on(whole, tmp_path, size):
-    folder, fewer = interrupted(whole, tmp_path / "run"), Ranks(size)
+def test_another_number_of_ranks_goes_on(pair, whole, tmp_path, size):
+    folder, fewer = interrupted(whole, tmp_path / "run"), pair if size == 2 else Ranks(size)
     try:
         fewer.run(size, train, arguments(folder))
     finally:
-        fewer.stop()
+        if fewer is not pair:
+            fewer.stop()
     check_close(folder, whole)
+
+
+def test_the_same_ranks_go_on_to_the_bit(ranks, whole, tmp_path):
+    folder = interrupted(whole, tmp_path / "run")
+    ranks.run(4, train, arguments(folder))
+    assert curve(folder) == curve(whole)
 
 
 def told(rank: int, options: list[str]) -> str:

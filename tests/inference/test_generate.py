@@ -14,7 +14,7 @@ NEW = 5
 
 
 def check_handover(rank: int, length: int, cu: list[int] | None) -> list[list[int]]:
-    cp = ContextParallel(group())
+    cp = ContextParallel(group(), scan="ring")
     model, ids = make(), tokens(1 if cu else 2, length)
     layout = cp.layout(length, cu_seqlens=cu)
     prompt = prefill(model, layout.shard(ids), layout=layout)
@@ -39,7 +39,7 @@ def test_packed_prompts_are_decoded_as_a_batch(ranks):
 
 
 def check_two_turns(rank: int) -> None:
-    cp = ContextParallel(group())
+    cp = ContextParallel(group(), scan="ring")
     model, ids = make(), tokens(2, 40)
     first, second = cp.layout(15), cp.layout(25)
     prompt = prefill(model, first.shard(ids[:, :15]), layout=first)

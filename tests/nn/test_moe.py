@@ -251,7 +251,7 @@ def test_the_auxiliary_loss_is_part_of_the_loss():
 
 def check_whole_statistics(rank: int) -> tuple[list, list, float]:
     """Tokens that all like the expert of their own rank: a shard's own statistics would be one-sided."""
-    cp = ContextParallel(group())
+    cp = ContextParallel(group(), scan="ring")
     layout = cp.layout(5, "contiguous")  # ranks have 3 and 2 tokens
     layer = make(experts=2, top_k=1, renormalize=False, balance_coef=1.0, z_coef=0.0)
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_checkpointed_blocks(ranks):
 
 
 def check_refusals(rank: int) -> None:
-    cp = ContextParallel(group(), timeout=20)
+    cp = ContextParallel(group(), scan="ring", timeout=20)
     layer, layout = make(), cp.layout(37)
     with pytest.raises(RingLAError, match="x: expected this rank's tokens with a layout, got all 37"):
         layer(tokens(1, 37), layout=layout)
@@ -370,7 +370,7 @@ def test_a_models_loss_compiles_whole():
 
 def check_compiled(rank: int) -> None:
     """Under a layout the graph breaks at the exchange; the result is the same."""
-    cp = ContextParallel(group())
+    cp = ContextParallel(group(), scan="ring")
     layer, layout = make(), cp.layout(37)
     x = layout.shard(tokens(2, 37))
     torch._dynamo.reset()
@@ -396,7 +396,7 @@ def test_the_configuration_survives_a_round_trip():
 
 
 def check_prompt(rank: int) -> list[int]:
-    cp = ContextParallel(group())
+    cp = ContextParallel(group(), scan="ring")
     layout, model = cp.layout(21), make_model()
     prompt = prefill(model, layout.shard(ids_of(21, 2)), layout=layout)
     return torch.stack(list(decode(model, prompt, 5)), 1).tolist()

@@ -81,7 +81,7 @@ def test_checkpointed_layers_exchange_again_in_backward(ranks, name):
 
 
 def check_striped(rank: int) -> None:
-    cp = ContextParallel(group())
+    cp = ContextParallel(group(), scan="ring")
     layout = cp.layout(TOKENS, kind="striped")
     x = torch.randn(2, TOKENS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     layer = make("attention")
@@ -96,7 +96,7 @@ def test_striped_layouts_are_for_attention(ranks):
 
 def check_more(rank: int, name: str) -> None:
     """A long continuation, split over the ranks, of what was read before."""
-    cp = ContextParallel(group())
+    cp = ContextParallel(group(), scan="ring")
     x = torch.randn(2, TOKENS + 14, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     layer = make(name)
     whole = layer(x, output_state=True)
@@ -114,7 +114,7 @@ def test_a_prompt_in_two_split_parts(ranks, name):
 
 
 def check_refusals(rank: int) -> None:
-    cp = ContextParallel(group(), timeout=20)
+    cp = ContextParallel(group(), scan="ring", timeout=20)
     layout, other = cp.layout(TOKENS), cp.layout(TOKENS + 2)
     layer = make("gdn")
     x = torch.randn(2, layout.local_length, DIM, dtype=torch.float64)

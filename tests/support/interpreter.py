@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.faster_interpreter import make_faster
+
 
 def widened(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.uint32) << 16).view(np.float32)
@@ -79,6 +81,7 @@ def interpreted() -> None:
 
     if patch.__name__ != "patched":
         interpreter._patch_lang_tensor = patched
+        make_faster(interpreter)
     from ring_la.kernels.runtime.contract import check_arguments
 
     check_arguments()

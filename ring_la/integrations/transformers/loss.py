@@ -32,8 +32,8 @@ def cross_entropy(call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
 
 
 ROWS = (
-    "Under a Trainer or Accelerate a DataLoader with a DistributedSampler over the data axis alone gives the ranks of a"
-    " context group the same rows: see ContextTrainer in docs/users/guides/transformers.md"
+    "ring_la.integrations.transformers.ContextTrainer gives the ranks of a context group the same rows; elsewhere a"
+    " DataLoader with a DistributedSampler over the data axis alone does"
 )
 """What to do where ranks that share a sequence were given different ones."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -29,36 +31,26 @@ class Data(torch.utils.data.Dataset):
 
 
 def train(rank: int, distributed: bool) -> dict[str, torch.Tensor]:
-    """Two steps of the Trainer on rows 0–3 and 4–7: by 2 data × 2 context ranks, or by one process."""
+    """Two steps on rows the Trainer drew, then the loss of five: by 2 data × 2 context ranks, or by one process."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.utils.data import DataLoader, DistributedSampler
     from transformers import Trainer, TrainingArguments
 
     import ring_la
-    from ring_la.integrations.transformers import parallelize
+    from ring_la.integrations.transformers import ContextTrainer, parallelize
 
     model = CASES["qwen3_next"].make()
+    kind, replicas = (ContextTrainer, 2) if distributed else (Trainer, 1)
     if distributed:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
         parallelize(model, ring_la.ContextParallel(mesh["context"], scan="ring", attention="ring"), average=True)
-        data, replicas = mesh.get_local_rank("data"), 2
-    else:
-        data, replicas = 0, 1
-
-    class ContextTrainer(Trainer):
-        """The ranks of a context group get the same rows."""
-
-        def get_train_dataloader(self) -> DataLoader:
-            sampler = DistributedSampler(self.train_dataset, replicas, data, shuffle=False)
-            return DataLoader(self.train_dataset, self._train_batch_size, sampler=sampler)
-
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
             use_cpu=True,
             per_device_train_batch_size=4 // replicas,
+            per_device_eval_batch_size=1,
             max_steps=STEPS,
             optim="sgd",
             learning_rate=1e-3,
@@ -68,22 +60,34 @@ def train(rank: int, distributed: bool) -> dict[str, torch.Tensor]:
             logging_strategy="no",
             disable_tqdm=True,
         )
-        result = ContextTrainer(model=model, args=arguments, train_dataset=Data()).train()
+        rows = [
+            row | {"labels": row["input_ids"]} for row in map(Data().__getitem__, range(5))
+        ]  # two groups fill up their last batch
+        trainer = kind(model=model, args=arguments, train_dataset=Data(), eval_dataset=rows)
+        result, evaluated = trainer.train(), trainer.evaluate()
+    assert trainer.get_total_train_batch_size(arguments) == 4
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return weights | {"loss": torch.tensor(result.training_loss)}
+    return weights | {"loss": torch.tensor(result.training_loss), "eval_loss": torch.tensor(evaluated["eval_loss"])}
 
 
-def train_distributed(rank: int) -> dict[str, torch.Tensor]:
+@contextmanager
+def accelerate_of_its_own() -> Iterator[None]:
+    """What Accelerate keeps for the process, and the environment, are as before afterwards."""
     from accelerate.state import AcceleratorState, PartialState
 
     before = dict(os.environ)
     try:
-        return train(rank, True)
+        yield
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState._reset_state()
         os.environ.clear()
         os.environ.update(before)
+
+
+def train_distributed(rank: int) -> dict[str, torch.Tensor]:
+    with accelerate_of_its_own():
+        return train(rank, True)
 
 
 def test_trainer_over_data_and_context(ranks):
@@ -92,12 +96,49 @@ def test_trainer_over_data_and_context(ranks):
     start = dict(CASES["qwen3_next"].make().named_parameters())
     results, loss = ranks.run(4, train_distributed), expected.pop("loss")
     close(sum(result["loss"] for result in results) / 4, loss)
+    evaluated = expected.pop("eval_loss")
+    for result in results:
+        close(result["eval_loss"], evaluated)
     for n, x in expected.items():
         update = (x - start[n]).detach()
         for result in results:
             error = (result[n] - x).abs().max()
             assert error <= 1e-3 * update.abs().max() + 1e-6, f"{n}: {error:.1e} of {update.abs().max():.1e}"
     assert max(float((x - start[n]).detach().abs().max()) for n, x in expected.items()) > 1e-3
+
+
+def refused_by_the_trainer(rank: int, folder: str) -> None:
+    """Models that are not ready, options that want whole logits or rows of their own, groups that do not fit."""
+    from transformers import TrainingArguments
+
+    import ring_la
+    from ring_la.errors import ArgumentError, UnsupportedError
+    from ring_la.integrations.transformers import ContextTrainer, parallelize
+
+    def start(model, loss, options: dict) -> None:
+        arguments = TrainingArguments(folder, use_cpu=True, report_to=[], **options)
+        trainer = ContextTrainer(model=model, args=arguments, eval_dataset=Data(), compute_loss_func=loss)
+        trainer.predict(Data()) if loss is None else trainer.evaluate()
+
+    def check(model, error: type, message: str, loss=None, **options) -> None:
+        with accelerate_of_its_own(), pytest.raises(error, match=message):
+            start(model, loss, options)
+
+    check(CASES["llama"].make(), ArgumentError, "model: expected one that parallelize")
+    check(parallel("llama", check=False)[0], ArgumentError, "model: expected one parallelized with average=True")
+    ready, _ = parallel("llama", average=True, check=False)
+    check(ready, UnsupportedError, "label_smoothing_factor: expected 0", label_smoothing_factor=0.1)
+    check(ready, UnsupportedError, "split_batches: expected False", accelerator_config={"split_batches": True})
+    check(ready, UnsupportedError, "prediction_loss_only: expected True")
+    check(ready, UnsupportedError, "compute_loss_func: expected None", loss=lambda *_, **__: None)
+    uneven, _ = torch.distributed.new_subgroups_by_enumeration([[0, 1, 2], [3]])
+    model = parallelize(CASES["llama"].make(), ring_la.ContextParallel(uneven, scan="ring"), average=True, check=False)
+    check(model, ArgumentError, r"model: expected context groups of one size .*, got \(0, 1, 2\) and \(3,\)")
+
+
+def test_the_trainer_says_what_it_cannot_do(ranks, tmp_path):
+    pytest.importorskip("accelerate")
+    ranks.run(4, refused_by_the_trainer, str(tmp_path))
 
 
 def lora(rank: int, targets: list[str], saved: list[str]) -> None:

@@ -1,0 +1,114 @@
+"""Triton's interpreter without work it does again and again: what it computes stays the same, in half the time.
+
+Its own way takes most of the time of our kernels' tests, not NumPy's products. `make_faster` replaces four functions of
+Triton 3.6 by ones that remember: the patches of `triton.language`, made in every call of a device function (`tl.sum`
+among them); a table of dtypes, made for every operation; the shapes of tensors and of their types; and a reduction by a
+function of the kernel's, element by element, which goes by slices here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+
+def make_faster(interpreter: ModuleType) -> None:
+    """Change `triton.runtime.interpreter` of this process, if it is the one written for; call once."""
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        return
+    interpreter._patch_lang = PatchedOnce(interpreter._patch_lang)
+    interpreter._get_np_dtype = remembered_dtypes(interpreter._get_np_dtype)
+    interpreter.ReduceOps.generic_reduce = by_slices(interpreter.ReduceOps.generic_reduce)
+    remember_shapes()
+
+
+class PatchedOnce:
+    """`_patch_lang`, which makes the functions of `triton.language` interpreted ones: once a launch, until its end."""
+
+    def __init__(self, patch: Callable) -> None:
+        self.patch, self.during = patch, set()
+
+    def __call__(self, fn: Callable) -> Any:
+        import triton.language as tl
+
+        languages = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if self.during and languages <= self.during:
+            return None  # to a device function, which does not ask for the patches' end
+        scope, launch = self.patch(fn), not self.during
+        self.during |= languages
+        if launch:
+            restore = scope.restore
+
+            def ended() -> None:
+                self.during.clear()
+                restore()
+
+            scope.restore = ended
+        return scope
+
+
+def remembered_dtypes(original: Callable) -> Callable:
+    """`_get_np_dtype`, which makes its table anew in every call."""
+    import triton.language as tl
+
+    known: dict[str, np.dtype] = {}
+
+    def np_dtype(dtype: Any) -> np.dtype:
+        dtype = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if dtype.name not in known:
+            known[dtype.name] = original(dtype)
+        return known[dtype.name]
+
+    return np_dtype
+
+
+def remember_shapes() -> None:
+    """Tensors and types of one shape share the objects that say so, as nobody writes into them."""
+    import triton.language.core as core
+
+    of_types: dict[tuple[int, ...], tuple] = {}
+    of_tensors: dict[tuple[int, ...], tuple] = {}
+
+    def type_init(self, element_ty: Any, shape: Any) -> None:
+        sizes = builtins.tuple(core._unwrap_shape(shape))
+        if sizes not in of_types:
+            core_type(self, element_ty, shape)
+            of_types[sizes] = self.shape, self.numel
+        self.element_ty, (self.shape, self.numel) = element_ty, of_types[sizes]
+        self.name = f"<{self.shape}, {element_ty}>"
+
+    def tensor_init(self, handle: Any, type: Any) -> None:
+        sizes = builtins.tuple(type.shape) if type.is_block() else ()
+        if sizes not in of_tensors:
+            of_tensors[sizes] = core.tuple([core.constexpr(n) for n in sizes]), core.constexpr(math.prod(sizes))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[sizes]
+
+    core_type, core.block_type.__init__ = core.block_type.__init__, type_init
+    core.tensor.__init__ = tensor_init
+
+
+def by_slices(original: Callable) -> Callable:
+    """`ReduceOps.generic_reduce` of several dimensions: the same combinations in the same order, a slice at a time."""
+
+    def reduce(self, input: tuple) -> list:
+        if self.axis is None or self.keep_dims or input[0].handle.data.ndim < 2:
+            return original(self, input)
+        slices = [
+            builtins.tuple(self.to_tensor(np.take(x.handle.data, i, self.axis), x.dtype) for x in input)
+            for i in range(input[0].handle.data.shape[self.axis])
+        ]
+        total = slices[0]
+        for each in slices[1:]:
+            found = self.combine_fn.fn(*total, *each)
+            total = found if isinstance(found, builtins.tuple) else (found,)
+        return [self.to_tensor(x.handle.data, like.dtype) for x, like in zip(total, input, strict=True)]
+
+    return reduce

@@ -1,0 +1,44 @@
+"""The order in which files are given out to workers, a plugin of pytest: those that take longest first.
+
+Left to itself pytest-xdist gives out files with many tests first, and the suite ends with one worker waiting for the
+other's last file of few long ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+LONGEST = (
+    "tests/nn/test_compile.py",
+    "tests/examples/test_train_hybrid.py",
+    "tests/conformance/test_sharded.py",
+    "tests/kernels/test_triton.py",
+    "tests/kernels/test_triton_replay.py",
+    "tests/integrations/transformers/test_models.py",
+    "tests/launch/test_launch.py",
+    "tests/scan/test_border.py",
+    "tests/nn/test_compile_sharded.py",
+    "tests/softmax/test_triton.py",
+    "tests/integrations/diffusers/test_models.py",
+    "tests/integrations/transformers/test_training.py",
+    "tests/distributed/test_context.py",
+    "tests/serving/test_engine.py",
+    "tests/integrations/diffusers/test_compile.py",
+    "tests/integrations/transformers/test_calls.py",
+    "tests/scan/test_mailbox_ring.py",
+    "tests/serving/test_serve.py",
+    "tests/nn/test_moe.py",
+)
+"""Files of twenty seconds and more, the longest first; tests/test_lanes.py holds that they are there."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # from pytest-xdist 3.7 on
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        place = {name: i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))

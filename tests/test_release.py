@@ -1,0 +1,59 @@
+"""What a release is made of fits together: the version, the Pythons, the workflows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import ring_la
+from ring_la import version
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_there_is_a_version_with_and_without_an_installation(monkeypatch):
+    assert re.match(r"\d+", ring_la.__version__)
+    monkeypatch.setattr(version, "version", lambda name: f"of {name}")
+    assert version.installed() == "of ring_la"
+
+    def nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(version, "version", nothing)
+    assert version.installed() == "0.0.0+unknown"
+
+
+def test_the_pythons_said_are_the_pythons_tested():
+    yaml = pytest.importorskip("yaml")
+    project = (ROOT / "pyproject.toml").read_text()
+    said = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert set(jobs) == {"lint", "types", "tests", "docs", "wheels"}
+    assert jobs["tests"]["strategy"]["matrix"]["python"] == said
+    assert f'requires-python = ">={said[0]}"' in project
+
+
+def test_what_workflows_run_is_there():
+    """Scripts, extras and configurations that workflows and the Dockerfile name."""
+    files = [*ROOT.glob(".github/workflows/*.yml"), ROOT / "Dockerfile"]
+    assert len(files) == 3
+    text = "\n".join(file.read_text() for file in files)
+    paths = set(re.findall(r"(?<![\w/.])((?:\.ci|\.github|launch|examples)/[\w./]+\w)", text))
+    assert {".ci/run", ".github/check_package.py", "launch/constraints.txt"} <= paths
+    assert all((ROOT / path).exists() for path in paths), paths
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = {name for found in re.findall(r"-e '\.\[([\w,]+)\]'", text) for name in found.split(",")}
+    assert extras >= {"docs", "train"}
+    assert all(re.search(rf"^{name} = \[", project, re.MULTILINE) for name in extras), extras
+
+
+def test_the_citation_is_one():
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert json.dumps(found)  # plain values
+    assert {"cff-version", "message", "title", "authors", "type", "license"} <= set(found)
+    assert found["license"] in (ROOT / "pyproject.toml").read_text()
