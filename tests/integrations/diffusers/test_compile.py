@@ -1,4 +1,4 @@
-"""Blocks of a parallelized model under torch.compile: one graph each, and the same output."""
+"""Blocks of a parallelized model and a whole one under torch.compile: one graph each, and the same output."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def check_compiled(rank: int, name: str) -> dict[str, float]:
             block.compile(fullgraph=True, backend="aot_eager")
         for again in ("first", "second"):
             found[f"error of the {again} call"] = error(model(**inputs).sample, want)
+        if name == "flux":
+            for block in blocks:
+                block._compiled_call_impl = None
+            whole = torch.compile(model, fullgraph=True, backend="eager")
+            found["error of the whole model"] = error(whole(**inputs).sample, want)
     return found
 
 
