@@ -17,7 +17,8 @@ class Signatures(griffe.Extension):
             return
         stub = griffe.visit("stub", filepath=STUB, code=STUB.read_text())
         modules = [m for m in pkg["recurrences"].modules.values() if not m.is_alias]
-        found = {name: f for module in modules for name, f in module.functions.items() if name in stub.functions}
+        own = [(name, f) for module in modules for name, f in module.functions.items() if not f.is_alias]
+        found = {name: f for name, f in own if name in stub.functions}
         assert found.keys() == stub.functions.keys(), "the stub names what the package defines"
         for name, function in found.items():
             function.parameters, function.returns = stub[name].parameters, stub[name].returns
