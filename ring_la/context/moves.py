@@ -26,7 +26,7 @@ def layout_index(number: int, name: str, length: int, device: torch.device) -> T
 
 
 @layout_index.register_fake
-def _(number, name, length, device):
+def _(number: int, name: str, length: int, device: torch.device) -> Tensor:
     return torch.empty(length, dtype=torch.int64, device=device)
 
 
@@ -34,7 +34,9 @@ def _gather(x: Tensor, number: int, dim: int, length: int) -> Tensor:
     return found(number).gather(x, dim)
 
 
-def _gather_back(grads: Sequence[Tensor], wanted, x: Tensor, number: int, dim: int, length: int) -> list[Tensor]:
+def _gather_back(
+    grads: Sequence[Tensor], wanted: Sequence[bool], x: Tensor, number: int, dim: int, length: int
+) -> list[Tensor]:
     layout = found(number)
     return [gather_back(grads[0].movedim(dim, 0), layout, layout.cp.comm).movedim(0, dim)]
 
@@ -44,12 +46,12 @@ def _convert(x: Tensor, number: int, other: int, dim: int, length: int) -> Tenso
 
 
 def _convert_back(
-    grads: Sequence[Tensor], wanted, x: Tensor, number: int, other: int, dim: int, length: int
+    grads: Sequence[Tensor], wanted: Sequence[bool], x: Tensor, number: int, other: int, dim: int, length: int
 ) -> list[Tensor]:
     return [found(other).convert(grads[0], found(number), dim)]
 
 
-def _of_length(x: Tensor, *arguments) -> Tensor:
+def _of_length(x: Tensor, *arguments: int) -> Tensor:
     """Like x, but for its length along a dimension: the last two arguments."""
     dim, length = arguments[-2:]
     shape = list(x.shape)
@@ -73,10 +75,10 @@ def sum_over_ranks(x: Tensor, number: int) -> Tensor:
 
 
 @targets.register_fake
-def _(ids, number, ignore_index, dim):
+def _(ids: Tensor, number: int, ignore_index: int, dim: int) -> Tensor:
     return ids.new_empty(ids.shape)
 
 
 @sum_over_ranks.register_fake
-def _(x, number):
+def _(x: Tensor, number: int) -> Tensor:
     return x.new_empty(x.shape)

@@ -66,7 +66,7 @@ class SplitOperator:
     def __call__(self, *arguments: Any) -> Any:
         return self._forward(*arguments)
 
-    def _gradients(self, ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         arguments = [other if t is None else t for t, other in zip(saved, ctx.others)]
         wanted = list(ctx.needs_input_grad[: self._wanting])
@@ -76,8 +76,9 @@ class SplitOperator:
 
     def _present(self, grads: Sequence[Tensor | None], arguments: Sequence[Any]) -> list[Tensor]:
         """The gradients, zero where a result is not used: the way back is collective whether this rank needs it."""
-        if all(g is not None for g in grads):
-            return list(grads)
+        present = [g for g in grads if g is not None]
+        if len(present) == len(grads):
+            return present
         like = self._fake(*arguments)
         like = like if isinstance(like, tuple) else (like,)
         return [x.zero_() if g is None else g for g, x in zip(grads, like)]
@@ -90,20 +91,20 @@ class SplitOperator:
             out = self._run(*leaves, *rest)
             out = out if isinstance(out, tuple) else (out,)
             used = [(o, g) for o, g in zip(out, grads) if o.requires_grad]
-            of = [x for x, w in zip(leaves, wanted) if w]
+            of = [x for x, w in zip(leaves, wanted) if w and x is not None]
             results, given = zip(*used)
             found = iter(torch.autograd.grad(results, of, given, allow_unused=True, materialize_grads=True))
         return [next(found) if w else None for w in wanted]
 
 
-def _save(ctx, inputs: Sequence[Any], output: Any) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in inputs])
 
 
 def _refusal(name: str) -> Callable:
-    def refuse(ctx, *grads):
+    def refuse(ctx: Any, *grads: Tensor | None) -> None:
         raise SecondDerivativeError(
             f"ring_la::{name} has exact first derivatives only; a second derivative was asked for "
             "(create_graph=True and a backward through it)"

@@ -22,6 +22,7 @@ class TailOptions(NamedTuple):
 
     def counted(self, x: Tensor) -> int:
         """How many documents the rows of a split `x` are, which nobody has checked."""
+        assert self.layout is not None
         return self.layout.num_documents if self.layout.packed else x.shape[0]
 
     def documents(self, flat: Tensor) -> int:

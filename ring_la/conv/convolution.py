@@ -97,7 +97,16 @@ def _run(
     return o, x.new_empty(0) if last is None else last
 
 
-def _fake(x, weight, bias, initial_state, activation, final, layout, documents):
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    activation: str | None,
+    final: bool,
+    layout: int,
+    documents: int,
+) -> tuple[Tensor, Tensor]:
     state = (documents, weight.shape[0], weight.shape[-1] - 1) if final else (0,)
     return x.new_empty(x.shape), x.new_empty(state)
 

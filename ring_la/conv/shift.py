@@ -75,7 +75,7 @@ def _run(x: Tensor, initial_state: Tensor | None, final: bool, layout: int, docu
     return o, x.new_empty(0) if last is None else last
 
 
-def _fake(x, initial_state, final, layout, documents):
+def _fake(x: Tensor, initial_state: Tensor | None, final: bool, layout: int, documents: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((documents, x.flatten(2).shape[2]) if final else (0,))
 
 

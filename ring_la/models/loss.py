@@ -96,9 +96,9 @@ def _in_chunks(
         logits = F.linear(rows, weight)
         losses, d = losses_and_gradient(logits, labels, ignore_index, need_x or need_weight)
         loss += losses.sum()
-        if need_x:
+        if need_x and d is not None:
             dx[i : i + chunk] = d @ weight
-        if need_weight:
+        if dweight is not None and d is not None:
             dweight += d.T @ rows
     return loss, dx, weight.new_empty(0) if dweight is None else dweight.to(weight.dtype)
 
@@ -122,19 +122,21 @@ _operator = torch.library.custom_op("ring_la::linear_cross_entropy", _in_chunks,
 
 
 @_operator.register_fake
-def _(x, weight, targets, chunk, ignore_index, need_x, need_weight):
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignore_index: int, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     dx, dweight = (t.new_empty(t.shape if need else (0,)) for t, need in ((x, need_x), (weight, need_weight)))
     return x.new_empty((), dtype=wide), dx, dweight
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.needed = inputs[-2:]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _scaled(ctx, grad: Tensor, *_: Tensor | None):
+def _scaled(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = [d * grad.to(d.dtype) if need else None for d, need in zip(ctx.saved_tensors, ctx.needed)]
     return (*grads, *[None] * 5)
 

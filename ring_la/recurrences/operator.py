@@ -7,9 +7,12 @@ Bidirectional or not. Registered at import with a fake.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from torch import Tensor
 
 from ..algebra import Rule
+from ..choices import Mode, RecurrenceBackend
 from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..kernels import Inputs, state_dtype
@@ -48,7 +51,8 @@ def _run(
     `form` is the mode: torch's functionalisation cannot pass on an argument of that name.
     """
     inputs, named = Inputs(q, k, v, g, beta, a, b), dict([n.split("=", 1) for n in names.splitlines()])
-    options = CommonOptions(scale, initial_state, final, False, found(layout), None, form, backend)
+    choice = cast(Mode, form), cast("RecurrenceBackend | None", backend)
+    options = CommonOptions(scale, initial_state, final, False, found(layout), None, *choice)
 
     def described() -> Recurrence:
         return Recurrence(Rule.parse(rule), inputs, causal, names=named)
@@ -58,7 +62,19 @@ def _run(
     return out.o, q.new_empty(0, dtype=state_dtype(*inputs)) if out.final_state is None else out.final_state
 
 
-def _fake(q, k, v, g, beta, a, b, initial_state, layout, documents, *rest):
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    initial_state: Tensor | None,
+    layout: int,
+    documents: int,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
     final = rest[-3]
     shape = (documents, v.shape[2], q.shape[3], v.shape[3]) if final else (0,)
     return v.new_empty(v.shape), q.new_empty(shape, dtype=state_dtype(q, k, v, g, beta, a, b))

@@ -24,23 +24,29 @@ def agreed(
 ) -> tuple[Recurrence, tuple[float, ...] | None]:
     """What `describe` gives, checked, and its decays where the host knows them; an error of one rank is raised on
     all."""
-    r, kind, error, layout = None, None, None, options.layout
-    split = isinstance(layout, ShardedLayout)
-    seen = layout.kept(("calls", name), dict) if split else {}
+    layout = options.layout
+    if isinstance(layout, ShardedLayout):
+        return _compared(name, describe, options, flags, layout)
+    r = describe()
+    check(r, options)
+    return r, None
+
+
+def _compared(
+    name: str, describe: Callable[[], Recurrence], options: CommonOptions, flags: Flags, layout: ShardedLayout
+) -> tuple[Recurrence, tuple[float, ...] | None]:
+    """`agreed` on a split sequence. A call like one before is neither checked nor waited for."""
+    seen = layout.kept(("calls", name), dict)
     try:
         r = describe()
-        kind = _kind(r, options, flags) if split else None
-        if kind not in seen:
+        kind = _kind(r, options, flags, layout)
+        again = kind in seen
+        if not again:
             check(r, options)
-    except RingLAError as e:
-        error = e
-    if error is not None:
-        if split:
-            layout.agree(name, None, error)  # raises, on every rank
-        raise error
-    if not split:
-        return r, None
-    if kind in seen:  # checked and compared before: what a host spares in every call
+    except RingLAError as error:
+        layout.agree(name, None, error)  # raises, on every rank
+        raise
+    if again:
         layout.again(seen[kind])
         return r, known(r.decays, layout)
     decays, entry = agree(name, r, options, flags)
@@ -49,10 +55,10 @@ def agreed(
     return r, decays
 
 
-def _kind(r: Recurrence, options: CommonOptions, flags: Flags) -> tuple | None:
+def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLayout) -> tuple | None:
     """All that checks and the ranks' comparison of a split call depend on; None where that is more: values, static
     decays that the host knows, and what no check has seen to be a tensor."""
-    if options.layout.cp.validate == "always" or options.cu_seqlens is not None:
+    if layout.cp.validate == "always" or options.cu_seqlens is not None:
         return None
     if r.decays is not None or r.normalizer is not None:
         return None

@@ -51,7 +51,8 @@ def flat(x: Tensors, scores: Scores, options: AttentionOptions, layout: ShardedL
 def _call_of(arguments: Iterable) -> tuple[Tensors, Scores, SplitOthers]:
     """What `flat` has taken apart."""
     rest = iter(arguments)
-    return tuple(kind(*islice(rest, len(kind._fields))) for kind in (Tensors, Scores, SplitOthers))
+    x, scores = Tensors(*islice(rest, len(Tensors._fields))), Scores(*islice(rest, len(Scores._fields)))
+    return x, scores, SplitOthers(*rest)
 
 
 def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves:
