@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    bars_ready();
     sts32(base + SAID, atomicAdd(ticket(a), 1));
   }
   __syncthreads();
@@ -344,10 +344,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
   const int passes = back < 0 && !x.last && a.ahead ? 3 : 1;
   if (uniform(tid >> 8)) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+    registers_down<120>();
     produce(a, x, h, t0, n, passes, base, w, lane);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+    registers_up<192>();
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
   }
 }

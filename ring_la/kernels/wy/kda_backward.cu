@@ -560,7 +560,8 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           wgmma16(Z, ad + ks * 128, descriptor(at + OFF_W + (ks >> 2) * 2048, 16, 1024) + (ks & 3) * 2, ks > 0);
         wg_commit();
         wg_wait(S);
-        asm volatile("" : F16(Y), F8(Z)::"memory");
+        wg_settled(Y);
+        wg_settled(Z);
         traces(trace, state, adjoint, kc, lane);
         if (w == 0 && lane < C && t + lane < end) {
           float sum = 0.f;
@@ -642,7 +643,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
       bar_init(base + BARS_S + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    bars_ready();
     sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
@@ -664,11 +665,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);
 #endif
   if (uniform(tid >> 8)) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    registers_down<104>();
     if (w < SLOTS) produce(b, x, h, lim, n, passes, base, w, lane);
     else fetch(b, x, h, n * passes, first, base, lane);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+    registers_up<200>();
 #if DEFERRED
     consume(b, x.first, n, base, w, lane);
 #else

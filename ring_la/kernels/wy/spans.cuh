@@ -46,8 +46,6 @@ template <class Args> INLINE void leave_empty(const Args& a, int piece, int h, i
   for (int p = piece + 1; p < a.pieces && a.cu[p] == a.cu[p + 1]; p++) copy(p);
 }
 
-INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of those that carry the state
-
 // -- a state on its way, [V, K] by eight warps, 16 of its rows a warp ------------------------------------------------
 // S [16 tiles of 8 columns][4]: rows v0 + lane / 4 (and 8 more), columns 2 (lane % 4) and 1 more of each tile
 
