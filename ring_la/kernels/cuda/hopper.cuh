@@ -180,6 +180,13 @@ INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) {
       "%16, %17, p, 1, 1, 1, 0;\n}"
       : F16(d) : "l"(a), "l"(b), "r"(more));
 }
+INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 1, 0;\n}"
+      : F32(d) : "l"(a), "l"(b), "r"(more));
+}
 // Of an operand in shared memory with 128-byte swizzle: bytes between its parts (PTX ISA, matrix descriptor format).
 INLINE u64 descriptor(u32 at, u32 lead, u32 stride) {
   return (u64)((at & 0x3ffff) >> 4) | ((u64)(lead >> 4) << 16) | ((u64)(stride >> 4) << 32) | (1ull << 62);

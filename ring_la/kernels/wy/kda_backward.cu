@@ -282,29 +282,6 @@ INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32
   return skip;
 }
 
-INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-  if (!x.first) {
-    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s - 1, h)) != 1);
-    between_warps();
-    if (lds32(said + 12)) {
-      float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-      for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
-      fence_gpu();
-      between_warps();
-      if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
-    }
-  } else if (a.S1) {
-    leave_empty(a, x.piece, h, w * 32 + lane);
-    float* to = a.S1 + ((u64)x.piece * a.H + h) * (D * D);
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
-  }
-}
-
 // Twice dS in bf16: as operands `f` of this warp's rows, and for all warps as a tile
 INLINE void operands(u32 (&f)[8][4], const float (&S)[16][4]) {
 #pragma unroll
@@ -607,7 +584,7 @@ INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int l
       keep_map(S, base, w, lane);
       leave_early(S, a, s + 1, s, h, base, base + OPEN, w, lane);
     } else if (alone) {
-      leave(S, a, x, s, h, base + SAID, w, lane);
+      leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
     }
   }
 }
@@ -622,7 +599,7 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   else
     begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
   walk(S, b, h, uniform(x.begin), uniform(x.end), 0, n, skip, first, base, w, lane);
-  leave(S, a, x, s, h, base + SAID, w, lane);
+  leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
 #endif
 

@@ -435,7 +435,7 @@ INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane)
       keep_map(S, base, w, lane);
       leave_early(S, a, s - 1, s, h, base, base + OPEN, w, lane);
     } else if (alone) {
-      leave(S, a, x, s, h, base + SAID, w, lane);
+      leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
     }
   }
 }
@@ -448,7 +448,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
   else
     begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
-  leave(S, a, x, s, h, base + SAID, w, lane);
+  leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
 #endif
 

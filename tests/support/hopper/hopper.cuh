@@ -190,3 +190,4 @@ INLINE void wgmma64(float (&d)[32], const u32* a, u64 b, int more) { wide<64, fa
 INLINE void wgmma128(float (&d)[16][4], const u32* a, u64 b) { wide<128, true>(&d[0][0], a, 0, b, 1); }
 INLINE void wgmma16(float (&d)[8], u64 a, u64 b, int more) { wide<16, false>(d, nullptr, a, b, more); }
 INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) { wide<32, false>(d, nullptr, a, b, more); }
+INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) { wide<64, false>(d, nullptr, a, b, more); }
