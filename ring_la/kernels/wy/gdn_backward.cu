@@ -530,10 +530,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
     }
     bar_init(base + OPEN, 1);
     bars_ready();
-    sts32(base + SAID, a.count * a.H - 1 - atomicAdd(ticket(a), 1));
+    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a), 1));
   }
   __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.H, h = i % a.H;
+  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;

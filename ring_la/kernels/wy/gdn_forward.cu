@@ -398,7 +398,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++) {
     const bool last = pass == passes - 1;
-    walk(S, a, h, t0, last ? uniform(x.begin) : end, end, uniform(x.chunk), pass * n, n, base, w, lane);
+    walk(S, a, h, t0, last ? uniform(x.begin) : end, end, KEEP ? uniform(x.chunk) : 0, pass * n, n, base, w, lane);
     if (last) break;
     if (pass == 0) {
       store_state(S, a, s, h, w, lane);
@@ -443,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
     sts32(base + SAID, atomicAdd(ticket(a), 1));
   }
   __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.H, h = i % a.H;
+  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;

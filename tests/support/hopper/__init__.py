@@ -1,9 +1,9 @@
 """Kernels in CUDA C++ for Hopper, run on a CPU.
 
-`hopper.cuh` beside this file has the names of ``ring_la/kernels/cuda/hopper.cuh``, the only file of the kernels with
-instructions of a GPU in it, as functions of the host; `machine.hpp` runs a program's threads as fibers. The kernels' own
-files are compiled as they are, by g++. What this holds is what a kernel computes, its barriers and its places in
-shared memory; what it takes, registers and the order of memory of a GPU are not modelled.
+`hopper.cuh` beside this file has the names of ``ring_la/kernels/cuda/hopper.cuh``, the only file of the kernels with a
+GPU's instructions in it, as functions of the host; `machine.hpp` runs a program's threads as fibers. The kernels' own
+files are compiled as they are, by g++. This holds what a kernel computes, its barriers and its places in shared memory;
+time, registers and the order of a GPU's memory are not modelled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MAIN = """
 template <class Arguments> void call(void (*kernel)(Arguments), const void* arguments) {{
   kernel(*(const Arguments*)arguments);
 }}
-extern "C" int start(const void* arguments, int programs, int threads, int shared, int beside, unsigned seed, char* said) {{
+extern "C" int start(const void* arguments, int programs, int threads, int shared, int beside, unsigned seed,
+                     char* said) {{
   const std::string text = machine::run([=] {{ call({name}, arguments); }}, programs, threads, shared, beside, seed);
   snprintf(said, 4096, "%s", text.c_str());
   return !text.empty();
@@ -40,7 +41,7 @@ class KernelError(AssertionError):
 
 
 class Emulated:
-    """A `CudaKernel` that runs here. `beside`: programs under way at a time. `seed`: the threads' order; 0: by number."""
+    """A `CudaKernel` that runs here, `beside` programs at a time. `seed`: the threads' order; 0: by number."""
 
     def __init__(self, kernel: CudaKernel, beside: int = 2, seed: int = 0) -> None:
         self._kernel, self._beside, self._seed = kernel, beside, seed
@@ -68,8 +69,8 @@ def compiled(kernel: CudaKernel):
     name = hashlib.sha256((text + str(kernel.defines)).encode()).hexdigest()[:16]
     source, library = folder() / f"{name}.cpp", folder() / f"{name}.so"
     source.write_text(text)
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-include", FOLDER / "machine.hpp",
-               "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", library]  # fmt: skip
+    how = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-include", FOLDER / "machine.hpp"]
+    command = ["g++", *how, "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", library]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode:
         raise KernelError(done.stderr[:4000])
