@@ -7,13 +7,18 @@ from .attention import Attention
 from .decoding import KVCache
 from .delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from .delta_kin import Comba, GatedDeltaNet2, GatedDeltaProduct
+from .fox import ForgettingAttention
 from .gla import HGRN2, GatedLinearAttention
+from .gsa import GatedSlotAttention
+from .hgrn import HGRN
 from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
 from .mamba2 import Mamba2
+from .mamba3 import Mamba3
 from .moe import MixtureOfExperts, MoEOutput, Routing
 from .parts import RMSNorm
 from .retention import LightningAttention, MultiScaleRetention
+from .rwkv6 import RWKV6
 from .rwkv7 import RWKV7
 from .xlstm import MLSTM
 
@@ -33,14 +38,25 @@ LAYERS: dict[str, type[Layer]] = {
     "gdn2": GatedDeltaNet2,
     "gated_delta_product": GatedDeltaProduct,
     "mlstm": MLSTM,
+    "rwkv6": RWKV6,
+    "hgrn": HGRN,
+    "gsa": GatedSlotAttention,
+    "mamba3": Mamba3,
+    "fox": ForgettingAttention,
 }
 """Names of the layers in a model's list."""
 
 __all__ = [
     "Attention",
+    "Comba",
     "DeltaNet",
+    "ForgettingAttention",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "GatedLinearAttention",
+    "GatedSlotAttention",
+    "HGRN",
     "HGRN2",
     "KVCache",
     "KimiDeltaAttention",
@@ -50,11 +66,14 @@ __all__ = [
     "LayerState",
     "LightningAttention",
     "LinearAttention",
+    "MLSTM",
     "Mamba2",
+    "Mamba3",
     "MixtureOfExperts",
     "MoEOutput",
     "MultiScaleRetention",
     "RMSNorm",
+    "RWKV6",
     "RWKV7",
     "Routing",
 ]

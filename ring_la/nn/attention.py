@@ -80,23 +80,36 @@ class Attention(Layer):
         if self.rope_base is not None:
             at = positions(x, None if state is None else state.length, call)
             q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
+        return self._attend(x, (q, k, v), state, call)
+
+    def _attend(
+        self,
+        x: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        state: KVCache | KVRows | None,
+        call: LayerCall,
+        scale: float | None = None,
+    ) -> LayerOutput:
+        """Attention to these keys and to those of the state, gated by `x` and projected."""
+        q, k, v = qkv
         if state is None:
-            o = attention(q, k, v, window=(self.window, -1), layout=call.layout, cu_seqlens=call.cu_seqlens).o
+            options: dict[str, Any] = dict(window=(self.window, -1), scale=scale)
+            o = attention(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens, **options).o
             state = _cache(k, v, call) if call.output_state else None
         elif isinstance(state, KVRows):
-            o = state.decode(q, k, v, self.window)
+            o = state.decode(q, k, v, self.window, scale)
         elif call.layout is None and not call.packed:
             state = state.extend(k, v)
-            o = _decode(q, state, self.window)
+            o = _decode(q, state, self.window, scale)
         else:
-            o, state = self._continue(q, k, v, state, call)
+            o, state = self._continue(qkv, state, call, scale)
         o = merge_heads(o)
         if self.gate_proj is not None:
             o = torch.sigmoid(self.gate_proj(x)) * o
         return LayerOutput(self.out_proj(o), state if call.output_state else None)
 
     def _continue(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: LayerCall
+        self, qkv: tuple[Tensor, Tensor, Tensor], cache: KVCache, call: LayerCall, scale: float | None
     ) -> tuple[Tensor, KVCache | None]:
         """More tokens under a layout: the cache is put before them."""
         if call.packed or cache.empty is not None:
@@ -106,7 +119,8 @@ class Attention(Layer):
                 "packed documents or a cache of documents of several lengths",
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
-        joint: dict[str, Any] = dict(joint_k=cache.k, joint_v=cache.v, joint="front")
+        q, k, v = qkv
+        joint: dict[str, Any] = dict(joint_k=cache.k, joint_v=cache.v, joint="front", scale=scale)
         o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:
             return o, None
@@ -131,7 +145,7 @@ def _cache(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:
     return KVCache(k[0, token] * seen, v[0, token] * seen, empty)
 
 
-def _decode(q: Tensor, cache: KVCache, window: int) -> Tensor:
+def _decode(q: Tensor, cache: KVCache, window: int, scale: float | None) -> Tensor:
     """The last T tokens of each document ``q [N, T, H, K]`` over the whole of it: ``[N, T, H, V]``."""
     (T, S), mask = (q.shape[1], cache.k.shape[1]), None
     if T > 1 or window >= 0 or cache.empty is not None:
@@ -141,7 +155,8 @@ def _decode(q: Tensor, cache: KVCache, window: int) -> Tensor:
         if cache.empty is not None:
             mask = mask & (column >= cache.empty[:, None])[:, None, None]
     if T == 1:
-        return one_query(q, cache.k, cache.v, mask)
+        return one_query(q, cache.k, cache.v, mask, scale)
     k, v = (y.to(q.dtype).transpose(1, 2) for y in (cache.k, cache.v))
     grouped = q.shape[2] != cache.k.shape[2]
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=grouped).transpose(1, 2)
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=grouped, scale=scale)
+    return o.transpose(1, 2)

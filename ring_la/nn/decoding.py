@@ -169,7 +169,14 @@ class KVRows:
         """Tokens of each sequence, int64 ``[N]``."""
         return self.seats.length
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, window: int = -1) -> Tensor:
+    def last_keys(self) -> Tensor:
+        """The key of each sequence's last token ``[N, Hk, K]``."""
+        seats = self.seats
+        rows = [k[here, seats.length[index] - 1] for k, here, index in zip(self.k, seats.here, seats.index)]
+        out = torch.cat(rows)
+        return out if seats.order is None else out[seats.order]
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, window: int = -1, scale: float | None = None) -> Tensor:
         """The next token of each sequence ``q [N, 1, H, K]`` over all of it: ``[N, 1, H, V]``.
 
         Its key and value ``[N, 1, Hk, ·]`` are written; `seats` counts it when all layers are done.
@@ -185,18 +192,18 @@ class KVRows:
                 at = seats.here[i], seats.length[index]
                 keys[at], values[at] = k[rows, 0].to(keys.dtype), v[rows, 0].to(values.dtype)
             mask = seats.mask(i, begin, end, window)
-            out.append(one_query(q[rows], keys[:, begin:end], values[:, begin:end], mask))
+            out.append(one_query(q[rows], keys[:, begin:end], values[:, begin:end], mask, scale))
         o = torch.cat(out) if len(out) > 1 else out[0]
         return o if seats.order is None else o[seats.order]
 
 
-def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Attention of one token a row ``q [N, 1, H, K]`` to ``k, v [N, S, Hk, ·]``: ``[N, 1, H, V]``."""
     N, H, Hk = len(q), q.shape[2], k.shape[2]
     k, v = (y.to(q.dtype).transpose(1, 2) for y in (k, v))
     rows = q.reshape(N, Hk, H // Hk, -1)  # heads that share keys are rows of one: nothing is copied for a mask
     with sdpa_kernel(UNPLANNED) if q.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(rows, k, v, mask).reshape(N, 1, H, -1)
+        return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).reshape(N, 1, H, -1)
 
 
 def _stacked(rows: Sequence[Tensor], capacity: int) -> Tensor:

@@ -78,16 +78,26 @@ def forgetting_attention(
         return AttentionOutput(out.o.to(q.dtype), out.lse.to(torch.promote_types(q.dtype, torch.float32)))
     H, K = q.shape[2:]
     scale = K**-0.5 if scale is None else float(scale)
-    near = 2.0 ** round(math.log2(abs(scale))) if scale else 1.0  # sums are divided by it without an error
-    parts = _parts(running_sum(g, layout, cu_seqlens), q.dtype)
-    ones = torch.ones_like(parts) / near
-    rest = q.new_zeros(*q.shape[:3], -(K + 2 * parts.shape[-1]) % WIDTH if q.dtype.itemsize < 8 else 0)
     k, v = (x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
+    q, k, scale = with_sums(q, k, running_sum(g, layout, cu_seqlens), scale)
+    return attention(q, k, v, scale=scale, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend)
+
+
+def with_sums(q: Tensor, k: Tensor, c: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
+    """q and k ``[B, T, H, K]`` with the sums ``c [B, T, H]`` as further channels, and the scale of their product."""
+    near = 2.0 ** round(math.log2(abs(scale))) if scale else 1.0  # sums are divided by it without an error
+    parts = _parts(c, q.dtype)
+    ones = torch.ones_like(parts) / near
+    rest = q.new_zeros(*q.shape[:3], -(q.shape[-1] + 2 * parts.shape[-1]) % WIDTH if q.dtype.itemsize < 8 else 0)
     wide_q = torch.cat([q if near == scale else q * (scale / near), parts.detach() / near, ones, rest], -1)
     wide_k = torch.cat([k, torch.ones_like(parts), -parts, rest], -1)
-    return attention(
-        wide_q, wide_k, v, scale=near, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend
-    )
+    return wide_q, wide_k, near
+
+
+def sums_of(k: Tensor, channels: int) -> Tensor:
+    """The sums, fp64, that ride behind the first `channels` channels of keys."""
+    parts = PARTS[k.dtype]
+    return -k[..., channels + parts : channels + 2 * parts].double().sum(-1)
 
 
 def _parts(c: Tensor, dtype: torch.dtype) -> Tensor:

@@ -78,7 +78,7 @@ def _weights(model: nn.Module, exclude: nn.Module | None) -> int:
 
 def _state(config: HybridConfig, name: str) -> float:
     """``c · H K V`` of a kind of layer, from the state that one token leaves."""
-    if LAYERS[name] is Attention:
+    if issubclass(LAYERS[name], Attention):
         return 0.0
     with torch.no_grad(), torch.device("cpu"):
         kind: Any = LAYERS[name]  # each takes its own keywords

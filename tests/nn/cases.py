@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ring_la.nn import LAYERS, KVCache, Layer
+from ring_la.nn import LAYERS, Attention, KVCache, Layer
 
 DIM = 16
 OPTIONS = {
@@ -13,10 +13,15 @@ OPTIONS = {
     "gdn": {"num_value_heads": 8, "value_dim": 3},
     "hgrn2": {"lower_bound": 0.2},
     "mamba2": {"state_dim": 4, "groups": 2},
+    "gsa": {"slots": 3},
+    "mamba3": {"state_dim": 4, "groups": 2},
+    "rwkv6": {"layer_idx": 1, "num_layers": 3},
+    "fox": {"qk_norm": True, "gated": True},
     "lightning": {"layer_idx": 1, "num_layers": 3},
     "rwkv7": {"layer_idx": 1, "num_layers": 3},
 }
 NAMES = tuple(LAYERS)
+RECURRENT = tuple(name for name, kind in LAYERS.items() if not issubclass(kind, Attention))
 
 
 def make(name: str, dtype: torch.dtype = torch.float64, **options) -> Layer:

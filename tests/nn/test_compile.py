@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.nn.cases import DIM, NAMES, make
+from tests.nn.cases import DIM, NAMES, RECURRENT, make
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ TRACED = [name for name in NAMES if name not in ("gdn", "hgrn2", "lightning")]
 
 def check(name: str, mode: str, backend: str) -> None:
     torch._dynamo.reset()
-    options = {} if name == "attention" else {"mode": mode}
+    options = {"mode": mode} if name in RECURRENT else {}
     eager, layer = make(name, torch.float32, **options), make(name, torch.float32, **options)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
     stats = torch._dynamo.utils.counters["stats"]

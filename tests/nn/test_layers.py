@@ -7,7 +7,7 @@ import torch
 
 from ring_la import ArgumentError, UnsupportedError
 from ring_la.nn import LAYERS, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2
-from tests.nn.cases import DIM, NAMES, OPTIONS, make, parts
+from tests.nn.cases import DIM, NAMES, OPTIONS, RECURRENT, make, parts
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def test_packed_documents_are_kept_apart_and_decoded_as_rows(name):
         close(after.o[n : n + 1], o[:, -2:])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "attention"])
+@pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_mode_is_chunk_mode(name):
     x = random(2, 9, DIM)
     close(make(name, mode="recurrent")(x).o, make(name, mode="chunk")(x).o)
@@ -275,6 +275,18 @@ def test_retention_is_the_papers_parallel_form():
     scores = torch.einsum("bihd,bjhd->bhij", q, k.conj()).real * K**-0.5 * D
     o = layer.norm(torch.einsum("bhij,bjhd->bihd", scores, v))
     close(layer(x).o, layer.out_proj((torch.nn.functional.silu(gate) * o).flatten(2)))
+
+
+def test_forgetting_attention_is_the_papers_equation():
+    layer, x = make("fox", qk_norm=False, gated=False), random(2, 9, DIM)
+    q, k, v = (y.unflatten(-1, (4, -1)) for y in layer.qkv_proj(x).chunk(3, -1))
+    f = torch.sigmoid(layer.forget_proj(x))
+    D = torch.full((2, 4, 9, 9), -torch.inf, dtype=torch.float64)
+    for i in range(9):
+        for j in range(i + 1):
+            D[..., i, j] = f[:, j + 1 : i + 1].prod(1).log()
+    weights = (torch.einsum("bihd,bjhd->bhij", q, k) * (DIM // 4) ** -0.5 + D).softmax(-1)
+    close(layer(x).o, layer.out_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)))
 
 
 def test_options_name_layers():

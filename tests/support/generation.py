@@ -11,7 +11,12 @@ from ring_la.nn import LAYERS
 def make() -> HybridLM:
     """Every kind of layer in one model."""
     torch.manual_seed(0)
-    options = {"attention": {"num_kv_heads": 2}, "mamba2": {"state_dim": 4}}
+    options = {
+        "attention": {"num_kv_heads": 2},
+        "mamba2": {"state_dim": 4},
+        "mamba3": {"state_dim": 4},
+        "gsa": {"slots": 4},
+    }
     model = HybridLM(HybridConfig(19, 16, list(LAYERS), 4, options=options)).double()
     with torch.no_grad():
         for p in model.parameters():

@@ -1,0 +1,55 @@
+"""Forgetting attention: FoX (Lin et al. 2025, arXiv 2503.02130)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..comm import Replicated
+from ..kernels.fused.log_decay import decay_gate
+from ..running_sum import running_sum
+from ..softmax.forgetting import sums_of, with_sums
+from .attention import Attention
+from .decoding import KVCache, KVRows
+from .layer import LayerCall, LayerOutput, split_heads
+
+
+class ForgettingAttention(Attention):
+    """The Forgetting Transformer's attention (arXiv 2503.02130, eq. 4): softmax attention with a forget gate a head.
+
+        s_ij = K^(−1/2) q_iᵀ k_j + Σ_{j < t ≤ i} g_t,   g = log sigmoid(x W_f + b_f)
+
+    With `qk_norm` and `gated` it has two of the parts of the paper's Pro block (not its norm of outputs, nor its shift
+    of keys and values). Sums of g ride as further channels of keys: a cache has them, too.
+
+    Args:
+        dim: D. num_heads: H. head_dim: K = V (default D / H). qk_norm, gated, window: as in `Attention`.
+    """
+
+    needs_runs = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        gated: bool = False,
+        window: int = -1,
+    ) -> None:
+        options: dict[str, Any] = dict(head_dim=head_dim, qk_norm=qk_norm, gated=gated, window=window)
+        super().__init__(dim, num_heads, rope_base=None, **options)
+        self.forget_proj = nn.Linear(dim, num_heads)
+
+    def mix(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> LayerOutput:
+        q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).split(self.widths, -1))
+        c = running_sum(decay_gate(self.forget_proj(x), sign=-1.0), call.layout, call.cu_seqlens)  # of logsigmoid
+        K = q.shape[-1]
+        if state is not None and not call.packed:  # packed documents are refused further on
+            last = state.last_keys() if isinstance(state, KVRows) else state.k[:, -1]
+            before = sums_of(last, K)
+            c = c + (before if call.layout is None else Replicated.apply(before, call.layout.cp.comm))[:, None]
+        q, k, scale = with_sums(self.q_norm(q), self.k_norm(k), c, K**-0.5)
+        return self._attend(x, (q, k, v), state, call, scale)

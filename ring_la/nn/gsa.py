@@ -1,0 +1,74 @@
+"""Gated slot attention (Zhang et al. 2024, arXiv 2409.07146)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..choices import Mode, RecurrenceBackend
+from ..kernels.fused.log_decay import decay_gate
+from ..recurrences import gated_slot_attention
+from .layer import Layer, LayerCall, LayerOutput, LayerState, head_width, merge_heads, positive, split_heads
+from .parts import RMSNorm
+
+
+class GatedSlotAttention(Layer):
+    """Gated slot attention (arXiv 2409.07146, §3): M slots of keys and values, read by a softmax over slots.
+
+        q, k, v = SiLU(x W),   α = sigmoid(x W_α)^(1/τ)
+        Hk ← Hk diag(α) + k (1 − α)ᵀ,   Hv ← diag(α) Hv + (1 − α) vᵀ,   out = RMSNorm(SiLU(Hvᵀ softmax(Hkᵀ q))) W_O
+
+    The state is ``[N, H, K + V, M]``: Hk, and below it the transpose of Hv.
+
+    Args:
+        dim: D. num_heads: H. head_dim: K = V (default D / H). slots: M. temperature: τ.
+        mode, backend: as in the recurrences.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        slots: int = 64,
+        temperature: float = 8.0,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
+    ) -> None:
+        super().__init__(dim)
+        self.K = head_width(dim, num_heads, head_dim)
+        self.num_heads, self.temperature, self.mode, self.backend = num_heads, temperature, mode, backend
+        self.qkv_proj = nn.Linear(dim, 3 * num_heads * self.K, bias=False)
+        self.decay_proj = nn.Linear(dim, num_heads * positive("slots", slots), bias=False)
+        self.norm = RMSNorm(num_heads * self.K)
+        self.out_proj = nn.Linear(num_heads * self.K, dim, bias=False)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
+        q, k, v = (split_heads(y, self.num_heads) for y in F.silu(self.qkv_proj(x)).chunk(3, -1))
+        g = split_heads(decay_gate(self.decay_proj(x), sign=-1.0, factor=1 / self.temperature), self.num_heads)
+        initial = None
+        if state is not None:
+            S: Any = state.recurrent
+            initial = (S[..., : self.K, :], S[..., self.K :, :].mT)
+        o, final = gated_slot_attention(
+            q,
+            k,
+            v,
+            -torch.expm1(g),
+            g,
+            initial_state=initial,
+            mode=self.mode,
+            backend=self.backend,
+            **call.keywords,
+        )
+        o = self.out_proj(self.norm(F.silu(merge_heads(o))))
+        if not call.output_state:
+            return LayerOutput(o, None)
+        if call.in_place:
+            return LayerOutput(o, state)
+        keys, values = final  # type: ignore[misc]
+        return LayerOutput(o, LayerState(torch.cat([keys, values.mT], -2)))

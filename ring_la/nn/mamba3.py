@@ -1,0 +1,119 @@
+"""Mamba-3 (Lahoti et al. 2026, arXiv 2603.15569) with one input and output a head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..choices import Mode, RecurrenceBackend
+from ..errors import ArgumentError
+from ..recurrences import mamba3
+from .layer import (
+    Layer,
+    LayerCall,
+    LayerOutput,
+    LayerState,
+    divide,
+    head_width,
+    inverse_softplus,
+    merge_heads,
+    positive,
+    split_heads,
+    wide,
+)
+from .parts import RMSNorm
+
+
+class Mamba3(Layer):
+    """The Mamba-3 block (arXiv 2603.15569), the SISO form: no convolution, angles of the tokens, trapezoidal writes.
+
+        z, x, B, C, dt, a, λ, ϑ = in_proj(u);   Δ = softplus(dt + dt_bias),   g = −Δ max(softplus(a), 10⁻⁴)
+        B, C = norm(B) + B_bias, norm(C) + C_bias, turned by Σ θ,   θ = π Δ tanh(ϑ),   λ = sigmoid(λ)
+        S ← e^g (S + (1−λ)Δ B₋₁ x₋₁ᵀ) + λΔ B xᵀ,   out = ((Sᵀ C + D x) ⊙ SiLU(z)) W_O
+
+    The state is S, and as its tail B₋₁, x₋₁ and Σ θ of all heads side by side, ``[N, H·K + H·V + H·K/2]``.
+
+    Args:
+        dim: D. num_heads: H (default expand · D / head_dim). head_dim: V (default expand · D / H, or 64).
+        state_dim: K, even. groups: G, groups of B and C before their biases.
+        expand: inner width over D. turned: share of the channels of B and C that turn.
+        mode, backend: as in the recurrences.
+    """
+
+    SLOWEST = 1e-4
+    DT_RANGE = (1e-3, 1e-1)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        state_dim: int = 128,
+        groups: int = 1,
+        expand: int = 2,
+        turned: float = 0.5,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
+    ) -> None:
+        super().__init__(dim)
+        if num_heads is None:
+            head_dim = 64 if head_dim is None else head_dim
+            num_heads = divide("head_dim", expand * dim, head_dim)
+        self.V = head_width(expand * dim, num_heads, head_dim)
+        divide("groups", num_heads, groups)
+        divide("state_dim", positive("state_dim", state_dim), 2)
+        if not 0 < turned <= 1:
+            raise ArgumentError("turned", "a number in (0, 1]", turned)
+        self.num_heads, self.groups, self.K, self.mode, self.backend = num_heads, groups, state_dim, mode, backend
+        inner, shared, self.angles = num_heads * self.V, groups * state_dim, max(1, int(turned * state_dim) // 2)
+        self.widths = [inner, inner, shared, shared, num_heads, num_heads, num_heads, self.angles]
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
+        low, high = (math.log(t) for t in self.DT_RANGE)
+        self.dt_bias = nn.Parameter(inverse_softplus(torch.empty(num_heads).uniform_(low, high).exp()))
+        self.B_norm, self.C_norm = (RMSNorm(state_dim, eps=1e-5) for _ in range(2))
+        self.B_bias, self.C_bias = (nn.Parameter(torch.ones(num_heads, state_dim)) for _ in range(2))
+        self.D = nn.Parameter(torch.ones(num_heads))
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
+        z, u, B, C, dt, a, lam, turn = self.in_proj(x).split(self.widths, -1)
+        dt = F.softplus(wide(dt) + self.dt_bias)
+        theta = math.pi * dt[..., None] * F.pad(torch.tanh(wide(turn)), (0, self.K // 2 - self.angles))[:, :, None]
+        y, final = mamba3(
+            split_heads(u, self.num_heads),
+            dt,
+            -dt * F.softplus(wide(a)).clamp(min=self.SLOWEST),
+            self._biased(self.B_norm, B, self.B_bias),
+            self._biased(self.C_norm, C, self.C_bias),
+            torch.sigmoid(wide(lam)),
+            theta,
+            self.D,
+            initial_state=None if state is None else self._parted(state),
+            mode=self.mode,
+            backend=self.backend,
+            **call.keywords,
+        )
+        o = self.out_proj(merge_heads(y) * F.silu(z))
+        if not call.output_state:
+            return LayerOutput(o, None)
+        if call.in_place:
+            return LayerOutput(o, state)
+        S, *last = final  # type: ignore[misc]
+        return LayerOutput(o, LayerState(S, torch.cat([t.flatten(1) for t in last], -1)))
+
+    def _biased(self, norm: RMSNorm, y: Tensor, bias: Tensor) -> Tensor:
+        """B or C of every head."""
+        y = norm(split_heads(y, self.groups)).repeat_interleave(self.num_heads // self.groups, 2)
+        return (y + bias).to(y.dtype)
+
+    def _parted(self, state: LayerState) -> tuple[Any, ...]:
+        """The state as the recurrence has it, views of the layer's."""
+        widths, tail = (self.K, self.V, self.K // 2), state.tail
+        assert tail is not None
+        parts = tail.split([self.num_heads * n for n in widths], -1)
+        return (state.recurrent, *(t.unflatten(-1, (self.num_heads, -1)) for t in parts))
