@@ -18,6 +18,7 @@ from .errors import (
     UnsupportedError,
 )
 from .grouped_gemm import grouped_gemm
+from .log_linear import log_linear_attention
 from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
 from .softmax import attention, forgetting_attention, mla, sparse_attention
@@ -46,6 +47,7 @@ __all__ = [
     "capture",
     "forgetting_attention",
     "grouped_gemm",
+    "log_linear_attention",
     "mla",
     "reference",
     "short_conv",

@@ -16,7 +16,7 @@ from .parts import RMSNorm
 
 
 class GatedSlotAttention(Layer):
-    """Gated slot attention (arXiv 2409.07146, §3): M slots of keys and values, read by a softmax over slots.
+    """Gated slot attention (arXiv 2409.07146): M slots of keys and values, read by a softmax over slots.
 
         q, k, v = SiLU(x W),   α = sigmoid(x W_α)^(1/τ)
         Hk ← Hk diag(α) + k (1 − α)ᵀ,   Hv ← diag(α) Hv + (1 − α) vᵀ,   out = RMSNorm(SiLU(Hvᵀ softmax(Hkᵀ q))) W_O

@@ -15,7 +15,7 @@ from .parts import GatedRMSNorm
 
 
 class HGRN(Layer):
-    """HGRN with real numbers (arXiv 2311.04823, eq. 1–5; the paper's state also turns by an angle a channel).
+    """HGRN with real numbers (arXiv 2311.04823; the paper's state also turns by an angle a channel).
 
         f = β + (1 − β) sigmoid(x W_f),   S ← f ⊙ S + (1 − f) ⊙ SiLU(x W_i),   out = (norm(S) ⊙ SiLU(x W_g)) W_O
 

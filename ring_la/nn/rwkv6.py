@@ -16,7 +16,7 @@ from .rwkv7 import LowRank
 
 
 class RWKV6(Layer):
-    """The time mixing of RWKV-6 (Finch; arXiv 2404.05892, eq. 11–20).
+    """The time mixing of RWKV-6 (Finch; arXiv 2404.05892).
 
         δ = x_{t−1} − x_t,   x^□ = x_t + δ ⊙ (λ_□ + tanh((x_t + δ ⊙ μ) A_□) B_□)            for □ = r, k, v, g, w
         w = −exp(λ_d + tanh(x^w A_d) B_d),   o = (S + diag(u) k vᵀ)ᵀ r,   S ← diag(e^w) S + k vᵀ

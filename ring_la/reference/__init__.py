@@ -14,6 +14,7 @@ from typing import Any
 from ring_la.reference.forgetting import forgetting_attention
 from ring_la.reference.latents import mla
 from ring_la.reference.local import grouped_gemm, short_conv, token_shift
+from ring_la.reference.log_linear import log_linear_attention
 from ring_la.reference.recurrences import (
     delta_rule,
     dplr_delta_rule,
@@ -43,6 +44,7 @@ __all__ = [
     "kda",
     "lightning_attention",
     "linear_attention",
+    "log_linear_attention",
     "mamba2",
     "mla",
     "retention",

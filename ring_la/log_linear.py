@@ -1,0 +1,272 @@
+"""Log-linear attention: linear attention with a state a level of a Fenwick tree, and weights of levels.
+
+    o_t = scale · Σ_{s ≤ t} λ_t[ℓ(t, s)] e^{c_t − c_s} (q_tᵀ k_s) v_s,     c = Σ g,     ℓ(t, s) = bits of t xor s
+
+Tokens of level ℓ are the left half of the block of 2^ℓ positions, counted in the document, in whose right half t
+stands: inside chunks they are masks, above them sums of blocks that are added up in pairs. Between ranks travels what
+token p of a document finds: a state each level at which p has a bit. A run of tokens moves levels into others and lets
+them decay, which is a matrix of levels: the dense transition of `algebra`, on states ``[levels, K·V]``. So one
+exchange sends log2 T states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .autograd import full_precision
+from .checks import FLOATS, check_scale, check_split
+from .context import ShardedLayout
+from .errors import ArgumentError, Facts, RingLAError, describe_tensor
+from .outputs import LinearAttentionOutput
+
+BITS = 6
+CHUNK = 1 << BITS
+
+
+class Tokens(NamedTuple):
+    """Tokens of one run, in fp32 or wider, the scale in q: q, k ``[B, n, H, K]``, v, g ``[B, n, H]``, λ."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    lam: Tensor
+
+
+class Run(NamedTuple):
+    """Consecutive local tokens of one document, from this position in it on."""
+
+    start: int
+    stop: int
+    position: int
+
+
+def log_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    lam: Tensor,
+    *,
+    scale: float | None = None,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> LinearAttentionOutput:
+    """Log-linear attention with a decay a head (Guo et al. 2025, arXiv 2506.04761; its Mamba-2 form).
+
+        o_t = scale · Σ_{s ≤ t} λ_t[ℓ(t, s)] e^{Σ_{s < r ≤ t} g_r} (q_tᵀ k_s) v_s
+
+    Level 0 is the token itself, and ℓ(t, s) the number of bits of t xor s, positions in the document. Work is
+    O(T log T), in PyTorch on every device; on a split sequence ranks exchange log2 T states a segment.
+
+    Args:
+        q, k: ``[B, T, Hk, K]``. v: ``[B, T, H, V]`` with H a multiple of Hk.
+        g: log-decay ``[B, T, H]``, ≤ 0. lam: weights of the levels ``[B, T, H, L]``; the longest document, of n tokens,
+            has ``(n − 1).bit_length() + 1`` of them, and L is at least that.
+        scale: multiplies ``qᵀk``; None: K**-0.5.
+        layout: how the sequence is split over ranks, in runs of tokens; T is then this rank's length. Collective.
+        cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device; read on the host.
+
+    Returns:
+        LinearAttentionOutput(o ``[B, T, H, V]`` in v's dtype, None): there are no states to go on from.
+
+    Raises:
+        ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
+    """
+    error, longest = None, 0
+    try:
+        longest = _check(Tokens(q, k, v, g, lam), scale, layout, cu_seqlens)
+    except RingLAError as e:
+        error = e
+    if isinstance(layout, ShardedLayout):
+        named = zip(Tokens._fields, (q, k, v, g, lam))
+        signature = None if error else (*((n, Facts.of(x, 1)) for n, x in named), ("scale", scale))
+        layout.agree("log_linear_attention", signature, error)
+    elif error is not None:
+        raise error
+    with full_precision(v):
+        return LinearAttentionOutput(_run(Tokens(q, k, v, g, lam), scale, longest, layout, cu_seqlens), None)
+
+
+def _run(
+    x: Tokens, scale: float | None, longest: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """A checked call, in fp32 or wider."""
+    q, k, v = x[:3]
+    H, K = v.shape[2], q.shape[3]
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    heads = (x.to(dtype) if x.shape[2] == H else x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q, k))
+    wide_q, wide_k = heads
+    x = Tokens(wide_q * (K**-0.5 if scale is None else scale), wide_k, *(t.to(dtype) for t in x[2:]))
+    o = _one_device(x, cu_seqlens) if layout is None else _split(x, layout, longest.bit_length())
+    return o.to(v.dtype)
+
+
+def _check(x: Tokens, scale: object, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:
+    """Refuse what does not fit; the length of the longest document."""
+    for name, t in zip(Tokens._fields, x):
+        dims = 3 if name == "g" else 4
+        if not isinstance(t, Tensor) or t.dim() != dims or t.dtype not in FLOATS:
+            raise ArgumentError(name, f"a float tensor of {dims} dimensions", describe_tensor(t))
+    B, T, H = x.v.shape[:3]
+    if x.q.shape != x.k.shape or x.k.shape[:2] != (B, T) or H % x.k.shape[2]:
+        raise ArgumentError("k", f"[B, T, Hk, K] like q, beside v of shape {list(x.v.shape)}", list(x.k.shape))
+    for name, t in (("g", x.g), ("lam", x.lam)):
+        if t.shape[:3] != (B, T, H):
+            raise ArgumentError(name, f"{[B, T, H]} first", list(t.shape))
+    check_scale(scale)
+    check_split(T, B, layout, cu_seqlens, x.v.device, "q")
+    cu = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    if layout is not None:
+        cu = list(layout.cu_seqlens)
+    longest = max(b - a for a, b in zip(cu, cu[1:]))
+    if longest and x.lam.shape[3] < (levels := (longest - 1).bit_length() + 1):
+        raise ArgumentError("lam", f"{levels} levels or more for documents of {longest} tokens", x.lam.shape[3])
+    return longest
+
+
+def _one_device(x: Tokens, cu_seqlens: Tensor | None) -> Tensor:
+    cu = [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    runs = [Run(a, b, 0) for a, b in zip(cu, cu[1:]) if b > a]
+    return torch.cat([x.v[:, :0], *(_within(_cut(x, run), 0) for run in runs)], 1)
+
+
+def _split(x: Tokens, layout: ShardedLayout, levels: int) -> Tensor:
+    """Each rank's segments as maps of levels, their exchange, and what the entering levels add."""
+    cp, segments = layout.cp, []
+    at = 0
+    for s in layout.local_segments():
+        pieces = layout.pieces_of(s)
+        runs = []
+        for p in pieces:
+            runs.append(Run(at, at + len(p), p.start - layout.cu_seqlens[p.document]))
+            at += len(p)
+        segments.append(runs)
+    maps = [_map(x, runs, levels) for runs in segments]
+    B, H, K, V = x.v.shape[0], *x.k.shape[2:], x.v.shape[3]
+    # empty parts that depend on the inputs: so the exchange is in the graph of ranks without tokens, too
+    none = (
+        x.v.new_zeros(B, 0, H, levels, levels) + x.g.sum(),
+        x.v.new_zeros(B, 0, H, levels, K * V) + (x.k.sum() + x.v.sum()),
+    )
+    A, b = (torch.cat([empty, *(m[i][:, None] for m in maps)], 1) for i, empty in enumerate(none))
+    number, kind = len(layout.segments), layout.kind
+    borders = layout.kept("levels", lambda: cp.layout(number, kind, multiple_of=1))
+    entering = cp.scan(A, b, borders, exclusive=True).unflatten(-1, (K, V))
+    out = [x.v[:, :0] + entering.sum()]
+    for i, runs in enumerate(segments):
+        for run in runs:
+            part = _cut(x, run)
+            o = _within(part, run.position)
+            if run is runs[0] and run.position:
+                o = o + _from_before(part, run.position, entering[:, i])
+            out.append(o)
+    return torch.cat(out, 1)
+
+
+def _cut(x: Tokens, run: Run) -> Tokens:
+    return Tokens(*(t[:, run.start : run.stop] for t in x))
+
+
+def _level(later: Tensor | int, earlier: Tensor | int) -> Tensor:
+    """Bits of ``later xor earlier``."""
+    return torch.frexp((torch.as_tensor(later) ^ torch.as_tensor(earlier)).double()).exponent.long()
+
+
+def _first_of(position: int, level: int) -> int | None:
+    """The first token of the level that this position finds; None where it has none."""
+    return (position >> level) << level if position >> (level - 1) & 1 else None
+
+
+# -- borders ---------------------------------------------------------------------------------------------------
+
+
+def _map(x: Tokens, runs: list[Run], levels: int) -> tuple[Tensor, Tensor]:
+    """What a segment does to levels 1 … `levels`: ``A [B, H, L, L]``, ``b [B, H, L, K·V]``."""
+    B, H, K, V = x.v.shape[0], *x.k.shape[2:], x.v.shape[3]
+    if not runs:
+        eye = torch.eye(levels, dtype=x.v.dtype, device=x.v.device)
+        return eye.expand(B, H, -1, -1), x.v.new_zeros(B, H, levels, K * V)
+    run = runs[-1]
+    part, end = _cut(x, run), run.position + run.stop - run.start
+    c = part.g.cumsum(1)
+    k = part.k * (c[:, -1:] - c).exp()[..., None]
+    written, moves = [], torch.zeros(levels, levels, dtype=x.v.dtype)
+    for level in range(1, levels + 1):
+        first = _first_of(end, level)
+        begin, stop = (0, 0) if first is None else (first - run.position, first + (1 << (level - 1)) - run.position)
+        rows = slice(max(begin, 0), max(stop, 0))
+        written.append(torch.einsum("bthk,bthv->bhkv", k[:, rows], part.v[:, rows]).flatten(2))
+        before = _first_of(run.position, level)
+        if before is not None and len(runs) == 1:
+            moves[int(_level(end, before)) - 1, level - 1] = 1
+    return c[:, -1].exp()[..., None, None] * moves.to(x.v.device), torch.stack(written, 2)
+
+
+def _from_before(x: Tokens, position: int, entering: Tensor) -> Tensor:
+    """What the levels ``[B, H, L, K, V]`` that enter a run add to its outputs."""
+    at = position + torch.arange(x.v.shape[1], device=x.v.device)
+    decay, out = x.g.cumsum(1).exp(), torch.zeros_like(x.v)
+    for level in range(1, entering.shape[2] + 1):
+        first = _first_of(position, level)
+        if first is not None:
+            now = _level(at, first)[None, :, None, None].expand(*x.g.shape, 1)
+            weight = x.lam.gather(-1, now) * decay[..., None]
+            out = out + weight * torch.einsum("bthk,bhkv->bthv", x.q, entering[:, :, level - 1])
+    return out
+
+
+# -- inside a run ----------------------------------------------------------------------------------------------
+
+
+def _within(x: Tokens, position: int) -> Tensor:
+    """Outputs of a run that starts at this position, of its own tokens."""
+    n, left = x.v.shape[1], position % CHUNK
+    right = -(left + n) % CHUNK
+    padded = (F.pad(t, (0, 0) * (t.dim() - 2) + (left, right)).unflatten(1, (-1, CHUNK)) for t in x)
+    x = Tokens(*padded)
+    o = _above_chunks(x, x.g.cumsum(2), position // CHUNK, _within_chunks(x))
+    return o.flatten(1, 2)[:, left : left + n]
+
+
+def _within_chunks(x: Tokens) -> Tensor:
+    """Tokens of one chunk among themselves, all ``[B, chunks, CHUNK, H, ·]``."""
+    here = torch.arange(CHUNK, device=x.v.device)
+    level = _level(here[:, None], here).clamp(max=x.lam.shape[-1] - 1)  # beyond λ there is padding alone
+    c = x.g.cumsum(2)
+    gap = c[..., None] - c.movedim(2, -1)[:, :, None]  # [B, chunks, t, H, s]
+    gap = gap.masked_fill((here[:, None] < here)[:, None], -torch.inf)
+    weight = gap.exp() * x.lam.gather(-1, level[:, None].expand(*x.lam.shape[:4], CHUNK))
+    scores = torch.einsum("bmthk,bmshk->bmths", x.q, x.k) * weight
+    return torch.einsum("bmths,bmshv->bmthv", scores, x.v)
+
+
+def _above_chunks(x: Tokens, c: Tensor, first: int, o: Tensor) -> Tensor:
+    """`o` and what chunks, the first one the `first` of its document, get of chunks before them.
+
+    Blocks double from level to level. `c` is the decay of each token since its block's start.
+    """
+    chunks, level, base = x.v.shape[1], BITS, first
+    G = c[:, :, -1]
+    S = torch.einsum("bmthk,bmthv->bmhkv", x.k * (G[:, :, None] - c).exp()[..., None], x.v)
+    while S.shape[1] > 1:
+        level += 1
+        block = [(first + i) >> (level - BITS - 1) for i in range(chunks)]
+        rights = [i for i, b in enumerate(block) if b & 1 and b > base]
+        if rights:
+            to = torch.tensor(rights, device=o.device)
+            beside = torch.tensor([block[i] - 1 - base for i in rights], device=o.device)
+            weight = c[:, to].exp() * x.lam[:, to, ..., level]
+            o = o.index_add(1, to, torch.einsum("bmthk,bmhkv->bmthv", x.q[:, to] * weight[..., None], S[:, beside]))
+            c = c.index_add(1, to, G[:, beside][:, :, None].expand(-1, -1, CHUNK, -1))
+        odd, base = base & 1, base >> 1
+        after = (odd + S.shape[1]) & 1
+        (S1, S2), (G1, G2) = (
+            F.pad(t, (0, 0) * (t.dim() - 2) + (odd, after)).unflatten(1, (-1, 2)).unbind(2) for t in (S, G)
+        )
+        S, G = G2.exp()[..., None, None] * S1 + S2, G1 + G2
+    return o
