@@ -23,7 +23,7 @@ LEVELS = [
     {"context"},
     {"checks", "running_sum"},
     {"linear", "softmax"},
-    {"indexers"},
+    {"indexers", "keystore"},
     {"conv"},
     {"recurrences"},
     {"define"},

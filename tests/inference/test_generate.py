@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, ContextParallel
-from ring_la.inference import Sampler, decode, generate, prefill, step
+from ring_la.inference import Sampler, decode, generate, key_store, prefill, step
 from tests.support.generation import greedy, make, tokens
 from tests.support.pool import group
 
@@ -36,6 +36,30 @@ def test_packed_prompts_are_decoded_as_a_batch(ranks):
     got = ranks.run(3, check_handover, 29, cu)[-1]
     model, ids = make(), tokens(1, 29)
     assert got == [greedy(model, ids[:, a:b], NEW)[0].tolist() for a, b in zip(cu, cu[1:])]
+
+
+def check_shared(rank: int, cu: list[int] | None) -> list[list[int]]:
+    """Keys stay on the rank that reads them, and all ranks decode."""
+    cp = ContextParallel(group(), scan="ring")
+    model, ids = make(), tokens(1 if cu else 2, 29)
+    keys, layout = key_store(model, cp), cp.layout(29, cu_seqlens=cu)
+    if cu:
+        return generate(model, layout.shard(ids), NEW, layout=layout, keys=keys).tolist()
+    first, second = cp.layout(17, "contiguous"), cp.layout(12)
+    prompt = prefill(model, first.shard(ids[:, :17]), layout=first, keys=keys)
+    prompt = prefill(model, second.shard(ids[:, 17:]), states=prompt.states, layout=second)
+    sampler = Sampler(9.0, generator=torch.Generator().manual_seed(rank))
+    one, two = (list(decode(model, prompt, NEW, sampler)) for _ in range(2))
+    drawn = torch.stack(one + two)
+    assert torch.equal(*cp.comm.all_gather(drawn).wait()[[0, -1]])  # though each rank would have drawn others
+    return torch.stack(list(decode(model, prompt, NEW)), 1).tolist()
+
+
+@pytest.mark.parametrize(("size", "cu"), [(1, None), (2, None), (3, None), (4, None), (3, [0, 5, 6, 29])])
+def test_keys_stay_on_their_ranks_and_all_decode(ranks, size, cu):
+    got, model, ids = ranks.run(size, check_shared, cu), make(), tokens(1 if cu else 2, 29)
+    documents = [ids] if cu is None else [ids[:, a:b] for a, b in zip(cu, cu[1:])]
+    assert got == [[row for x in documents for row in greedy(model, x, NEW).tolist()]] * size
 
 
 def check_two_turns(rank: int) -> None:
