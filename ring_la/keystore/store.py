@@ -215,6 +215,12 @@ class LayerKeys(NamedTuple):
         """What a token takes."""
         return self.rows.store.sizes[self.layer]
 
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in this layer."""
+        heads, key, value = self.size
+        return heads * (key + value) * self.rows.store.dtype.itemsize
+
     def put(self, k: Tensor, v: Tensor | None = None) -> None:
         """Write keys ``[B, T, heads, ·]`` and values of the call under way: this rank's tokens of a layout, or one
         token of each sequence, the same on all ranks.

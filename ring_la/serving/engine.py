@@ -1,4 +1,4 @@
-"""Requests in, tokens out: prompts read by all ranks, piece by piece, decoded by rank 0 as one batch.
+"""Requests in, tokens out: prompts read by all ranks, piece by piece, decoded as one batch.
 
     engine = Engine(model, text, cp)
     engine.submit(job)          # rank 0, from any thread; job.emit hears of its tokens
@@ -8,6 +8,9 @@ Rank 0 goes round and round: a piece of the prompt whose turn it is, then tokens
 as long. So a long prompt takes half of others' speed and holds them up by one piece at a time, which is short while
 there are others; who goes away is noticed between two pieces or tokens.
 
+Where keys stay on the rank that read them all ranks take each step together; rank 0 says of which tokens. A model whose
+states are the same on all ranks is decoded by rank 0 alone.
+
 An error in a request fails that request, where it is the same on all ranks; any other ends the server on all of them.
 """
 
@@ -16,16 +19,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..context import ContextParallel
 from ..errors import ArgumentError, PeerError
-from .batch import Batch
+from .batch import NOBODY, Row
 from .completion import Completion, Failed, Request
 from .model import Served
 from .prefixes import Prefixes, size_since
+from .ranks import DECODING as OF_THE_BATCH
 from .ranks import PAUSE, Ranks, What, Word
 from .states import FATAL, States
 from .text import Stream, Text
@@ -105,13 +110,13 @@ class Engine:
         self.model, self.text, self.cp = model, text, cp
         self.max_tokens, self._room = min(limits, default=None), room
         self.ranks = Ranks(cp)
-        self.batch = Batch(model)
         self._rows = batch if model.flexible else 1
         self._piece = piece if model.flexible else None
         self._prefixes = Prefixes(keep if model.flexible else 0)
         self._waiting = Waiting(waiting)
         self._reading: Reading | None = None
         self.states = States(model, cp, self.ranks)
+        self.batch = self.states.batch
         self._rate: float | None = None  # tokens a second that are read beside others
         self._owed = 0.0  # seconds of decoding before the next piece
         self._last_key = 0
@@ -215,11 +220,12 @@ class Engine:
 
     # -- rank 0 --------------------------------------------------------------------------------------------
 
-    def _say(self, word: Word) -> Exception | None:
-        """Have all ranks do something; returns the error they all have."""
-        if self.ranks.tell(word):
+    def _say(self, word: Word, row: Row = NOBODY) -> Exception | None:
+        """Have all ranks do something; returns the error they all have. What concerns the batch is this rank's alone
+        where others do not decode."""
+        if (self.states.shared or word.what not in OF_THE_BATCH) and self.ranks.tell(word):
             self.stop()
-        return self.states.do(word)
+        return self.states.do(word, row)
 
     def _turn(self) -> bool:
         """A piece of a prompt, where it is due, and a token of each sequence; False if nothing will come any more."""
@@ -241,7 +247,11 @@ class Engine:
 
     def _let_go(self) -> None:
         """Forget requests that nobody waits for any more."""
-        self.batch.keep([i for i, row in enumerate(self.batch.rows) if not row.job.cancelled])
+        stay = [i for i, row in enumerate(self.batch.rows) if not row.job.cancelled]
+        if len(stay) < len(self.batch.rows):
+            jobs = [self.batch.rows[i].job for i in stay]
+            error = self._say(Word(What.STAY, ids=torch.tensor(stay)) if stay else Word(What.CLEAR))
+            self._fail_some(jobs, error)
         if self._reading is not None and self._reading.job.cancelled:
             self._end_reading()
 
@@ -324,11 +334,13 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed(request.seed)
-            self.batch.add(job, self.states.before(reading.key or reading.kept), request.sampler(generator))
+            row = Row(job, request.sampler(generator))
         except FATAL:
             raise
         except Exception as error:
             self._fail_one(job, error)
+            return
+        self._fail_some([job], self._say(Word(What.JOIN, start=reading.key or reading.kept), row))
 
     def _end_reading(self) -> None:
         """Nothing more is read of the prompt; its state goes."""
@@ -339,19 +351,20 @@ class Engine:
     def _decode(self) -> None:
         """A token of each sequence."""
         jobs = [row.job for row in self.batch.rows]
-        left = list(range(len(jobs)))
         try:
             tokens = self.batch.sample()
-            left = [i for i, job in enumerate(jobs) if not job.cancelled and not self._take(job, tokens[i])]
-            self.batch.keep(left)
-            if left:
-                self.batch.step([tokens[i] for i in left])
         except FATAL:
             raise
-        except Exception as error:  # in a step of all: what is left of their states is not known
-            self.batch.clear()
-            for i in left:
-                self._fail_one(jobs[i], error)
+        except Exception as error:
+            self._say(Word(What.CLEAR))
+            self._fail_some(jobs, error)
+            return
+        stay = [not job.cancelled and not self._take(job, token) for job, token in zip(jobs, tokens)]
+        if not any(stay):
+            self._say(Word(What.CLEAR))
+            return
+        ids = torch.tensor([token if stays else -1 for token, stays in zip(tokens, stay)])
+        self._fail_some([job for job, stays in zip(jobs, stay) if stays], self._say(Word(What.STEP, ids=ids)))
 
     def _take(self, job: Completion, token: int | None) -> bool:
         """Pass on a sequence's token; whether it was the last."""
@@ -362,6 +375,11 @@ class Engine:
         except Exception as error:
             self._fail_one(job, error)
         return True
+
+    def _fail_some(self, jobs: Sequence[Completion], error: Exception | None) -> None:
+        """Requests fail, if there was an error."""
+        for job in jobs if error is not None else ():
+            self._fail_one(job, error)
 
     def _fail_one(self, job: Completion, error: Exception) -> None:
         """A request fails; the others go on."""

@@ -289,6 +289,38 @@ def test_a_request_that_fails_on_all_ranks_fails_alone(ranks, size):
     assert other[0] == truth([6, 5], 4)
 
 
+def check_all_decode(rank: int) -> tuple[list[list[int]], int, list[int]]:
+    """Two sequences, whose first step at once fails on all ranks; then a long one and a short one."""
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    server, most, failed = engine(cp, batch=2), [], []
+    step = server.model.step
+
+    def broken(tokens_, states, in_place):
+        out = step(tokens_, states, in_place)
+        most.append(next(state.rows for state in states if hasattr(state, "rows")).nbytes)
+        if len(tokens_) == 2 and not failed:
+            failed.append(True)
+            raise RuntimeError("two at once")
+        return out
+
+    server.model.step = broken
+    jobs = [Asked(prompt(4), 5), Asked(prompt(5), 5), Asked(prompt(120), 3), Asked(prompt(2), 6)]
+    serve(server, jobs)
+    failures = sum(isinstance(job.events[-1], Failed) for job in jobs if job.events)
+    return [job.tokens for job in jobs], server.model._keys.nbytes, [max(most), failures]
+
+
+def test_all_ranks_decode_from_their_own_keys(ranks):
+    found = ranks.run(3, check_all_decode)
+    tokens_, _, (_, failed) = found[0]
+    assert failed == 2
+    assert tokens_[2:] == [truth(prompt(120), 3), truth(prompt(2), 6)]
+    size = make().blocks[0].layer.key_size
+    most = size.heads * (size.key + size.value) * 8 * ((120 + 3) / 3 + 5)
+    assert max(bytes_ for _, _, (bytes_, _) in found) <= most
+    assert [left for _, left, _ in found] == [0, 0, 0]
+
+
 def check_one_rank_fails(rank: int) -> tuple[str, str]:
     cp = ContextParallel(group(), scan="ring", validate="never", timeout=5)
     server = engine(cp)
