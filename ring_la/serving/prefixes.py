@@ -53,6 +53,9 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: int) -> bool:
+        return any(entry.key == key for entry in self._entries.values())
+
     def longest(self, ids: Sequence[int]) -> tuple[int, int]:
         """The key of the longest prefix of `ids` there is, and its length; ``(0, 0)`` if none."""
         lengths = sorted({e.length for e in self._entries.values() if e.length <= len(ids)})

@@ -122,7 +122,7 @@ def test_a_seed_gives_the_same_tokens_whoever_is_beside(ranks):
 
 
 def test_who_goes_away_is_forgotten():
-    server = engine(piece=4)
+    server = engine(piece=4, batch=2)  # the others wait
     gone, reading, waits, stays = Asked(prompt(5), 50), Asked(prompt(40)), Asked(prompt(3)), Asked(prompt(6), 5)
     hear, seen = gone.emit, []
 
@@ -371,6 +371,23 @@ def test_errors_while_decoding_end_their_requests_alone():
     assert isinstance(seen[0], NewToken)
     assert [job.events[-1] for job in pair] == 2 * [Failed("the request has failed (RuntimeError)")]
     assert last.tokens == truth([7], 4)
+
+
+def test_of_several_prompts_the_shortest_is_read_first_and_none_waits_for_ever():
+    server, pieces = engine(piece=4, batch=5), []
+    read = server.model.read
+
+    def noted(ids, states, cp):
+        pieces.append(int(ids[0, 0]))
+        return read(ids, states, cp)
+
+    server.model.read = noted
+    jobs = [Asked([mark] * n, 2) for mark, n in ((1, 24), (2, 12), (3, 3), (4, 12))]
+    serve(server, jobs)
+    assert pieces[:3] == [3, 2, 2]
+    assert pieces[3] == 1  # came first
+    assert pieces[4:] == [2, 4, 4, 1, 4, 1, 1, 1, 1]
+    assert [job.tokens for job in jobs] == [truth(job.request.ids, 2) for job in jobs]
 
 
 def memory(x: object) -> int:
