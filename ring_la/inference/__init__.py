@@ -10,6 +10,7 @@ for token in decode(model, prompt, max_new_tokens=100): ...      # all ranks tog
 
 from ..keystore import KeyRows, KeySize, KeyStore, LayerKeys, decode_attention, decode_latents, read_attention
 from .generate import Prefilled, Sampler, decode, generate, key_store, prefill, step
+from .stored import load_prompt, save_prompt
 
 __all__ = [
     "KeyRows",
@@ -23,7 +24,9 @@ __all__ = [
     "decode_latents",
     "generate",
     "key_store",
+    "load_prompt",
     "prefill",
     "read_attention",
+    "save_prompt",
     "step",
 ]

@@ -166,6 +166,10 @@ class KeyRows:
         store = parts[0].store
         return KeyRows(store, [Held(store.pages, held) for part in parts for held in part.held])
 
+    def place(self, row: int, tokens: Tensor | slice, runs: Sequence[range], length: int) -> None:
+        """`length` tokens more of sequence `row`; `put` takes those at `runs` from `tokens` of its first row."""
+        self.puts.append(Put(0, tokens, self.held[row].add(runs, length)))
+
     def extended(self, layout: ShardedLayout) -> KeyRows:
         """The sequences with the tokens of a layout more (packed: of each document), which layers will `put`."""
         rows = self.chosen(range(len(self)))
