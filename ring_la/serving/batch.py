@@ -69,7 +69,8 @@ class Batch:
         logits = torch.cat([part.logits for part in parts]) if len(parts) > 1 else parts[0].logits
         layers = zip(*(part.states for part in parts))
         before = self._after.states if rows else [None] * len(parts[0].states)
-        seats, shared, states = None, None, []
+        states: list[Any] = []
+        seats = shared = None
         for old, layer in zip(before, layers):
             if isinstance(layer[-1], LayerKeys):
                 if shared is None:  # the same for every layer

@@ -281,9 +281,12 @@ class Engine:
         oldest = self._pieces % OLDEST == 0
         return self._readings[0] if oldest else min(self._readings, key=lambda reading: reading.left)
 
+    def _under_way(self) -> list[Completion]:
+        return [row.job for row in self.batch.rows] + [reading.job for reading in self._readings]
+
     def _fits(self, job: Completion) -> bool:
         """Whether there is memory for it beside those under way."""
-        jobs = [job, *(one.job for one in (*self.batch.rows, *self._readings))]
+        jobs = [job, *self._under_way()]
         return self._room is None or sum(job.request.total for job in jobs) <= self._room
 
     def _read(self, reading: Reading) -> None:
@@ -413,7 +416,7 @@ class Engine:
 
     def _fail(self, message: str) -> None:
         """End every request there is."""
-        jobs = [*(one.job for one in (*self.batch.rows, *self._readings)), *self._waiting.empty()]
+        jobs = [*self._under_way(), *self._waiting.empty()]
         self.batch.clear()
         self._readings = []
         for job in jobs:
