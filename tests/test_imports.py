@@ -23,7 +23,7 @@ LEVELS = [
     {"context"},
     {"checks", "running_sum", "capture"},
     {"linear", "softmax"},
-    {"indexers"},
+    {"indexers", "keystore"},
     {"conv"},
     {"recurrences"},
     {"define"},

@@ -1,7 +1,8 @@
 """Softmax attention with rotary positions and fewer key heads than query heads.
 
 Without earlier tokens this is `ring_la.attention` under any layout. With a cache and no layout it is decoding: one
-dense attention to the cache, each document with its own length.
+dense attention to the cache, each document with its own length. With `LayerKeys` for a state keys stay on the rank that
+read them, and one token more is decoded by all ranks together.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
+from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..softmax import attention
 from .decoding import KVCache, KVRows, one_query
 from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
@@ -59,9 +61,17 @@ class Attention(Layer):
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, KVRows) else state, call)
-        if isinstance(state, KVRows):
+    @property
+    def key_size(self) -> KeySize:
+        """What a token's key and value take, for a `KeyStore`."""
+        width = self.widths[1] // self.num_kv_heads
+        return KeySize(self.num_kv_heads, width, width)
+
+    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
+        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
+        if isinstance(state, LayerKeys):
+            self._check_keys(x, state, call)
+        elif isinstance(state, KVRows):
             self._check_rows(x, len(state.seats.lengths), call)
         elif state is not None and not call.packed:
             expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
@@ -72,6 +82,17 @@ class Attention(Layer):
         if call.layout is not None or call.packed or x.shape[:2] != (N, 1):
             got = f"{list(x.shape)}{', split or packed' if call.layout is not None or call.packed else ''}"
             raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {self.dim}], on one device", got)
+
+    def _check_keys(self, x: Tensor, state: LayerKeys, call: LayerCall) -> None:
+        rows = state.rows
+        if state.size != self.key_size:
+            raise ArgumentError("state", f"keys of {self.key_size}", state.size)
+        if call.layout is None:
+            self._check_rows(x, len(rows), call)
+        elif (documents := call.layout.num_documents if call.packed else x.shape[0]) != len(rows):
+            raise ArgumentError("state", f"keys of {documents} documents", len(rows))
+        elif call.packed and any(rows.earlier):
+            raise UnsupportedError("state", "no earlier tokens of packed documents", f"{rows.earlier}")
 
     def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
         q, k, v = self.qkv_proj(x).split(self.widths, -1)
@@ -85,6 +106,8 @@ class Attention(Layer):
             state = _cache(k, v, call) if call.output_state else None
         elif isinstance(state, KVRows):
             o = state.decode(q, k, v, self.window)
+        elif isinstance(state, LayerKeys):
+            o = self._shared(q, k, v, state, call)
         elif call.layout is None and not call.packed:
             state = state.extend(k, v)
             o = _decode(q, state, self.window)
@@ -94,6 +117,13 @@ class Attention(Layer):
         if self.gate_proj is not None:
             o = torch.sigmoid(self.gate_proj(x)) * o
         return LayerOutput(self.out_proj(o), state if call.output_state else None)
+
+    def _shared(self, q: Tensor, k: Tensor, v: Tensor, state: LayerKeys, call: LayerCall) -> Tensor:
+        """Keys stay on their ranks: of a layout's tokens, or of one token of each sequence."""
+        if call.layout is not None:
+            return read_attention(q, k, v, state, call.layout, window=self.window).o
+        state.put(k, v)
+        return decode_attention(q, state, window=self.window).o
 
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: LayerCall
