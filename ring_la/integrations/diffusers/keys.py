@@ -77,6 +77,19 @@ class Keys:
         ]
         return torch.cat(parts)[torch.argsort(torch.cat([one.rows for one in kept]))]
 
+    def attend_others(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        order: tuple[str, ...],
+        keys: tuple[str, ...],
+        scale: float | None,
+        backend: str | None,
+    ) -> Tensor:
+        """The same with keys of other streams than the queries': ``[B, T, H, D]`` of this rank's queries."""
+        q, k, v = qkv
+        layout, kv_layout = (self.layouts.of(self.streams.counts(streams)) for streams in (order, keys))
+        return attention(q, k, v, causal=False, scale=scale, layout=layout, kv_layout=kv_layout, backend=backend).o
+
     def _seen(self, order: tuple[str, ...], sizes: Sequence[int], masked: GivenMask | None) -> list[SeenKeys] | None:
         """The keys that are left, or None where that is all."""
         if masked is None or not set(masked.streams) <= set(order):

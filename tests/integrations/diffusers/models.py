@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from diffusers import (
     AllegroTransformer3DModel,
@@ -46,17 +44,8 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
-Case = Callable[[], tuple[nn.Module, dict[str, object]]]
-B, TEXT = 2, 5
-
-
-def draw(*shape: int) -> Tensor:
-    """A leaf in fp64; the caller has seeded."""
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
-
-
-def step() -> Tensor:
-    return torch.tensor([7.0, 500.0], dtype=torch.float64)
+from .control_models import CONTROL_CASES, ROUNDED_CONTROL
+from .inputs import TEXT, B, Case, draw, latents, step
 
 
 def flux() -> tuple[nn.Module, dict[str, object]]:
@@ -226,10 +215,6 @@ def chroma() -> tuple[nn.Module, dict[str, object]]:
     mask = torch.ones(B, TEXT + 15, dtype=torch.bool)
     mask[0, 3:TEXT] = False
     return model, inputs | dict(attention_mask=mask)
-
-
-def latents(*shape: int) -> dict[str, object]:
-    return dict(hidden_states=draw(B, 4, *shape), encoder_hidden_states=draw(B, TEXT, 12), timestep=step())
 
 
 def cogview(kind: type, **more: object) -> tuple[nn.Module, dict[str, object]]:
@@ -476,6 +461,7 @@ CASES: dict[str, Case] = {
     "cosmos, steps": lambda: cosmos(True),
     "cosmos, learned": lambda: cosmos(learned=True),
     "stable audio": stable_audio,
+    **CONTROL_CASES,
 }
 
 
@@ -495,6 +481,7 @@ ROUNDED = (
     "krea2",
     "cosmos",
     "consisid",
+    *ROUNDED_CONTROL,
 )
 """Cases whose norms, steps or rotations are in fp32 whatever the model is in."""
 
