@@ -50,10 +50,12 @@ class SplitDenoiser:
         number: under which the compiled attention finds this.
         deciding: the groups whose ranks decide together what a step cache leaves out.
         signature: of the model's forward.
+        modules: the model's, by name.
         undo: the way back.
     """
 
     undo: ExitStack
+    modules: list[tuple[str, nn.Module]]
 
     def __init__(
         self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: SoftmaxBackend | None, scale: int
@@ -69,6 +71,7 @@ class SplitDenoiser:
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
         model._ring_la = self  # type: ignore[assignment]
+        self.modules = list(model.named_modules())
         undo.callback(delattr, model, "_ring_la")
         missing = [n for n in self.plan.inputs if n not in self.signature.parameters]
         if missing:
@@ -155,7 +158,7 @@ class SplitDenoiser:
             given = dict(self.signature.bind(model, *args, **keywords).arguments)
             del given["self"]
             check_call(model, self.plan, self.signature, given)
-            given["step cache"] = self._caches(model)
+            given["step cache"] = check_hooks(model, self)
             self.call = DenoiserCall(self.cp, self.layouts, len(given[self.plan.latents]))
         except (TypeError, RingLAError) as e:
             error = e
@@ -180,11 +183,6 @@ class SplitDenoiser:
             self.call.residual = name, x.shape[1]
             self.call.streams.sizes["image"] = x.shape[1]
         return mapped(given, lambda x: self.call.streams.shard(name, x, IMAGE, 1))
-
-    def _caches(self, model: nn.Module) -> str:
-        """The settings of step caches on the blocks, which all ranks must have alike."""
-        every = [check_hooks(name, block, self) for name, block, _ in blocks_of(model, self.plan)]
-        return "; ".join(filter(None, every))
 
     def _checkpointed(self, own: Callable) -> Callable:
         """The model's way to compute a block again in backward, as part of the call it was in."""

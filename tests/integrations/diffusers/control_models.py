@@ -7,7 +7,9 @@ from diffusers import (
     FluxControlNetModel,
     HunyuanVideo15Transformer3DModel,
     LTX2VideoTransformer3DModel,
+    MiniMaxH3Transformer3DModel,
     QwenImageControlNetModel,
+    SanaControlNetModel,
     SD3ControlNetModel,
     WanAnimateTransformer3DModel,
     WanVACETransformer3DModel,
@@ -49,6 +51,27 @@ def ltx2(steps: bool = False) -> tuple[nn.Module, dict[str, object]]:
     if steps:
         inputs |= dict(timestep=torch.arange(B * 15).view(B, 15).double(), audio_timestep=step())
     return model, inputs | dict(num_frames=1, height=3, width=5, audio_num_frames=7)
+
+
+def minimax() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(num_attention_heads=2, attention_head_dim=16, hidden_size=24, num_layers=2, num_refiner_layers=1)
+    dims = dict(ffn_dim=20, in_channels=4, audio_in_channels=4, patch_size=(1, 1, 1), text_dim=12, freq_dim=8)
+    more = dict(time_embed_hidden_dim=8, time_embed_dim=8, rope_freq_dim=2)
+    text, video, audio = torch.randperm(27).split([TEXT, 15, 7])
+    tags = torch.zeros(27, dtype=torch.long)
+    tags[text], tags[audio] = 1, 2
+    inputs = dict(hidden_states=draw(1, 15, 4), audio_hidden_states=draw(1, 7, 4))
+    inputs |= dict(encoder_hidden_states=draw(1, TEXT, 12), timestep=torch.tensor([0.3, 0.9]).double())
+    inputs |= dict(timestep_indices=torch.arange(27) % 2, token_tags=tags, position_ids=torch.randn(27, 3))
+    inputs |= dict(video_indices=video, audio_indices=audio, text_indices=text)
+    return MiniMaxH3Transformer3DModel(**sizes, **dims, **more), inputs
+
+
+def sana_control() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(num_layers=2, attention_head_dim=8, num_attention_heads=2, in_channels=4)
+    cross = dict(cross_attention_dim=16, num_cross_attention_heads=2, cross_attention_head_dim=8, caption_channels=12)
+    model = SanaControlNetModel(sample_size=6, **sizes, **cross)
+    return model, latents(5, 3) | dict(controlnet_cond=draw(B, 4, 5, 3))
 
 
 def vace() -> tuple[nn.Module, dict[str, object]]:
@@ -107,6 +130,13 @@ def with_residuals(name: str, argument: str, channels: int, count: int, tokens: 
     return case
 
 
+def cosmos_residuals() -> tuple[nn.Module, dict[str, object]]:
+    from .models import cosmos
+
+    model, inputs = cosmos(controlnet_block_every_n=1)
+    return model, inputs | dict(block_controlnet_hidden_states=[draw(B, 27, 32) for _ in range(2)])
+
+
 CONTROL_CASES: dict[str, Case] = {
     "z-image": z_image,
     "z-image, equal": lambda: z_image(True),
@@ -121,7 +151,11 @@ CONTROL_CASES: dict[str, Case] = {
     "qwen control": qwen_control,
     "flux, residuals": with_residuals("flux", "controlnet_single_block_samples", 32, 2),
     "sd3, residuals": with_residuals("sd3", "block_controlnet_hidden_states", 16, 1, 9),
+    "minimax": minimax,
+    "sana control": sana_control,
+    "sana, residuals": with_residuals("sana", "controlnet_block_samples", 16, 1),
+    "cosmos, residuals": cosmos_residuals,
     "qwen, residuals": with_residuals("qwen, masked", "controlnet_block_samples", 32, 2),
 }
-ROUNDED_CONTROL = ("z-image", "ltx2", "vace", "animate")
+ROUNDED_CONTROL = ("z-image", "ltx2", "vace", "animate", "minimax")
 """Cases that round to fp32 inside."""

@@ -365,14 +365,14 @@ def kandinsky5() -> tuple[nn.Module, dict[str, object]]:
     return model, inputs | dict(pooled_projections=draw(B, 6), visual_rope_pos=places, text_rope_pos=torch.arange(TEXT))
 
 
-def cosmos(steps: bool = False, learned: bool = False) -> tuple[nn.Module, dict[str, object]]:
+def cosmos(steps: bool = False, learned: bool = False, **more: object) -> tuple[nn.Module, dict[str, object]]:
     sizes = dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=2, mlp_ratio=1)
     dims = dict(text_embed_dim=12, adaln_lora_dim=4, max_size=(4, 8, 8), concat_padding_mask=False)
     dims |= dict(extra_pos_embed_type="learnable" if learned else None)
     inputs = latents(3, 6, 6)
     if steps:
         inputs["timestep"] = torch.arange(B * 3).view(B, 1, 3, 1, 1).double()
-    return CosmosTransformer3DModel(**sizes, **dims), inputs
+    return CosmosTransformer3DModel(**sizes, **dims, **more), inputs
 
 
 def stable_audio() -> tuple[nn.Module, dict[str, object]]:

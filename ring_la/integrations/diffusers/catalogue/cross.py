@@ -172,6 +172,7 @@ CROSS: Mapping[str, ModelPlan] = {
             "style",
             "image_rotary_emb",
         ),
+        residuals=("controlnet_block_samples",),
     ),
     "Kandinsky5Transformer3DModel": ModelPlan(
         {"visual_transformer_blocks": "Kandinsky5TransformerDecoderBlock"},
@@ -184,6 +185,7 @@ CROSS: Mapping[str, ModelPlan] = {
         {"transformer_blocks": "CosmosTransformerBlock", "norm_out": "CosmosAdaLayerNorm"},
         {"CosmosTransformerBlock": _cosmos, "CosmosAdaLayerNorm": BlockPlan(_cosmos_norm, {})},  # type: ignore[arg-type]
         (*COMMON, "attention_mask", "fps", "condition_mask", "padding_mask"),
+        residuals=("block_controlnet_hidden_states",),
     ),
     "StableAudioDiTModel": ModelPlan(
         {"transformer_blocks": "StableAudioDiTBlock"},

@@ -41,6 +41,17 @@ _ltx2 = BlockPlan(
         "video_to_audio_attn": AttentionPlan(AUDIO, _processors, keys=IMAGE),
     },
 )
+_minimax = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "temb": SAME,
+        "adaln_indices": TokenRows(IMAGE, 0),
+        "rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
+        "attention_mask": SAME,
+    },
+    {"attn": AttentionPlan(IMAGE, ("MiniMaxH3AttnProcessor",))},
+)
+_minimax_norm = {"hidden_states": TokenRows(IMAGE), "temb": SAME, "timestep_indices": TokenRows(IMAGE, 0)}
 _flat, _flat_audio = TimeSteps(flat=True), TimeSteps(flat=True, stream="audio")
 
 SEVERAL: Mapping[str, ModelPlan] = {
@@ -55,5 +66,15 @@ SEVERAL: Mapping[str, ModelPlan] = {
         ),
         outputs={"time_embed": {0: _flat, 1: _flat}, "audio_time_embed": {0: _flat_audio, 1: _flat_audio}},
         gathered={"audio_proj_out": "audio"},
+    ),
+    # text, video and audio are one packed sequence, and both heads work on all of it
+    "MiniMaxH3Transformer3DModel": ModelPlan(
+        {"transformer_blocks": "MiniMaxH3TransformerBlock", "norm_out": "MiniMaxH3AdaLayerNormOut"},
+        {"MiniMaxH3TransformerBlock": _minimax, "MiniMaxH3AdaLayerNormOut": BlockPlan(_minimax_norm, {})},  # type: ignore[arg-type]
+        (
+            *(*COMMON, "audio_hidden_states", "timestep_indices", "token_tags", "position_ids"),
+            *("video_indices", "audio_indices", "text_indices"),
+        ),
+        gathered={"audio_proj_out": "image"},
     ),
 }
