@@ -47,7 +47,8 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
         error = e
     layout.agree(_name(x), None if error else _signature(x, options), error)
     split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
-    plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, options.form, *split).plan(x)
+    of_scores = (options.scores(x.q), options.joint, options.backend, None, options.form)
+    plan = AttentionCall(*of_scores, *split, options.kv_comm_dtype).plan(x)
     if kind is not None:
         known[kind] = plan
     return AttentionOutput(*plan(x))
@@ -63,7 +64,7 @@ def _name(x: Tensors) -> str:
 
 def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     """The dense fp64 truth, returned in the dtypes of the other backends."""
-    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form"}
+    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form", "kv_comm_dtype"}
     if x.latent or x.chosen is not None:
         not_its |= {"alibi_slopes", "joint"}
     if x.chosen is None:

@@ -56,28 +56,14 @@ def check_block(name: str, block: nn.Module, kind: str, spec: BlockPlan, model: 
         if known is None or type(processor).__name__ not in known.processors:
             expected = f"an attention with {' or '.join(known.processors)}" if known else "no attention there"
             raise UnsupportedError("transformer", expected, f"{where} with {type(processor).__name__}")
-        if getattr(processor, "_attention_backend", None) is not None:
-            raise UnsupportedError("transformer", "no attention backend of Diffusers", f"one in {where}", KERNELS)
     return tuple(taken)
 
 
-KERNELS = "Name a kernel by parallelize(backend=…) instead"
-
-
-def check_library_backend() -> None:
-    """Refuse a kernel that Diffusers was told to use everywhere, which split attention would not take."""
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    active = _AttentionBackendRegistry.get_active_backend()[0]
-    if active != AttentionBackendName.NATIVE:
-        expected = "the native one (diffusers.attention_backend, DIFFUSERS_ATTN_BACKEND)"
-        got = getattr(active, "value", active)
-        raise UnsupportedError("attention backend of Diffusers", expected, got, KERNELS)
-
-
-def check_call(model: nn.Module, plan: ModelPlan, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    """Refuse arguments that a split call has no part for, and what was changed in the model since."""
-    check_library_backend()
+def check_call(
+    model: nn.Module, plan: ModelPlan, signature: inspect.Signature, given: Mapping[str, Any]
+) -> list[tuple[str, object]]:
+    """Refuse arguments that a split call has no part for, and what was changed in the model since; the processors of
+    its split attention, by where they are."""
     for name, value in given.items():
         default = signature.parameters[name].default
         if name in (*plan.inputs, *plan.residuals) or value is None or value is default:
@@ -94,12 +80,17 @@ def check_call(model: nn.Module, plan: ModelPlan, signature: inspect.Signature, 
     blocks = [(name, block, plan.classes[kind]) for name, block, kind in blocks_of(model, plan)]
     for path, refiners in refiners_of(model, plan):
         blocks += [(f"{path}.{n}", block, plan.refiners[path].block) for n, block in enumerate(refiners)]
+    processors: list[tuple[str, object]] = []
     for name, block, spec in blocks:
         for label, module in block.named_modules():
             known = spec.attention.get(label)
-            if known and known.streams and not getattr(module.processor, "ring_la", False):
+            if known is None or not known.streams:
+                continue
+            if not getattr(module.processor, "ring_la", False):
                 got = f"{name}.{label} with {type(module.processor).__name__}, set afterwards"
                 raise UnsupportedError("transformer", "the processors of parallelize", got)
+            processors.append((f"{name}.{label}", module.processor))
+    return processors
 
 
 def other_version(what: str, got: str) -> UnsupportedError:

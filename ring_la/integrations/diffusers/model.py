@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ...autograd import outside_graphs, wanting
-from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
@@ -21,6 +20,7 @@ from .caches import check_hooks
 from .call import DenoiserCall
 from .checks import blocks_of, check_block, check_call, other_version, refiners_of
 from .compare import InputComparison, WholeImage, mapped, tensors_in
+from .kernels import kernel_named
 from .keys import GivenMask
 from .linear import LINEAR, linear_class
 from .modules import split_forward
@@ -49,6 +49,7 @@ class SplitDenoiser:
         scale: what the output's gradient is multiplied by.
         number: under which the compiled attention finds this.
         deciding: the groups whose ranks decide together what a step cache leaves out.
+        how: kernel and wire of split attention, as `parallelize` was told.
         signature: of the model's forward.
         modules: the model's, by name.
         undo: the way back.
@@ -58,9 +59,9 @@ class SplitDenoiser:
     modules: list[tuple[str, nn.Module]]
 
     def __init__(
-        self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: SoftmaxBackend | None, scale: int
+        self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, how: Mapping[str, Any], scale: int
     ) -> None:
-        self.plan, self.cp, self.backend, self.scale = plan, cp, backend, scale
+        self.plan, self.cp, self.how, self.scale = plan, cp, how, scale
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
         self.call = DenoiserCall(cp, self.layouts, 0)
@@ -157,9 +158,11 @@ class SplitDenoiser:
         try:
             given = dict(self.signature.bind(model, *args, **keywords).arguments)
             del given["self"]
-            check_call(model, self.plan, self.signature, given)
+            processors = check_call(model, self.plan, self.signature, given)
+            given["kernel"] = kernel_named(processors, self.how["backend"])
             given["step cache"] = check_hooks(model, self)
             self.call = DenoiserCall(self.cp, self.layouts, len(given[self.plan.latents]))
+            self.call.how = {**self.how, "backend": given["kernel"]}
         except (TypeError, RingLAError) as e:
             error = e
         self.comparison.begin(given, error)
@@ -172,7 +175,7 @@ class SplitDenoiser:
         residuals = {n: self._residuals(n, given[n]) for n in self.plan.residuals if given.get(n) is not None}
         if not residuals:
             return None
-        del given["step cache"]
+        del given["step cache"], given["kernel"]
         return (), given | residuals
 
     def _residuals(self, name: str, given: Any) -> Any:
@@ -329,17 +332,17 @@ class SplitDenoiser:
 
     @outside_graphs
     def _attend_eagerly(self, qkv, order, sizes, masked, scale) -> Tensor:  # type: ignore[no-untyped-def]
-        return self.call.keys.attend(qkv, order, sizes, masked, scale, self.backend)
+        return self.call.keys.attend(qkv, order, sizes, masked, scale, self.call.how)
 
     @outside_graphs
     def _attend_others(self, order, keys, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
-        return self.call.keys.attend_others((q, k, v), order, keys, scale, self.backend)
+        return self.call.keys.attend_others((q, k, v), order, keys, scale, self.call.how)
 
     @outside_graphs
     def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
         """Attention in the call under way, as the registered operator asks for it."""
         given = None if mask is None else GivenMask("the mask of a block", mask, tuple(masked.split(",")))
-        return self.call.keys.attend(qkv, tuple(streams.split(",")), tuple(sizes), given, scale, self.backend)
+        return self.call.keys.attend(qkv, tuple(streams.split(",")), tuple(sizes), given, scale, self.call.how)
 
     def _widen(self, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Behind the last block: rows for the text of others, which the model takes off."""

@@ -62,7 +62,9 @@ def _dispatch(name: str, attend: Attend) -> Callable:
         backend=None,
         parallel_config=None,
     ):
-        given = dict(attention_kwargs=attention_kwargs, backend=backend, parallel_config=parallel_config)
+        given = dict(
+            attention_kwargs=attention_kwargs, parallel_config=parallel_config
+        )  # the kernel is taken elsewhere
         _refuse(name, None if attn_mask is EVERY_KEY else attn_mask, dropout_p, is_causal, **given)
         return attend(query, key, value, scale)
 

@@ -154,7 +154,6 @@ def wrong_models(cp) -> dict[str, object]:
         "single_transformer_blocks.0, a Other": lambda: parallelize(
             odd(lambda m: m.single_transformer_blocks.__setitem__(0, Other())), cp
         ),
-        "attention backend": lambda: parallelize(odd(lambda m: m.set_attention_backend("native")), cp),
     }
 
 
