@@ -15,7 +15,7 @@ from ...errors import ArgumentError, UnsupportedError
 from .catalogue import find_plan
 from .kernels import kernel_named
 from .model import SplitDenoiser
-from .pipeline import Axes, SplitPipeline, axes_of, is_pipeline, transformers_of
+from .pipeline import Axes, SplitPipeline, axes_of, controlnets_of, is_pipeline, transformers_of
 from .plans import ModelPlan
 
 
@@ -46,7 +46,8 @@ def parallelize(
             or the fastest that can do it.
         kv_comm_dtype: in what keys and values travel, torch.float8_e4m3fn or None for their own dtype; without
             gradients.
-        average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP.
+        average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP. Of a
+            ControlNet before a transformer that averages, it stays False: what comes back is averaged already.
         plan: what of the model is split, where it is not one of `PLANS` or another version of it.
         cfg: for a pipeline: over how many parts of cp's ranks guidance is split (a call's rows, or a step's calls), the
             tokens of each over one part. Or the axis itself, with a cp of the axes beside it. Guidance by several calls
@@ -99,6 +100,8 @@ def _parallelize_pipeline(pipe: Any, axes: Axes, parts: tuple[bool, bool], how: 
     with split.undo as undo:
         for model in transformers_of(pipe).values():
             undo.callback(restore, parallelize(model, axes.sequence, **how))
+        for net in controlnets_of(pipe):  # what the transformer's residuals bring back is averaged already
+            undo.callback(restore, parallelize(net, axes.sequence, **how | dict(average=False, plan=None)))
         split.adopt(pipe, *parts)
         split.undo = undo.pop_all()  # accepted
     return pipe
