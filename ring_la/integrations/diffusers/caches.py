@@ -1,7 +1,6 @@
 """Step caches of Diffusers on split tokens: every rank must decide alike, or some wait for those that left layers out.
 
     First Block Cache   decides by how much the first block's residual changed: sums over all ranks' tokens
-    SeaCache            decides by the whole latents, alike on all ranks
     the others          decide by a table or by how many steps there were, alike on all ranks
 
 What they keep are this rank's tokens. Their settings are compared among the ranks with the inputs.
@@ -27,9 +26,6 @@ KNOWN = {
     "PyramidAttentionBroadcastHook": "Pyramid Attention Broadcast",
     "FasterCacheBlockHook": "FasterCache",
     "FasterCacheDenoiserHook": "FasterCache",
-    "SeaCacheRootHook": "SeaCache",
-    "SeaCacheLeaderBlockHook": "SeaCache",
-    "SeaCacheBlockHook": "SeaCache",
 }
 """Hooks that decide alike on all ranks, or are made to, and the caches they are of."""
 
@@ -49,6 +45,9 @@ def check_hooks(model: nn.Module, split: Any) -> str:
                 hook._should_compute_remaining_blocks = functools.partial(_changed, hook, split)
                 split.undo.callback(delattr, hook, "_should_compute_remaining_blocks")
             config = getattr(hook, "config", hook)
+            if kind == "FasterCacheDenoiserHook" and not config.is_guidance_distilled:
+                expected = "FasterCache with is_guidance_distilled=True, which leaves the batch whole"
+                raise UnsupportedError("transformer", expected, False)
             if getattr(config, "calibrate", False):
                 raise UnsupportedError("transformer", "MagCache with its table", "calibrate=True", "Calibrate unsplit")
             settings.add(f"{kind}, {_settings(config)}")
