@@ -80,7 +80,7 @@ def loop(model, inputs: dict, cached: bool) -> torch.Tensor:
     x, outs = inputs["hidden_states"].clone(), []
     for n in range(STEPS if cached else 1):
         with torch.no_grad(), model.cache_context("cond"):
-            outs.append(model(**inputs | dict(hidden_states=x)).sample)
+            outs.append(model(**inputs | dict(hidden_states=x), return_dict=False)[0])
         x[:, : x.shape[1] // 2] += (0.3 if n % 2 else 0.003) * outs[-1][:, : x.shape[1] // 2].tanh()
     return torch.stack(outs)
 

@@ -284,9 +284,9 @@ class SplitDenoiser:
             return type(x)([self._part(name, one, part, keep) for one, part in zip(x, role)])
         streams = self.call.streams
         if isinstance(role, SliceCount):
-            return self.call.grid.local_shape[0]
+            return self.call.grid.local_shape[0]  # type: ignore[union-attr]
         if isinstance(role, SliceRows):
-            return self.call.grid.slices.shard(x, role.dim)
+            return self.call.grid.slices.shard(x, role.dim)  # type: ignore[union-attr]
         if isinstance(role, TokenRows):
             if not keep or torch.compiler.is_compiling() or x.requires_grad:
                 return streams.shard(name, x, role.streams, role.dim)

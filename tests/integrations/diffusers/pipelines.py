@@ -168,7 +168,7 @@ CASES = {
     "flux, LoRA": (2, "flux LoRA", dict(back=True)),
     "flux, LoRA on three": (3, "flux LoRA", {}),
     "sana, decoder by rows": (3, "sana", dict(split=dict(vae=True), back=True)),
-    "sana, guidance by rows": (2, "sana", dict(split=dict(cfg=2, vae=True))),
+    "sana, guidance by rows": (4, "sana", dict(split=dict(cfg=2, vae=True))),
     "wan, guidance by calls": (4, "wan", dict(split=dict(cfg=2, vae=True), back=True, ran=8)),
 }
 
