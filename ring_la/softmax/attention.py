@@ -83,8 +83,8 @@ def attention(
         q, k, v, joint_k, joint_v = autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
-    how = dict(kv_comm_dtype=kv_comm_dtype)
-    return attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend, **how), layout)
+    how = (strategy, backend, None, 1, kv_comm_dtype)
+    return attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, *how), layout)
 
 
 def mla(

@@ -191,7 +191,7 @@ def tensors_in(x: object) -> list[Tensor]:
     return [t for one in x for t in tensors_in(one)] if isinstance(x, (tuple, list)) else []
 
 
-def mapped(x: object, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same lists, tuples and mappings with every tensor changed."""
     if isinstance(x, Tensor):
         return change(x)

@@ -141,7 +141,7 @@ class SplitDenoiser:
             elif spec.keys is not None:
                 given = functools.partial(self._attend_others, spec.streams, spec.keys)
             else:
-                given = functools.partial(self._attend, spec.streams)
+                given = functools.partial(self._attend, spec.streams)  # type: ignore[arg-type]
             self._classes[key] = make(kind, given)
         return self._classes[key]
 

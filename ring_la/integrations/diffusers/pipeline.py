@@ -46,8 +46,14 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
 def controlnets_of(pipe: Any) -> list[nn.Module]:
     """A pipeline's ControlNets that can be split; others run whole on every rank."""
     found = [m for n, m in pipe.components.items() if isinstance(m, nn.Module) and n.startswith("controlnet")]
-    each = [net for m in found for net in (m.nets if isinstance(getattr(m, "nets", None), nn.ModuleList) else [m])]
+    each = [net for m in found for net in _nets(m)]
     return [net for net in each if type(net).__name__ in PLANS]
+
+
+def _nets(model: nn.Module) -> list[nn.Module]:
+    """The ControlNets that one may be made of."""
+    nets = getattr(model, "nets", None)
+    return list(nets) if isinstance(nets, nn.ModuleList) else [model]
 
 
 def axes_of(cp: ContextParallel, cfg: object) -> Axes:

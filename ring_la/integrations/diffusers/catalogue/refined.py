@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plans import IMAGE, REAR, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, RefinerPlan, TokenRows
+from ..plans import IMAGE, REAR, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, RefinerPlan, Role, TokenRows
 from .joint import BOTH, COMMON
 
 NOISE = ("noise",)
@@ -15,7 +15,7 @@ NOISE = ("noise",)
 
 
 def _lumina2(streams: tuple[str, ...]) -> BlockPlan:
-    arguments = {
+    arguments: dict[str, Role] = {
         "hidden_states": TokenRows(streams),
         "attention_mask": KeyMask(streams),
         "image_rotary_emb": TokenRows(streams),
@@ -25,7 +25,7 @@ def _lumina2(streams: tuple[str, ...]) -> BlockPlan:
 
 
 def _z_image(streams: tuple[str, ...]) -> BlockPlan:
-    arguments = {
+    arguments: dict[str, Role] = {
         "x": TokenRows(streams),
         "attn_mask": KeyMask(streams),
         "freqs_cis": TokenRows(streams),
@@ -58,7 +58,7 @@ REFINED: Mapping[str, ModelPlan] = {
     ),
     "ZImageTransformer2DModel": ModelPlan(
         {"layers": "ZImageTransformerBlock", "all_final_layer": "FinalLayer"},
-        {"ZImageTransformerBlock": _z_image(IMAGE), "FinalLayer": BlockPlan(_z_final, {})},  # type: ignore[arg-type]
+        {"ZImageTransformerBlock": _z_image(IMAGE), "FinalLayer": BlockPlan(_z_final, {})},
         ("x", "t", "cap_feats", "return_dict", "patch_size", "f_patch_size"),
         refiners={"noise_refiner": RefinerPlan("ZImageTransformerBlock", _z_image(NOISE))},
         residuals=("controlnet_block_samples",),

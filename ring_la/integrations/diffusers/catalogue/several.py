@@ -70,7 +70,7 @@ SEVERAL: Mapping[str, ModelPlan] = {
     # text, video and audio are one packed sequence, and both heads work on all of it
     "MiniMaxH3Transformer3DModel": ModelPlan(
         {"transformer_blocks": "MiniMaxH3TransformerBlock", "norm_out": "MiniMaxH3AdaLayerNormOut"},
-        {"MiniMaxH3TransformerBlock": _minimax, "MiniMaxH3AdaLayerNormOut": BlockPlan(_minimax_norm, {})},  # type: ignore[arg-type]
+        {"MiniMaxH3TransformerBlock": _minimax, "MiniMaxH3AdaLayerNormOut": BlockPlan(_minimax_norm, {})},
         (
             *(*COMMON, "audio_hidden_states", "timestep_indices", "token_tags", "position_ids"),
             *("video_indices", "audio_indices", "text_indices"),
