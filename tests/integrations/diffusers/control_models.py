@@ -20,13 +20,11 @@ from torch import nn
 from .inputs import TEXT, B, Case, draw, latents, step
 
 
-def z_image(equal: bool = False) -> tuple[nn.Module, dict[str, object]]:
+def z_image() -> tuple[nn.Module, dict[str, object]]:
     sizes = dict(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=12)
     model = ZImageTransformer2DModel(axes_dims=[4, 4, 8], axes_lens=[128, 16, 16], **sizes)
-    images = [draw(4, 1, 6, 10), draw(4, 1, 6, 10) if equal else draw(4, 1, 14, 10)]
-    residual = {} if equal else {0: draw(B, 96, 32), 1: draw(B, 96, 32)}
-    inputs = dict(x=images, t=step() / 1000, cap_feats=[draw(TEXT, 12), draw(3, 12)])
-    return model, inputs | (dict(controlnet_block_samples=residual) if residual else {})
+    inputs = dict(x=[draw(4, 1, 6, 10), draw(4, 1, 14, 10)], t=step() / 1000, cap_feats=[draw(TEXT, 12), draw(3, 12)])
+    return model, inputs | dict(controlnet_block_samples={0: draw(B, 96, 32), 1: draw(B, 96, 32)})
 
 
 def hunyuan15() -> tuple[nn.Module, dict[str, object]]:
@@ -92,14 +90,14 @@ def animate() -> tuple[nn.Module, dict[str, object]]:
     return model, inputs
 
 
-def flux_control(union: bool = False) -> tuple[nn.Module, dict[str, object]]:
+def flux_control() -> tuple[nn.Module, dict[str, object]]:
     from .models import flux
 
     sizes = dict(num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, in_channels=4)
     dims = dict(joint_attention_dim=12, pooled_projection_dim=6, guidance_embeds=True, axes_dims_rope=[4, 4, 8])
-    model = FluxControlNetModel(**sizes, **dims, num_mode=3 if union else None)
+    model = FluxControlNetModel(**sizes, **dims, num_mode=3)
     inputs = flux()[1] | dict(controlnet_cond=draw(B, 15, 4), conditioning_scale=0.7)
-    return model, inputs | (dict(controlnet_mode=torch.tensor([[1]] * B)) if union else {})
+    return model, inputs | dict(controlnet_mode=torch.tensor([[1]] * B))
 
 
 def sd3_control() -> tuple[nn.Module, dict[str, object]]:
@@ -139,14 +137,12 @@ def cosmos_residuals() -> tuple[nn.Module, dict[str, object]]:
 
 CONTROL_CASES: dict[str, Case] = {
     "z-image": z_image,
-    "z-image, equal": lambda: z_image(True),
     "hunyuan 1.5": hunyuan15,
     "ltx2": ltx2,
     "ltx2, steps": lambda: ltx2(True),
     "vace": vace,
     "animate": animate,
     "flux control": flux_control,
-    "flux control, union": lambda: flux_control(True),
     "sd3 control": sd3_control,
     "qwen control": qwen_control,
     "flux, residuals": with_residuals("flux", "controlnet_single_block_samples", 32, 2),

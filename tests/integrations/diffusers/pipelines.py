@@ -85,7 +85,7 @@ def make(name: str) -> tuple:
         if name == "flux inpaint":
             call |= dict(mask_image=(torch.rand(1, 1, 20, 12) > 0.5).float())
         if name == "flux control":
-            call |= dict(control_image=picture, controlnet_conditioning_scale=0.6)
+            call |= dict(control_image=picture, controlnet_conditioning_scale=0.6, control_mode=1)
         if name == "flux callback":
             call |= dict(callback_on_step_end=lambda pipe, n, t, now: dict(latents=now["latents"] * (1 - 0.01 * n)))
         if name == "flux LoRA":
