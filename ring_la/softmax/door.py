@@ -62,8 +62,9 @@ _outside_graphs = outside_graphs(_split)
 
 
 def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """A split call within a compiled graph: one node, which checks when it runs; latents and chosen keys break it."""
-    if x.latent or x.chosen is not None or options.cu_seqlens is not None:
+    """A split call within a compiled graph: one node, which checks when it runs; latents, chosen keys and
+    keys in FP8 break it."""
+    if x.latent or x.chosen is not None or options.cu_seqlens is not None or options.kv_comm_dtype is not None:
         return _outside_graphs(x, options, layout)
     check_options(options)
     scores = options.scores(x.q)
