@@ -1,7 +1,7 @@
 """Outputs of tiny random models split over two CPU processes, by ring_la and by Diffusers' own context parallelism,
 beside one process.
 
-    python -m benchmarks.diffusers_equal
+    python -m tests.integrations.diffusers.theirs
 
 Diffusers places its ranks by the number of accelerators; here a CPU counts as one. Prints a row for each case: the
 largest error of each, relative to the largest output, or what was raised; a way that has not answered after 90 seconds
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .models import make
+
 P, SECONDS, STEPS = 2, 60, 4
 WAYS = ("ours", "ulysses", "ulysses_anything", "ring")
 
 
 def flux(tokens: int = 14, text: int = 4):
-    from tests.integrations.diffusers.models import make
-
     model, inputs = make("flux")
     for name, n in (("hidden_states", tokens), ("encoder_hidden_states", text)):
         inputs[name] = inputs[name][:, :n]
@@ -33,8 +33,6 @@ def flux(tokens: int = 14, text: int = 4):
 
 
 def qwen(masked: bool = True, columns: int = 7):
-    from tests.integrations.diffusers.models import make
-
     model, inputs = make("qwen, masked" if masked else "qwen")
     for name, n in (("hidden_states", 2 * columns), ("encoder_hidden_states", 4)):
         inputs[name] = inputs[name][:, :n]
@@ -44,8 +42,6 @@ def qwen(masked: bool = True, columns: int = 7):
 
 
 def ltx(masked: bool = True):
-    from tests.integrations.diffusers.models import make
-
     model, inputs = make("ltx")
     inputs["hidden_states"], inputs["encoder_hidden_states"] = (
         inputs[n][:, :m] for n, m in (("hidden_states", 14), ("encoder_hidden_states", 4))
@@ -55,8 +51,6 @@ def ltx(masked: bool = True):
 
 
 def wan(frames: int = 2):
-    from tests.integrations.diffusers.models import make
-
     model, inputs = make("wan")
     text = inputs["encoder_hidden_states"][:, :4]
     return model, inputs | dict(hidden_states=inputs["hidden_states"][:, :, :frames], encoder_hidden_states=text)
