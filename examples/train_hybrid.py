@@ -168,7 +168,8 @@ class Memory:
 class Optimizer:
     """AdamW with linear warm-up and a cosine to `final` · lr; gradients clipped to norm `clip` over all axes.
 
-    `kind`: adamw (PyTorch's), or with states of 8 or 4 bits, of torchao (the extra "low-memory"). The first steps of a wide model need a small rate: `lr / warmup` of about 5e-6 at 2,560 channels.
+    `kind`: adamw (PyTorch's), or with states of 8 or 4 bits, of torchao (the extra "low-memory"). The first steps of a
+    wide model need a small rate: `lr / warmup` of about 5e-6 at 2,560 channels.
     """
 
     kind: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"

@@ -1,7 +1,7 @@
 """Experts spread over ranks: every token goes to the ranks of the experts it picked and comes back, none is dropped.
 
-Rank r has experts ``starts[r] … starts[r+1] − 1`` of E, cut as ``torch.chunk`` cuts. Assignments are sorted by expert, so
-what goes to a rank stands together:
+Rank r has experts ``starts[r] … starts[r+1] − 1`` of E, cut as ``torch.chunk`` cuts. Assignments are sorted by expert,
+so what goes to a rank stands together:
 
     rows by expert  --all-to-all-->  rows by rank, then expert  --sort-->  grouped products  --back-->  sum of k rows
 

@@ -2,9 +2,9 @@
 
 A causal document of n tokens costs ``a·n + b·n(n + 1)/2``: sequences of equal length differ by what their longest
 documents cost, and every rank waits for the slowest. So the documents of a step are spread over its sequences by work
-(longest processing time first: the dearest document goes to the sequence with the least work that has room; Graham 1969),
-sequences of about the same work are worked on at the same time, and within a sequence documents stand in the order that
-spreads attention best over the ranks of its layout.
+(longest processing time first, Graham 1969: the dearest document goes to the sequence with the least work that has
+room), sequences of about the same work are worked on at the same time, and within a sequence documents stand in the
+order that spreads attention best over the ranks of its layout.
 
 No document is cut, unless it is longer than a sequence, none is left out of an epoch, and none sees another.
 """

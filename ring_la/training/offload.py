@@ -4,11 +4,11 @@
         loss = model.loss(...)                     # what autograd keeps goes to the host
     loss.backward()                                # and comes back, a little ahead of its use
 
-With recomputation of whole blocks (`recompute(model, ["block"])`, or Transformers' gradient checkpointing) what autograd
-keeps is one tensor a block, so little travels. A device copies on a stream of its own into pinned memory. A tensor's
-memory on the device is free once its copy is done; back-pressure: where more than `in_flight` bytes wait for that, the
-host waits for the oldest, so that the device never holds much more than that of tensors on their way. Backward, a tensor
-that is asked for brings the `ahead` tensors kept before it on their way too.
+With recomputation of whole blocks (`recompute(model, ["block"])`, or Transformers' gradient checkpointing) what
+autograd keeps is one tensor a block, so little travels. A device copies on a stream of its own into pinned memory. A
+tensor's memory on the device is free once its copy is done; back-pressure: where more than `in_flight` bytes wait for
+that, the host waits for the oldest, so that the device never holds much more than that of tensors on their way.
+Backward, a tensor that is asked for brings the `ahead` tensors kept before it on their way too.
 
 On GPUs this has not been run. Without one the copies are made at once.
 """

@@ -18,8 +18,8 @@ STATES = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit"}
 def adamw(kind: AdamWKind, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """An optimizer of parameters, or of groups of them; `options` are those of `torch.optim.AdamW`.
 
-    Bytes a parameter of its states: 8 in fp32 and 4 in bf16 ("adamw": as the parameters), about 2 and 1 otherwise; small
-    parameters keep full states. bf16 parameters are rounded stochastically where the states have few bits.
+    Bytes a parameter of its states: 8 in fp32 and 4 in bf16 ("adamw": as the parameters), about 2 and 1 otherwise;
+    small parameters keep full states. bf16 parameters are rounded stochastically where the states have few bits.
 
     Raises:
         ArgumentError: no such kind. UnsupportedError: torchao is not installed.

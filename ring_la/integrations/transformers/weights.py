@@ -400,7 +400,7 @@ def _as_stored(model: PreTrainedModel, group: dict[str, Tensor]) -> dict[str, Te
 
 @contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
-    """Models without the class FSDP2 gave them: the library takes it for somebody's own code, which has no conversions."""
+    """Models without the class FSDP2 gave them, which the library takes for somebody's own, without conversions."""
     changed = [m for m in model.modules() if isinstance(m, PreTrainedModel) and isinstance(m, FSDPModule)]
     classes = [type(m) for m in changed]
     try:

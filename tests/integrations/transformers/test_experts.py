@@ -1,4 +1,4 @@
-"""Experts spread over the ranks of a sequence: in fp64 by themselves, and as parts of whole models, whose norms and loss are fp32."""
+"""Experts over the ranks of a sequence: exact by themselves, and in whole models, whose norms and loss are fp32."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def modules(rank: int, name: str) -> None:
     x = torch.randn(30, 32, dtype=torch.float64, generator=generator)
     chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(30)])
     weights, dy = (torch.rand(n, dtype=torch.float64, generator=generator) for n in ((30, 2), (30, 32)))
-    borders = [0, 17, 17, 30, 30][: cp.size] + [30]  # one rank has no token
+    borders = [*[0, 17, 17, 30, 30][: cp.size], 30]  # one rank has no token
     mine = slice(borders[rank], borders[rank + 1])
     parts = [t.clone().requires_grad_() for t in (x, weights)]
     want = whole(parts[0], chosen, parts[1])

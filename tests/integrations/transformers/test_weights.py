@@ -48,7 +48,8 @@ def there_and_back(rank: int, folders: list[str], ranks: int) -> list[tuple[int,
             x = x.full_tensor() if hasattr(x, "full_tensor") else x
             assert torch.equal(x, whole[name]), name
         for name, b in model.named_buffers():
-            assert not b.is_meta and bool(torch.isfinite(b).all()), name
+            assert not b.is_meta, name
+            assert torch.isfinite(b).all(), name
         ids = torch.arange(3, 24)[None]
         assert torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
         held = save_weights(model, f"{folder}-by-{ranks}", file_bytes=30_000)
@@ -94,7 +95,7 @@ def drawn(rank: int, folder: str, ranks: int) -> dict[str, torch.Tensor]:
 
     model = empty(folder, ranks)
     draw_weights(model, seed=3)
-    with pytest.raises(ArgumentError, match="folder: expected a folder with model.safetensors or"):
+    with pytest.raises(ArgumentError, match="folder: expected a folder with"):
         load_weights(model, f"{folder}/nowhere")
     return {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in model.state_dict().items()}
 
