@@ -74,7 +74,7 @@ def _spread(name: str, module: Any, mesh: DeviceMesh, group: Any) -> None:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen, weights = (x.reshape(-1, x.shape[-1]) for x in (top_k_index, top_k_weights))
         o = ranks(rows, chosen, weights, _Products(self))
-        return o.view(hidden_states.shape)
+        return o if o.shape == hidden_states.shape else o.view(hidden_states.shape)  # FSDP2 warns of views
 
     module.forward = types.MethodType(forward, module)
 
