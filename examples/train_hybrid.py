@@ -468,13 +468,15 @@ class Trainer:
 
     def _adapted(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model with adapters, of which every rank has a copy, and nothing else that is trained."""
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
+
+        from ring_la.integrations.transformers.adapters import add_adapters
 
         options = self.config.model
-        torch.manual_seed(self.config.run.seed)
         model.enable_input_require_grads()  # what is computed again in the backward pass needs an input with a gradient
         targets = options.lora_targets or "all-linear"
-        return get_peft_model(model, LoraConfig(r=options.lora, target_modules=targets, task_type="CAUSAL_LM"))
+        config = LoraConfig(r=options.lora, target_modules=targets, task_type="CAUSAL_LM")
+        return add_adapters(model, config, seed=self.config.run.seed)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         o, parameters = self.config.optimizer, [p for p in self.model.parameters() if p.requires_grad]
