@@ -268,7 +268,7 @@ def check_on(config: Config, ranks: int) -> None:
 def refuse_other_model(config: Config, was: dict[str, Any]) -> None:
     """Refuse a folder whose run, as its config.json tells, is of another model."""
     for name, value in json.loads(json.dumps(asdict(config.model))).items():
-        if was["model"].get(name) != value:
+        if name != "spread_experts" and was["model"].get(name, value) != value:
             expected = f"a folder of its own for a model with {name}={value}"
             raise ArgumentError("run.folder", expected, f"{config.run.folder} with {name}={was['model'].get(name)}")
 

@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mlp-chunk", type=int, help="tokens an MLP takes at a time; it is then recomputed")
     parser.add_argument("--rounds", type=int, default=1, help="runs a sequence is worked on in, states handed on")
     parser.add_argument("--offload", action="store_true", help="what backward needs in host memory (an estimate)")
+    parser.add_argument("--host-memory", type=float, default=100, help="GiB of the host for one GPU, with --offload")
     parser.add_argument("--spread-experts", action="store_true", help="experts over the context ranks, by all-to-all")
     parser.add_argument("--parameters", default="float32", choices=("float32", "bfloat16"), help="dtype of weights")
     parser.add_argument("--optimizer", default="adamw", choices=STATES, help="whose states are kept")
@@ -103,6 +104,7 @@ class Setting:
     parameters: str = "float32"
     optimizer: str = "adamw"
     transformers: Path | None = None
+    host_memory: float = 100 * 2**30
 
     @property
     def state_bytes(self) -> float:
@@ -216,6 +218,7 @@ def read(args: argparse.Namespace) -> Setting:
         work, rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
         again, args.memory * 2**30 if args.memory else rates.memory, args.mlp_chunk, args.rounds, args.offload,
         args.spread_experts, args.parameters, args.optimizer, args.transformers,
+        args.host_memory * 2**30,
     )  # fmt: skip
 
 
@@ -268,7 +271,7 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
     moved = sum(_kept(setting, block, tokens) for block in work.blocks) if setting.offload else 0.0
     seconds = max(compute + exchange + attention + weights, 2 * moved / HOST)
     memory = held(setting, gpus, tokens)
-    fits = memory <= setting.memory
+    fits = memory <= setting.memory and moved <= setting.host_memory
     parts = compute, exchange, attention, weights
     return Prediction(gpus, P, seconds, *parts, memory, fits, tokens / seconds, strategies)
 
