@@ -1,10 +1,10 @@
 """Documents packed by the work they make rather than by their tokens, for data with a long tail.
 
 A causal document of n tokens costs ``a·n + b·n(n + 1)/2``: sequences of equal length differ by what their longest
-documents cost, and every rank waits for the slowest. So the documents of a step are spread over its sequences by work
+documents cost, and every rank waits for the slowest. So documents are spread over the sequences of a few steps by work
 (longest processing time first, Graham 1969: the dearest document goes to the sequence with the least work that has
-room), sequences of about the same work are worked on at the same time, and within a sequence documents stand in the
-order that spreads attention best over the ranks of its layout.
+room), sequences of about the same work make a step and are worked on at the same time, and within a sequence documents
+stand in the order that spreads attention best over the ranks of its layout.
 
 No document is cut, unless it is longer than a sequence, none is left out of an epoch, and none sees another.
 """
@@ -69,25 +69,36 @@ def pack(pieces: Sequence[Part], bins: int, capacity: int, work: Work) -> tuple[
 
 
 def plan(
-    lengths: Sequence[int], order: Sequence[int], bins: int, capacity: int, work: Work, before: Sequence[Part] = ()
+    lengths: Sequence[int],
+    order: Sequence[int],
+    bins: int,
+    capacity: int,
+    work: Work,
+    *,
+    before: Sequence[Part] = (),
+    pool: int = 1,
 ) -> list[list[Bin]]:
-    """The steps of an epoch: documents are taken in `order`, as many as fit a step's tokens, and packed.
+    """The steps of an epoch, each so many sequences: documents are taken in `order`, as many as fit `pool` steps, and
+    packed into all their sequences, of which those that cost about the same make a step.
 
-    What finds no room stands first in the next step, and `before` in the first. Sequences of the last may be empty.
+    What finds no room stands first in the next pool, and `before` in the first. Sequences of one step may be empty.
     """
     waiting = [*before] + [
         Part(d, start, min(start + capacity, lengths[d])) for d in order for start in range(0, lengths[d], capacity)
     ]
     waiting.reverse()
-    steps = []
+    left_over, steps = sum(piece.length for piece in waiting), []
     while waiting:
+        size = min(pool, -(-left_over // (bins * capacity)))
         taken, tokens = [], 0
-        while waiting and tokens + waiting[-1].length <= bins * capacity:
+        while waiting and tokens + waiting[-1].length <= size * bins * capacity:
             taken.append(waiting.pop())
             tokens += taken[-1].length
-        filled, left = pack(taken, bins, capacity, work)
+        filled, left = pack(taken, size * bins, capacity, work)
         waiting += reversed(left)
-        steps.append(filled)
+        left_over -= tokens - sum(piece.length for piece in left)
+        filled.sort(key=lambda b: -b.work)
+        steps += [filled[i : i + bins] for i in range(0, len(filled), bins)]
     return steps
 
 
@@ -130,6 +141,8 @@ class BalancedSequences(Dataset):
         work: what a document costs. seed: of the documents' order.
         replicas: that take M / replicas sequences each, one after the other, as `batches` gives them out.
         ranks, kind: of the layout each sequence is split by.
+        pool: steps whose documents are packed together; the more, the more alike the sequences of a step, and the
+            more often long documents meet in one.
         begin: the sequence that is number 0.
 
     Raises:
@@ -147,6 +160,7 @@ class BalancedSequences(Dataset):
         replicas: int = 1,
         ranks: int = 1,
         kind: LayoutKind = "zigzag",
+        pool: int = 16,
         begin: int = 0,
     ) -> None:
         if seq_len < 2:
@@ -154,7 +168,8 @@ class BalancedSequences(Dataset):
         if sequences < 1 or sequences % replicas:
             raise ArgumentError("sequences", f"a multiple of replicas = {replicas}", sequences)
         self.corpus, self.seq_len, self.sequences, self.work = corpus, seq_len, sequences, work
-        self.seed, self.replicas, self.ranks, self.kind, self.begin = seed, replicas, ranks, kind, begin
+        self.seed, self.replicas, self.ranks, self.kind = seed, replicas, ranks, kind
+        self.pool, self.begin = pool, begin
         self.lengths: list[int] = corpus.offsets.diff().tolist()
         self._epoch: Callable[[int], list[list[Bin]]] = lru_cache(2)(self._plan)
         self._sizes: list[int] = []
@@ -164,13 +179,15 @@ class BalancedSequences(Dataset):
         """The steps of an epoch; documents of its last one that leave a sequence empty go to the next epoch."""
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
         order = torch.randperm(self.corpus.documents, generator=generator).tolist()
-        steps = plan(self.lengths, order, self.sequences, self.seq_len, self.work, self._over.get(epoch, []))
-        if any(b.tokens < 2 for b in steps[-1]):
-            self._over[epoch + 1] = [piece for b in steps.pop() for piece in b.pieces]
+        over = self._over.get(epoch, [])
+        steps = plan(self.lengths, order, self.sequences, self.seq_len, self.work, before=over, pool=self.pool)
+        full = [all(b.tokens > 1 for b in step) for step in steps]
+        self._over[epoch + 1] = [p for step, whole in zip(steps, full) if not whole for b in step for p in b.pieces]
+        steps = [step for step, whole in zip(steps, full) if whole]
         if not steps:
             expected = f"documents for {self.sequences} sequences of 2 tokens and more"
             raise ArgumentError("corpus", expected, f"{self.corpus.documents} of {self.corpus.size} tokens")
-        return steps
+        return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
 
     def _find(self, step: int) -> list[Bin]:
         """The sequences of a step."""
@@ -185,7 +202,7 @@ class BalancedSequences(Dataset):
     def pieces(self, i: int) -> list[Part]:
         """What sequence i consists of."""
         step, slot = divmod(self.begin + i, self.sequences)
-        bins = sorted(self._find(step), key=lambda b: -b.work)
+        bins = self._find(step)  # the dearest first
         replica, turn = divmod(slot, self.sequences // self.replicas)
         chosen = bins[turn * self.replicas + replica]  # those of one turn cost about the same
         return spread_over_ranks(chosen.pieces, self.ranks, self.kind, self.seed + step)

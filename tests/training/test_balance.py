@@ -33,11 +33,8 @@ def corpus(lengths: list[int]) -> Corpus:
 def test_an_epoch_has_every_token_once_and_no_document_is_mixed():
     lengths = [*long_tailed(200, 4000), 9000]
     sequences = BalancedSequences(corpus(lengths), 4096, 4, WORK, seed=1, replicas=2, ranks=4)
-    steps = plan(
-        lengths, torch.randperm(201, generator=torch.Generator().manual_seed(1_000_003)).tolist(), 4, 4096, WORK
-    )
-    seen = []
-    for i in range(4 * (len(steps) - 1)):
+    steps, seen = sequences._epoch(0), []
+    for i in range(4 * len(steps)):
         ids, cu = sequences[i]
         assert len(ids) == cu[-1] <= 4096
         assert cu == sorted(set(cu))
@@ -46,7 +43,7 @@ def test_an_epoch_has_every_token_once_and_no_document_is_mixed():
             assert torch.equal(ids[a:b], (document << 16) + torch.arange(first, first + b - a))
             assert b - a == lengths[document] or lengths[document] > 4096
             seen += ids[a:b].tolist()
-    seen += [(p.document << 16) + t for b in steps[-1] for p in b.pieces for t in range(p.start, p.stop)]
+    seen += [(p.document << 16) + t for p in sequences._over[1] for t in range(p.start, p.stop)]  # of the next epoch
     assert len(seen) == len(set(seen)) == sum(lengths)
 
 
@@ -93,7 +90,7 @@ def test_ranks_of_a_long_tailed_mix_have_about_the_same_work():
         slowest_over_mean([[[b - a for a, b in zip(cu, cu[1:])] for cu in together] for together in groups], 4)
         for groups in (cut, whole)
     )
-    assert after < 1 + 0.6 * (before - 1), (before, after)
+    assert after < 1 + 0.4 * (before - 1), (before, after)
 
 
 def test_packing_leaves_over_what_has_no_room():
