@@ -435,12 +435,13 @@ class Trainer:
 
         from ring_la.integrations.transformers import parallelize
         from ring_la.integrations.transformers.experts import split_experts
+        from ring_la.integrations.transformers.tiles import tile_mlps
         from ring_la.integrations.transformers.weights import draw_weights, folder_of, load_weights
 
         options, memory, parallel = self.config.model, self.config.memory, self.config.parallel
         name = options.transformers
-        if memory.mlp_chunk or memory.rounds > 1:
-            raise UnsupportedError("memory", "neither mlp_chunk nor rounds with model.transformers", memory)
+        if memory.rounds > 1:
+            raise UnsupportedError("memory.rounds", "1 with model.transformers", memory.rounds)
         try:
             with torch.device("meta"):
                 own = getattr(torch, memory.parameters)
@@ -454,6 +455,8 @@ class Trainer:
             raise ArgumentError("data.tokenizer", f"at most the model's {most} ids", vocab_size)
         self.flops = StepFlops.of_weights(model, exclude=model.get_input_embeddings())
         parallelize(model, self.cp, kind=parallel.layout, loss_chunk=memory.loss_chunk).train()
+        if memory.mlp_chunk:
+            tile_mlps(model, memory.mlp_chunk)
         experts = split_experts(model, self.mesh.context) if options.spread_experts else []
         if memory.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
