@@ -267,7 +267,7 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
             exchange += times * by_name[strategies[block.layer]]
         else:
             attention += times * max(0.0, rotation(setting, model, block, tokens, P) - own)
-    weights = max(0.0, sharding(setting, gpus) - compute)
+    weights = max(0.0, sharding(setting, gpus, 1 - 1 / P if setting.spread else 0.0) - compute)
     moved = sum(_kept(setting, block, tokens) for block in work.blocks) if setting.offload else 0.0
     seconds = max(compute + exchange + attention + weights, 2 * moved / HOST)
     memory = held(setting, gpus, tokens)
@@ -314,19 +314,24 @@ def rotation(setting: Setting, model: CostModel, block: BlockWork, tokens: float
     return (P - 1) * model.swap(block.kv * tokens) * (3 if setting.backward else 1)
 
 
-def sharding(setting: Setting, gpus: int) -> float:
-    """Seconds of gathering bf16 weights for forward and backward and scattering gradients over all GPUs."""
+def sharding(setting: Setting, gpus: int, elsewhere: float = 0.0) -> float:
+    """Seconds of gathering bf16 weights for forward and backward and scattering gradients over all GPUs.
+
+    Args:
+        elsewhere: the share of the experts that is never gathered.
+    """
     if gpus == 1:
         return 0.0
     model = setting.cluster.model(gpus, setting.rates)
-    stay = sum(block.experts for block in setting.work.blocks) if setting.spread else 0
+    stay = elsewhere * sum(block.experts for block in setting.work.blocks)
     return (3 if setting.backward else 1) * model.gather(2 * (setting.work.parameters - stay) * (gpus - 1) / gpus)
 
 
 def held(setting: Setting, gpus: int, tokens: float) -> float:
     """Bytes of one GPU: its shard of the training state, one block's gathered weights, what backward needs."""
     work = setting.work
-    gathered = max(block.parameters - setting.spread * block.experts for block in work.blocks)
+    elsewhere = 1 - tokens / setting.length if setting.spread else 0.0  # of the experts, on other ranks of the sequence
+    gathered = max(block.parameters - elsewhere * block.experts for block in work.blocks)
     if not setting.backward:
         return 2 * work.parameters / gpus + 2 * gathered + tokens * max(b.saved for b in work.blocks)
     kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
