@@ -76,7 +76,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.de
             opened = open_files.enter_context(safe_open(file, framework="pt", device="cpu"))
             there |= {name: _Slice(opened.get_slice(name), read) for name in opened.keys()}
         with _own_classes(model):
-            mapping = get_model_conversion_mapping(model)
+            mapping: list[Any] = get_model_conversion_mapping(model)
         mixed = _mixed(model, mapping, there)
         plain = {n: x for n, x in there.items() if n not in {n for _, names in mixed.values() for n in names}}
         config = LoadStateDictConfig(
@@ -192,7 +192,8 @@ def _converted(
     """The whole of what one conversion makes of its sources."""
     own = deepcopy(converter)
     for source, pattern in sources.items():
-        own.add_tensor(name, source, pattern, there[source][...])
+        whole: Any = there[source][...]
+        own.add_tensor(name, source, pattern, whole)
     found = own.convert(name, model=model, config=model.config)
     return {n: x[0] if isinstance(x, list) else x for n, x in found.items()}
 
@@ -401,7 +402,7 @@ def _as_stored(model: PreTrainedModel, group: dict[str, Tensor]) -> dict[str, Te
 @contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
     """Models without the class FSDP2 gave them, which the library takes for somebody's own, without conversions."""
-    changed = [m for m in model.modules() if isinstance(m, PreTrainedModel) and isinstance(m, FSDPModule)]
+    changed: list[Any] = [m for m in model.modules() if isinstance(m, PreTrainedModel) and isinstance(m, FSDPModule)]
     classes = [type(m) for m in changed]
     try:
         for m in changed:
