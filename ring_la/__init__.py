@@ -6,6 +6,7 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 """
 
 from . import recurrences, reference
+from .capture import Buckets, capture
 from .context import ContextParallel, GridLayout, Halo, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (
@@ -27,6 +28,7 @@ __version__ = installed()
 __all__ = [
     "ArgumentError",
     "AttentionOutput",
+    "Buckets",
     "ContextParallel",
     "DisagreementError",
     "GridLayout",
@@ -41,6 +43,7 @@ __all__ = [
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
+    "capture",
     "forgetting_attention",
     "grouped_gemm",
     "mla",
