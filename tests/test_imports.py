@@ -21,7 +21,7 @@ LEVELS = [
     {"comm"},
     {"scan", "grouped_gemm"},
     {"context"},
-    {"checks", "running_sum"},
+    {"checks", "running_sum", "blockwise"},
     {"linear", "softmax"},
     {"indexers"},
     {"conv"},

@@ -74,12 +74,12 @@ class Attention(Layer):
             raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {self.dim}], on one device", got)
 
     def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
-        q, k, v = self.qkv_proj(x).split(self.widths, -1)
-        q = self.q_norm(split_heads(q, self.num_heads))
-        k, v = self.k_norm(split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
+        q, k, v = call.rows(self.qkv_proj, x).split(self.widths, -1)
+        q = call.rows(self.q_norm, split_heads(q, self.num_heads))
+        k, v = call.rows(self.k_norm, split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
         if self.rope_base is not None:
-            at = positions(x, None if state is None else state.length, call)
-            q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
+            at, base = positions(x, None if state is None else state.length, call), self.rope_base
+            q, k = call.rows(lambda q, k, at: (rotate(q, at, base), rotate(k, at, base)), q, k, by_row(at, x))
         if state is None:
             o = attention(q, k, v, window=(self.window, -1), layout=call.layout, cu_seqlens=call.cu_seqlens).o
             state = _cache(k, v, call) if call.output_state else None
@@ -92,8 +92,8 @@ class Attention(Layer):
             o, state = self._continue(q, k, v, state, call)
         o = merge_heads(o)
         if self.gate_proj is not None:
-            o = torch.sigmoid(self.gate_proj(x)) * o
-        return LayerOutput(self.out_proj(o), state if call.output_state else None)
+            o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, call.rows(self.gate_proj, x), o)
+        return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
 
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: LayerCall
@@ -112,6 +112,11 @@ class Attention(Layer):
             return o, None
         new = _cache(k, v, call)
         return o, cache.extend(new.k, new.v)
+
+
+def by_row(positions: Tensor, x: Tensor) -> Tensor:
+    """``[T]`` or ``[B, T]`` as ``[B, T]`` of ``x [B, T, D]``."""
+    return positions.expand(x.shape[0], -1)
 
 
 def _cache(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:

@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import linear
 from .. import reference as references
 from ..autograd import outside_graphs, refuse_transforms, transformed
+from ..blockwise import by_block, fixed
 from ..context import ShardedLayout
 from ..errors import RingLAError, UnsupportedError
 from ..kernels import Inputs, state_dtype
@@ -142,12 +143,48 @@ def _run(
     if options.backend == "reference":
         return _by_reference(definition, call, r, options)
     scale = definition.scale(options, r.inputs.q.shape[-1])
+    if fixed(layout):
+        return _by_block(definition, call, r, options, scale)
     inputs = _ready(r.inputs, options.use_qk_l2norm)
     if r.causal:
         out = linear.run(r.rule, inputs, scale, options, decays)
     else:
         out = bidirectional(inputs, scale, options, _unit(r.normalizer, options.use_qk_l2norm))
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
+
+
+def _by_block(
+    definition: Definition,
+    call: functools.partial[Recurrence],
+    r: Recurrence,
+    options: CommonOptions,
+    scale: float,
+) -> LinearAttentionOutput:
+    """`_run` where results must not depend on the split: what stands before and behind the recurrence, block by
+    block."""
+    given = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments
+    tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+    shared = [n for n in tensors if n in definition.arguments and definition.arguments[n].shared]
+    tokens = [n for n in tensors if n not in shared]
+    rest = {n: x for n, x in given.items() if n not in tensors}
+
+    def described(*x: Tensor) -> Recurrence:
+        return call.func(**dict(zip((*tokens, *shared), x)), **rest)
+
+    def before(*x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t for t in _ready(described(*x).inputs, options.use_qk_l2norm) if t is not None)
+
+    def behind(o: Tensor, *x: Tensor) -> Tensor:
+        return described(*x).readout(o)
+
+    own, common = [tensors[n] for n in tokens], [tensors[n] for n in shared]
+    made = iter(by_block(before, *own, layout=options.layout, shared=common))
+    inputs = Inputs(*(None if t is None else next(made) for t in r.inputs))
+    out = linear.run(r.rule, inputs, scale, options)
+    o = out.o
+    if r.readout is not Recurrence._field_defaults["readout"]:
+        o = by_block(behind, o, *own, layout=options.layout, shared=common)
+    return LinearAttentionOutput(o, out.final_state)
 
 
 def _given(call: functools.partial[Recurrence], options: CommonOptions) -> Iterator[tuple[str, object]]:
