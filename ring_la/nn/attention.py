@@ -98,7 +98,8 @@ class Attention(Layer):
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: LayerCall
     ) -> tuple[Tensor, KVCache | None]:
-        """More tokens under a layout: the cache is put before them."""
+        """More tokens under a layout: the cache is put before them; on one rank as keys like theirs, which gives the
+        bits of one call where that is asked for."""
         if call.packed or cache.empty is not None:
             raise UnsupportedError(
                 "state",
@@ -106,6 +107,11 @@ class Attention(Layer):
                 "packed documents or a cache of documents of several lengths",
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
+        layout = call.layout
+        if layout is not None and layout.cp.deterministic and layout.cp.size == 1:
+            cache = cache.extend(k, v)
+            keys = layout.cp.layout(cache.k.shape[1], "contiguous")
+            return attention(q, *cache[:2], window=(self.window, -1), layout=layout, kv_layout=keys).o, cache
         joint: dict[str, Any] = dict(joint_k=cache.k, joint_v=cache.v, joint="front")
         o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:

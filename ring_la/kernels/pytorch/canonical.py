@@ -61,9 +61,7 @@ class CanonicalRecurrence(ChunkedRecurrence):
     def _of_chunk(self, x: Inputs) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         """A, b, Q and p of one chunk, whose tensors are ``[1, 1, heads, C, …]``."""
         heads = self.inputs.v.shape[2]
-        x = Inputs(
-            *(t if t is None or t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], 2) for t in x)
-        )
+        x = Inputs(*(t if t is None or t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], 2) for t in x))
         decay = Decay(self.rule, x)
         state = state_terms(self.rule, x, decay)
         return state.A, state.b, *output_terms(self.rule, x, decay, self.scale, state)

@@ -75,9 +75,7 @@ class Canonical(AttentionBackend):
                     own.take(dq[b], total)
         return dq
 
-    def key_gradients(
-        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair
-    ) -> tuple[Tensor, Tensor]:
+    def key_gradients(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> tuple[Tensor, Tensor]:
         """dk and dv of these keys, wide, given all rows that see them."""
         dk, dv = (torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (k, v))
         for own in fixed_blocks(pair.keys, CANONICAL_CHUNK):

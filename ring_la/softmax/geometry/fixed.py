@@ -70,7 +70,9 @@ def _made(tokens: Tokens, size: int) -> list[FixedBlock]:
     for (d, n), rows in zip(which.T.tolist(), order.split(counts)):
         places = position[rows] - n * size
         at = torch.full((size,), NOBODY).index_fill_(0, places, d)
-        stands = Tokens(None, size, tokens.device, ((torch.arange(size) + n * size).to(tokens.device), at.to(tokens.device)))
+        stands = Tokens(
+            None, size, tokens.device, ((torch.arange(size) + n * size).to(tokens.device), at.to(tokens.device))
+        )
         stands.index = torch.zeros(size, dtype=torch.int64).index_copy_(0, places, index[rows]).to(tokens.device)
         out.append(FixedBlock(d, n * size, size, rows.to(tokens.device), places.to(tokens.device), stands))
     return out

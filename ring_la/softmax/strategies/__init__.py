@@ -10,4 +10,14 @@ from .ring import KeyRing
 STRATEGIES: dict[str, Strategy] = {s.name: s for s in (KeyRing(), KeyGather(), Copied(), CanonicalGather())}
 """Ways in which keys travel, by name; Ulysses exchanges heads for tokens around one of them."""
 
-__all__ = ["STRATEGIES", "AttentionJob", "CanonicalGather", "Copied", "HeadSplit", "Heads", "KeyGather", "KeyRing", "Strategy"]
+__all__ = [
+    "STRATEGIES",
+    "AttentionJob",
+    "CanonicalGather",
+    "Copied",
+    "HeadSplit",
+    "Heads",
+    "KeyGather",
+    "KeyRing",
+    "Strategy",
+]

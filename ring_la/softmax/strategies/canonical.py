@@ -52,4 +52,6 @@ def _all_rows(job: AttentionJob, x: QueryRows, order: Tensor | None) -> QueryRow
     parts = [part[:, : len(r)] for part, r in zip(job.group.all_gather(padded).wait(), job.rows)]
     q, do, lse, delta = _ordered(torch.cat(parts, 1), order).split([K, V, 1, 1], -1)
     q, do = q.to(x.q.dtype), do.to(x.do.dtype)
-    return QueryRows(q, do, do, *(t[..., 0].mT.contiguous() for t in (lse, delta)))  # o is not read: delta stands for it
+    return QueryRows(
+        q, do, do, *(t[..., 0].mT.contiguous() for t in (lse, delta))
+    )  # o is not read: delta stands for it
