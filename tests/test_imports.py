@@ -56,6 +56,7 @@ PUBLIC = {
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
+    "by_block",
     "forgetting_attention",
     "grouped_gemm",
     "mla",

@@ -26,9 +26,9 @@ def by_block(
     """``fn(*x, *shared)`` for code that maps each token by itself; under a deterministic layout with the same bits
     however the sequence is split and packed.
 
-    Such code is a model's own between ring_la's operators: projections, norms, gates, MLPs. Under a deterministic layout
-    it sees 64 tokens of a document at a time, ``[1, 64, …]``, zeros behind the last, where it must be finite; gradients
-    of what tokens share are summed exactly. Else it is called once.
+    Such code is a model's own between ring_la's operators: projections, norms, gates, MLPs. Under a deterministic
+    layout it sees 64 tokens of a document at a time, ``[1, 64, …]``, zeros behind the last, where it must be finite;
+    gradients of what tokens share are summed exactly. Else it is called once.
 
     Args:
         fn: of tensors ``[B, T, …]``, returning one or a tuple of such. An nn.Module's parameters get their gradients.

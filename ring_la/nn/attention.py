@@ -16,7 +16,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..softmax import attention
 from .decoding import KVCache, KVRows, one_query
 from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
-from .parts import RMSNorm, check_rotation, rotate
+from .parts import RMSNorm, check_rotation, rotated
 
 
 class Attention(Layer):
@@ -78,8 +78,7 @@ class Attention(Layer):
         q = call.rows(self.q_norm, split_heads(q, self.num_heads))
         k, v = call.rows(self.k_norm, split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
         if self.rope_base is not None:
-            at, base = positions(x, None if state is None else state.length, call), self.rope_base
-            q, k = call.rows(lambda q, k, at: (rotate(q, at, base), rotate(k, at, base)), q, k, by_row(at, x))
+            q, k = rotated(q, k, positions(x, None if state is None else state.length, call), self.rope_base, call)
         if state is None:
             o = attention(q, k, v, window=(self.window, -1), layout=call.layout, cu_seqlens=call.cu_seqlens).o
             state = _cache(k, v, call) if call.output_state else None
@@ -118,11 +117,6 @@ class Attention(Layer):
             return o, None
         new = _cache(k, v, call)
         return o, cache.extend(new.k, new.v)
-
-
-def by_row(positions: Tensor, x: Tensor) -> Tensor:
-    """``[T]`` or ``[B, T]`` as ``[B, T]`` of ``x [B, T, D]``."""
-    return positions.expand(x.shape[0], -1)
 
 
 def _cache(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:

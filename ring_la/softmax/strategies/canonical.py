@@ -23,7 +23,8 @@ class CanonicalGather(KeyGather):
     name = "canonical"
 
     def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
-        assert isinstance(job.backend, Canonical) and job.all_keys is not None
+        assert isinstance(job.backend, Canonical)
+        assert job.all_keys is not None
         all_k, all_v = _gather(job, k, v).wait()
         tokens, order = Tokens.joined(job.rows).fewest_runs()
         rows, grads = _all_rows(job, x, order), Gradients.of(x.q, k, v)
@@ -43,7 +44,8 @@ def _all_rows(job: AttentionJob, x: QueryRows, order: Tensor | None) -> QueryRow
     """The rows of all ranks."""
     if job.size == 1:
         return x
-    assert x.delta is not None and job.group is not None
+    assert x.delta is not None
+    assert job.group is not None
     (B, T, H, K), V = x.q.shape, x.do.shape[-1]
     narrow = [t.mT[..., None] for t in (x.lse, x.delta)]  # [B, T, H, 1]
     own = torch.cat([t.to(wide(x.q.dtype)) for t in (x.q, x.do, *narrow)], -1)
