@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from typing_extensions import TypeIs
 
 from ..context import CANONICAL_CHUNK, ShardedLayout
 from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 BLOCK = CANONICAL_CHUNK
 """Tokens a block. A document's last block may be shorter; it is computed as a full one."""

@@ -54,9 +54,10 @@ def test_a_module_of_one_s_own(ranks):
 def check_refusals(rank: int) -> None:
     cp = ring_la.ContextParallel(group(), deterministic=True)
     x = torch.randn(1, 100, 8)
+    striped = cp.layout(100, "striped")
+    mine = striped.shard(x)
     with pytest.raises(ring_la.UnsupportedError, match=r"^layout: expected runs"):
-        layout = cp.layout(100, "striped")
-        ring_la.by_block(torch.sigmoid, layout.shard(x), layout=layout)
+        ring_la.by_block(torch.sigmoid, mine, layout=striped)
     layout = cp.layout(100)
     with pytest.raises(ring_la.ArgumentError, match=r"^x: expected tensors"):
         ring_la.by_block(torch.sigmoid, torch.ones(3), layout=layout)
