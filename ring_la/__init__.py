@@ -7,6 +7,7 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 
 from . import recurrences, reference
 from .blockwise import by_block
+from .capture import Buckets, capture
 from .context import ContextParallel, GridLayout, Halo, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (
@@ -28,6 +29,7 @@ __version__ = installed()
 __all__ = [
     "ArgumentError",
     "AttentionOutput",
+    "Buckets",
     "ContextParallel",
     "DisagreementError",
     "GridLayout",
@@ -43,6 +45,7 @@ __all__ = [
     "UnsupportedError",
     "attention",
     "by_block",
+    "capture",
     "forgetting_attention",
     "grouped_gemm",
     "mla",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..kernels.fused.log_decay import decay_gate
 from ..kernels.fused.unit_length import l2norm
+from ..outputs import LinearAttentionOutput
 from ..recurrences import gated_delta_product, gated_delta_rule, gdn2
 from .delta import GatedDeltaNet, KimiDeltaAttention
 from .layer import LayerCall, LayerOutput, LayerState, merge_heads, positive, split_heads, wide
@@ -27,7 +30,9 @@ class Comba(GatedDeltaNet):
         self.feedback = nn.Parameter(torch.ones(self.num_value_heads))
         self.correction = nn.Parameter(torch.full((self.num_value_heads,), 0.02))
 
-    def recur(self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+    def recur(
+        self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
+    ) -> LinearAttentionOutput:
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
         q, k, v, beta = call.rows(self._corrected, q, k, v, beta, shared=(self.feedback, self.correction))
         keywords["use_qk_l2norm"] = False
@@ -56,7 +61,9 @@ class GatedDeltaNet2(KimiDeltaAttention):
         self.erase_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * K))
         self.write_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * V))
 
-    def recur(self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+    def recur(
+        self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
+    ) -> LinearAttentionOutput:
         def gate(y: Tensor, rate: Tensor) -> Tensor:
             y = split_heads(wide(y), self.num_value_heads)
             return (rate[..., None] * torch.sigmoid(y)).to(v.dtype)
@@ -74,7 +81,7 @@ class GatedDeltaProduct(GatedDeltaNet):
         steps: n. The others as in `DeltaNet`.
     """
 
-    def __init__(self, dim: int, num_heads: int, *, steps: int = 2, **options) -> None:
+    def __init__(self, dim: int, num_heads: int, *, steps: int = 2, **options: Any) -> None:
         self.steps = positive("steps", steps)
         super().__init__(dim, num_heads, **options)
         self.widths = [self.widths[0], steps * self.widths[1], steps * self.widths[2]]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..choices import LatentForm
+from ..comm import Entry
 from ..context import ShardedLayout
 from .backends import Ask, AttentionBackend, cheaper_form, choose, choose_for_chosen
 from .backends.canonical import Canonical
@@ -24,8 +25,15 @@ from .tensors import Tensors
 
 @dataclass
 class KnownCalls:
-    """What a layout remembers of the calls on it."""
+    """What a layout remembers of the calls on it.
 
+    Attributes:
+        agreed: of calls that ranks have compared, the plans, and what `layout.again` takes.
+        plans: of the operator's calls, which are compared apart from their plans.
+        placements: how ranks meet, by strategy.
+    """
+
+    agreed: dict[Hashable, tuple[AttentionMoves, Entry | None]] = field(default_factory=dict)
     plans: dict[Hashable, AttentionMoves] = field(default_factory=dict)
     placements: dict[tuple[str, tuple | None], SplitPlacement] = field(default_factory=dict)
 
@@ -64,7 +72,7 @@ class AttentionCall(NamedTuple):
     def plan(self, x: Tensors) -> AttentionMoves:
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
-            place = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
+            place: Any = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
             return self._planned(x, place, "ring")
         if x.chosen is None:
             name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), x.moved, self.layout, self.kv_layout)

@@ -3,6 +3,8 @@ device or a split sequence."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from ..checks import check_nan
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
-from . import operator
+from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
@@ -24,7 +26,7 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
     if options.backend != "reference":
         refuse_transforms(x.named())
     if isinstance(layout, ShardedLayout):
-        return _outside_graphs(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
+        return _traced(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
     _check(x, options, layout)
     if options.backend == "reference":
         return _reference(x, options)
@@ -36,24 +38,35 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
 
 
 def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
-    known, kind = KnownCalls.of(layout).plans, _kind_of_call(x, options)
+    """On a split sequence: check, agree, run. A call like one before on this layout runs without waiting."""
+    known, kind = KnownCalls.of(layout).agreed, _kind_of_call(x, options)
     if kind is not None and layout.cp.validate != "always" and kind in known:
-        return AttentionOutput(*known[kind](x))
+        plan, entry = known[kind]
+        layout.again(entry)
+        return AttentionOutput(*plan(x))
     error = None
     try:
         _check(x, options, layout)
     except RingLAError as e:
         error = e
-    layout.agree(_name(x), None if error else _signature(x, options), error)
+    entry = layout.agree(_name(x), None if error else _signature(x, options), error)
     split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
     plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, options.form, *split).plan(x)
     if kind is not None:
-        known[kind] = plan
+        known[kind] = plan, entry
     return AttentionOutput(*plan(x))
 
 
 _outside_graphs = outside_graphs(_split)
+
+
+def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
+    """A split call within a compiled graph: one node, which checks when it runs; latents and chosen keys break it."""
+    if x.latent or x.chosen is not None or options.cu_seqlens is not None:
+        return _outside_graphs(x, options, layout)
+    check_options(options)
+    scores = options.scores(x.q)
+    return AttentionOutput(*split_operator.split_attention(*split_operator.flat(x, scores, options, layout)))
 
 
 def _name(x: Tensors) -> str:
@@ -70,8 +83,8 @@ def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
         not_its.add("block")
     keywords = {name: value for name, value in options._asdict().items() if name not in not_its}
     if x.latent:
-        choice = {} if x.chosen is None else {"chosen": x.chosen}
-        out = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **choice, **keywords)
+        choice: dict[str, Any] = {} if x.chosen is None else {"chosen": x.chosen}
+        out: Any = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **choice, **keywords)
     elif x.chosen is not None:
         del keywords["softcap"], keywords["dropout_p"]
         out = reference.sparse_attention(*x[:3], x.chosen, sinks=x.sinks, **keywords)
@@ -80,10 +93,10 @@ def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
 
 
-def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+def autocast(*tensors: Tensor | None) -> list[Any]:
     """The tensors in autocast's dtype, as PyTorch's own attention takes them; fp64 stays."""
 
-    def cast(t: object) -> object:
+    def cast(t: Any) -> Any:
         floats = isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.float32)
         return t.to(torch.get_autocast_dtype(t.device.type)) if floats else t
 
@@ -93,7 +106,7 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
 # -- checks and agreement ----------------------------------------------------------------------------------
 
 
-def _check(x: Tensors, options: AttentionOptions, layout: object) -> None:
+def _check(x: Tensors, options: AttentionOptions, layout: Any) -> None:
     """Refuse what is wrong, by name."""
     check_tensors(x, options.joint, options.alibi_slopes)
     check_options(options)
