@@ -6,6 +6,7 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 """
 
 from . import recurrences, reference
+from .blockwise import by_block
 from .capture import Buckets, capture
 from .context import ContextParallel, GridLayout, Halo, ShardedLayout
 from .conv import short_conv, token_shift
@@ -43,6 +44,7 @@ __all__ = [
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
+    "by_block",
     "capture",
     "forgetting_attention",
     "grouped_gemm",

@@ -9,10 +9,12 @@ for token in decode(model, prompt, max_new_tokens=100): ...      # all ranks tog
 """
 
 from ..keystore import KeyRows, KeySize, KeyStore, LayerKeys, decode_attention, decode_latents, read_attention
+from .by_block import BlockReader
 from .generate import Prefilled, Sampler, decode, generate, key_store, prefill, step
 from .stored import load_prompt, save_prompt
 
 __all__ = [
+    "BlockReader",
     "KeyRows",
     "KeySize",
     "KeyStore",

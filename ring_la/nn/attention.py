@@ -18,7 +18,7 @@ from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..softmax import attention
 from .decoding import KVCache, KVRows, one_query
 from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
-from .parts import RMSNorm, check_rotation, rotate
+from .parts import RMSNorm, check_rotation, rotated
 
 
 class Attention(Layer):
@@ -95,12 +95,11 @@ class Attention(Layer):
             raise UnsupportedError("state", "no earlier tokens of packed documents", f"{rows.earlier}")
 
     def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
-        q, k, v = self.qkv_proj(x).split(self.widths, -1)
-        q = self.q_norm(split_heads(q, self.num_heads))
-        k, v = self.k_norm(split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
+        q, k, v = call.rows(self.qkv_proj, x).split(self.widths, -1)
+        q = call.rows(self.q_norm, split_heads(q, self.num_heads))
+        k, v = call.rows(self.k_norm, split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
         if self.rope_base is not None:
-            at = positions(x, None if state is None else state.length, call)
-            q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
+            q, k = rotated(q, k, positions(x, None if state is None else state.length, call), self.rope_base, call)
         if state is None:
             o = attention(q, k, v, window=(self.window, -1), layout=call.layout, cu_seqlens=call.cu_seqlens).o
             state = _cache(k, v, call) if call.output_state else None
@@ -115,8 +114,8 @@ class Attention(Layer):
             o, state = self._continue(q, k, v, state, call)
         o = merge_heads(o)
         if self.gate_proj is not None:
-            o = torch.sigmoid(self.gate_proj(x)) * o
-        return LayerOutput(self.out_proj(o), state if call.output_state else None)
+            o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, call.rows(self.gate_proj, x), o)
+        return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
 
     def _shared(self, q: Tensor, k: Tensor, v: Tensor, state: LayerKeys, call: LayerCall) -> Tensor:
         """Keys stay on their ranks: of a layout's tokens, or of one token of each sequence."""
@@ -128,7 +127,8 @@ class Attention(Layer):
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: LayerCall
     ) -> tuple[Tensor, KVCache | None]:
-        """More tokens under a layout: the cache is put before them."""
+        """More tokens under a layout: the cache is put before them; on one rank as keys like theirs, which gives the
+        bits of one call where that is asked for."""
         if call.packed or cache.empty is not None:
             raise UnsupportedError(
                 "state",
@@ -136,6 +136,11 @@ class Attention(Layer):
                 "packed documents or a cache of documents of several lengths",
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
+        layout = call.layout
+        if layout is not None and layout.cp.deterministic and layout.cp.size == 1:
+            cache = cache.extend(k, v)
+            keys = layout.cp.layout(cache.k.shape[1], "contiguous")
+            return attention(q, *cache[:2], window=(self.window, -1), layout=layout, kv_layout=keys).o, cache
         joint: dict[str, Any] = dict(joint_k=cache.k, joint_v=cache.v, joint="front")
         o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:

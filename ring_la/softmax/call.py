@@ -95,6 +95,7 @@ class AttentionCall(NamedTuple):
         backend = self._backend(x, place, joint, form)
         job = AttentionJob(backend, scores, place.rows, place.keys, gathered, order, place.ring)
         way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
+        way = "canonical" if place.repeatable and form is None else way
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
         return AttentionMoves(job, STRATEGIES[way], met, heads, form, self.kv_comm_dtype)
 
@@ -131,5 +132,4 @@ class AttentionCall(NamedTuple):
             raise UnsupportedError("backend", "a kernel with gradients, where these are wanted", repr(backend.name))
         if not place.repeatable:
             return backend
-        whole = {} if joint is None else {joint.rows: joint.all_rows}
-        return Canonical(whole | {place.rows[place.rank]: place.whole_rows})
+        return Canonical()

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..autograd import bare, first_derivative_only
 from ..choices import LatentForm
 from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
+from .backends.canonical import Canonical
 from .geometry import Pair
 from .merging import Gradients, Partial, Sum, row_sums, wide
 from .strategies import AttentionJob, Heads, Strategy
@@ -112,7 +113,11 @@ class AttentionMoves:
         """Gradients of all tensors, in their dtypes."""
         x, o, lse = saved
         job = self._job(x, needs_delta=dlse is not None)
-        delta = row_sums(do, o, dlse) if job.backend.takes_delta or x.sinks is not None else None
+        delta = None
+        if isinstance(job.backend, Canonical):
+            delta = job.backend.row_sums(do, o, dlse, job.rows[job.rank])
+        elif job.backend.takes_delta or x.sinks is not None:
+            delta = row_sums(do, o, dlse)
         rows = QueryRows(x.q, o, torch.zeros_like(o) if do is None else do.to(o.dtype), lse, delta)
         split = self.strategy.backward(job, rows, x.k, x.v)
         dsinks = djoint_k = djoint_v = None
