@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
             parts = [F.linear(filled(x, b, s, e)[0], weight, bias)[: e - s] for b, s, e in _places(x, layout)]
-        return together(parts, *x.shape[:2], x.new_empty(0, 0, len(weight)))
+        return together(parts, x.shape[0], x.shape[1], x.new_empty(0, 0, len(weight)))
 
     @staticmethod
     @first_derivative_only
@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
         _, need_x, need_weight, need_bias = ctx.needs_input_grad
         dx = dweight = dbias = None
         if need_x:
-            dx = together([(filled(dy, *p)[0] @ weight)[: p[2] - p[1]] for p in places], *x.shape[:2], x)
+            dx = together([(filled(dy, *p)[0] @ weight)[: p[2] - p[1]] for p in places], x.shape[0], x.shape[1], x)
         if need_weight:
             dweight = _weight_gradient(dy, x, weight, layout)
         if ctx.has_bias and need_bias:

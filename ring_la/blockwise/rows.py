@@ -143,7 +143,8 @@ class _ByBlock(torch.autograd.Function):
         ctx.call, ctx.done, ctx.like = call, done if any(needs) else [], [(t.shape, t.dtype) for t in x]
         ctx.read = tensors[call.tokens + call.shared :]
         ctx.set_materialize_grads(False)
-        return tuple(together(p, *x[0].shape[:2], o) for p, o in zip(parts, outs))
+        B, T = x[0].shape[:2]
+        return tuple(together(p, B, T, o) for p, o in zip(parts, outs))
 
     @staticmethod
     @first_derivative_only

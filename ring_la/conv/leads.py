@@ -49,7 +49,7 @@ def block_leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLa
     assert lead is not None
     rows = torch.cat([x, lead.flatten(1, 2).to(x.dtype)], 1)
     before, last = layout.kept(("rows before blocks", width), lambda: _before_blocks(layout, width, x.device))
-    return tuple(rows.index_select(1, i.flatten()).unflatten(1, i.shape) for i in (before, last))  # type: ignore[return-value]
+    return tuple(rows.index_select(1, i.flatten()).unflatten(1, i.shape) for i in (before, last))
 
 
 def _before_blocks(layout: ShardedLayout, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..blockwise import by_block, fixed
 from ..context import ShardedLayout
 from ..errors import UnsupportedError
-from ..kernels import Inputs, state_dtype
+from ..kernels import state_dtype
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import Loop, Token, by_token
 from .agreement import Flags
@@ -167,7 +167,8 @@ def _by_block(
 
     own, common = [tensors[n] for n in tokens], [tensors[n] for n in shared]
     made = iter(by_block(before, *own, layout=options.layout, shared=common))
-    inputs = Inputs(*(None if t is None else next(made) for t in r.inputs))
+    present = {n: next(made) for n, t in r.inputs._asdict().items() if t is not None}
+    inputs = r.inputs._replace(**present)
     out = linear.run(r.rule, inputs, scale, options)
     o = out.o
     if r.readout is not Recurrence._field_defaults["readout"]:

@@ -56,7 +56,7 @@ class CanonicalRecurrence(ChunkedRecurrence):
         x = Inputs(*(None if t is None else self.chunks.split(t.to(self.dtype)) for t in self.inputs))
         made = [self._of_chunk(Inputs(*(None if t is None else own(t[i]) for t in x))) for i in places(x.q)]
         A, b, Q, p = (None if t[0] is None else _rows(t, x.q) for t in zip(*made))
-        return ChunkTerms(x, None, StateTerms(A, b), (Q, p))  # type: ignore[arg-type]
+        return ChunkTerms(x, None, StateTerms(A, b), (Q, p))
 
     def _of_chunk(self, x: Inputs) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         """A, b, Q and p of one chunk, whose tensors are ``[1, 1, heads, C, …]``."""
@@ -87,7 +87,7 @@ class CanonicalRecurrence(ChunkedRecurrence):
 
         values = zip(*(made for _, made in graphs))
         A, b, Q, p = (None if t[0] is None else _rows([v.detach() for v in t], x.q) for t in values)
-        terms = ChunkTerms(x, None, StateTerms(A, b), (Q, p))  # type: ignore[arg-type]
+        terms = ChunkTerms(x, None, StateTerms(A, b), (Q, p))
         return Differentiable(terms, back, self._scan(terms, S0)[0])
 
     # -- what the scans are made of ------------------------------------------------------------------------

@@ -66,12 +66,13 @@ class Canonical(AttentionBackend):
         dq = torch.zeros(x.q.shape, dtype=wide(x.q.dtype), device=x.q.device)
         for own in fixed_blocks(pair.rows, CANONICAL_CHUNK):
             for b, one in _batch_rows(len(dq), scores):
-                rows, total = _filled(own, x, b), 0.0
+                rows, total = _filled(own, x, b), None
                 for keys in fixed_blocks(pair.keys, ACROSS):
                     if keys.seen_by(own, pair.reach):
                         met = Pair(own.tokens, keys.tokens, pair.reach)
-                        total = total + tile_gradients(rows, keys.fill(k[b]), keys.fill(v[b]), one, met, _whole(met))[0]
-                if isinstance(total, Tensor):
+                        part = tile_gradients(rows, keys.fill(k[b]), keys.fill(v[b]), one, met, _whole(met))[0]
+                        total = part if total is None else total + part
+                if total is not None:
                     own.take(dq[b], total)
         return dq
 
@@ -85,7 +86,7 @@ class Canonical(AttentionBackend):
                     if own.seen_by(queries, pair.reach):
                         met = Pair(queries.tokens, own.tokens, pair.reach)
                         found = tile_gradients(_filled(queries, x, b), key, value, one, met, _whole(met))[1:]
-                        sums = found if sums is None else tuple(a + g for a, g in zip(sums, found))
+                        sums = found if sums is None else (sums[0] + found[0], sums[1] + found[1])
                 if sums is not None:
                     own.take(dk[b], sums[0])
                     own.take(dv[b], sums[1])
@@ -112,8 +113,8 @@ def _batch_rows(count: int, scores: Scores) -> Iterator[tuple[slice, Scores]]:
 def _filled(block: FixedBlock, x: QueryRows, b: slice) -> QueryRows:
     """The rows of a block; those not at hand give nothing."""
     assert x.delta is not None
-    of_rows = (block.fill(t[b]) for t in (x.q, x.o, x.do))
-    return QueryRows(*of_rows, block.fill(x.lse[b], 2, torch.inf), block.fill(x.delta[b], 2))
+    q, o, do = (block.fill(t[b]) for t in (x.q, x.o, x.do))
+    return QueryRows(q, o, do, block.fill(x.lse[b], 2, torch.inf), block.fill(x.delta[b], 2))
 
 
 def _whole(met: Pair) -> Tile:
