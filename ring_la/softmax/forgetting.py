@@ -88,7 +88,7 @@ def forgetting_attention(
     o, lse = attention(
         wide_q, wide_k, v, scale=near, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend
     )
-    own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: o does not depend on a query's own sum, lse does
+    own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
     return AttentionOutput(o, lse + own)
 
 

@@ -38,6 +38,8 @@ def smaller(case: Case) -> Iterator[Case]:
     for T in sorted({1, 2, 3, case.T // 2, case.T - case.T // 4, case.T - 1}):
         if 1 <= T < case.T:
             yield _cut(case, T)
+            if case.cu is not None:
+                yield case.but(T=T, cu=tuple(max(c - (case.T - T), 0) for c in case.cu))  # the last tokens
     if case.dtype != "fp64":
         yield case.but(dtype="fp64")
 

@@ -51,7 +51,7 @@ class Ranks:
     def start(self) -> None:
         server = multiprocessing.get_context("spawn" if self.backend == "nccl" else "forkserver")
         if self.backend == "gloo":  # imports once for all ranks and restarts; CUDA does not survive a fork
-            server.set_forkserver_preload(["torch.distributed", "ring_la.nn", __name__])
+            server.set_forkserver_preload(["torch.distributed", "torch._dynamo", "ring_la.nn", __name__])
         port = _free_port()
         for rank in range(self.size):
             here, there = server.Pipe()
