@@ -24,7 +24,7 @@ FLOOR = {"fp32": 2e-5, "bf16": 2.0**-7}
 """What low precision may always be off by: fp32 as in tests/conformance, bf16 two units in the last place."""
 HARD = 2e-4
 """The same for fp32 where log-decays are of −40: kernels sum them, and a sum of some hundreds is right to 3e-5."""
-TIMES = {"fp32": 2.0, "bf16": 1.0}
+TIMES = 2.0
 """Times the error of the rounded loop that a result may be off."""
 LEAST = {"fp64": 1e-4, "fp32": 0.1, "bf16": 1.0}
 """What an element counts as at least. Inputs and what flows back are of size 1: where a gradient is the difference of
@@ -217,7 +217,7 @@ def _bound(case: Case, problem: Problem, truth: Truth, name: str) -> float:
     if case.dtype == "fp64":
         return problem.bound
     floor = HARD if case.dtype == "fp32" and case.how.get("hard") else FLOOR[case.dtype]
-    return floor + TIMES[case.dtype] * truth.budget[name]
+    return floor + TIMES * truth.budget[name]
 
 
 def _wanted(problem: Problem, here: Here, name: str, truth: Truth) -> tuple[Tensor, Tensor]:
