@@ -31,7 +31,8 @@ def draw(rng: Random, small: bool = False) -> Case:
     case = Case(
         op, P=rng.choice((1, 2, 2, 3, 3, 4, 4)), kind=rng.choice(RUNS), T=T, cu=cu, B=B, Hk=rng.choice((1, 1, 2, 3)),
         groups=rng.choice((1, 1, 2)), K=rng.choice((1, 2, 3, 4, 6, 8)), V=rng.choice((1, 2, 3, 5, 8)),
-        dtype=rng.choices(("fp64", "fp32", "bf16"), (5, 3, 2))[0], scan=rng.choice((*STRATEGIES, *(() if small else ("auto",)))),
+        dtype=rng.choices(("fp64", "fp32", "bf16"), (5, 3, 2))[0],
+        scan=rng.choice((*STRATEGIES, *(() if small else ("auto",)))),
         attention=rng.choice(("auto", "ring", "all_gather", "ulysses")),
         multiple_of=rng.choice((None, None, None, 2, 5)), seed=rng.randrange(1 << 30),
         validate=rng.choices(("first", "always", "never"), (8, 1, 1))[0],
