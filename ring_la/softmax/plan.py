@@ -97,7 +97,8 @@ class AttentionMoves:
     def _block_gradients(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors:
         """Gradients of all tensors, in their dtypes."""
         x, o, lse = saved
-        job = self._job(x, needs_delta=dlse is not None)
+        apart = self.form == "absorbed" and self.job.size > 1  # kernels that form do·o would form it of a rank's keys
+        job = self._job(x, needs_delta=dlse is not None or apart)
         delta = row_sums(do, o, dlse) if job.backend.takes_delta or x.sinks is not None else None
         rows = QueryRows(x.q, o, torch.zeros_like(o) if do is None else do.to(o.dtype), lse, delta)
         split = self.strategy.backward(job, rows, x.k, x.v)

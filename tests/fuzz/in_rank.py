@@ -20,8 +20,8 @@ from .problem import Here, Problem, Tensors, make
 from .resuming import resume
 from .rounding import Rounded, rounded
 
-FLOOR = {"fp32": 2e-5, "bf16": 2.0**-7}
-"""What low precision may always be off by: fp32 as in tests/conformance, bf16 two units in the last place."""
+FLOOR = {"fp32": 5e-5, "bf16": 2.0**-6}
+"""What low precision may always be off by, where the rounded loop happens to be right or its errors cancel."""
 HARD = 2e-4
 """The same for fp32 where log-decays are of −40: kernels sum them, and a sum of some hundreds is right to 3e-5."""
 TIMES = 2.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+import pytest
+
 import ring_la
 from tests.fuzz import in_rank
 from tests.fuzz.__main__ import case_of
@@ -23,6 +25,21 @@ def test_random_cases_are_right(ranks):
         wrong += [f"{verdict.case.line}\n{verdict.words}"] if verdict.kind == "wrong" else []
     assert not wrong, "\n".join(wrong)
     assert seen["right"] > 0.95 * CASES  # what is refused is not judged
+
+
+FOUND = (
+    '{"op":"forgetting_attention","P":2,"T":20,"cu":[0,2,10,13,15,20],"groups":2,"V":5,"how":{"left":4,"dlse":true}}',
+    '{"op":"mlstm","P":2,"T":3,"validate":"always","seed":236374894}',
+    '{"op":"mlstm","T":1,"dtype":"bf16","seed":946177337,"how":{"final":true}}',
+    '{"op":"mla","P":2,"T":2,"seed":755642186,"how":{"causal":true,"window":[-1,-1],"rotary":0,"latent":8}}',
+)
+"""What longer runs found: the gradient of lse, a sum that rounds above zero, a state's dtype, a kernel's own Δ."""
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_what_was_found_is_right(ranks, line):
+    verdict = Jury(ranks).one(Case.parse(line))
+    assert verdict.kind == "right", verdict.words
 
 
 def test_a_case_is_the_line_it_prints():
