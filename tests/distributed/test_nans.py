@@ -50,8 +50,7 @@ def check(rank: int, where: str) -> tuple[str, dict]:
         with ring_la.find_nans(lm, cp) as found:
             lm.loss(layout.shard(IDS), layout=layout).backward()
     except ring_la.NotFiniteError as error:
-        assert error.first is found.first
-        return str(error), vars(found.first)
+        return str(error), vars(error.first)
     return "", {"first": found.first}
 
 
@@ -100,7 +99,7 @@ def test_operators_are_named_forward_and_backward(ranks):
 
 def test_a_sound_step_is_silent_and_arguments_are_checked(ranks):
     assert ranks.run(3, check, "") == [("", {"first": None})] * 3
-    with pytest.raises(ring_la.ArgumentError, match="^model: expected a torch.nn.Module, got str"):
+    with pytest.raises(ring_la.ArgumentError, match=r"^model: expected a torch\.nn\.Module, got str"):
         ring_la.find_nans("model")
-    with pytest.raises(ring_la.ArgumentError, match="^cp: expected a ContextParallel or None, got str"):
+    with pytest.raises(ring_la.ArgumentError, match=r"^cp: expected a ContextParallel or None, got str"):
         ring_la.find_nans(torch.nn.Identity(), "group")
