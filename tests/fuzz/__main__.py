@@ -52,8 +52,8 @@ def _run(options: argparse.Namespace, jury: Jury) -> int:
             if not options.as_drawn:
                 small = shrink(small, lambda c: jury.one(c).kind == "wrong")
                 verdict = jury.one(small)
-            record.failures.append({"case": str(small), "words": verdict.words})
-            print(f"{small.line}\n    {record.failures[-1]['words'][:3000]}", flush=True)
+            record.failures.append({"case": str(small), "words": verdict.words.split("Traceback")[0].strip()})
+            print(f"{small.line}\n    {verdict.words[:3000]}", flush=True)
             if len(record.failures) >= options.stop:
                 break
         if record.count % 240 == 0:
