@@ -9,6 +9,7 @@ import platform
 import re
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +26,35 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="moments or parts whose name holds this")
     options = parser.parse_args()
-    gpus = torch.cuda.device_count() >= 3
     rows: list[dict[str, Any]] = []
-    moments = MOMENTS | (ON_GPUS if gpus else {})
-    for name, moment in moments.items():
-        for fault in FAULTS:
-            if options.only in name:
-                rows.append(told(name, fault, moment))
-                print(row(rows[-1]), flush=True)
-    for part in (servers.rows, disks.rows):
-        if options.only in part.__module__:
-            for one in part():
-                rows.append(one)
-                print(row(one), flush=True)
-    if options.out:
-        about = {
-            "command": "python -m benchmarks.faults", "torch": torch.__version__, "python": platform.python_version(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": os.getloadavg()[0],
-            "backend": "nccl" if gpus else "gloo", "timeout": job.TIMEOUT, "ranks": 3, "rows": rows,
-        }  # fmt: skip
-        options.out.write_text(json.dumps(about, indent=1) + "\n")
+    for one in found(options.only):
+        rows.append(one)
+        print(row(one), flush=True)
+        if options.out:
+            write(options.out, rows)
+
+
+def found(only: str) -> Iterator[dict[str, Any]]:
+    """A row for every fault at every moment."""
+    for name, moment in (MOMENTS | (ON_GPUS if on_gpus() else {})).items():
+        for fault in FAULTS if only in name else ():
+            yield told(name, fault, moment)
+    for part in (servers, disks):
+        if only in part.__name__:
+            yield from part.rows()
+
+
+def on_gpus() -> bool:
+    return torch.cuda.device_count() >= 3
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    about = {
+        "command": "python -m benchmarks.faults", "torch": torch.__version__, "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": round(os.getloadavg()[0], 1),
+        "backend": "nccl" if on_gpus() else "gloo", "timeout": job.TIMEOUT, "ranks": 3, "rows": rows,
+    }  # fmt: skip
+    file.write_text(json.dumps(about, indent=1) + "\n")
 
 
 def told(name: str, fault: str, moment) -> dict[str, Any]:
