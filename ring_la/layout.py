@@ -89,7 +89,8 @@ class Layout:
             raise ArgumentError("rank", f"0 ≤ rank < world_size = {world_size}", rank)
         if not isinstance(multiple_of, int) or multiple_of < 1:
             raise ArgumentError("multiple_of", "an int ≥ 1", repr(multiple_of))
-        self.seq_len, self.kind, self.world_size, self.rank = seq_len, kind, world_size, rank
+        self.kind: LayoutKind = kind
+        self.seq_len, self.world_size, self.rank = seq_len, world_size, rank
         self.multiple_of = multiple_of
         self.packed = cu_seqlens is not None
         self.cu_seqlens = (0, seq_len) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, seq_len)

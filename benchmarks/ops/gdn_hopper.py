@@ -20,6 +20,7 @@ from torch import Tensor
 
 import ring_la
 from benchmarks.ops.kda_hopper import graph_ms
+from ring_la.kernels.wy import one_launch
 
 ROWS = (
     (16, 32, (32768,)), (16, 32, (8192,)), (16, 32, (2048,)), (16, 32, (4096,) * 8), (16, 32, (1024,) * 8),
@@ -99,7 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", help="JSON of what was found")
     parser.add_argument("--rows", help="which, by number, with commas between")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no row of FlashQLA's after so many")
+    parser.add_argument(
+        "--gradients", action="store_true", help="ours by one launch too (`one_launch.DELTA_GRADIENTS`)"
+    )
     args = parser.parse_args(arguments)
+    one_launch.DELTA_GRADIENTS = args.gradients
     start, calls = time.monotonic(), {"ring_la": ours}
     if (other := flashqla()) is not None:
         calls["FlashQLA"] = other

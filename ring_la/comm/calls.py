@@ -25,7 +25,7 @@ from .members import JobStore, Members
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 LINES = 1024
 """Calls that a rank may be ahead of another before theirs can no longer be compared."""

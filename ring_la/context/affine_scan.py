@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ KINDS: dict[int, Transition] = {3: "scalar", 4: "diagonal", 5: "dense"}
 @outside_graphs
 def scan(A: Tensor | None, b: Tensor, layout: ShardedLayout | None, reverse: bool, exclusive: bool) -> Tensor:
     """What `ContextParallel.scan` says."""
-    error, facts = None, ()
+    error: RingLAError | None = None
+    facts: tuple[tuple[str, Any], ...] = ()
     try:
         _check(A, b, layout, reverse, exclusive)
         facts = ("A", None if A is None else Facts.of(A, 1)), ("b", Facts.of(b, 1)), ("reverse", reverse)
@@ -63,7 +65,7 @@ class Walk:
 
     @cached_property
     def chain(self) -> Chain:
-        chain = Chain.of(self.layout)
+        chain = Chain.of(self.layout)  # type: ignore[arg-type]
         return chain.reversed if self.reverse else chain
 
     @cached_property
@@ -122,36 +124,36 @@ def composed(m: Affine) -> Affine:
 
 def links_of(walk: Walk, maps: Sequence[Affine]) -> list[Link]:
     """What leaves each run, as the exchange takes it."""
-    passes = [walk.chain.passes[i] for i in walk.chain.local(walk.layout.rank)]
+    passes = [walk.chain.passes[i] for i in walk.chain.local(walk.layout.rank)]  # type: ignore[union-attr]
     last = [(m.A[:, -1].contiguous() if m.A is not None and p else None, m.b[:, -1]) for m, p in zip(maps, passes)]
     return [Link(Affine(walk.kind, A, b.contiguous())) for A, b in last]
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, A: Tensor | None, b: Tensor, walk: Walk, exclusive: bool) -> Tensor:
+    def forward(ctx: Any, A: Tensor | None, b: Tensor, walk: Walk, exclusive: bool) -> Tensor:
         wide = torch.promote_types(b.dtype if A is None else torch.promote_types(A.dtype, b.dtype), torch.float32)
         ctx.dtypes, ctx.walk, ctx.exclusive = (None if A is None else A.dtype, b.dtype), walk, exclusive
         with full_precision(b):
             A, b = None if A is None else walk.without_starts(A.to(wide)), b.to(wide)
             maps, ctx.kept = walk.maps(A, b), ()
-            entering = [None] * len(maps)
+            entering: Sequence[Tensor | None] = [None] * len(maps)
             if walk.layout is not None:
-                cp, ctx.like = walk.layout.cp, Affine(walk.kind, None, b.new_empty(b.shape[:1] + b.shape[2:]))
+                cp, first = walk.layout.cp, b.new_empty(b.shape[:1] + b.shape[2:])
+                ctx.like = Affine(walk.kind, None, first)
                 exchange: Exchange = cp.strategy(walk.chain, ctx.like).start(
                     walk.chain, links_of(walk, maps), ctx.like, cp.comm
                 )
                 entering = exchange.wait()
                 ctx.kept = exchange.kept
             differentiated = ctx.needs_input_grad[0]
-            before = walk.states(maps, entering, True, b) if exclusive or differentiated else None
-            before = None if before is None else walk.without_starts(before)
+            before = walk.without_starts(walk.states(maps, entering, True, b)) if exclusive or differentiated else None
             ctx.save_for_backward(A, before if differentiated else None)
-            return before if exclusive else walk.states(maps, entering, False, b)
+            return walk.states(maps, entering, False, b) if before is None or not exclusive else before
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, dS: Tensor):
+    def backward(ctx: Any, dS: Tensor) -> Any:
         A, before = ctx.saved_tensors
         walk, back = ctx.walk, ctx.walk.back
         At = transpose(walk.kind, A)
@@ -181,7 +183,7 @@ def _check(A: object, b: object, layout: object, reverse: object, exclusive: obj
         raise ArgumentError("b", "a float tensor [B, T, H, K, V]", describe_tensor(b))
     if A is not None:
         kind = KINDS.get(A.dim()) if isinstance(A, Tensor) and A.is_floating_point() else None
-        if kind is None or A.shape != transition_shape(kind, b.shape):
+        if not isinstance(A, Tensor) or kind is None or A.shape != transition_shape(kind, b.shape):
             shape = list(b.shape[:3])
             expected = f"floats of shape {shape}, {shape} and K, or {shape}, K and K, with b's K = {b.shape[3]}"
             raise ArgumentError("A", expected, describe_tensor(A))

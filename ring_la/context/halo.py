@@ -7,6 +7,8 @@ linked by an empty tensor.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,28 +46,28 @@ class _Way:
 
 class _Post(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
         ctx.way = way
         way.coming = way.route.start(x)
         return x.new_empty(0)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, _grad: Tensor):
+    def backward(ctx: Any, _grad: Tensor) -> Any:
         returning, ctx.way.returning = ctx.way.returning, None
         return returning.wait(), None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, link: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: Any, link: Tensor, way: _Way) -> Tensor:
         ctx.way = way
         coming, way.coming = way.coming, None
-        return coming.wait()
+        return coming.wait()  # type: ignore[union-attr]
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.way.returning = ctx.way.route.start_back(grad.contiguous())
         return grad.new_empty(0), None
 

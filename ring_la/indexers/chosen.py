@@ -88,7 +88,7 @@ def best(
                 s, order = s.topk(min(topk, s.shape[-1]), -1)
                 at = at.gather(-1, order)
             found = s, at
-        parts.append(_padded(*found, topk))
+        parts.append(_padded(*found, topk))  # type: ignore[call-arg]
     if not parts:
         none = score(slice(0, 0), slice(0, 1)).expand(-1, -1, -1, topk)
         return Chosen(none.int(), none)

@@ -52,7 +52,7 @@ def scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, firs
     wide = q.dtype == torch.float32
     if out.numel():
         launch(
-            _scores, (triton.cdiv(n, 64), triton.cdiv(m, 128), B),
+            _scores, (-(-n // 64), -(-m // 128), B),
             q, k, w, tokens.contiguous(), starts.contiguous(), out, n, m, first, heads, D,
             *q.stride()[:3], *k.stride()[:2], *w.stride(),
             BM=64, BN=128, BD=max(16, triton.next_power_of_2(D)), PRECISION="ieee" if wide else "tf32",

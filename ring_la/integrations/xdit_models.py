@@ -131,7 +131,9 @@ def sana_forward(parallel: ModuleType, contexts: Contexts) -> Callable[..., Tens
             raise UnsupportedError("use_kv_cache", "no PipeFusion", "a pipeline of several ranks")
         cp = contexts.of(parallel.get_sp_group().device_group)
         layout = cp.layout(cp.size * query.shape[1], "contiguous")
-        how = dict(causal=False, normalize=True, scale=1.0, eps=torch.finfo(torch.float32).eps, layout=layout)
+        how: dict[str, Any] = dict(
+            causal=False, normalize=True, scale=1.0, eps=torch.finfo(torch.float32).eps, layout=layout
+        )
         return linear_attention(F.relu(query), F.relu(key), value, **how).o.flatten(2)
 
     return forward

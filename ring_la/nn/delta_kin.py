@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..kernels.fused.log_decay import decay_gate
 from ..kernels.fused.unit_length import l2norm
+from ..outputs import LinearAttentionOutput
 from ..recurrences import gated_delta_product, gated_delta_rule, gdn2
 from .delta import GatedDeltaNet, KimiDeltaAttention
 from .layer import LayerCall, LayerOutput, LayerState, merge_heads, positive, split_heads, wide
@@ -27,7 +30,7 @@ class Comba(GatedDeltaNet):
         self.feedback = nn.Parameter(torch.ones(self.num_value_heads))
         self.correction = nn.Parameter(torch.full((self.num_value_heads,), 0.02))
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
         b = torch.sigmoid(wide(self.feedback))
         repeat = self.num_value_heads // self.num_heads
@@ -49,7 +52,7 @@ class GatedDeltaNet2(KimiDeltaAttention):
         self.erase_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * K))
         self.write_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * V))
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords):
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
         g, b, w = (split_heads(y, self.num_value_heads) for y in (g, self.erase_proj(x), self.write_proj(x)))
         rate = beta[..., None]
@@ -64,7 +67,7 @@ class GatedDeltaProduct(GatedDeltaNet):
         steps: n. The others as in `DeltaNet`.
     """
 
-    def __init__(self, dim: int, num_heads: int, *, steps: int = 2, **options) -> None:
+    def __init__(self, dim: int, num_heads: int, *, steps: int = 2, **options: Any) -> None:
         self.steps = positive("steps", steps)
         super().__init__(dim, num_heads, **options)
         self.widths = [self.widths[0], steps * self.widths[1], steps * self.widths[2]]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..choices import Mode, RecurrenceBackend
 from ..kernels.fused.log_decay import decay_gate
 from ..recurrences import mlstm
 from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, head_width, merge_heads, split_heads, wide
@@ -34,8 +37,8 @@ class MLSTM(Layer):
         *,
         key_dim: int | None = None,
         head_dim: int | None = None,
-        mode: str = "auto",
-        backend: str | None = None,
+        mode: Mode = "auto",
+        backend: RecurrenceBackend | None = None,
     ) -> None:
         super().__init__(dim)
         V = head_width(dim, num_heads, head_dim)
@@ -56,7 +59,7 @@ class MLSTM(Layer):
         i, f = wide(self.gates_proj(x)).chunk(2, -1)
         initial = None
         if state is not None:
-            S = state.recurrent
+            S: Any = state.recurrent
             initial = (S[..., : self.V], S[..., self.V], S[..., 0, self.V + 1])
         o, final = mlstm(
             q,
@@ -74,6 +77,6 @@ class MLSTM(Layer):
             return LayerOutput(o, None)
         if call.in_place:
             return LayerOutput(o, state)
-        C, n, m = final
+        C, n, m = final  # type: ignore[misc]
         last = F.pad(m[..., None], (0, C.shape[-2] - 1))  # the first row is m
         return LayerOutput(o, LayerState(torch.cat([C, n[..., None], last[..., None].to(C.dtype)], -1)))

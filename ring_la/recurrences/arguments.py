@@ -7,7 +7,7 @@ any other letter is a size of the recurrence's own. Checks, the token loop, exam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ DECAY, CHANNEL_DECAY = Argument("BTH", "log decay"), Argument("BTHK", "log decay
 RATE = Argument("BTH", "rate")
 
 
-def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, object]) -> dict[str, int]:
+def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, Any]) -> dict[str, int]:
     """Refuse what is no float tensor of its shape, by name; returns the sizes by letter.
 
     A tensor of H heads may come with G, to be shared like q and k.

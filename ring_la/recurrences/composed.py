@@ -142,5 +142,5 @@ def _by_reference(
     wide = state_dtype_of(tensors)
     parts = None if final is None else tuple(p.to(wide) for p in parts_of(final))
     values = next(x for n, x in tensors.items() if definition.arguments[n].kind == "value")
-    state = parts if parts is None or len(parts) > 1 else parts[0]
+    state: Any = parts[0] if parts is not None and len(parts) == 1 else parts
     return LinearAttentionOutput(o.to(values.dtype), state)

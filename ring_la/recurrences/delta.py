@@ -58,4 +58,4 @@ def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lower_bound: f
             where gates forget. Outputs do not depend on it. Where gates break the promise, so that over 16 tokens those
             of a channel add up to less than -82, gradients are NaN.
     """
-    return Recurrence(Rule("delta", "diagonal", lower_bound), Inputs(q, k, v, g, beta))  # type: ignore[arg-type]
+    return Recurrence(Rule("delta", "diagonal", lower_bound), Inputs(q, k, v, g, beta))

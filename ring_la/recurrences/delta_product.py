@@ -18,7 +18,7 @@ from .delta import gated_delta_rule
 from .recurrence import recurrence
 
 
-def token(S, q, k, v, g, beta):
+def token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """One token: decay, n delta steps, and the read."""
     S = g.exp()[..., None, None] * S
     for i in range(k.shape[1]):

@@ -31,7 +31,9 @@ def erase_and_write(
     )  # fmt: skip
 
 
-def comba_token(S, q, k, v, g, beta, p):
+def comba_token(
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor
+) -> tuple[Tensor, Tensor]:
     """One token of Comba."""
     S = g.exp()[..., None, None] * S
     S = S + outer(beta[..., None] * k, v - read(S, p))
@@ -58,7 +60,7 @@ def comba(
     return erase_and_write(q, k, rate * v, g, rate * p, options)
 
 
-def gdn2_token(S, q, k, v, g, b, w):
+def gdn2_token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """One token of GDN-2."""
     S = g.exp()[..., None] * S
     S = S + outer(k, w * v - read(S, b * k))

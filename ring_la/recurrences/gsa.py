@@ -8,6 +8,8 @@ The first state decays along its values: each slot is a value head, one number w
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..outputs import LinearAttentionOutput
@@ -19,7 +21,9 @@ from .recurrence import recurrence
 from .retention import simple_gla
 
 
-def token(S, q, k, v, s, g):
+def token(
+    S: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """One token of gated slot attention."""
     keys, values = S
     keys = keys * g.exp()[..., None, :] + outer(k, s)
@@ -55,5 +59,5 @@ def gated_slot_attention(
     slots = scores[..., 0].unflatten(2, (-1, M)).softmax(-1)
     o, values = gla(slots, s.to(slots.dtype), v, g, scale=1.0, initial_state=second,
                     output_final_state=final, **options.scan)  # fmt: skip
-    state = (keys[..., 0].unflatten(1, (-1, M)).mT, values) if final else None
+    state: Any = (keys[..., 0].unflatten(1, (-1, M)).mT, values) if final else None  # type: ignore[index]
     return LinearAttentionOutput(o, state)

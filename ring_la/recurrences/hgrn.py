@@ -18,7 +18,7 @@ def _channels(one: Tensor, x: Tensor, g: Tensor) -> Recurrence:
     return Recurrence(Rule("sum", "scalar"), Inputs(one, one, x, g), names={"q": "x", "k": "x", "v": "x"})
 
 
-def token(S, x, g):
+def token(S: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """One token of HGRN."""
     S = g.exp() * S + x
     return S, S

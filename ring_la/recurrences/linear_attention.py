@@ -75,11 +75,17 @@ def _own_normalizer(
     """A denominator's own q and k, if given, after checking that they are like q and k."""
     if normalizer_q is None and normalizer_k is None:
         return None
+    own: list[Tensor] = []
     for name, given, like in (("normalizer_q", normalizer_q, q), ("normalizer_k", normalizer_k, k)):
-        same = isinstance(given, Tensor) and isinstance(like, Tensor) and given.shape == like.shape
-        if not same or (given.dtype, given.device) != (like.dtype, like.device):
+        if isinstance(given, Tensor) and isinstance(like, Tensor) and _look(given) == _look(like):
+            own.append(given)
+        else:
             expected = f"{describe_tensor(like)}, as {name[-1]}, with the other one"
             raise ArgumentError(name, expected, describe_tensor(given))
     if not allowed:
         raise UnsupportedError("normalizer_q", "normalize=True and causal=False with it", "other ones")
-    return normalizer_q, normalizer_k
+    return own[0], own[1]
+
+
+def _look(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device

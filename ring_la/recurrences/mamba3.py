@@ -11,6 +11,8 @@ so one scan of Mamba-2's kind does it; of the next token it needs one number a h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,8 +29,12 @@ from .definition import CommonOptions
 from .recurrence import recurrence
 from .retention import simple_gla
 
+States = tuple[Tensor, Tensor, Tensor, Tensor]
 
-def token(S, x, dt, g, B, C, lam, theta, D):
+
+def token(
+    S: States, x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor
+) -> tuple[States, Tensor]:
     """One token of Mamba-3."""
     h, B_before, x_before, phi = S
     phi = phi + theta
@@ -83,7 +89,7 @@ def mamba3(
         C, B, written, g, scale=options.scale, initial_state=S0, output_final_state=options.output_final_state,
         **options.scan,
     )  # fmt: skip
-    again = options.scale * after[..., None] * (C * B).sum(-1, keepdim=True)
+    again = options.scale * after[..., None] * (C * B).sum(-1, keepdim=True)  # type: ignore[operator]
     o = (o + (D[:, None] - again) * x).to(x.dtype)
     if S is None:
         return LinearAttentionOutput(o, None)
@@ -91,8 +97,8 @@ def mamba3(
     rows = torch.cat([t.to(wide).flatten(2) for t in (B, x, phi)], -1)
     before = None if start is None else torch.cat([t.to(wide).flatten(1) for t in start[1:]], -1)
     last = token_shift(rows, initial_state=before, output_final_state=True, **options.inner).final_state
-    parts = last.split([heads * t.shape[-1] for t in (B, x, phi)], -1)
-    return LinearAttentionOutput(o, (S, *(t.unflatten(-1, (heads, -1)) for t in parts)))
+    parts = last.split([heads * t.shape[-1] for t in (B, x, phi)], -1)  # type: ignore[union-attr]
+    return LinearAttentionOutput(o, (S, *(t.unflatten(-1, (heads, -1)) for t in parts)))  # type: ignore[arg-type]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,7 +147,7 @@ class _FirstTokens(torch.autograd.Function):
     initial state is: each takes what belongs to its own tokens."""
 
     @staticmethod
-    def forward(ctx, layout: ShardedLayout, c: Tensor) -> Tensor:
+    def forward(ctx: Any, layout: ShardedLayout, c: Tensor) -> Tensor:
         ctx.layout, ctx.shape = layout, c.shape
         pieces, documents = Seams.of(layout).starts
         out = c.new_zeros(c.shape[0], layout.num_documents, c.shape[2])
@@ -152,7 +158,7 @@ class _FirstTokens(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         layout = ctx.layout
         pieces, documents = Seams.of(layout).starts
         rows = grad[None] if layout.packed else grad[:, None]

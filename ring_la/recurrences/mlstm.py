@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,10 @@ from .recurrence import recurrence
 from .retention import simple_gla
 from .stabiliser import stabiliser
 
+States = tuple[Tensor, Tensor, Tensor]
 
-def token(S, q, k, v, i, f):
+
+def token(S: States, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> tuple[States, Tensor]:
     """One token of mLSTM; m carries no gradient."""
     C, n, m = S
     m = m.detach()
@@ -43,7 +47,8 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, options: Com
     States are ``(C [N,H,K,V], n [N,H,K], m [N,H])``, C and n times e^−m, where m ← max(f + m, i) from zero; m carries
     no gradient.
     """
-    C, n, m = (None, None, None) if options.initial_state is None else options.initial_state
+    start: Any = (None, None, None) if options.initial_state is None else options.initial_state
+    C, n, m = start
     gauge = stabiliser(i, f, m, options)
     wide = torch.promote_types(i.dtype, torch.float32)
     written = (i.to(wide) - gauge.after.to(wide)).exp()[..., None]
@@ -56,5 +61,6 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, options: Com
     )  # fmt: skip
     o = o.to(wide)
     size = torch.maximum(o[..., -1:].abs(), torch.exp(-gauge.after.to(wide))[..., None])
-    state = (S[..., :-1], S[..., -1], gauge.final) if options.output_final_state else None
+    final: Any = S
+    state: Any = (final[..., :-1], final[..., -1], gauge.final) if options.output_final_state else None
     return LinearAttentionOutput((o[..., :-1] / size).to(v.dtype), state)

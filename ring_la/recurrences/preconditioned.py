@@ -26,9 +26,20 @@ EPS = 1e-6
 SHARED = Argument("BTH", "log decay"), Argument("BTH", "rate"), Argument("H")
 
 
-def token(S, q, k, v, g, beta, h, alpha, center, base):
+def token(
+    states: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    h: Tensor,
+    alpha: Tensor,
+    center: Tensor,
+    base: float,
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """One token of either."""
-    S, A = S
+    S, A = states
     A = h.exp()[..., None] * A + alpha[..., None] * k**2
     r = torch.log(A + EPS) - center[..., None]
     written = k * torch.exp(-math.log(base) * r / (1 + r.abs()))
@@ -58,7 +69,7 @@ def _preconditioned(
         q, b, v, -(gates.exp() * k_own).to(k.dtype), b, gates, scale=options.scale, initial_state=S,
         output_final_state=final, **options.scan,
     )  # fmt: skip
-    return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)
+    return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)  # type: ignore[arg-type, index]
 
 
 @recurrence(

@@ -19,7 +19,7 @@ from .gla import gla
 from .recurrence import recurrence
 
 
-def token(S, r, k, v, w, u):
+def token(S: Tensor, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """One token of RWKV-6."""
     o = read(S, r) + (r * u * k).sum(-1, keepdim=True) * v
     return w.exp()[..., None] * S + outer(k, v), o
@@ -50,10 +50,11 @@ def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, options: Com
         output_final_state=options.output_final_state, **options.scan,
     )  # fmt: skip
     own = (wide[0] * wide[1] * u.to(k.dtype)).sum(-1, keepdim=True)
-    o = o + (options.scale * own * v).to(o.dtype)
+    o = o + (options.scale * own * v).to(o.dtype)  # type: ignore[operator]
     if S is None:
         return LinearAttentionOutput(o, None)
-    last_k, last_v, last_w = (x[:, 0].to(S.dtype) for x in _parted(before.final_state[:, None], sizes, (k, v, w)))
+    last = before.final_state[:, None]  # type: ignore[index]
+    last_k, last_v, last_w = (x[:, 0].to(S.dtype) for x in _parted(last, sizes, (k, v, w)))
     last_k = last_k.repeat_interleave(heads // last_k.shape[1], 1)
     return LinearAttentionOutput(o, last_w.exp()[..., None] * S + last_k[..., None] * last_v[..., None, :])
 

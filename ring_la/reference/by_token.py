@@ -97,7 +97,7 @@ def run(loop: Loop, given: Mapping[str, Any], options: LoopOptions) -> LinearAtt
             S, o = loop.token(S, **brought, **flags)
             outputs.append(o if loop.queries else scale * o)
         states.append(S if isinstance(S, tuple) else (S,))
-    final = tuple(torch.cat(parts) for parts in zip(*states))
+    final: Any = tuple(torch.cat(parts) for parts in zip(*states))
     o = torch.stack(outputs, 1)
     return LinearAttentionOutput(o, (final[0] if len(final) == 1 else final) if options.output_final_state else None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,9 +52,11 @@ def mla(
         keys = torch.einsum("btl,hnl->bthn", latent.double(), w_uk.double())
         keys = torch.cat([keys, k_rope.double()[:, :, None].expand(-1, -1, H, -1)], -1)
         values = torch.einsum("btl,hvl->bthv", latent.double(), w_uv.double())
-        how = dict(block=block, causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens)
+        how: dict[str, Any] = dict(
+            block=block, causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens
+        )
         return MLAOutput(*sparse_attention(q, keys, values, chosen, **how), None)
-    scale = K**-0.5 if scale is None else scale
+    factor = float(K**-0.5) if scale is None else scale
     limits = window[0], 0 if causal else window[1]
     parts = []
     for _, rows, tokens in documents(B, latent.shape[1], cu_seqlens):
@@ -62,7 +65,7 @@ def mla(
         for h in range(H):
             c = latent[rows, tokens].double()
             k = torch.cat([c @ w_uk[h].double().T, k_rope[rows, tokens].double()], -1)
-            s = scale * (q[rows, of_q, h].double() @ k.transpose(1, 2))
+            s = factor * (q[rows, of_q, h].double() @ k.transpose(1, 2))
             s = softcap * torch.tanh(s / softcap) if softcap else s
             sink = None if sinks is None else sinks[h].double()
             heads.append(_one_head(s, c @ w_uv[h].double().T, limits, sink))

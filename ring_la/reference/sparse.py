@@ -39,7 +39,7 @@ def sparse_attention(
     expect_shape("chosen", chosen, B=B, Tq=Tq, heads=(1, Hk), S=None)
     borders = [0, Tk] if cu_seqlens is None else torch.as_tensor(cu_seqlens).tolist()
     document = [n for n, (a, b) in enumerate(zip(borders, borders[1:])) for _ in range(a, b)]
-    scale = K**-0.5 if scale is None else scale
+    factor = float(K**-0.5) if scale is None else scale
     right = 0 if causal else window[1]
     o, lse = q.new_zeros(B, Tq, H, v.shape[3]).double(), []
     rows = []
@@ -57,7 +57,7 @@ def sparse_attention(
                     and (right < 0 or j - place <= right)
                     and (window[0] < 0 or place - j <= window[0])
                 ]
-                s = scale * (k[b, keys, g].double() @ q[b, t, h].double())
+                s = factor * (k[b, keys, g].double() @ q[b, t, h].double())
                 logits = s if sinks is None else torch.cat([s, sinks[h : h + 1].double()])
                 total = torch.logsumexp(logits, 0) if len(logits) else s.new_tensor(-torch.inf)
                 rows.append(torch.exp(s - total) @ v[b, keys, g].double() if keys else o[b, t, h])

@@ -64,7 +64,7 @@ class AttentionCall(NamedTuple):
     def plan(self, x: Tensors) -> AttentionMoves:
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
-            place = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
+            place: Any = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
             return self._planned(x, place, "ring")
         if x.chosen is None:
             name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), x.moved, self.layout, self.kv_layout)

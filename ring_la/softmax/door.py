@@ -3,6 +3,8 @@ device or a split sequence."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -70,8 +72,8 @@ def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
         not_its.add("block")
     keywords = {name: value for name, value in options._asdict().items() if name not in not_its}
     if x.latent:
-        choice = {} if x.chosen is None else {"chosen": x.chosen}
-        out = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **choice, **keywords)
+        choice: dict[str, Any] = {} if x.chosen is None else {"chosen": x.chosen}
+        out: Any = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **choice, **keywords)
     elif x.chosen is not None:
         del keywords["softcap"], keywords["dropout_p"]
         out = reference.sparse_attention(*x[:3], x.chosen, sinks=x.sinks, **keywords)
@@ -80,10 +82,10 @@ def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
 
 
-def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+def autocast(*tensors: Tensor | None) -> list[Any]:
     """The tensors in autocast's dtype, as PyTorch's own attention takes them; fp64 stays."""
 
-    def cast(t: object) -> object:
+    def cast(t: Any) -> Any:
         floats = isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.float32)
         return t.to(torch.get_autocast_dtype(t.device.type)) if floats else t
 
@@ -93,7 +95,7 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
 # -- checks and agreement ----------------------------------------------------------------------------------
 
 
-def _check(x: Tensors, options: AttentionOptions, layout: object) -> None:
+def _check(x: Tensors, options: AttentionOptions, layout: Any) -> None:
     """Refuse what is wrong, by name."""
     check_tensors(x, options.joint, options.alibi_slopes)
     check_options(options)

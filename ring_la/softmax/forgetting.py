@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import reference
 from ..checks import FLOATS, check_scale
+from ..choices import SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
 from ..outputs import AttentionOutput
@@ -38,7 +39,7 @@ def forgetting_attention(
     window: int = -1,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    backend: SoftmaxBackend | None = None,
 ) -> AttentionOutput:
     """Forgetting attention (FoX; Lin et al. 2025, arXiv 2503.02130, eq. 4): causal softmax attention with a decay.
 

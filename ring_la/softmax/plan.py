@@ -113,7 +113,7 @@ class AttentionMoves:
             dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
         inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
         up = job.backend.up_gradients() if isinstance(job.backend, LatentBackend) else ()
-        return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)
+        return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)  # type: ignore[call-arg]
 
 
 class _Planned(torch.autograd.Function):
@@ -168,4 +168,4 @@ def _give_gradients(heads: Heads, grads: Tensors) -> Tensors:
     sinks, up_k, up_v = (None if g is None else heads.among_queries(g) for g in (sinks, up_k, up_v))
     if joint_k is not None:
         joint_k, joint_v = (heads.among_all(heads.fold(g)) for g in (joint_k, joint_v))
-    return Tensors(*posted.wait().values(), sinks, joint_k, joint_v, up_k, up_v)
+    return Tensors(*posted.wait().values(), sinks, joint_k, joint_v, up_k, up_v)  # type: ignore[call-arg]

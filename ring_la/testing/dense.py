@@ -70,7 +70,7 @@ def sight(case: Case) -> Sight:
     apart = at[:, None] - at[None]
     seen = (document[:, None] == document[None]) & visible(case, apart)
     pairs = [side for x in (rank, document, place, local) for side in (x[:, None], x[None])]
-    return Sight(*pairs[:4], apart, *pairs[4:], seen)
+    return Sight(*pairs[:4], apart, *pairs[4:], seen)  # type: ignore[call-arg]
 
 
 def visible(case: Case, apart: Tensor) -> Tensor:

@@ -62,8 +62,9 @@ def _of_masks(case: Case) -> Named:
 def _of_ranks(case: Case) -> Named:
     """One rank that does not see another's keys."""
     for r in range(case.size):
-        yield f"rank {r} sees its own keys alone", _mask(lambda c, p, r=r: p.seen & ((p.mine != r) | _own(p)))
-        yield f"nobody but rank {r} sees rank {r}'s keys", _mask(lambda c, p, r=r: p.seen & ((p.theirs != r) | _own(p)))
+        yield f"rank {r} sees its own keys alone", _mask(lambda c, p, r=r: p.seen & ((p.mine != r) | _own(p)))  # type: ignore[misc]
+        to_it = lambda c, p, r=r: p.seen & ((p.theirs != r) | _own(p))  # noqa: E731
+        yield f"nobody but rank {r} sees rank {r}'s keys", _mask(to_it)
         for s in range(case.size):
             if s != r:
                 blind = lambda c, p, r=r, s=s: p.seen & ~((p.mine == r) & (p.theirs == s))  # noqa: E731

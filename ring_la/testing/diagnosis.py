@@ -91,7 +91,7 @@ class _Compare:
 
     def near_to(self, wrong: Wrong, got: Tensor | None, expected: Tensor) -> bool:
         """Whether two tensors of that name are the same."""
-        found = distances({wrong.name: got}, {wrong.name: expected}, self.case, self.scales)  # type: ignore[dict-item]
+        found = distances({wrong.name: got}, {wrong.name: expected}, self.case, self.scales)
         return found[wrong.name] <= self.subject.bound
 
 
@@ -180,8 +180,8 @@ def _by_number(c: _Compare, w: Wrong) -> str:
 
 def _of_shared(c: _Compare, w: Wrong, what: str) -> str:
     """A gradient of what ranks share: another sum of their parts than it should be."""
-    given = [t.get(w.name) for t in c.given]
-    if w.name not in c.parts or any(g is None or g.shape != given[0].shape for g in given):
+    given = [t[w.name] for t in c.given if w.name in t]
+    if w.name not in c.parts or len(given) < len(c.given) or any(g.shape != given[0].shape for g in given):
         return ""
     want = c.truth[0][w.name]
     if len(given) > 1 and all(c.near_to(w, g, want) for g in given):

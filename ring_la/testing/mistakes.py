@@ -32,11 +32,11 @@ def mistakes(case: Case, numbers: Numbers) -> Iterator[Mistake]:
     """All mistakes that have a name and could show in this case, the plainest first."""
     if case.operation == "attention":
         for words, looks in dense_mistakes(case):
-            yield Mistake(words, lambda looks=looks: run_dense(case, numbers, looks))
+            yield Mistake(words, lambda looks=looks: run_dense(case, numbers, looks))  # type: ignore[misc]
         return
     for group in (_of_states, _of_ranks, _of_documents, _of_edges, _of_inputs, _of_gradients):
         for words, edits in group(case):
-            yield Mistake(words, lambda edits=edits: run_chain(case, numbers, edits))
+            yield Mistake(words, lambda edits=edits: run_chain(case, numbers, edits))  # type: ignore[misc]
 
 
 Named = Iterator[tuple[str, Edits]]
@@ -218,7 +218,8 @@ def _of_inputs(case: Case) -> Named:
         for least in (-20.0, -10.0, -5.0, -1.0) if case.hard else ():
             clamp = lambda own, g=g, least=least: own | {g: own[g].clamp(min=least)}  # noqa: E731
             yield f"{g} is clamped at {least:g}", Edits(inputs=clamp)
-        yield f"{g} is ignored", Edits(inputs=lambda own, g=g: own | {g: torch.zeros_like(own[g])})
+        without = lambda own, g=g: own | {g: torch.zeros_like(own[g])}  # noqa: E731
+        yield f"{g} is ignored", Edits(inputs=without)
 
 
 def _of_edges(case: Case) -> Named:

@@ -84,6 +84,8 @@ def scales(right: Sequence[Tensors]) -> dict[str, float]:
     return out
 
 
-def distances(got: Mapping[str, Tensor], want: Tensors, case: Case, sizes: Mapping[str, float]) -> dict[str, float]:
+def distances(
+    got: Mapping[str, Tensor | None], want: Tensors, case: Case, sizes: Mapping[str, float]
+) -> dict[str, float]:
     """`distance` of each tensor of `want`."""
     return {n: distance(got.get(n), w, heads_of(n, case), sizes[n]) for n, w in want.items()}

@@ -104,10 +104,11 @@ class Processes:
         deadline = time.monotonic() + timeout
         while len(answers) < self.size and time.monotonic() < deadline:
             waiting = {self._pipes[r]: r for r in range(self.size) if r not in answers}
+            pipe: Any
             for pipe in multiprocessing.connection.wait(list(waiting), deadline - time.monotonic()):
-                rank = waiting[pipe]  # type: ignore[index]
+                rank = waiting[pipe]
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode

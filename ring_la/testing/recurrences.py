@@ -144,9 +144,10 @@ def _cases(function, truth, group, kinds, scans):
 
 def _handed_over(function: Function, definition: Definition) -> list[str]:
     """A sequence cut in two with the state passed on, another scale, and q and k of unit length."""
+    assert definition.reference is not None, "Truth refuses this"
     x = make_arguments(definition, 2, 33)
     whole = function(**x, scale=0.3, use_qk_l2norm=True, output_final_state=True)
-    want = definition.reference(**x, scale=0.3, use_qk_l2norm=True, output_final_state=True)  # type: ignore[misc]
+    want = definition.reference(**x, scale=0.3, use_qk_l2norm=True, output_final_state=True)
     along = {n for n, a in definition.arguments.items() if not a.shared}
     first, second = ({n: t[:, s] if n in along else t for n, t in x.items()} for s in (slice(0, 20), slice(20, None)))
     before = function(**first, scale=0.3, use_qk_l2norm=True, output_final_state=True)

@@ -57,15 +57,9 @@ class Split(NamedTuple):
 def _runs(tokens: Sequence[Tensor]) -> list[Segment]:
     out = []
     for rank, own in enumerate(tokens):
-        start, before = None, None
-        for t in own.tolist():
-            if before is None or t != before + 1:
-                if start is not None:
-                    out.append(Segment(start, before + 1, rank))
-                start = t
-            before = t
-        if start is not None:
-            out.append(Segment(start, before + 1, rank))
+        at = own.tolist()
+        starts = [i for i, t in enumerate(at) if i == 0 or t != at[i - 1] + 1]
+        out += [Segment(at[a], at[b - 1] + 1, rank) for a, b in zip(starts, [*starts[1:], len(at)])]
     return out
 
 

@@ -36,7 +36,7 @@ class _Contents(pickle.Unpickler):
     """Makes what a table of contents consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get(module, frozenset())
+        known: set[str] | frozenset[str] | None = _KNOWN.get(module, frozenset())
         if known is not None and name not in known:
             found = getattr(torch, name, None) if module == "torch" else None
             if isinstance(found, torch.dtype):

@@ -46,8 +46,8 @@ def launches(monkeypatch) -> list:
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(gdn_launches, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
-    made, plain = [], gdn_launches.kernel
-    monkeypatch.setattr(gdn_launches, "kernel", lambda *defines: made.append(defines) or plain(*defines))
+    made, plain = [], gdn_launches.forward_kernel
+    monkeypatch.setattr(gdn_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))
     return made
 
 
@@ -118,3 +118,58 @@ def test_a_call_that_trains_goes_by_chunks_and_another_by_one_launch(launches):
     grads = torch.autograd.grad(ring_la.gated_delta_rule(*x).o.float().sum(), x)
     assert not launches
     assert all(bool(g.isfinite().all()) for g in grads)
+
+
+@pytest.fixture
+def gradients_in_one_launch(monkeypatch):
+    from ring_la.kernels.wy import one_launch
+
+    monkeypatch.setattr(one_launch, "DELTA_GRADIENTS", True)
+
+
+def gradient_errors(x: list[Tensor | None], cu: Tensor | None) -> dict[str, float]:
+    q, k, v, g, beta = x
+    name, args = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
+    N = v.shape[0] if cu is None else len(cu) - 1
+    S0, dS = (torch.randn(N, v.shape[2], 128, 128, device="cuda") for _ in range(2))
+    do = torch.randn_like(v)
+
+    def run(function, wide: bool) -> list[Tensor]:
+        leaves = [(t.double() if wide else t.clone()).requires_grad_() for t in (*args, S0)]
+        out = function(*leaves[:-1], initial_state=leaves[-1], output_final_state=True, cu_seqlens=cu)
+        ends, seeds = (out.o, out.final_state), (do.to(out.o.dtype), dS.to(out.final_state.dtype))
+        return [out.o, out.final_state, *torch.autograd.grad(ends, leaves, seeds)]
+
+    names = ("o", "S", "q", "k", "v", *(() if g is None else ("g",)), "beta", "S0")
+    got, want = run(getattr(ring_la, name), False), run(getattr(ring_la.reference, name), True)
+    return {n: ((a.double() - b).norm() / b.norm()).item() for n, a, b in zip(names, got, want, strict=True)}
+
+
+@pytest.mark.parametrize("gate", [mild, strong, hard, none])
+@pytest.mark.parametrize(
+    ("B", "T", "H", "HK", "cu"),
+    [(1, 1500, 4, 4, None), (1, 300, 4, 2, (0, 1, 1, 130, 257, 300, 300)), (3, 200, 2, 1, None), (1, 20, 2, 2, None)],
+)
+def test_gradients(gradients_in_one_launch, launches, B, T, H, HK, cu, gate, record_property):
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32, device="cuda")
+    found = gradient_errors(inputs(B, T, H, HK, gate), offsets)
+    record_property("errors", found)
+    assert launches, "the chunks' kernels took it"
+    assert all(e <= LIMIT for e in found.values()), found
+
+
+def test_gradients_without_what_the_forward_kept(gradients_in_one_launch, monkeypatch):
+    from ring_la.kernels.wy import gdn_launches
+
+    monkeypatch.setattr(gdn_launches, "group", lambda chunks, heads: 3)
+    found = gradient_errors(inputs(1, 700, 4, 2, mild), None)
+    assert all(e <= LIMIT for e in found.values()), found
+
+
+def test_gradients_have_the_same_bits_again_and_replayed(gradients_in_one_launch):
+    x, runs = inputs(1, 900, 4, 4, mild), []
+    for _ in range(5):
+        leaves = [t.clone().requires_grad_() for t in x]
+        out = ring_la.gated_delta_rule(*leaves, output_final_state=True)
+        runs.append(torch.autograd.grad(out.o.float().square().sum() + out.final_state.square().sum(), leaves))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))

@@ -170,21 +170,25 @@ def test_one_node_and_a_range_of_nodes(started):
 
 @pytest.mark.slow
 def test_what_cannot_work_is_not_retried(tmp_path):
-    """A typo is told once, and torchrun is not started."""
+    """A typo is told once, and torchrun is not started; the second script gets what the first was told."""
     pytest.importorskip("jsonargparse")
-    (tmp_path / "python3").write_text(
-        f'#!/usr/bin/env bash\ncase "$1" in -) cat >/dev/null ;; *) exec {shlex.quote(sys.executable)} "$@" ;; esac\n'
-    )
-    (tmp_path / "python3").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "HOME": str(tmp_path), "RANKS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    other = "*) echo started torch.distributed >&2; exit 2"
+    said = f'ex*) exec {shlex.quote(sys.executable)} "$@"'
     for script in ("train.sh", "train_nodes.sh"):
+        (tmp_path / "python3").write_text(
+            f'#!/usr/bin/env bash\ncase "$1" in -) cat >/dev/null ;; -c) echo 0 ;; {said} ;; {other} ;; esac\n'
+        )
+        (tmp_path / "python3").chmod(0o755)
         command = ["bash", str(ROOT / "launch" / script), "--run.stepz=3", f"--run.folder={tmp_path / 'run'}"]
         nodes = {"HEAD": "localhost:29555", "NODES": "1", "RESTARTS": "1"}
         done = subprocess.run(command, env=environment | nodes, capture_output=True, text=True, cwd=ROOT, timeout=200)
         assert done.returncode not in (0, 1)
         assert done.stderr.count("unrecognized arguments: --run.stepz") == 1, done.stderr
         assert "torch.distributed" not in done.stderr, done.stderr
+        (tmp_path / "said").write_text(done.stderr)
+        said = f'ex*) [ "$2" = --check ] && cat {tmp_path / "said"} >&2; exit {done.returncode}'
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,10 @@ SMALL += [
 
 @pytest.mark.distributed
 def test_two_nodes_train_under_slurm_and_two_pods_go_on(tmp_path):
-    """The batch file, run by bash, and the pods' command and environment: two torchruns each, meeting over loopback."""
+    """The batch file, run by bash, and the pods' command and environment: two torchruns each, meeting over loopback.
+
+    SCRIPT is the one that is started anyway: it leaves out the check before, which other tests are about.
+    """
     pytest.importorskip("jsonargparse")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -244,7 +251,7 @@ def test_two_nodes_train_under_slurm_and_two_pods_go_on(tmp_path):
     path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     common = {"PATH": path, "HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[3-4]"}
-    slurm |= {"SLURM_JOB_ID": str(port - 20000), "RANKS": "1", "RESTARTS": "0"}
+    slurm |= {"SLURM_JOB_ID": str(port - 20000), "RANKS": "1", "RESTARTS": "0", "SCRIPT": "examples/train_hybrid.py"}
     command = ["bash", str(ROOT / "launch/train.sbatch"), *SMALL, "--run.steps=1", f"--run.folder={tmp_path / 'run'}"]
     done = subprocess.run(command, env=common | slurm, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr

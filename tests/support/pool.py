@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ import tests.support.without_fla  # noqa: F401
 SIZE = 4
 HANG = 90.0
 """Seconds one call may take."""
+OFTEN = ("torch.distributed", "ring_la.nn", "ring_la.models", "ring_la.training", "torch._dynamo", "diffusers",
+         "transformers.modeling_utils")  # fmt: skip
+"""What ranks import, each for itself unless the process they are forked from has: of it, what a run's tests import."""
 
 _groups: dict[int, Any] = {}
 _size = 0
@@ -51,7 +55,7 @@ class Ranks:
     def start(self) -> None:
         server = multiprocessing.get_context("spawn" if self.backend == "nccl" else "forkserver")
         if self.backend == "gloo":  # imports once for all ranks and restarts; CUDA does not survive a fork
-            server.set_forkserver_preload(["torch.distributed", "torch._dynamo", "ring_la.nn", __name__])
+            server.set_forkserver_preload([__name__, *(name for name in OFTEN if name in sys.modules)])
         port = _free_port()
         for rank in range(self.size):
             here, there = server.Pipe()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +40,10 @@ class RowDecoder:
         self.cp, self.layouts = cp, Layouts(cp)
         self.grid: GridLayout | None = None
 
-    def adopt(self, vae: nn.Module, undo: ExitStack) -> None:
+    def adopt(self, vae: Any, undo: ExitStack) -> None:
         """Replace forwards inside the decoder; `undo` takes the way back."""
-        name, classes = type(vae).__name__, {}
+        name = type(vae).__name__
+        classes: dict[type, type] = {}
         if name not in AUTOENCODERS:
             expected = f"a pipeline with one of {', '.join(AUTOENCODERS)}"
             raise UnsupportedError("vae", expected, name, "vae=False decodes whole on every rank")
@@ -58,9 +60,9 @@ class RowDecoder:
                 undo.callback(_put_back, module, own)
             elif hasattr(module, "processor"):
                 undo.callback(setattr, module, "processor", module.processor)
-                kind = type(module.processor)
-                classes[kind] = classes.get(kind) or split_class(kind, self.attend)
-                module.processor = classes[kind]()
+                processor = type(module.processor)
+                classes[processor] = classes.get(processor) or split_class(processor, self.attend)
+                module.processor = classes[processor]()
             elif not any(True for _ in module.children()) and kind not in ROW_BY_ROW and kind != "ModuleList":
                 raise UnsupportedError("vae", "modules that are known to decode by rows", f"decoder.{label}, a {kind}")
         own = vae.decoder.forward
@@ -96,7 +98,7 @@ class RowDecoder:
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
-def _forward(module: nn.Module, kind: str) -> Callable[..., Tensor] | None:
+def _forward(module: Any, kind: str) -> Callable[..., Tensor] | None:
     """What stands in place of a module's forward, where it reaches beyond its rows."""
     if isinstance(module, nn.GroupNorm):
         return _group_norm
@@ -113,7 +115,7 @@ def _as_it_is(rows: RowDecoder, module: nn.Module, own: Callable[..., Tensor], *
 
 def _conv(rows: RowDecoder, module: nn.Conv2d, own: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A convolution of stride 1: its own padding's rows are cut off, which stand behind those of the neighbours."""
-    width = module.padding[0]
+    width: Any = module.padding[0]
     if rows.grid is None:
         return own(x)
     if module.stride != (1, 1) or 2 * width != module.dilation[0] * (module.kernel_size[0] - 1):
@@ -123,7 +125,7 @@ def _conv(rows: RowDecoder, module: nn.Conv2d, own: Callable[..., Tensor], x: Te
 
 
 def _causal_conv(
-    rows: RowDecoder, module: nn.Module, own: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None
+    rows: RowDecoder, module: Any, own: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None
 ) -> Tensor:
     """The same over rows and columns; over frames it has what it kept of earlier ones."""
     width = module._padding[2]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
 from .catalogue import find_plan
@@ -22,7 +23,7 @@ def parallelize(
     transformer: Any,
     cp: ContextParallel,
     *,
-    backend: str | None = None,
+    backend: SoftmaxBackend | None = None,
     average: bool = False,
     plan: ModelPlan | None = None,
     cfg: int | dist.ProcessGroup | DeviceMesh = 1,

@@ -10,15 +10,17 @@ maps over ranks (`ContextParallel.scan`), fp32 whatever the tokens are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...context import GridLayout
 from .linear import Running
 
 
 def gated_delta(
-    module: nn.Module,
+    module: Any,
     running: Running,
     query: Tensor,
     key: Tensor,
@@ -46,7 +48,7 @@ def gated_delta(
 
 
 def camera_gated_delta(
-    module: nn.Module,
+    module: Any,
     running: Running,
     query: Tensor,
     key: Tensor,

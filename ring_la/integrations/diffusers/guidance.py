@@ -125,7 +125,7 @@ class Guidance:
 def guided_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The same class of models, whose calls go through ``_ring_la_guidance``."""
 
-    def call(self: nn.Module, *args: object, **keywords: object) -> object:
+    def call(self: Any, *args: object, **keywords: object) -> object:
         split = self._ring_la
         given = dict(split.signature.bind(self, *args, **keywords).arguments)
         del given["self"]
@@ -147,7 +147,7 @@ def _cut(x: object, batch: int, mine: slice) -> object:
     return x
 
 
-def _like(out: object, tensors: Sequence[Tensor]) -> object:
+def _like(out: Any, tensors: Sequence[Tensor]) -> object:
     """An output of the model's with other tensors."""
     if isinstance(out, Tensor):
         return tensors[0]

@@ -40,7 +40,7 @@ def linear_class(kind: type, running: Running) -> type:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "ring_la": True})
 
 
-def _projected(attn: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _projected(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k behind their norms and a ReLU, and v: ``[B, T, H, D]``."""
     q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
     q = q if attn.norm_q is None else attn.norm_q(q)
@@ -50,15 +50,24 @@ def _projected(attn: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @outside_graphs
-def _attend(running: Running, q: Tensor, k: Tensor, v: Tensor, **normalizer: Tensor) -> Tensor:
-    layout = running.call.grid
-    how = dict(causal=False, normalize=True, scale=1.0, eps=EPS, layout=layout)
-    return linear_attention(q, k, v, **how, **normalizer).o
+def _attend(
+    running: Running,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizer_q: Tensor | None = None,
+    normalizer_k: Tensor | None = None,
+) -> Tensor:
+    out = linear_attention(
+        q, k, v, causal=False, normalize=True, scale=1.0, eps=EPS, normalizer_q=normalizer_q, normalizer_k=normalizer_k,
+        layout=running.call.grid,
+    )  # fmt: skip
+    return out.o
 
 
 def sana(
     running: Running,
-    attn: nn.Module,
+    attn: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -71,7 +80,7 @@ def sana(
 
 def sana_video(
     running: Running,
-    attn: nn.Module,
+    attn: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -79,8 +88,7 @@ def sana_video(
 ) -> Tensor:
     """SanaLinearAttnProcessor3_0."""
     q, k, v = _projected(attn, hidden_states)
-    rotated = [_rotate(x, *rotary_emb) for x in (q, k)]
-    o = _attend(running, *rotated, v, normalizer_q=q, normalizer_k=k)
+    o = _attend(running, _rotate(q, *rotary_emb), _rotate(k, *rotary_emb), v, q, k)
     return attn.to_out[1](attn.to_out[0](o.flatten(2)))
 
 

@@ -116,8 +116,9 @@ class SplitDenoiser:
         """Of split processors; one for all of a kind, which torch.compile then compiles once."""
         if (kind, spec.streams) not in self._classes:
             make = linear_class if kind.__name__ in LINEAR else split_class
-            given = self if kind.__name__ in LINEAR else functools.partial(self._attend, spec.streams)
-            self._classes[kind, spec.streams] = make(kind, given)  # type: ignore[arg-type]
+            attend = functools.partial(self._attend, spec.streams)  # type: ignore[arg-type]
+            given: Any = self if kind.__name__ in LINEAR else attend
+            self._classes[kind, spec.streams] = make(kind, given)
         return self._classes[kind, spec.streams]
 
     def __deepcopy__(self, memo: dict) -> SplitDenoiser:
@@ -217,9 +218,9 @@ class SplitDenoiser:
             return type(x)([self._part(name, one, part, keep) for one, part in zip(x, role)])
         streams = self.call.streams
         if isinstance(role, SliceCount):
-            return self.call.grid.local_shape[0]
+            return self.call.grid.local_shape[0]  # type: ignore[union-attr]
         if isinstance(role, SliceRows):
-            return self.call.grid.slices.shard(x, role.dim)
+            return self.call.grid.slices.shard(x, role.dim)  # type: ignore[union-attr]
         if isinstance(role, TokenRows):
             if not keep or torch.compiler.is_compiling() or x.requires_grad:
                 return streams.shard(name, x, role.streams, role.dim)

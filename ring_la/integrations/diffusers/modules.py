@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def joined(x: Tensor, coming: Halo, dim: int) -> Tensor:
     return torch.cat([before, x, after], dim)
 
 
-def glu_conv(module: nn.Module, running: Running, x: Tensor) -> Tensor:
+def glu_conv(module: Any, running: Running, x: Tensor) -> Tensor:
     """SANA's GLUMBConv ``[B, C, rows, columns]``: its depthwise 3 x 3 convolution reaches one row up and down. Rows of
     the input travel while this rank's are widened, and are widened when they have come."""
     grid: GridLayout = running.call.grid
@@ -64,7 +64,7 @@ def glu_conv(module: nn.Module, running: Running, x: Tensor) -> Tensor:
     return x + residual if module.residual_connection else x
 
 
-def glu_temporal_conv(module: nn.Module, running: Running, x: Tensor) -> Tensor:
+def glu_temporal_conv(module: Any, running: Running, x: Tensor) -> Tensor:
     """SANA-Video's GLUMBTempConv ``[B, frames, rows, columns, C]``: whole frames, then a convolution over three."""
     parts = module.nonlinearity, module.conv_inverted, module.conv_depth, module.nonlinearity, module.conv_point
     y = _over_frames(running.call.grid, functools.partial(_spatial, *parts), module.conv_temp, x, 1)
@@ -73,7 +73,7 @@ def glu_temporal_conv(module: nn.Module, running: Running, x: Tensor) -> Tensor:
     return y + x if module.residual_connection else y
 
 
-def glu_conv_temporal(module: nn.Module, running: Running, x: Tensor, HW: tuple[int, int, int]) -> Tensor:
+def glu_conv_temporal(module: Any, running: Running, x: Tensor, HW: tuple[int, int, int]) -> Tensor:
     """SANA-WM's GLUMBConvTemp ``[B, tokens, C]``."""
     same = nn.Identity()  # its convolutions have their activations inside
     parts = same, module.inverted_conv, module.depth_conv, module.glu_act, module.point_conv
@@ -122,7 +122,7 @@ def _ends_of(first: Tensor, last: Tensor, frames: int) -> Tensor:
     return torch.cat([first, between, last], 2)
 
 
-def short_conv(module: nn.Module, running: Running, x: Tensor, num_frames: int) -> Tensor:
+def short_conv(module: Any, running: Running, x: Tensor, num_frames: int) -> Tensor:
     """SANA-WM's SanaWMTemporalShortConvolution ``[B, tokens, C]``: forwards and backwards over the frames."""
     width = module.kernel_size - 1
     frames = x.unflatten(1, (num_frames, -1))

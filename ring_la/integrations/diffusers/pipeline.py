@@ -76,7 +76,9 @@ def _alike(
     cp: ContextParallel, group: dist.ProcessGroup | DeviceMesh, attention: AttentionChoice | None = None
 ) -> ContextParallel:
     """A ContextParallel of other ranks with the same settings."""
-    how = dict(scan=cp.scan_choice, attention=attention or cp.attention, transport=cp.transport, timeout=cp.timeout)
+    how: dict[str, Any] = dict(
+        scan=cp.scan_choice, attention=attention or cp.attention, transport=cp.transport, timeout=cp.timeout
+    )
     return ContextParallel(group, **how, validate=cp.validate)
 
 
@@ -84,13 +86,15 @@ class SplitPipeline:
     """What `parallelize` leaves in a pipeline, under the name ``_ring_la``."""
 
     def __init__(self, axes: Axes) -> None:
-        self.axes, self.guided = axes, []
+        self.axes = axes
+        self.guided: list[Guidance] = []
         self.undo = ExitStack()
 
     def adopt(self, pipe: Any, vae: bool, text: bool) -> None:
         """All but the tokens: guidance, decoder, text. On an error, `undo` holds what was done."""
         pipe._ring_la = self
         self.undo.callback(_forget, pipe)
+        model: Any
         for model in transformers_of(pipe).values() if self.axes.guidance is not None else ():
             model._ring_la_guidance = Guidance(self.axes.guidance)
             self.guided.append(model._ring_la_guidance)
@@ -130,7 +134,7 @@ def _forget(pipe: Any) -> None:
 
 def _sent_by_one(group: Group, encode: Any, *args, **keywords) -> object:
     """What the text encoders of the first rank say, on every rank."""
-    said: list[object] = [None]
+    said: list[Any] = [None]
     error: Exception | None = None
     tensors: list[Tensor] = []
     if group.rank == 0:
@@ -160,7 +164,7 @@ class _Place(NamedTuple):
     number: int
 
 
-def _without_tensors(x: object, tensors: list[Tensor]) -> object:
+def _without_tensors(x: Any, tensors: list[Tensor]) -> object:
     if isinstance(x, Tensor):
         tensors.append(x)
         return _Place(len(tensors) - 1)
@@ -169,7 +173,7 @@ def _without_tensors(x: object, tensors: list[Tensor]) -> object:
     return type(x)([_without_tensors(one, tensors) for one in x]) if type(x) in (tuple, list) else x
 
 
-def _with_tensors(x: object, tensors: list[Tensor]) -> object:
+def _with_tensors(x: Any, tensors: list[Tensor]) -> object:
     if isinstance(x, _Place):
         return tensors[x.number]
     if isinstance(x, dict):

@@ -145,5 +145,5 @@ def _split(model: nn.Module | None) -> SplitModel:
     """What `parallelize` left in a model, whatever wraps it."""
     for module in [] if model is None else model.modules():
         if hasattr(module, "_ring_la"):
-            return module._ring_la
+            return module._ring_la  # type: ignore[return-value]
     raise ArgumentError("model", "one that parallelize(model, cp, average=True) was given", type(model).__name__)

@@ -79,6 +79,7 @@ INLINE void stm_trans(const u32* r, u32 a) {
 // -- barriers ------------------------------------------------------------------------------------------------------
 
 INLINE void bar_init(u32 a, int n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(a), "r"(n) : "memory"); }
+INLINE void bars_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }  // behind the last bar_init
 INLINE void bar_arrive(u32 a) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(a) : "memory"); }
 INLINE void bar_wait(u32 a, u32 phase) {
   asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}"
@@ -91,6 +92,7 @@ INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {  // by the c
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
+INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of the first 256 threads that come
 INLINE int load_acquire(const int* p) {
   int x;
   asm volatile("ld.acquire.gpu.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
@@ -100,6 +102,10 @@ INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 INLINE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Registers of each thread of a warpgroup, from here on
+template <int N> INLINE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> INLINE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // -- products ------------------------------------------------------------------------------------------------------
 
@@ -119,22 +125,14 @@ INLINE void mma(float* c, const u32* a, u32 b0, u32 b1) {
 
 INLINE void wg_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void wg_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait for what was committed. The registers are named behind the wait, so that nothing reads them before it.
-INLINE void wg_wait(float (&d)[8]) {
+// Wait for what was committed (`wg_wait`). Registers are named behind the wait (`wg_settled`), so that nothing reads them before it.
+INLINE void wg_settled(float (&d)[8]) { asm volatile("" : F8(d)::"memory"); }
+INLINE void wg_settled(float (&d)[16]) { asm volatile("" : F16(d)::"memory"); }
+INLINE void wg_settled(float (&d)[32]) { asm volatile("" : F32(d)::"memory"); }
+INLINE void wg_settled(float (&d)[16][4]) { asm volatile("" : F64(d)::"memory"); }
+template <class Registers> INLINE void wg_wait(Registers& d) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  asm volatile("" : F8(d)::"memory");
-}
-INLINE void wg_wait(float (&d)[16]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  asm volatile("" : F16(d)::"memory");
-}
-INLINE void wg_wait(float (&d)[32]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  asm volatile("" : F32(d)::"memory");
-}
-INLINE void wg_wait(float (&d)[16][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  asm volatile("" : F64(d)::"memory");
+  wg_settled(d);
 }
 // d [64, 32] = a [64, 16] b [16, 32] (`more`: + d); b stored [n][k]. A warpgroup's, a and d in registers.
 INLINE void wgmma32(float (&d)[16], const u32* a, u64 b, int more) {
@@ -181,6 +179,13 @@ INLINE void wgmma32(float (&d)[16], u64 a, u64 b, int more) {
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
       "%16, %17, p, 1, 1, 1, 0;\n}"
       : F16(d) : "l"(a), "l"(b), "r"(more));
+}
+INLINE void wgmma64(float (&d)[32], u64 a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 1, 0;\n}"
+      : F32(d) : "l"(a), "l"(b), "r"(more));
 }
 // Of an operand in shared memory with 128-byte swizzle: bytes between its parts (PTX ISA, matrix descriptor format).
 INLINE u64 descriptor(u32 at, u32 lead, u32 stride) {

@@ -178,7 +178,7 @@ class GatedSums:
     ) -> InputGradients:  # fmt: skip
         dv, dg, entering = self._backward(backward, dS_end)
         zeros = (x.new_zeros(x.shape) for x in self.ones)  # q and k are ones
-        return InputGradients(Inputs(*zeros, dv[..., None], dg), _wide(entering))
+        return InputGradients(Inputs(*zeros, dv[..., None], dg), _wide(entering))  # type: ignore[call-arg]
 
     # -- walks ---------------------------------------------------------------------------------------------
 

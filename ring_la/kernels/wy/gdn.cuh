@@ -18,10 +18,21 @@ struct Args {
   const int* cu;         // [pieces + 1] beside a table
   int* flags;            // [2 * count * H + 1], zero at first: see `decided`, `done` and `ticket`
   float* states;         // [count, H, 128 * 128]
+  u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
+  u16* kept_W;           // [chunks, heads, 32 * 128], W of its tokens, see `rows_place`
+  u16* kept_pairs;       // [chunks, heads, 2 * 32 * 32], N and P, see `pair_place`
   int T, H, HK, count, length, pieces;
+  int first_head, heads; // this launch's
   int ahead;             // whether spans that wait find what they leave meanwhile
   float scale;
 };
+
+INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
+
+// Where 16 bytes `chunk` of a row of 32 tokens lie, so that eight rows' do not share banks
+INLINE u32 pair_place(int row, int chunk) { return (u32)(row * 64 + ((chunk ^ (row >> 1) & 3) << 4)); }
+// Where 8 channels of V of a token lie: an operand of wgmma as it is.
+INLINE u32 rows_place(int token, int chunk) { return (u32)((chunk >> 3) * 4096 + token * 128) + swz(token, chunk & 7); }
 
 INLINE float gate_at(const Args& a, u64 i) {
 #if !GATED

@@ -1,5 +1,5 @@
 // The gated delta rule's forward in one launch: q, k, v, g, beta in, o and states out, nothing else through memory but
-// what spans pass on. Without gates (GATED 0) the delta rule's.
+// what spans pass on. Without gates (GATED 0) the delta rule's. With KEEP also what gdn_backward.cu wants of every chunk.
 //
 // S <- e^g (I - beta k k^T) S + beta k v^T,  o = scale S^T q    (Gated Delta Networks, arXiv 2412.06464, equation 10)
 //
@@ -18,25 +18,33 @@
 // Programs take spans in order, so that one which waits waits for one that runs.
 #include "gdn.cuh"
 
-#define SLOTS 7  // chunks under way
 #define MAKERS 4 // warps that make pairs
 
 // A slot: k and q (128-byte swizzle, 64 channels a row); v, then o; M; P; the triangle that is inverted; e^G, e^(GL - G).
+// With KEEP N in place of M; beta; B = tril(k k^T * E, -1).
+#if KEEP
+#define SLOTS 6  // chunks under way
+#define SLOT 33792
+#define STAGE 8192 // 1 KB a warp that carries the state, on its way out
+#else
+#define SLOTS 7
 #define SLOT 31744
+#define STAGE 0
+#endif
 #define OFF_Q 4096
 #define OFF_V 16384
 #define OFF_M 24576
 #define OFF_P 26624
 #define OFF_A 28672
 #define OFF_E 30976
+#define OFF_BETA 31232
+#define OFF_B 31744
 #define HALF 8192               // from 64 channels of k and q to the others
-#define BARS (SLOTS * SLOT)     // of each slot: full, empty
+#define BARS (SLOTS * SLOT + STAGE) // of each slot: full, empty
 #define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
 #define SAID (OPEN + 16) // the ticket; three unused words, of which `leave` takes the last; of 16 chunks, what they leave over
 #define SHARED (SAID + 80)
 
-// Where 16 bytes `chunk` of a row of 32 tokens lie (M and P), so that eight rows' do not share banks
-INLINE u32 pair_place(int row, int chunk) { return (u32)(row * 64 + ((chunk ^ (row >> 1) & 3) << 4)); }
 // Where column j of the triangle lies: its rows from a multiple of 4 at most j + 1 on
 INLINE constexpr int triangle_from(int j) { return (j + 1) & ~3; }
 INLINE constexpr int triangle_column(int j) {
@@ -102,6 +110,9 @@ INLINE void make_pairs(float G, float b, u32 at, int lane) {
         const float e0 = ex2(Gi - __shfl_sync(~0u, G, j)), e1 = ex2(Gi - __shfl_sync(~0u, G, j + 1));
         const float* x = &A[2 * m + nt][2 * e];
         const float* y = &P[2 * m + nt][2 * e];
+#if KEEP
+        sts32(at + OFF_B + pair_place(i, nt) + (lane & 3) * 4, pack(j < i ? x[0] * e0 : 0.f, j + 1 < i ? x[1] * e1 : 0.f));
+#endif
         if (j < i) sts32(at + OFF_A + triangle_column(j) + i * 4, __float_as_uint(x[0] * e0 * bi));
         if (j + 1 < i) sts32(at + OFF_A + triangle_column(j + 1) + i * 4, __float_as_uint(x[1] * e1 * bi));
         sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] * e0 : 0.f, j + 1 <= i ? y[1] * e1 : 0.f));
@@ -127,6 +138,18 @@ INLINE void invert(float b, u32 at, int lane) {
     sts16(at + OFF_M + pair_place(j, lane >> 3) + (lane & 7) * 2, (u16)(pack(y[j], 0.f) & 0xffff));
   }
 }
+
+#if KEEP
+// N and P to where the backward reads them
+INLINE void keep_pairs(u16* to, u32 at, int lane) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 z[4];
+    lds128(z, at + OFF_M + i * 512 + lane * 16);
+    stg128((char*)to + i * 512 + lane * 16, z);
+  }
+}
+#endif
 
 // The chunks of all passes over a span; n: of one pass.
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
@@ -155,6 +178,9 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     }
     sts32(at + OFF_E + lane * 4, __float_as_uint(ex2(G)));
     sts32(at + OFF_E + 128 + lane * 4, __float_as_uint(ex2(__shfl_sync(~0u, G, C - 1) - G)));
+#if KEEP
+    sts32(at + OFF_BETA + lane * 4, __float_as_uint(b));
+#endif
     cp_wait();
     __syncwarp();
     make_pairs(G, b, at, lane);
@@ -162,7 +188,14 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     const float mine = b;
     const bool more = c + MAKERS < total, later = c < last && c + MAKERS >= last;
     if (more && !later) ask(c + MAKERS);
+#if KEEP
+    invert(1.f, at, lane);
+    __syncwarp();
+    const int own = t0 + (c - last) * C - x.begin;
+    if (c >= last && own >= 0) keep_pairs(a.kept_pairs + kept_at(a, x.chunk + own / C, h) * (2 * C * C), at, lane);
+#else
     invert(mine, at, lane);
+#endif
     proxy_fence();
     __syncwarp();
     if (lane == 0) bar_arrive(base + BARS + slot * 16);
@@ -172,8 +205,30 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
-// What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then S^T q^T; S <- e^GL S meanwhile.
-INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at) {
+#if KEEP
+// The state, of which `f` are this warp's rows, as the backward reads it, by way of 1 KB of shared memory: 32 channels of K at a time
+INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lane) {
+  const int m = lane >> 3, row = (lane & 7) + ((m & 1) << 3), col = m >> 1;
+#pragma unroll
+  for (int part = 0; part < 4; part++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) stm(f[2 * part + i], stage + row * 64 + (((2 * i + col) ^ (row >> 1)) & 3) * 16);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int r = i * 8 + (lane >> 2), c = lane & 3;
+      u32 z[4];
+      lds128(z, stage + r * 64 + ((c ^ (r >> 1)) & 3) * 16);
+      stg128(to + state_place(w * 16 + r, 4 * part + c), z);
+    }
+    __syncwarp();
+  }
+}
+#endif
+
+// What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then S^T q^T; S <- e^GL S meanwhile. With KEEP
+// the state goes out to `kept`, unless that is null.
+INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at, char* kept, u32 stage, int w, int lane) {
   const u64 b0 = descriptor(at, 16, 1024), b1 = descriptor(at + HALF, 16, 1024);
   const float to_end = lds(at + OFF_E + (C - 1) * 4);
   u32 f[8][4];
@@ -191,10 +246,15 @@ INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at) {
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) wgmma64(RO, f[ks], (ks < 4 ? b0 : b1) + (ks & 3) * 2, ks > 0);
   wg_commit();
+#if KEEP
+  if (kept) keep_state(f, kept, stage, w, lane);
+#endif
 }
 
-// The state over n chunks from token t on, the first of which is chunk `c0` of the span; outputs from `begin` on.
-INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int end, int c0, int n, u32 base, int w, int lane) {
+// The state over n chunks from token t0 on, the first of which is the c0-th of those under way; outputs from `begin` on, which has chunk
+// number `chunk`.
+INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int end, int chunk, int c0, int n, u32 base, int w,
+                 int lane) {
   const u32 bars = base + BARS;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1, j = w * 2 + cb;
   const u32 column = (u32)((lane & 3) * 8);
@@ -203,7 +263,12 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     const u32 at = base + slot * SLOT;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
     float RO[32];
-    read_state(RO, S, at);
+    char* kept = 0;
+#if KEEP
+    const u64 place = kept_at(a, chunk + (t - begin) / C, h);
+    if (t >= begin) kept = (char*)(a.kept_S + place * (D * D));
+#endif
+    read_state(RO, S, at, kept, base + SLOTS * SLOT + w * 1024, w, lane);
     u32 v[2][4], u[2][4], at_end[2][4];
     float E[4][2];
 #pragma unroll
@@ -215,13 +280,24 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #pragma unroll
     for (int m = 0; m < 2; m++) ldm_trans(v[m], at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
     wg_wait(RO);
+#if KEEP
+    float W[16];  // R for now
+#endif
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* r = RO + 8 * m + 2 * i;
         const float(&e)[2] = E[2 * m + (i >> 1)];
+#if KEEP
+        u32 b[2];
+        lds64(b, at + OFF_BETA + (2 * m + (i >> 1)) * 32 + column);
+        float* y = W + 8 * m + 4 * (i >> 1) + 2 * (i & 1);
+        y[0] = fmaf(-e[0], r[0], lo(v[m][i])); y[1] = fmaf(-e[1], r[1], hi(v[m][i]));
+        v[m][i] = pack(y[0] * __uint_as_float(b[0]), y[1] * __uint_as_float(b[1]));
+#else
         v[m][i] = pack(fmaf(-e[0], r[0], lo(v[m][i])), fmaf(-e[1], r[1], hi(v[m][i])));
+#endif
       }
     {
       float U[4][4] = {};
@@ -247,6 +323,37 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     wgmma128(S, at_end[0], descriptor(at, HALF, 1024));
     wgmma128(S, at_end[1], descriptor(at + 2048, HALF, 1024));
     wg_commit();
+#if KEEP
+    if (t >= begin) {  // W = R - B U
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[m][i] = u[m][i] ^ 0x80008000u;
+      u32 p[4];
+      ldm(p, at + OFF_B + pair_place(rb, cb));
+      mma(W, v[0], p[0], p[1]); mma(W + 4, v[0], p[2], p[3]);
+      ldm(p, at + OFF_B + pair_place(16 + rb, cb));
+      mma(W + 8, v[0], p[0], p[1]); mma(W + 12, v[0], p[2], p[3]);
+      ldm(p, at + OFF_B + pair_place(16 + rb, 2 + cb));
+      mma(W + 8, v[1], p[0], p[1]); mma(W + 12, v[1], p[2], p[3]);
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        u32 f[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) f[i] = pack(W[8 * m + 2 * i], W[8 * m + 2 * i + 1]);
+        stm_trans(f, at + OFF_V + (16 * m + rb) * 256 + swz(rb, j));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
+        u32 z[4];
+        lds128(z, at + OFF_V + row * 256 + swz(row, to));
+        stg128((char*)(a.kept_W + place * (C * D)) + rows_place(row, to), z);
+      }
+      __syncwarp();
+    }
+#endif
     if (t >= begin) {  // the output, meanwhile
       float* O = RO + 16;
       u32 p[4];
@@ -291,7 +398,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++) {
     const bool last = pass == passes - 1;
-    walk(S, a, h, t0, last ? uniform(x.begin) : end, end, pass * n, n, base, w, lane);
+    walk(S, a, h, t0, last ? uniform(x.begin) : end, end, KEEP ? uniform(x.chunk) : 0, pass * n, n, base, w, lane);
     if (last) break;
     if (pass == 0) {
       store_state(S, a, s, h, w, lane);
@@ -301,7 +408,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
       leave_early(S, a, s - 1, s, h, base, base + OPEN, w, lane);
     }
   }
-  if (passes == 1) leave(S, a, x, s, h, base + SAID, w, lane);
+  if (passes == 1) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
 
 // How many chunks early a span begins, or -1: it waits. By all warps.
@@ -332,11 +439,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    bars_ready();
     sts32(base + SAID, atomicAdd(ticket(a), 1));
   }
   __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.H, h = i % a.H;
+  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
@@ -344,10 +451,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
   const int passes = back < 0 && !x.last && a.ahead ? 3 : 1;
   if (uniform(tid >> 8)) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+    registers_down<120>();
     produce(a, x, h, t0, n, passes, base, w, lane);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+    registers_up<192>();
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
   }
 }

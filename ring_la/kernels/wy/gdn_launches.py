@@ -1,4 +1,5 @@
-"""Launches of the delta rules' kernel in CUDA C++ on Hopper (`gdn_forward.cu`): one forward, with gates or without.
+"""Launches of the delta rules' kernels in CUDA C++ on Hopper (`gdn_forward.cu`, `gdn_backward.cu`): one each way, with
+gates or without.
 
 Chunks have 32 tokens. Spans are long, since one may begin up to sixteen chunks early, or waits for the one before it.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +19,45 @@ from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.runs import Runs
-from ring_la.kernels.spans.table import cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, multiprocessors
+from ring_la.kernels.spans.table import SAVED_STATES, cdiv
+from ring_la.kernels.wy.kda_launches import HEAD, by_row, multiprocessors
 
 CHUNK = 32
 """Tokens a chunk."""
 SHORTEST, LONGEST = 512, 4096
 """Tokens a span, where pieces are cut: those of another span that one may begin with are 512 at most."""
-ARGUMENTS = "12Q7if"
+KEPT = 3 * SAVED_STATES // 2
+"""Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
+ARGUMENTS = "15Q9if"
 SHARED = 7 * 31744 + 7 * 16 + 16 + 80 + 1024
+BACKWARD_SHARED = 198656 + 1024 + 2048 + 64 + 2 * 32 + 2 * 16 + 16 + 80 + 1024
+KEEPING_SHARED = 6 * 33792 + 8192 + 6 * 16 + 16 + 80 + 1024
+
+
+class Kept(NamedTuple):
+    """What a backward wants of chunks: the states before them, W (U by beta) and their pairs."""
+
+    states: Tensor
+    writes: Tensor
+    pairs: Tensor
+
+    @classmethod
+    def of(cls, saved: tuple[Tensor | None, ...]) -> Kept | None:
+        """What a forward in one launch left, if it did; one in chunks leaves more, and others."""
+        states, writes, pairs = saved if len(saved) == 3 else (None, None, None)
+        return None if states is None or writes is None or pairs is None else cls(states, writes, pairs)
 
 
 @functools.cache
-def kernel(*defines: str) -> CudaKernel:
-    return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 384, SHARED, defines)
+def forward_kernel(keep: bool, *defines: str) -> CudaKernel:
+    defines, shared = (f"KEEP={int(keep)}", *defines), KEEPING_SHARED if keep else SHARED
+    return CudaKernel(Path(__file__).parent / "gdn_forward.cu", "gdn_forward", ARGUMENTS, 384, shared, defines)
+
+
+@functools.cache
+def backward_kernel(*defines: str) -> CudaKernel:
+    file = Path(__file__).parent / "gdn_backward.cu"
+    return CudaKernel(file, "gdn_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
 
 
 def span(tokens: int, heads: int, pieces: int, programs: int) -> int:
@@ -41,36 +69,132 @@ def span(tokens: int, heads: int, pieces: int, programs: int) -> int:
     return min(max(1 << round(math.log2(each)), SHORTEST), LONGEST)
 
 
-def forward(
-    inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool
-) -> tuple[Tensor, Tensor | None]:
-    """o ``[B, T, H, V]``, and if `final` the states that leave the pieces ``[B, N, H, K, V]``; `S0` like those."""
-    q, k, v, g, beta = (None if x is None else aligned(x) for x in inputs[:5])
-    q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
-    g, beta = (x if x is None or x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
-    B, T, H = v.shape[:3]
-    pieces = B if cu is None else cu.numel() - 1
-    length = span(B * T, H, pieces, multiprocessors(v.device))
-    if cu is None:
-        count, runs = B * cdiv(T, length), None
-    else:
+@dataclass(frozen=True)
+class GDNCall:
+    """One device's tokens, as the kernels take them.
+
+    Attributes:
+        inputs: q, k, v bf16, g (None: no decay) and beta fp32 or bf16; contiguous, batch rows one behind the other.
+        pieces: documents, or batch rows. length: tokens a span. count, chunks: how many spans and chunks at most.
+        runs: the spans of packed documents; None: rows are cut evenly.
+    """
+
+    inputs: Inputs
+    cu: Tensor | None
+    scale: float
+    pieces: int
+    length: int
+    count: int
+    chunks: int
+    runs: Runs | None
+
+    @classmethod
+    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float) -> GDNCall:
+        q, k, v, g, beta = (None if x is None else aligned(x) for x in inputs[:5])
+        q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
+        g, beta = (x if x is None or x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
+        B, T, H = v.shape[:3]
+        pieces = B if cu is None else cu.numel() - 1
+        length, inputs = span(B * T, H, pieces, multiprocessors(v.device)), Inputs(q, k, v, g, beta)
+        if cu is None:
+            return cls(inputs, None, scale, pieces, length, B * cdiv(T, length), B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
         runs = Runs.of(T, length, CHUNK, cu)
-        count = runs.count
-    o = torch.empty_like(v)
-    leaving = v.new_empty(pieces, H, HEAD, HEAD, dtype=torch.float32) if final else None
-    flags = torch.zeros(2 * count * H + 1, dtype=torch.int32, device=v.device)
-    passed = v.new_empty(count, H, HEAD, HEAD, dtype=torch.float32)
-    defines = (
-        f"GATED={int(g is not None)}",
-        f"GATE_BF16={int(g is not None and g.dtype == torch.bfloat16)}",
-        f"BETA_BF16={int(beta.dtype == torch.bfloat16)}",
-    )
-    entering, table = None if S0 is None else aligned(S0), None if runs is None else runs.table
-    kernel(*defines)(
-        count * H, q, k, v, g, beta, o, entering, leaving, table, cu, flags,
-        passed, T, H, q.shape[2], count, length, pieces, 1, scale,
-    )  # fmt: skip
-    if leaving is not None:
-        leaving = leaving[:, None] if B > 1 else leaving[None]
-    return o, leaving
+        return cls(inputs, cu, scale, pieces, length, runs.count, T // CHUNK + pieces, runs)
+
+    @property
+    def defines(self) -> tuple[str, str, str]:
+        g, beta = self.inputs.g, self.inputs.beta
+        bf16 = torch.bfloat16
+        return (
+            f"GATED={int(g is not None)}",
+            f"GATE_BF16={int(g is not None and g.dtype == bf16)}",
+            f"BETA_BF16={int(beta.dtype == bf16)}",
+        )
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device=self.inputs.v.device, dtype=dtype)
+
+    def states(self) -> Tensor:
+        """Room for the state of every piece."""
+        return self.new(self.pieces, self.inputs.v.shape[2], HEAD, HEAD)
+
+    def kept(self, heads: int) -> Kept:
+        """Room for what a backward wants of chunks."""
+        shape, bf16 = (self.chunks, heads), torch.bfloat16
+        return Kept(
+            self.new(*shape, HEAD, HEAD, dtype=bf16),
+            self.new(*shape, CHUNK, HEAD, dtype=bf16),
+            self.new(*shape, 2, CHUNK, CHUNK, dtype=bf16),
+        )
+
+    def launch(
+        self, kernel: CudaKernel, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
+        kept: Kept | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
+    ) -> None:  # fmt: skip
+        """`states`: those it begins with and those it ends with (gradients, backward)."""
+        T, H = self.inputs.v.shape[1:3]
+        flags = torch.zeros(2 * self.count * H + 1, dtype=torch.int32, device=self.inputs.v.device)
+        passed = self.new(self.count, H, HEAD, HEAD)
+        table = None if self.runs is None else self.runs.table
+        kernel(
+            self.count * len(heads), *self.inputs[:5], o, *states, table, self.cu, flags, passed, *kept,
+            T, H, self.inputs.q.shape[2], self.count, self.length, self.pieces,
+            heads.start, len(heads), 1, self.scale, *further,
+        )  # fmt: skip
+
+
+def keeps(inputs: Inputs, cu: Tensor | None) -> bool:
+    """Whether a forward leaves what a backward wants, or that makes it again."""
+    B, T, H = inputs.v.shape[:3]
+    return group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H) == H
+
+
+@functools.lru_cache(maxsize=512)
+def group(chunks: int, heads: int) -> int:
+    """Heads at a time whose chunks' states are held: groups of about one size."""
+    most = max(1, KEPT // (chunks * 2 * (HEAD * HEAD + CHUNK * HEAD + 2 * CHUNK * CHUNK)))
+    return cdiv(heads, math.ceil(heads / most))
+
+
+def forward(
+    inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool, keep: bool = False
+) -> tuple[Tensor, Tensor | None, Kept | None]:
+    """o ``[B, T, H, V]``; if `final` the states that leave the pieces ``[B, N, H, K, V]``, `S0` like those; if `keep`
+    what `gradients` take."""
+    H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale)
+    o, leaving = torch.empty_like(call.inputs.v), call.states() if final else None
+    kept = call.kept(H) if keep else None
+    entering = None if S0 is None else aligned(S0)
+    call.launch(forward_kernel(keep, *call.defines), range(H), o, (entering, leaving), kept or (None,) * 3)
+    return o, None if leaving is None else by_row(leaving, inputs.v.shape[0]), kept
+
+
+def gradients(
+    inputs: Inputs,
+    cu: Tensor | None,
+    scale: float,
+    S0: Tensor | None,
+    do: Tensor,
+    dS_end: Tensor | None,
+    kept: Kept | None,
+) -> tuple[Inputs, Tensor]:
+    """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it is
+    made again, as many heads at a time as `KEPT` bytes hold."""
+    (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
+    call = GDNCall.of(inputs, cu, scale)
+    do = aligned(do.to(torch.bfloat16))
+    S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
+    dq, dk, dv = (call.new(B, T, H, HEAD, dtype=torch.bfloat16) for _ in range(3))
+    g, dbeta, dS0 = call.inputs.g, call.new(B, T, H), call.states()
+    dg = None if g is None else torch.empty_like(g)
+    each = H if kept is not None else group(call.chunks, H)
+    room = call.kept(each) if kept is None else kept
+    for first in range(0, H, each):
+        heads = range(first, min(first + each, H))
+        if kept is None:
+            call.launch(forward_kernel(True, *call.defines), heads, torch.empty_like(call.inputs.v), (S0, None), room)
+        call.launch(backward_kernel(*call.defines), heads, None, (dS_end, dS0), room, (do, dq, dk, dv, dg, dbeta))
+    if HK != H:
+        dq, dk = (x.view(B, T, HK, -1, HEAD).sum(3, dtype=torch.float32).to(x.dtype) for x in (dq, dk))
+    return Inputs(dq, dk, dv, dg, dbeta), by_row(dS0, B)

@@ -80,9 +80,7 @@ INLINE void gates(float (&g)[4], u32 at, int i, int lane) {
 #endif
 }
 
-// Where 8 channels of K, chunk 0 to 15, of row v of a state [V, K] lie, and 8 channels of V of a token: both are operands
-// of wgmma as they are, of 128-byte swizzle.
-INLINE u32 state_place(int v, int chunk) { return (u32)((chunk >> 3) * 16384 + v * 128) + swz(v, chunk & 7); }
+// Where 8 channels of V of a token lie: an operand of wgmma as it is, of 128-byte swizzle.
 INLINE u32 rows_place(int token, int chunk) { return (u32)((chunk >> 3) * 2048 + token * 128) + swz(token, chunk & 7); }
 
 // (I + pairs)^-1 diag(b) by forward substitution in fp32, a column a lane (both halves of the warp find the same); b: that

@@ -282,29 +282,6 @@ INLINE int decide(const Args& a, const Span& x, const Span& y, int s, int h, u32
   return skip;
 }
 
-INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
-  const int tq = lane & 3, v = w * 16 + (lane >> 2);
-  if (!x.first) {
-    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s - 1, h)) != 1);
-    between_warps();
-    if (lds32(said + 12)) {
-      float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-      for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
-      fence_gpu();
-      between_warps();
-      if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
-    }
-  } else if (a.S1) {
-    leave_empty(a, x.piece, h, w * 32 + lane);
-    float* to = a.S1 + ((u64)x.piece * a.H + h) * (D * D);
-#pragma unroll
-    for (int nt = 0; nt < 16; nt++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) to[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] = S[nt][e];
-  }
-}
-
 // Twice dS in bf16: as operands `f` of this warp's rows, and for all warps as a tile
 INLINE void operands(u32 (&f)[8][4], const float (&S)[16][4]) {
 #pragma unroll
@@ -560,7 +537,8 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           wgmma16(Z, ad + ks * 128, descriptor(at + OFF_W + (ks >> 2) * 2048, 16, 1024) + (ks & 3) * 2, ks > 0);
         wg_commit();
         wg_wait(S);
-        asm volatile("" : F16(Y), F8(Z)::"memory");
+        wg_settled(Y);
+        wg_settled(Z);
         traces(trace, state, adjoint, kc, lane);
         if (w == 0 && lane < C && t + lane < end) {
           float sum = 0.f;
@@ -606,7 +584,7 @@ INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int l
       keep_map(S, base, w, lane);
       leave_early(S, a, s + 1, s, h, base, base + OPEN, w, lane);
     } else if (alone) {
-      leave(S, a, x, s, h, base + SAID, w, lane);
+      leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
     }
   }
 }
@@ -621,7 +599,7 @@ INLINE void consume(const BackArgs& b, const Span& x, const Span& y, int s, int 
   else
     begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
   walk(S, b, h, uniform(x.begin), uniform(x.end), 0, n, skip, first, base, w, lane);
-  leave(S, a, x, s, h, base + SAID, w, lane);
+  leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }
 #endif
 
@@ -642,7 +620,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
       bar_init(base + BARS_S + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    bars_ready();
     sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
@@ -664,11 +642,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
   const int first = uniform(late_chunks(x, y)), n = first + uniform((x.end - x.begin + C - 1) / C);
 #endif
   if (uniform(tid >> 8)) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    registers_down<104>();
     if (w < SLOTS) produce(b, x, h, lim, n, passes, base, w, lane);
     else fetch(b, x, h, n * passes, first, base, lane);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+    registers_up<200>();
 #if DEFERRED
     consume(b, x.first, n, base, w, lane);
 #else

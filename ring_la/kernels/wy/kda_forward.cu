@@ -435,7 +435,7 @@ INLINE void consume(const Args& a, bool alone, int n, u32 base, int w, int lane)
       keep_map(S, base, w, lane);
       leave_early(S, a, s - 1, s, h, base, base + OPEN, w, lane);
     } else if (alone) {
-      leave(S, a, x, s, h, base + SAID, w, lane);
+      leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
     }
   }
 }
@@ -448,7 +448,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, u
   else
     begin_with(S, x.first && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
   walk(S, a, h, t0, uniform(x.begin), uniform(x.end), x.chunk, 0, n, skip, base, w, lane);
-  leave(S, a, x, s, h, base + SAID, w, lane);
+  leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
 #endif
 
@@ -462,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
       bar_init(base + BARS + i * 16 + 8, 8);
     }
     bar_init(base + OPEN, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    bars_ready();
     sts32(base + SAID, atomicAdd(ticket(a) + DEFERRED, 1));
   }
   __syncthreads();
@@ -482,10 +482,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
   const int t0 = uniform(x.begin - (x.first ? 0 : 2 * C)), n = uniform((x.end - t0 + C - 1) / C);
 #endif
   if (uniform(tid >> 8)) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    registers_down<104>();
     produce(a, x, h, t0, n, DEFERRED && !x.last ? 3 : 1, base, w, lane);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    registers_up<152>();
 #if DEFERRED
     consume(a, x.last, n, base, w, lane);
 #else

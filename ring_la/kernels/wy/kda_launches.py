@@ -133,7 +133,7 @@ def forward(
     o = torch.empty_like(call.inputs.v)
     leaving = call.states() if final else None
     call.launch("forward", range(H), o, (None if S0 is None else aligned(S0), leaving))
-    return o, None if leaving is None else _by_row(leaving, inputs.v.shape[0])
+    return o, None if leaving is None else by_row(leaving, inputs.v.shape[0])
 
 
 def gradients(
@@ -155,7 +155,7 @@ def gradients(
         call.launch("backward", heads, None, (dS_end, dS0), (states, writes), (do, dq, dk, dv, dg, dbeta))
     if HK != H:
         dq, dk = (x.view(B, T, HK, -1, HEAD).sum(3, dtype=torch.float32).to(x.dtype) for x in (dq, dk))
-    return Inputs(dq, dk, dv, dg, dbeta), _by_row(dS0, B)
+    return Inputs(dq, dk, dv, dg, dbeta), by_row(dS0, B)
 
 
 @functools.lru_cache(maxsize=512)
@@ -165,6 +165,6 @@ def group(chunks: int, heads: int) -> int:
     return cdiv(heads, math.ceil(heads / most))
 
 
-def _by_row(states: Tensor, rows: int) -> Tensor:
+def by_row(states: Tensor, rows: int) -> Tensor:
     """States of pieces ``[N, H, K, V]`` by batch row: each has one piece, or the only one all."""
     return states[:, None] if rows > 1 else states[None]

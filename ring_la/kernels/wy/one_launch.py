@@ -25,14 +25,45 @@ from ring_la.kernels.wy.saved import WYBack, WYMaps
 
 
 class Launches(NamedTuple):
-    """What one launch does for a rule: outputs, and gradients if it has them."""
+    """What one launch does for a rule.
 
-    forward: Callable[[Inputs, Tensor | None, float, Tensor | None, bool], tuple[Tensor, Tensor | None]]
-    gradients: Callable[..., tuple[Inputs, Tensor]] | None
+    `forward` also gives what the gradients take of it, if they are to follow; `gradients` is None where a backward goes
+    by chunks.
+    """
+
+    forward: Callable[[Inputs, Tensor | None, float, Tensor | None, OutputUse], Output]
+    gradients: Callable[[Inputs, Tensor | None, float, Backward, Tensor | None], tuple[Inputs, Tensor]] | None
 
 
-KDA = Launches(kda_launches.forward, kda_launches.gradients)
-GATED_DELTA = Launches(gdn_launches.forward, None)
+def _kda(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
+    return Output(*kda_launches.forward(inputs, cu, scale, S0, use.final))
+
+
+def _kda_gradients(
+    inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
+) -> tuple[Inputs, Tensor]:
+    return kda_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end)
+
+
+def _delta(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
+    keep = use.saved and gdn_launches.keeps(inputs, cu)
+    o, leaving, kept = gdn_launches.forward(inputs, cu, scale, S0, use.final, keep)
+    return Output(o, leaving, () if kept is None else tuple(kept))
+
+
+def _delta_gradients(
+    inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
+) -> tuple[Inputs, Tensor]:
+    kept = gdn_launches.Kept.of(backward.saved)
+    return gdn_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
+
+
+KDA = Launches(_kda, _kda_gradients)
+DELTA = Launches(_delta, None)
+TRAINED_DELTA = Launches(_delta, _delta_gradients)
+DELTA_GRADIENTS = False
+"""Whether calls of the delta rules that a backward may follow go by `gdn_backward.cu`, which has not run on a GPU yet
+(its tests run it on a CPU): set it to try."""
 
 
 def choice(rule: Rule, use: OutputUse) -> Launches | None:
@@ -41,7 +72,7 @@ def choice(rule: Rule, use: OutputUse) -> Launches | None:
     if rule.plain == Rule("delta", "diagonal"):
         return None if rule.lower_bound is None or rule.lower_bound < kda_launches.LEAST else KDA
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
-        return None if use.saved else GATED_DELTA
+        return TRAINED_DELTA if DELTA_GRADIENTS else None if use.saved else DELTA
     return None
 
 
@@ -88,13 +119,13 @@ class OneLaunch:
         if summary is not None or border is not None:
             return self.by_chunks.output(S0, summary, border)
         S0 = None if S0 is None else S0.to(torch.float32)
-        return Output(*self.launches.forward(self.inputs, self.cu, self.scale, S0, self.use.final))
+        return self.launches.forward(self.inputs, self.cu, self.scale, S0, self.use)
 
     def adjoint(self, backward: Backward, dS_end: Tensor | None) -> Adjoint[WYBack]:
-        return self.by_chunks.adjoint(backward, dS_end)
+        return self.by_chunks.adjoint(_without_kept(backward), dS_end)
 
     def prepare_gradients(self, backward: Backward, adjoint: Adjoint[WYBack]) -> Adjoint[WYBack]:
-        return self.by_chunks.prepare_gradients(backward, adjoint)
+        return self.by_chunks.prepare_gradients(_without_kept(backward), adjoint)
 
     def gradients(
         self,
@@ -103,7 +134,12 @@ class OneLaunch:
         adjoint: Adjoint[WYBack] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        if self.launches.gradients is None or backward.saved or adjoint is not None or border is not None:
-            return self.by_chunks.gradients(backward, dS_end, adjoint, border)
-        found = self.launches.gradients(self.inputs, self.cu, self.scale, backward.S0, backward.do, dS_end)
-        return InputGradients(*found)
+        in_chunks = bool(_without_kept(backward).saved)
+        if self.launches.gradients is None or in_chunks or adjoint is not None or border is not None:
+            return self.by_chunks.gradients(_without_kept(backward), dS_end, adjoint, border)
+        return InputGradients(*self.launches.gradients(self.inputs, self.cu, self.scale, backward, dS_end))
+
+
+def _without_kept(backward: Backward) -> Backward:
+    """Without what only a launch takes; what a forward in chunks saved stays."""
+    return backward if gdn_launches.Kept.of(backward.saved) is None else backward._replace(saved=())

@@ -35,6 +35,9 @@ template <class Args> INLINE float beta_at(const Args& a, u64 i) {
 // Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.
 INLINE u32 swz(int row, int chunk) { return (u32)((chunk ^ (row & 7)) << 4); }
 
+// Where 8 channels of K, chunk 0 to 15, of row v of a state [V, K] lie: an operand of wgmma as it is.
+INLINE u32 state_place(int v, int chunk) { return (u32)((chunk >> 3) * 16384 + v * 128) + swz(v, chunk & 7); }
+
 // Empty pieces, which no span sees: those behind a piece, and before the first, leave what enters. By 256 threads.
 template <class Args> INLINE void leave_empty(const Args& a, int piece, int h, int i) {
   if (!a.table) return;
@@ -45,8 +48,6 @@ template <class Args> INLINE void leave_empty(const Args& a, int piece, int h, i
   if (a.cu[piece] == 0) for (int p = piece - 1; p >= 0; p--) copy(p);
   for (int p = piece + 1; p < a.pieces && a.cu[p] == a.cu[p + 1]; p++) copy(p);
 }
-
-INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of those that carry the state
 
 // -- a state on its way, [V, K] by eight warps, 16 of its rows a warp ------------------------------------------------
 // S [16 tiles of 8 columns][4]: rows v0 + lane / 4 (and 8 more), columns 2 (lane % 4) and 1 more of each tile
@@ -70,12 +71,13 @@ template <class Args> INLINE void take(float (&S)[16][4], const Args& a, int s, 
   }
 }
 
-// Hand the state on: to the next span if that waits or has not decided yet, or to the caller.
+// Hand the state that span s leaves on: to span `next` if that waits or has not decided yet, or where the piece is `over` to
+// the caller.
 template <class Args>
-INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, int h, u32 said, int w, int lane) {
+INLINE void leave(const float (&S)[16][4], const Args& a, int piece, int over, int s, int next, int h, u32 said, int w, int lane) {
   const int tq = lane & 3, v = w * 16 + (lane >> 2);
-  if (!x.last) {
-    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, s + 1, h)) != 1);
+  if (!over) {
+    if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, next, h)) != 1);
     between_warps();  // one thread asks, so that all do the same
     if (lds32(said + 12)) {
       float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
@@ -86,8 +88,8 @@ INLINE void leave(const float (&S)[16][4], const Args& a, const Span& x, int s, 
       if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
     }
   } else if (a.S1) {
-    leave_empty(a, x.piece, h, w * 32 + lane);
-    float* to = a.S1 + ((u64)x.piece * a.H + h) * (D * D);
+    leave_empty(a, piece, h, w * 32 + lane);
+    float* to = a.S1 + ((u64)piece * a.H + h) * (D * D);
 #pragma unroll
     for (int nt = 0; nt < 16; nt++)
 #pragma unroll

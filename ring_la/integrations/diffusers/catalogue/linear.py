@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, SliceCount, SliceRows, TimeSteps, TokenRows
 
 
-def _patches(model: nn.Module, x: Tensor) -> tuple[int, ...]:
+def _patches(model: Any, x: Tensor) -> tuple[int, ...]:
     """The grid of an image's or a video's patches ``[B, C, (frames,) rows, columns]``."""
     sizes, patch = x.shape[2:], model.config.patch_size
     patch = (patch,) * len(sizes) if isinstance(patch, int) else patch

@@ -29,7 +29,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **mamba.MIXERS,  # type: ignore[dict-item]
     **lightning.MIXERS,  # type: ignore[dict-item]
     **indexed.MIXERS,  # type: ignore[dict-item]
-    **latents.MIXERS,  # type: ignore[dict-item]
+    **latents.MIXERS,
     **qwen4_exp.MIXERS,
     **xlstm.MIXERS,
     **zaya.MIXERS,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ....errors import UnsupportedError
@@ -115,7 +115,7 @@ class Overriding:
         return inspect.unwrap(type(self.module).forward)(self, *args, **keywords)
 
 
-def forward_with(kind: type, functions: object) -> types.FunctionType:
+def forward_with(kind: type[nn.Module], functions: object) -> types.FunctionType:
     """The forward of a class, with this in place of the registry of attention functions."""
     own = inspect.unwrap(kind.forward)
     scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": functions}
@@ -191,14 +191,14 @@ class ByBlocks:
     @staticmethod
     def get_interface(name: str, eager: Callable) -> Callable:
         def attend(
-            module: Overriding, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, scaling: float, **more
+            module: Overriding, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, scaling: float, **more
         ) -> tuple[Tensor, None]:
             picked = more.get("block_indices") or mask
             if dropout:
                 raise UnsupportedError("attention_dropout", "0 where an index picks the keys", dropout)
             heads = (x.transpose(1, 2) for x in (q, k, v))
-            how = dict(block=picked.size, scale=scaling, **module._ring_la.call.split)
-            return sparse_attention(*heads, picked.places, **how).o, None
+            how: dict[str, Any] = dict(block=picked.size, scale=scaling, **module._ring_la.call.split)
+            return sparse_attention(*heads, picked.places, **how).o, None  # type: ignore[call-arg]
 
         return attend
 

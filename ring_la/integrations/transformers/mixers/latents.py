@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,11 @@ def as_they_are(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     return latent, rotary
 
 
-def latent_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
+def latent_attention(call: ModelCall, layer: Any, *args, **keywords):
     """A layer with ``expand_kv``. Where its ``kv_b_proj`` is more than one whole matrix (an adapter, quantised, sharded
     by itself), or an older version of the library puts expanded keys into its cache, it runs as it is, and expanded
     keys travel."""
-    kind = type(layer)
+    kind: Any = type(layer)
     if getattr(layer, "indexer", None) is not None:
         layer = Overriding(layer, indexer=functools.partial(pick, call, layer.indexer))
     up, cached = layer.kv_b_proj, keywords.get("past_key_values") is not None
@@ -53,13 +53,13 @@ def latent_attention(call: ModelCall, layer: nn.Module, *args, **keywords):
 
 
 @functools.cache
-def _expands(kind: type) -> bool:
+def _expands(kind: Any) -> bool:
     """Whether a class's forward makes keys and values by ``expand_kv``."""
     return "self.expand_kv(" in inspect.getsource(inspect.unwrap(kind.forward))
 
 
 @functools.cache
-def _caches_latents(kind: type) -> bool:
+def _caches_latents(kind: Any) -> bool:
     """Whether what it puts into a cache are latents."""
     source = inspect.getsource(inspect.unwrap(kind.forward))
     return 0 <= source.find("past_key_values.update(") < source.find("self.expand_kv(")
@@ -67,13 +67,13 @@ def _caches_latents(kind: type) -> bool:
 
 def pick(
     call: ModelCall,
-    indexer: nn.Module,
+    indexer: Any,
     hidden_states: Tensor,
     q_resid: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: object,
     position_ids: object = None,
-    past_key_values: object = None,
+    past_key_values: Any = None,
 ) -> Tensor:
     """In place of an indexer: places in the sequence of the tokens that each of this rank's reads, ``[B, T, topk]``."""
     with torch.no_grad():
@@ -86,7 +86,7 @@ def pick(
 
 
 def index_vectors(
-    indexer: nn.Module, hidden_states: Tensor, q_resid: Tensor, angles: tuple[Tensor, Tensor]
+    indexer: Any, hidden_states: Tensor, q_resid: Tensor, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Index queries ``[B, T, Hi, D]`` and keys ``[B, T, D]``, rotated."""
     how = next(how for name, how in INDEXERS.items() if name in {c.__name__ for c in type(indexer).__mro__})

@@ -1,0 +1,552 @@
+// The gated delta rule's gradients in one launch, from what gdn_forward.cu with KEEP left: the state S before each chunk, N, P,
+// and W = V - e^G k S - B U. Without gates (GATED 0) the delta rule's.
+//
+// With the names of gdn_forward.cu, B = tril(k k^T * E, -1), U = beta W, and from right to left the gradient dS of the state
+// after a chunk:
+//
+//   dU = e^(GL - G) k dS + scale P^T dO     L = N^T dU     dbeta = sum_V L W     dV = dR = diag(beta) L
+//   dP = scale tril(dO U^T) * E             dB = -tril(dR U^T, -1) * E
+//   dq = scale e^G dO S^T + dP k            dk = -e^G dR S^T + dB k + (e^(GL - G) U dS^T + dP^T q + dB^T k)
+//   dS <- e^GL dS + scale (e^G q)^T dO - (e^G k)^T dR
+//
+// and with x = q dq + k dk, the part in brackets taken off instead of added, the gradient of g is the sum of x over a chunk's
+// tokens from its own on, and of e^GL S dS and of k with the brackets' first term.
+//
+// A program works through a span of one head from its end to its begin: two warps make what needs nothing but a chunk's own
+// tokens, two fetch states and find dB, eight carry dS transposed, [V, K]. A span that is not a piece's last starts up to
+// sixteen chunks late from zero where those forget what comes from the right (the bound of gdn.cuh), or with the piece's end;
+// else it waits for the span after it, going over its tokens three times as the forward does.
+#include "gdn.cuh"
+
+#define SLOTS 2
+// A slot: q, k, then dq, dk (128-byte swizzle, 64 channels a row); dO and dR; W; N, P; dP, dB; e^G, e^(GL - G), beta, G
+#define SLOT 50176
+#define OFF_Q 0
+#define OFF_K 8192
+#define OFF_X 16384
+#define OFF_W 32768
+#define OFF_N 40960
+#define OFF_P 43008
+#define OFF_DP 45056
+#define OFF_DB 47104
+#define OFF_E 49152
+#define HALF 4096                      // from 64 channels of q and k to the others
+#define STATES (SLOTS * SLOT)          // two, [K half][V row][64 channels]
+#define ADJOINT (STATES + 2 * 32768)   // dS the same way
+#define SUMS (ADJOINT + 32768)         // of each warp that carries dS: its part of dbeta
+#define DOTS (SUMS + 8 * 128)          // of two chunks: its part of x
+#define ENDS (DOTS + 2 * 8 * 128)      // and of what the chunk's end brings
+#define BARS (ENDS + 2 * 32)           // of each slot: full, empty, dR there, dB there
+#define BARS_S (BARS + SLOTS * 32)     // of each state: full, empty
+#define OPEN (BARS_S + 2 * 16)         // a barrier: the last of several passes may begin
+#define SAID (OPEN + 16)               // the ticket; three words, of which `leave` takes the last; of 16 chunks, what they leave over
+
+struct BackArgs {
+  Args a;          // S0: the gradients of the states that leave; S1: those of the states that enter
+  const u16* dout; // [tokens, H, 128]
+  u16 *dq, *dk, *dv; // dq, dk [tokens, H, 128]
+  void* dg;        // like g
+  float* dbeta;    // [tokens, H]
+};
+
+// Where 8 channels of a token of q or k lie, and of dO (rows 0 to 31) and dR (32 to 63)
+INLINE u32 by_key(int row, int chunk) { return (u32)((chunk >> 3) * HALF + row * 128) + swz(row, chunk & 7); }
+INLINE u32 by_value(int row, int chunk) { return (u32)((chunk >> 3) * 8192 + row * 128) + swz(row, chunk & 7); }
+
+INLINE int piece_end(const Args& a, const Span& x) { return a.table ? a.cu[x.piece + 1] : (x.piece + 1) * a.T; }
+
+// -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
+
+// Ask for the rows of 32 tokens from t on; those from `end` on are zero, dO where it is not `wanted`, W for the span's `own`.
+INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool wanted, bool own, u32 at, int lane) {
+  const Args& a = b.a;
+  const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
+  const u64 sk = (u64)a.HK * (D * 2), sv = (u64)a.H * (D * 2);
+  const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
+  const char* o = (const char*)b.dout + (u64)(t + row) * sv + h * (D * 2) + j * 16;
+  const u64 to_k = (const char*)a.k - (const char*)a.q;
+#pragma unroll 2
+  for (int i = 0; i < 16; i++) {
+    const int r = 2 * i + row;
+    const bool ok = 2 * i < live;
+    const char* from = ok ? q : (const char*)a.q;
+    cp16(at + OFF_Q + by_key(r, j), from, ok);
+    cp16(at + OFF_K + by_key(r, j), from + to_k, ok);
+    cp16(at + OFF_X + by_value(r, j), ok ? o : (const char*)b.dout, ok && wanted);
+    q += 2 * sk; o += 2 * sv;
+  }
+  const u64 place = kept_at(a, chunk, h);
+  const char* pairs = (const char*)(a.kept_pairs + place * (2 * C * C)) + lane * 16;
+#pragma unroll 2
+  for (int i = 0; i < 8; i++) cp16(at + OFF_N + i * 512 + lane * 16, pairs + i * 512, true);
+  if (own) {
+    const char* w = (const char*)(a.kept_W + place * (C * D)) + lane * 16;
+#pragma unroll 2
+    for (int i = 0; i < 16; i++) cp16(at + OFF_W + i * 512 + lane * 16, w + i * 512, true);
+  }
+}
+
+// Products of rows 16 m to 16 m + 15 of dO or dR (from row `from` of their tile on) with W, times E and `by` and beta: to
+// `to`, below the diagonal, and on it if `diagonal`.
+INLINE void pair_gradients(int m, int from, float by, bool diagonal, u32 to, u32 at, int lane) {
+  const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  float P[4][4] = {};
+#pragma unroll
+  for (int ks = 0; ks < 8; ks++) {
+    u32 x[4], w[4];
+    ldm(x, at + OFF_X + by_value(from + 16 * m + ra, 2 * ks + ca));
+    ldm(w, at + OFF_W + rows_place(rb, 2 * ks + cb));
+    mma(P[0], x, w[0], w[1]); mma(P[1], x, w[2], w[3]);
+    if (m) {
+      ldm(w, at + OFF_W + rows_place(16 + rb, 2 * ks + cb));
+      mma(P[2], x, w[0], w[1]); mma(P[3], x, w[2], w[3]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const int i = m * 16 + e * 8 + (lane >> 2);
+    const float Gi = lds(at + OFF_E + 384 + i * 4);
+#pragma unroll
+    for (int nt = 0; nt < 4; nt++) {
+      if (nt >= 2 + 2 * m) continue;
+      const int j = nt * 8 + 2 * (lane & 3);
+      u32 beta[2], G[2];
+      lds64(beta, at + OFF_E + 256 + j * 4);
+      lds64(G, at + OFF_E + 384 + j * 4);
+      const bool first = j < i || (j == i && diagonal), second = j + 1 < i || (j + 1 == i && diagonal);
+      const float p0 = P[nt][2 * e] * __uint_as_float(beta[0]) * by * ex2(Gi - __uint_as_float(G[0]));
+      const float p1 = P[nt][2 * e + 1] * __uint_as_float(beta[1]) * by * ex2(Gi - __uint_as_float(G[1]));
+      sts32(to + pair_place(i, nt) + (lane & 3) * 4, pack(first ? p0 : 0.f, second ? p1 : 0.f));
+    }
+  }
+}
+
+// The chunks of `passes` over a span, n each, the last first; of three passes the second is without dO. `first`: the first
+// chunk whose gradients are wanted.
+INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, int first, u32 base, int w, int lane) {
+  const Args& a = b.a;
+  const u32 at = base + w * SLOT, full = base + BARS + w * 32;
+  for (int c = w; c < n * passes; c += SLOTS) {
+    if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
+    const int pass = c / n, m = (pass + 1) * n - 1 - c, t = x.begin + m * C;
+    const bool own = c >= first;
+    if (pass == 2) bar_wait(base + OPEN, 0);
+    load_chunk(b, t, lim, x.chunk + m, h, pass != 1, own, at, lane);
+    const u64 i = (u64)(t + lane) * a.H + h;
+    const bool live = t + lane < lim;
+    const float beta = live ? beta_at(a, i) : 0.f;
+    float G = live ? gate_at(a, i) * LOG2E : 0.f;
+#pragma unroll
+    for (int m = 1; m < C; m *= 2) {
+      const float before = __shfl_up_sync(~0u, G, m);
+      if (lane >= m) G += before;
+    }
+    sts32(at + OFF_E + lane * 4, __float_as_uint(ex2(G)));
+    sts32(at + OFF_E + 128 + lane * 4, __float_as_uint(ex2(__shfl_sync(~0u, G, C - 1) - G)));
+    sts32(at + OFF_E + 256 + lane * 4, __float_as_uint(beta));
+    sts32(at + OFF_E + 384 + lane * 4, __float_as_uint(G));
+    cp_wait();
+    __syncwarp();
+    if (own) {
+      pair_gradients(0, 0, a.scale, true, at + OFF_DP, at, lane);
+      pair_gradients(1, 0, a.scale, true, at + OFF_DP, at, lane);
+    }
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) bar_arrive(full);
+  }
+}
+
+// -- two warps: dB, and the first of them states on their way in -----------------------------------------------------
+
+INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int m, int lane) {
+  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own
+    const u32 bar = base + BARS_S + (i & 1) * 16;
+    if (i >= 2) bar_wait(bar + 8, ((i >> 1) - 1) & 1);
+    if (lane == 0) {
+      bar_expect(bar, 32768);
+      copy_in(base + STATES + (i & 1) * 32768, b.a.kept_S + kept_at(b.a, x.chunk + n - 1 - first - i, h) * (D * D), 32768, bar);
+    }
+  };
+  if (m == 0 && first < n) ask(0);
+  for (int c = first; c < n; c++) {
+    const u32 at = base + c % SLOTS * SLOT, bars = base + BARS + c % SLOTS * 32;
+    if (m == 0 && c + 1 < n) ask(c + 1 - first);
+    bar_wait(bars + 16, (c - first) / SLOTS & 1);
+    pair_gradients(m, C, -1.f, false, at + OFF_DB, at, lane);
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + 24);
+  }
+}
+
+// -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ------------------
+
+// Over chunks c0 to `stop` (not included) of those under way, the last of which begins at token `begin`; those before `first`
+// only bring dS.
+INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end, int c0, int stop, int first, u32 base, int w,
+                 int lane) {
+  const Args& a = b.a;
+  const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
+  const int rt = (lane & 7) + (((lane >> 3) & 1) << 3), ct = lane >> 4;
+  const int tile_row = w * 16 + rt, kc = (w >> 2) * 8 + (w & 3) * 2;
+  const u32 adjoint = base + ADJOINT, column = (u32)((lane & 3) * 8);
+  auto write_dg = [&](int t, int i) {  // of the i-th chunk of the span's own, which begins at token t
+#if GATED
+    if (w != 1) return;
+    float x = 0.f, ended = 0.f;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      x += lds(base + DOTS + (i & 1) * 1024 + j * 128 + lane * 4);
+      ended += lds(base + ENDS + (i & 1) * 32 + j * 4);
+    }
+#pragma unroll
+    for (int m = 1; m < C; m *= 2) {
+      const float right = __shfl_down_sync(~0u, x, m);
+      if (lane + m < C) x += right;
+    }
+    if (t + lane >= end) return;
+    const u64 to = (u64)(t + lane) * a.H + h;
+#if GATE_BF16
+    ((u16*)b.dg)[to] = (u16)(pack(x + ended, 0.f) & 0xffff);
+#else
+    ((float*)b.dg)[to] = x + ended;
+#endif
+#endif
+  };
+  for (int c = c0; c < stop; c++) {
+    const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
+    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
+              bar_s = base + BARS_S + (i & 1) * 16;
+    const bool own = c >= first;
+    bar_wait(bars, (c / SLOTS) & 1);
+    u32 dout[2][4], dr[2][4];
+    float trace = 0.f;
+    {
+      float X[16];
+      {
+        u32 f[8][4];
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) f[ks][j] = pack(S[2 * ks + (j >> 1)][2 * (j & 1)], S[2 * ks + (j >> 1)][2 * (j & 1) + 1]);
+        wg_fence();
+#pragma unroll
+        for (int ks = 0; ks < 8; ks++)
+          wgmma32(X, f[ks], descriptor(at + OFF_K + (ks >> 2) * HALF, 16, 1024) + (ks & 3) * 2, ks > 0);
+        wg_commit();
+        if (own) {
+#pragma unroll
+          for (int ks = 0; ks < 8; ks++) stm(f[ks], adjoint + state_place(tile_row, 2 * ks + ct));
+        }
+      }
+      float L[16] = {};
+      u32 p[4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        ldm_trans(dout[m], at + OFF_X + by_value(16 * m + rb, w * 2 + cb));
+#pragma unroll
+        for (int jp = 0; jp <= m; jp++) {
+          ldm_trans(p, at + OFF_P + pair_place(16 * m + rt, 2 * jp + ct));
+          mma(L + 8 * jp, dout[m], p[0], p[1]); mma(L + 8 * jp + 4, dout[m], p[2], p[3]);
+        }
+      }
+      wg_wait(X);
+#pragma unroll
+      for (int nt = 0; nt < 4; nt++) {
+        u32 e[2];
+        lds64(e, at + OFF_E + 128 + nt * 32 + column);
+#pragma unroll
+        for (int j = 0; j < 4; j++) X[4 * nt + j] = fmaf(X[4 * nt + j], __uint_as_float(e[j & 1]), a.scale * L[4 * nt + j]);
+      }
+#pragma unroll
+      for (int j = 0; j < 16; j++) L[j] = 0.f;
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        u32 f[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) f[j] = pack(X[8 * m + 2 * j], X[8 * m + 2 * j + 1]);
+#pragma unroll
+        for (int jp = 0; jp <= m; jp++) {
+          ldm_trans(p, at + OFF_N + pair_place(16 * m + rt, 2 * jp + ct));
+          mma(L + 8 * jp, f, p[0], p[1]); mma(L + 8 * jp + 4, f, p[2], p[3]);
+        }
+      }
+#pragma unroll
+      for (int nt = 0; nt < 4; nt++) {
+        u32 z[2];
+        lds64(z, at + OFF_E + 256 + nt * 32 + column);
+        const float b0 = __uint_as_float(z[0]), b1 = __uint_as_float(z[1]);
+        dr[nt >> 1][2 * (nt & 1)] = pack(L[4 * nt] * b0, L[4 * nt + 1] * b1);
+        dr[nt >> 1][2 * (nt & 1) + 1] = pack(L[4 * nt + 2] * b0, L[4 * nt + 3] * b1);
+      }
+      if (own) {
+#pragma unroll
+        for (int m = 0; m < 2; m++) stm_trans(dr[m], at + OFF_X + by_value(C + 16 * m + rb, w * 2 + cb));
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) bar_arrive(bars + 16);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          const int row = 16 * m + (lane >> 1), j = w * 2 + (lane & 1);
+          u32 z[4];
+          lds128(z, at + OFF_X + by_value(C + row, j));
+          if (t + row < end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, z);
+          ldm_trans(z, at + OFF_W + rows_place(16 * m + rb, w * 2 + cb));
+          const float* y = L + 8 * m;
+          float sums[4] = {y[0] * lo(z[0]) + y[2] * lo(z[1]), y[1] * hi(z[0]) + y[3] * hi(z[1]),
+                           y[4] * lo(z[2]) + y[6] * lo(z[3]), y[5] * hi(z[2]) + y[7] * hi(z[3])};
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int k = 4; k < 32; k *= 2) sums[j] += __shfl_xor_sync(~0u, sums[j], k);
+          if (lane < 4) {
+            sts64(base + SUMS + w * 128 + (16 * m + 2 * lane) * 4, __float_as_uint(sums[0]), __float_as_uint(sums[1]));
+            sts64(base + SUMS + w * 128 + (16 * m + 8 + 2 * lane) * 4, __float_as_uint(sums[2]), __float_as_uint(sums[3]));
+          }
+        }
+      }
+    }
+    float E[4][2];
+#pragma unroll
+    for (int nt = 0; nt < 4; nt++) {
+      u32 e[2];
+      lds64(e, at + OFF_E + nt * 32 + column);
+      E[nt][0] = __uint_as_float(e[0]); E[nt][1] = __uint_as_float(e[1]);
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float(&e)[2] = E[2 * m + (j >> 1)];
+        dout[m][j] = pack(lo(dout[m][j]) * (e[0] * a.scale), hi(dout[m][j]) * (e[1] * a.scale));
+        dr[m][j] = pack(-lo(dr[m][j]) * e[0], -hi(dr[m][j]) * e[1]);
+      }
+    const float to_end = lds(at + OFF_E + (C - 1) * 4);
+    if (own) {
+      between_warps();  // dR and dS of all warps are there
+      if (i > 0) write_dg(t + C, i - 1);
+      bar_wait(bar_s, (i >> 1) & 1);
+#if GATED
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++) {
+        u32 z[4];
+        ldm(z, state + state_place(tile_row, 2 * ks + ct));
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float* y = &S[2 * ks + (j >> 1)][2 * (j & 1)];
+          trace = fmaf(y[0], lo(z[j]), fmaf(y[1], hi(z[j]), trace));
+        }
+      }
+      trace *= to_end;
+#endif
+    }
+#pragma unroll
+    for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) S[nt][j] *= to_end;
+    float Y[32], Z[16];
+    wg_fence();
+    wgmma128(S, dout[0], descriptor(at + OFF_Q, HALF, 1024));
+    wgmma128(S, dout[1], descriptor(at + OFF_Q + 2048, HALF, 1024));
+    wgmma128(S, dr[0], descriptor(at + OFF_K, HALF, 1024));
+    wgmma128(S, dr[1], descriptor(at + OFF_K + 2048, HALF, 1024));
+    if (own) {
+      const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++)
+        wgmma64(Y, sd + ks * 128, descriptor(at + OFF_X + (ks >> 2) * 8192, 16, 1024) + (ks & 3) * 2, ks > 0);
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++)
+        wgmma32(Z, ad + ks * 128, descriptor(at + OFF_W + (ks >> 2) * 4096, 16, 1024) + (ks & 3) * 2, ks > 0);
+    }
+    wg_commit();
+    wg_wait(S);
+    if (own) {
+      wg_settled(Y);
+      wg_settled(Z);
+      if (w == 0 && t + lane < end) {
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += lds(base + SUMS + j * 128 + lane * 4);
+        b.dbeta[(u64)(t + lane) * a.H + h] = sum;
+      }
+      bar_wait(bars + 24, (i / SLOTS) & 1);
+      between_warps();  // nobody reads q, k, dS and the state as tiles any more
+      if (lane == 0) bar_arrive(bar_s + 8);
+      u32 q[2][4], k[2][4], p[4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        ldm_trans(q[m], at + OFF_Q + by_key(16 * m + rb, kc + cb));
+        ldm_trans(k[m], at + OFF_K + by_key(16 * m + rb, kc + cb));
+      }
+      float ended = trace;
+#pragma unroll
+      for (int nt = 0; nt < 4; nt++) {
+        u32 e[2], z[2];
+        lds64(e, at + OFF_E + 128 + nt * 32 + column);
+        lds64(z, at + OFF_E + 256 + nt * 32 + column);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u32 key = k[nt >> 1][2 * (nt & 1) + (j >> 1)];
+          Y[4 * nt + j] *= E[nt][j & 1] * a.scale;
+          Y[16 + 4 * nt + j] *= -E[nt][j & 1];
+          Z[4 * nt + j] *= __uint_as_float(e[j & 1]) * __uint_as_float(z[j & 1]);
+          ended = fmaf(j & 1 ? hi(key) : lo(key), Z[4 * nt + j], ended);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int jb = 0; jb <= m; jb++) {
+          ldm(p, at + OFF_DP + pair_place(16 * m + rb, 2 * jb + cb));
+          mma(Y + 8 * m, k[jb], p[0], p[1]); mma(Y + 8 * m + 4, k[jb], p[2], p[3]);
+          ldm(p, at + OFF_DB + pair_place(16 * m + rb, 2 * jb + cb));
+          mma(Y + 16 + 8 * m, k[jb], p[0], p[1]); mma(Y + 16 + 8 * m + 4, k[jb], p[2], p[3]);
+          ldm_trans(p, at + OFF_DP + pair_place(16 * m + rt, 2 * jb + ct));
+          mma(Z + 8 * jb, q[m], p[0], p[1]); mma(Z + 8 * jb + 4, q[m], p[2], p[3]);
+          ldm_trans(p, at + OFF_DB + pair_place(16 * m + rt, 2 * jb + ct));
+          mma(Z + 8 * jb, k[m], p[0], p[1]); mma(Z + 8 * jb + 4, k[m], p[2], p[3]);
+        }
+#if GATED
+#pragma unroll
+      for (int nt = 0; nt < 4; nt++) {
+        float x[2] = {0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u32 y = q[nt >> 1][2 * (nt & 1) + (j >> 1)], z = k[nt >> 1][2 * (nt & 1) + (j >> 1)];
+          const float dk = Y[16 + 4 * nt + j] - Z[4 * nt + j];
+          x[j & 1] = fmaf(j & 1 ? hi(y) : lo(y), Y[4 * nt + j], fmaf(j & 1 ? hi(z) : lo(z), dk, x[j & 1]));
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+          for (int k = 4; k < 32; k *= 2) x[j] += __shfl_xor_sync(~0u, x[j], k);
+        if (lane < 4)
+          sts64(base + DOTS + (i & 1) * 1024 + w * 128 + (8 * nt + 2 * lane) * 4, __float_as_uint(x[0]), __float_as_uint(x[1]));
+      }
+#pragma unroll
+      for (int k = 1; k < 32; k *= 2) ended += __shfl_xor_sync(~0u, ended, k);
+      if (lane == 0) sts32(base + ENDS + (i & 1) * 32 + w * 4, __float_as_uint(ended));
+#endif
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        u32 f[4], g[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int n = 8 * m + 2 * j;
+          f[j] = pack(Y[n], Y[n + 1]);
+          g[j] = pack(Y[16 + n] + Z[n], Y[16 + n + 1] + Z[n + 1]);
+        }
+        stm_trans(f, at + OFF_Q + by_key(16 * m + rb, kc + cb));
+        stm_trans(g, at + OFF_K + by_key(16 * m + rb, kc + cb));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const int row = 16 * m + (lane >> 1), j = kc + (lane & 1);
+        const u64 to = ((u64)(t + row) * a.H + h) * D + j * 8;
+        u32 y[4], z[4];
+        lds128(y, at + OFF_Q + by_key(row, j));
+        lds128(z, at + OFF_K + by_key(row, j));
+        if (t + row < end) {
+          stg128(b.dq + to, y);
+          stg128(b.dk + to, z);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) bar_arrive(bars + 8);
+  }
+  if (stop > first) {
+    between_warps();
+    write_dg(begin, stop - 1 - first);
+  }
+}
+
+INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int first, bool known, bool waits, int passes, u32 base,
+                    int w, int lane) {
+  const Args& a = b.a;
+  float S[16][4];
+  const int begin = uniform(x.begin), end = uniform(x.end);
+  if (passes == 1 && waits)
+    take(S, a, s + 1, h, w, lane);
+  else
+    begin_with(S, known && a.S0 ? a.S0 + ((u64)x.piece * a.H + h) * (D * D) : 0, w, lane);
+#pragma unroll 1
+  for (int pass = 0; pass < passes; pass++) {
+    walk(S, b, h, begin, end, pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);
+    if (pass == passes - 1) break;
+    if (pass == 0) {
+      store_state(S, a, s, h, w, lane);
+      identity(S, w, lane);
+    } else {
+      keep_map(S, base, w, lane);
+      leave_early(S, a, s + 1, s, h, base, base + OPEN, w, lane);
+    }
+  }
+  if (passes == 1) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
+}
+
+// How many chunks late a span begins, or -1: it waits. By all warps.
+INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane, bool& known) {
+  known = x.last;
+  if (x.last) return 0;
+  const int behind = piece_end(a, x) - x.end;
+  for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
+    const float left = (i + 1) * C <= behind ? left_over(a, x.end + i * C, h, lane) : 0.f;
+    if (lane == 0) sts32(base + SAID + 16 + i * 4, __float_as_uint(left));
+  }
+  __syncthreads();
+  int found = -1;
+  float sum = 0.f;
+  for (int i = 0; i < BACK; i++) {
+    sum += lds(base + SAID + 16 + i * 4);
+    if (found < 0 && (i + 1) * C <= behind && sum < FORGOTTEN) found = i + 1;
+  }
+  if (found < 0 && behind <= BACK * C) {
+    found = (behind + C - 1) / C;
+    known = true;
+  }
+  if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
+  return uniform(found);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_constant__ BackArgs b) {
+  extern __shared__ __align__(1024) char smem[];
+  const Args& a = b.a;
+  const u32 base = (smem_addr(smem) + 1023) & ~1023u;
+  const int tid = threadIdx.x;
+  if (tid == 0) {
+    for (int i = 0; i < SLOTS; i++) {
+      bar_init(base + BARS + i * 32, 1);
+      bar_init(base + BARS + i * 32 + 8, 8);
+      bar_init(base + BARS + i * 32 + 16, 8);
+      bar_init(base + BARS + i * 32 + 24, 2);
+    }
+    for (int i = 0; i < 2; i++) {
+      bar_init(base + BARS_S + i * 16, 1);
+      bar_init(base + BARS_S + i * 16 + 8, 8);
+    }
+    bar_init(base + OPEN, 1);
+    bars_ready();
+    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a), 1));
+  }
+  __syncthreads();
+  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
+  const Span x = span_of(a, s);
+  if (x.end <= x.begin) return;
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  bool known;
+  const int behind = late(a, x, s, h, base, lane, known), lim = piece_end(a, x);
+  const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
+  const int passes = behind < 0 && !x.first && a.ahead ? 3 : 1, first = n * passes - own;
+  if (uniform(tid >> 8)) {
+    registers_down<104>();
+    if (w < SLOTS) produce(b, x, h, lim, n, passes, first, base, w, lane);
+    else fetch(b, x, h, n * passes, first, base, w - SLOTS, lane);
+  } else {
+    registers_up<200>();
+    consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);
+  }
+}

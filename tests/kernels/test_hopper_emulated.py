@@ -1,0 +1,115 @@
+"""The kernels in CUDA C++ for Hopper, run on a CPU (`tests.support.hopper`), against the fp64 token loop.
+
+Spans are of 64 tokens, so that they start early, wait for each other, and end within others. The same kernels run on a
+GPU in tests/gpu/test_bounded_kda.py and test_fused_delta.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.interpreter import interpreted
+
+interpreted()
+
+from ring_la import reference  # noqa: E402
+from ring_la.kernels.protocol import Inputs  # noqa: E402
+from ring_la.kernels.runtime.cuda_kernel import CudaKernel  # noqa: E402
+from ring_la.kernels.wy import gdn_launches, kda_launches  # noqa: E402
+from tests.support.hopper import Emulated, KernelError  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
+
+LIMIT = 6e-3
+"""Relative error of bf16, as on the GPU; the kernels that take chunks of 64 are not off by more than half of it."""
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """The kernels run here, their threads in an order that is drawn; spans are short."""
+    for module, name in ((gdn_launches, "forward_kernel"), (gdn_launches, "backward_kernel"), (kda_launches, "kernel")):
+        made = getattr(module, name)
+        made = functools.cache(lambda *how, made=made: Emulated(made(*how), seed=1))
+        monkeypatch.setattr(module, name, made)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
+    monkeypatch.setattr(kda_launches, "TOKENS", 0)
+
+
+def draw(T: int, H: int, HK: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    q, k = (F.normalize(torch.randn(1, T, HK, 128), dim=-1).bfloat16() for _ in range(2))
+    return [q, k, torch.randn(1, T, H, 128).bfloat16(), torch.randn(1, T, H).sigmoid()]
+
+
+def check(function, x: list[Tensor], cu, got: dict[str, Tensor], S0: Tensor, do: Tensor, dS: Tensor) -> None:
+    """Outputs, states and all gradients."""
+    leaves = [t.double().requires_grad_() for t in (*x, S0)]
+    want = function(*leaves[:-1], initial_state=leaves[-1], output_final_state=True, cu_seqlens=cu)
+    grads = torch.autograd.grad((want.o, want.final_state), leaves, (do.double(), dS.double()))
+    names = ["q", "k", "v", "g", "beta", "S0"] if len(x) == 5 else ["q", "k", "v", "beta", "S0"]
+    wanted = {"o": want.o, "S": want.final_state, **dict(zip(names, grads, strict=True))}
+    found = {n: ((got[n].reshape(y.shape).double() - y).norm() / y.norm()).item() for n, y in wanted.items()}
+    assert all(e <= LIMIT for e in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "HK", "cu", "fall"),
+    [(150, 2, 1, (0, 0, 30, 131, 150), 1.0), (720, 1, 1, None, 0.02), (70, 1, 1, None, None)],
+    ids=["packed and forgetting", "waiting", "no gates"],
+)
+def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
+    q, k, v, beta = draw(T, H, HK)
+    g = None if fall is None else fall * F.logsigmoid(torch.randn(1, T, H))
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    N = 1 if cu is None else len(cu) - 1
+    S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
+    inputs = Inputs(q, k, v, g, beta)
+    o, S, kept = gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=True)
+    grads, dS0 = gdn_launches.gradients(inputs, offsets, 128**-0.5, S0[None], do, dS[None], kept)
+    got = {"o": o, "S": S, "S0": dS0, **{n: x for n, x in grads._asdict().items() if x is not None}}
+    x = [q, k, v, beta] if g is None else [q, k, v, g, beta]
+    check(reference.delta_rule if g is None else reference.gated_delta_rule, x, offsets, got, S0, do, dS)
+    if H > 1:  # made again, a head at a time
+        monkeypatch.setattr(gdn_launches, "group", lambda chunks, heads: 1)
+        again, _ = gdn_launches.gradients(inputs, offsets, 128**-0.5, S0[None], do, dS[None], None)
+        assert all(torch.equal(a, b) for a, b in zip(grads[:5], again[:5], strict=True))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_kda(waits):
+    q, k, v, beta = draw(300, 1, 1)
+    g = -0.002 * torch.rand(1, 300, 1, 128) if waits else -5 * torch.sigmoid(torch.randn(1, 300, 1, 128))
+    S0, dS, do = torch.randn(1, 1, 128, 128), torch.randn(1, 1, 128, 128), torch.randn_like(v)
+    inputs = Inputs(q, k, v, g, beta)
+    o, S = kda_launches.forward(inputs, None, 128**-0.5, S0[None], True)
+    grads, dS0 = kda_launches.gradients(inputs, None, 128**-0.5, S0[None], do, dS[None])
+    got = {"o": o, "S": S, "S0": dS0, **{n: x for n, x in grads._asdict().items() if x is not None}}
+    check(reference.kda, [q, k, v, g, beta], None, got, S0, do, dS)
+
+
+FAULTY = """
+#include "hopper.cuh"
+struct Args { int* out; int which; };
+extern "C" __global__ void faulty(const __grid_constant__ Args a) {
+  if (a.which == 0) lds32(1 << 20);
+  if (a.which == 1 && threadIdx.x < 5) __syncwarp();
+  if (a.which == 2) bar_wait(1024, 0);
+  if (a.which == 3) uniform(threadIdx.x);
+}
+"""
+
+
+def test_a_faulty_kernel_is_told(tmp_path):
+    file = tmp_path / "faulty.cu"
+    file.write_text(FAULTY)
+    kernel = Emulated(CudaKernel(file, "faulty", "Qi", 32, 1024))
+    for which, said in enumerate(("shared memory", "nothing goes on", "no barrier", "differ")):
+        with pytest.raises(KernelError, match=said):
+            kernel(1, torch.zeros(1, dtype=torch.int32), which)
+    kernel(1, torch.zeros(1, dtype=torch.int32), 4)

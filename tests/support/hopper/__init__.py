@@ -1,0 +1,77 @@
+"""Kernels in CUDA C++ for Hopper, run on a CPU.
+
+`hopper.cuh` beside this file has the names of ``ring_la/kernels/cuda/hopper.cuh``, the only file of the kernels with a
+GPU's instructions in it, as functions of the host; `machine.hpp` runs a program's threads as fibers. The kernels' own
+files are compiled as they are, by g++. This holds what a kernel computes, its barriers and its places in shared memory;
+time, registers and the order of a GPU's memory are not modelled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from ring_la.kernels.runtime.cuda_kernel import CudaKernel
+
+FOLDER = Path(__file__).parent
+MAIN = """
+template <class Arguments> void call(void (*kernel)(Arguments), const void* arguments) {{
+  kernel(*(const Arguments*)arguments);
+}}
+extern "C" int start(const void* arguments, int programs, int threads, int shared, int beside, unsigned seed,
+                     char* said) {{
+  const std::string text = machine::run([=] {{ call({name}, arguments); }}, programs, threads, shared, beside, seed);
+  snprintf(said, 4096, "%s", text.c_str());
+  return !text.empty();
+}}
+"""
+
+
+class KernelError(AssertionError):
+    """A kernel stands still, leaves its shared memory, or its threads part where they must not."""
+
+
+class Emulated:
+    """A `CudaKernel` that runs here, `beside` programs at a time. `seed`: the threads' order; 0: by number."""
+
+    def __init__(self, kernel: CudaKernel, beside: int = 2, seed: int = 0) -> None:
+        self._kernel, self._beside, self._seed = kernel, beside, seed
+        self._start = compiled(kernel)
+
+    def __call__(self, grid: int, *arguments: Tensor | int | float | None) -> None:
+        flat = [x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in arguments]
+        packed = struct.pack("=" + self._kernel.arguments, *flat)
+        said = ctypes.create_string_buffer(4096)
+        of = self._kernel
+        if self._start(packed, grid, of.threads, of.shared, self._beside, ctypes.c_uint(self._seed), said):
+            raise KernelError(f"{of.file.name}: {said.value.decode()}")
+
+
+@functools.cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="hopper"))
+
+
+@functools.cache
+def compiled(kernel: CudaKernel):
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    text = f'#include "{kernel.file}"\n' + MAIN.format(name=kernel.name)
+    name = hashlib.sha256((text + str(kernel.defines)).encode()).hexdigest()[:16]
+    source, library = folder() / f"{name}.cpp", folder() / f"{name}.so"
+    source.write_text(text)
+    how = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-include", FOLDER / "machine.hpp"]
+    command = ["g++", *how, "-I", FOLDER, *(f"-D{d}" for d in kernel.defines), source, "-o", library]
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
+    if done.returncode:
+        raise KernelError(done.stderr[:4000])
+    return ctypes.CDLL(str(library)).start

@@ -1,0 +1,261 @@
+// A GPU's programs on a CPU: every thread of a program a fiber, all in one thread of the host, which run until they wait
+// for each other. What threads of a warp do together is done when the last of them comes; a program that stands still is
+// an error with the place where each warp waits. `seed` draws the order of the threads, so that what needs a barrier and
+// has none is found by other orders.
+//
+// Included before everything else, since the kernels define macros of one letter.
+#pragma once
+#include <csetjmp>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <cmath>
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+#include <ucontext.h>
+
+namespace machine {
+
+constexpr uint32_t BASE = 1024;  // the address of the first byte of shared memory
+constexpr size_t STACK = 256 * 1024;
+
+struct Failure { std::string text; };
+
+struct Bar { uint32_t count = 0, pending = 0, phase = 0; int64_t bytes = 0; };
+
+struct Warp { const void* given[32]; const char* doing = nullptr; int there = 0; uint64_t generation = 0; };
+
+struct Together { int there = 0; uint64_t generation = 0; };
+
+struct Program;
+
+struct Fiber {
+  ucontext_t start;
+  jmp_buf at;
+  std::unique_ptr<char[]> stack;
+  Program* program = nullptr;
+  int thread = 0;
+  bool begun = false, over = false;
+  const char* waits = "";
+};
+
+struct Program {
+  int number;
+  std::vector<char> shared;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::map<uint32_t, Bar> bars;
+  Together all, some;  // __syncthreads, and the named barrier of the first 256 that come
+  int over = 0;
+};
+
+struct Machine {
+  std::function<void()> kernel;
+  Fiber* now = nullptr;
+  jmp_buf home;
+  uint64_t progress = 0;
+  std::string failure;
+  bool late = false;  // whether products of a warpgroup are made when they are waited for
+};
+
+inline Machine& it() { static Machine m; return m; }
+inline Program& here() { return *it().now->program; }
+inline int thread() { return it().now->thread; }
+
+inline void leave() { if (!_setjmp(it().now->at)) _longjmp(it().home, 1); }
+[[noreturn]] inline void fail(std::string text) {
+  it().failure = "program " + std::to_string(here().number) + ", thread " + std::to_string(thread()) + ": " + text;
+  _longjmp(it().home, 2);
+}
+template <class Ready> inline void wait_for(const char* what, Ready ready) {
+  it().now->waits = what;
+  while (!ready()) leave();
+  it().now->waits = "";
+  it().progress++;
+}
+
+// All 32 threads of a warp: `work` gets what each gave, once.
+template <class Given, class Work> inline void together(const char* doing, Given& given, Work work) {
+  Warp& w = here().warps[thread() / 32];
+  if (w.there && strcmp(w.doing, doing)) fail(std::string("a warp's threads do ") + w.doing + " and " + doing);
+  w.doing = doing;
+  w.given[thread() % 32] = &given;
+  const uint64_t mine = w.generation;
+  if (++w.there < 32) {
+    wait_for(doing, [&] { return w.generation != mine; });
+    return;
+  }
+  Given* g[32];
+  for (int i = 0; i < 32; i++) g[i] = (Given*)w.given[i];
+  work(g);
+  w.there = 0;
+  w.generation++;
+  it().progress++;
+}
+inline void barrier(Together& b, int threads, const char* what) {
+  const uint64_t mine = b.generation;
+  if (++b.there == threads) { b.there = 0; b.generation++; it().progress++; return; }
+  wait_for(what, [&] { return b.generation != mine; });
+}
+
+inline char* at(uint32_t address, uint32_t bytes, uint32_t aligned = 1) {
+  auto& s = here().shared;
+  if (address < BASE || address + bytes > BASE + s.size() || address % aligned)
+    fail("shared memory " + std::to_string(address) + ", " + std::to_string(bytes) + " bytes of " + std::to_string(s.size()));
+  return s.data() + (address - BASE);
+}
+
+inline Bar& bar(uint32_t address) {
+  auto found = here().bars.find(address);
+  if (found == here().bars.end()) fail("no barrier at " + std::to_string(address));
+  return found->second;
+}
+inline void settle(Bar& b) {
+  if (b.pending || b.bytes) return;
+  b.phase ^= 1;
+  b.pending = b.count;
+  it().progress++;
+}
+
+inline void body() {
+  it().kernel();
+  it().now->over = true;
+  here().over++;
+  it().progress++;
+  _longjmp(it().home, 1);
+}
+
+inline void resume(Fiber& f) {
+  it().now = &f;
+  const int came = _setjmp(it().home);
+  if (came == 0) {
+    if (f.begun) _longjmp(f.at, 1);
+    f.begun = true;
+    setcontext(&f.start);
+  }
+}
+
+// `programs` of `threads` each, `beside` of them at a time. An empty string, or what failed.
+inline std::string run(std::function<void()> kernel, int programs, int threads, int shared, int beside, unsigned seed) {
+  Machine& m = it();
+  m.kernel = kernel;
+  m.failure = "";
+  std::vector<std::unique_ptr<Program>> running;
+  std::mt19937 draw(seed);
+  int next = 0;
+  uint64_t seen = m.progress;
+  int still = 0;
+  while (next < programs || !running.empty()) {
+    while ((int)running.size() < beside && next < programs) {
+      auto p = std::make_unique<Program>();
+      p->number = next++;
+      p->shared.assign(shared, (char)0xff);  // NaN
+      p->warps.resize(threads / 32);
+      p->fibers.resize(threads);
+      for (int t = 0; t < threads; t++) {
+        Fiber& f = p->fibers[t];
+        f.program = p.get();
+        f.thread = t;
+        f.stack.reset(new char[STACK]);
+        getcontext(&f.start);
+        f.start.uc_stack.ss_sp = f.stack.get();
+        f.start.uc_stack.ss_size = STACK;
+        f.start.uc_link = nullptr;
+        makecontext(&f.start, body, 0);
+      }
+      running.push_back(std::move(p));
+    }
+    for (auto& p : running) {
+      std::vector<int> order(threads);
+      std::iota(order.begin(), order.end(), 0);
+      if (seed) std::shuffle(order.begin(), order.end(), draw);
+      for (int t : order)
+        if (!p->fibers[t].over) {
+          resume(p->fibers[t]);
+          if (!m.failure.empty()) return m.failure;
+        }
+    }
+    for (size_t i = running.size(); i-- > 0;)
+      if (running[i]->over == threads) running.erase(running.begin() + i);
+    still = m.progress == seen ? still + 1 : 0;
+    seen = m.progress;
+    if (still > 1000) {
+      std::string text = "nothing goes on:";
+      for (auto& p : running)
+        for (int w = 0; w < threads / 32; w++)
+          text += " program " + std::to_string(p->number) + " warp " + std::to_string(w) + " " +
+                  (p->fibers[32 * w].over ? "is over" : p->fibers[32 * w].waits) + ";";
+      return text;
+    }
+  }
+  return "";
+}
+
+}  // namespace machine
+
+// -- what CUDA C++ has of itself -------------------------------------------------------------------------------------
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __shared__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+struct float4 { float x, y, z, w; };
+struct uint2 { uint32_t x, y; };
+struct uint4 { uint32_t x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct ThreadIndex { struct { operator int() const { return machine::thread(); } } x; };
+static ThreadIndex threadIdx;
+__align__(1024) char smem[1];  // stands for a program's shared memory
+
+inline float __uint_as_float(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __int_as_float(int x) { return __uint_as_float((uint32_t)x); }
+inline uint32_t __float_as_uint(float x) { uint32_t y; memcpy(&y, &x, 4); return y; }
+inline float __log2f(float x) { return log2f(x); }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline int max(int x, int y) { return x > y ? x : y; }
+inline float4 __ldcg(const float4* p) { return *p; }
+inline int atomicAdd(int* p, int x) { const int before = *p; *p += x; machine::it().progress++; return before; }
+inline float atomicAdd(float* p, float x) { const float before = *p; *p += x; machine::it().progress++; return before; }
+
+template <class Value> struct Passed { Value value; int from; Value found; };
+template <class Value> inline Value passed(Value x, int from) {
+  Passed<Value> mine{x, from, x};
+  machine::together("shuffle", mine, [](Passed<Value>** g) {
+    for (int i = 0; i < 32; i++) g[i]->found = g[i]->from < 0 ? g[i]->value : g[g[i]->from & 31]->value;
+  });
+  return mine.found;
+}
+template <class Value> inline Value __shfl_sync(unsigned, Value x, int from) { return passed(x, from & 31); }
+template <class Value> inline Value __shfl_xor_sync(unsigned, Value x, int with) { return passed(x, (machine::thread() & 31) ^ with); }
+template <class Value> inline Value __shfl_up_sync(unsigned, Value x, int by) {
+  const int lane = machine::thread() & 31;
+  return passed(x, lane >= by ? lane - by : -1);
+}
+template <class Value> inline Value __shfl_down_sync(unsigned, Value x, int by, int width = 32) {
+  const int lane = machine::thread() & 31;
+  return passed(x, lane % width + by < width ? lane + by : -1);
+}
+inline int __any_sync(unsigned, int x) {
+  Passed<int> mine{x != 0, 0, 0};
+  machine::together("any", mine, [](Passed<int>** g) {
+    int any = 0;
+    for (int i = 0; i < 32; i++) any |= g[i]->value;
+    for (int i = 0; i < 32; i++) g[i]->found = any;
+  });
+  return mine.found;
+}
+inline int __all_sync(unsigned mask, int x) { return !__any_sync(mask, !x); }
+inline void __syncwarp() {
+  int nothing = 0;
+  machine::together("syncwarp", nothing, [](int**) {});
+}
+inline void __syncthreads() { machine::barrier(machine::here().all, (int)machine::here().fibers.size(), "syncthreads"); }
