@@ -83,22 +83,27 @@ class ShardedLayout(OfThisProcess, Layout):
     # -- agreement -----------------------------------------------------------------------------------------
 
     @outside_graphs
-    def agree(self, call: str, signature: tuple[tuple[str, object], ...] | None, error: Exception | None) -> None:
+    def agree(
+        self, call: str, signature: tuple[tuple[str, object], ...] | None, error: Exception | None
+    ) -> Entry | None:
         """All ranks compare a call, by names and what they stand for; an error on one is raised on every rank that
         compares.
 
-        With validate="first" a signature already seen on this layout is not compared again.
+        With validate="first" a signature already seen on this layout is not compared again: it goes into the log of
+        calls. What is returned does the same for who keeps it (`Agreement.again`); None: nothing is compared.
         """
+        entry = None
         if self.cp.validate != "never" and self.cp.size > 1:
             agreement, what, key = self.cp.comm.agreement, f"the arguments of {call}", (call, signature)
             known = self._seen.get(key) if error is None else None
             if known is not None and self.cp.validate == "first":
                 agreement.again(known)
-                return
+                return known
             report = {"call": call} | dict(signature or ()) | {"layout": describe(self)}
-            self._seen[key] = self._compare(what, f"refused: {error}" if error else report, error)
+            entry = self._seen[key] = self._compare(what, f"refused: {error}" if error else report, error)
         if error is not None:
             raise error
+        return entry
 
     def _compare(self, what: str, report: object, error: Exception | None) -> Entry:
         """Compare a call now. Where the others skip it, having made such a call before, this rank's own error goes

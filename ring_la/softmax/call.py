@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..choices import LatentForm
+from ..comm import Entry
 from ..context import ShardedLayout
 from .backends import Ask, AttentionBackend, cheaper_form, choose, choose_for_chosen
 from .backends.canonical import Canonical
@@ -24,9 +25,9 @@ from .tensors import Tensors
 
 @dataclass
 class KnownCalls:
-    """What a layout remembers of the calls on it."""
+    """What a layout remembers of the calls on it: how each runs, and what it is in the log of calls."""
 
-    plans: dict[Hashable, AttentionMoves] = field(default_factory=dict)
+    plans: dict[Hashable, tuple[AttentionMoves, Entry | None]] = field(default_factory=dict)
     placements: dict[tuple[str, tuple | None], SplitPlacement] = field(default_factory=dict)
 
     @classmethod

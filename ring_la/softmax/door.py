@@ -41,17 +41,20 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
     """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
     known, kind = KnownCalls.of(layout).plans, _kind_of_call(x, options)
     if kind is not None and layout.cp.validate != "always" and kind in known:
-        return AttentionOutput(*known[kind](x))
+        plan, entry = known[kind]
+        if entry is not None:
+            layout.cp.comm.agreement.again(entry)
+        return AttentionOutput(*plan(x))
     error = None
     try:
         _check(x, options, layout)
     except RingLAError as e:
         error = e
-    layout.agree(_name(x), None if error else _signature(x, options), error)
+    entry = layout.agree(_name(x), None if error else _signature(x, options), error)
     split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
     plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, options.form, *split).plan(x)
     if kind is not None:
-        known[kind] = plan
+        known[kind] = plan, entry
     return AttentionOutput(*plan(x))
 
 
