@@ -24,23 +24,24 @@ FOLDERS = ("/dev/shm", tempfile.gettempdir())
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="moments or parts whose name holds this")
+    parser.add_argument("--only", default="", help="moments or parts whose name holds one of these words, by commas")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="of these, by commas")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for one in found(options.only):
+    for one in found(options.only.split(","), options.faults.split(",")):
         rows.append(one)
         print(row(one), flush=True)
         if options.out:
             write(options.out, rows)
 
 
-def found(only: str) -> Iterator[dict[str, Any]]:
+def found(only: list[str], faults: list[str]) -> Iterator[dict[str, Any]]:
     """A row for every fault at every moment."""
     for name, moment in (MOMENTS | (ON_GPUS if on_gpus() else {})).items():
-        for fault in FAULTS if only in name else ():
+        for fault in faults if any(word in name for word in only) else ():
             yield told(name, fault, moment)
     for part in (servers, disks):
-        if only in part.__name__:
+        if any(word in part.__name__ for word in only):
             yield from part.rows()
 
 
@@ -60,7 +61,10 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
 def told(name: str, fault: str, moment) -> dict[str, Any]:
     """A fault at a moment, then a sound job on the same port."""
     before = left_behind()
-    said, port = job.run(moment, fault)
+    try:
+        said, port = job.run(moment, fault)
+    except RuntimeError as error:
+        said, port = [job.Said(0, "not measured", str(error).splitlines()[0], 0.0)], job.free_port()
     start = time.monotonic()
     again, _ = job.run(recurrence_backward, "none", port=port)
     sound = all(s.error == "nothing raised" for s in again)

@@ -16,6 +16,8 @@ from ring_la.training import TrainingMesh, shard_parameters
 from .job import TIMEOUT, VICTIM, Rank
 
 T = 48
+COMPILING = 20.0
+"""Seconds that ranks wait where each compiles for itself first."""
 
 
 def wait(at: Rank) -> bool:
@@ -26,8 +28,8 @@ def wait(at: Rank) -> bool:
     return told == "other shapes"
 
 
-def context(at: Rank, **more) -> ring_la.ContextParallel:
-    return ring_la.ContextParallel(scan="ring", attention="ring", timeout=TIMEOUT, **more)
+def context(at: Rank, timeout: float = TIMEOUT, **more) -> ring_la.ContextParallel:
+    return ring_la.ContextParallel(scan="ring", attention="ring", timeout=timeout, **more)
 
 
 def recurrence(cp: ring_la.ContextParallel, tokens: int = T):
@@ -93,7 +95,7 @@ def _model() -> HybridLM:
 
 
 def compiled_step(at: Rank) -> None:
-    cp, model = context(at), _model().to(at.device)
+    cp, model = context(at, timeout=COMPILING), _model().to(at.device)
     step = torch.compile(lambda ids, layout: model.loss(ids, layout=layout), backend="aot_eager")
     layout, longer = cp.layout(T), cp.layout(T + 6)
     shards = {at: at.shard(torch.arange(at.seq_len, device=cp.device)[None] % 19) for at in (layout, longer)}
