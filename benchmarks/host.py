@@ -170,14 +170,16 @@ def profiled(name: str) -> None:
 
 
 def sharded() -> list[dict[str, Any]]:
-    """Host µs of calls on a split sequence, 4,096 tokens and 32 heads a rank, K = V = 128."""
-    rows = []
-    for transport in ("symmetric", "torch"):
+    """Host µs of calls on a split sequence, 4,096 tokens and 32 heads a rank, K = V = 128, beside whole ones."""
+    rows, shape = [], dict(B=1, T=4096, Hk=32, H=32, K=128, V=128)
+    layouts = {"whole": {}}
+    for transport in ("auto", "symmetric", "torch"):
         cp = ring_la.ContextParallel(transport=transport)
-        layout = cp.layout(4096 * cp.size, "contiguous")
-        for name in ("simple_gla", "gated_delta_rule", "kda"):
-            x = drawn(name, dict(B=1, T=4096, Hk=32, H=32, K=128, V=128))
-            row = measured(lambda **x: getattr(ring_la, name)(**x, layout=layout).o, x)  # noqa: B023
+        layouts[transport] = {"layout": cp.layout(4096 * cp.size, "contiguous")}
+    for name in ("simple_gla", "gated_delta_rule", "kda", "attention"):
+        x = drawn("linear_attention" if name == "attention" else name, shape)
+        for transport, split in layouts.items():
+            row = measured(lambda **x: getattr(ring_la, name)(**x, **split).o, x)  # noqa: B023
             rows.append({"op": name, "transport": transport} | row)
             if dist.get_rank() == 0:
                 print(rows[-1], flush=True)

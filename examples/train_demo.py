@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from ring_la import ContextParallel
+from ring_la import ContextParallel, capture
 from ring_la.inference import Sampler, decode, prefill
 from ring_la.models import HybridConfig, HybridLM
 
+STEPS = ("eager", "compiled", "captured")
 ALLOWED = 1e-5
 """Relative difference between the losses of the split and of the whole sequence, in fp32."""
 
@@ -76,6 +77,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", default="gdn,gdn,gdn,attention", help="names from ring_la.nn.LAYERS")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--step",
+        default="eager",
+        choices=STEPS,
+        help="captured: on GPUs a step is one CUDA graph, exchanges and optimizer in it; compiled: by torch.compile",
+    )
     parser.add_argument("--max-bytes", type=int, default=8 << 20, help="of the text")
     parser.add_argument("--prompt", help="text to continue (default: some 4,000 bytes the training did not see)")
     parser.add_argument("--new-tokens", type=int, default=200)
@@ -176,18 +183,23 @@ def run(
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-6)  # above rounding: Adam divides by it
+    rate, captured = args.lr, args.step == "captured" and batches.device.type == "cuda"
+    if captured:  # a graph would repeat a number; a tensor it reads again
+        rate = torch.tensor(rate, device=batches.device)
+    adam = dict(betas=(0.9, 0.95), eps=1e-6, capturable=captured)  # eps above rounding: Adam divides by it
+    optimizer = torch.optim.AdamW(groups, lr=rate, **adam)
     warmup = max(1, args.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min(1.0, (i + 1) / warmup) * max(0.1, 1 - i / args.steps)
     )
     exchange, losses = Exchange(cp), []
+    step = train_step(model, optimizer, cp, layout, args.step)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads if cp else cores())
     bar = tqdm(range(args.steps if steps is None else steps), desc=title, disable=bool(cp and cp.rank), unit="step")
     for i in bar:
         start = time.perf_counter()
-        losses.append(exchange.measure(i, lambda: train_step(model, optimizer, batches[i], cp, layout)))  # noqa: B023
+        losses.append(exchange.measure(i, lambda: step(batches[i])))  # noqa: B023
         schedule.step()
         speed = args.seq_len / (time.perf_counter() - start)
         bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, exchanging {exchange.share:.0%}")
@@ -196,23 +208,37 @@ def run(
 
 
 def train_step(
-    model: HybridLM, optimizer: torch.optim.Optimizer, ids: Tensor, cp: ContextParallel | None, layout
-) -> float:
-    """One step; returns the loss of the whole sequence."""
-    if layout is not None:
-        ids = layout.shard(ids)
-    loss = model.loss(ids, layout=layout)
-    loss.backward()
-    if cp is not None:  # parts summed over the ranks are the gradient, and the loss, of one process
-        parameters = list(model.parameters())
-        parts = torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in parameters)])
-        loss, *grads = cp.comm.all_reduce(parts).wait().split([1, *(p.numel() for p in parameters)])
-        for p, grad in zip(parameters, grads):
-            p.grad = grad.view_as(p)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    model: HybridLM, optimizer: torch.optim.Optimizer, cp: ContextParallel | None, layout, how: str
+) -> Callable[[Tensor], float]:
+    """One step: of the tokens of the whole sequence, which returns its loss."""
+    loss_of = torch.compile(model.loss, fullgraph=True) if how == "compiled" else model.loss
+
+    def step(ids: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        if layout is not None:
+            ids = layout.shard(ids)
+        loss = loss_of(ids, layout=layout)
+        loss.backward()
+        if cp is not None:  # parts summed over the ranks are the gradient, and the loss, of one process
+            parameters = list(model.parameters())
+            parts = torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in parameters)])
+            loss, *grads = cp.comm.all_reduce(parts).wait().split([1, *(p.numel() for p in parameters)])
+            for p, grad in zip(parameters, grads):
+                p.grad = grad.view_as(p)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    if how != "captured":
+        return lambda ids: step(ids).item()
+    captured = capture(step, cp)
+
+    def run(ids: Tensor) -> float:
+        loss = captured(ids)
+        captured.wait()  # a rank that died is named here
+        return loss.item()
+
+    return run
 
 
 class Exchange:

@@ -6,6 +6,7 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 """
 
 from . import recurrences, reference
+from .capture import Buckets, capture
 from .context import ContextParallel, GridLayout, Halo, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (
@@ -29,6 +30,7 @@ __version__ = installed()
 __all__ = [
     "ArgumentError",
     "AttentionOutput",
+    "Buckets",
     "ContextParallel",
     "DisagreementError",
     "GridLayout",
@@ -44,6 +46,7 @@ __all__ = [
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
+    "capture",
     "find_nans",
     "forgetting_attention",
     "grouped_gemm",

@@ -106,9 +106,13 @@ class Group(Members):
         what = f"exchanging with ranks {sorted({*sends, *receives})}"
         return self._pending(what, lambda: by.exchange(sends, receives), lambda: (receives, sends)[0])
 
+    def refuse_late(self, what: str) -> None:
+        """Raise a `PeerError` before `what` if a peer is known to have been late; waits for nothing."""
+        self.watch.refuse_late(what, self._late())
+
     def put_by_kernel(self, size: int) -> None:
         """Count `size` bytes that a kernel of the caller puts by itself; raises if a peer has been late before."""
-        self.watch.refuse_late("sending", self._late())
+        self.refuse_late("sending")
         self.bytes_sent += size
 
     def all_gather(self, x: Tensor) -> Pending:
@@ -152,7 +156,7 @@ class Group(Members):
 
     def _pending(self, what: str, post: Callable[[], Sequence[Waitable]], result: Callable[[], Any]) -> Pending:
         """Post a message; a peer that is already gone shows here, one that dies later in ``wait()``."""
-        self.watch.refuse_late(what, self._late())
+        self.refuse_late(what)
         try:
             posted = post()
         except RuntimeError as error:

@@ -30,9 +30,13 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
-        layout: Layout = ctx.layout
-        rows = grad[layout.order.to(grad.device)].split(list(layout.lengths))
-        padded = grad.new_zeros(layout.world_size, max(layout.lengths), *grad.shape[1:])
-        for part, row in zip(padded, rows):
-            part[: len(row)] = row
-        return ctx.comm.all_to_all(padded).wait().sum(0)[: layout.local_length], None, None
+        return gather_back(grad, ctx.layout, ctx.comm), None, None
+
+
+def gather_back(grad: Tensor, layout: Layout, comm: Group) -> Tensor:
+    """The gradient of this rank's rows, from every rank's of the whole sequence ``[seq_len, …]``."""
+    rows = grad[layout.order.to(grad.device)].split(list(layout.lengths))
+    padded = grad.new_zeros(layout.world_size, max(layout.lengths), *grad.shape[1:])
+    for part, row in zip(padded, rows):
+        part[: len(row)] = row
+    return comm.all_to_all(padded).wait().sum(0)[: layout.local_length]

@@ -1,10 +1,45 @@
-"""Handles of something of this process: a group, a layout of one."""
+"""Handles of something of this process: a group, a layout of one, and the numbers operators know them by.
+
+The schema of a registered operator has no place for a handle, and a compiled graph that held one would be another for
+each. So every handle has a number: to a compiler an integer like any other, which may change from call to call.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
+
+KEPT = 64
+"""So many of the handles that operators asked for last live on: a backward pass may come when their owner is gone."""
+
+_numbers = itertools.count(1 << 20)  # unlike any length, which a compiler would take for the same number
+_handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_recent: OrderedDict[int, Any] = OrderedDict()
+
+
+def enter(handle: Any) -> int:
+    """A number under which `found` gives `handle`, as long as that lives."""
+    number = next(_numbers)
+    _handles[number] = handle
+    return number
+
+
+def found(number: int) -> Any:
+    """The handle of a number."""
+    handle = _handles.get(number)
+    if handle is None:
+        expected = f"a handle that lives, or is one of the {KEPT} that compiled calls used last"
+        raise ArgumentError("layout", expected, f"number {number}, which is gone", "Keep it until the backward pass")
+    _recent[number] = handle
+    _recent.move_to_end(number)
+    if len(_recent) > KEPT:
+        _recent.popitem(last=False)
+    return handle
+
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,11 +15,11 @@ from ..choices import AttentionChoice, LayoutKind, ScanChoice, TransportChoice, 
 from ..comm import Group
 from ..errors import ArgumentError
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
-from . import affine_scan
+from . import affine_scan, moves
 from .arguments import check_choices, duration
 from .grid import Grid, process_group
 from .grid_layout import GridLayout
-from .handle import OfThisProcess
+from .handle import OfThisProcess, enter
 from .marks import Marks
 from .sharded import ShardedLayout
 
@@ -79,6 +79,7 @@ class ContextParallel(OfThisProcess):
         self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None
         self.marks = Marks()
         self._chosen: dict[object, Scan] = {}
+        self.number = enter(self)
 
     @property
     def rank(self) -> int:
@@ -172,6 +173,12 @@ class ContextParallel(OfThisProcess):
         if key not in self._chosen:
             self._chosen[key] = STRATEGIES[self.cost.best(chain, like)]
         return self._chosen[key]
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, in a new tensor; without gradients."""
+        if torch.compiler.is_compiling():
+            return moves.sum_over_ranks(x, self.number)
+        return self.comm.all_reduce(x).wait()
 
     def price(self, cost: Cost, like: Affine) -> float:
         """What an exchange of maps like `like` costs: seconds where the group was measured, else bytes received."""

@@ -14,10 +14,11 @@ from ..choices import LayoutKind
 from ..comm import Entry, Route
 from ..errors import ArgumentError, Facts, PeerError, RingLAError
 from ..layout import Layout
+from . import moves
 from .arguments import check_dim, check_labels, check_length, describe
 from .bound import Bound
 from .gather import Gather
-from .handle import OfThisProcess
+from .handle import OfThisProcess, enter
 from .marks import fingerprint
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class ShardedLayout(OfThisProcess, Layout):
 
     Attributes:
         cp: the ContextParallel it belongs to.
+        number: what compiled graphs know it by.
         positions: int64 ``[T_local]``, position of each local token in its document.
         bindings: how many models are bound to it.
     """
@@ -61,24 +63,32 @@ class ShardedLayout(OfThisProcess, Layout):
         if error is not None:
             raise error
         _ = self.lengths  # found now: torch.compile cannot trace the first read of a cached property
+        self.number = enter(self)
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
-        return self.positions_of(self.tokens()).to(self.cp.device)
+        return self._index("positions", lambda: self.positions_of(self.tokens()))
 
-    @cached_property
+    @property
     def documents(self) -> Tensor:
         """Document of each local token, int64 ``[T_local]``."""
-        return self.documents_of(self.tokens()).to(self.cp.device)
+        return self._index("documents", lambda: self.documents_of(self.tokens()))
 
     @cached_property
     def cu_pieces(self) -> Tensor:
         """Local offsets ``[pieces+1]`` of this rank's pieces, int32 on its device."""
         return torch.tensor(self.piece_offsets, dtype=torch.int32, device=self.cp.device)
 
-    @cached_property
-    def _local(self) -> Tensor:
-        return self.tokens().to(self.cp.device)
+    @property
+    def local_tokens(self) -> Tensor:
+        """Index of each local token in the sequence, int64 ``[T_local]``."""
+        return self._index("local_tokens", self.tokens)
+
+    def _index(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """An index of this rank's tokens on its device, made once."""
+        if torch.compiler.is_compiling():
+            return moves.layout_index(self.number, name, self.local_length, self.cp.device)
+        return self.kept(("index", name), lambda: make().to(self.cp.device))
 
     # -- agreement -----------------------------------------------------------------------------------------
 
@@ -89,8 +99,7 @@ class ShardedLayout(OfThisProcess, Layout):
         """All ranks compare a call, by names and what they stand for; an error on one is raised on every rank that
         compares.
 
-        With validate="first" a signature already seen on this layout is not compared again: it goes into the log of
-        calls. What is returned does the same for who keeps it (`Agreement.again`); None: nothing is compared.
+        With validate="first" a signature already seen on this layout is not compared again. Returns what `again` takes.
         """
         entry = None
         if self.cp.validate != "never" and self.cp.size > 1:
@@ -104,6 +113,11 @@ class ShardedLayout(OfThisProcess, Layout):
         if error is not None:
             raise error
         return entry
+
+    def again(self, entry: Entry | None) -> None:
+        """This rank comes to a call like one that `agree` has compared; nobody waits."""
+        if entry is not None:
+            self.cp.comm.agreement.again(entry)
 
     def _compare(self, what: str, report: object, error: Exception | None) -> Entry:
         """Compare a call now. Where the others skip it, having made such a call before, this rank's own error goes
@@ -123,7 +137,7 @@ class ShardedLayout(OfThisProcess, Layout):
         Differentiable: the gradient of `x` is this rank's part, zero for other ranks' tokens.
         """
         check_length(x, dim, self.seq_len, "the whole sequence")
-        out = x.index_select(dim, self._local.to(x.device))
+        out = x.index_select(dim, self.local_tokens.to(x.device))
         bound = self.bindings > 0 and not torch.compiler.is_compiling()
         self.cp.marks.put(out, self, fingerprint(x) if bound else None)
         return out
@@ -142,22 +156,24 @@ class ShardedLayout(OfThisProcess, Layout):
             raise ArgumentError("model", "a torch.nn.Module", type(model).__name__)
         return Bound(self, model)
 
-    @outside_graphs
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence, on every rank, from its parts ``x [..., T_local, ...]`` along `dim`.
 
         Differentiable: gradients flowing into the result are summed over the ranks.
         """
+        if torch.compiler.is_compiling():
+            return moves.gather(x, self.number, dim, self.seq_len)
         self._agree_on_tokens("gather", x, dim)
         return Gather.apply(x.movedim(dim, 0), self, self.cp.comm).movedim(0, dim)
 
-    @outside_graphs
     def convert(self, x: Tensor, other: ShardedLayout, dim: int = 1) -> Tensor:
         """This rank's tokens under `other`, a layout of the same sequence, by one all-to-all. Differentiable."""
         if not isinstance(other, ShardedLayout) or other.cp is not self.cp:
             raise ArgumentError("other_layout", "a layout made by the same ContextParallel", other)
         if other.seq_len != self.seq_len:
             raise ArgumentError("other_layout", f"a layout of {self.seq_len} tokens", f"one of {other.seq_len}")
+        if torch.compiler.is_compiling():
+            return moves.convert(x, self.number, other.number, dim, other.local_length)
         self._agree_on_tokens("convert", x, dim, ("other_layout", other.split))
         if other.split == self.split:
             return x
@@ -166,7 +182,6 @@ class ShardedLayout(OfThisProcess, Layout):
         self.cp.marks.put(out, other)
         return out
 
-    @outside_graphs
     def targets(self, ids: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
         """Next-token labels of this rank's tokens: each token's successor in its document.
 
@@ -179,6 +194,8 @@ class ShardedLayout(OfThisProcess, Layout):
         """
         if isinstance(ids, Tensor) and ids.dim() == 1:
             dim = 0
+        if torch.compiler.is_compiling():
+            return moves.targets(ids, self.number, ignore_index, dim)
         check = partial(check_labels, ids, ignore_index)
         self._agree_on_tokens("targets", ids, dim, ("ignore_index", ignore_index), name="ids", check=check)
         route = self.route("targets", lambda: [self.successors(r) for r in range(self.world_size)])

@@ -20,6 +20,11 @@ class TailOptions(NamedTuple):
     layout: ShardedLayout | None
     cu_seqlens: Tensor | None
 
+    def counted(self, x: Tensor) -> int:
+        """How many documents the rows of a split `x` are, which nobody has checked."""
+        assert self.layout is not None
+        return self.layout.num_documents if self.layout.packed else x.shape[0]
+
     def documents(self, flat: Tensor) -> int:
         """How many documents tokens ``[B, T, D]`` are, after checking that the split fits them."""
         check_flag("output_final_state", self.output_final_state)

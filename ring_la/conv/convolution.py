@@ -7,9 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..autograd import first_derivative_only, outside_graphs, refuse_transforms
+from ..autograd import first_derivative_only, refuse_transforms
 from ..checks import check_flag
 from ..context import ShardedLayout
+from ..context.handle import found
+from ..context.operator import SplitOperator
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..kernels.fused.short_conv import convolve, convolve_backward
 from ..outputs import ShortConvOutput
@@ -49,12 +51,16 @@ def short_conv(
     Raises:
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
-    run = _short_conv if layout is None else _short_conv_split
     check_flag("in_place", in_place)
     if not in_place:
-        return run(x, weight, bias, activation, TailOptions(initial_state, output_final_state, layout, cu_seqlens))
+        options = TailOptions(initial_state, output_final_state, layout, cu_seqlens)
+        if isinstance(layout, ShardedLayout) and cu_seqlens is None and torch.compiler.is_compiling():
+            arguments = initial_state, activation, output_final_state, layout.number, options.counted(x)
+            o, final = split_short_conv(x, weight, bias, *arguments)
+            return ShortConvOutput(o, final if output_final_state else None)
+        return _short_conv(x, weight, bias, activation, options)
     initial_state = check_in_place(initial_state, layout, x, weight, bias)
-    o, final = run(x, weight, bias, activation, TailOptions(initial_state, True, layout, cu_seqlens))
+    o, final = _short_conv(x, weight, bias, activation, TailOptions(initial_state, True, layout, cu_seqlens))
     assert final is not None
     return ShortConvOutput(o, initial_state.copy_(final))
 
@@ -75,7 +81,38 @@ def _short_conv(
     return ShortConvOutput(*together(o.view(x.shape), final, layout))
 
 
-_short_conv_split = outside_graphs(_short_conv)
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    activation: str | None,
+    final: bool,
+    layout: int,
+    documents: int,
+) -> tuple[Tensor, Tensor]:
+    """`short_conv` on the layout of that number, of so many documents; the final states are empty unless `final`."""
+    options = TailOptions(initial_state, final, found(layout), None)
+    o, last = _short_conv(x, weight, bias, activation, options)
+    return o, x.new_empty(0) if last is None else last
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    activation: str | None,
+    final: bool,
+    layout: int,
+    documents: int,
+) -> tuple[Tensor, Tensor]:
+    state = (documents, weight.shape[0], weight.shape[-1] - 1) if final else (0,)
+    return x.new_empty(x.shape), x.new_empty(state)
+
+
+split_short_conv = SplitOperator("split_short_conv", _run, _fake, 4)
+"""What a compiled graph has of a convolution on a split sequence."""
 
 
 def _checked(

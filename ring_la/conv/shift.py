@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..autograd import outside_graphs, refuse_transforms
+from ..autograd import refuse_transforms
 from ..checks import check_flag
 from ..context import ShardedLayout
+from ..context.handle import found
+from ..context.operator import SplitOperator
 from ..errors import RingLAError
 from ..outputs import TokenShiftOutput
 from .arguments import TailOptions, agree, as_channels, check_channels, check_in_place, check_values, facts_of
@@ -36,12 +39,15 @@ def token_shift(
     Raises:
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
-    run = _token_shift if layout is None else _token_shift_split
     check_flag("in_place", in_place)
     if not in_place:
-        return run(x, TailOptions(initial_state, output_final_state, layout, cu_seqlens))
+        options = TailOptions(initial_state, output_final_state, layout, cu_seqlens)
+        if isinstance(layout, ShardedLayout) and cu_seqlens is None and torch.compiler.is_compiling():
+            o, final = split_token_shift(x, initial_state, output_final_state, layout.number, options.counted(x))
+            return TokenShiftOutput(o, final if output_final_state else None)
+        return _token_shift(x, options)
     initial_state = check_in_place(initial_state, layout, x)
-    o, final = run(x, TailOptions(initial_state, True, layout, cu_seqlens))
+    o, final = _token_shift(x, TailOptions(initial_state, True, layout, cu_seqlens))
     assert final is not None
     return TokenShiftOutput(o, initial_state.copy_(final))
 
@@ -63,4 +69,15 @@ def _token_shift(x: Tensor, options: TailOptions) -> TokenShiftOutput:
     return TokenShiftOutput(*together(rows.before.view(x.shape), final, layout))
 
 
-_token_shift_split = outside_graphs(_token_shift)
+def _run(x: Tensor, initial_state: Tensor | None, final: bool, layout: int, documents: int) -> tuple[Tensor, Tensor]:
+    """`token_shift` on the layout of that number, of so many documents; the last tokens are empty unless `final`."""
+    o, last = _token_shift(x, TailOptions(initial_state, final, found(layout), None))
+    return o, x.new_empty(0) if last is None else last
+
+
+def _fake(x: Tensor, initial_state: Tensor | None, final: bool, layout: int, documents: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((documents, x.flatten(2).shape[2]) if final else (0,))
+
+
+split_token_shift = SplitOperator("split_token_shift", _run, _fake, 2)
+"""What a compiled graph has of a token shift on a split sequence."""

@@ -53,6 +53,11 @@ class Sampler:
         if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
             raise ArgumentError("top_p", "a number above 0 and at most 1", repr(self.top_p))
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the most likely token."""
+        return self.temperature == 0
+
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens ``[N]`` from logits ``[N, vocab_size]``."""
         if self.temperature == 0:

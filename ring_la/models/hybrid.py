@@ -166,7 +166,7 @@ class HybridLM(nn.Module):
         else:
             count = (targets != IGNORE).sum()
             if layout is not None:
-                count = layout.cp.comm.all_reduce(count).wait()
+                count = layout.cp.sum_over_ranks(count)
             count = count.clamp(min=1)
         routings = [] if routings is None else routings
         begin = len(routings)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import first_derivative_only
+from ..autograd import first_derivative_only, traced
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels.fused.cross_entropy import losses_and_gradient
 
@@ -40,7 +40,8 @@ def linear_cross_entropy(
         chunk: rows taken at once by "chunked"; Liger picks its own.
         ignore_index: the target of rows that do not count.
         backend: "chunked": this file, any device and dtype; by a Triton kernel on CUDA. "liger": liger-kernel's (CUDA).
-            "auto": Liger on CUDA where it is installed, else "chunked". (PyTorch 2.13's own rounds the sum to bf16.)
+            "auto": Liger on CUDA where it is installed and nothing traces, else "chunked". (PyTorch 2.13's own rounds
+            the sum to bf16.)
 
     Returns:
         The sum, fp32 (fp64 for fp64). Differentiable once in `x` and `weight`.
@@ -50,7 +51,11 @@ def linear_cross_entropy(
     """
     _check(x, weight, targets, chunk, backend)
     if backend == "auto":
-        backend = "liger" if x.is_cuda and x.dtype != torch.float64 and has_liger() else "chunked"
+        takes_liger = x.is_cuda and not traced(x)  # a compiler cannot ask for it, nor trace it
+        backend = "liger" if takes_liger and x.dtype != torch.float64 and has_liger() else "chunked"
+    if backend == "chunked" and traced(x):
+        needed = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
+        return _operator(x, weight, targets, chunk, ignore_index, *needed)[0]
     if backend == "chunked":
         return _Chunked.apply(x, weight, targets, chunk, ignore_index)
     return _liger(x, weight, targets, ignore_index)
@@ -78,25 +83,31 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, chunk: int, backend: str)
         raise ArgumentError("chunk", "an int ≥ 1", repr(chunk))
 
 
+def _in_chunks(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignore_index: int, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, and the gradients of x and the weight, empty where not needed."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    loss = x.new_zeros((), dtype=wide)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
+    dweight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format) if need_weight else None
+    for i in range(0, len(x), chunk):
+        rows, labels = x[i : i + chunk], targets[i : i + chunk]
+        logits = F.linear(rows, weight)
+        losses, d = losses_and_gradient(logits, labels, ignore_index, need_x or need_weight)
+        loss += losses.sum()
+        if need_x and d is not None:
+            dx[i : i + chunk] = d @ weight
+        if dweight is not None and d is not None:
+            dweight += d.T @ rows
+    return loss, dx, weight.new_empty(0) if dweight is None else dweight.to(weight.dtype)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignore_index: int) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        loss = x.new_zeros((), dtype=wide)
-        dx: Any = torch.empty_like(x) if need_x else None
-        dweight: Any = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        for i in range(0, len(x), chunk):
-            rows, labels = x[i : i + chunk], targets[i : i + chunk]
-            logits = F.linear(rows, weight)
-            d: Any
-            losses, d = losses_and_gradient(logits, labels, ignore_index, need_x or need_weight)
-            loss += losses.sum()
-            if need_x:
-                dx[i : i + chunk] = d @ weight
-            if need_weight:
-                dweight += d.T @ rows
-        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
+        loss, *grads = _in_chunks(x, weight, targets, chunk, ignore_index, *ctx.needs_input_grad[:2])
+        ctx.save_for_backward(*[d if need else None for d, need in zip(grads, ctx.needs_input_grad)])
         return loss
 
     @staticmethod
@@ -104,6 +115,33 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         dx, dweight = (None if d is None else d * grad.to(d.dtype) for d in ctx.saved_tensors)
         return dx, dweight, None, None, None
+
+
+_operator = torch.library.custom_op("ring_la::linear_cross_entropy", _in_chunks, mutates_args=())
+"""For who must see one node whatever the number of chunks."""
+
+
+@_operator.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignore_index: int, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dx, dweight = (t.new_empty(t.shape if need else (0,)) for t, need in ((x, need_x), (weight, need_weight)))
+    return x.new_empty((), dtype=wide), dx, dweight
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.needed = inputs[-2:]
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _scaled(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = [d * grad.to(d.dtype) if need else None for d, need in zip(ctx.saved_tensors, ctx.needed)]
+    return (*grads, *[None] * 5)
+
+
+_operator.register_autograd(_scaled, setup_context=_save)
 
 
 def _liger(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

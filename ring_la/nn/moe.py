@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import outside_graphs
 from ..checks import FLOATS
 from ..choices import GroupedBackend
 from ..comm import Pending
@@ -111,8 +110,7 @@ class MixtureOfExperts(nn.Module):
         Raises:
             ArgumentError: a wrong shape, dtype or layout, by name; under a layout on every rank.
         """
-        outside = layout is not None and torch.compiler.is_compiling()  # a compiled caller's graph breaks there
-        (_check_outside_graphs if outside else _check)(self, x, output_routing, layout)
+        _check(self, x, output_routing, layout)
         flat = x.flatten(0, 1)
         logits = self._logits(flat)
         p = logits.softmax(-1)
@@ -123,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         if output_routing:
             sums = torch.stack([places.sizes.double(), p.detach().sum(0).double()])  # fp64: counts stay exact
             if layout is not None:
-                pending = (_post_outside_graphs if outside else _post)(sums, layout)
+                pending = _post(sums, layout)
         o = places.collect(self.experts(places.spread(flat), places.sizes, places.arrange(weights)))
         if self.shared is not None:
             o = o + self._shared(flat)
@@ -131,7 +129,7 @@ class MixtureOfExperts(nn.Module):
         if not output_routing:
             return MoEOutput(o, None)
         if layout is not None:
-            sums = (_wait_outside_graphs if outside else _wait)(pending)
+            sums = pending.wait()
         tokens = max(1, x.shape[0] * (x.shape[1] if layout is None else layout.seq_len))
         return MoEOutput(o, self._routing(logits, p, sums, tokens))
 
@@ -260,7 +258,7 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
             layout.require_local("x", x.shape[1])
     except ArgumentError as e:
         error = e
-    if isinstance(layout, ShardedLayout):
+    if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
         signature = None
         if error is None:
             signature = (("rows of x", x.shape[0]), ("dtype of x", x.dtype), ("output_routing", output_routing))
@@ -270,13 +268,8 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
 
 
 def _post(sums: Tensor, layout: ShardedLayout) -> Pending:
+    """The sum over the ranks; within a compiled graph it is there at once."""
+    if torch.compiler.is_compiling():
+        summed = layout.cp.sum_over_ranks(sums)
+        return Pending(lambda: summed)
     return layout.cp.comm.all_reduce(sums)
-
-
-def _wait(pending: Pending) -> Tensor:
-    return pending.wait()
-
-
-_check_outside_graphs = outside_graphs(_check)
-_post_outside_graphs = outside_graphs(_post)
-_wait_outside_graphs = outside_graphs(_wait)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..comm import Entry
 from ..context import ShardedLayout
 from ..errors import Facts
 from ..kernels import Inputs
@@ -17,14 +18,17 @@ Flags = tuple[tuple[str, object], ...]
 """A call's own arguments that are no tensors, by name."""
 
 
-def agree(name: str, r: Recurrence, options: CommonOptions, flags: Flags) -> tuple[float, ...] | None:
-    """Let the ranks of a layout agree on a checked call; returns its decays where the host knows them."""
+def agree(
+    name: str, r: Recurrence, options: CommonOptions, flags: Flags
+) -> tuple[tuple[float, ...] | None, Entry | None]:
+    """Let the ranks of a layout agree on a checked call; returns its decays where the host knows them, and what
+    `layout.again` takes."""
     layout = options.layout
     assert layout is not None
-    decays = known(r.decays, layout)
+    decays, entry = known(r.decays, layout), None
     if layout.cp.validate != "never":
-        layout.agree(name, signature(r, options, flags, decays), None)
-    return decays
+        entry = layout.agree(name, signature(r, options, flags, decays), None)
+    return decays, entry
 
 
 def known(decays: Callable[[], tuple[float, ...]] | Tensor | None, layout: ShardedLayout) -> tuple[float, ...] | None:

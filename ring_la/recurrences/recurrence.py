@@ -18,21 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import linear
 from .. import reference as references
 from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..context import ShardedLayout
-from ..errors import RingLAError, UnsupportedError
-from ..kernels import Inputs, state_dtype
-from ..kernels.fused.unit_length import l2norm
+from ..errors import UnsupportedError
+from ..kernels import state_dtype
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import Loop, Token, by_token
-from .agreement import Flags, agree
+from .agreement import Flags
 from .arguments import Argument
-from .bidirectional import bidirectional
-from .checks import check
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
+from .operator import names_of, split_recurrence
+from .run import agreed, compute, ready
 
 Public = Callable[..., LinearAttentionOutput]
 
@@ -110,7 +108,10 @@ def public(definition: Definition) -> Public:
             return run(definition, call, options, ())
         named = sorted((*zip(own.parameters, args), *keywords.items()), key=itemgetter(0))
         flags = tuple([(n, x) for n, x in named if not isinstance(x, Tensor)])
-        return (apart if torch.compiler.is_compiling() else run)(definition, call, options, flags)
+        if not torch.compiler.is_compiling():
+            return run(definition, call, options, flags)
+        traced = isinstance(options.layout, ShardedLayout) and not definition.composed
+        return (_traced if traced else apart)(definition, call, options, flags)
 
     function.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput
@@ -123,31 +124,39 @@ def public(definition: Definition) -> Public:
 def _run(
     definition: Definition, call: functools.partial[Recurrence], options: CommonOptions, flags: Flags
 ) -> LinearAttentionOutput:
-    r: Any = None
-    error, decays = None, None
-    layout = options.layout
-    try:
+    def described() -> Recurrence:
         if transformed() and options.backend != "reference":
             refuse_transforms(_given(call, options))
-        r = call()
-        check(r, options)
-    except RingLAError as e:
-        error = e
-    if error is not None:
-        if isinstance(layout, ShardedLayout):
-            layout.agree(definition.name, None, error)  # raises, on every rank
-        raise error
-    if isinstance(layout, ShardedLayout):
-        decays = agree(definition.name, r, options, flags)
+        return call()
+
+    r, decays = agreed(definition.name, described, options, flags)
     if options.backend == "reference":
         return _by_reference(definition, call, r, options)
-    scale = definition.scale(options, r.inputs.q.shape[-1])
-    inputs = _ready(r.inputs, options.use_qk_l2norm)
-    if r.causal:
-        out = linear.run(r.rule, inputs, scale, options, decays)
-    else:
-        out = bidirectional(inputs, scale, options, _unit(r.normalizer, options.use_qk_l2norm))
+    out = compute(r, definition.scale(options, r.inputs.q.shape[-1]), options, decays)
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
+
+
+_outside_graphs = outside_graphs(_run)
+
+
+def _traced(
+    definition: Definition, call: functools.partial[Recurrence], options: CommonOptions, flags: Flags
+) -> LinearAttentionOutput:
+    """A split call within a compiled graph: what needs other ranks is one node, which checks when it runs. What the
+    node has no arguments for breaks the graph."""
+    r, layout = call(), options.layout
+    beyond = options.backend == "reference" or options.in_place or options.cu_seqlens is not None
+    if beyond or r.normalizer is not None:
+        return _outside_graphs(definition, call, options, flags)
+    assert layout is not None
+    inputs = ready(r.inputs, options.use_qk_l2norm)
+    documents = layout.num_documents if layout.packed else inputs.q.shape[0]
+    o, final = split_recurrence(
+        *inputs, options.initial_state, layout.number, documents, definition.name, str(r.rule),
+        definition.scale(options, inputs.q.shape[-1]), options.mode, options.backend, r.causal,
+        options.output_final_state, names_of(r), ", ".join([f"{n}={x}" for n, x in flags]),
+    )  # fmt: skip
+    return LinearAttentionOutput(r.readout(o), final if options.output_final_state else None)
 
 
 def _given(call: functools.partial[Recurrence], options: CommonOptions) -> Iterator[tuple[str, object]]:
@@ -155,25 +164,6 @@ def _given(call: functools.partial[Recurrence], options: CommonOptions) -> Itera
     yield from zip(inspect.signature(call.func).parameters, call.args)
     yield from call.keywords.items()
     yield "initial_state", options.initial_state
-
-
-def _ready(x: Inputs, unit_length: bool) -> Inputs:
-    """What kernels take: q and k of unit length where that is asked for, and gates and the like that come with the
-    heads of q and k repeated for the value heads they serve."""
-    heads = x.v.shape[2]
-    if not unit_length and x.q.shape[2] == heads:
-        return x
-
-    def own(t: Tensor | None) -> Tensor | None:
-        return t if t is None or t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], 2)
-
-    q, k = (l2norm(x.q), l2norm(x.k)) if unit_length else (x.q, x.k)
-    return Inputs(q, k, x.v, *map(own, x[3:]))
-
-
-def _unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
-    """A denominator's own q and k, of unit length where that is asked for."""
-    return normalizer if normalizer is None or not unit_length else (l2norm(normalizer[0]), l2norm(normalizer[1]))
 
 
 def _by_reference(

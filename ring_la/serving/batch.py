@@ -15,13 +15,14 @@ from ..inference import Prefilled, Sampler
 from ..nn import KVCache
 from ..nn.decoding import KVRows, Seats
 from .model import Served
+from .sampling import Chooser
 
 
 class Row(NamedTuple):
     """One sequence of the batch."""
 
     job: Any
-    sampler: Sampler
+    sampler: Sampler | Chooser
 
 
 class Batch:
@@ -37,7 +38,7 @@ class Batch:
         self._after: Prefilled | None = None
         self._own = False  # whether the states are this batch's to be overwritten
 
-    def add(self, job: Any, prompt: Prefilled, sampler: Sampler) -> None:
+    def add(self, job: Any, prompt: Prefilled, sampler: Sampler | Chooser) -> None:
         """A sequence more, from its prompt ``(logits [1, V], states of one row)``, which is not written to."""
         self._after = self._arranged(range(len(self.rows)), [prompt])
         self._own = bool(self.rows)
@@ -83,7 +84,7 @@ class Batch:
         logits = self._after.logits
         finite = logits.isfinite().all(-1, keepdim=True)
         logits = torch.where(finite, logits, 0)
-        if all(row.sampler.temperature == 0 for row in self.rows):
+        if all(row.sampler.greedy for row in self.rows):
             tokens = logits.argmax(-1)
         else:
             tokens = torch.cat([row.sampler(logits[i : i + 1]) for i, row in enumerate(self.rows)])

@@ -132,21 +132,28 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def remembered(self) -> tuple[int, int]:
+        """States that are kept for prompts that begin alike, and their bytes on this rank."""
+        return len(self._prefixes), self._prefixes.size
+
+    @property
     def stopping(self) -> bool:
         """Whether requests are refused because the engine stops, or has stopped."""
         return self._stop_at is not None or self._closed.is_set()
 
-    def submit(self, job: Completion) -> None:
-        """Queue a request (rank 0).
+    def submit(self, *jobs: Completion) -> None:
+        """Queue requests, all or none (rank 0).
 
         Raises:
-            ArgumentError: it cannot be completed, by the argument's name. Busy: not now.
+            ArgumentError: one cannot be completed, by the argument's name. Busy: not now.
         """
-        self._check(job.request)
+        for job in jobs:
+            self._check(job.request)
         if self.stopping:
             raise Stopping("the server is about to stop")
-        job.stream = Stream(self.text.decoder(), job.request.stop)
-        self._waiting.put(job)
+        for job in jobs:
+            job.stream = Stream(self.text.decoder(), job.request.stop)
+        self._waiting.put(*jobs)
         if self._closed.is_set():  # by now: nobody would take it out
             self._fail("the server has stopped")
 
@@ -164,9 +171,10 @@ class Engine:
         ids, vocab_size = request.ids, self.model.vocab_size
         if not ids:
             raise ArgumentError("prompt", "at least one token", "none")
-        wrong = next((i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size), None)
-        if wrong is not None:
-            raise ArgumentError("prompt", f"token ids from 0 to {vocab_size - 1}", wrong)
+        for name, tokens in (("prompt", ids), ("logit_bias", request.logit_bias or [0])):
+            wrong = next((i for i in (min(tokens), max(tokens)) if not 0 <= i < vocab_size), None)
+            if wrong is not None:
+                raise ArgumentError(name, f"token ids from 0 to {vocab_size - 1}", wrong)
         if request.max_tokens < 1:
             raise ArgumentError("max_tokens", "an int ≥ 1", request.max_tokens)
         if self.max_tokens is not None and request.total > self.max_tokens:
@@ -270,6 +278,7 @@ class Engine:
                 self._end_reading()
                 self._fail_one(reading.job, error)
                 return
+            reading.job.trail.pieces.append((reading.at, end))
             if self.batch.rows:
                 self._pace(end - reading.at, start)
             if reading.key:
@@ -310,7 +319,7 @@ class Engine:
             self._say(Word(What.FORGET, key))
         error = self._say(Word(What.KEEP, reading.key, reading.kept, reading.at))
         if error is None:
-            reading.kept, reading.length = reading.key, reading.at
+            reading.kept, reading.length = reading.job.trail.kept = reading.key, reading.at
         else:
             self._prefixes.remove(reading.key)
             LOG.warning("a state is not kept: %s", error)
@@ -324,7 +333,8 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed(request.seed)
-            self.batch.add(job, self.states.before(reading.key or reading.kept), request.sampler(generator))
+            job.sampler = request.sampler(generator)
+            self.batch.add(job, self.states.before(reading.key or reading.kept), job.sampler)
         except FATAL:
             raise
         except Exception as error:

@@ -27,6 +27,7 @@ class Served(Protocol):
         model: the module itself.
         max_tokens: the most tokens a sequence may have; None: any number.
         flexible: whether states can be continued from more than once, and several joined to decode as a batch.
+        kind: the layout that `read` splits a prompt by.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class Served(Protocol):
     device: torch.device
     max_tokens: int | None
     flexible: bool
+    kind: LayoutKind
 
     def read(self, ids: Tensor, states: Any, cp: ContextParallel | None) -> Prefilled:
         """Read a prompt ``ids [1, T]``, which every rank has whole. Collective."""
@@ -53,10 +55,10 @@ class Hybrid:
         self.vocab_size = model.config.vocab_size
         self.device = model.embedding.weight.device
         attention = any(isinstance(layer, Layer) and layer.state_type is KVCache for layer in model.modules())
-        self._kind: LayoutKind = "zigzag" if attention else "contiguous"  # balanced, or as few segments as can be
+        self.kind: LayoutKind = "zigzag" if attention else "contiguous"  # balanced, or as few segments as can be
 
     def read(self, ids: Tensor, states: list[Any] | None, cp: ContextParallel | None) -> Prefilled:
-        layout = None if cp is None else cp.layout(ids.shape[1], self._kind)
+        layout = None if cp is None else cp.layout(ids.shape[1], self.kind)
         return prefill(self.model, ids if layout is None else layout.shard(ids), states=states, layout=layout)
 
     def step(self, tokens: Tensor, states: list[Any], in_place: bool) -> Prefilled:
@@ -71,6 +73,7 @@ class Pretrained:
     """
 
     flexible = False
+    kind: LayoutKind = "zigzag"
 
     def __init__(self, model: PreTrainedModel, cp: ContextParallel | None) -> None:
         config = model.config.get_text_config()

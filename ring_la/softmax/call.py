@@ -25,9 +25,16 @@ from .tensors import Tensors
 
 @dataclass
 class KnownCalls:
-    """What a layout remembers of the calls on it: how each runs, and what it is in the log of calls."""
+    """What a layout remembers of the calls on it.
 
-    plans: dict[Hashable, tuple[AttentionMoves, Entry | None]] = field(default_factory=dict)
+    Attributes:
+        agreed: of calls that ranks have compared, the plans, and what `layout.again` takes.
+        plans: of the operator's calls, which are compared apart from their plans.
+        placements: how ranks meet, by strategy.
+    """
+
+    agreed: dict[Hashable, tuple[AttentionMoves, Entry | None]] = field(default_factory=dict)
+    plans: dict[Hashable, AttentionMoves] = field(default_factory=dict)
     placements: dict[tuple[str, tuple | None], SplitPlacement] = field(default_factory=dict)
 
     @classmethod

@@ -14,7 +14,7 @@ from ..checks import check_nan
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
-from . import operator
+from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
@@ -26,7 +26,7 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
     if options.backend != "reference":
         refuse_transforms(x.named())
     if isinstance(layout, ShardedLayout):
-        return _outside_graphs(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
+        return _traced(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
     _check(x, options, layout)
     if options.backend == "reference":
         return _reference(x, options)
@@ -38,12 +38,11 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
 
 
 def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """On a split sequence: check, agree, run. A call like one before on this layout runs at once."""
-    known, kind = KnownCalls.of(layout).plans, _kind_of_call(x, options)
+    """On a split sequence: check, agree, run. A call like one before on this layout runs without waiting."""
+    known, kind = KnownCalls.of(layout).agreed, _kind_of_call(x, options)
     if kind is not None and layout.cp.validate != "always" and kind in known:
         plan, entry = known[kind]
-        if entry is not None:
-            layout.cp.comm.agreement.again(entry)
+        layout.again(entry)
         return AttentionOutput(*plan(x))
     error = None
     try:
@@ -59,6 +58,15 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
 
 
 _outside_graphs = outside_graphs(_split)
+
+
+def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
+    """A split call within a compiled graph: one node, which checks when it runs; latents and chosen keys break it."""
+    if x.latent or x.chosen is not None or options.cu_seqlens is not None:
+        return _outside_graphs(x, options, layout)
+    check_options(options)
+    scores = options.scores(x.q)
+    return AttentionOutput(*split_operator.split_attention(*split_operator.flat(x, scores, options, layout)))
 
 
 def _name(x: Tensors) -> str:

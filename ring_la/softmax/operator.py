@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
+from ..context.operator import own_memory
 from ..errors import SecondDerivativeError
 from .call import AttentionCall
 from .merging import wide
@@ -31,6 +34,7 @@ TYPES = {
     "str": "str",
     "str | None": "str?",
     "LatentForm | None": "str?",
+    "bool": "bool",
 }
 """The types of fields as operators name them."""
 
@@ -50,11 +54,13 @@ def _call_of(arguments: Iterable) -> tuple[Tensors, AttentionCall]:
     return x, AttentionCall(scores, **dict(zip(OTHERS, rest)))
 
 
-def _arguments() -> str:
-    """Their names and types."""
-    others = {name: AttentionCall.__annotations__[name] for name in OTHERS}
-    fields = Tensors.__annotations__ | Scores.__annotations__ | others
+def declared(*kinds: type, **others: Any) -> str:
+    """The names and types of the fields of these, and of others, as a schema has them."""
+    fields = {name: t for kind in kinds for name, t in kind.__annotations__.items()} | others
     return ", ".join(f"{TYPES[getattr(t, '__forward_arg__', t)]} {name}" for name, t in fields.items())
+
+
+ARGUMENTS = declared(Tensors, Scores, **{name: AttentionCall.__annotations__[name] for name in OTHERS})
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
@@ -64,7 +70,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor]:
 
 
 attention = torch.library.custom_op(
-    "ring_la::attention", _forward, mutates_args=(), schema=f"({_arguments()}) -> (Tensor, Tensor)"
+    "ring_la::attention", _forward, mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)"
 )
 
 
@@ -79,14 +85,14 @@ def _gradients(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, *
     """Gradients of the tensors that are present, in order."""
     x, call = _call_of(arguments)
     grads = call.plan(x).backward(Saved(x, o, lse), do, dlse)
-    return [g.contiguous() for g in grads if g is not None]
+    return list(own_memory([g for g in grads if g is not None], (do, dlse, o, lse, *arguments)))
 
 
 attention_backward = torch.library.custom_op(
     "ring_la::attention_backward",
     _gradients,
     mutates_args=(),
-    schema=f"(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {_arguments()}) -> Tensor[]",
+    schema=f"(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {ARGUMENTS}) -> Tensor[]",
 )
 
 
@@ -95,29 +101,31 @@ def _(do, dlse, o, lse, *arguments):
     return [t.new_empty(t.shape) for t in _call_of(arguments)[0].differentiable if t is not None]
 
 
-def _setup(ctx, inputs, output) -> None:
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in inputs))
+def differentiable(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """Give an operator of `Tensors` and other arguments its gradients: `backward` of the gradients of its two results,
+    of these, and of its arguments."""
+    width = len(Tensors._fields)
+
+    def save(ctx, inputs, output) -> None:
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in inputs))
+
+    def gradients(ctx, do: Tensor | None, dlse: Tensor | None):
+        o, lse, *tensors = ctx.saved_tensors
+        arguments = [other if t is None else t for t, other in zip(tensors, ctx.others)]
+        present = iter(backward(do, dlse, o, lse, *arguments))
+        grads = [None if t is None else next(present) for t in Tensors(*arguments[:width]).differentiable]
+        return (*grads, *[None] * (len(arguments) - len(grads)))
+
+    def refuse(ctx, *grads):
+        raise SecondDerivativeError(
+            "ring_la.attention has exact first derivatives only; a second derivative was asked for "
+            "(create_graph=True and a backward through it)"
+        )
+
+    forward.register_autograd(gradients, setup_context=save)
+    backward.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
 
 
-def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
-    o, lse, *tensors = ctx.saved_tensors
-    arguments = [other if t is None else t for t, other in zip(tensors, ctx.others)]
-    present = iter(attention_backward(do, dlse, o, lse, *arguments))
-    x, _ = _call_of(arguments)
-    grads = [None if t is None else next(present) for t in x.differentiable]
-    return (*grads, *[None] * (len(arguments) - len(grads)))
-
-
-attention.register_autograd(_backward, setup_context=_setup)
-
-
-def _refuse(ctx, *grads):
-    raise SecondDerivativeError(
-        "ring_la.attention has exact first derivatives only; a second derivative was asked for "
-        "(create_graph=True and a backward through it)"
-    )
-
-
-attention_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+differentiable(attention, attention_backward)

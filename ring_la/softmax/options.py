@@ -40,6 +40,8 @@ class AttentionOptions(NamedTuple):
         left, right = self.window[0], 0 if self.causal else self.window[1]
         slopes, seed = self.alibi_slopes, None
         if self.dropout_p:
+            if self.dropout_seed is None and q.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError("dropout_seed", "an int in a captured step", None, "A graph repeats one seed")
             seed = torch.randint(2**62, ()) if self.dropout_seed is None else torch.tensor(self.dropout_seed)
         return Scores(
             scale=q.shape[-1] ** -0.5 if self.scale is None else float(self.scale),

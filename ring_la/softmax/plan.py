@@ -69,6 +69,12 @@ class AttentionMoves:
                 o, lse = _give_heads(self.heads, o, lse)
         return o, lse, saved
 
+    def saved(self, x: Tensors, o: Tensor, lse: Tensor) -> Saved:
+        """What `forward` saves, from its tensors and results: heads travel once more."""
+        if self.heads is None:
+            return Saved(x, o, lse)
+        return Saved(_take_heads(self.heads, x), *_take_results(self.heads, o, lse))
+
     def backward(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors:
         """The gradients, in the inputs' dtypes."""
         if self.heads is not None:
@@ -154,11 +160,16 @@ def _take_gradients(heads: Heads, saved: Saved, do: Tensor | None, dlse: Tensor 
     """do and dlse of this rank's heads. dlse travels where lse was used, which must be on every rank or on none."""
     if do is None:
         do = saved.o.new_zeros(heads.local_shape(saved.o))
-    posted = [heads.to_heads(do=("q", do.to(saved.o.dtype)))]
-    if dlse is not None:
-        posted.append(heads.to_heads(dlse=("q", dlse.mT.unsqueeze(-1))))
+    return _take_results(heads, do.to(saved.o.dtype), dlse)
+
+
+def _take_results(heads: Heads, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """o and lse, or their gradients, of this rank's heads."""
+    posted = [heads.to_heads(o=("q", o))]
+    if lse is not None:
+        posted.append(heads.to_heads(lse=("q", lse.mT.unsqueeze(-1))))
     came = [p.wait() for p in posted]
-    return came[0]["do"], came[1]["dlse"].squeeze(-1).mT if dlse is not None else None
+    return came[0]["o"], came[1]["lse"].squeeze(-1).mT if lse is not None else None
 
 
 def _give_gradients(heads: Heads, grads: Tensors) -> Tensors:

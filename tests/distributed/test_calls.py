@@ -59,40 +59,24 @@ def test_calls_that_differ_are_the_same_error_everywhere_and_soon(ranks, scan, o
     assert all("no more use" in r[1][0] for r in results)
 
 
-def check_attention(rank: int) -> tuple[str, float]:
-    """Softmax attention of two lengths, both seen before; such calls run by a plan that is kept."""
-    cp, calls = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=8.0), []
-    for T in (40, 64):
-        layout = cp.layout(T)
-        x = torch.ones(1, layout.local_length, 2, 4)
-        calls.append(lambda x=x, at=layout: ring_la.attention(x, x, x, layout=at))
-    for call in (*calls, *calls):
-        call()
-    return caught(calls[rank == 1])
-
-
-def test_attention_that_differs_later_is_an_error(ranks):
-    results = ranks.run(3, check_attention)
-    ranks.stop()
-    assert results[0][0].startswith("DisagreementError: the ranks of this group disagree on"), results
-    assert [message for message, _ in results] == [results[0][0]] * 3
-    assert all(seconds < 8 for _, seconds in results)
-
-
-def check_option(rank: int) -> tuple[str, float]:
+def check_option(rank: int, name: str) -> tuple[str, float]:
     """Equal shapes, another scale, both seen before: nothing waits for anything, so the result would be wrong."""
     cp = ring_la.ContextParallel(group(), scan="ring", timeout=PATIENCE)
     layout = cp.layout(40, "contiguous")
     x = {n: layout.shard(t.detach()) for n, t in make_inputs("gla", 1, 40).items()}
+    if name == "attention":
+        x = {"q": x["q"], "k": x["k"], "v": x["k"]}
+    call = getattr(ring_la, name)
     for scale in (1.0, 2.0):
-        ring_la.gla(**x, scale=scale, layout=layout)
-    return caught(lambda: ring_la.gla(**x, scale=1.0 + rank, layout=layout))
+        call(**x, scale=scale, layout=layout)
+    return caught(lambda: call(**x, scale=1.0 + rank, layout=layout))
 
 
-def test_an_option_that_differs_later_is_an_error(ranks):
-    results = ranks.run(2, check_option)
+@pytest.mark.parametrize("name", ["gla", "attention"])
+def test_an_option_that_differs_later_is_an_error(ranks, name):
+    results = ranks.run(2, check_option, name)
     ranks.stop()
-    assert results[0][0].endswith("the arguments of gla:\n  rank 0: scale=1.0\n  rank 1: scale=2.0")
+    assert results[0][0].endswith(f"the arguments of {name}:\n  rank 0: scale=1.0\n  rank 1: scale=2.0")
     assert results[1][0] == results[0][0]
 
 

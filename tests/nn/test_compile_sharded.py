@@ -1,4 +1,4 @@
-"""Layers under a layout compile too: the graph breaks at the exchange, and the numbers are those of eager mode."""
+"""Models under a layout compile whole: no break, the numbers of eager mode, and one graph for all lengths."""
 
 from __future__ import annotations
 
@@ -6,36 +6,62 @@ import pytest
 import torch
 
 from ring_la import ContextParallel
-from tests.nn.cases import DIM, make
+from ring_la.models import HybridConfig, HybridLM
+from tests.nn.cases import DIM
 from tests.support.pool import group
 
 
-def check(rank: int, name: str) -> None:
-    cp = ContextParallel(group(), scan="ring")
+def model(layers: list[str], mlp: str = "swiglu") -> HybridLM:
+    torch.manual_seed(0)
+    options = {"attention": {"num_kv_heads": 2}}
+    mlp_options = {"experts": 4, "top_k": 2} if mlp == "moe" else {}
+    config = HybridConfig(32, DIM, layers, 4, mlp=mlp, mlp_dim=16, options=options, mlp_options=mlp_options)
+    return HybridLM(config).double()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def apart(got: torch.nn.Module, want: torch.nn.Module) -> float:
+    """The largest error of a gradient, relative to its parameter's largest."""
+    pairs = zip(got.parameters(), want.parameters(), strict=True)
+    return max(float((p.grad - q.grad).abs().max() / q.grad.abs().max().clamp(min=1e-30)) for p, q in pairs)
+
+
+def check_model(rank: int, layers: list[str], mlp: str, how: dict, lengths: list[int], packed: bool) -> tuple:
+    """Errors of loss and gradients against eager calls, and the graphs over all lengths."""
+    cp = ContextParallel(group(), **how)
     torch._dynamo.reset()
-    eager, layer = make(name), make(name)
-    compiled = torch.compile(layer, dynamic=True, backend="aot_eager")
-    for T in (23, 37):
-        layout = cp.layout(T)
-        layout.positions, layout.documents  # noqa: B018  made once, outside the graphs
-        whole = torch.randn(1, T, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
+    eager, lm = model(layers, mlp), model(layers, mlp)
+    compiled = torch.compile(lm.loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    before, worst = graphs(), [0.0, 0.0]
+    for T in lengths:
+        cu = [0, T // 3, T // 3, T - 2, T] if packed else None
+        layout = cp.layout(T, cu_seqlens=cu)
+        ids = torch.randint(32, (1, T), generator=torch.Generator().manual_seed(T))
         eager.zero_grad()
-        layer.zero_grad()
-        expected, out = eager(whole).o, compiled(layout.shard(whole), layout=layout).o
-        torch.testing.assert_close(out, layout.shard(expected), rtol=1e-9, atol=1e-9)
-        expected.square().sum().backward()
-        out.square().sum().backward()
-        for p, q in zip(layer.parameters(), eager.parameters(), strict=True):
-            grad = cp.comm.all_reduce(p.grad).wait()
-            torch.testing.assert_close(grad, q.grad, rtol=1e-9, atol=1e-9 * float(q.grad.abs().max()))
+        lm.zero_grad()
+        want, got = (f(layout.shard(ids), layout=layout) for f in (eager.loss, compiled))
+        want.backward()
+        got.backward()
+        worst = [max(worst[0], abs(float((got - want).detach()))), max(worst[1], apart(lm, eager))]
+    return *worst, graphs() - before
 
 
-def check_with_constants(rank: int, name: str) -> None:
-    """Floats are constants, so that PyTorch traces no graph twice (see tests/nn/test_compile.py)."""
-    with torch._dynamo.config.patch(specialize_float=True):
-        check(rank, name)
+CASES = {
+    "recurrences": (2, ["rwkv7", "lightning"], "swiglu", {"scan": "ring"}, False),
+    "attention": (3, ["attention", "mamba2"], "moe", {"scan": "all_gather", "attention": "all_gather"}, True),
+    "heads": (2, ["attention"], "swiglu", {"scan": "doubling", "attention": "ulysses"}, False),
+    "one rank": (1, ["gdn"], "swiglu", {}, False),
+}
 
 
-@pytest.mark.parametrize("name", ["gdn", "rwkv7", "attention"])
-def test_compiled_layers_on_ranks(ranks, name):
-    ranks.run(2, check_with_constants, name)
+@pytest.mark.parametrize("case", CASES)
+def test_models_compile_whole(ranks, case):
+    P, layers, mlp, how, packed = CASES[case]
+    lengths = list(range(21, 41)) if case == "heads" else [23, 37]
+    for loss, gradients, count in ranks.run(P, check_model, layers, mlp, how, lengths, packed):
+        assert loss < 1e-12
+        assert gradients < 1e-9
+        assert count == 1

@@ -108,16 +108,20 @@ def check_sampling(rank: int) -> list[list[int]]:
     cp = ContextParallel(group(), scan="ring", validate="never")
     options = dict(temperature=1.5, top_k=9)
     jobs = [Asked(prompt(13), 8, seed=s, **options) for s in (3, 4, 3)] + [Asked(prompt(13), 8)]
+    options |= dict(logit_bias={2: 1.5}, presence_penalty=0.5, frequency_penalty=0.5, logprobs=1)
+    jobs.append(Asked(prompt(13), 8, seed=3, **options))
     serve(engine(cp), jobs)
     return [job.tokens for job in jobs]
 
 
 def test_a_seed_gives_the_same_tokens_whoever_is_beside(ranks):
     got = ranks.run(2, check_sampling)[0]
+    assert got == ranks.run(1, check_sampling)[0]
     for tokens_, seed in zip(got, (3, 4, 3)):
         sampler = Sampler(1.5, 9, torch.Generator().manual_seed(seed))
         assert tokens_ == generate(make(), torch.tensor([prompt(13)]), 8, sampler)[0].tolist()
     assert got[0] != got[1]
+    assert got[0] != got[4]
     assert got[3] == truth(prompt(13), 8)
 
 

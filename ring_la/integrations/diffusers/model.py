@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...autograd import outside_graphs, wanting
+from ...autograd import outside_graphs
 from ...choices import SoftmaxBackend
 from ...context import ContextParallel
+from ...context.handle import enter
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
 from .caches import check_hooks
@@ -64,7 +65,7 @@ class SplitDenoiser:
         self.call = DenoiserCall(cp, self.layouts, 0)
         self.deciding = (cp.comm,)
         self.signature = inspect.signature(type(model).forward)
-        self.number = operators.enter(self)
+        self.number = enter(self)
 
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
@@ -258,17 +259,12 @@ class SplitDenoiser:
     def _attend(self, order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention of a block's processor, over the streams of `order`."""
         masked, sizes = self.call.masked, [self.call.streams.sizes[s] for s in order]
-        if torch.compiler.is_compiling() and not wanting(q, k, v):
+        if torch.compiler.is_compiling():
             mask, streams = (None, ()) if masked is None else (masked.mask, masked.streams)
             names = ",".join(order), ",".join(streams)
             return operators.diffusion_attention(q, k, v, mask, self.number, names[0], sizes, names[1], scale)
-        return self._attend_eagerly((q, k, v), order, sizes, masked, scale)
+        return self.call.keys.attend((q, k, v), order, sizes, masked, scale, self.backend)
 
-    @outside_graphs
-    def _attend_eagerly(self, qkv, order, sizes, masked, scale) -> Tensor:  # type: ignore[no-untyped-def]
-        return self.call.keys.attend(qkv, order, sizes, masked, scale, self.backend)
-
-    @outside_graphs
     def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
         """Attention in the call under way, as the registered operator asks for it."""
         given = None if mask is None else GivenMask("the mask of a block", mask, tuple(masked.split(",")))
@@ -280,7 +276,6 @@ class SplitDenoiser:
         others = output.new_zeros(len(output), streams.sizes["text"] - streams.local("text"), output.shape[2])
         return torch.cat([others, output], 1)
 
-    @outside_graphs
     def _gather(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Behind the last layer: the whole image."""
         if not self.call.started:  # all blocks were skipped
@@ -291,9 +286,23 @@ class SplitDenoiser:
         return self._whole(output, self.plan.returned[0])
 
     def _whole(self, x: Tensor, stream: str) -> Tensor:
-        layout = self.layouts.of(self.call.streams.counts([stream]))
-        scale = self.cp.size if self.plan.layers_behind else self.scale
-        return WholeImage.apply(x, layout, self.plan.dim, scale, self.comparison)
+        counts = self.call.streams.counts([stream])
+        if torch.compiler.is_compiling():
+            return operators.whole_image(x, self.number, self.plan.dim, counts)
+        return self.whole_now(x, counts)
+
+    def whole_now(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """All rows of an image of which each rank has so many tokens, recorded for gradients."""
+        layout = self.layouts.of(tuple(counts))
+        return WholeImage.apply(x, layout, self.plan.dim, self._scale, self.comparison)
+
+    def own_gradient(self, grad: Tensor, counts: Sequence[int]) -> Tensor:
+        """The gradient of this rank's rows of it."""
+        return self.layouts.of(tuple(counts)).shard(grad, self.plan.dim) * self._scale
+
+    @property
+    def _scale(self) -> int:
+        return self.cp.size if self.plan.layers_behind else self.scale
 
     def _divide_gradient(self, model: nn.Module, args: tuple, output: Any) -> None:
         """Behind a model with layers behind the gathering: what every rank computes there counts once in the sum."""

@@ -1,33 +1,22 @@
-"""Split attention as a registered operator, so that torch.compile sees one node and no exchange.
+"""What a split transformer exchanges, as registered operators, so that torch.compile sees nodes and no exchange.
 
     ring_la::diffusion_attention    q, k, v of this rank's tokens, whole sizes, the number of the model -> o
+    ring_la::whole_image            this rank's tokens of an image -> the image, the same on all ranks
 
-Without gradients: what needs them breaks its graph at `ring_la.attention` instead, which keeps what its backward takes.
+and their gradients. Each finds the model by its number, and the call that is under way when the graph runs.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
-_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+from ...context.handle import found
+from ...context.operator import SplitOperator
 
 
-def enter(model: Any) -> int:
-    """A number under which the operator finds `model`, as long as that lives."""
-    number = next(_numbers)
-    _models[number] = model
-    return number
-
-
-@torch.library.custom_op("ring_la::diffusion_attention", mutates_args=())
-def diffusion_attention(
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -40,9 +29,27 @@ def diffusion_attention(
 ) -> Tensor:
     """Attention ``[B, T, H, D]`` of this rank's tokens of `streams` (names with commas between), of which there are
     `sizes` on all ranks, in the call of `model` that is under way. `mask` has the streams of `masked`."""
-    return _models[model].attend_now((q, k, v), streams, sizes, mask, masked, scale).contiguous()
+    return found(model).attend_now((q, k, v), streams, sizes, mask, masked, scale)
 
 
-@diffusion_attention.register_fake
-def _(q, k, v, mask, model, streams, sizes, masked, scale):
+def _like_values(q, k, v, *_) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def _whole_image(x: Tensor, model: int, dim: int, counts: Sequence[int]) -> Tensor:
+    """All rows of the image along `dim`, `counts` of each rank; the checksums of the call's inputs travel with them."""
+    return found(model).whole_now(x, counts)
+
+
+def _of_size(x, model, dim, counts) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = sum(counts)
+    return x.new_empty(shape)
+
+
+def _own_rows(grads: Sequence[Tensor], wanted, x: Tensor, model: int, dim: int, counts: Sequence[int]) -> list[Tensor]:
+    return [found(model).own_gradient(grads[0], counts)]
+
+
+diffusion_attention = SplitOperator("diffusion_attention", _attention, _like_values, 3)
+whole_image = SplitOperator("whole_image", _whole_image, _of_size, 1, _own_rows)

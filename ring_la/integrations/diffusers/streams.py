@@ -41,7 +41,8 @@ class Layouts:
 
 def bounds(tokens: int, rank: int, ranks: int, unit: int = 1) -> tuple[int, int]:
     """A rank's first token and the one behind its last, of an even split in order, by whole units of tokens."""
-    each, more = divmod(tokens // unit, ranks)
+    whole = tokens // unit
+    each, more = whole // ranks, whole % ranks  # not divmod, which a compiler does not follow
     start = rank * each + min(rank, more)
     return unit * start, unit * (start + each + (1 if rank < more else 0))
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedError
 from ...softmax import attention, mla, sparse_attention
-from .masks import CausalMask
+from .masks import CausalMask, mask_of
 
 NAME = "ring_la"
 """The name in the registries of attention and mask functions."""
@@ -111,13 +111,13 @@ def _run(
     function: Callable,
     tensors: tuple[Tensor, Tensor, Tensor],
     module: Any,
-    mask: CausalMask,
+    given: CausalMask,
     sliding_window: int | None,
     others: dict[str, object],
     keywords: dict[str, object],
 ) -> Tensor:
     """A function of ours of tensors of this rank's tokens, under the mask and layout of the call."""
-    _refuse(module, mask, sliding_window, others)
+    mask = _refuse(module, given, sliding_window, others)
     call = module._ring_la.call
     window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
     if mask.chunk is None:
@@ -126,24 +126,27 @@ def _run(
     return torch.cat([function(*row, **keywords, window=window, **call.chunked(mask.chunk)).o for row in rows])
 
 
-def _refuse(module: Any, attention_mask: object, sliding_window: int | None, others: dict[str, Any]) -> None:
-    """Refuse a call of `attend` outside a call of the model, with a mask that is not ours or keywords not known."""
+def _refuse(module: Any, attention_mask: object, sliding_window: int | None, others: dict[str, Any]) -> CausalMask:
+    """The mask, read. Refuse a call of `attend` outside a call of the model, with a mask that is not ours or keywords
+    not known."""
     where = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
     if not isinstance(attention_mask, CausalMask):
         got = "none" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise UnsupportedError("model", f"a mask from the library's mask functions in {where}", got)
+    mask = mask_of(module, attention_mask)
     unknown = [n for n, x in others.items() if n not in HARMLESS and x is not None and x is not False]
     if unknown or others.get("is_causal") is False:
         raise UnsupportedError(
             "model", f"causal attention with known keywords in {where}", unknown or "is_causal=False"
         )
-    if sliding_window is not None and sliding_window != attention_mask.window:
-        got = f"window {sliding_window} with {attention_mask}"
+    if sliding_window is not None and sliding_window != mask.window:
+        got = f"window {sliding_window} with {mask}"
         raise UnsupportedError("model", f"one window in the mask and the keywords of {where}", got)
     if module._ring_la.call is None:
         raise UnsupportedError(
             "model", "a call of the parallelized model itself", f"one of {where} or a part around it"
         )
+    return mask
 
 
 class AttentionNames:

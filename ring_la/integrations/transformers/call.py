@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,18 +16,20 @@ from ...context import ShardedLayout
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """A tensor we returned, to be known again if nobody has changed it."""
+    """A tensor we returned, to be known again if nobody has changed it; within a compiled graph nobody can tell."""
 
     tensor: Tensor
-    version: int
+    version: int | None
 
     @classmethod
     def of(cls, x: Tensor) -> Returned:
+        if torch.compiler.is_compiling():
+            return cls(x, None)
         return cls(x, 0 if x.is_inference() else x._version)
 
     def unchanged(self, x: object) -> bool:
         """Whether `x` is that tensor, and nothing was written into it."""
-        return x is self.tensor and Returned.of(x).version == self.version
+        return x is self.tensor and self.version in (None, Returned.of(x).version)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,7 @@ class ModelCall:
     documents: object = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def split(self) -> dict[str, Any]:
         """The keywords that tell ring_la's functions how the sequence is split."""
         return {"cu_seqlens": self.cu_seqlens} if self.layout is None else {"layout": self.layout}

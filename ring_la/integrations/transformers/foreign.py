@@ -6,11 +6,9 @@ model then fails in a call that does not pass through ring_la's operators, wheth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
+from ...autograd import outside_graphs
 from ...errors import UnsupportedError
 
 HINT = (
@@ -19,16 +17,24 @@ HINT = (
 )
 
 
-@contextmanager
-def told_as_theirs(device: torch.device) -> Iterator[None]:
-    """Turn what fla-core's kernels raise on a CPU into an error that names fla-core and says what to do."""
-    try:
-        yield
-    except Exception as error:
-        if device.type == "cpu" and _passed_through(error, "fla"):
+class told_as_theirs:
+    """Turn what fla-core's kernels raise on a CPU into an error that names fla-core and says what to do.
+
+    No generator: torch.compile refuses to run one beside the graphs of a call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @outside_graphs
+    def __enter__(self) -> None:
+        pass
+
+    @outside_graphs
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and self._device.type == "cpu" and _passed_through(error, "fla"):
             got = "fla-core's Triton kernels, which Transformers takes where fla-core is installed"
             raise UnsupportedError("model", "a model that computes by PyTorch on a CPU", got, HINT) from error
-        raise
 
 
 def _passed_through(error: BaseException | None, package: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...autograd import first_derivative_only
+from ...autograd import first_derivative_only, outside_graphs
 from ...errors import UnsupportedError
 from .cache import CacheRecorder
 from .call import Current, ModelCall
@@ -33,20 +34,10 @@ def model_forward(original: Callable) -> Callable:
     def forward(self: PreTrainedModel, *args, **keywords):
         arguments = dict(zip(names, args)) | keywords
         split: SplitModel = self._ring_la  # type: ignore[assignment]
-        split.attention.check()
-        if getattr(self.config, "output_attentions", False):
-            arguments = {"output_attentions": True} | arguments
-        cache = arguments.get(split.cache.name)
-        if cache is not None and _filled(cache):
-            with told_as_theirs(split.settings.cp.device):
-                return _whole(self, split, original, arguments)
-        if _short_prompt(split, arguments):
-            with told_as_theirs(split.settings.cp.device):
-                out = _whole(self, split, original, arguments)
-            return _last_logits(out, arguments["logits_to_keep"])
-        split.checks.before(self)
+        way = _way(self, split, arguments)
         with told_as_theirs(split.settings.cp.device):
-            return _split(self, split, original, arguments)
+            out = (_split if way == "split" else _whole)(self, split, original, arguments)
+        return _last_logits(out, arguments["logits_to_keep"]) if way == "prompt" else out
 
     return forward
 
@@ -54,6 +45,21 @@ def model_forward(original: Callable) -> Callable:
 def _not_compiled(function: Callable) -> Callable:
     """Run by the interpreter under torch.compile, while what it calls is compiled."""
     return torch._dynamo.disable(function, recursive=False)
+
+
+@outside_graphs
+def _way(model: PreTrainedModel, split: SplitModel, arguments: dict) -> str:
+    """Whether a call is split, or whole on every rank: after a prefill, or a prompt shorter than the ranks."""
+    split.attention.check()
+    if getattr(model.config, "output_attentions", False):
+        arguments.setdefault("output_attentions", True)
+    cache = arguments.get(split.cache.name)
+    if cache is not None and _filled(cache):
+        return "whole"
+    if _short_prompt(split, arguments):
+        return "prompt"
+    split.checks.before(model)
+    return "split"
 
 
 def _filled(cache: Any) -> bool:
@@ -85,6 +91,7 @@ def _last_logits(out: ModelOutput, keep: int | Tensor) -> ModelOutput:
     return out
 
 
+@_not_compiled
 def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> Any:
     """A call that is not split: the tokens after a prefill, on every rank."""
     if arguments.get("layout") is not None or arguments.get("cu_seqlens") is not None:
@@ -101,8 +108,54 @@ def _whole(model: PreTrainedModel, split: SplitModel, original: Callable, argume
         split.attention.use(split=True)
 
 
+@_not_compiled
 def _split(model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict) -> Any:
-    """A call on this rank's tokens."""
+    """A call on this rank's tokens: what reads values or asks other ranks, the model as one graph, what it returns."""
+    call, run, recorder = _prepared(model, split, original, arguments)
+    chunked = call.targets is not None and split.settings.loss_chunk is not None
+    out = loss_in_chunks(run, call, split.settings.loss_chunk) if chunked else run(call)
+    return _finished(model, split, call, recorder, arguments, out)
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """The model's own forward on this rank's tokens, in a call or on a chunk of its head's work.
+
+    Attributes:
+        local: its arguments. of_head: those that are others where only the head runs.
+    """
+
+    model: PreTrainedModel
+    original: Callable
+    current: Current
+    local: dict
+    of_head: dict
+
+    @_not_compiled
+    def __call__(self, call: ModelCall, head_only: bool = False) -> ModelOutput:
+        keywords = self.local | self.of_head if head_only else self.local
+        before = self.current.call
+        try:
+            out = _in_call(self.original, self.model, self.current, call, keywords)
+        finally:
+            self.current.call = before
+        if call.targets is not None:
+            _check_loss(self.model, call, out)
+        return out
+
+
+def _in_call(original: Callable, model: PreTrainedModel, current: Current, call: ModelCall, keywords: dict) -> Any:
+    """The model itself, whose layers find this call. Under torch.compile a graph begins here: what is an argument may
+    differ from call to call, the layout's number and lengths among it."""
+    current.call = call
+    return original(model, **keywords)
+
+
+@outside_graphs
+def _prepared(
+    model: PreTrainedModel, split: SplitModel, original: Callable, arguments: dict
+) -> tuple[ModelCall, ModelRun, CacheRecorder | None]:
+    """How a call is split, what runs the model in it, and what keeps the cache it is to return."""
     refuse_by_places(model)
     call, local = split.batches.read(arguments)
     if call.targets is None:
@@ -111,20 +164,22 @@ def _split(model: PreTrainedModel, split: SplitModel, original: Callable, argume
     local |= known(original, {"use_cache": recorder is not None, split.cache.name: recorder, "return_dict": True})
     if "position_ids" not in known(original, {"position_ids": None}):
         del local["position_ids"]
-
     names = inspect.signature(original).parameters
+    extra = ("output_hidden_states", "output_router_logits")
+    of_head = {n: False for n in extra if n in local or n in names}
+    return call, ModelRun(model, original, split.current, local, of_head), recorder
 
-    def run(call: ModelCall, head_only: bool = False) -> ModelOutput:
-        extra = ("output_hidden_states", "output_router_logits") if head_only else ()
-        keywords = local | {n: False for n in extra if n in local or n in names}
-        with split.current.during(call):
-            out = original(model, **keywords)
-        if call.targets is not None:
-            _check_loss(model, call, out)
-        return out
 
-    chunked = call.targets is not None and split.settings.loss_chunk is not None
-    out = loss_in_chunks(run, call, split.settings.loss_chunk) if chunked else run(call)
+@outside_graphs
+def _finished(
+    model: PreTrainedModel,
+    split: SplitModel,
+    call: ModelCall,
+    recorder: CacheRecorder | None,
+    arguments: dict,
+    out: ModelOutput,
+) -> Any:
+    """What the caller gets: the cache, and results whose backward pass finds its call."""
     if recorder is not None:
         cache = arguments.get(split.cache.name)
         cache = recorder.new_cache(model.config) if cache is None else cache
@@ -138,6 +193,7 @@ def _split(model: PreTrainedModel, split: SplitModel, original: Callable, argume
     return out.to_tuple() if arguments.get("return_dict") is False else out
 
 
+@outside_graphs
 def _check_loss(model: PreTrainedModel, call: ModelCall, out: ModelOutput) -> None:
     """Refuse a loss that is not the cross-entropy of the whole batch, and its routers' loss where it has one."""
     if len(call.losses) != 1:

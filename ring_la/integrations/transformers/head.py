@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from ...errors import UnsupportedError
 from .call import HeadWork, ModelCall
-from .loss import WholeLoss, gather_router_logits, gather_tokens
+from .loss import gather_router_logits, gather_tokens, whole_loss
 
 
 def backbone_forward(self: Any, *args, **keywords) -> ModelOutput:
@@ -43,6 +45,7 @@ def after_backbone(module: Any, args: tuple, output: object) -> None:
         output["last_hidden_state"] = x[:, call.head.chunk]
 
 
+@functools.partial(torch._dynamo.disable, recursive=False)
 def loss_in_chunks(run: Callable[[ModelCall, bool], ModelOutput], call: ModelCall, tokens: int) -> ModelOutput:
     """A call whose head works on about `tokens` tokens at once and computes them again in the backward pass.
 
@@ -64,9 +67,10 @@ def loss_in_chunks(run: Callable[[ModelCall, bool], ModelOutput], call: ModelCal
         chunk = slice(start, start + step)
         loss = loss + checkpoint(_part, run, call.head.hidden[:, chunk], call, chunk, use_reentrant=False)
     fields = {n: x for n, x in out.items() if n != "logits"}
-    return type(out)(**fields | {"loss": out["loss"] + WholeLoss.apply(loss, call.layout.cp.comm, call.fingerprint)})
+    return type(out)(**fields | {"loss": out["loss"] + whole_loss(loss, call.layout.cp, call.fingerprint)})
 
 
+@functools.partial(torch._dynamo.disable, recursive=False)
 def _part(run: Callable, hidden: Tensor, call: ModelCall, chunk: slice) -> Tensor:
     """This rank's part of the loss at a chunk of its tokens."""
     return run(call.of_head(hidden, chunk), True)["loss"]

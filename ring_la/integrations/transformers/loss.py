@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm import Group
-from ...context import ShardedLayout
+from ...context import ContextParallel, ShardedLayout
+from ...context.handle import found
 from ...errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def cross_entropy(call: ModelCall, logits: Tensor, vocab_size: int) -> Tensor:
     part = F.cross_entropy(logits, labels, ignore_index=targets.ignore_index, reduction="sum") / targets.divisor
     if call.layout is None or call.head_only:
         return part
-    return WholeLoss.apply(part, call.layout.cp.comm, call.fingerprint)
+    return whole_loss(part, call.layout.cp, call.fingerprint)
 
 
 ROWS = (
@@ -35,6 +36,14 @@ ROWS = (
     " DataLoader with a DistributedSampler over the data axis alone does"
 )
 """What to do where ranks that share a sequence were given different ones."""
+
+
+def whole_loss(part: Tensor, cp: ContextParallel, fingerprint: Tensor | int) -> Tensor:
+    """`WholeLoss` of this rank's part, for torch.compile as one node."""
+    if torch.compiler.is_compiling():
+        mine = fingerprint if isinstance(fingerprint, Tensor) else torch.full((), fingerprint, device=part.device)
+        return _operator(part, mine, cp.number)[0]
+    return WholeLoss.apply(part, cp.comm, fingerprint)
 
 
 class WholeLoss(torch.autograd.Function):
@@ -52,6 +61,30 @@ class WholeLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         return torch.where(ctx.same, grad, torch.nan), None, None
+
+
+@torch.library.custom_op("ring_la::whole_loss", mutates_args=())
+def _operator(part: Tensor, fingerprint: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The sum, and whether the ranks were given the same."""
+    total, same = _summed(part.double(), found(number).comm, fingerprint)
+    return torch.where(same, total, torch.nan).to(part.dtype), same
+
+
+@_operator.register_fake
+def _(part, fingerprint, number):
+    return part.new_empty(()), part.new_empty((), dtype=torch.bool)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _back(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+    return torch.where(ctx.saved_tensors[0], grad, torch.nan), None, None
+
+
+_operator.register_autograd(_back, setup_context=_save)
 
 
 def agreed(group: Group, fingerprint: Tensor | int) -> Tensor | None:

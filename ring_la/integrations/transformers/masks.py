@@ -19,10 +19,16 @@ from ...errors import UnsupportedError
 
 @dataclass(frozen=True)
 class CausalMask:
-    """A causal mask: within `window` tokens back (the token itself counts), or within chunks of `chunk` tokens."""
+    """A causal mask: within `window` tokens back (the token itself counts), or within chunks of `chunk` tokens.
+
+    `blocks`: it had an overlay of blocks, which were empty. `read`: False where torch.compile traces, which does not
+    look into a function: a layer's mask is then the one it had in its last eager call.
+    """
 
     window: int | None = None
     chunk: int | None = None
+    blocks: bool = False
+    read: bool = True
 
     def __getitem__(self, at: object) -> CausalMask:
         """What indexers ask of a mask: one row of heads, which are all alike."""
@@ -38,7 +44,29 @@ def make_mask(mask_function: Callable = masking_utils.causal_mask_function, **_:
 
     Sizes, offsets and padding are those of this rank's tokens and mean nothing here; documents are the layout's.
     """
-    return CausalMask(**_read(mask_function))
+    return UNREAD if torch.compiler.is_compiling() else CausalMask(**_read(mask_function))
+
+
+UNREAD = CausalMask(read=False)
+
+
+def mask_of(module: Any, mask: CausalMask) -> CausalMask:
+    """The mask of a layer: as it was read, or as it was when that layer last ran eagerly.
+
+    Raises:
+        UnsupportedError: while torch.compile traces, a layer that has not run before, or one with chunks or blocks.
+    """
+    if mask.read:
+        if getattr(module, "_ring_la_mask", None) != mask:
+            module._ring_la_mask = mask
+        return mask
+    mask = getattr(module, "_ring_la_mask", None)
+    if mask is None:
+        hint = "parallelize(check=True) runs it, and so does a call before torch.compile's"
+        raise UnsupportedError("model", "under torch.compile a model that has run eagerly once", "a new one", hint)
+    if mask.chunk is not None or mask.blocks:
+        raise UnsupportedError("model", "under torch.compile no attention in chunks or with blocks", mask)
+    return mask
 
 
 def _read(function: Callable) -> dict[str, Any]:
@@ -54,7 +82,7 @@ def _read(function: Callable) -> dict[str, Any]:
         return parts
     if name == "or_masks":  # blocks of image tokens see each other; there are no images on a split sequence
         parts = [part for part in inside["mask_functions"] if not _without_blocks(part)]  # type: ignore[assignment]
-        return _read(parts[0]) if len(parts) == 1 else _refuse(name)  # type: ignore[arg-type, index]
+        return {**_read(parts[0]), "blocks": True} if len(parts) == 1 else _refuse(name)  # type: ignore[arg-type, index]
     if name == "sliding_window_overlay":
         return {"window": int(inside["sliding_window"])}
     if name == "chunked_overlay":

@@ -110,6 +110,7 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
     for module in model.modules():
         module._ring_la = split  # type: ignore[assignment]
         undo.callback(delattr, module, "_ring_la")
+        undo.callback(vars(module).pop, "_ring_la_mask", None)  # `masks.mask_of` leaves it when a layer has run
     model._supports_logits_to_keep = lambda: True  # type: ignore[assignment]  # generate asks for the sequence's last logits, not this rank's
     undo.callback(delattr, model, "_supports_logits_to_keep")
     if "_loss_function" in vars(model):

@@ -1,4 +1,4 @@
-"""Blocks of a parallelized model under torch.compile: one graph each, and the same output."""
+"""Blocks of a parallelized model and a whole one under torch.compile: one graph each, and the same output."""
 
 from __future__ import annotations
 
@@ -48,3 +48,23 @@ def check_compiled(rank: int, name: str) -> dict[str, float]:
 def test_blocks_are_one_graph(ranks, name):
     for found in ranks.run(2, check_compiled, name):
         assert all(n < 1e-9 for n in found.values()), found
+
+
+def check_whole(rank: int, name: str) -> tuple[int, float]:
+    """Breaks in the graph of a whole model, and the error of the model compiled so."""
+    torch._dynamo.reset()
+    model, inputs = make(name)
+    parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
+    with torch.no_grad():
+        want = model(**inputs).sample
+        breaks = torch._dynamo.explain(model)(**inputs).graph_break_count
+        torch._dynamo.reset()
+        whole = torch.compile(model, fullgraph=True, backend="eager")
+        return breaks, error(whole(**inputs).sample, want)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_models_are_one_graph(ranks, name):
+    for breaks, wrong in ranks.run(2, check_whole, name):
+        assert breaks == 0
+        assert wrong < 1e-9

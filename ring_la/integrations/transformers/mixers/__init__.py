@@ -84,6 +84,7 @@ def make_forward(kind: type, current: Current) -> Callable:
         return bound
 
     scope = {**inner.__globals__, **{name: bind(name, operator) for name, operator in entry.items()}}
+    del scope["__name__"]  # by which torch.compile would look into the library's own globals instead
     code = inner.__code__.replace()  # torch.compile keeps what it compiled, of one scope, by the code object
     forward = types.FunctionType(code, scope, inner.__name__, inner.__defaults__, inner.__closure__)  # type: ignore[assignment]
     forward.__kwdefaults__ = inner.__kwdefaults__  # type: ignore[attr-defined]

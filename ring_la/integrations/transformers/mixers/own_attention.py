@@ -10,7 +10,7 @@ from torch import Tensor
 from ....errors import UnsupportedError
 from ....softmax import attention
 from ..call import ModelCall
-from ..masks import CausalMask
+from ..masks import CausalMask, mask_of
 from .indexed import Overriding
 
 
@@ -77,7 +77,7 @@ def xglm_attention(
 
 
 def _check_causal(layer: Any, mask: object) -> None:
-    if mask != CausalMask():
+    if not isinstance(mask, CausalMask) or mask_of(layer, mask) != CausalMask():
         raise UnsupportedError("model", f"the library's causal mask in {type(layer).__name__}", mask)
 
 

@@ -1,0 +1,311 @@
+"""A user's whole step as one CUDA graph: no Python between its kernels, exchanges of all ranks among them.
+
+    step = ring_la.capture(step, cp)            # forward; forward, backward and optimizer; a token; a denoising step
+    loss = step(ids, targets)                   # the first calls run as ever, then one is captured, then replayed
+    step.wait()                                 # the results are there, or a `PeerError` names who is late
+
+A graph repeats its kernels and nothing else: it reads the tensors of its capture, and what the host decided then stays
+decided. So calls are told apart by the shapes of their tensors and the values of all else, each kind has a graph of its
+own, and what cannot be repeated is an error that names it. `Buckets` bring many lengths down to few kinds.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .context import ContextParallel
+from .errors import ArgumentError, RingLAError, UnsupportedError
+
+IN_FLIGHT = 2
+"""Replays that may wait on the device before a call waits for the oldest."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Lengths that tensors are padded to, so that few graphs do for many lengths.
+
+    Attributes:
+        lengths: the lengths there are. The smallest that holds a call's tokens is taken.
+        pad: the arguments of the step that are padded, by name, and with what: ``{"ids": 0, "targets": -100}``.
+        dim: the dimension of the tokens.
+    """
+
+    lengths: Sequence[int]
+    pad: Mapping[str, float]
+    dim: int = 1
+
+    def __post_init__(self) -> None:
+        good = all(isinstance(n, int) and n > 0 for n in self.lengths)
+        if not self.lengths or not good or list(self.lengths) != sorted(set(self.lengths)):
+            raise ArgumentError("lengths", "ints > 0 that increase", repr(self.lengths))
+        if not isinstance(self.pad, Mapping) or not self.pad:
+            raise ArgumentError("pad", "names of arguments and what each is padded with", repr(self.pad))
+
+    def padded(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments, those of `pad` at one of the lengths."""
+        for name in self.pad:
+            if not isinstance(arguments.get(name), Tensor):
+                raise ArgumentError(name, "a tensor, which is to be padded", type(arguments.get(name)).__name__)
+        found = {name: arguments[name].shape[self.dim] for name in self.pad}
+        length = max(found.values())
+        if len(set(found.values())) > 1:
+            raise ArgumentError("pad", "arguments of one length", found)
+        if length > self.lengths[-1]:
+            name = next(iter(self.pad))
+            raise ArgumentError(name, f"at most {self.lengths[-1]} tokens, the longest of lengths", length)
+        target = self.lengths[bisect_left(self.lengths, length)]
+        return {**arguments, **{n: self._filled(arguments[n], target, value) for n, value in self.pad.items()}}
+
+    def _filled(self, x: Tensor, length: int, value: float) -> Tensor:
+        shape = list(x.shape)
+        shape[self.dim] = length - shape[self.dim]
+        return torch.cat([x, x.new_full(shape, value)], self.dim) if shape[self.dim] else x
+
+
+def capture(
+    step: Callable[..., Any],
+    cp: ContextParallel | None = None,
+    *,
+    buckets: Buckets | None = None,
+    warmup: int = 3,
+    timeout: float | None = None,
+) -> CapturedStep:
+    """A step whose calls become replays of a CUDA graph. On the CPU it runs as it is.
+
+    Args:
+        step: any function of tensors (also within tuples, lists and dicts) and other values that can be hashed. What it
+            does to other tensors (parameters, gradients, an optimizer's state, a cache) is part of the graph, which
+            finds them where they were: the optimizer must be one with capturable=True, and zero_grad belongs into the
+            step, at its start.
+        cp: the ranks it exchanges with; None: none. Every rank makes the same calls in the same order.
+        buckets: lengths to pad to; None: every length is a kind of its own. Outputs come back padded.
+        warmup: calls of a kind that run eagerly, each once on its own data, before one is captured.
+        timeout: seconds in which `CapturedStep.wait` expects a replay to end; None: that of `cp`, or 300.
+
+    Returns:
+        A function like `step`. Tensors it returns are the graph's: the next call of the same kind overwrites them.
+
+    Raises:
+        ArgumentError: a wrong argument. In a call UnsupportedError, on every rank: the step cannot be captured, and
+            which line of it is why; DisagreementError: the ranks' steps differ; PeerError: a rank is late or gone.
+    """
+    if not callable(step):
+        raise ArgumentError("step", "a function", type(step).__name__)
+    if cp is not None and not isinstance(cp, ContextParallel):
+        raise ArgumentError("cp", "a ContextParallel or None", type(cp).__name__)
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise ArgumentError("buckets", "ring_la.Buckets or None", type(buckets).__name__)
+    if not isinstance(warmup, int) or warmup < 1:
+        raise ArgumentError("warmup", "an int ≥ 1: what is allocated once must be there before", repr(warmup))
+    seconds = (300.0 if cp is None else cp.timeout.total_seconds()) if timeout is None else float(timeout)
+    if seconds <= 0:
+        raise ArgumentError("timeout", "seconds > 0, or None", repr(timeout))
+    return CapturedStep(step, cp, buckets, warmup, seconds)
+
+
+@dataclass
+class Kind:
+    """Calls that one graph is for: how many there were, and once it is captured the graph, the tensors it reads and
+    what it returns."""
+
+    calls: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+    output: Any = None
+
+
+class CapturedStep:
+    """What `capture` returns.
+
+    Attributes:
+        kinds: the kinds of calls so far.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        cp: ContextParallel | None,
+        buckets: Buckets | None,
+        warmup: int,
+        seconds: float,
+    ) -> None:
+        self._step, self._cp, self._buckets, self._warmup, self._seconds = step, cp, buckets, warmup, seconds
+        self._parameters = signature(step) if buckets is not None else None
+        self.kinds: dict[object, Kind] = {}
+        self._running: list[torch.cuda.Event] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs there are."""
+        return sum(kind.graph is not None for kind in self.kinds.values())
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self._buckets is not None:
+            bound = self._parameters.bind(*args, **keywords)
+            bound.arguments.update(self._buckets.padded(bound.arguments))
+            args, keywords = bound.args, bound.kwargs
+        leaves, structure = pytree.tree_flatten((args, keywords))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        kind = self._kind(leaves, structure)
+        device = self._device(tensors)
+        if device is None:
+            return self._step(*args, **keywords)
+        if kind.graph is None and kind.calls <= self._warmup:
+            return self._warm(kind, device, args, keywords)
+        if kind.graph is None:
+            self._capture(kind, leaves, structure, device)
+        return self._replay(kind, tensors)
+
+    def wait(self) -> None:
+        """Until the results of all calls so far are there. Before the host reads one: where a peer has died it would
+        read for ever.
+
+        Raises:
+            PeerError: a rank is late or gone, by number; from then on the step is of no use.
+        """
+        while self._running:
+            self._finish(self._running.pop(0))
+        if self._cp is not None:
+            self._cp.comm.refuse_late("the next step")
+
+    # -- kinds ---------------------------------------------------------------------------------------------
+
+    def _kind(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Kind:
+        """The kind of a call, which all ranks see for the first time at the same call."""
+        seen = [_known(x) for x in leaves]
+        key = (structure, tuple(seen))
+        try:
+            kind = self.kinds.get(key)
+        except TypeError:
+            other = next(type(x).__name__ for x in leaves if not isinstance(x, Tensor) and not _hashable(x))
+            raise ArgumentError("step", "arguments that are tensors or can be hashed", other) from None
+        if kind is None:
+            kind = Kind()
+            if self._cp is not None and self._cp.validate != "never":
+                shown = [f"{len(x[0])} dimensions of {x[1]}" if isinstance(x, tuple) else str(x) for x in seen]
+                what = {"kind": len(self.kinds), "arguments": "; ".join(shown), "warmup": self._warmup}
+                self._cp.comm.agreement.agree("the captured step", what)
+            self.kinds[key] = kind
+        kind.calls += 1
+        return kind
+
+    def _device(self, tensors: Sequence[Tensor]) -> torch.device | None:
+        """The GPU a step runs on; None: it runs on the CPU."""
+        if self._cp is not None:
+            return self._cp.device if self._cp.device.type == "cuda" else None
+        return next((x.device for x in tensors if x.is_cuda), None)
+
+    # -- on CUDA -------------------------------------------------------------------------------------------
+
+    def _warm(self, kind: Kind, device: torch.device, args: tuple, keywords: dict) -> Any:
+        """The step itself, on the stream it is captured on; the last time where waiting for the device is an error."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        here = torch.cuda.current_stream(device)
+        self._stream.wait_stream(here)
+        last, mode = kind.calls == self._warmup, torch.cuda.get_sync_debug_mode()
+        with torch.cuda.stream(self._stream):
+            if last:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                out = self._step(*args, **keywords)
+            except RuntimeError as error:
+                if last and "synchronizing CUDA operation" in str(error):
+                    self._refuse(error)
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        here.wait_stream(self._stream)
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.is_cuda:
+                x.record_stream(here)
+        return out
+
+    def _capture(self, kind: Kind, leaves: Sequence[Any], structure: pytree.TreeSpec, device: torch.device) -> None:
+        """Write the step down; nothing is computed. All ranks learn whether all could."""
+        own = [_own(x) for x in leaves]
+        args, keywords = pytree.tree_unflatten(own, structure)
+        torch.cuda.synchronize(device)
+        graph, drawn, error = torch.cuda.CUDAGraph(), torch.get_rng_state(), None
+        try:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                kind.output = self._step(*args, **keywords)
+            if not torch.equal(drawn, torch.get_rng_state()):
+                raise RuntimeError("it draws from PyTorch's CPU generator, and a graph would repeat what was drawn")
+        except (RuntimeError, RingLAError) as e:
+            error = e
+        self._refuse(error)
+        kind.graph, kind.inputs = graph, [x for x in own if isinstance(x, Tensor)]
+
+    def _refuse(self, error: Exception | None) -> None:
+        """Raise on every rank why one cannot capture, if one cannot."""
+        refused = None
+        if error is not None:
+            hint = "What waits for the device, or decides by its values, belongs outside of the step"
+            refused = UnsupportedError("step", "one that a CUDA graph can repeat", _reason(error), hint)
+        if self._cp is not None:
+            self._cp.comm.agreement.agree("capturing the step", f"refused: {refused}" if refused else "captured")
+        if refused is not None:
+            raise refused from error
+
+    def _replay(self, kind: Kind, tensors: Sequence[Tensor]) -> Any:
+        while len(self._running) >= IN_FLIGHT:
+            self._finish(self._running.pop(0))
+        if self._cp is not None:
+            self._cp.comm.refuse_late("a captured step")
+        with torch.no_grad():
+            for mine, given in zip(kind.inputs, tensors, strict=True):
+                mine.copy_(given, non_blocking=True)
+        kind.graph.replay()
+        done = torch.cuda.Event()
+        done.record()
+        self._running.append(done)
+        return kind.output
+
+    def _finish(self, event: torch.cuda.Event) -> None:
+        """Wait for a replay as long as a peer may take."""
+        deadline = time.monotonic() + self._seconds
+        while not event.query():
+            if time.monotonic() > deadline:
+                late = TimeoutError(f"a captured step has not ended within {self._seconds:g} s")
+                raise late if self._cp is None else self._cp.comm.watch.error("running a captured step", late)
+            time.sleep(20e-6)
+
+
+def _known(x: Any) -> object:
+    """What a graph takes for granted of an argument."""
+    return (tuple(x.shape), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _own(x: Any) -> Any:
+    """An argument as the graph keeps it."""
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _reason(error: BaseException) -> str:
+    """What happened, and the line of the step it happened in: the last one that is not of a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = str(Path(torch.__file__).parent.parent), str(Path(__file__).parent)
+    own = [f for f in frames if not f.filename.startswith(libraries)]
+    where = (own or frames)[-1]
+    return f"{where.filename}:{where.lineno} `{where.line}`: {str(error).splitlines()[0]}"

@@ -1,0 +1,104 @@
+"""A described call: what all ranks check and agree on before anything is sent, and where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import linear
+from ..context import ShardedLayout
+from ..errors import RingLAError
+from ..kernels import Inputs
+from ..kernels.fused.unit_length import l2norm
+from ..outputs import LinearAttentionOutput
+from .agreement import Flags, agree, known
+from .bidirectional import bidirectional
+from .checks import check
+from .definition import CommonOptions, Recurrence
+
+
+def agreed(
+    name: str, describe: Callable[[], Recurrence], options: CommonOptions, flags: Flags
+) -> tuple[Recurrence, tuple[float, ...] | None]:
+    """What `describe` gives, checked, and its decays where the host knows them; an error of one rank is raised on
+    all."""
+    layout = options.layout
+    if isinstance(layout, ShardedLayout):
+        return _compared(name, describe, options, flags, layout)
+    r = describe()
+    check(r, options)
+    return r, None
+
+
+def _compared(
+    name: str, describe: Callable[[], Recurrence], options: CommonOptions, flags: Flags, layout: ShardedLayout
+) -> tuple[Recurrence, tuple[float, ...] | None]:
+    """`agreed` on a split sequence. A call like one before is neither checked nor waited for."""
+    seen = layout.kept(("calls", name), dict)
+    try:
+        r = describe()
+        kind = _kind(r, options, flags, layout)
+        again = kind in seen
+        if not again:
+            check(r, options)
+    except RingLAError as error:
+        layout.agree(name, None, error)  # raises, on every rank
+        raise
+    if again:
+        layout.again(seen[kind])
+        return r, known(r.decays, layout)
+    decays, entry = agree(name, r, options, flags)
+    if kind is not None:
+        seen[kind] = entry
+    return r, decays
+
+
+def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLayout) -> tuple | None:
+    """All that checks and the ranks' comparison of a split call depend on; None where that is more: values, static
+    decays that the host knows, and what no check has seen to be a tensor."""
+    if layout.cp.validate == "always" or options.cu_seqlens is not None:
+        return None
+    if r.decays is not None or r.normalizer is not None:
+        return None
+    try:
+        tensors = [
+            x if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
+            for x in (*r.inputs, options.initial_state)
+        ]
+        rest = options._replace(initial_state=None, layout=None)
+        kind = (*tensors, r.rule, r.causal, rest, flags, torch.is_grad_enabled())
+        hash(kind)
+    except (AttributeError, TypeError):
+        return None
+    return kind
+
+
+def compute(
+    r: Recurrence, scale: float, options: CommonOptions, decays: tuple[float, ...] | None
+) -> LinearAttentionOutput:
+    """``scale · Sᵀ q`` and the final states."""
+    inputs = ready(r.inputs, options.use_qk_l2norm)
+    if r.causal:
+        return linear.run(r.rule, inputs, scale, options, decays)
+    return bidirectional(inputs, scale, options, _unit(r.normalizer, options.use_qk_l2norm))
+
+
+def ready(x: Inputs, unit_length: bool) -> Inputs:
+    """What kernels take: q and k of unit length where that is asked for, and gates and the like that come with the
+    heads of q and k repeated for the value heads they serve."""
+    heads = x.v.shape[2]
+    if not unit_length and x.q.shape[2] == heads:
+        return x
+
+    def own(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], 2)
+
+    q, k = (l2norm(x.q), l2norm(x.k)) if unit_length else (x.q, x.k)
+    return Inputs(q, k, x.v, *map(own, x[3:]))
+
+
+def _unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
+    """A denominator's own q and k, of unit length where that is asked for."""
+    return normalizer if normalizer is None or not unit_length else (l2norm(normalizer[0]), l2norm(normalizer[1]))

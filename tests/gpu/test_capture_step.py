@@ -1,0 +1,130 @@
+"""`ring_la.capture` of whole steps: `pytest -m gpu tests/gpu/test_capture_step.py`.
+
+train     forward, backward and AdamW of a small hybrid: the losses of as many eager steps, over two lengths
+named     what cannot be captured, by the line it stands in
+late      a rank that does not replay: a PeerError on the others, within the timeout
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import ring_la
+from ring_la.models import HybridConfig, HybridLM
+from tests.support import pool
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (512, 768)
+
+
+def trainer(cp: ring_la.ContextParallel | None, ranks: int):
+    """A step of a small hybrid on this rank's tokens of a sequence, and its optimizer."""
+    torch.manual_seed(0)
+    config = HybridConfig(256, 256, ["gdn", "lightning", "attention"], 4, options={"attention": {"head_dim": 64}})
+    with torch.device("cuda"):
+        model = HybridLM(config).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+    layouts = {} if cp is None else {n: cp.layout(n) for n in LENGTHS}
+
+    def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        layout = layouts.get(ids.shape[1] * ranks)
+        optimizer.zero_grad()
+        loss = model.loss(ids, targets, layout=layout)
+        loss.backward()
+        if cp is not None and cp.size > 1:
+            for p in model.parameters():
+                p.grad.copy_(cp.comm.all_reduce(p.grad).wait())
+        optimizer.step()
+        return loss.detach()
+
+    return step, layouts
+
+
+def batch(n: int, length: int) -> torch.Tensor:
+    return torch.randint(256, (1, length), generator=torch.Generator().manual_seed(n)).cuda()
+
+
+def losses(cp: ring_la.ContextParallel | None, captured: bool, steps: int = 12) -> tuple[list[float], int]:
+    """Of steps over both lengths in turn, and how many graphs there are."""
+    ranks = 1 if cp is None else cp.size
+    step, layouts = trainer(cp, ranks)
+    if captured:
+        step = ring_la.capture(step, cp)
+    out = []
+    for n in range(steps):
+        ids = batch(n % 2, LENGTHS[n % 2])
+        targets = ids.roll(-1, 1)
+        if cp is not None:
+            ids, targets = (layouts[ids.shape[1]].shard(x) for x in (ids, targets))
+        out.append(step(ids, targets).clone())
+    if captured:
+        step.wait()
+    return [float(x) for x in out], step.graphs if captured else 0
+
+
+def check_train(rank: int, transport: str | None) -> tuple[float, int]:
+    """How far captured losses are from eager ones, at most."""
+    cp = None if transport is None else ring_la.ContextParallel(pool.group(), scan="ring", transport=transport)
+    want, _ = losses(cp, False)
+    got, graphs = losses(cp, True)
+    assert got[-1] < got[0]
+    return max(abs(a - b) for a, b in zip(got, want)), graphs
+
+
+def check_late(rank: int) -> tuple[float, str] | None:
+    """The last rank does not replay its step; the others say when they knew, and who it is."""
+    cp = ring_la.ContextParallel(pool.group(), transport="torch", timeout=4)
+    x = torch.ones(8, device="cuda")
+    step = ring_la.capture(lambda x: cp.comm.all_reduce(x).wait(), cp, warmup=1)
+    for _ in range(3):
+        out = step(x)
+    step.wait()
+    assert float(out[0]) == cp.size
+    if rank == cp.size - 1:
+        return None
+    began = time.monotonic()
+    step(x)
+    with pytest.raises(ring_la.PeerError) as error:
+        step.wait()
+    return time.monotonic() - began, str(error.value)
+
+
+def test_train(record_property):
+    worst, graphs = check_train(0, None)
+    record_property("worst", worst)
+    assert worst < 2e-2
+    assert graphs == 2
+
+
+@pytest.mark.gpu(needs=2)
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+def test_train_on_ranks(transport, gpu_ranks, record_property):
+    found = gpu_ranks.run(gpu_ranks.size, check_train, transport)
+    record_property("worst", max(worst for worst, _ in found))
+    assert max(worst for worst, _ in found) < 2e-2
+    assert [graphs for _, graphs in found] == [2] * len(found)
+
+
+def test_what_cannot_be_captured_is_named():
+    x = torch.ones(4, device="cuda")
+    for says, line in {
+        "synchronizing": lambda x: x * x.sum().item(),
+        "CPU generator": lambda x: x * float(torch.rand(())),
+    }.items():
+        step = ring_la.capture(line, warmup=1)
+        with pytest.raises(ring_la.UnsupportedError, match=says) as error:
+            [step(x) for _ in range(2)]
+        assert "test_capture_step.py" in str(error.value) or says == "CPU generator"
+
+
+@pytest.mark.gpu(needs=2)
+def test_late(gpu_ranks, record_property):
+    found = gpu_ranks.run(gpu_ranks.size, check_late)
+    gpu_ranks.stop()  # a graph waits for ever
+    seconds, error = found[0]
+    record_property("seconds", seconds)
+    assert f"rank {gpu_ranks.size - 1}" in error
+    assert seconds < 15
