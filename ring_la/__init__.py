@@ -13,12 +13,14 @@ from .conv import short_conv, token_shift
 from .errors import (
     ArgumentError,
     DisagreementError,
+    NotFiniteError,
     PeerError,
     RingLAError,
     SecondDerivativeError,
     UnsupportedError,
 )
 from .grouped_gemm import grouped_gemm
+from .nans import find_nans
 from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
 from .softmax import attention, forgetting_attention, mla, sparse_attention
@@ -36,6 +38,7 @@ __all__ = [
     "Halo",
     "LinearAttentionOutput",
     "MLAOutput",
+    "NotFiniteError",
     "PeerError",
     "RingLAError",
     "SecondDerivativeError",
@@ -46,6 +49,7 @@ __all__ = [
     "attention",
     "by_block",
     "capture",
+    "find_nans",
     "forgetting_attention",
     "grouped_gemm",
     "mla",

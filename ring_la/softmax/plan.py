@@ -112,7 +112,8 @@ class AttentionMoves:
     def _block_gradients(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors:
         """Gradients of all tensors, in their dtypes."""
         x, o, lse = saved
-        job = self._job(x, needs_delta=dlse is not None)
+        apart = self.form == "absorbed" and self.job.size > 1  # kernels that form do·o would form it of a rank's keys
+        job = self._job(x, needs_delta=dlse is not None or apart)
         delta = None
         if isinstance(job.backend, Canonical):
             delta = job.backend.row_sums(do, o, dlse, job.rows[job.rank])
