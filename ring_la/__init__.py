@@ -6,12 +6,14 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 """
 
 from . import recurrences, reference
+from .blockwise import by_block
 from .capture import Buckets, capture
 from .context import ContextParallel, GridLayout, Halo, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (
     ArgumentError,
     DisagreementError,
+    NotFiniteError,
     PeerError,
     RingLAError,
     SecondDerivativeError,
@@ -19,6 +21,7 @@ from .errors import (
 )
 from .grouped_gemm import grouped_gemm
 from .log_linear import log_linear_attention
+from .nans import find_nans
 from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
 from .softmax import attention, forgetting_attention, mla, sparse_attention
@@ -36,6 +39,7 @@ __all__ = [
     "Halo",
     "LinearAttentionOutput",
     "MLAOutput",
+    "NotFiniteError",
     "PeerError",
     "RingLAError",
     "SecondDerivativeError",
@@ -44,7 +48,9 @@ __all__ = [
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
+    "by_block",
     "capture",
+    "find_nans",
     "forgetting_attention",
     "grouped_gemm",
     "log_linear_attention",

@@ -6,9 +6,9 @@
     curl localhost:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50}'
 
 MODEL is a checkpoint of a HybridLM (what examples/train_demo.py or train_hybrid.py left), or the folder of a causal
-model of Transformers. Each rank holds the whole model; the tokens of a prompt are split over the ranks, and rank 0
-decodes from the states they hand over. docs/users/guides/serving.md says more. Needs the extra "serve" (FastAPI and
-uvicorn).
+model of Transformers. Each rank holds the whole model; the tokens of a prompt are split over the ranks. The keys of a
+HybridLM stay on the rank that read them, and all ranks decode. docs/users/guides/serving.md says more. Needs the extra
+"serve" (FastAPI and uvicorn).
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class BlockWork:
         recurrence: name in `TRANSITIONS`; "" for attention.
         heads, K, V: of the state; of attention, query heads and their width twice.
         kv: bytes of keys and values, a token (attention).
+        experts: parameters of stacked experts. routed: bytes a token brings to its experts on other ranks, one way.
     """
 
     layer: str
@@ -51,6 +52,8 @@ class BlockWork:
     K: int
     V: int
     kv: int = 0
+    experts: int = 0
+    routed: int = 0
 
     @property
     def saved(self) -> float:

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comm import Replicated
+from ..errors import UnsupportedError
 from ..kernels.fused.log_decay import decay_gate
+from ..keystore import KeySize
 from ..running_sum import running_sum
 from ..softmax.forgetting import sums_of, with_sums
 from .attention import Attention
@@ -21,7 +23,7 @@ class ForgettingAttention(Attention):
         s_ij = K^(−1/2) q_iᵀ k_j + Σ_{j < t ≤ i} g_t,   g = log sigmoid(x W_f + b_f)
 
     With `qk_norm` and `gated` it has two of the parts of the paper's Pro block (not its norm of outputs, nor its shift
-    of keys and values). Sums of g ride as further channels of keys: a cache has them, too.
+    of keys and values). Sums of g ride as further channels of keys: a cache has them, too; a `KeyStore` cannot.
 
     Args:
         dim: D. num_heads: H. head_dim: K = V (default D / H). qk_norm, gated, window: as in `Attention`.
@@ -42,6 +44,11 @@ class ForgettingAttention(Attention):
         options: dict[str, Any] = dict(head_dim=head_dim, qk_norm=qk_norm, gated=gated, window=window)
         super().__init__(dim, num_heads, rope_base=None, **options)
         self.forget_proj = nn.Linear(dim, num_heads)
+
+    @property
+    def key_size(self) -> KeySize:
+        """Refused: a token needs the sum of the one before it, which in a `KeyStore` is on another rank."""
+        raise UnsupportedError("keys", "a model without ForgettingAttention for a KeyStore", "ForgettingAttention")
 
     def mix(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> LayerOutput:
         q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).split(self.widths, -1))

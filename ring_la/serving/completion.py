@@ -85,12 +85,14 @@ class Trail:
 
     Attributes:
         tokens: of the prompt. pieces: the parts of it that were read at once, ``(first, one after the last)``.
-        reused: tokens that were not read again. decoded: tokens that came. ended: whether more may come.
+        before: the same of the tokens that were not read again, from another prompt. reused: how many those are.
+        decoded: tokens that came. ended: whether no more may come.
         kept: the state that was kept last for prompts that begin alike, and its tokens; 0: none.
     """
 
     tokens: int
     pieces: list[tuple[int, int]] = field(default_factory=list)
+    before: tuple[tuple[int, int], ...] = ()
     reused: int = 0
     decoded: int = 0
     ended: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..context import CANONICAL_CHUNK
@@ -16,21 +17,26 @@ Runs = list[tuple[int, int]]
 def shares(engine: Engine, trail: Trail) -> dict[str, Any]:
     """What each rank did for a request, rank by rank.
 
-    Tokens are counted from the prompt's first. "read": those a rank read, the prompt's split over the ranks and those
-    decoded by rank 0. "held": those whose states it has now: rank 0 all of them as long as the request is under way,
-    every rank those that are kept for prompts that begin alike.
+    Tokens are counted from the prompt's first. "read": those a rank read: of the prompt its share, of those decoded
+    all, or none where rank 0 decodes alone. "held": those whose states it has now. Where keys stay on the rank that
+    read them, a rank has those, of decoded tokens every P-th. Else rank 0 has all as long as the request is under way,
+    and every rank those that are kept for prompts that begin alike.
     """
-    ranks = 1 if engine.cp is None else engine.cp.size
+    ranks, shared = 1 if engine.cp is None else engine.cp.size, engine.states.shared
     total = trail.tokens + trail.decoded
     kept = trail.kept[1] if trail.kept[0] in engine.states.kept else 0
-    reading: list[Runs] = [[] for _ in range(ranks)]
-    for begin, end in list(trail.pieces):
-        for rank, runs in enumerate(_split(engine, end - begin, ranks)):
-            reading[rank] += [(begin + a, begin + b) for a, b in runs]
-    if trail.decoded:
-        reading[0].append((trail.tokens, total))
+    reading, holding = (_of_pieces(engine, pieces, ranks) for pieces in (trail.pieces, (*trail.before, *trail.pieces)))
     read = max((end for runs in reading for _, end in runs), default=trail.reused)
-    holding = [[(0, n)] if n else [] for n in (read if not trail.ended else kept, *[kept] * (ranks - 1))]
+    for rank, runs in enumerate(reading):
+        if trail.decoded and (shared or rank == 0):
+            runs.append((trail.tokens, total))
+    if not shared:
+        holding = [[(0, n)] if n else [] for n in (read if not trail.ended else kept, *[kept] * (ranks - 1))]
+    elif trail.ended:
+        holding = [[(begin, min(end, kept)) for begin, end in runs if begin < kept] for runs in holding]
+    else:
+        for at in range(trail.tokens, total):
+            holding[at % ranks].append((at, at + 1))
     return {
         "object": "shares",
         "ranks": ranks,
@@ -39,8 +45,17 @@ def shares(engine: Engine, trail: Trail) -> dict[str, Any]:
         "completion_tokens": trail.decoded,
         "ended": trail.ended,
         "read": [_joined(runs) for runs in reading],
-        "held": holding,
+        "held": [_joined(runs) for runs in holding],
     }
+
+
+def _of_pieces(engine: Engine, pieces: Iterable[tuple[int, int]], ranks: int) -> list[Runs]:
+    """Each rank's runs of pieces that were read one after the other."""
+    of_ranks: list[Runs] = [[] for _ in range(ranks)]
+    for begin, end in pieces:
+        for runs, more in zip(of_ranks, _split(engine, end - begin, ranks), strict=True):
+            runs += [(begin + a, begin + b) for a, b in more]
+    return of_ranks
 
 
 def _split(engine: Engine, length: int, ranks: int) -> list[Runs]:

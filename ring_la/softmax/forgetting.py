@@ -56,7 +56,7 @@ def forgetting_attention(
         backend: as in `attention`.
 
     Returns:
-        AttentionOutput(o ``[B, T, H, V]`` in q's dtype, lse ``[B, H, T]``).
+        AttentionOutput(o ``[B, T, H, V]`` in q's dtype, lse ``[B, H, T]``), both differentiable, once.
 
     Raises:
         ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
@@ -78,9 +78,12 @@ def forgetting_attention(
         return AttentionOutput(out.o.to(q.dtype), out.lse.to(torch.promote_types(q.dtype, torch.float32)))
     H, K = q.shape[2:]
     scale = K**-0.5 if scale is None else float(scale)
+    sums = running_sum(g, layout, cu_seqlens)
     k, v = (x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
-    q, k, scale = with_sums(q, k, running_sum(g, layout, cu_seqlens), scale)
-    return attention(q, k, v, scale=scale, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend)
+    q, k, scale = with_sums(q, k, sums, scale)
+    o, lse = attention(q, k, v, scale=scale, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend)
+    own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
+    return AttentionOutput(o, lse + own)
 
 
 def with_sums(q: Tensor, k: Tensor, c: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:

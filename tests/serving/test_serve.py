@@ -70,7 +70,8 @@ def check_client(port: int, model: HybridLM) -> None:
     parts = list(client.completions.create(prompt=PROMPT, stream=True, **fields))
     assert "".join(part.choices[0].text for part in parts) == want
     shares = client.get(f"{address}/shares/{parts[0].id}", cast_to=object)["data"][0]
-    assert [sum(b - a for a, b in runs) for runs in shares["read"]] == [14 + 6, 14]
+    assert [sum(b - a for a, b in runs) for runs in shares["read"]] == [14 + 6, 14 + 6]  # all ranks decode
+    assert [sum(b - a for a, b in runs) for runs in shares["held"]] == [14, 14]  # what is kept of the prompt
     whole = client.completions.create(prompt=PROMPT, logprobs=2, **fields)
     assert (whole.choices[0].text, len(whole.choices[0].logprobs.top_logprobs)) == (want, 6)
     said = f"user:\n{PROMPT}\n\nassistant:\n"
