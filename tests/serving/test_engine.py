@@ -108,7 +108,7 @@ def check_sampling(rank: int) -> list[list[int]]:
     cp = ContextParallel(group(), scan="ring", validate="never")
     options = dict(temperature=1.5, top_k=9)
     jobs = [Asked(prompt(13), 8, seed=s, **options) for s in (3, 4, 3)] + [Asked(prompt(13), 8)]
-    options |= dict(logit_bias={2: 1.5}, presence_penalty=0.5, frequency_penalty=0.5, logprobs=1)
+    options |= dict(logit_bias={2: 4.0}, presence_penalty=0.5, frequency_penalty=0.5, logprobs=1)
     jobs.append(Asked(prompt(13), 8, seed=3, **options))
     serve(engine(cp), jobs)
     return [job.tokens for job in jobs]
