@@ -32,6 +32,7 @@ from ring_la.kernels.runtime.recorder import Recorder
 from ring_la.kernels.runtime.tape import Playback, StepRecord
 from ring_la.kernels.runtime.triton_version import ALIGNMENT
 from ring_la.kernels.spans.plan import once
+from ring_la.kernels.wy import one_launch
 
 
 class Node(StepRecord):
@@ -101,7 +102,7 @@ class Replay:
         self._places = 0
         self._fresh: list[Tensor] = []
         self._given: list[Tensor | None] = []
-        key: list[Hashable] = [rule, self._scale, use.saved, use.final, v.device]
+        key: list[Hashable] = [rule, self._scale, use.saved, use.final, v.device, one_launch.DELTA_GRADIENTS]
         given = ((q, dtype), (k, dtype), (v, dtype), (once(g), None), (beta, None), (a, dtype), (b, dtype))
         for x, to in (*given, (cu, torch.int32)):
             ready, known = self._bring(x, to)

@@ -218,7 +218,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
     const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
               bar_s = base + BARS_S + (i & 1) * 16;
-    const bool own = c >= first;
+    const bool own = uniform(c >= first);
     bar_wait(bars, (c / SLOTS) & 1);
     u32 dout[2][4], dr[2][4];
     float trace = 0.f;
@@ -351,7 +351,9 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     wgmma128(S, dout[1], descriptor(at + OFF_Q + 2048, HALF, 1024));
     wgmma128(S, dr[0], descriptor(at + OFF_K, HALF, 1024));
     wgmma128(S, dr[1], descriptor(at + OFF_K + 2048, HALF, 1024));
+    wg_commit();
     if (own) {
+      wg_fence();
       const u64 sd = descriptor(state + (w >> 2) * 16384, 16, 1024), ad = descriptor(adjoint + (w >> 2) * 16384, 16, 1024);
 #pragma unroll
       for (int ks = 0; ks < 8; ks++)
@@ -359,10 +361,8 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
 #pragma unroll
       for (int ks = 0; ks < 8; ks++)
         wgmma32(Z, ad + ks * 128, descriptor(at + OFF_W + (ks >> 2) * 4096, 16, 1024) + (ks & 3) * 2, ks > 0);
-    }
-    wg_commit();
-    wg_wait(S);
-    if (own) {
+      wg_commit();
+      wg_wait(S);
       wg_settled(Y);
       wg_settled(Z);
       if (w == 0 && t + lane < end) {
@@ -454,6 +454,8 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           stg128(b.dk + to, z);
         }
       }
+    } else {
+      wg_wait(S);
     }
     __syncwarp();
     if (lane == 0) bar_arrive(bars + 8);
@@ -540,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   bool known;
   const int behind = late(a, x, s, h, base, lane, known), lim = piece_end(a, x);
   const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
-  const int passes = behind < 0 && !x.first && a.ahead ? 3 : 1, first = n * passes - own;
+  const int passes = uniform(behind < 0 && !x.first && a.ahead ? 3 : 1), first = n * passes - own;
   if (uniform(tid >> 8)) {
     registers_down<104>();
     if (w < SLOTS) produce(b, x, h, lim, n, passes, first, base, w, lane);
