@@ -18,7 +18,8 @@ from .errors import (
     UnsupportedError,
 )
 from .grouped_gemm import grouped_gemm
-from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, ShortConvOutput, TokenShiftOutput
+from .nsa import nsa
+from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, NSAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
 from .softmax import attention, forgetting_attention, mla, sparse_attention
 from .version import installed
@@ -35,6 +36,7 @@ __all__ = [
     "Halo",
     "LinearAttentionOutput",
     "MLAOutput",
+    "NSAOutput",
     "PeerError",
     "RingLAError",
     "SecondDerivativeError",
@@ -47,6 +49,7 @@ __all__ = [
     "forgetting_attention",
     "grouped_gemm",
     "mla",
+    "nsa",
     "reference",
     "short_conv",
     "sparse_attention",
