@@ -5,6 +5,7 @@ compressed   blocks of tokens made one key and value each, wherever the sequence
 choice       which blocks of tokens a query reads, by what it gives the compressed ones
 """
 
-from .function import nsa
+from .choice import Sizes
+from .function import check_sizes, nsa
 
-__all__ = ["nsa"]
+__all__ = ["Sizes", "check_sizes", "nsa"]

@@ -81,7 +81,7 @@ def nsa(
     error = None
     try:
         _check(q, k, v, gates, layout, cu_seqlens)
-        _check_sizes(sizes, window, scale)
+        check_sizes(sizes, window, scale)
         for name, given in (("compress_k", compress_k), ("compress_v", compress_v)):
             if not callable(given):
                 raise ArgumentError(name, "a function of blocks and positions", type(given).__name__)
@@ -168,7 +168,8 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
         raise ArgumentError("q", f"at most the {T} tokens of k", Tq)
 
 
-def _check_sizes(sizes: Sizes, window: object, scale: object) -> None:
+def check_sizes(sizes: Sizes, window: object, scale: object = None) -> None:
+    """Refuse sizes that do not fit each other."""
     for name, n in zip(sizes._fields, sizes):
         least = 0 if name == "initial" else 1
         if not isinstance(n, int) or n < least:
