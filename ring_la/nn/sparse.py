@@ -84,9 +84,8 @@ class NativeSparseAttention(Layer):
         if isinstance(state, KVRows):
             check_rows(x, state, call)
         elif state is not None and (call.layout is not None or call.packed):
-            expected = "None where tokens are split or packed: blocks of keys would lie on the border"
             hint = "Read all of a prompt at once, or go on with layout=None and cu_seqlens=None"
-            raise UnsupportedError("state", expected, "a KVCache", hint)
+            raise UnsupportedError("state", "None where tokens are split or packed", "a KVCache", hint)
         elif state is not None:
             expected, got = [x.shape[0], 3 * self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
             if got != expected:
@@ -114,8 +113,8 @@ class NativeSparseAttention(Layer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, **where: Any) -> Tensor:
         k, v = k.to(q.dtype), v.to(q.dtype)
-        maps, three = (self.k_map, self.v_map), [tuple(x.chunk(3, 2)) for x in (k, v)]
-        return nsa(q, three[0], three[1], gates, *maps, **self.sizes, **where).o  # type: ignore[arg-type]
+        (k0, k1, k2), (v0, v1, v2) = k.chunk(3, 2), v.chunk(3, 2)
+        return nsa(q, (k0, k1, k2), (v0, v1, v2), gates, self.k_map, self.v_map, **where, **self.sizes).o
 
     def _after(self, q: Tensor, cache: KVCache, gates: Tensor) -> Tensor:
         """The last tokens of each document over the whole of it, document by document where lengths differ."""
