@@ -38,17 +38,25 @@ from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.models.loss import IGNORE
 from ring_la.training import (
+    BalancedSequences,
     Checkpoints,
     Corpus,
+    Offload,
     PackedSequences,
     StepFlops,
     TrainingMesh,
+    adamw,
     axis_sizes,
     batches,
+    clip_gradients,
     peak_flops,
     recompute,
     shard_parameters,
+    sum_gradients,
 )
+
+OF_TRANSFORMERS = ("transformers", "scratch", "spread_experts", "lora", "lora_targets")
+"""Options of `Model` that a HybridLM has not."""
 
 
 @dataclass
@@ -60,7 +68,10 @@ class Model:
         vocab_size: default: the tokenizer's.
         options: further keywords of layers, by name.
         transformers: a causal model of Transformers instead: a folder or name with its configuration, and with weights
-            unless `scratch`.
+            unless `scratch`. Each rank reads its shards of them.
+        spread_experts: the experts of its mixtures over the context ranks, tokens to experts by all-to-all.
+        lora: rank of adapters of its linear layers, which alone are trained; None: all weights are.
+        lora_targets: names of the layers adapted; none: all linear ones.
     """
 
     dim: int = 128
@@ -75,9 +86,12 @@ class Model:
     mlp_options: dict[str, Any] = field(default_factory=dict)
     transformers: str | None = None
     scratch: bool = False
+    spread_experts: bool = False
+    lora: int | None = None
+    lora_targets: list[str] = field(default_factory=list)
 
     def config(self, vocab_size: int) -> HybridConfig:
-        fields = {k: v for k, v in asdict(self).items() if k not in ("transformers", "scratch")}
+        fields = {k: v for k, v in asdict(self).items() if k not in OF_TRANSFORMERS}
         fields["layers"] = self.layers * fields.pop("repeat")
         return HybridConfig(**fields | {"vocab_size": self.vocab_size or vocab_size})
 
@@ -90,7 +104,8 @@ class Data:
         source: a text or parquet file, or a folder of them. text_column: of parquet and jsonl files.
         tokenizer: "bytes", a tokenizer.json, or what Transformers' AutoTokenizer takes.
         seq_len: tokens of a sequence, all ranks' together. sequences: of a step, all replicas' together.
-        documents: "packed": none sees another; "joined": a sequence is one document.
+        documents: "packed": none sees another; "joined": a sequence is one document; "balanced": packed by attention's
+            work, none cut unless it is longer than a sequence, which may be shorter than seq_len.
         max_document: longer documents are cut.
         cache: where tokens are kept (default: the run's folder). workers: processes that read ahead.
     """
@@ -100,7 +115,7 @@ class Data:
     tokenizer: str = "bytes"
     seq_len: int = 4096
     sequences: int = 1
-    documents: Literal["packed", "joined"] = "packed"
+    documents: Literal["packed", "joined", "balanced"] = "packed"
     max_document: int | None = None
     cache: str | None = None
     workers: int = 0
@@ -133,26 +148,31 @@ class Memory:
     """What is kept and in which precision.
 
     Attributes:
-        dtype: of computing; parameters, gradients' sums and the optimizer are fp32.
+        dtype: of computing; sums of gradients are fp32. parameters: of the weights, and of the optimizer's states.
         recompute: kinds of layers, "mlp" or "block", see ring_la.training.recompute. mlp_chunk: tokens an MLP takes.
         loss_chunk: tokens whose logits exist at a time.
         rounds: runs of a sequence worked on one after the other (recurrent layers alone).
+        offload: GiB of activations on their way to the host, where what the backward pass needs is kept; None: nowhere.
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
+    parameters: Literal["float32", "bfloat16"] = "float32"
     recompute: list[str] = field(default_factory=lambda: ["mlp"])
     mlp_chunk: int | None = None
     loss_chunk: int = 8192
     rounds: int = 1
+    offload: float | None = None
 
 
 @dataclass
 class Optimizer:
     """AdamW with linear warm-up and a cosine to `final` · lr; gradients clipped to norm `clip` over all axes.
 
-    The first steps of a wide model need a small rate: `lr / warmup` of about 5e-6 at 2,560 channels.
+    `kind`: adamw (PyTorch's), or with states of 8 or 4 bits, of torchao (the extra "low-memory"). The first steps of a
+    wide model need a small rate: `lr / warmup` of about 5e-6 at 2,560 channels.
     """
 
+    kind: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
     lr: float = 1e-3
     final: float = 0.1
     warmup: int = 20
@@ -179,6 +199,7 @@ class Run:
     tensorboard: write its files. wandb: a Weights & Biases project that mirrors them.
     profile: steps to trace, from the third of this start on.
     rehearse: tokens of a sequence that is tried first, so that kernels are compiled before the first step.
+    pretrained: after the last step, a folder that from_pretrained reads (a model of Transformers, or its adapters).
     seed: of the parameters. deadline: stop after so many seconds of steps, with a checkpoint; so does SIGTERM.
     """
 
@@ -192,6 +213,7 @@ class Run:
     wandb: str | None = None
     profile: int = 0
     rehearse: int | None = None
+    pretrained: str | None = None
     seed: int = 0
     deadline: float | None = None
 
@@ -246,7 +268,7 @@ def check_on(config: Config, ranks: int) -> None:
 def refuse_other_model(config: Config, was: dict[str, Any]) -> None:
     """Refuse a folder whose run, as its config.json tells, is of another model."""
     for name, value in json.loads(json.dumps(asdict(config.model))).items():
-        if was["model"].get(name) != value:
+        if name != "spread_experts" and was["model"].get(name, value) != value:
             expected = f"a folder of its own for a model with {name}={value}"
             raise ArgumentError("run.folder", expected, f"{config.run.folder} with {name}={was['model'].get(name)}")
 
@@ -369,7 +391,11 @@ class Trainer:
         self.start.part("model")
         self.peak = peak_flops(device)
         self.optimizer = self._optimizer()
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=run.keep, background=run.background)
+        adapters = config.model.lora is not None
+        self.everyone = ContextParallel(scan="ring", timeout=parallel.timeout) if adapters else None
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", keep=run.keep, background=run.background, frozen=not adapters
+        )
         self.step, self.tokens = 0, 0
 
     def _corpus(self) -> Corpus:
@@ -408,35 +434,61 @@ class Trainer:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from ring_la.integrations.transformers import parallelize
+        from ring_la.integrations.transformers.experts import split_experts
+        from ring_la.integrations.transformers.tiles import tile_mlps
+        from ring_la.integrations.transformers.weights import draw_weights, folder_of, load_weights
 
-        name, memory = self.config.model.transformers, self.config.memory
-        if memory.mlp_chunk or memory.rounds > 1:
-            raise UnsupportedError("memory", "neither mlp_chunk nor rounds with model.transformers", memory)
+        options, memory, parallel = self.config.model, self.config.memory, self.config.parallel
+        name = options.transformers
+        if memory.rounds > 1:
+            raise UnsupportedError("memory.rounds", "1 with model.transformers", memory.rounds)
         try:
-            with self.device:
-                if self.config.model.scratch:
-                    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
-                else:
-                    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+            with torch.device("meta"):
+                own = getattr(torch, memory.parameters)
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=own)
+            folder = None if options.scratch else folder_of(name)
         except (OSError, ValueError) as e:
             expected = "a folder or name of a causal language model, with weights unless model.scratch"
             raise ArgumentError("model.transformers", expected, repr(name), str(e)) from None
-        if model.config.vocab_size < vocab_size:
-            raise ArgumentError("data.tokenizer", f"at most the model's {model.config.vocab_size} ids", vocab_size)
+        if model.config.get_text_config().vocab_size < vocab_size:
+            most = model.config.get_text_config().vocab_size
+            raise ArgumentError("data.tokenizer", f"at most the model's {most} ids", vocab_size)
         self.flops = StepFlops.of_weights(model, exclude=model.get_input_embeddings())
-        parallelize(model, self.cp, kind=self.config.parallel.layout, loss_chunk=memory.loss_chunk).train()
+        parallelize(model, self.cp, kind=parallel.layout, loss_chunk=memory.loss_chunk).train()
+        if memory.mlp_chunk:
+            tile_mlps(model, memory.mlp_chunk)
+        experts = split_experts(model, self.mesh.context) if options.spread_experts else []
         if memory.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-        return shard_parameters(model, self.mesh, blocks=layers, dtype=dtype, methods=())
+        shard_parameters(model, self.mesh, blocks=layers, dtype=dtype, methods=(), experts=experts)
+        if folder is None:
+            draw_weights(model, seed=self.config.run.seed, device=self.device)
+        else:
+            load_weights(model, folder, device=self.device)
+        model.train()
+        return model if options.lora is None else self._adapted(model)
+
+    def _adapted(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model with adapters, of which every rank has a copy, and nothing else that is trained."""
+        from peft import LoraConfig
+
+        from ring_la.integrations.transformers.adapters import add_adapters
+
+        options = self.config.model
+        model.enable_input_require_grads()  # what is computed again in the backward pass needs an input with a gradient
+        targets = options.lora_targets or "all-linear"
+        config = LoraConfig(r=options.lora, target_modules=targets, task_type="CAUSAL_LM")
+        return add_adapters(model, config, seed=self.config.run.seed)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        o, parameters = self.config.optimizer, list(self.model.parameters())
+        o, parameters = self.config.optimizer, [p for p in self.model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": o.weight_decay},
             {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+        groups = [g for g in groups if g["params"]]
+        return adamw(o.kind, groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -449,7 +501,7 @@ class Trainer:
             self._rehearse(run.rehearse)
             self.start.part("rehearsal")
         size = data.sequences // mesh.replicas
-        packed = PackedSequences(self.corpus, data.seq_len, data.seed, data.max_document, begin=self.tokens)
+        packed = self._sequences()
         keywords = dict(replica=mesh.replica, replicas=mesh.replicas, workers=data.workers)
         sequences = iter(batches(packed, steps=run.steps - self.step, size=size, **keywords))
         log = Log(self.config, self.folder, self.step, self._about()) if self.first else None
@@ -473,9 +525,22 @@ class Trainer:
                     self.checkpoints.save(self.step, self.model, self.optimizer, {"tokens": self.tokens})
             self.checkpoints.wait()
         bar.close()
+        if run.pretrained and self.step >= run.steps:
+            self._write(run.pretrained)
         if self.first and ending:
             kept = "started again, it goes on from there" if run.save_every else "run.save_every is 0: no checkpoint"
             print(f"stopped by {ending} after step {self.step} of {run.steps}; {kept}", flush=True)
+
+    def _sequences(self) -> Any:
+        """The sequences that are left, however often this run was started."""
+        data, mesh = self.config.data, self.mesh
+        if data.documents != "balanced":
+            return PackedSequences(self.corpus, data.seq_len, data.seed, data.max_document, begin=self.tokens)
+        keywords = dict(replicas=mesh.replicas, ranks=self.cp.size, kind=self.config.parallel.layout)
+        work, begin = self.flops.work(), self.step * data.sequences
+        return BalancedSequences(
+            self.corpus, data.seq_len, data.sequences, work, seed=data.seed, begin=begin, **keywords
+        )
 
     def one_step(self, sequences: list[tuple[Tensor, list[int]]]) -> dict[str, float]:
         """Forward, backward and update over this replica's sequences; what to log of it."""
@@ -487,16 +552,24 @@ class Trainer:
             dist.all_reduce(targets)
             targets //= self.cp.size
         targets.clamp_(min=1)
+        seen = torch.tensor(sum(len(ids) for ids, _ in sequences))
+        seen *= self.mesh.replicas
+        if data.documents == "balanced" and self.mesh.replicas > 1:
+            seen = torch.tensor(sum(len(ids) for ids, _ in sequences), device=self.device)
+            dist.all_reduce(seen)
+            seen //= self.cp.size
         loss = torch.zeros((), device=self.device)
         for ids, cu in sequences:
-            part = self.loss(ids, cu, targets)
+            with self._offload():
+                part = self.loss(ids, cu, targets)
             part.backward()
             loss += part.detach()
         dist.all_reduce(loss)
         if self.config.model.transformers:  # its loss is the whole sequence's on each rank that shares it
             loss /= self.cp.size
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if self.config.model.lora is not None:
+            sum_gradients(self.model.parameters(), self.everyone)
+        norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip)
         rate = self.config.optimizer.rate(self.step, self.config.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -505,7 +578,7 @@ class Trainer:
         loss, norm = loss.item(), norm.item()  # the one wait of the step
         if not math.isfinite(loss):
             raise SystemExit(f"step {self.step}: the loss is {loss}")
-        seconds, tokens = time.perf_counter() - start, data.seq_len * data.sequences
+        seconds, tokens = time.perf_counter() - start, int(seen)
         self.step, self.tokens = self.step + 1, self.tokens + tokens
         speed = sum(self.flops(cu) for _, cu in sequences) * self.mesh.replicas / seconds / dist.get_world_size()
         metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "seconds": seconds, "tokens": self.tokens}
@@ -516,9 +589,13 @@ class Trainer:
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
 
+    def _offload(self) -> Any:
+        limit = self.config.memory.offload
+        return nullcontext() if limit is None else Offload(int(limit * 2**30))
+
     def loss(self, ids: Tensor, cu: list[int], total: Tensor) -> Tensor:
         """This rank's part of one sequence's loss."""
-        memory, packed = self.config.memory, self.config.data.documents == "packed"
+        memory, packed = self.config.memory, self.config.data.documents != "joined"
         offsets = cu if packed else None
         if memory.rounds > 1:
             keywords = dict(rounds=memory.rounds, cu_seqlens=offsets, total=total, chunk=memory.loss_chunk)
@@ -530,6 +607,15 @@ class Trainer:
         if self.config.model.transformers:
             return self.model(mine, shift_labels=labels, layout=layout, num_items_in_batch=total, use_cache=False).loss
         return self.model.loss(mine, labels, layout=layout, total=total, chunk=memory.loss_chunk)
+
+    def _write(self, folder: str) -> None:
+        """The model as Transformers writes it, or its adapters as PEFT does."""
+        from ring_la.integrations.transformers.weights import save_weights
+
+        if self.config.model.lora is None:
+            save_weights(self.model, folder)
+        elif self.first:
+            self.model.save_pretrained(folder)
 
     def _resume(self) -> None:
         run, progress, changed = self.config.run, None, ""
@@ -550,6 +636,10 @@ class Trainer:
         file, now = self.folder / "config.json", json.loads(json.dumps(self._about()))
         was = json.loads(file.read_text()) if file.exists() else now
         refuse_other_model(self.config, was)
+        for name in ("documents", "seq_len", "sequences", "seed"):
+            balanced = "balanced" in (was["data"].get("documents"), now["data"]["documents"])
+            if balanced and was["data"].get(name) != now["data"][name]:
+                raise ArgumentError(f"data.{name}", f"{was['data'].get(name)!r}, as before", now["data"][name])
         other = [k for k, v in now["data"].items() if was["data"].get(k) != v]
         said = [f", data.{k} {now['data'][k]}" for k in other if k not in ("cache", "workers")]
         if not {"source", "text_column", "tokenizer"} & set(other) and was.get("corpus") != self.corpus.key:

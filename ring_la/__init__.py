@@ -6,18 +6,21 @@ out = ring_la.gated_delta_rule(q, k, v, g, beta, layout=layout)
 """
 
 from . import recurrences, reference
+from .blockwise import by_block
 from .capture import Buckets, capture
 from .context import ContextParallel, GridLayout, Halo, ShardedLayout
 from .conv import short_conv, token_shift
 from .errors import (
     ArgumentError,
     DisagreementError,
+    NotFiniteError,
     PeerError,
     RingLAError,
     SecondDerivativeError,
     UnsupportedError,
 )
 from .grouped_gemm import grouped_gemm
+from .nans import find_nans
 from .nsa import nsa
 from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, NSAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
@@ -37,6 +40,7 @@ __all__ = [
     "LinearAttentionOutput",
     "MLAOutput",
     "NSAOutput",
+    "NotFiniteError",
     "PeerError",
     "RingLAError",
     "SecondDerivativeError",
@@ -45,7 +49,9 @@ __all__ = [
     "TokenShiftOutput",
     "UnsupportedError",
     "attention",
+    "by_block",
     "capture",
+    "find_nans",
     "forgetting_attention",
     "grouped_gemm",
     "mla",

@@ -21,7 +21,16 @@ RecurrenceBackend = Literal["triton", "torch", "reference"]
 GroupedBackend = Literal["auto", "loop", "torch", "triton", "cutlass"]
 """What computes a grouped product (`grouped_gemm`)."""
 SoftmaxBackend = Literal[
-    "cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4", "triton", "cpu_flash", "torch", "reference"
+    "cudnn",
+    "flash",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+    "sage",
+    "triton",
+    "cpu_flash",
+    "torch",
+    "reference",
 ]
 """What computes softmax attention (`softmax.backends`)."""
 Activation = Literal["silu"]

@@ -5,6 +5,7 @@ RingLAError
 │   └── UnsupportedError               a combination this function cannot do; says what would work
 ├── DisagreementError (RuntimeError)   ranks called with different shapes, dtypes, layouts or documents
 ├── PeerError (RuntimeError)           another rank died or stalled during an exchange; names it
+├── NotFiniteError (ArithmeticError)   `find_nans` saw a NaN or an infinity; names the operator, layer and rank
 └── SecondDerivativeError              a gradient of a gradient was asked for (RuntimeError)
 """
 
@@ -42,6 +43,14 @@ class DisagreementError(RingLAError, RuntimeError):
 
 class PeerError(RingLAError, RuntimeError):
     """A peer rank died, or did not take part in an exchange within the timeout."""
+
+
+class NotFiniteError(RingLAError, ArithmeticError):
+    """A NaN or an infinity came up in a block of `find_nans`. `first` is a `ring_la.nans.FirstNaN`."""
+
+    def __init__(self, first: object) -> None:
+        self.first = first
+        super().__init__(str(first))
 
 
 class SecondDerivativeError(RingLAError, RuntimeError):

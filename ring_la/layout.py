@@ -67,6 +67,7 @@ class Layout:
         cu_seqlens: offsets ``[N+1]`` of N packed documents in the whole sequence (a tensor or a sequence of
             ints, from 0 to seq_len, never decreasing; empty documents are allowed). None: one document.
         multiple_of: segment borders fall on multiples of this many tokens.
+        of_documents: the multiples count from the start of each document, and documents' ends are borders, too.
 
     Raises:
         ArgumentError: naming the argument that is wrong.
@@ -80,6 +81,7 @@ class Layout:
         rank: int = 0,
         cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple_of: int = 1,
+        of_documents: bool = False,
     ) -> None:
         if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
             raise ArgumentError("seq_len", "an int ≥ 1 (tokens of the whole sequence)", repr(seq_len))
@@ -91,7 +93,7 @@ class Layout:
             raise ArgumentError("multiple_of", "an int ≥ 1", repr(multiple_of))
         self.kind: LayoutKind = kind
         self.seq_len, self.world_size, self.rank = seq_len, world_size, rank
-        self.multiple_of = multiple_of
+        self.multiple_of, self.of_documents = multiple_of, of_documents
         self.packed = cu_seqlens is not None
         self.cu_seqlens = (0, seq_len) if cu_seqlens is None else check_cu_seqlens(cu_seqlens, seq_len)
 
@@ -108,7 +110,8 @@ class Layout:
     @property
     def split(self) -> tuple:
         """What decides who owns which token."""
-        return (self.seq_len, self.kind, self.world_size, self.multiple_of)
+        split = (self.seq_len, self.kind, self.world_size, self.multiple_of)
+        return (*split, self.cu_seqlens) if self.of_documents and self.kind != "striped" else split
 
     @property
     def key(self) -> tuple:
@@ -142,9 +145,18 @@ class Layout:
         self.require_runs("segments")
         p = self.world_size
         owners = list(range(p)) if self.kind == "contiguous" else [*range(p), *reversed(range(p))]
-        units, n = -(-self.seq_len // self.multiple_of), len(owners)
-        borders = [min(self.seq_len, self.multiple_of * (i * units // n)) for i in range(n + 1)]
+        borders = self._borders_in_documents(len(owners)) if self.of_documents else self._borders(len(owners))
         return tuple(Segment(a, b, r) for a, b, r in zip(borders, borders[1:], owners) if b > a)
+
+    def _borders(self, n: int) -> list[int]:
+        units = -(-self.seq_len // self.multiple_of)
+        return [min(self.seq_len, self.multiple_of * (i * units // n)) for i in range(n + 1)]
+
+    def _borders_in_documents(self, n: int) -> list[int]:
+        """The last place where a border may be before each even share of the tokens."""
+        cu = self.cu_seqlens
+        may = sorted({t for a, b in zip(cu, cu[1:]) for t in range(a, b, self.multiple_of)} | {self.seq_len})
+        return [may[bisect_right(may, i * self.seq_len // n) - 1] for i in range(n + 1)]
 
     def local_segments(self, rank: int | None = None) -> tuple[int, ...]:
         """Indices of the segments `rank` (default: this one) owns, in order."""

@@ -762,7 +762,7 @@ def test_other_bad_arguments():
         run("gla", bench()["gla"], head_first=True)
 
 
-CHOICES = {"strategy", "kv_layout", "dropout_seed", "in_place", "form", "output_latents"}
+CHOICES = {"strategy", "kv_layout", "kv_comm_dtype", "dropout_seed", "in_place", "form", "output_latents"}
 """Arguments of public functions that choose how a result is made, not what it is."""
 
 

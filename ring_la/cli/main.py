@@ -33,6 +33,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("bench", "scan"): "linear recurrences on a split sequence beside the bound and what others do",
     ("bench", "attention"): "softmax attention on a split sequence beside its peers",
     ("bench", "diffusion"): "a denoising step on several GPUs beside Diffusers' own context parallelism",
+    ("bench", "large"): "models of published size, random weights, one long sequence: seconds, MFU, peak memory, loss",
     ("bench", "grouped"): "grouped GEMM on one GPU beside the other ways to do it",
 }
 """Words of a command, of which the last names its module, and what it does."""

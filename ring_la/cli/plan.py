@@ -28,10 +28,13 @@ from ..scan import Chain, CostModel
 from ..scan.auto import Line
 from .cluster import Cluster
 from .rates import DEVICES, Rates
+from .transformers_work import of_folder
 from .workload import BlockWork, Workload
 
-STATE_BYTES = 16
-"""A parameter in bf16 with its gradient, and Adam's master copy and two moments in fp32."""
+STATES = {"adamw": 2.0, "adamw8bit": 0.5, "adamw4bit": 0.25}
+"""Both moments of an optimizer, in units of a parameter in fp32; with bf16 parameters AdamW's are half as large."""
+HOST = 25e9
+"""Bytes a second between a GPU and its host, each way: assumed, not measured."""
 COLUMNS = ("GPUs", "P", "tokens/rank", "step", "compute", "exchange", "attention", "weights", "memory", "tokens/s/GPU")
 PASSES, AGAIN = 8, 3
 """How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
@@ -40,6 +43,9 @@ gates, sums of gradients, copies), forward and backward, and once more where it 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="JSON of a HybridConfig; replaces the next six")
+    parser.add_argument(
+        "--transformers", type=Path, help="a folder with config.json of Transformers, instead of --config"
+    )
     parser.add_argument("--layers", default="gdn,gdn,gdn,attention", help="names of ring_la.nn.LAYERS")
     parser.add_argument("--repeat", type=int, default=8, help="the list of layers so often")
     parser.add_argument("--dim", type=int, default=2048, help="channels")
@@ -69,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mlp-chunk", type=int, help="tokens an MLP takes at a time; it is then recomputed")
     parser.add_argument("--rounds", type=int, default=1, help="runs a sequence is worked on in, states handed on")
+    parser.add_argument("--offload", action="store_true", help="what backward needs in host memory (an estimate)")
+    parser.add_argument("--host-memory", type=float, default=100, help="GiB of the host for one GPU, with --offload")
+    parser.add_argument("--spread-experts", action="store_true", help="experts over the context ranks, by all-to-all")
+    parser.add_argument("--parameters", default="float32", choices=("float32", "bfloat16"), help="dtype of weights")
+    parser.add_argument("--optimizer", default="adamw", choices=STATES, help="whose states are kept")
+    parser.add_argument("--choose", action="store_true", help="the fastest recomputation, chunks and offload that fit")
+    parser.add_argument("--write", type=Path, help="with --choose: the choice as YAML for train_hybrid.py --config")
     parser.add_argument("--out", type=Path, help="also write the table as JSON")
 
 
@@ -86,6 +99,18 @@ class Setting:
     memory: float = 0.0
     mlp_chunk: int | None = None
     rounds: int = 1
+    offload: bool = False
+    spread: bool = False
+    parameters: str = "float32"
+    optimizer: str = "adamw"
+    transformers: Path | None = None
+    host_memory: float = 100 * 2**30
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a parameter, its gradient and its optimizer's states."""
+        own = 4 if self.parameters == "float32" else 2
+        return 2 * own + (own * 2 if self.optimizer == "adamw" else 4 * STATES[self.optimizer])
 
 
 @dataclass(frozen=True)
@@ -119,6 +144,8 @@ def run(args: argparse.Namespace) -> None:
     w = setting.work
     print(f"{len(w.blocks)} blocks, {w.parameters / 1e9:.2f} G parameters, {setting.length} tokens a sequence")
     print(f"rates: {setting.rates.source}")
+    if args.choose:
+        return _choose(args, setting, clusters)
     lines = {gpus: [predict(setting, gpus, P) for P in splits(gpus, setting.length)] for gpus in clusters}
     best = {gpus: fastest(of_size) for gpus, of_size in lines.items()}
     table = [line for of_size in lines.values() for line in of_size]
@@ -134,13 +161,32 @@ def run(args: argparse.Namespace) -> None:
         args.out.write_text(json.dumps(dict(rates=setting.rates.source, length=setting.length, rows=marked), indent=1))
 
 
+def _choose(args: argparse.Namespace, setting: Setting, clusters: Sequence[int]) -> None:
+    """A line for each number of GPUs: whether the model fits them, how, and in how many seconds."""
+    from .choosing import choose, told, write
+
+    for gpus in clusters:
+        best = choose(setting, gpus, splits(gpus, setting.length))
+        if best is None:
+            print(f"{gpus} GPUs: does not fit {setting.memory / 2**30:.0f} GiB with any choice")
+            continue
+        chosen, line = best
+        print(f"{gpus} GPUs: fits, {line.memory / 2**30:.1f} GiB, {line.seconds:.2f} s a step on P = {line.P}  <- best")
+        print(f"  {told(chosen)}")
+        if args.write:
+            write(chosen, line, args.write)
+
+
 def read(args: argparse.Namespace) -> Setting:
     """The setting the options describe.
 
     Raises:
         ArgumentError: naming the option.
     """
-    if args.config:
+    config: HybridConfig | None = None
+    if args.transformers:
+        work = of_folder(args.transformers)
+    elif args.config:
         try:
             config = HybridConfig(**json.loads(args.config.read_text()))
         except (OSError, ValueError, TypeError) as error:
@@ -159,14 +205,21 @@ def read(args: argparse.Namespace) -> Setting:
     for name in again:
         if name not in ("block", "mlp", "norm", *LAYERS):
             raise ArgumentError("--recompute", f"block, mlp, norm or names out of {', '.join(LAYERS)}", repr(name))
-    if args.rounds > 1 and any(LAYERS[name].state_type is KVCache for name in config.layers):
+    grows = config is not None and any(LAYERS[name].state_type is KVCache for name in config.layers)
+    if args.rounds > 1 and grows:
         raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
+    if config is not None:
+        work = Workload.of(config)
+    elif args.mlp_chunk or args.rounds > 1 or set(again) - {"block"}:
+        raise ArgumentError("--transformers", "--recompute block alone beside it", f"{args.recompute} {args.mlp_chunk}")
     rates = Rates.read(args.rates) if args.rates else DEVICES[args.device]
     host: dict[str, Any] = {"post": 0.0, "launch": 0.0} if args.graphs else {}
     links = link("--inside", args.inside), link("--between", args.between)
     return Setting(
-        Workload.of(config), rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
-        again, args.memory * 2**30 if args.memory else rates.memory, args.mlp_chunk, args.rounds,
+        work, rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
+        again, args.memory * 2**30 if args.memory else rates.memory, args.mlp_chunk, args.rounds, args.offload,
+        args.spread_experts, args.parameters, args.optimizer, args.transformers,
+        args.host_memory * 2**30,
     )  # fmt: skip
 
 
@@ -206,16 +259,20 @@ def predict(setting: Setting, gpus: int, P: int) -> Prediction:
         compute += times * own
         if model is None or chain is None:
             continue
+        if setting.spread and block.routed:  # there and back, forward, recomputed and backward
+            ways = 2 * ((3 if "block" in setting.recompute else 2) if setting.backward else 1)
+            exchange += times * ways * model.exchange(block.routed * tokens * (P - 1) / P)
         if block.recurrence:
             by_name = model.predict(chain, block.state, setting.backward)
             strategies[block.layer] = min(by_name, key=by_name.__getitem__)
             exchange += times * by_name[strategies[block.layer]]
         else:
             attention += times * max(0.0, rotation(setting, model, block, tokens, P) - own)
-    weights = max(0.0, sharding(setting, gpus) - compute)
-    seconds = compute + exchange + attention + weights
+    weights = max(0.0, sharding(setting, gpus, 1 - 1 / P if setting.spread else 0.0) - compute)
+    moved = sum(_kept(setting, block, tokens) for block in work.blocks) if setting.offload else 0.0
+    seconds = max(compute + exchange + attention + weights, 2 * moved / HOST)
     memory = held(setting, gpus, tokens)
-    fits = memory <= setting.memory
+    fits = memory <= setting.memory and moved <= setting.host_memory
     parts = compute, exchange, attention, weights
     return Prediction(gpus, P, seconds, *parts, memory, fits, tokens / seconds, strategies)
 
@@ -258,25 +315,33 @@ def rotation(setting: Setting, model: CostModel, block: BlockWork, tokens: float
     return (P - 1) * model.swap(block.kv * tokens) * (3 if setting.backward else 1)
 
 
-def sharding(setting: Setting, gpus: int) -> float:
-    """Seconds of gathering bf16 weights for forward and backward and scattering gradients over all GPUs."""
+def sharding(setting: Setting, gpus: int, elsewhere: float = 0.0) -> float:
+    """Seconds of gathering bf16 weights for forward and backward and scattering gradients over all GPUs.
+
+    Args:
+        elsewhere: the share of the experts that is never gathered.
+    """
     if gpus == 1:
         return 0.0
     model = setting.cluster.model(gpus, setting.rates)
-    return (3 if setting.backward else 1) * model.gather(2 * setting.work.parameters * (gpus - 1) / gpus)
+    stay = elsewhere * sum(block.experts for block in setting.work.blocks)
+    return (3 if setting.backward else 1) * model.gather(2 * (setting.work.parameters - stay) * (gpus - 1) / gpus)
 
 
 def held(setting: Setting, gpus: int, tokens: float) -> float:
     """Bytes of one GPU: its shard of the training state, one block's gathered weights, what backward needs."""
     work = setting.work
-    largest = max(work.blocks, key=lambda block: block.parameters)
+    elsewhere = 1 - tokens / setting.length if setting.spread else 0.0  # of the experts, on other ranks of the sequence
+    gathered = max(block.parameters - elsewhere * block.experts for block in work.blocks)
     if not setting.backward:
-        return 2 * work.parameters / gpus + 2 * largest.parameters + tokens * max(b.saved for b in work.blocks)
+        return 2 * work.parameters / gpus + 2 * gathered + tokens * max(b.saved for b in work.blocks)
     kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
+    if setting.offload:
+        kept = min(kept, 2 * 2**30 + 2 * max(_kept(setting, block, tokens) for block in work.blocks))
     tokens /= setting.rounds
     again = max(_again(setting, block, tokens) for block in work.blocks)
     logits = 4 * work.vocabulary * min(tokens, 8192)
-    return STATE_BYTES * work.parameters / gpus + 4 * largest.parameters + kept + again + logits
+    return setting.state_bytes * work.parameters / gpus + 4 * gathered + kept + again + logits
 
 
 def _kept(setting: Setting, block: BlockWork, tokens: float) -> float:

@@ -6,9 +6,9 @@
     curl localhost:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50}'
 
 MODEL is a checkpoint of a HybridLM (what examples/train_demo.py or train_hybrid.py left), or the folder of a causal
-model of Transformers. Each rank holds the whole model; the tokens of a prompt are split over the ranks, and rank 0
-decodes from the states they hand over. docs/users/guides/serving.md says more. Needs the extra "serve" (FastAPI and
-uvicorn).
+model of Transformers. Each rank holds the whole model; the tokens of a prompt are split over the ranks. The keys of a
+HybridLM stay on the rank that read them, and all ranks decode. docs/users/guides/serving.md says more. Needs the extra
+"serve" (FastAPI and uvicorn).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from ..context import ContextParallel
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..serving import Engine, Lookout, Overdue
 from ..serving.load import DTYPES, load
 from ..serving.memory import fitting, spare
@@ -33,9 +33,14 @@ from ..serving.model import rehearse
 from .job import job
 from .options import amount, count
 
+DEMO = Path("runs/demo")
+"""What is served where no model is named: the checkpoint of examples/train_demo.py."""
+KEYS = "RING_LA_API_KEY"
+"""The variable of the environment with API keys."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint, or a folder with one")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"a checkpoint or its folder (default: {DEMO})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this host's")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
@@ -53,10 +58,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", type=amount, help="MiB of states kept for prompts that begin alike (default: a tenth of what is free)"
     )
     parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
+    parser.add_argument("--drain", type=amount, default=5, help="seconds for requests under way once it is to stop")
+    parser.add_argument("--max-choices", type=count, default=16, help="completions of one request")
+    parser.add_argument("--max-body", type=count, default=16, help="MiB of a request")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help=f"a key that requests need, or several (default: those in {KEYS}, between commas, which ps does not show)",
+    )
+    parser.add_argument(
+        "--request-log", default="-", help='a line of JSON for each request: "-" standard error, "off", a file'
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     require()
+    args.model = args.model or demo()
     first = os.environ.get("RANK", "0") == "0"
     listening = _listen(args.host, args.port) if first else None  # before a model is loaded for nothing
     with job():
@@ -81,13 +99,14 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         batch=args.batch,
         waiting=args.waiting,
         keep=keep,
+        patience=args.drain,
     )
     with stopped_by_signals(engine), Lookout(engine, cp) as lookout:
         cp.comm.agreement.agree("being ready", True)  # who is told of the server may send a signal to any rank
         if listening is None:
             engine.run()
         else:
-            answer(engine, args.name or Path(args.model).resolve().name, listening, lookout)
+            answer(engine, args, listening, lookout)
 
 
 @contextmanager
@@ -110,27 +129,40 @@ def stopped_by_signals(engine: Engine) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def answer(engine: Engine, name: str, listening: socket.socket, lookout: Lookout) -> None:
+def answer(engine: Engine, args: argparse.Namespace, listening: socket.socket, lookout: Lookout) -> None:
     """On rank 0: run the engine, and serve HTTP beside it."""
-    from ..serving.http import Server, application
+    from ..serving.http import Options, Server, application
+    from ..serving.keys import parsed
+    from ..serving.records import log_to
 
+    name = args.name or Path(args.model).resolve().name
+    keys, log = parsed(args.api_key, os.environ.get(KEYS)), log_to(args.request_log)
+    options = Options(args.max_body << 20, choices=min(args.max_choices, args.waiting), keys=keys, log=log)
+    app = application(engine, name, lookout=lookout, options=options)
     (host, port), ranks = listening.getsockname()[:2], 1 if engine.cp is None else engine.cp.size
     longest = "of any length" if engine.max_tokens is None else f"of up to {engine.max_tokens:,} tokens"
     where = f"{ranks} rank(s) on {engine.model.device.type}"
     print(f"ring-la serve: {name} on http://{host}:{port}, requests {longest}, {where}", flush=True)
-    with Server(application(engine, name, lookout=lookout), engine, listening):
+    with Server(app, engine, listening):
         engine.run()
     print("ring-la serve: stopped", flush=True)
 
 
+def demo() -> str:
+    """The demo's checkpoint, if it was made here."""
+    if not (DEMO / "checkpoint.pt").is_file():
+        hint = "bash launch/demo.sh trains it in some minutes; or name a model"
+        raise ArgumentError("MODEL", f"one, or the demo's checkpoint in {DEMO}", "none, and none is there", hint)
+    return str(DEMO)
+
+
 def require() -> None:
-    """Refuse to serve where FastAPI or uvicorn is not installed."""
-    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    """Refuse to serve where something of the extra "serve" is not installed."""
+    needed = ("fastapi", "uvicorn", "prometheus_client")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         hint = "pip install 'ring_la[serve]'"
-        raise UnsupportedError(
-            "serve", "an environment with FastAPI and uvicorn", f"no {' and no '.join(missing)}", hint
-        )
+        raise UnsupportedError("serve", f"an environment with {', '.join(needed)}", f"no {', no '.join(missing)}", hint)
 
 
 def _listen(host: str, port: int) -> socket.socket:

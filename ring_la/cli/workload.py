@@ -39,6 +39,7 @@ class BlockWork:
         recurrence: name in `TRANSITIONS`; "" for attention.
         heads, K, V: of the state; of attention, query heads and their width twice (of latents, the mean of K and V).
         kv: bytes of keys and values, or of the latent, a token (attention).
+        experts: parameters of stacked experts. routed: bytes a token brings to its experts on other ranks, one way.
     """
 
     layer: str
@@ -52,6 +53,8 @@ class BlockWork:
     K: int
     V: int
     kv: int = 0
+    experts: int = 0
+    routed: int = 0
 
     @property
     def saved(self) -> float:

@@ -39,9 +39,9 @@ class ContextParallel(OfThisProcess):
             the GPUs of one host, mapped by all: one small kernel a message; a ring of softmax attention copies keys and
             values from their owner's memory), or "auto": "torch", but for that ring and a ring of states where GPUs
             reach each other's memory.
-        deterministic: results of the recurrences and gradients of their tokens do not depend on the number of
-            ranks, bit for bit, nor do forward results of softmax attention: segment borders fall on multiples of 64
-            tokens, and states are folded in one canonical order, both ways.
+        deterministic: results, losses and gradients do not depend on the number of ranks, the layout or the packing,
+            bit for bit (docs/users/promises.md says of what): segment borders fall on multiples of 64 tokens of each
+            document, each such block is computed by itself, and sums have one order or are exact.
         timeout: a timedelta or seconds. A peer that takes longer becomes a PeerError on gloo; on NCCL the
             process group's own timeout governs.
         validate: "first" waits for a comparison of shapes, dtypes, flags and layouts among ranks the first time a
@@ -113,7 +113,8 @@ class ContextParallel(OfThisProcess):
             seq_len: tokens of the whole sequence; any number ≥ 1.
             kind: "contiguous", "zigzag" or "striped".
             cu_seqlens: offsets ``[N+1]`` of packed documents in the whole sequence, on any device.
-            multiple_of: segment borders fall on multiples of this; None: 64 if deterministic, else 1.
+            multiple_of: segment borders fall on multiples of this; None: 64 if deterministic, where multiples count
+                from each document's start and documents' ends are borders, too, else 1.
 
         Raises:
             ArgumentError: a bad argument. DisagreementError: the ranks ask for different layouts.

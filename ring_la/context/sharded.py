@@ -55,7 +55,7 @@ class ShardedLayout(OfThisProcess, Layout):
             if cp.deterministic and isinstance(multiple_of, int) and multiple_of % CANONICAL_CHUNK:
                 expected = f"a multiple of {CANONICAL_CHUNK} with deterministic=True"
                 raise ArgumentError("multiple_of", expected, multiple_of)
-            super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of)
+            super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of, cp.deterministic)
         except ArgumentError as e:
             error = e
         if cp.validate != "never":

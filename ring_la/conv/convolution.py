@@ -7,16 +7,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..autograd import first_derivative_only, refuse_transforms
+from ..autograd import first_derivative_only, outside_graphs, refuse_transforms
+from ..blockwise import fixed, led_by_block
 from ..checks import check_flag
 from ..context import ShardedLayout
 from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..errors import ArgumentError, RingLAError, describe_tensor
-from ..kernels.fused.short_conv import convolve, convolve_backward
+from ..kernels.fused.short_conv import convolve, convolve_backward, plain_convolve
 from ..outputs import ShortConvOutput
 from .arguments import TailOptions, agree, as_channels, check_channels, check_in_place, check_values, facts_of
-from .leads import final_rows, halo_route, initial_rows, leads, together
+from .leads import block_leads, final_rows, halo_route, initial_rows, leads, together
 
 
 def short_conv(
@@ -54,6 +55,8 @@ def short_conv(
     check_flag("in_place", in_place)
     if not in_place:
         options = TailOptions(initial_state, output_final_state, layout, cu_seqlens)
+        if fixed(layout):
+            return _outside_graphs(x, weight, bias, activation, options)
         if isinstance(layout, ShardedLayout) and cu_seqlens is None and torch.compiler.is_compiling():
             arguments = initial_state, activation, output_final_state, layout.number, options.counted(x)
             o, final = split_short_conv(x, weight, bias, *arguments)
@@ -74,11 +77,16 @@ def _short_conv(
     if layout is None:
         lead, cu = leads(flat, width - 1, initial, None, options.cu_seqlens)
         o, ends = convolve(flat, weight, bias, lead, cu, silu, options.output_final_state)
+    elif fixed(layout):
+        o, ends = _by_block(layout, flat, weight, bias, initial, silu)
     else:
         own = None if initial is None else initial_rows(flat, width - 1, initial, layout)
         o, ends = _Split.apply(layout, flat, weight, bias, own, silu, options.output_final_state)
     final = final_rows(ends, initial, options).mT.to(x.dtype) if options.output_final_state else None  # type: ignore[arg-type]
     return ShortConvOutput(*together(o.view(x.shape), final, layout))
+
+
+_outside_graphs = outside_graphs(_short_conv)
 
 
 def _run(
@@ -146,6 +154,18 @@ def _weight(weight: Tensor, x: Tensor) -> Tensor:
         raise ArgumentError("weight", f"[D, W] with D = {channels} channels of x", describe_tensor(weight))
     check_channels("weight", weight, list(weight.shape), x)
     return weight
+
+
+def _by_block(
+    layout: ShardedLayout, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """The convolution and each piece's last rows, block by block of the documents (see `blockwise`)."""
+
+    def convolved(x: Tensor, lead: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return plain_convolve(x, weight, bias, lead[:, None], None, silu, False)[0]
+
+    lead, ends = block_leads(x, weight.shape[1] - 1, initial, layout)
+    return led_by_block(convolved, x, lead, layout, (weight, bias)), ends
 
 
 class _Split(torch.autograd.Function):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..blockwise import blocks_of
 from ..comm import Replicated, Route, SumOverRanks
 from ..context import ShardedLayout
 from ..kernels.fused.short_conv import LedTokens
@@ -39,6 +41,30 @@ def leads(
     if initial is not None:
         halo = halo + initial_rows(x, width, initial, layout).to(x.dtype)
     return halo.unflatten(1, (len(layout.pieces), width)), layout.cu_pieces.to(x.device)
+
+
+def block_leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLayout) -> tuple[Tensor, Tensor]:
+    """The `width` rows before each of this rank's blocks ``[B, blocks, width, D]``, and the last ones of its pieces."""
+    lead, _ = leads(x, width, initial, layout, None)
+    assert lead is not None
+    rows = torch.cat([x, lead.flatten(1, 2).to(x.dtype)], 1)
+    before, last = layout.kept(("rows before blocks", width), lambda: _before_blocks(layout, width, x.device))
+    return tuple(rows.index_select(1, i.flatten()).unflatten(1, i.shape) for i in (before, last))
+
+
+def _before_blocks(layout: ShardedLayout, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places of rows among the tokens and, behind them, the pieces' leads: before each block, at each piece's end."""
+    offsets, blocks = layout.piece_offsets, blocks_of(layout)
+
+    def place(piece: int, row: int) -> int:
+        start = offsets[piece]
+        return row if row >= start else layout.local_length + piece * width + row - start + width
+
+    piece_of = [bisect_right(offsets, start) - 1 for start, _ in blocks]
+    before = [[place(p, start - width + j) for j in range(width)] for p, (start, _) in zip(piece_of, blocks)]
+    last = [[place(p, stop - width + j) for j in range(width)] for p, stop in enumerate(offsets[1:])]
+    sizes = (len(before), width), (len(last), width)
+    return tuple(torch.tensor(x, dtype=torch.int64, device=device).view(s) for x, s in zip((before, last), sizes))  # type: ignore[return-value]
 
 
 def halo_route(layout: ShardedLayout, width: int) -> Route:

@@ -2,7 +2,8 @@
 
 A prompt may be long: its tokens are split over the ranks, and each layer's state after the last token (recurrent
 state, tail of the convolution, keys and values) comes out on every rank. Decoding needs nothing but those states, so
-any rank can do it alone. Packed prompts come out as a batch of N rows.
+any rank can do it alone. With a `KeyStore` keys and values stay on the rank that read them instead: room for them grows
+with the number of ranks, and all ranks decode together. Packed prompts come out as a batch of N rows.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..context import ShardedLayout
+from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError
+from ..keystore import KeyRows, KeyStore, LayerKeys
 from ..models import HybridLM
+from ..nn import Attention
 
 
 class Prefilled(NamedTuple):
@@ -53,6 +56,11 @@ class Sampler:
         if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
             raise ArgumentError("top_p", "a number above 0 and at most 1", repr(self.top_p))
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the most likely token."""
+        return self.temperature == 0
+
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens ``[N]`` from logits ``[N, vocab_size]``."""
         if self.temperature == 0:
@@ -69,6 +77,16 @@ class Sampler:
         return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
 
 
+def key_store(model: HybridLM, cp: ContextParallel | None = None) -> KeyStore:
+    """Room for keys of a model's sequences, each token's on the rank that reads it.
+
+    What grows with a sequence is shared out over the ranks; what recurrences remember, which has one size, is on each.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    weight = model.embedding.weight
+    return KeyStore([layer.key_size for layer in layers], cp, dtype=weight.dtype, device=weight.device)
+
+
 @torch.no_grad()
 def prefill(
     model: HybridLM,
@@ -77,6 +95,7 @@ def prefill(
     states: list[Any] | None = None,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
+    keys: KeyStore | None = None,
 ) -> Prefilled:
     """Read a prompt; every rank gets the result.
 
@@ -84,6 +103,8 @@ def prefill(
         ids: int ``[B, T]``; under a layout this rank's tokens.
         states: what the layers remember of earlier tokens.
         layout: how the prompt is split. cu_seqlens: packed prompts on one device ``[N+1]``, none of them empty.
+        keys: where keys and values are kept, on the rank that reads them (`key_store`); a layout is needed. None: every
+            rank gets all of them, or they go where `states` has those before.
 
     Raises:
         ArgumentError: a wrong argument by name, a prompt without a token among them; under a layout on every rank.
@@ -94,8 +115,38 @@ def prefill(
     cu = cu_seqlens if layout is None else torch.tensor(layout.cu_seqlens)
     if cu is not None and bool((cu.diff() == 0).any()):
         raise ArgumentError("cu_seqlens", "prompts of at least one token", cu.tolist())
+    states = _with_room(model, len(ids), states, layout, keys)
     x, after = model.hidden(ids, states=states, output_states=True, layout=layout, cu_seqlens=cu_seqlens)
     return Prefilled(model.logits(_last(x, layout, cu_seqlens)), after or [])
+
+
+def _with_room(
+    model: HybridLM, rows: int, states: list[Any] | None, layout: ShardedLayout | None, keys: KeyStore | None
+) -> list[Any] | None:
+    """The states with room for the keys of a layout's tokens, where these stay on their ranks."""
+    before = _rows(states)
+    if keys is None and before is None:
+        return states
+    if layout is None:
+        raise ArgumentError("layout", "one, where keys stay on the rank that reads them", "None")
+    if before is not None:
+        return _on(before.extended(layout), states or [])
+    assert keys is not None
+    if states is not None:
+        raise ArgumentError("keys", "None where states are given that have theirs", "a KeyStore")
+    new = keys.open(layout.num_documents if layout.packed else rows).extended(layout)
+    layers = iter(range(len(keys.sizes)))
+    return [new[next(layers)] if isinstance(block.layer, Attention) else None for block in model.blocks]
+
+
+def _rows(states: list[Any] | None) -> KeyRows | None:
+    """The sequences whose keys stay on their ranks, if these are such states."""
+    return next((state.rows for state in states or [] if isinstance(state, LayerKeys)), None)
+
+
+def _on(rows: KeyRows, states: list[Any]) -> list[Any]:
+    """The states with keys of `rows`."""
+    return [rows[state.layer] if isinstance(state, LayerKeys) else state for state in states]
 
 
 def _last(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -112,10 +163,13 @@ def _last(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) ->
 
 @torch.no_grad()
 def step(model: HybridLM, tokens: Tensor, states: list[Any], *, in_place: bool = False) -> Prefilled:
-    """Read one more token of each document, ``tokens [N]``.
+    """Read one more token of each document, ``tokens [N]``. Collective where keys stay on their ranks.
 
     in_place: states of a fixed size are written over those given, instead of to new memory.
     """
+    rows = _rows(states)
+    if rows is not None:
+        states = _on(rows.advanced(in_place), states)
     logits, after = model(tokens[:, None], states=states, output_states=True, in_place=in_place)
     return Prefilled(logits[:, -1], after or [])
 
@@ -123,6 +177,7 @@ def step(model: HybridLM, tokens: Tensor, states: list[Any], *, in_place: bool =
 def decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[Tensor]:
     """The tokens ``[N]`` that follow a prompt, one after the other. No communication: any rank may do it.
 
+    Where keys stay on their ranks it is collective: all ranks take the same number of tokens, and those are rank 0's.
     The prompt keeps its states: the first step makes new ones, which the following overwrite.
 
     Raises:
@@ -135,8 +190,12 @@ def decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sam
 
 @torch.no_grad()
 def _decode(model: HybridLM, prompt: Prefilled, max_new_tokens: int, sampler: Sampler) -> Iterator[Tensor]:
+    rows = _rows(prompt.states)
+    cp = None if rows is None else rows.store.cp
     for i in range(max_new_tokens):
         tokens = sampler(prompt.logits)
+        if cp is not None:
+            tokens = cp.comm.all_gather(tokens).wait()[0]  # whatever each rank has drawn
         yield tokens
         if i + 1 < max_new_tokens:
             prompt = step(model, tokens, prompt.states, in_place=i > 0)
@@ -150,8 +209,9 @@ def generate(
     *,
     layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
+    keys: KeyStore | None = None,
 ) -> Tensor:
     """`prefill`, then `decode`: the new tokens ``[N, max_new_tokens]``."""
-    prompt = prefill(model, ids, layout=layout, cu_seqlens=cu_seqlens)
+    prompt = prefill(model, ids, layout=layout, cu_seqlens=cu_seqlens, keys=keys)
     tokens = list(decode(model, prompt, max_new_tokens, sampler))
     return torch.stack(tokens, 1) if tokens else prompt.logits.new_zeros(len(prompt.logits), 0, dtype=torch.int64)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..algebra import Rule
 from ..errors import ArgumentError, UnsupportedError
 from .protocol import PLAIN, Inputs, Local, OutputUse
+from .pytorch.canonical import CanonicalRecurrence
 from .pytorch.chunked import CanonicalChunks, ChunkedRecurrence
 from .pytorch.recurrent import TokenRecurrence
 
@@ -111,5 +112,5 @@ def make_local(
             return _triton()[1](rule, inputs, cu, scale, use)
         if backend == "triton":
             raise UnsupportedError("backend", "one that can run this", f"'triton': {why}", "Use backend='torch'")
-    kind = TokenRecurrence if recurrent else ChunkedRecurrence
+    kind = TokenRecurrence if recurrent else ChunkedRecurrence if canonical is None else CanonicalRecurrence
     return kind(rule, inputs, cu, scale, canonical)

@@ -27,7 +27,8 @@ class Seams:
 
     `starts` and `ends` pair local pieces with the documents that start or end in them, as index tensors (pieces,
     documents) on the layout's device, and `empty` the documents without a token; `segments` gives the first and
-    last local piece of each owned segment; `lead` says how far each piece begins behind a canonical chunk's start.
+    last local piece of each owned segment; `lead` says how far each piece begins behind the start of one of its
+    document's canonical chunks.
     `alone`: no state goes from one segment to another, on any rank.
     """
 
@@ -41,7 +42,7 @@ class Seams:
             return index(chosen), index(pieces[i].document for i in chosen)
 
         self.chain = Chain.of(layout)
-        self.lead = index([p.start % CANONICAL_CHUNK for p in pieces] or [0])
+        self.lead = index([(p.start - cu[p.document]) % CANONICAL_CHUNK for p in pieces] or [0])
         self.starts = paired([i for i, p in enumerate(pieces) if p.first])
         self.ends = paired([i for i, p in enumerate(pieces) if p.last])
         self.empty = index(n for n in range(layout.num_documents) if cu[n] == cu[n + 1])

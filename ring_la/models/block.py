@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..blockwise import by_block
 from ..context import ShardedLayout
 from ..nn import LAYERS, Layer, LayerOutput, MixtureOfExperts, MoEOutput, RMSNorm, Routing
 from .config import HybridConfig
@@ -43,11 +44,12 @@ class ResidualBlock(nn.Module):
 
     def mix_tokens(self, x: Tensor, **keywords: Any) -> LayerOutput:
         """What the layer adds to ``x [B, T, D]``, and what it remembers."""
-        return self.layer(self.layer_norm(x), **keywords)
+        return self.layer(by_block(self.layer_norm, x, layout=keywords.get("layout")), **keywords)
 
     def mix_channels(self, x: Tensor, **keywords: Any) -> MoEOutput:
         """What the MLP adds to ``x [B, T, D]``, and what its router did if it has one."""
-        y = self.mlp_norm(x)
+        layout = keywords.get("layout")
+        y = by_block(self.mlp_norm, x, layout=layout)
         if not isinstance(self.mlp, MixtureOfExperts):
-            return MoEOutput(self.mlp(y), None)
+            return MoEOutput(self.mlp(y, layout=layout), None)
         return self.mlp(y, **keywords)

@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import by_block, embedding, fixed, linear
 from ..checks import check_split
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, RingLAError, describe_tensor
 from ..nn import RMSNorm, Routing
 from .block import ResidualBlock
 from .config import HybridConfig
-from .loss import IGNORE, linear_cross_entropy
+from .loss import IGNORE, cross_entropy_by_block, linear_cross_entropy
 from .rounds import in_rounds, refuse_growing
 
 
@@ -87,7 +88,7 @@ class HybridLM(nn.Module):
             "in_place": in_place,
         }
         x, states = self.hidden(ids, states=states, output_states=output_states, **keywords)
-        return LMOutput(self.logits(x), states)
+        return LMOutput(self.logits(x, layout), states)
 
     if TYPE_CHECKING:
         # spelled out: to pyright an assignment here has the type that nn.Module declares
@@ -116,7 +117,8 @@ class HybridLM(nn.Module):
     ) -> HiddenOutput:
         """`forward` without the output projection."""
         self.check(ids, states, layout, cu_seqlens)
-        x, after = self.embedding(ids), []
+        weight = self.embedding.weight
+        x, after = embedding(ids, weight, layout=layout) if fixed(layout) else self.embedding(ids), []
         keywords = dict(output_state=output_states, layout=layout, cu_seqlens=cu_seqlens, in_place=in_place)
         for i, block in enumerate(self.blocks):
             before = None if states is None else states[i]
@@ -124,10 +126,12 @@ class HybridLM(nn.Module):
             after.append(state)
             if routings is not None and routing is not None:
                 routings.append(routing)
-        return HiddenOutput(self.norm(x), after if output_states else None)
+        return HiddenOutput(by_block(self.norm, x, layout=layout), after if output_states else None)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, layout: ShardedLayout | None = None) -> Tensor:
         """The output projection of `hidden`'s x."""
+        if fixed(layout):
+            return linear(x, self.output_weight, layout=layout)
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
     @property
@@ -170,9 +174,9 @@ class HybridLM(nn.Module):
             count = count.clamp(min=1)
         routings = [] if routings is None else routings
         begin = len(routings)
-        x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).x.flatten(0, 1)
+        x = self.hidden(ids, layout=layout, cu_seqlens=cu_seqlens, routings=routings).x
         whole = count if total is None else total
-        loss = linear_cross_entropy(x, self.output_weight, targets.flatten(), chunk=chunk) / whole
+        loss = self._cross_entropy(x, targets, layout, chunk) / whole
         return loss + sum(routing.aux_loss for routing in routings[begin:]) * (count / whole)
 
     def loss_in_rounds(
@@ -205,10 +209,15 @@ class HybridLM(nn.Module):
         for r in plan:
             before = None if states is None else r.entering(states)
             x, states = self.hidden(r.ids, states=before, output_states=not r.last, layout=r.layout)
-            part = linear_cross_entropy(x.flatten(0, 1), self.output_weight, r.targets.flatten(), chunk=chunk)
+            part = self._cross_entropy(x, r.targets, r.layout, chunk)
             loss = loss + part / (r.total if total is None else total)
         assert isinstance(loss, Tensor)
         return loss
+
+    def _cross_entropy(self, x: Tensor, targets: Tensor, layout: ShardedLayout | None, chunk: int) -> Tensor:
+        if fixed(layout):
+            return cross_entropy_by_block(self.logits(x, layout), targets, layout)
+        return linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets.flatten(), chunk=chunk)
 
     def check(
         self,

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd import first_derivative_only, traced
+from ..blockwise import by_block, token_sum
+from ..context import ShardedLayout
 from ..errors import ArgumentError, UnsupportedError, describe_tensor
 from ..kernels.fused.cross_entropy import losses_and_gradient
 
@@ -59,6 +61,18 @@ def linear_cross_entropy(
     if backend == "chunked":
         return _Chunked.apply(x, weight, targets, chunk, ignore_index)
     return _liger(x, weight, targets, ignore_index)
+
+
+def cross_entropy_by_block(logits: Tensor, targets: Tensor, layout: ShardedLayout) -> Tensor:
+    """This rank's part of the sum over all tokens of the cross-entropy of ``logits [B, T, V]``, summed exactly; of the
+    same bits however the sequence is split (see `blockwise`). Targets ``[B, T]``."""
+
+    def losses(y: Tensor, labels: Tensor) -> Tensor:
+        wide = y.to(torch.promote_types(y.dtype, torch.float32))
+        flat = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+        return flat.view(labels.shape)
+
+    return token_sum(by_block(losses, logits, targets, layout=layout), layout=layout)
 
 
 def has_liger() -> bool:

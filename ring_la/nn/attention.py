@@ -1,7 +1,8 @@
 """Softmax attention with rotary positions and fewer key heads than query heads.
 
 Without earlier tokens this is `ring_la.attention` under any layout. With a cache and no layout it is decoding: one
-dense attention to the cache, each document with its own length.
+dense attention to the cache, each document with its own length. With `LayerKeys` for a state keys stay on the rank that
+read them, and one token more is decoded by all ranks together.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
+from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..softmax import attention
 from .decoding import KVCache, KVRows, cache_of, check_rows, decode
 from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
-from .parts import RMSNorm, check_rotation, rotate
+from .parts import RMSNorm, check_rotation, rotated
 
 
 class Attention(Layer):
@@ -58,27 +60,47 @@ class Attention(Layer):
         self.q_norm, self.k_norm = (RMSNorm(K) if qk_norm else nn.Identity() for _ in range(2))
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, KVRows) else state, call)
-        if isinstance(state, KVRows):
-            check_rows(x, state, call)
+    @property
+    def key_size(self) -> KeySize:
+        """What a token's key and value take, for a `KeyStore`."""
+        width = self.widths[1] // self.num_kv_heads
+        return KeySize(self.num_kv_heads, width, width)
+
+    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
+        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
+        if isinstance(state, LayerKeys):
+            self._check_keys(x, state, call)
+        elif isinstance(state, KVRows):
+            check_rows(x, len(state.seats.lengths), call)
         elif state is not None and not call.packed:
             expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
             if got != expected:
                 raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
 
+    def _check_keys(self, x: Tensor, state: LayerKeys, call: LayerCall) -> None:
+        rows = state.rows
+        if state.size != self.key_size:
+            raise ArgumentError("state", f"keys of {self.key_size}", state.size)
+        if call.layout is None:
+            check_rows(x, len(rows), call)
+        elif (documents := call.layout.num_documents if call.packed else x.shape[0]) != len(rows):
+            raise ArgumentError("state", f"keys of {documents} documents", len(rows))
+        elif call.packed and any(rows.earlier):
+            raise UnsupportedError("state", "no earlier tokens of packed documents", f"{rows.earlier}")
+
     def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
-        q, k, v = self.qkv_proj(x).split(self.widths, -1)
-        q = self.q_norm(split_heads(q, self.num_heads))
-        k, v = self.k_norm(split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
+        q, k, v = call.rows(self.qkv_proj, x).split(self.widths, -1)
+        q = call.rows(self.q_norm, split_heads(q, self.num_heads))
+        k, v = call.rows(self.k_norm, split_heads(k, self.num_kv_heads)), split_heads(v, self.num_kv_heads)
         if self.rope_base is not None:
-            at = positions(x, None if state is None else state.length, call)
-            q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
+            q, k = rotated(q, k, positions(x, None if state is None else state.length, call), self.rope_base, call)
         if state is None:
             o = attention(q, k, v, window=(self.window, -1), layout=call.layout, cu_seqlens=call.cu_seqlens).o
             state = cache_of(k, v, call) if call.output_state else None
         elif isinstance(state, KVRows):
             o = state.decode(q, k, v, self.window)
+        elif isinstance(state, LayerKeys):
+            o = self._shared(q, k, v, state, call)
         elif call.layout is None and not call.packed:
             state = state.extend(k, v)
             o = decode(q, state, self.window)
@@ -86,13 +108,21 @@ class Attention(Layer):
             o, state = self._continue(q, k, v, state, call)
         o = merge_heads(o)
         if self.gate_proj is not None:
-            o = torch.sigmoid(self.gate_proj(x)) * o
-        return LayerOutput(self.out_proj(o), state if call.output_state else None)
+            o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, call.rows(self.gate_proj, x), o)
+        return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
+
+    def _shared(self, q: Tensor, k: Tensor, v: Tensor, state: LayerKeys, call: LayerCall) -> Tensor:
+        """Keys stay on their ranks: of a layout's tokens, or of one token of each sequence."""
+        if call.layout is not None:
+            return read_attention(q, k, v, state, call.layout, window=self.window).o
+        state.put(k, v)
+        return decode_attention(q, state, window=self.window).o
 
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, call: LayerCall
     ) -> tuple[Tensor, KVCache | None]:
-        """More tokens under a layout: the cache is put before them."""
+        """More tokens under a layout: the cache is put before them; on one rank as keys like theirs, which gives the
+        bits of one call where that is asked for."""
         if call.packed or cache.empty is not None:
             raise UnsupportedError(
                 "state",
@@ -100,6 +130,11 @@ class Attention(Layer):
                 "packed documents or a cache of documents of several lengths",
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
+        layout = call.layout
+        if layout is not None and layout.cp.deterministic and layout.cp.size == 1:
+            cache = cache.extend(k, v)
+            keys = layout.cp.layout(cache.k.shape[1], "contiguous")
+            return attention(q, *cache[:2], window=(self.window, -1), layout=layout, kv_layout=keys).o, cache
         joint: dict[str, Any] = dict(joint_k=cache.k, joint_v=cache.v, joint="front")
         o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:

@@ -247,9 +247,8 @@ def cache_of(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:
     return KVCache(k[0, token] * seen, v[0, token] * seen, empty)
 
 
-def check_rows(x: Tensor, rows: KVRows, call: LayerCall) -> None:
-    """Refuse anything but one token of each sequence."""
-    N = len(rows.seats.lengths)
+def check_rows(x: Tensor, N: int, call: LayerCall) -> None:
+    """Refuse anything but one token of each of N sequences."""
     if call.layout is not None or call.packed or x.shape[:2] != (N, 1):
         got = f"{list(x.shape)}{', split or packed' if call.layout is not None or call.packed else ''}"
         raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {x.shape[-1]}], on one device", got)

@@ -64,34 +64,40 @@ class _DeltaLayer(Layer):
         self.out_proj = nn.Linear(self.widths[2], dim, bias=False)
         self.make_gates()
 
+    def _rates(self, y: Tensor) -> Tensor:
+        return self.beta_max * torch.sigmoid(wide(y))
+
     def make_gates(self) -> None:
         """The modules of the layer's own: its decay, its output gate and its norm."""
         raise NotImplementedError
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
-        qkv, tail = self.conv(self.qkv_proj(x), state.tail, call)
+        qkv, tail = self.conv(call.rows(self.qkv_proj, x), state.tail, call)
         q, k, v = qkv.split(self.widths, -1)
         o, S = self.recur(
             x,
+            call,
             split_heads(q, self.num_heads),
             split_heads(k, self.num_heads),
             split_heads(v, self.num_value_heads),
-            self.beta_max * torch.sigmoid(wide(self.beta_proj(x))),
+            call.rows(self._rates, call.rows(self.beta_proj, x)),
             use_qk_l2norm=True,
             initial_state=state.recurrent,
             mode=self.mode,
             backend=self.backend,
             **call.keywords,
         )
-        o = self.out_proj(merge_heads(self.readout(x, o)))
+        o = call.rows(self.out_proj, merge_heads(self.readout(x, o, call)))
         return LayerOutput(o, LayerState(S, tail) if call.output_state else None)
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
+    def recur(
+        self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
+    ) -> LinearAttentionOutput:
         """The recurrence, with the layer's decay of `x`."""
         raise NotImplementedError
 
-    def readout(self, x: Tensor, o: Tensor) -> Tensor:
+    def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
         """Heads ``o [B, T, H, V]`` normalised, and gated by `x`."""
         raise NotImplementedError
 
@@ -110,11 +116,13 @@ class DeltaNet(_DeltaLayer):
     def make_gates(self) -> None:
         self.norm = RMSNorm(self.V)
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
+    def recur(
+        self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
+    ) -> LinearAttentionOutput:
         return delta_rule(q, k, v, beta, **keywords)
 
-    def readout(self, x: Tensor, o: Tensor) -> Tensor:
-        return self.norm(o)
+    def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
+        return call.rows(self.norm, o)
 
 
 class GatedDeltaNet(_DeltaLayer):
@@ -133,12 +141,14 @@ class GatedDeltaNet(_DeltaLayer):
         self.gate_proj = nn.Linear(self.dim, H * self.V, bias=False)
         self.norm = GatedRMSNorm(self.V)
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
-        g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
+    def recur(
+        self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
+    ) -> LinearAttentionOutput:
+        g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
         return gated_delta_rule(q, k, v, g, beta, **keywords)
 
-    def readout(self, x: Tensor, o: Tensor) -> Tensor:
-        return self.norm(o, split_heads(self.gate_proj(x), self.num_value_heads))
+    def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
+        return call.rows(self.norm, o, split_heads(call.rows(self.gate_proj, x), self.num_value_heads))
 
 
 class KimiDeltaAttention(_DeltaLayer):
@@ -157,12 +167,14 @@ class KimiDeltaAttention(_DeltaLayer):
         self.gate_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * V, bias=False))
         self.norm = GatedRMSNorm(V, "sigmoid")
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
-        g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
+    def recur(
+        self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
+    ) -> LinearAttentionOutput:
+        g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
         return kda(q, k, v, split_heads(g, self.num_value_heads), beta, **keywords)
 
-    def readout(self, x: Tensor, o: Tensor) -> Tensor:
-        return self.norm(o, split_heads(self.gate_proj(x), self.num_value_heads))
+    def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
+        return call.rows(self.norm, o, split_heads(call.rows(self.gate_proj, x), self.num_value_heads))
 
 
 def decay_parameters(heads: int, channels: int) -> tuple[nn.Parameter, nn.Parameter]:

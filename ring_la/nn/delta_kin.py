@@ -30,14 +30,23 @@ class Comba(GatedDeltaNet):
         self.feedback = nn.Parameter(torch.ones(self.num_value_heads))
         self.correction = nn.Parameter(torch.full((self.num_value_heads,), 0.02))
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
-        g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
-        b = torch.sigmoid(wide(self.feedback))
+    def recur(
+        self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
+    ) -> LinearAttentionOutput:
+        g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
+        q, k, v, beta = call.rows(self._corrected, q, k, v, beta, shared=(self.feedback, self.correction))
+        keywords["use_qk_l2norm"] = False
+        return gated_delta_rule(q, k, v, g, beta, **keywords)
+
+    def _corrected(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, feedback: Tensor, correction: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the gated delta rule takes, q and k of unit length."""
+        b = torch.sigmoid(wide(feedback))
         repeat = self.num_value_heads // self.num_heads
         q, k = (l2norm(y).repeat_interleave(repeat, 2) if repeat > 1 else l2norm(y) for y in (q, k))
-        q = q - ((self.correction * b)[:, None] * k).to(q.dtype)
-        keywords["use_qk_l2norm"] = False
-        return gated_delta_rule(q, k, (v / b[:, None]).to(v.dtype), g, beta * b, **keywords)
+        q = q - ((correction * b)[:, None] * k).to(q.dtype)
+        return q, k, (v / b[:, None]).to(v.dtype), beta * b
 
 
 class GatedDeltaNet2(KimiDeltaAttention):
@@ -52,11 +61,16 @@ class GatedDeltaNet2(KimiDeltaAttention):
         self.erase_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * K))
         self.write_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * V))
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
-        g = decay_gate(self.decay_proj(x), self.A_log, self.dt_bias)
-        g, b, w = (split_heads(y, self.num_value_heads) for y in (g, self.erase_proj(x), self.write_proj(x)))
-        rate = beta[..., None]
-        b, w = ((rate * torch.sigmoid(wide(y))).to(v.dtype) for y in (b, w))
+    def recur(
+        self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
+    ) -> LinearAttentionOutput:
+        def gate(y: Tensor, rate: Tensor) -> Tensor:
+            y = split_heads(wide(y), self.num_value_heads)
+            return (rate[..., None] * torch.sigmoid(y)).to(v.dtype)
+
+        g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
+        g = split_heads(g, self.num_value_heads)
+        b, w = (call.rows(gate, call.rows(proj, x), beta) for proj in (self.erase_proj, self.write_proj))
         return gdn2(q, k, v, g, b, w, **keywords)
 
 
@@ -77,20 +91,20 @@ class GatedDeltaProduct(GatedDeltaNet):
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
-        qkv, tail = self.conv(self.qkv_proj(x), state.tail, call)
+        qkv, tail = self.conv(call.rows(self.qkv_proj, x), state.tail, call)
         q, k, v = qkv.split(self.widths, -1)
         k, v = (split_heads(y, self.steps * n) for y, n in ((k, self.num_heads), (v, self.num_value_heads)))
         o, S = gated_delta_product(
             split_heads(q, self.num_heads),
             k.unflatten(2, (self.steps, -1)),
             v.unflatten(2, (self.steps, -1)),
-            decay_gate(self.decay_proj(x), self.A_log, self.dt_bias),
-            self.beta_max * torch.sigmoid(wide(self.beta_proj(x))).unflatten(2, (self.steps, -1)),
+            call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias)),
+            call.rows(self._rates, call.rows(self.beta_proj, x)).unflatten(2, (self.steps, -1)),
             use_qk_l2norm=True,
             initial_state=state.recurrent,
             mode=self.mode,
             backend=self.backend,
             **call.keywords,
         )
-        o = self.out_proj(merge_heads(self.readout(x, o)))
+        o = call.rows(self.out_proj, merge_heads(self.readout(x, o, call)))
         return LayerOutput(o, LayerState(S, tail) if call.output_state else None)

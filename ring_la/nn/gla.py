@@ -50,8 +50,9 @@ class GatedLinearAttention(Layer):
         self.out_proj = nn.Linear(values, dim, bias=False)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        q, k, v, r = (split_heads(y, self.num_heads) for y in self.qkvr_proj(x).split(self.widths, -1))
-        g = decay_gate(self.decay_proj(x), sign=-1.0, factor=1 / self.temperature)  # logsigmoid / τ
+        q, k, v, r = (split_heads(y, self.num_heads) for y in call.rows(self.qkvr_proj, x).split(self.widths, -1))
+        factor = 1 / self.temperature  # logsigmoid / τ
+        g = call.rows(lambda y: decay_gate(y, sign=-1.0, factor=factor), call.rows(self.decay_proj, x))
         o, S = gla(
             q,
             k,
@@ -62,7 +63,7 @@ class GatedLinearAttention(Layer):
             backend=self.backend,
             **call.keywords,
         )
-        o = self.out_proj(merge_heads(self.norm(o, r)))
+        o = call.rows(self.out_proj, merge_heads(call.rows(self.norm, o, r)))
         return LayerOutput(o, LayerState(S) if call.output_state else None)
 
 
@@ -97,12 +98,10 @@ class HGRN2(Layer):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        q, f, i = self.qfi_proj(x).chunk(3, -1)
-        g = decay_gate(f, sign=-1.0)  # logsigmoid
-        if self.lower_bound:
-            g = torch.log(self.lower_bound + (1 - self.lower_bound) * g.exp())
+        q, f, i = call.rows(self.qfi_proj, x).chunk(3, -1)
+        g = call.rows(self._decay, f)
         o, S = hgrn2(
-            split_heads(F.silu(q), self.num_heads),
+            split_heads(call.rows(F.silu, q), self.num_heads),
             split_heads(g, self.num_heads),
             split_heads(i, self.num_heads),
             initial_state=None if state is None else state.recurrent,
@@ -110,5 +109,9 @@ class HGRN2(Layer):
             backend=self.backend,
             **call.keywords,
         )
-        o = self.out_proj(self.norm(merge_heads(o)))
+        o = call.rows(self.out_proj, call.rows(self.norm, merge_heads(o)))
         return LayerOutput(o, LayerState(S) if call.output_state else None)
+
+    def _decay(self, f: Tensor) -> Tensor:
+        g = decay_gate(f, sign=-1.0)  # logsigmoid
+        return torch.log(self.lower_bound + (1 - self.lower_bound) * g.exp()) if self.lower_bound else g

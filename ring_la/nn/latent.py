@@ -62,7 +62,7 @@ class MultiheadLatentAttention(Layer):
     def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
         super()._check(x, None if isinstance(state, KVRows) else state, call)
         if isinstance(state, KVRows):
-            check_rows(x, state, call)
+            check_rows(x, len(state.seats.lengths), call)
         elif state is not None and not call.packed:
             expected, got = [x.shape[0], 1, sum(self.widths)], [state.k.shape[0], *state.k.shape[2:]]
             if got != expected:

@@ -10,6 +10,7 @@ are therefore decoded as a batch of N rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..blockwise import by_block
 from ..checks import FLOATS, check_flag, check_split
 from ..choices import Mode, RecurrenceBackend
 from ..context import ShardedLayout
@@ -61,6 +63,10 @@ class LayerCall:
             "output_final_state": self.output_state,
             "in_place": self.in_place,
         }
+
+    def rows(self, fn: Callable[..., Any], *x: Tensor, shared: Sequence[Tensor | None] = ()) -> Any:
+        """``fn(*x, *shared)``, which maps each token by itself; see `blockwise.by_block`."""
+        return by_block(fn, *x, layout=self.layout, shared=shared)
 
     @property
     def packed(self) -> bool:

@@ -38,10 +38,10 @@ class LinearAttention(Layer):
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, -1))
+        q, k, v = (split_heads(y, self.num_heads) for y in call.rows(self.qkv_proj, x).chunk(3, -1))
         o, S = linear_attention(
-            F.elu(q) + 1,
-            F.elu(k) + 1,
+            call.rows(F.elu, q) + 1,
+            call.rows(F.elu, k) + 1,
             v,
             causal=self.causal,
             normalize=True,
@@ -50,4 +50,4 @@ class LinearAttention(Layer):
             backend=self.backend,
             **call.keywords,
         )
-        return LayerOutput(self.out_proj(merge_heads(o)), LayerState(S) if call.output_state else None)
+        return LayerOutput(call.rows(self.out_proj, merge_heads(o)), LayerState(S) if call.output_state else None)

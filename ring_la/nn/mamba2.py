@@ -72,7 +72,7 @@ class Mamba2(Layer):
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
-        z, xBC, dt = self.in_proj(x).split(self.widths, -1)
+        z, xBC, dt = call.rows(self.in_proj, x).split(self.widths, -1)
         xBC, tail = self.conv(xBC, state.tail, call)
         u, B, C = xBC.split(self.parts, -1)
         y, S = mamba2(
@@ -89,5 +89,6 @@ class Mamba2(Layer):
             backend=self.backend,
             **call.keywords,
         )
-        o = self.out_proj(self.norm(merge_heads(y) * F.silu(z)))
+        gated = call.rows(lambda y, z: y * F.silu(z), merge_heads(y), z)
+        o = call.rows(self.out_proj, call.rows(self.norm, gated))
         return LayerOutput(o, LayerState(S, tail) if call.output_state else None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..blockwise import by_block
+from ..context import ShardedLayout
 from ..kernels.fused.swiglu import swiglu
 
 
@@ -19,5 +21,7 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(dim, 2 * hidden, bias=False)
         self.out_proj = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out_proj(swiglu(self.up_proj(x)))
+    def forward(self, x: Tensor, *, layout: ShardedLayout | None = None) -> Tensor:
+        """``x [B, T, D]``. layout: where a deterministic one wants bits that do not depend on it; tokens do not mix."""
+        hidden = by_block(swiglu, by_block(self.up_proj, x, layout=layout), layout=layout)
+        return by_block(self.out_proj, hidden, layout=layout)

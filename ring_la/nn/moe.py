@@ -27,7 +27,7 @@ from ..checks import FLOATS
 from ..choices import GroupedBackend
 from ..comm import Pending
 from ..context import ShardedLayout
-from ..errors import ArgumentError, describe_tensor
+from ..errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
 from ..grouped_gemm import grouped_gemm
 from .layer import wide
 from .mlp import SwiGLU
@@ -256,7 +256,10 @@ def _check(moe: MixtureOfExperts, x: Tensor, output_routing: bool, layout: Shard
             raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
         if layout is not None:
             layout.require_local("x", x.shape[1])
-    except ArgumentError as e:
+            if layout.cp.deterministic:  # what an expert gets, and so the shapes it computes on, goes by all tokens
+                expected = "one without deterministic=True for a mixture of experts"
+                raise UnsupportedError("layout", expected, "a deterministic one")
+    except RingLAError as e:
         error = e
     if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
         signature = None

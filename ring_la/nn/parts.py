@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import fixed
 from ..conv import short_conv
 from ..errors import ArgumentError
 from ..kernels.fused.rms_norm import rms_norm
@@ -86,3 +87,11 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     cos, sin = angle.cos().to(y.dtype), angle.sin().to(y.dtype)
     a, b = y.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def rotated(q: Tensor, k: Tensor, positions: Tensor, base: float, call: LayerCall) -> tuple[Tensor, Tensor]:
+    """`rotate` of both, positions int ``[T]`` or ``[B, T]``."""
+    if not fixed(call.layout):
+        return rotate(q, positions, base), rotate(k, positions, base)
+    at = positions.expand(q.shape[0], -1)
+    return call.rows(lambda q, k, at: (rotate(q, at, base), rotate(k, at, base)), q, k, at)

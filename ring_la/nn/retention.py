@@ -21,7 +21,7 @@ from .layer import (
     positive,
     split_heads,
 )
-from .parts import HeadNorm, RMSNorm, check_rotation, rotate
+from .parts import HeadNorm, RMSNorm, check_rotation, rotated
 
 
 class MultiScaleRetention(Layer):
@@ -61,12 +61,12 @@ class MultiScaleRetention(Layer):
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
-        q, k, v, gate = (split_heads(y, self.num_heads) for y in self.qkvg_proj(x).split(self.widths, -1))
+        q, k, v, gate = (split_heads(y, self.num_heads) for y in call.rows(self.qkvg_proj, x).split(self.widths, -1))
         if self.rope_base is not None:
-            at = positions(x, state.length, call)
-            q, k = rotate(q, at, self.rope_base), rotate(k, at, self.rope_base)
+            q, k = rotated(q, k, positions(x, state.length, call), self.rope_base, call)
         o, S = retention(q, k, v, initial_state=state.recurrent, mode=self.mode, backend=self.backend, **call.keywords)
-        o = self.out_proj(merge_heads(F.silu(gate) * self.norm(o)))
+        o = call.rows(lambda gate, o: F.silu(gate) * o, gate, call.rows(self.norm, o))
+        o = call.rows(self.out_proj, merge_heads(o))
         if not call.output_state:
             return LayerOutput(o, None)
         return LayerOutput(o, LayerState(S, length=lengths(x, state.length, call)))
@@ -114,7 +114,7 @@ class LightningAttention(Layer):
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        q, k, v = (split_heads(y, self.num_heads) for y in F.silu(self.qkv_proj(x)).chunk(3, -1))
+        q, k, v = (split_heads(y, self.num_heads) for y in call.rows(F.silu, call.rows(self.qkv_proj, x)).chunk(3, -1))
         o, S = lightning_attention(
             q,
             k,
@@ -126,5 +126,6 @@ class LightningAttention(Layer):
             backend=self.backend,
             **call.keywords,
         )
-        o = torch.sigmoid(self.gate_proj(x)) * self.norm(merge_heads(o))
-        return LayerOutput(self.out_proj(o), LayerState(S) if call.output_state else None)
+        gate, o = call.rows(self.gate_proj, x), call.rows(self.norm, merge_heads(o))
+        o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, gate, o)
+        return LayerOutput(call.rows(self.out_proj, o), LayerState(S) if call.output_state else None)

@@ -88,29 +88,44 @@ class RWKV7(Layer):
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
         before, tail = token_shift(x, initial_state=state.tail, **call.keywords)
-        xr, xw, xk, xv, xa, xg = (x + (before - x) * mu.to(x.dtype) for mu in self.mu)
-        r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
-        w = -math.exp(-0.5) * torch.sigmoid(self.decay(xw))
-        a = torch.sigmoid(self.rate(xa))
-        kappa = l2norm(self._heads(wide(k) * self.xi))
-        k = (wide(k) * (1 + (a - 1) * self.alpha)).to(v.dtype)
-        r, k, v = map(self._heads, (r, k, v))
+        xr, xw, xk, xv, xa, xg = call.rows(mixed, x, before, shared=(self.mu,))
+        r, k, v = call.rows(self.r_proj, xr), call.rows(self.k_proj, xk), call.rows(self.v_proj, xv)
+        w = call.rows(lambda y: -math.exp(-0.5) * torch.sigmoid(y), call.rows(self.decay, xw))
+        a = call.rows(torch.sigmoid, call.rows(self.rate, xa))
+        k, removed, replaced = call.rows(self._keys, k, a, shared=(self.xi, self.alpha))
+        r, v = self._heads(r), self._heads(v)
         o, S = rwkv7(
             r,
             self._heads(w),
             k,
             v,
-            -kappa,
-            kappa * self._heads(a),
+            removed,
+            replaced,
             scale=1.0,
             initial_state=state.recurrent,
             mode=self.mode,
             backend=self.backend,
             **call.keywords,
         )
-        bonus = (wide(r) * self.rho * wide(k)).sum(-1, keepdim=True) * wide(v)
-        o = merge_heads(wide(self.norm(o)) + bonus) * self.gate(xg)
-        return LayerOutput(self.out_proj(o.to(x.dtype)), LayerState(S, tail) if call.output_state else None)
+        o = merge_heads(call.rows(with_bonus, call.rows(self.norm, o), r, k, v, shared=(self.rho,)))
+        o = (o * call.rows(self.gate, xg)).to(x.dtype)
+        return LayerOutput(call.rows(self.out_proj, o), LayerState(S, tail) if call.output_state else None)
+
+    def _keys(self, k: Tensor, a: Tensor, xi: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """k̃, −κ̂ and κ̂ ⊙ a, in heads."""
+        kappa = l2norm(self._heads(wide(k) * xi))
+        written = (wide(k) * (1 + (a - 1) * alpha)).to(k.dtype)
+        return self._heads(written), -kappa, kappa * self._heads(a)
 
     def _heads(self, x: Tensor) -> Tensor:
         return split_heads(x, self.num_heads)
+
+
+def mixed(x: Tensor, before: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
+    """A token and its predecessor, mixed by each row of `mu`."""
+    return tuple(x + (before - x) * part.to(x.dtype) for part in mu)
+
+
+def with_bonus(o: Tensor, r: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
+    """``o + (r · (ρ ⊙ k)) v``, in heads."""
+    return wide(o) + (wide(r) * rho * wide(k)).sum(-1, keepdim=True) * wide(v)

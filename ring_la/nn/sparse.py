@@ -82,7 +82,7 @@ class NativeSparseAttention(Layer):
     def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
         super()._check(x, None if isinstance(state, KVRows) else state, call)
         if isinstance(state, KVRows):
-            check_rows(x, state, call)
+            check_rows(x, len(state.seats.lengths), call)
         elif state is not None and (call.layout is not None or call.packed):
             hint = "Read all of a prompt at once, or go on with layout=None and cu_seqlens=None"
             raise UnsupportedError("state", "None where tokens are split or packed", "a KVCache", hint)

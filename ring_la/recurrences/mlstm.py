@@ -52,7 +52,8 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, options: Com
     gauge = stabiliser(i, f, m, options)
     wide = torch.promote_types(i.dtype, torch.float32)
     written = (i.to(wide) - gauge.after.to(wide)).exp()[..., None]
-    g = f.to(wide) + (gauge.before - gauge.after).to(wide)
+    f = f.to(wide)
+    g = f + torch.minimum((gauge.before - gauge.after).to(wide), -f.detach())  # never above zero by a rounding
     o, S = simple_gla(
         q, k, torch.cat([written * v, written], -1).to(q.dtype), g, scale=options.scale,
         initial_state=None if C is None else torch.cat([C, n[..., None].to(C.dtype)], -1),

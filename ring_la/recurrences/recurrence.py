@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import linear
 from .. import reference as references
 from ..autograd import outside_graphs, refuse_transforms, transformed
+from ..blockwise import by_block, fixed
 from ..context import ShardedLayout
 from ..errors import UnsupportedError
 from ..kernels import state_dtype
@@ -132,8 +134,46 @@ def _run(
     r, decays = agreed(definition.name, described, options, flags)
     if options.backend == "reference":
         return _by_reference(definition, call, r, options)
-    out = compute(r, definition.scale(options, r.inputs.q.shape[-1]), options, decays)
+    scale = definition.scale(options, r.inputs.q.shape[-1])
+    if fixed(options.layout):
+        return _by_block(definition, call, r, options, scale)
+    out = compute(r, scale, options, decays)
     return LinearAttentionOutput(r.readout(out.o), out.final_state)
+
+
+def _by_block(
+    definition: Definition,
+    call: functools.partial[Recurrence],
+    r: Recurrence,
+    options: CommonOptions,
+    scale: float,
+) -> LinearAttentionOutput:
+    """`_run` where results must not depend on the split: what stands before and behind the recurrence, block by
+    block."""
+    given = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments
+    tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+    shared = [n for n in tensors if n in definition.arguments and definition.arguments[n].shared]
+    tokens = [n for n in tensors if n not in shared]
+    rest = {n: x for n, x in given.items() if n not in tensors}
+
+    def described(*x: Tensor) -> Recurrence:
+        return call.func(**dict(zip((*tokens, *shared), x)), **rest)
+
+    def before(*x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t for t in ready(described(*x).inputs, options.use_qk_l2norm) if t is not None)
+
+    def behind(o: Tensor, *x: Tensor) -> Tensor:
+        return described(*x).readout(o)
+
+    own, common = [tensors[n] for n in tokens], [tensors[n] for n in shared]
+    made = iter(by_block(before, *own, layout=options.layout, shared=common))
+    present = {n: next(made) for n, t in r.inputs._asdict().items() if t is not None}
+    inputs = r.inputs._replace(**present)
+    out = linear.run(r.rule, inputs, scale, options)
+    o = out.o
+    if r.readout is not Recurrence._field_defaults["readout"]:
+        o = by_block(behind, o, *own, layout=options.layout, shared=common)
+    return LinearAttentionOutput(o, out.final_state)
 
 
 _outside_graphs = outside_graphs(_run)
@@ -146,7 +186,7 @@ def _traced(
     node has no arguments for breaks the graph."""
     r, layout = call(), options.layout
     beyond = options.backend == "reference" or options.in_place or options.cu_seqlens is not None
-    if beyond or r.normalizer is not None:
+    if beyond or r.normalizer is not None or fixed(layout):
         return _outside_graphs(definition, call, options, flags)
     assert layout is not None
     inputs = ready(r.inputs, options.use_qk_l2norm)

@@ -38,7 +38,8 @@ def stabiliser(i: Tensor, f: Tensor, initial: Tensor | None, options: CommonOpti
     cu = options.cu_seqlens
     if cu is not None:
         N = cu.numel() - 1
-    start = i.new_zeros(N, i.shape[2]) if initial is None else initial
+    wide = torch.promote_types(i.dtype, torch.float32)
+    start = i.new_zeros(N, i.shape[2], dtype=wide) if initial is None else initial
     with torch.no_grad():
         pieces = _Pieces(i.double(), f.double(), layout.cu_pieces.to(i.device) if layout is not None else cu)
         rows = (

@@ -3,7 +3,7 @@
 `Engine` decides what happens next, `Ranks` lets the other ranks follow, `Lookout` sees whether they live, `Batch`
 decodes requests side by side and `Prefixes` finds prompts that were read before; `text` goes from text to tokens and
 back, `load` finds both in a folder.
-`protocol` is OpenAI's, and `http` serves it (imported by those who have FastAPI).
+`protocol` and `answers` are OpenAI's, and `http` serves them (imported by those who have FastAPI).
 """
 
 from .batch import Batch

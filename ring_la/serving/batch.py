@@ -1,7 +1,8 @@
 """Sequences decoded side by side: one token more of each in one step of the model, whenever each of them came.
 
 States of recurrences have a row a sequence. Keys and values are where `nn.decoding.KVRows` puts them: a long sequence
-has memory of its own, and short ones are not padded to it.
+has memory of its own, and short ones are not padded to it. Under several ranks they stay where they were read
+(`keystore.KeyRows`), every rank has the batch, and steps are taken by all together.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..inference import Prefilled, Sampler
+from ..inference import KeyRows, LayerKeys, Prefilled, Sampler
 from ..nn import KVCache
 from ..nn.decoding import KVRows, Seats
 from .model import Served
+from .sampling import Chooser
 
 
 class Row(NamedTuple):
-    """One sequence of the batch."""
+    """One sequence of the batch; on ranks that follow without either."""
 
-    job: Any
-    sampler: Sampler
+    job: Any = None
+    sampler: Sampler | Chooser | None = None
+
+
+NOBODY = Row()
 
 
 class Batch:
@@ -37,7 +42,7 @@ class Batch:
         self._after: Prefilled | None = None
         self._own = False  # whether the states are this batch's to be overwritten
 
-    def add(self, job: Any, prompt: Prefilled, sampler: Sampler) -> None:
+    def add(self, job: Any, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         """A sequence more, from its prompt ``(logits [1, V], states of one row)``, which is not written to."""
         self._after = self._arranged(range(len(self.rows)), [prompt])
         self._own = bool(self.rows)
@@ -65,9 +70,15 @@ class Batch:
         logits = torch.cat([part.logits for part in parts]) if len(parts) > 1 else parts[0].logits
         layers = zip(*(part.states for part in parts))
         before = self._after.states if rows else [None] * len(parts[0].states)
-        seats, states = None, []
+        states: list[Any] = []
+        seats = shared = None
         for old, layer in zip(before, layers):
-            if isinstance(layer[-1], (KVCache, KVRows)):
+            if isinstance(layer[-1], LayerKeys):
+                if shared is None:  # the same for every layer
+                    stay = [] if old is None else [old.rows.chosen(rows)]
+                    shared = KeyRows.joined([*stay, *(prompt.states[len(states)].rows for prompt in more)])
+                states.append(shared[layer[-1].layer])
+            elif isinstance(layer[-1], (KVCache, KVRows)):
                 new = [state for state in layer if isinstance(state, KVCache)]
                 held = old or KVRows(Seats.of([], self.model.device))
                 if seats is None:  # the same for every layer
@@ -83,7 +94,7 @@ class Batch:
         logits = self._after.logits
         finite = logits.isfinite().all(-1, keepdim=True)
         logits = torch.where(finite, logits, 0)
-        if all(row.sampler.temperature == 0 for row in self.rows):
+        if all(row.sampler.greedy for row in self.rows):
             tokens = logits.argmax(-1)
         else:
             tokens = torch.cat([row.sampler(logits[i : i + 1]) for i, row in enumerate(self.rows)])
@@ -113,6 +124,10 @@ def _chosen(after: Prefilled, rows: Sequence[int]) -> Prefilled:
     at = torch.tensor(rows, device=after.logits.device)
 
     def of(state: Any) -> Any:
-        return state if isinstance(state, KVRows) else type(state)(*(None if x is None else x[at] for x in state))
+        return (
+            state
+            if isinstance(state, (KVRows, LayerKeys))
+            else type(state)(*(None if x is None else x[at] for x in state))
+        )
 
     return Prefilled(after.logits[at], [of(state) for state in after.states])

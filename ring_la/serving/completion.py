@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from ..inference import Sampler
+from .sampling import Chooser, Said
 from .text import Stream
 
 
@@ -17,6 +18,8 @@ class NewToken(NamedTuple):
 
     token: int
     text: str
+    said: Said | None = None
+    """What the model said of it, where that is wanted."""
 
 
 class Ended(NamedTuple):
@@ -49,6 +52,8 @@ class Request:
         max_tokens: the most tokens to decode, at least one.
         temperature, top_k, top_p: as in `Sampler`. seed: of the sampling; None: another one each time.
         stop: strings that end the completion.
+        logit_bias: what is added to tokens' logits. presence_penalty, frequency_penalty: as in `Chooser`.
+        logprobs: tell the logarithms of each token's probability and of so many of the likeliest; None: of none.
     """
 
     ids: Sequence[int]
@@ -58,15 +63,40 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
 
     @property
     def total(self) -> int:
         """Tokens of the prompt and the longest completion."""
         return len(self.ids) + self.max_tokens
 
-    def sampler(self, generator: torch.Generator | None) -> Sampler:
+    def sampler(self, generator: torch.Generator | None) -> Chooser:
         """What chooses its tokens. Raises ArgumentError for values that make no sense."""
-        return Sampler(self.temperature, self.top_k, generator, self.top_p)
+        sampler = Sampler(self.temperature, self.top_k, generator, self.top_p)
+        return Chooser(sampler, self.logit_bias, self.presence_penalty, self.frequency_penalty, self.logprobs)
+
+
+@dataclass
+class Trail:
+    """Where a prompt was read, and what is remembered of it: what is left of a request once it is answered.
+
+    Attributes:
+        tokens: of the prompt. pieces: the parts of it that were read at once, ``(first, one after the last)``.
+        before: the same of the tokens that were not read again, from another prompt. reused: how many those are.
+        decoded: tokens that came. ended: whether no more may come.
+        kept: the state that was kept last for prompts that begin alike, and its tokens; 0: none.
+    """
+
+    tokens: int
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    before: tuple[tuple[int, int], ...] = ()
+    reused: int = 0
+    decoded: int = 0
+    ended: bool = False
+    kept: tuple[int, int] = (0, 0)
 
 
 class Completion:
@@ -82,16 +112,20 @@ class Completion:
         self.reused = self.decoded = 0
         self.cancelled = False
         self.stream: Stream | None = None
+        self.sampler: Chooser | None = None
+        self.trail = Trail(len(request.ids))
 
     def cancel(self) -> None:
         """Nobody wants it any more; it hears of nothing further. From any thread."""
-        self.cancelled = True
+        self.cancelled = self.trail.ended = True
 
     def take(self, token: int, end: frozenset[int]) -> bool:
         """Pass on a token; whether it was the last."""
         self.decoded += 1
+        self.trail.reused, self.trail.decoded = self.reused, self.decoded
         if token not in end:
-            self.emit(NewToken(token, self.stream.push(token)))
+            said = None if self.sampler is None else self.sampler.said()
+            self.emit(NewToken(token, self.stream.push(token), said))
         stopped = token in end or self.stream.stopped
         if not stopped and self.decoded < self.request.max_tokens:
             return False

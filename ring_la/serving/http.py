@@ -7,53 +7,90 @@ gets their events back by `call_soon_threadsafe`; it computes nothing longer tha
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..errors import ArgumentError, RingLAError
-from .completion import Completion, Ended, Event, Failed, NewToken
+from .answering import GONE, Asked, EventStream, whole
+from .answers import Answer, ChatAnswer, error
+from .bodies import LARGEST, Silent, body
+from .completion import Trail
 from .connections import SILENT, protocol
 from .engine import Engine
+from .fields import UnknownModel
+from .keys import Keys
 from .lookout import Lookout
-from .protocol import Answer, UnknownModel, error, parse, usage
+from .protocol import Limits, parse, parse_chat
+from .records import Record, Records
+from .shares import shares
 from .waiting import Busy, Stopping
 
-ALIVE = 15.0
-"""Seconds after which a stream without news gets a comment, so that nobody between takes it for dead."""
 STALLED = 5.0
 """Seconds without a sign of life from a rank after which the server is not healthy."""
-LARGEST = 16 << 20
-"""Bytes of a request: token ids of some two million tokens."""
 CLOSING = 5
 """Seconds that connections get to close at the end."""
+REMEMBERED = 256
+"""Requests of which it is known afterwards which rank read what."""
+PAGE = Path(__file__).parent / "page" / "index.html"
+SAFE = {
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+"""What the page may do: nothing but ask this server."""
 
 
-class Silent(Exception):
-    """A client that has not gone on with its request."""
+@dataclass(frozen=True)
+class Options:
+    """How an application answers.
+
+    Attributes:
+        max_body: the most bytes of a request. silent: the most seconds between two parts of it.
+        choices: the most completions of one request.
+        keys: API keys; none: everybody may ask. log: where a line of each request goes; None: nowhere.
+    """
+
+    max_body: int = LARGEST
+    silent: float = SILENT
+    choices: int = 16
+    keys: tuple[str, ...] = ()
+    log: logging.Logger | None = None
 
 
-def application(
-    engine: Engine, name: str, *, lookout: Lookout | None = None, max_body: int = LARGEST, silent: float = SILENT
-) -> FastAPI:
+def application(engine: Engine, name: str, *, lookout: Lookout | None = None, options: Options = Options()) -> FastAPI:
     """The application.
 
     Args:
         engine: what answers; its `run` is called elsewhere. name: the model's.
-        lookout: what knows whether the other ranks live.
-        max_body: the most bytes of a request. silent: the most seconds between two parts of it.
+        lookout: what knows whether the other ranks live. options: how it answers.
     """
     app = FastAPI(title="ring_la", docs_url=None, redoc_url=None, openapi_url=None)
+    records = Records(engine, options.log)
+    app.add_middleware(Keys, keys=options.keys, refused=lambda asking: Record(records, asking).end("refused", 401))
+    _add_state(app, engine, records, lookout)
+    _add_models(app, engine, name)
+    _add_completions(app, engine, name, records, options)
+    _add_errors(app, options.silent)
+    return app
+
+
+def _add_state(app: FastAPI, engine: Engine, records: Records, lookout: Lookout | None) -> None:
+    """What is known of the server, and the page."""
+    page = PAGE.read_text()
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -65,6 +102,16 @@ def application(
             return JSONResponse({"status": "stalled", "silent_ranks": quiet, **state}, 503)
         return JSONResponse({"status": "ok", **state})
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(records.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def root() -> HTMLResponse:
+        return HTMLResponse(page, headers=SAFE)
+
+
+def _add_models(app: FastAPI, engine: Engine, name: str) -> None:
     served = {
         "id": name,
         "object": "model",
@@ -83,35 +130,74 @@ def application(
             raise UnknownModel("model", f"{name!r}, the one that is served", repr(wanted))
         return served
 
+
+def _add_completions(app: FastAPI, engine: Engine, name: str, records: Records, options: Options) -> None:
+    limits = Limits(name, options.choices, engine.max_tokens)
+    trails: OrderedDict[str, list[Trail]] = OrderedDict()
+
+    async def complete(request: Request, reader: Callable[..., Any], form: type[Answer], record: Record) -> Response:
+        said = await body(request, options.max_body, options.silent)
+        wanted = await asyncio.to_thread(reader, said, limits, engine.text)
+        answer, asked = form(name, engine.text, wanted), Asked(wanted, record)
+        record.about["id"] = answer.id
+        await asyncio.to_thread(engine.submit, *asked.jobs)
+        trails[answer.id] = [job.trail for job in asked.jobs]
+        if len(trails) > REMEMBERED:
+            trails.popitem(last=False)
+        if wanted.stream:
+            return EventStream(asked, answer, wanted.include_usage)
+        return JSONResponse(*await whole(asked, answer, request))  # the status second
+
+    async def recorded(request: Request, reader: Callable[..., Any], form: type[Answer]) -> Response:
+        record = Record(records, request)
+        try:
+            return await complete(request, reader, form, record)
+        except BaseException as e:
+            record.end(*_fate(e), param=e.name if isinstance(e, ArgumentError) else None)
+            raise
+
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await _body(request, max_body, silent)
-        wanted = await asyncio.to_thread(parse, body, name, engine.text)
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        return await recorded(request, parse, Answer)
 
-        def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the server is gone, and so is who asked
-                loop.call_soon_threadsafe(events.put_nowait, event)
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await recorded(request, parse_chat, ChatAnswer)
 
-        job = Completion(wanted.request, emit)
-        await asyncio.to_thread(engine.submit, job)
-        answer = Answer(name)
-        if wanted.stream:
-            return EventStream(job, _pieces(events, answer, wanted.include_usage))
-        return JSONResponse(*await _whole(job, events, answer, request))  # the status second
+    @app.get("/shares/{wanted}")
+    async def shares_of(wanted: str) -> dict[str, Any]:
+        if wanted not in trails:
+            raise HTTPException(404, f"not the id of one of the last {REMEMBERED} requests")
+        return {"object": "list", "data": [shares(engine, trail) for trail in trails[wanted]]}
+
+
+def _fate(e: BaseException) -> tuple[str, int]:
+    """How a request ended that was not answered, and the status."""
+    if isinstance(e, Busy):
+        return "busy", 503 if isinstance(e, Stopping) else 429
+    if isinstance(e, RingLAError):
+        return "refused", 404 if isinstance(e, UnknownModel) else 400
+    if isinstance(e, Silent):
+        return "gone", 408
+    if isinstance(e, (ClientDisconnect, asyncio.CancelledError)):
+        return "gone", GONE
+    return "failed", 500
+
+
+def _add_errors(app: FastAPI, silent: float) -> None:
+    """How an error reads."""
 
     @app.exception_handler(RingLAError)
     async def refused(_: Request, e: RingLAError) -> JSONResponse:
+        status = _fate(e)[1]
         if isinstance(e, Stopping):
-            return JSONResponse(error(str(e), "server_error", code="busy"), 503, {"Retry-After": "1"})
+            return JSONResponse(error(str(e), "server_error", code="busy"), status, {"Retry-After": "1"})
         if isinstance(e, Busy):  # clients of OpenAI's wait and ask again
             said = error(str(e), "rate_limit_error", code="rate_limit_exceeded")
-            return JSONResponse(said, 429, {"Retry-After": "1"})
-        missing = isinstance(e, UnknownModel)
+            return JSONResponse(said, status, {"Retry-After": "1"})
         param = e.name if isinstance(e, ArgumentError) else None
-        said = error(str(e), "invalid_request_error", param, "model_not_found" if missing else None)
-        return JSONResponse(said, 404 if missing else 400)
+        code = "model_not_found" if isinstance(e, UnknownModel) else None
+        return JSONResponse(error(str(e), "invalid_request_error", param, code), status)
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, e: HTTPException) -> JSONResponse:
@@ -130,101 +216,6 @@ def application(
     @app.exception_handler(Exception)
     async def failed(_: Request, e: Exception) -> JSONResponse:
         return JSONResponse(error(f"the server has failed ({type(e).__name__})", "server_error"), 500)
-
-    return app
-
-
-async def _body(request: Request, most: int, silent: float) -> object:
-    """A request's JSON, of at most so many bytes, with at most so many seconds between two parts."""
-    data, parts = bytearray(), aiter(request.stream())
-    while True:
-        try:
-            data += await asyncio.wait_for(anext(parts), silent)
-        except StopAsyncIteration:
-            break
-        except asyncio.TimeoutError:
-            raise Silent from None
-        if len(data) > most:
-            raise ArgumentError("body", f"at most {most} bytes", "more")
-    return await asyncio.to_thread(_read, bytes(data))
-
-
-def _read(data: bytes) -> object:
-    # numbers by way of Python: json, in C, would keep every other thread from running until it has read them all
-    numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda digits: float(digits)}
-    try:
-        value = json.loads(data, **numbers)
-        if b"\\ud" in data.lower():  # half a character may be written so, and cannot be said again
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as e:
-        raise ArgumentError("body", "JSON", f"what is none ({e})") from None
-    return value
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of a job, which is cancelled when they end, were it before the first."""
-
-    def __init__(self, job: Completion, pieces: AsyncIterator[str]) -> None:
-        super().__init__(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._job = job
-
-    async def __call__(self, *args: Any) -> None:
-        try:
-            await super().__call__(*args)
-        finally:
-            self._job.cancel()
-
-
-async def _pieces(events: asyncio.Queue[Event], answer: Answer, count: bool) -> AsyncIterator[str]:
-    while True:
-        try:
-            event = await asyncio.wait_for(events.get(), ALIVE)
-        except asyncio.TimeoutError:
-            yield ": still at it\n\n"
-            continue
-        if isinstance(event, NewToken):
-            yield _sent(answer.part(event.text, [event.token]))
-            continue
-        if isinstance(event, Failed):
-            yield _sent(error(event.message, "server_error"))
-            return
-        yield _sent(answer.part(event.text, [], event.reason))
-        if count:
-            yield _sent(answer.usage(event))
-        yield "data: [DONE]\n\n"
-        return
-
-
-def _sent(value: object) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-async def _whole(
-    job: Completion, events: asyncio.Queue[Event], answer: Answer, request: Request
-) -> tuple[dict[str, Any], int]:
-    """The completion in one piece, and the status."""
-    leaving = asyncio.create_task(_watch(request, events))
-    text: list[str] = []
-    ids: list[int] = []
-    try:
-        while True:
-            event = await events.get()
-            if isinstance(event, Failed):
-                return error(event.message, "server_error"), 500
-            text.append(event.text)
-            if isinstance(event, Ended):
-                return answer.part("".join(text), ids, event.reason) | {"usage": usage(event)}, 200
-            ids.append(event.token)
-    finally:
-        leaving.cancel()
-        job.cancel()
-
-
-async def _watch(request: Request, events: asyncio.Queue[Event]) -> None:
-    """Say so when whoever asked has gone away."""
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.2)
-    events.put_nowait(Failed("nobody waits for the answer any more"))
 
 
 class Server:

@@ -19,7 +19,7 @@ from ..errors import ArgumentError
 from ..models import HybridLM
 from ..training import stored
 from .model import Hybrid, Pretrained, Served
-from .text import Bytes, NoText, Subwords, Text
+from .text import Bytes, Messages, NoText, Subwords, Text
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -121,6 +121,7 @@ def _fast(file: str, end: frozenset[int]) -> Text:
 def _auto(name: str, end: frozenset[int]) -> Text:
     """What AutoTokenizer reads."""
     stored.require("transformers", f"the tokenizer {name}")
+    from jinja2 import TemplateError  # torch needs jinja2, so it is there
     from transformers import AutoTokenizer
 
     try:
@@ -132,4 +133,11 @@ def _auto(name: str, end: frozenset[int]) -> Text:
     def decode(ids: list[int]) -> str:
         return str(auto.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    return Subwords(lambda text: auto(text)["input_ids"], decode, end)
+    def template(messages: Messages) -> list[int]:
+        try:
+            said: Any = [dict(message) for message in messages]
+            return list(auto.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
+        except TemplateError as e:  # what templates say of roles in an order they do not know
+            raise ArgumentError("messages", "what the model's chat template takes", str(e)) from None
+
+    return Subwords(lambda text: auto(text)["input_ids"], decode, end, template if auto.chat_template else None)

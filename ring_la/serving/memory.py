@@ -1,8 +1,8 @@
 """How many tokens fit a GPU: measured before the first request, by reading prompts of two lengths.
 
 What grows with a sequence is its states. While a piece is read, or a token, those before it, those after it and a copy
-the attention makes of keys and values exist at once; what a piece needs beside them does not grow. Where a prompt is
-read in one piece, everything grows.
+the attention makes of keys and values exist at once; what a piece needs beside them does not grow. Keys that stay on
+the rank that read them exist once, a rank's share of them. Where a prompt is read in one piece, everything grows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..context import ContextParallel
 from ..inference import Prefilled
 from .model import Served
+from .prefixes import size_since
 
 COPIES = 3
 """States of a sequence that exist at once while it grows."""
@@ -49,7 +50,8 @@ def fitting(model: Served, cp: ContextParallel, piece: int | None, keep: int) ->
     torch.cuda.empty_cache()
     room = SHARE * torch.cuda.mem_get_info(model.device)[0] - keep
     if model.flexible:
-        each, room = COPIES * (b.states - a.states) / (many - few), room - b.peak
+        copies = 1 if model.shares_keys and cp.size > 1 else COPIES  # what is in blocks is not copied
+        each, room = copies * (b.states - a.states) / (many - few), room - b.peak
     else:
         each = (b.peak - a.peak) / (many - few)
     tokens = room / each if each > 0 else 2**62
@@ -78,8 +80,8 @@ def _available() -> int:
 
 
 def held(prompt: Prefilled) -> int:
-    """Bytes of what a flexible model remembers of a prompt."""
-    return prompt.logits.nbytes + sum(x.nbytes for state in prompt.states for x in state if x is not None)
+    """Bytes of what a flexible model remembers of a prompt on this rank."""
+    return size_since(prompt, 0)
 
 
 def _take(model: Served, cp: ContextParallel, tokens: int) -> Taken:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..choices import LayoutKind
 from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError, UnsupportedError
-from ..inference import Prefilled, prefill, step
+from ..inference import KeyStore, Prefilled, key_store, prefill, step
 from ..models import HybridLM
 from ..nn import KVCache, Layer
 
@@ -27,6 +27,8 @@ class Served(Protocol):
         model: the module itself.
         max_tokens: the most tokens a sequence may have; None: any number.
         flexible: whether states can be continued from more than once, and several joined to decode as a batch.
+        kind: the layout that `read` splits a prompt by.
+        shares_keys: whether keys stay on the rank that reads them where there are several, and all decode together.
     """
 
     model: nn.Module
@@ -34,16 +36,18 @@ class Served(Protocol):
     device: torch.device
     max_tokens: int | None
     flexible: bool
+    kind: LayoutKind
+    shares_keys: bool
 
     def read(self, ids: Tensor, states: Any, cp: ContextParallel | None) -> Prefilled:
         """Read a prompt ``ids [1, T]``, which every rank has whole. Collective."""
 
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
-        """Read one more token of each sequence, ``tokens [N]``. No communication."""
+        """Read one more token of each sequence, ``tokens [N]``. Collective where keys are shared out over ranks."""
 
 
 class Hybrid:
-    """A `HybridLM`, whose states are tensors with one row a sequence."""
+    """A `HybridLM`, whose states are tensors with one row a sequence; under several ranks keys are in a `KeyStore`."""
 
     flexible = True
     max_tokens = None
@@ -53,11 +57,17 @@ class Hybrid:
         self.vocab_size = model.config.vocab_size
         self.device = model.embedding.weight.device
         attention = any(isinstance(layer, Layer) and layer.state_type is KVCache for layer in model.modules())
-        self._kind: LayoutKind = "zigzag" if attention else "contiguous"  # balanced, or as few segments as can be
+        self.kind: LayoutKind = "zigzag" if attention else "contiguous"  # balanced, or as few segments as can be
+        self.shares_keys = attention
+        self._keys: KeyStore | None = None
 
     def read(self, ids: Tensor, states: list[Any] | None, cp: ContextParallel | None) -> Prefilled:
-        layout = None if cp is None else cp.layout(ids.shape[1], self._kind)
-        return prefill(self.model, ids if layout is None else layout.shard(ids), states=states, layout=layout)
+        if cp is None:
+            return prefill(self.model, ids, states=states)
+        if self._keys is None and self.shares_keys and cp.size > 1:
+            self._keys = key_store(self.model, cp)
+        layout, keys = cp.layout(ids.shape[1], self.kind), self._keys if states is None else None
+        return prefill(self.model, layout.shard(ids), states=states, layout=layout, keys=keys)
 
     def step(self, tokens: Tensor, states: list[Any], in_place: bool) -> Prefilled:
         return step(self.model, tokens, states, in_place=in_place)
@@ -70,7 +80,8 @@ class Pretrained:
         model: as it was loaded. cp: the ranks prompts will be split over; the model is made to run so, collectively.
     """
 
-    flexible = False
+    flexible = shares_keys = False
+    kind: LayoutKind = "zigzag"
 
     def __init__(self, model: PreTrainedModel, cp: ContextParallel | None) -> None:
         config = model.config.get_text_config()

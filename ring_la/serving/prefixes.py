@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..inference import Prefilled
+from ..inference import LayerKeys, Prefilled
 from ..nn import KVCache
 
 WIDTH = 8
@@ -52,6 +52,9 @@ class Prefixes:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, key: int) -> bool:
+        return any(entry.key == key for entry in self._entries.values())
 
     def longest(self, ids: Sequence[int]) -> tuple[int, int]:
         """The key of the longest prefix of `ids` there is, and its length; ``(0, 0)`` if none."""
@@ -141,7 +144,9 @@ class KeptPrefix(NamedTuple):
 
 
 def kept(prompt: Prefilled, length: int, parent: int, known: Mapping[int, KeptPrefix]) -> KeptPrefix:
-    """What to keep of a prompt of `length` tokens, after `parent` among what is `known`. Its tensors are its own."""
+    """What to keep of a prompt of `length` tokens, after `parent` among what is `known`. Its tensors are its own; keys
+    in a `KeyStore` stay where they are, in blocks that the parent has too.
+    """
     begin = known[parent].length if parent else 0
 
     def since(state: Any) -> Any:
@@ -168,9 +173,11 @@ def whole(key: int, known: Mapping[int, KeptPrefix]) -> Prefilled:
 
 
 def size_since(prompt: Prefilled, begin: int) -> int:
-    """Bytes of what `kept` keeps after a prefix of `begin` tokens."""
+    """Bytes of what `kept` keeps on this rank after a prefix of `begin` tokens."""
 
     def size(state: Any) -> int:
+        if isinstance(state, LayerKeys):
+            return state.token_bytes * sum(held.here - held.before(begin) for held in state.rows.held)
         if isinstance(state, KVCache):
             return sum(x[:, begin:].nbytes for x in (state.k, state.v))
         return sum(x.nbytes for x in state if x is not None)

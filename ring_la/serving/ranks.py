@@ -38,6 +38,20 @@ class What(IntEnum):
     """Forget what is kept as `key`."""
     STOP = 5
     """Said by another rank than 0: it was told to stop, so all should."""
+    JOIN = 6
+    """The sequence of state `start`, or of what is kept as `start`, is decoded from now on, the last of the batch."""
+    STEP = 7
+    """Read a token more of each sequence of the batch, `ids`; those with −1 leave."""
+    STAY = 8
+    """The sequences of the batch at `ids` stay, the others leave."""
+    CLEAR = 9
+    """The batch is empty from now on."""
+
+
+TOKENS = (What.READ, What.STEP, What.STAY)
+"""Words with `ids`."""
+DECODING = (What.JOIN, What.STEP, What.STAY, What.CLEAR)
+"""Words about the batch, which others than rank 0 have only where all ranks decode."""
 
 
 class Word(NamedTuple):
@@ -49,7 +63,7 @@ class Word(NamedTuple):
     length: int = 0
     """Tokens of state `key`, where it is to be kept."""
     ids: Tensor | None = None
-    """int64 ``[T]``, on the CPU."""
+    """int64 ``[T]``, T ≥ 1, on the CPU."""
 
 
 class Ranks:
@@ -101,7 +115,7 @@ class Ranks:
     def hear(self, stop: bool = False) -> Word:
         """On the other ranks: what rank 0 says next. `stop`: this rank was told to stop, so rank 0 should."""
         what, key, start, length = self._exchange(What.STOP if stop else What.NOTHING, 0, 0, 0)[0].tolist()
-        ids = self.comm.recv((length,), torch.int64, torch.device("cpu"), 0).wait() if what == What.READ else None
+        ids = self.comm.recv((length,), torch.int64, torch.device("cpu"), 0).wait() if what in TOKENS else None
         return Word(What(what), key, start, length, ids)
 
     def agree(self, error: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""What every rank remembers of prompts, by numbers that rank 0 gives."""
+"""What every rank remembers of prompts, by numbers that rank 0 gives, and of the sequences that are decoded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError
 from ..inference import Prefilled
+from .batch import NOBODY, Batch, Row
 from .model import Served
 from .prefixes import KeptPrefix, kept, whole
-from .ranks import Ranks, What, Word
+from .ranks import DECODING, Ranks, What, Word
 
 FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
 """After these nothing can be trusted any more."""
@@ -22,20 +23,23 @@ class States:
         model: what reads. cp: the ranks a prompt is split over. ranks: where they tell each other what came of it.
 
     Attributes:
-        open: states of the prompt that is being read. kept: those for prompts that begin alike.
+        open: states of prompts that are being read. kept: those for prompts that begin alike.
+        batch: what is decoded. shared: whether on all ranks together, as keys stay on the rank that read them.
     """
 
     def __init__(self, model: Served, cp: ContextParallel | None, ranks: Ranks) -> None:
         self._model, self._cp, self._ranks = model, cp, ranks
         self.open: dict[int, Prefilled] = {}
         self.kept: dict[int, KeptPrefix] = {}
+        self.batch = Batch(model)
+        self.shared = cp is not None and cp.size > 1 and model.shares_keys
 
     def before(self, key: int) -> Prefilled:
         """A state, or what is kept under that number."""
         return self.open[key] if key in self.open else whole(key, self.kept)
 
-    def do(self, word: Word) -> Exception | None:
-        """What all ranks do alike; an error that is the same on all of them is returned.
+    def do(self, word: Word, row: Row = NOBODY) -> Exception | None:
+        """What all ranks do alike; an error that is the same on all of them is returned. `row`: of who joins.
 
         Raises:
             PeerError, DisagreementError: it is not the same, or a rank is gone.
@@ -44,17 +48,37 @@ class States:
             del self.open[word.key]
         elif word.what == What.FORGET:
             del self.kept[word.key]
-        elif word.what in (What.READ, What.KEEP):
+        elif word.what == What.CLEAR:
+            self.batch.clear()
+        elif word.what in (What.READ, What.KEEP, *DECODING):
             error = None
             try:
-                self._read(word) if word.what == What.READ else self._keep(word)
+                self._try(word, row)
             except FATAL:
                 raise
             except Exception as e:  # of whatever kind: it is a request's, if all have it
                 error = e
-            self._ranks.agree(error)
+                if word.what in (What.STEP, What.STAY):  # what is left of their states is not known
+                    self.batch.clear()
+            if self.shared or word.what not in DECODING:
+                self._ranks.agree(error)
             return error
         return None
+
+    def _try(self, word: Word, row: Row) -> None:
+        """What a request may fail at."""
+        if word.what == What.READ:
+            self._read(word)
+        elif word.what == What.KEEP:
+            self._keep(word)
+        elif word.what == What.JOIN:
+            self.batch.add(row.job, self.before(word.start), row.sampler)
+        elif word.what == What.STAY:
+            self.batch.keep(word.ids.tolist())
+        else:
+            tokens = word.ids.tolist()
+            self.batch.keep([i for i, token in enumerate(tokens) if token >= 0])
+            self.batch.step([token for token in tokens if token >= 0])
 
     def _read(self, word: Word) -> None:
         before = self.before(word.start).states if word.start else None

@@ -7,8 +7,8 @@ it is certain.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from ..errors import UnsupportedError
 
@@ -21,6 +21,18 @@ class Decoder(Protocol):
 
     def rest(self) -> str:
         """The text left at the end."""
+
+
+class Turn(NamedTuple):
+    """A conversation as a prompt, which ends where the answer begins."""
+
+    ids: list[int]
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer where the vocabulary has no token that does."""
+
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: each message's "role" ("system", "user" or "assistant") and "content", perhaps a "name"."""
 
 
 class Text(Protocol):
@@ -36,8 +48,14 @@ class Text(Protocol):
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
 
+    def chat(self, messages: Messages) -> Turn:
+        """The tokens of a conversation. Raises UnsupportedError where nothing says how it is written."""
+
     def decoder(self) -> Decoder:
         """A new one for each completion."""
+
+    def token(self, token: int) -> tuple[str, bytes | None]:
+        """A token alone, in a way that tells it from others; its bytes if they are known."""
 
 
 class NoText:
@@ -52,8 +70,19 @@ class NoText:
         hint = "The model has no tokenizer; a vocabulary of 256 or 257 tokens is taken for bytes"
         raise UnsupportedError("prompt", "a list of token ids", "text", hint)
 
+    def chat(self, messages: Messages) -> Turn:
+        raise _no_template("a model without a tokenizer")
+
     def decoder(self) -> Decoder:
         return _Silence()
+
+    def token(self, token: int) -> tuple[str, bytes | None]:
+        return f"token_id:{token}", None
+
+
+def _no_template(got: str) -> UnsupportedError:
+    hint = "Write the conversation as a prompt of /v1/completions"
+    return UnsupportedError("messages", "a model with a chat template", got, hint)
 
 
 class _Silence:
@@ -75,8 +104,17 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def chat(self, messages: Messages) -> Turn:
+        said = "".join(f"{m['role']}:\n{m['content']}\n\n" for m in messages)
+        return Turn(self.encode(f"{said}assistant:\n"), ("\n\nuser:\n", "\n\nsystem:\n"))
+
     def decoder(self) -> Decoder:
         return _ByteDecoder()
+
+    def token(self, token: int) -> tuple[str, bytes | None]:
+        if token > 255:
+            return f"token_id:{token}", None
+        return chr(token) if token < 128 else f"bytes:\\x{token:02x}", bytes([token])
 
 
 class _ByteDecoder:
@@ -95,14 +133,30 @@ class Subwords:
 
     Args:
         encode, decode: its functions, special tokens added to a prompt and left out of a text. end: see `Text`.
+        template: the tokens of a conversation; None: nothing says how one is written.
     """
 
     has_text = True
 
     def __init__(
-        self, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], end: frozenset[int]
+        self,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
+        end: frozenset[int],
+        template: Callable[[Messages], list[int]] | None = None,
     ) -> None:
-        self.encode, self.decode, self.end = encode, decode, end
+        self.encode, self.decode, self.end, self._template = encode, decode, end, template
+
+    def chat(self, messages: Messages) -> Turn:
+        if self._template is None:
+            raise _no_template("a tokenizer without a chat template")
+        return Turn(self._template(messages))
+
+    def token(self, token: int) -> tuple[str, bytes | None]:
+        text = self.decode([token])
+        if not text or "\N{REPLACEMENT CHARACTER}" in text:  # a special token, or part of a character
+            return f"token_id:{token}", None
+        return text, text.encode()
 
     def decoder(self) -> Decoder:
         return _SubwordDecoder(self.decode)

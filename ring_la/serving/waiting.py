@@ -30,13 +30,13 @@ class Waiting:
             self._let_go()
             return len(self._jobs)
 
-    def put(self, job: Completion) -> None:
-        """Queue a request. Raises `Busy` if there are too many."""
+    def put(self, *jobs: Completion) -> None:
+        """Queue requests, all of them or none. Raises `Busy` if there are too many."""
         with self._changed:
             self._let_go()
-            if len(self._jobs) >= self.most:
-                raise Busy(f"{self.most} requests are waiting already")
-            self._jobs.append(job)
+            if len(self._jobs) + len(jobs) > self.most:
+                raise Busy(f"{len(self._jobs)} requests are waiting already, of at most {self.most}")
+            self._jobs.extend(jobs)
             self._changed.notify()
 
     def first(self, seconds: float = 0.0) -> Completion | None:

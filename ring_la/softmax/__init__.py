@@ -5,6 +5,7 @@
     call        one call, on one device or split: placement, strategy and kernel → an AttentionMoves
     plan        forward and backward of one rank, as one autograd Function; operator: the same for torch.compile
     strategies/ one exchange of keys a file       backends/  one kernel a file
+    wire        keys and values in FP8 while they travel
     geometry/   where rows stand, which pairs meet       merging/  partial results, put together
 
 A strategy moves keys and values and knows no masks; a backend computes one block and knows no ranks; between them go

@@ -36,6 +36,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     strategy: AttentionChoice | None = None,
     backend: SoftmaxBackend | None = None,
+    kv_comm_dtype: torch.dtype | None = None,
 ) -> AttentionOutput:
     """Softmax attention, whole or on a split sequence, with exact gradients.
 
@@ -67,6 +68,8 @@ def attention(
         cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
         strategy: how keys and values travel; None: what the ContextParallel says.
         backend: the kernel; None: the fastest that can do this. "reference": dense fp64, on one device.
+        kv_comm_dtype: torch.float8_e4m3fn or float8_e5m2: keys and values are rounded to it, with a scale for each
+            token and head, and travel so, about half of bf16's bytes. Without gradients; None: in their own dtype.
 
     Returns:
         AttentionOutput(o ``[B, Tq, H, V]`` in q's dtype, lse fp32 (fp64 for fp64) ``[B, H, Tq]``). A query that sees
@@ -80,7 +83,8 @@ def attention(
         q, k, v, joint_k, joint_v = autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
     of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
-    return attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, strategy, backend), layout)
+    how = (strategy, backend, None, 1, kv_comm_dtype)
+    return attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, *how), layout)
 
 
 def mla(

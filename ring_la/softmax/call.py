@@ -7,11 +7,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..autograd import wanting
 from ..choices import LatentForm
 from ..comm import Entry
 from ..context import ShardedLayout
+from ..errors import UnsupportedError
 from .backends import Ask, AttentionBackend, cheaper_form, choose, choose_for_chosen
 from .backends.canonical import Canonical
 from .geometry import Pair
@@ -57,7 +60,7 @@ class AttentionCall(NamedTuple):
         cu_seqlens: offsets of documents packed on one device.
         form: how queries meet latents; None: the cheaper way.
         layout, kv_layout: the splits of queries and keys; None: one device.
-        strategy: how keys travel.
+        strategy: how keys travel; kv_comm_dtype: in what.
     """
 
     scores: Scores
@@ -68,6 +71,7 @@ class AttentionCall(NamedTuple):
     layout: ShardedLayout | None = None
     kv_layout: ShardedLayout | None = None
     strategy: str = "ring"
+    kv_comm_dtype: torch.dtype | None = None
 
     def plan(self, x: Tensors) -> AttentionMoves:
         """Who holds what, how it travels, and which kernel computes it."""
@@ -92,8 +96,9 @@ class AttentionCall(NamedTuple):
         backend = self._backend(x, place, joint, form)
         job = AttentionJob(backend, scores, place.rows, place.keys, gathered, order, place.ring)
         way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
+        way = "canonical" if place.repeatable and form is None else way
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
-        return AttentionMoves(job, STRATEGIES[way], met, heads, form)
+        return AttentionMoves(job, STRATEGIES[way], met, heads, form, self.kv_comm_dtype)
 
     def _heads(self, x: Tensors, place: Any) -> Heads | None:
         if place.heads is None:
@@ -124,7 +129,8 @@ class AttentionCall(NamedTuple):
         if x.chosen is not None:
             return choose_for_chosen(ask, self.backend)
         backend = choose(ask, self.backend)
+        if backend.forward_only and wanting(*x.differentiable):
+            raise UnsupportedError("backend", "a kernel with gradients, where these are wanted", repr(backend.name))
         if not place.repeatable:
             return backend
-        whole = {} if joint is None else {joint.rows: joint.all_rows}
-        return Canonical(whole | {place.rows[place.rank]: place.whole_rows})
+        return Canonical()

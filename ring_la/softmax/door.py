@@ -51,7 +51,8 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
         error = e
     entry = layout.agree(_name(x), None if error else _signature(x, options), error)
     split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
-    plan = AttentionCall(options.scores(x.q), options.joint, options.backend, None, options.form, *split).plan(x)
+    of_scores = (options.scores(x.q), options.joint, options.backend, None, options.form)
+    plan = AttentionCall(*of_scores, *split, options.kv_comm_dtype).plan(x)
     if kind is not None:
         known[kind] = plan, entry
     return AttentionOutput(*plan(x))
@@ -61,8 +62,9 @@ _outside_graphs = outside_graphs(_split)
 
 
 def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """A split call within a compiled graph: one node, which checks when it runs; latents and chosen keys break it."""
-    if x.latent or x.chosen is not None or options.cu_seqlens is not None:
+    """A split call within a compiled graph: one node, which checks when it runs; latents, chosen keys and
+    keys in FP8 break it."""
+    if x.latent or x.chosen is not None or options.cu_seqlens is not None or options.kv_comm_dtype is not None:
         return _outside_graphs(x, options, layout)
     check_options(options)
     scores = options.scores(x.q)
@@ -76,7 +78,7 @@ def _name(x: Tensors) -> str:
 
 def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
     """The dense fp64 truth, returned in the dtypes of the other backends."""
-    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form"}
+    not_its = {"dropout_seed", "kv_layout", "strategy", "backend", "form", "kv_comm_dtype"}
     if x.latent or x.chosen is not None:
         not_its |= {"alibi_slopes", "joint"}
     if x.chosen is None:

@@ -56,7 +56,7 @@ def forgetting_attention(
         backend: as in `attention`.
 
     Returns:
-        AttentionOutput(o ``[B, T, H, V]`` in q's dtype, lse ``[B, H, T]``).
+        AttentionOutput(o ``[B, T, H, V]`` in q's dtype, lse ``[B, H, T]``), both differentiable, once.
 
     Raises:
         ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
@@ -79,15 +79,18 @@ def forgetting_attention(
     H, K = q.shape[2:]
     scale = K**-0.5 if scale is None else float(scale)
     near = 2.0 ** round(math.log2(abs(scale))) if scale else 1.0  # sums are divided by it without an error
-    parts = _parts(running_sum(g, layout, cu_seqlens), q.dtype)
+    sums = running_sum(g, layout, cu_seqlens)
+    parts = _parts(sums, q.dtype)
     ones = torch.ones_like(parts) / near
     rest = q.new_zeros(*q.shape[:3], -(K + 2 * parts.shape[-1]) % WIDTH if q.dtype.itemsize < 8 else 0)
     k, v = (x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
     wide_q = torch.cat([q if near == scale else q * (scale / near), parts.detach() / near, ones, rest], -1)
     wide_k = torch.cat([k, torch.ones_like(parts), -parts, rest], -1)
-    return attention(
+    o, lse = attention(
         wide_q, wide_k, v, scale=near, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend
     )
+    own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
+    return AttentionOutput(o, lse + own)
 
 
 def _parts(c: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..autograd import wanting
 from ..checks import check_flag, check_offsets, check_scale, is_finite
 from ..choices import AttentionChoice, JointPlace, LatentForm
 from ..context import ATTENTION, ShardedLayout
@@ -15,6 +16,7 @@ from .backends import BACKENDS, FORMS
 from .merging import wide
 from .scores import Scores
 from .tensors import Tensors
+from .wire import COMM_DTYPES
 
 
 class AttentionOptions(NamedTuple):
@@ -34,6 +36,7 @@ class AttentionOptions(NamedTuple):
     backend: str | None = None
     form: LatentForm | None = None
     block: int = 1
+    kv_comm_dtype: torch.dtype | None = None
 
     def scores(self, q: Tensor) -> Scores:
         """What they make of ``q·k``; draws the seed of a dropout mask where none is given. Checked before."""
@@ -72,6 +75,9 @@ def check_options(o: AttentionOptions) -> None:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
     if o.strategy is not None and o.strategy not in ATTENTION:
         raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(o.strategy))
+    if o.kv_comm_dtype not in (None, *COMM_DTYPES):
+        expected = f"None or one of {', '.join(map(str, COMM_DTYPES))}"
+        raise ArgumentError("kv_comm_dtype", expected, repr(o.kv_comm_dtype))
     if not isinstance(o.block, int) or o.block < 1:
         raise ArgumentError("block", "an int ≥ 1", repr(o.block))
     if o.form not in (None, *FORMS):
@@ -82,7 +88,11 @@ def check_options(o: AttentionOptions) -> None:
 
 def check_whole(q: Tensor, k: Tensor, o: AttentionOptions) -> None:
     """Refuse what a call on one device does not take, and offsets that do not fit its tensors."""
-    for name, given in (("kv_layout", o.kv_layout), ("strategy", o.strategy)):
+    for name, given in (
+        ("kv_layout", o.kv_layout),
+        ("strategy", o.strategy),
+        ("kv_comm_dtype", o.kv_comm_dtype),
+    ):
         if given is not None:
             raise ArgumentError(name, "None without a layout", repr(given))
     if o.cu_seqlens is not None:
@@ -115,6 +125,10 @@ def check_split(x: Tensors, o: AttentionOptions, layout: Any) -> None:
         raise ArgumentError("kv_layout", f"{layout.num_documents} documents, as in layout", keys.num_documents)
     if (layout.packed or keys.packed) and B != 1:
         raise ArgumentError("layout", f"no packed documents for a batch of {B}", repr(layout), "Pack into B = 1")
+    if o.kv_comm_dtype is not None and wanting(*x.differentiable):
+        raise UnsupportedError(
+            "kv_comm_dtype", "None where gradients are wanted", o.kv_comm_dtype, "Use torch.no_grad()"
+        )
     if x.chosen is not None:
         _check_split_choice(o, layout)
     if o.backend == "reference":

@@ -22,10 +22,12 @@ from torch import Tensor
 from ..autograd import bare, first_derivative_only
 from ..choices import LatentForm
 from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
+from .backends.canonical import Canonical
 from .geometry import Pair
 from .merging import Gradients, Partial, Sum, row_sums, wide
 from .strategies import AttentionJob, Heads, Strategy
 from .tensors import Tensors
+from .wire import Unpacking, pack
 
 
 class Saved(NamedTuple):
@@ -45,6 +47,7 @@ class AttentionMoves:
         joint: queries and joint keys, as they stand to each other.
         heads: the exchange of heads for tokens, or None.
         form: how queries meet latents, where these travel.
+        kv_comm_dtype: in what keys and values travel; None: in their own dtype.
     """
 
     job: AttentionJob
@@ -52,6 +55,7 @@ class AttentionMoves:
     joint: Pair | None = None
     heads: Heads | None = None
     form: LatentForm | None = None
+    kv_comm_dtype: torch.dtype | None = None
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """o and lse of this rank's queries, recorded for gradients."""
@@ -61,9 +65,12 @@ class AttentionMoves:
         """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
         device = x.q.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            width = x.value_width
+            if self.kv_comm_dtype is not None:
+                x = x._replace(k=pack(x.k, self.kv_comm_dtype), v=pack(x.v, self.kv_comm_dtype))
             if self.heads is not None:
                 x = _take_heads(self.heads, x)
-            o, lse = self._blocks(x)
+            o, lse = self._blocks(x, width)
             saved = Saved(x, o, lse)
             if self.heads is not None:
                 o, lse = _give_heads(self.heads, o, lse)
@@ -89,10 +96,12 @@ class AttentionMoves:
             backend = backend.of(x.chosen)
         if self.form is not None:
             backend = FORMS[self.form](backend, x.up_k, x.up_v)
+        if self.kv_comm_dtype is not None:
+            backend = Unpacking(backend, self.kv_comm_dtype)
         return self.job if backend is self.job.backend else replace(self.job, backend=backend)
 
-    def _blocks(self, x: Tensors) -> tuple[Tensor, Tensor]:
-        job, out = self._job(x), Partial((*x.q.shape[:3], x.value_width), x.q.dtype, x.q.device)
+    def _blocks(self, x: Tensors, width: int) -> tuple[Tensor, Tensor]:
+        job, out = self._job(x), Partial((*x.q.shape[:3], width), x.q.dtype, x.q.device)
         if x.sinks is not None:
             out.start(x.sinks)
         if x.joint_k is not None and x.q.numel() and x.joint_k.numel():
@@ -103,8 +112,13 @@ class AttentionMoves:
     def _block_gradients(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors:
         """Gradients of all tensors, in their dtypes."""
         x, o, lse = saved
-        job = self._job(x, needs_delta=dlse is not None)
-        delta = row_sums(do, o, dlse) if job.backend.takes_delta or x.sinks is not None else None
+        apart = self.form == "absorbed" and self.job.size > 1  # kernels that form do·o would form it of a rank's keys
+        job = self._job(x, needs_delta=dlse is not None or apart)
+        delta = None
+        if isinstance(job.backend, Canonical):
+            delta = job.backend.row_sums(do, o, dlse, job.rows[job.rank])
+        elif job.backend.takes_delta or x.sinks is not None:
+            delta = row_sums(do, o, dlse)
         rows = QueryRows(x.q, o, torch.zeros_like(o) if do is None else do.to(o.dtype), lse, delta)
         split = self.strategy.backward(job, rows, x.k, x.v)
         dsinks = djoint_k = djoint_v = None
@@ -142,7 +156,11 @@ class _Planned(torch.autograd.Function):
 
 def _take_heads(heads: Heads, x: Tensors) -> Tensors:
     """The tensors of this rank's heads, of all tokens."""
-    split = heads.to_heads(q=("q", x.q), k=("k", x.k), v=("k", x.v)).wait()
+    if x.k.dtype == x.q.dtype:
+        split = heads.to_heads(q=("q", x.q), k=("k", x.k), v=("k", x.v)).wait()
+    else:  # bytes
+        posted = heads.to_heads(q=("q", x.q)), heads.to_heads(k=("k", x.k), v=("k", x.v))
+        split = posted[0].wait() | posted[1].wait()
     sinks = None if x.sinks is None else x.sinks[heads.query_heads]
     joint = [None if t is None else heads.repeat(t[:, :, heads.key_heads]) for t in (x.joint_k, x.joint_v)]
     up = [None if t is None else t[heads.query_heads] for t in (x.up_k, x.up_v)]

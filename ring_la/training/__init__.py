@@ -9,22 +9,31 @@ checkpoints that fit any number of ranks, and FLOPs.
 `examples/train_hybrid.py` is the whole loop.
 """
 
+from .balance import BalancedSequences
 from .checkpoint import Checkpoints
+from .clipping import clip_gradients
 from .data import Corpus, PackedSequences, batches
 from .exports import export
-from .flops import StepFlops, peak_flops
+from .flops import StepFlops, Work, peak_flops
 from .gradients import sum_gradients
 from .mesh import TrainingMesh, axis_sizes, shard_parameters
+from .offload import Offload
+from .optimizers import adamw
 from .recompute import recompute
 
 __all__ = [
+    "BalancedSequences",
     "Checkpoints",
     "Corpus",
+    "Offload",
     "PackedSequences",
     "StepFlops",
     "TrainingMesh",
+    "Work",
+    "adamw",
     "axis_sizes",
     "batches",
+    "clip_gradients",
     "export",
     "peak_flops",
     "recompute",

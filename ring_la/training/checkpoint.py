@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ..errors import ArgumentError
 from .reading import METADATA, contents, load
@@ -29,19 +29,21 @@ class Checkpoints:
     Args:
         folder: shared by all ranks.
         keep: how many to keep; older ones are removed. background: write in a thread, from a copy on the host.
+        frozen: keep parameters without gradients too, which adapters leave as they were.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 2, background: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, keep: int = 2, background: bool = True, frozen: bool = True) -> None:
         if keep < 1:
             raise ArgumentError("keep", "at least 1", keep)
         self.folder, self.keep, self.background = Path(folder), keep, background
+        self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
         self._group: Any = dist.new_group(backend="gloo")  # its own: the writing thread talks while training does
         self._writing: Future | None = None
 
     def save(self, step: int, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> None:
         """Write the state after `step` steps; waits for the checkpoint before it."""
         self.wait()
-        parameters, states = get_state_dict(model, optimizer)
+        parameters, states = get_state_dict(model, optimizer, options=self._options)
         state = {"model": parameters, "optimizer": states, "progress": progress | {"step": step}}
         where = self.folder / f"step-{step:08d}"
         if self.background:
@@ -72,13 +74,13 @@ class Checkpoints:
         newest = newest if step is None else step
         if newest is None:
             return None
-        parameters, states = get_state_dict(model, optimizer)
+        parameters, states = get_state_dict(model, optimizer, options=self._options)
         state: dict[str, Any] = {"model": parameters, "optimizer": states, "progress": {"step": 0}}
         where = self.folder / f"step-{newest:08d}"
         stored = contents(where).state_dict_metadata
         state["progress"] = {k.removeprefix("progress."): 0 for k in stored if k.startswith("progress.")}
         load(state, where, process_group=self._group)
-        set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states)
+        set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states, options=self._options)
         return state["progress"]
 
     def steps(self) -> list[int]:

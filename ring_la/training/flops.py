@@ -11,6 +11,7 @@ writes once more (8).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,15 +43,20 @@ class StepFlops:
         self.per_token = 2.0 * weights + sum(states[name] for name in config.layers)
         self._attention = [pair for block in model.blocks for pair in _attention(block.layer)]
 
+    def work(self) -> Work:
+        """What a document costs: FLOPs a token, and FLOPs a pair of a query and a key (windows are not seen)."""
+        return Work(self.per_token, sum(4.0 * width for width, window in self._attention if window < 0))
+
     @classmethod
     def of_weights(cls, model: nn.Module, exclude: nn.Module | None = None) -> StepFlops:
-        """A lower bound for a model of any make: its linear layers alone, without attention and recurrences.
+        """A model of any make: its linear layers, of stacked experts those a token meets, and the softmax attention its
+        configuration tells of (`layer_types`, windows, heads). Recurrences are not counted.
 
         Args:
             exclude: a module whose weight is looked up, not multiplied.
         """
         self = cls.__new__(cls)
-        self.parameters, self._attention = sum(p.numel() for p in model.parameters()), []
+        self.parameters, self._attention = sum(p.numel() for p in model.parameters()), _attention(model)
         self.per_token = 2.0 * _weights(model, exclude)
         return self
 
@@ -61,6 +67,21 @@ class StepFlops:
         for width, window in self._attention:
             forward += 4.0 * width * sum(pairs(n, window) for n in lengths)
         return 3 * forward
+
+
+def _attention(model: nn.Module) -> list[tuple[int, int]]:
+    """Width of all heads and window of each layer of softmax attention, by a configuration of Transformers."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return []
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = kinds or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or -1
+    known = {"full_attention": -1, "attention": -1, "sliding_attention": window}
+    return [(width, known[kind]) for kind in kinds if kind in known]
 
 
 def _weights(model: nn.Module, exclude: nn.Module | None) -> int:
@@ -77,6 +98,10 @@ def _weights(model: nn.Module, exclude: nn.Module | None) -> int:
         elif isinstance(module, NativeSparseAttention):  # its maps meet a block every `stride` tokens, not each token
             maps = sum(p.numel() for m in (module.k_map, module.v_map) for p in m.parameters() if p.dim() == 2)
             weights -= maps - maps // module.sizes["stride"]
+        elif hasattr(module, "has_gate") and hasattr(module, "down_proj"):  # experts of Transformers, stacked
+            config: Any = getattr(model, "config", module.config)
+            chosen = config.get_text_config().num_experts_per_tok
+            weights += sum(p.numel() // p.shape[0] * chosen for p in module.parameters(recurse=False) if p.dim() == 3)
     return weights
 
 
@@ -102,6 +127,18 @@ def _state(config: HybridConfig, name: str) -> float:
         layer = kind(config.dim, config.num_heads, **config.options.get(name, {}))
         state = layer(torch.zeros(1, 1, config.dim), output_state=True).state
     return float(STATE_FLOPS.get(name, 4) * state.recurrent.numel())
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a document costs: ``token`` a token and ``pair`` a query and key that see each other, in any unit."""
+
+    token: float = 1.0
+    pair: float = 0.0
+
+    def __call__(self, length: int) -> float:
+        """Of one causal document."""
+        return self.token * length + self.pair * pairs(length)
 
 
 def pairs(length: int, window: int = -1) -> int:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 
 from ..errors import ArgumentError
 
@@ -95,6 +96,7 @@ def shard_parameters(
     blocks: Iterable[nn.Module] | None = None,
     dtype: torch.dtype | None = None,
     methods: Iterable[str] = ("loss", "loss_in_rounds"),
+    experts: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """FSDP2 (`fully_shard`) over the mesh, with gradients summed over all its ranks in fp32. In place.
 
@@ -103,10 +105,15 @@ def shard_parameters(
         blocks: modules gathered one at a time; None: ``model.blocks``.
         dtype: what parameters are gathered in and computed with; None: their own. Optimizers see their own.
         methods: names of methods that are called instead of the forward; those that `model` has not are left out.
+        experts: modules whose parameters are spread over the context ranks already (`split_experts`): they are sharded
+            over fsdp alone, along dimension 1.
     """
     gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)  # type: ignore[arg-type]
     ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
     own: Any = model
+    others = mesh.axes["data", "fsdp"] if mesh.axes.size(0) > 1 else mesh.axes["fsdp"]
+    for module in experts:
+        fully_shard(module, mesh=others, mp_policy=gathered, shard_placement_fn=lambda p: Shard(1))
     for block in own.blocks if blocks is None else blocks:
         fully_shard(block, mesh=ranks, mp_policy=gathered)
     fully_shard(model, mesh=ranks, mp_policy=gathered)

@@ -16,12 +16,14 @@ from ring_la.cli import plan
 from ring_la.cli.cluster import Cluster
 from ring_la.cli.main import main
 from ring_la.cli.rates import DEVICES, H200, SHEETS, Rates
+from ring_la.cli.transformers_work import of_folder
 from ring_la.cli.workload import RECURRENCES, Workload
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS
 from ring_la.scan import CostModel
 from ring_la.scan.auto import Line
+from tests.support.train_example import example
 
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Line(1e-5, 3e11), Line(2e-5, 4.5e10)
@@ -243,6 +245,39 @@ def test_commands_in_pages_work_as_typed(page, monkeypatch, capsys):
     for command in commands:
         plan.run(options(*shlex.split(command)))
         assert "<- best" in capsys.readouterr().out, command
+
+
+def test_a_model_of_transformers_is_planned_and_its_choice_applies(tmp_path, capsys):
+    """Qwen3.5-35B-A3B's shape: parameters and those a token meets, what fits, and a file that the script takes."""
+    transformers = pytest.importorskip("transformers")
+    jsonargparse = pytest.importorskip("jsonargparse")
+    transformers.Qwen3_5MoeTextConfig().save_pretrained(tmp_path / "model")
+    work = of_folder(tmp_path / "model")
+    assert work.parameters == pytest.approx(34.7e9, rel=0.01)
+    assert work.ends + sum(b.multiplied for b in work.blocks) == pytest.approx(3.5e9, rel=0.1)
+    assert [b.recurrence for b in work.blocks[:4]] == ["gated_delta_rule"] * 3 + [""]
+    words = ["--transformers", str(tmp_path / "model"), "--length", "262144", "--gpus", "1,4", "--per-node", "4"]
+    words += ["--parameters", "bfloat16", "--choose", "--write", str(tmp_path / "plan.yaml")]
+    plan.run(options(*words))
+    said = capsys.readouterr().out
+    assert "1 GPUs: does not fit 139 GiB with any choice" in said
+    assert re.search(r"4 GPUs: fits, [\d.]+ GiB, [\d.]+ s a step on P = \d", said)
+    script = example()
+    config = jsonargparse.auto_cli(script.Config, args=["--config", str(tmp_path / "plan.yaml")], as_positional=False)
+    assert config.memory.parameters == "bfloat16"
+    assert config.parallel.context * config.parallel.fsdp == 4
+    assert config.model.transformers == str(tmp_path / "model")
+
+
+def test_memory_of_states_host_and_spread_experts():
+    """16 bytes a parameter, or as few as 5; what lies in host memory does not count, but the way there does."""
+    base = setting("gdn", length=65536)
+    assert base.state_bytes == 16
+    assert replace(base, parameters="bfloat16", optimizer="adamw4bit").state_bytes == 5
+    kept, away = plan.predict(base, 1, 1), plan.predict(replace(base, offload=True), 1, 1)
+    assert away.memory <= kept.memory
+    assert away.seconds >= kept.seconds
+    assert not plan.predict(replace(base, offload=True, host_memory=1.0), 1, 1).fits
 
 
 def test_devices_by_their_data_sheets_are_marked(capsys):

@@ -72,6 +72,41 @@ def test_the_pytorchjob_fits_itself():
         assert config.data.sequences % nodes == 0
 
 
+def test_the_served_group_fits_itself():
+    """LeaderWorkerSet's file: the commands are torchrun's and ours, and what refers to something finds it."""
+    import argparse
+
+    from torch.distributed.run import get_args_parser
+
+    from ring_la.cli import serve
+
+    yaml = pytest.importorskip("yaml")
+    group, service = yaml.safe_load_all((ROOT / "launch/kubernetes/serve.yaml").read_text())
+    assert (group["apiVersion"], group["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    template = group["spec"]["leaderWorkerTemplate"]
+    leader, worker = (template[f"{role}Template"]["spec"] for role in ("leader", "worker"))
+    (first,), (other,) = leader["containers"], worker["containers"]
+    assert first == other | {key: first[key] for key in ("ports", "startupProbe", "readinessProbe")}
+    assert template["leaderTemplate"]["metadata"]["labels"] == service["spec"]["selector"]
+    assert "metadata" not in template["workerTemplate"]  # no request comes to those that do not listen
+    ports = {port["name"]: port["containerPort"] for port in first["ports"]}
+    words = [word.replace("$(LWS_GROUP_SIZE)", str(template["size"])) for word in first["args"]]
+    torchrun = get_args_parser().parse_args([word.replace("$(LWS_WORKER_INDEX)", "0") for word in words])
+    assert (torchrun.training_script, torchrun.training_script_args[0], torchrun.module) == ("ring_la", "serve", True)
+    serve.add_arguments(parser := argparse.ArgumentParser())
+    ours = parser.parse_args(torchrun.training_script_args[1:])
+    assert ports == {"http": ours.port, "torchrun": int(torchrun.master_port)}
+    assert int(service["metadata"]["annotations"]["prometheus.io/port"]) == ours.port
+    assert {first[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe")} == {"http"}
+    assert service["spec"]["ports"][0]["targetPort"] == "http"
+    assert first["resources"]["limits"]["nvidia.com/gpu"] == int(torchrun.nproc_per_node)
+    assert first["env"][0]["name"] == serve.KEYS
+    waits = int(first["lifecycle"]["preStop"]["exec"]["command"][1])
+    for pod in (leader, worker):
+        assert ours.drain < torchrun.shutdown_timeout < pod["terminationGracePeriodSeconds"] - waits
+        assert {m["name"] for m in first["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
 def parsed(arguments: list[str]):
     """The example's configuration of a command line, read in the repository."""
     from tests.support.train_example import example

@@ -108,21 +108,25 @@ def check_sampling(rank: int) -> list[list[int]]:
     cp = ContextParallel(group(), scan="ring", validate="never")
     options = dict(temperature=1.5, top_k=9)
     jobs = [Asked(prompt(13), 8, seed=s, **options) for s in (3, 4, 3)] + [Asked(prompt(13), 8)]
+    options |= dict(logit_bias={2: 1.5}, presence_penalty=0.5, frequency_penalty=0.5, logprobs=1)
+    jobs.append(Asked(prompt(13), 8, seed=3, **options))
     serve(engine(cp), jobs)
     return [job.tokens for job in jobs]
 
 
 def test_a_seed_gives_the_same_tokens_whoever_is_beside(ranks):
     got = ranks.run(2, check_sampling)[0]
+    assert got == ranks.run(1, check_sampling)[0]
     for tokens_, seed in zip(got, (3, 4, 3)):
         sampler = Sampler(1.5, 9, torch.Generator().manual_seed(seed))
         assert tokens_ == generate(make(), torch.tensor([prompt(13)]), 8, sampler)[0].tolist()
     assert got[0] != got[1]
+    assert got[0] != got[4]
     assert got[3] == truth(prompt(13), 8)
 
 
 def test_who_goes_away_is_forgotten():
-    server = engine(piece=4)
+    server = engine(piece=4, batch=2)  # the others wait
     gone, reading, waits, stays = Asked(prompt(5), 50), Asked(prompt(40)), Asked(prompt(3)), Asked(prompt(6), 5)
     hear, seen = gone.emit, []
 
@@ -289,6 +293,38 @@ def test_a_request_that_fails_on_all_ranks_fails_alone(ranks, size):
     assert other[0] == truth([6, 5], 4)
 
 
+def check_all_decode(rank: int) -> tuple[list[list[int]], int, list[int]]:
+    """Two sequences, whose first step at once fails on all ranks; then a long one and a short one."""
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    server, most, failed = engine(cp, batch=2), [], []
+    step = server.model.step
+
+    def broken(tokens_, states, in_place):
+        out = step(tokens_, states, in_place)
+        most.append(next(state.rows for state in states if hasattr(state, "rows")).nbytes)
+        if len(tokens_) == 2 and not failed:
+            failed.append(True)
+            raise RuntimeError("two at once")
+        return out
+
+    server.model.step = broken
+    jobs = [Asked(prompt(4), 5), Asked(prompt(5), 5), Asked(prompt(120), 3), Asked(prompt(2), 6)]
+    serve(server, jobs)
+    failures = sum(isinstance(job.events[-1], Failed) for job in jobs if job.events)
+    return [job.tokens for job in jobs], server.model._keys.nbytes, [max(most), failures]
+
+
+def test_all_ranks_decode_from_their_own_keys(ranks):
+    found = ranks.run(3, check_all_decode)
+    tokens_, _, (_, failed) = found[0]
+    assert failed == 2
+    assert tokens_[2:] == [truth(prompt(120), 3), truth(prompt(2), 6)]
+    size = make().blocks[0].layer.key_size
+    most = size.heads * (size.key + size.value) * 8 * ((120 + 3) / 3 + 5)
+    assert max(bytes_ for _, _, (bytes_, _) in found) <= most
+    assert [left for _, left, _ in found] == [0, 0, 0]
+
+
 def check_one_rank_fails(rank: int) -> tuple[str, str]:
     cp = ContextParallel(group(), scan="ring", validate="never", timeout=5)
     server = engine(cp)
@@ -339,6 +375,23 @@ def test_errors_while_decoding_end_their_requests_alone():
     assert isinstance(seen[0], NewToken)
     assert [job.events[-1] for job in pair] == 2 * [Failed("the request has failed (RuntimeError)")]
     assert last.tokens == truth([7], 4)
+
+
+def test_of_several_prompts_the_shortest_is_read_first_and_none_waits_for_ever():
+    server, pieces = engine(piece=4, batch=5), []
+    read = server.model.read
+
+    def noted(ids, states, cp):
+        pieces.append(int(ids[0, 0]))
+        return read(ids, states, cp)
+
+    server.model.read = noted
+    jobs = [Asked([mark] * n, 2) for mark, n in ((1, 24), (2, 12), (3, 3), (4, 12))]
+    serve(server, jobs)
+    assert pieces[:3] == [3, 2, 2]
+    assert pieces[3] == 1  # came first
+    assert pieces[4:] == [2, 4, 4, 1, 4, 1, 1, 1, 1]
+    assert [job.tokens for job in jobs] == [truth(job.request.ids, 2) for job in jobs]
 
 
 def memory(x: object) -> int:

@@ -22,8 +22,9 @@ from ring_la.serving import Bytes, Engine, Hybrid
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from ring_la.serving.bodies import read
 from ring_la.serving.connections import listen
-from ring_la.serving.http import Server, _read, application
+from ring_la.serving.http import Options, Server, application
 
 PROMPT = "def hello"
 SILENT = 0.5
@@ -38,11 +39,11 @@ def model() -> HybridLM:
 class Client:
     """A server in this process, and one connection a request."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options | None = None) -> None:
         self.engine = Engine(Hybrid(model()), Bytes(257), max_tokens=4096, keep=1 << 24, patience=0.5)
         self._listening = listen("127.0.0.1", 0)
         self.port = self._listening.getsockname()[1]
-        app = application(self.engine, "small", max_body=20_000, silent=SILENT)
+        app = application(self.engine, "small", options=options or Options(20_000, SILENT))
         self.server = Server(app, self.engine, self._listening, silent=SILENT)
         self._answering = threading.Thread(target=self.engine.run)
 
@@ -56,9 +57,10 @@ class Client:
         self._answering.join()
         self.server.__exit__()
 
-    def open(self, method: str, path: str, body: object = None) -> HTTPConnection:
+    def open(self, method: str, path: str, body: object = None, headers: dict | None = None) -> HTTPConnection:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request(method, path, body if isinstance(body, (str, bytes, type(None))) else json.dumps(body))
+        body = body if isinstance(body, (str, bytes, type(None))) else json.dumps(body)
+        connection.request(method, path, body, headers or {})
         return connection
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict]:
@@ -170,9 +172,13 @@ def test_models_and_health_are_answered_and_other_paths_refused(client):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"prompt": None}, "prompt", "prompt: expected a string or a list of token ids, got nothing"),
-        ({"prompt": [1, "a"]}, "prompt", "expected a string or a list of token ids, got a list with a string in it"),
-        ({"prompt": ["a", "b"]}, "prompt", "expected one prompt, got 2 of them"),
+        (
+            {"prompt": None},
+            "prompt",
+            "prompt: expected a string or a list of token ids, or a list of such, got nothing",
+        ),
+        ({"prompt": [1, "a"]}, "prompt", "or a list of such, got a list with a string in it"),
+        ({"prompt": ["a"] * 17}, "prompt", "expected at most 16 completions in one request, got 17 prompts"),
         ({"prompt": [1, 257]}, "prompt", "expected token ids from 0 to 256, got 257"),
         ({"prompt": ""}, "prompt", "expected at least one token, got none"),
         (
@@ -191,10 +197,15 @@ def test_models_and_health_are_answered_and_other_paths_refused(client):
         ({"stream": 1}, "stream", "expected true or false, got 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "expected with stream=true"),
         ({"top_p": 0}, "top_p", "expected a number above 0 and at most 1, got 0"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "expected nothing or 0, got 0.5"),
-        ({"n": True}, "n", "expected nothing or 1, got true"),
-        ({"logprobs": 0}, "logprobs", "expected nothing, got 0"),
-        ({"temprature": 1}, "temprature", "expected one of the fields max_tokens, model"),
+        ({"presence_penalty": 3}, "presence_penalty", "expected a number from -2 to 2, got 3"),
+        ({"n": True}, "n", "expected an integer ≥ 1, got true"),
+        ({"n": 17}, "n", "expected at most 16 completions in one request, got 17"),
+        ({"suffix": "a"}, "suffix", 'expected nothing, got "a"'),
+        ({"logit_bias": {"257": 1}}, "logit_bias", "expected token ids from 0 to 256, got 257"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "expected an object of token ids with numbers from -100 to 100"),
+        ({"logprobs": 6}, "logprobs", "expected an integer from 0 to 5, got 6"),
+        ({"logprobs": 0, "echo": True}, "logprobs", "expected nothing together with echo, got 0"),
+        ({"temprature": 1}, "temprature", "expected one of the fields echo, frequency_penalty"),
     ],
 )
 def test_bad_fields_are_named(client, fields, param, message):
@@ -293,9 +304,9 @@ def test_a_large_body_holds_up_nobody():
     data = json.dumps({"prompt": [1] * 6_000_000}).encode()
     with ThreadPoolExecutor(1) as pool:
         start = last = time.monotonic()
-        read, longest = pool.submit(_read, data), 0.0
-        while not read.done():
+        got, longest = pool.submit(read, data), 0.0
+        while not got.done():
             time.sleep(0.001)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    assert len(read.result()["prompt"]) == 6_000_000
+    assert len(got.result()["prompt"]) == 6_000_000
     assert longest < (last - start) / 3

@@ -94,10 +94,15 @@ def tokenizer(tmp_path_factory) -> Path:
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special)
     made.train_from_iterator([TEXT], trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no systems here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 TEXT = "one sequence over many ranks → naïve one sequence\n\n  over many ranks"
 
 
@@ -116,6 +121,26 @@ def test_tokenizers_give_the_text_back(tokenizer):
         vocabulary(str(tokenizer / "none.json"), 300)
     with pytest.raises(ArgumentError, match="tokenizer: expected a folder AutoTokenizer reads"):
         vocabulary(str(tokenizer / "none"), 300)
+
+
+def test_conversations_are_written_by_the_tokenizer_s_template(tokenizer):
+    text, said = vocabulary(str(tokenizer), 300), {"role": "user", "content": "one sequence"}
+    want = text.encode("<user>one sequence<|endoftext|><assistant>")
+    assert text.chat([said]) == (want, ())
+    with pytest.raises(ArgumentError, match="messages: expected what the model's chat template takes, got no systems"):
+        text.chat([said | {"role": "system"}])
+    for none in (vocabulary(str(tokenizer / "tokenizer.json"), 300), NoText()):
+        with pytest.raises(UnsupportedError, match="messages: expected a model with a chat template, got a"):
+            none.chat([said])
+
+
+def test_where_no_model_is_named_the_demo_is_served(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"MODEL: expected one, or the demo's checkpoint in runs/demo.*demo\.sh"):
+        serve_command.run(command().parse_args([]))
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    (tmp_path / "runs/demo/checkpoint.pt").touch()
+    assert serve_command.demo() == "runs/demo"
 
 
 def prompts() -> list[list[int]]:

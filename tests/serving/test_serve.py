@@ -20,6 +20,7 @@ import torch
 from ring_la import ContextParallel
 from ring_la.cli.serve import stopped_by_signals
 from ring_la.inference import generate
+from ring_la.models import HybridLM
 from ring_la.serving import Engine, Event, Failed, Hybrid, Lookout, NoText
 from tests.serving.test_engine import Asked
 from tests.serving.test_load import hybrid
@@ -58,6 +59,36 @@ def health(port: int, wanted: Callable[[int], bool]) -> tuple[int, str]:
         time.sleep(0.2)
 
 
+def check_client(port: int, model: HybridLM) -> None:
+    """What OpenAI's own client reads is what the model says, in both forms, whole and streamed."""
+    openai = pytest.importorskip("openai")
+    address = f"http://127.0.0.1:{port}"
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="key", max_retries=0, timeout=60)
+    assert [m.id for m in client.models.list()] == ["demo"]
+    want = bytes(generate(model, torch.tensor([list(PROMPT.encode())]), 6)[0].tolist()).decode(errors="replace")
+    fields = dict(model="demo", max_tokens=6, temperature=0)
+    parts = list(client.completions.create(prompt=PROMPT, stream=True, **fields))
+    assert "".join(part.choices[0].text for part in parts) == want
+    shares = client.get(f"{address}/shares/{parts[0].id}", cast_to=object)["data"][0]
+    assert [sum(b - a for a, b in runs) for runs in shares["read"]] == [14 + 6, 14 + 6]  # all ranks decode
+    assert [sum(b - a for a, b in runs) for runs in shares["held"]] == [14, 14]  # what is kept of the prompt
+    whole = client.completions.create(prompt=PROMPT, logprobs=2, **fields)
+    assert (whole.choices[0].text, len(whole.choices[0].logprobs.top_logprobs)) == (want, 6)
+    said = f"user:\n{PROMPT}\n\nassistant:\n"
+    want = bytes(generate(model, torch.tensor([list(said.encode())]), 6)[0].tolist()).decode(errors="replace")
+    messages = [{"role": "user", "content": PROMPT}]
+    chat = client.chat.completions.create(messages=messages, n=2, logprobs=True, **fields)
+    assert [choice.message.content for choice in chat.choices] == [want, want]
+    assert len(chat.choices[1].logprobs.content) == 6
+    chunks = list(client.chat.completions.create(messages=messages, stream=True, **fields))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want
+    with pytest.raises(openai.BadRequestError, match="temperature: expected") as error:
+        client.chat.completions.create(messages=messages, model="demo", temperature=1e-9)
+    assert error.value.param == "temperature"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="other").models.list()
+
+
 @pytest.mark.distributed
 def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
     model = hybrid()
@@ -65,18 +96,12 @@ def test_two_ranks_answer_over_http_and_stop_by_a_signal(tmp_path: Path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    ranks = [start(r, port, str(tmp_path), "--port", "0", "--name", "demo", "--piece", "5") for r in range(2)]
+    options = ["--port", "0", "--name", "demo", "--piece", "5", "--request-log", "off", "--api-key", "key"]
+    ranks = [start(r, port, str(tmp_path), *options) for r in range(2)]
     try:
         said = ranks[0].stdout.readline()
         assert said.startswith("ring-la serve: demo on http://127.0.0.1:"), said + ranks[0].stdout.read()
-        connection = HTTPConnection("127.0.0.1", port_of(said), timeout=60)
-        fields = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
-        connection.request("POST", "/v1/completions", json.dumps(fields))
-        lines = connection.getresponse().read().decode().split("\n\n")
-        assert lines[-2] == "data: [DONE]"
-        parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
-        want = generate(model, torch.tensor([list(PROMPT.encode())]), 6)[0].tolist()
-        assert [i for part in parts for i in part["token_ids"]] == want
+        check_client(port_of(said), model)
         ranks[1].send_signal(signal.SIGSTOP)
         assert health(port_of(said), lambda status: status != 200) == (503, "stalled")
         ranks[1].send_signal(signal.SIGCONT)

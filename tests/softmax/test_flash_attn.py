@@ -13,10 +13,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from ring_la.errors import UnsupportedError
 from ring_la.layout import Layout
 from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, choose, varlen
 from ring_la.softmax.backends.aten import Flash
+from ring_la.softmax.backends.sage import SageAttention
 from ring_la.softmax.backends.varlen import VarlenBackend
 from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Gradients, Partial, row_sums
@@ -283,3 +285,31 @@ def test_not_installed_is_said(monkeypatch):
     x = torch.zeros(1, 6, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(Exception, match="is not installed"):
         attention(x, x, x, backend="flash_attn_3")
+
+
+def sageattn(
+    q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **others
+):  # fmt: skip
+    """sageattention.core.sageattn of 2.2."""
+    assert (tensor_layout, return_lse, others) == ("NHD", True, {})
+    calls.append("sage")
+    return block(*(x.float() for x in (q, k, v)), sm_scale, is_causal, -1, -1)[:2]
+
+
+def test_sage_attention_forward(monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 20, h, 16, dtype=torch.bfloat16) for h in (4, 2, 2))
+    with pytest.raises(UnsupportedError, match="not on a CUDA device"):
+        attention(q, k, v, backend="sage")
+    monkeypatch.setattr(SageAttention, "devices", ("cpu",))
+    with pytest.raises(UnsupportedError, match="sageattention is not installed"):
+        attention(q, k, v, backend="sage")
+    package = ModuleType("sageattention")
+    package.__spec__, package.sageattn = ModuleSpec("sageattention", None), sageattn
+    monkeypatch.setitem(sys.modules, "sageattention", package)
+    calls.clear()
+    for causal in (True, False):
+        assert error(attention(q, k, v, causal=causal, backend="sage").o, attention(q, k, v, causal=causal).o) < 1e-2
+    assert calls == ["sage"] * 2
+    with pytest.raises(UnsupportedError, match="gradients"):
+        attention(q.requires_grad_(), k, v, backend="sage")

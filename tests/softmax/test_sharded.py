@@ -125,13 +125,17 @@ def forward_bits(rank: int, P: int, kind: str, documents: str, feature: str) -> 
     if "all" in feature:
         joint = torch.randn(2, 1, 5, 2, 16, generator=rng)
         more |= dict(joint=FEATURES[feature]["joint"], joint_k=joint[0], joint_v=joint[1], sinks=torch.ones(4))
-    out = attention(q, k, v, layout=layout, dropout_p=0.1, dropout_seed=3, **more)
-    return torch.cat([layout.gather(out.o).flatten(), layout.gather(out.lse, dim=2).flatten()])
+    x = [t.requires_grad_() for t in (q, k, v)]
+    out = attention(*x, layout=layout, dropout_p=0.1, dropout_seed=3, **more)
+    do = torch.randn(1, T, 4, 16, generator=rng)
+    grads = [] if "all" in feature else torch.autograd.grad((out.o * layout.shard(do)).sum(), x)
+    whole = [layout.gather(t.detach()) for t in (out.o, *grads)]
+    return torch.cat([t.flatten() for t in (*whole, layout.gather(out.lse.detach(), dim=2))])
 
 
 @pytest.mark.parametrize("documents", ["dense", "packed"])
 @pytest.mark.parametrize("feature", ["causal", "full", "all", "all rear"])
-def test_deterministic_forward_does_not_depend_on_ranks(ranks, documents, feature):
+def test_deterministic_bits_do_not_depend_on_ranks(ranks, documents, feature):
     bits = [ranks.run(P, forward_bits, P, kind, documents, feature)[0] for P in (1, 2, 4) for kind in KINDS]
     assert all(torch.equal(b, bits[0]) for b in bits)
 

@@ -68,6 +68,19 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_name(tmp_path, empty, file
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_byte_that_was_changed_in_a_tensor_is_noticed(tmp_path):
+    folder = saved(tmp_path / "c", weights=torch.ones(1000))
+    (file,) = folder.glob("*.distcp")
+    whole = file.read_bytes()
+    ones = torch.ones(1000).numpy().tobytes()
+    assert whole.count(ones) == 1
+    at = whole.index(ones) + 2000
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(ArgumentError, match=r"folder: expected a whole checkpoint.*BadZipFile: .* other bytes"):
+        reading.load({"weights": torch.zeros(1000)}, folder, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("content", ["an object", "a function of a module it knows"])
 def test_a_table_of_contents_that_runs_code_is_refused(tmp_path, empty, content):
     folder = saved(tmp_path / "c")

@@ -23,12 +23,23 @@ text's where text is part of the sequence:
     checks      everything else that is refused
     model       splitting before a block, gathering behind the last layer
     entry       what is called: parallelize, restore
+    kernels     kernels that are named to Diffusers, as ours
     processors  the library's attention processors, their attention function replaced by ours
 """
 
 from .catalogue import PLANS
 from .entry import parallelize, restore
-from .plans import AttentionPlan, BlockPlan, KeyMask, ModelPlan, SliceCount, SliceRows, TimeSteps, TokenRows
+from .plans import (
+    AttentionPlan,
+    BlockPlan,
+    KeyMask,
+    ModelPlan,
+    RefinerPlan,
+    SliceCount,
+    SliceRows,
+    TimeSteps,
+    TokenRows,
+)
 
 __all__ = [
     "PLANS",
@@ -36,6 +47,7 @@ __all__ = [
     "BlockPlan",
     "KeyMask",
     "ModelPlan",
+    "RefinerPlan",
     "SliceCount",
     "SliceRows",
     "TimeSteps",

@@ -1,7 +1,8 @@
 """An autoencoder that decodes by rows: every rank has its rows of the image, in all resolutions.
 
 Convolutions get the rows they reach over their borders from the neighbours, group norms the other ranks' means and
-variances, attention everybody's keys; the rest is row by row. The image is the one of one process, to rounding.
+variances, attention everybody's keys, linear attention the sum of everybody's states; the rest is row by row. The image
+is the one of one process, to rounding.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ...errors import UnsupportedError
 from .processors import split_class, split_function
 from .streams import Layouts
 
-AUTOENCODERS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLQwenImage")
+AUTOENCODERS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderDC")
 ROW_BY_ROW = (
-    *("SiLU", "Dropout", "Identity", "Linear", "DupUp3D"),
+    *("SiLU", "ReLU", "ReLU6", "Dropout", "Identity", "Linear", "RMSNorm", "DupUp3D"),
     *("WanRMS_norm", "WanUpsample", "QwenImageRMS_norm", "QwenImageUpsample"),
 )
 """Modules without others inside that see a row at a time, by the names of their classes."""
@@ -58,6 +59,10 @@ class RowDecoder:
                 own = module.forward
                 module.forward = functools.partial(split_function(kind, type(module).forward, self.attend), module)
                 undo.callback(_put_back, module, own)
+            elif kind == "SanaMultiscaleLinearAttention":
+                for way in ("apply_linear_attention", "apply_quadratic_attention"):  # the same but for rounding
+                    setattr(module, way, functools.partial(_linear_attention, self, module, getattr(module, way)))
+                    undo.callback(delattr, module, way)
             elif hasattr(module, "processor"):
                 undo.callback(setattr, module, "processor", module.processor)
                 processor = type(module.processor)
@@ -136,6 +141,18 @@ def _causal_conv(
     before, after = rows.rows(x.shape[-2]).halo(x, -2, width).wait()
     wide = torch.cat([before, x, after], -2)
     return own(wide[:, :, kept:], wide[:, :, :kept] if kept else None)[..., width:-width, :]
+
+
+def _linear_attention(
+    rows: RowDecoder, module: nn.Module, own: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """SANA's, ``[B, heads, D, tokens]``: one sum of states over all ranks, in fp32."""
+    if rows.grid is None:
+        return own(q, k, v)
+    wide = torch.promote_types(v.dtype, torch.float32)
+    state = rows.cp.comm.all_reduce(F.pad(v.to(wide), (0, 0, 0, 1), value=1) @ k.to(wide).mT).wait()
+    o = state @ q.to(wide)
+    return (o[:, :, :-1] / (o[:, :, -1:] + module.eps)).to(v.dtype)
 
 
 def _group_norm(rows: RowDecoder, module: nn.GroupNorm, own: Callable[..., Tensor], x: Tensor) -> Tensor:

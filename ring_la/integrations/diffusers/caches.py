@@ -1,7 +1,7 @@
 """Step caches of Diffusers on split tokens: every rank must decide alike, or some wait for those that left layers out.
 
     First Block Cache   decides by how much the first block's residual changed: sums over all ranks' tokens
-    MagCache            decides by a table of the host's, alike on all ranks
+    the others          decide by a table or by how many steps there were, alike on all ranks
 
 What they keep are this rank's tokens. Their settings are compared among the ranks with the inputs.
 """
@@ -17,31 +17,48 @@ from torch import Tensor, nn
 from ...autograd import outside_graphs
 from ...errors import UnsupportedError
 
-KNOWN = ("FBCHeadBlockHook", "FBCBlockHook", "MagCacheHeadHook", "MagCacheBlockHook")
+KNOWN = {
+    "FBCHeadBlockHook": "First Block Cache",
+    "FBCBlockHook": "First Block Cache",
+    "MagCacheHeadHook": "MagCache",
+    "MagCacheBlockHook": "MagCache",
+    "TaylorSeerCacheHook": "TaylorSeer",
+    "PyramidAttentionBroadcastHook": "Pyramid Attention Broadcast",
+    "FasterCacheBlockHook": "FasterCache",
+    "FasterCacheDenoiserHook": "FasterCache",
+}
+"""Hooks that decide alike on all ranks, or are made to, and the caches they are of."""
 
 
-def check_hooks(name: str, block: nn.Module, split: Any) -> str:
-    """Refuse hooks of Diffusers on a block but those of known caches, which then decide alike; their settings."""
-    hooks = getattr(block, "_diffusers_hook", None)
-    settings = []
-    for hook in () if hooks is None else hooks.hooks.values():
-        kind = type(hook).__name__
-        if kind not in KNOWN:
-            expected = "no hooks of Diffusers on blocks but those of First Block Cache and MagCache"
-            raise UnsupportedError("transformer", expected, f"{kind} on {name}")
-        if kind == "FBCHeadBlockHook":
-            if "_should_compute_remaining_blocks" not in hook.__dict__:
+def check_hooks(model: nn.Module, split: Any) -> str:
+    """Refuse hooks of Diffusers but those of known caches, which then decide alike; the settings of these."""
+    settings: set[str] = set()
+    for name, module in split.modules:
+        hooks = module.__dict__.get("_diffusers_hook")
+        for hook in () if hooks is None else hooks.hooks.values():
+            kind = type(hook).__name__
+            if kind not in KNOWN:
+                caches = ", ".join(dict.fromkeys(KNOWN.values()))
+                got = f"{kind} on {name or type(model).__name__}"
+                raise UnsupportedError("transformer", f"no hooks of Diffusers but those of {caches}", got)
+            if kind == "FBCHeadBlockHook" and "_should_compute_remaining_blocks" not in hook.__dict__:
                 hook._should_compute_remaining_blocks = functools.partial(_changed, hook, split)
                 split.undo.callback(delattr, hook, "_should_compute_remaining_blocks")
-            settings.append(f"First Block Cache, threshold {hook.threshold}")
-        elif kind == "MagCacheHeadHook":
-            if hook.config.calibrate:
+            config = getattr(hook, "config", hook)
+            if kind == "FasterCacheDenoiserHook" and not config.is_guidance_distilled:
+                expected = "FasterCache with is_guidance_distilled=True, which leaves the batch whole"
+                raise UnsupportedError("transformer", expected, False)
+            if getattr(config, "calibrate", False):
                 raise UnsupportedError("transformer", "MagCache with its table", "calibrate=True", "Calibrate unsplit")
-            c = hook.config
-            table = [float(x) for x in c.mag_ratios]
-            limits = f"{c.threshold}, {c.max_skip_steps}, {c.retention_ratio}, {c.num_inference_steps}"
-            settings.append(f"MagCache, {limits}, {table}")
-    return "; ".join(settings)
+            settings.add(f"{kind}, {_settings(config)}")
+    return "; ".join(sorted(settings))
+
+
+def _settings(config: object) -> str:
+    """A cache's numbers and words by name; what is computed of them stays on the rank."""
+    plain = (bool, int, float, str, tuple, list, type(None), torch.dtype)
+    given = {n: x.tolist() if isinstance(x, Tensor) else x for n, x in sorted(vars(config).items())}
+    return ", ".join(f"{n} {x}" for n, x in given.items() if isinstance(x, plain) and not n.startswith("_"))
 
 
 @outside_graphs

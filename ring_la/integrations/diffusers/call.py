@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
@@ -20,13 +21,18 @@ class DenoiserCall:
         streams, keys: its tokens, and the keys its blocks see.
         masked: the mask that the last block got.
         batch: its rows.
-        started: whether a block has run.
+        started: whether a block has run; refined: the lists of refiners of which one has.
+        residual: a residual that came with the call, and its number of tokens.
+        how: keywords of its attention: kernel and wire.
         grid: the layout of the image's tokens where they are a grid.
         parts: whole tensors that several blocks get, by id and role, and this rank's part of them.
     """
 
     def __init__(self, cp: ContextParallel, layouts: Layouts, batch: int) -> None:
         self.streams, self.batch, self.started = Streams(cp.rank, cp.size), batch, False
+        self.refined: set[str] = set()
+        self.residual: tuple[str, int] | None = None
+        self.how: dict[str, Any] = {}
         self.keys = Keys(cp, layouts, self.streams)
         self.grid: GridLayout | None = None
         self.masked: GivenMask | None = None

@@ -14,15 +14,28 @@ from .plans import BlockPlan, ModelPlan
 
 
 def blocks_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.Module, str]]:
-    """The name of each module that is given a part of its tokens, the module, and its class's name in the plan."""
+    """The name of each module that is given a part of its tokens, the module, and its class's name in the plan. Those
+    of refiners are not among them."""
     for path, kind in plan.blocks.items():
         found = getattr(model, path, None)
         if isinstance(found, nn.ModuleList):
             yield from ((f"{path}.{n}", block, kind) for n, block in enumerate(found))
+        elif isinstance(found, nn.ModuleDict):
+            yield from ((f"{path}.{n}", block, kind) for n, block in found.items())
         elif isinstance(found, nn.Module):
             yield path, found, kind
         else:
             raise other_version(type(model).__name__, f"no list of blocks {path}")
+
+
+def refiners_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The names of a model's lists of refiners, and the lists."""
+    for path in plan.refiners:
+        found = getattr(model, path, None)
+        if not isinstance(found, nn.ModuleList):
+            raise other_version(type(model).__name__, f"no list of blocks {path}")
+        if len(found):
+            yield path, found
 
 
 def check_block(name: str, block: nn.Module, kind: str, spec: BlockPlan, model: str) -> tuple[str, ...]:
@@ -43,44 +56,41 @@ def check_block(name: str, block: nn.Module, kind: str, spec: BlockPlan, model: 
         if known is None or type(processor).__name__ not in known.processors:
             expected = f"an attention with {' or '.join(known.processors)}" if known else "no attention there"
             raise UnsupportedError("transformer", expected, f"{where} with {type(processor).__name__}")
-        if getattr(processor, "_attention_backend", None) is not None:
-            raise UnsupportedError("transformer", "no attention backend of Diffusers", f"one in {where}", KERNELS)
     return tuple(taken)
 
 
-KERNELS = "Name a kernel by parallelize(backend=…) instead"
-
-
-def check_library_backend() -> None:
-    """Refuse a kernel that Diffusers was told to use everywhere, which split attention would not take."""
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    active = _AttentionBackendRegistry.get_active_backend()[0]
-    if active != AttentionBackendName.NATIVE:
-        expected = "the native one (diffusers.attention_backend, DIFFUSERS_ATTN_BACKEND)"
-        got = getattr(active, "value", active)
-        raise UnsupportedError("attention backend of Diffusers", expected, got, KERNELS)
-
-
-def check_call(model: nn.Module, plan: ModelPlan, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
-    """Refuse arguments that a split call has no part for, and what was changed in the model since."""
-    check_library_backend()
+def check_call(
+    model: nn.Module, plan: ModelPlan, signature: inspect.Signature, given: Mapping[str, Any]
+) -> list[tuple[str, object]]:
+    """Refuse arguments that a split call has no part for, and what was changed in the model since; the processors of
+    its split attention, by where they are."""
     for name, value in given.items():
         default = signature.parameters[name].default
-        if name in plan.inputs or value is None or value is default:
+        if name in (*plan.inputs, *plan.residuals) or value is None or value is default:
             continue
         if isinstance(value, dict) and set(value) <= {"scale"}:  # LoRA's, which the library takes out itself
             continue
         hint = "Its tokens would not be split" if tensors_in(value) else "The plan does not know what it changes"
         raise UnsupportedError(name, "its default on a split sequence", type(value).__name__, hint)
-    if not isinstance(given["hidden_states"], Tensor):
-        raise ArgumentError("hidden_states", "a tensor", type(given["hidden_states"]).__name__)
-    for name, block, kind in blocks_of(model, plan):
+    latents = given[plan.latents]
+    if not isinstance(latents, Tensor) and not (
+        isinstance(latents, list) and all(map(Tensor.__instancecheck__, latents))
+    ):
+        raise ArgumentError(plan.latents, "a tensor, or a list of one for each batch row", type(latents).__name__)
+    blocks = [(name, block, plan.classes[kind]) for name, block, kind in blocks_of(model, plan)]
+    for path, refiners in refiners_of(model, plan):
+        blocks += [(f"{path}.{n}", block, plan.refiners[path].block) for n, block in enumerate(refiners)]
+    processors: list[tuple[str, object]] = []
+    for name, block, spec in blocks:
         for label, module in block.named_modules():
-            known = plan.classes[kind].attention.get(label)
-            if known and known.streams and not getattr(module.processor, "ring_la", False):
+            known = spec.attention.get(label)
+            if known is None or not known.streams:
+                continue
+            if not getattr(module.processor, "ring_la", False):
                 got = f"{name}.{label} with {type(module.processor).__name__}, set afterwards"
                 raise UnsupportedError("transformer", "the processors of parallelize", got)
+            processors.append((f"{name}.{label}", module.processor))
+    return processors
 
 
 def other_version(what: str, got: str) -> UnsupportedError:

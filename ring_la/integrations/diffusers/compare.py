@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -189,6 +189,16 @@ def tensors_in(x: object) -> list[Tensor]:
     if isinstance(x, Mapping):
         x = list(x.values())
     return [t for one in x for t in tensors_in(one)] if isinstance(x, (tuple, list)) else []
+
+
+def mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same lists, tuples and mappings with every tensor changed."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, dict):  # the library's outputs are, in classes of their own
+        made = {n: mapped(one, change) for n, one in x.items()}
+        return made if type(x) is dict else type(x)(**made)
+    return type(x)([mapped(one, change) for one in x]) if type(x) in (list, tuple) else x
 
 
 def _capturing(device: torch.device) -> bool:

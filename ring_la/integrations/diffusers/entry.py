@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +14,9 @@ from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
 from .catalogue import find_plan
-from .checks import check_library_backend
+from .kernels import kernel_named
 from .model import SplitDenoiser
-from .pipeline import Axes, SplitPipeline, axes_of, is_pipeline, transformers_of
+from .pipeline import Axes, SplitPipeline, axes_of, controlnets_of, is_pipeline, transformers_of
 from .plans import ModelPlan
 
 
@@ -24,6 +25,7 @@ def parallelize(
     cp: ContextParallel,
     *,
     backend: SoftmaxBackend | None = None,
+    kv_comm_dtype: torch.dtype | None = None,
     average: bool = False,
     plan: ModelPlan | None = None,
     cfg: int | dist.ProcessGroup | DeviceMesh = 1,
@@ -41,8 +43,12 @@ def parallelize(
             and on its blocks the hooks of First Block Cache and MagCache; offloading by Diffusers may not. Or a
             pipeline, all of whose transformers are split.
         cp: the group the sequence is split over; its `attention` says how keys travel.
-        backend: the kernel of split attention, by `ring_la.attention`'s name; None: the fastest that can do it.
-        average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP.
+        backend: the kernel of split attention, by `ring_la.attention`'s name; None: the one that is named to Diffusers,
+            or the fastest that can do it.
+        kv_comm_dtype: in what keys and values travel, torch.float8_e4m3fn or None for their own dtype; without
+            gradients.
+        average: gradients averaged over the group, not summed, are those of one process: for DDP and FSDP. Of a
+            ControlNet before a transformer that averages, it stays False: what comes back is averaged already.
         plan: what of the model is split, where it is not one of `PLANS` or another version of it.
         cfg: for a pipeline: over how many parts of cp's ranks guidance is split (a call's rows, or a step's calls), the
             tokens of each over one part. Or the axis itself, with a cp of the axes beside it. Guidance by several calls
@@ -63,10 +69,9 @@ def parallelize(
     for name, flag in (("average", average), ("vae", vae), ("text", text)):
         if not isinstance(flag, bool):
             raise ArgumentError(name, "True or False", repr(flag))
+    how: dict[str, Any] = dict(backend=backend, kv_comm_dtype=kv_comm_dtype)
     if is_pipeline(transformer):
-        return _parallelize_pipeline(
-            transformer, axes_of(cp, cfg), (vae, text), dict(backend=backend, average=average, plan=plan)
-        )
+        return _parallelize_pipeline(transformer, axes_of(cp, cfg), (vae, text), how | dict(average=average, plan=plan))
     if (cfg, vae, text) != (1, False, False):
         raise ArgumentError("transformer", "a pipeline with cfg, vae or text", type(transformer).__name__)
     if not isinstance(transformer, nn.Module):
@@ -80,8 +85,8 @@ def parallelize(
         raise ArgumentError("transformer", "one that is not parallelized", "one that is")
     if getattr(transformer, "_parallel_config", None) is not None:
         raise UnsupportedError("transformer", "one without Diffusers' own parallelism", "enable_parallelism was called")
-    split = SplitDenoiser(transformer, plan or find_plan(transformer), cp, backend, cp.size if average else 1)
-    check_library_backend()
+    split = SplitDenoiser(transformer, plan or find_plan(transformer), cp, how, cp.size if average else 1)
+    kernel_named((), backend)
     with ExitStack() as undo:
         split.adopt(transformer, undo)
         split.undo = undo.pop_all()  # accepted
@@ -96,6 +101,8 @@ def _parallelize_pipeline(pipe: Any, axes: Axes, parts: tuple[bool, bool], how: 
     with split.undo as undo:
         for model in transformers_of(pipe).values():
             undo.callback(restore, parallelize(model, axes.sequence, **how))
+        for net in controlnets_of(pipe):  # what the transformer's residuals bring back is averaged already
+            undo.callback(restore, parallelize(net, axes.sequence, **how | dict(average=False, plan=None)))
         split.adopt(pipe, *parts)
         split.undo = undo.pop_all()  # accepted
     return pipe

@@ -28,7 +28,11 @@ ROWS = frozenset(
     encoder_hidden_states_mask attention_mask mask timestep timestep_r guidance pooled_projections class_labels
     text_embedding_mask text_embedding_mask_t5 original_size target_size crop_coords prior_token_id prior_token_drop
     camera_conditions chunk_plucker added_cond_kwargs global_hidden_states text_bth text_lens image_embeds img_shapes
-    id_cond id_vit_hidden encoder_attention_mask_t5 inpaint_latents control_latents fps""".split()
+    id_cond id_vit_hidden encoder_attention_mask_t5 inpaint_latents control_latents fps controlnet_block_samples
+    controlnet_single_block_samples block_controlnet_hidden_states control_hidden_states pose_hidden_states
+    face_pixel_values audio_hidden_states audio_encoder_hidden_states audio_timestep sigma audio_sigma video_coords
+    audio_encoder_attention_mask audio_coords encoder_hidden_states_2 encoder_attention_mask_2
+    perturbation_mask""".split()
 )
 """Arguments of models with a row for each of the batch; others are the same for all rows."""
 
@@ -69,7 +73,8 @@ class Guidance:
     def _rows(self, forward: Callable[..., object], given: Mapping[str, object], batch: int, split: Any) -> object:
         each = batch // self.axis.size
         mine = slice(self.axis.rank * each, (self.axis.rank + 1) * each)
-        cut = {name: _cut(x, batch, mine) if name in ROWS else x for name, x in given.items()}
+        shared = {"timestep"} if "timestep_indices" in given else set()  # MiniMax-H3's steps are no rows
+        cut = {name: _cut(x, batch, mine) if name in ROWS - shared else x for name, x in given.items()}
         split.deciding = (split.cp.comm, self.axis.comm)
         try:
             out = forward(**cut)

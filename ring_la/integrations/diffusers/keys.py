@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,15 +57,15 @@ class Keys:
         sizes: Sequence[int],
         masked: GivenMask | None,
         scale: float | None,
-        backend: str | None,
+        options: Mapping[str, Any],
     ) -> Tensor:
-        """``[B, T, H, D]`` of this rank's tokens of the streams of `order`, which have `sizes` tokens. Waits for the
-        device where the mask is another tensor than the last one."""
+        """``[B, T, H, D]`` of this rank's tokens of the streams of `order`, which have `sizes` tokens; `options` of
+        `ring_la.attention`. Waits for the device where the mask is another tensor than the last one."""
         q, k, v = qkv
         if q.shape[1] != k.shape[1]:
             raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
         layout = self.layouts.of(counts(sizes, self.cp.size, self.streams.units(order)))
-        how: dict[str, Any] = dict(causal=False, scale=scale, layout=layout, backend=backend)
+        how: dict[str, Any] = dict(causal=False, scale=scale, layout=layout, **options)
         kept = self._seen(order, sizes, masked)
         if kept is None:
             return attention(q, k, v, **how).o
@@ -76,6 +76,19 @@ class Keys:
             for one in kept
         ]
         return torch.cat(parts)[torch.argsort(torch.cat([one.rows for one in kept]))]
+
+    def attend_others(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        order: tuple[str, ...],
+        keys: tuple[str, ...],
+        scale: float | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """The same with keys of other streams than the queries': ``[B, T, H, D]`` of this rank's queries."""
+        q, k, v = qkv
+        layout, kv_layout = (self.layouts.of(self.streams.counts(streams)) for streams in (order, keys))
+        return attention(q, k, v, causal=False, scale=scale, layout=layout, kv_layout=kv_layout, **options).o
 
     def _seen(self, order: tuple[str, ...], sizes: Sequence[int], masked: GivenMask | None) -> list[SeenKeys] | None:
         """The keys that are left, or None where that is all."""

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ...autograd import outside_graphs
-from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...context.handle import enter
 from ...errors import ArgumentError, RingLAError, UnsupportedError
 from . import operators
 from .caches import check_hooks
 from .call import DenoiserCall
-from .checks import blocks_of, check_block, check_call, other_version
-from .compare import InputComparison, WholeImage, tensors_in
+from .checks import blocks_of, check_block, check_call, other_version, refiners_of
+from .compare import InputComparison, WholeImage, mapped, tensors_in
+from .kernels import kernel_named
 from .keys import GivenMask
 from .linear import LINEAR, linear_class
 from .modules import split_forward
@@ -37,7 +37,7 @@ from .plans import (
     TimeSteps,
     TokenRows,
 )
-from .processors import split_class
+from .processors import EVERY_KEY, split_class
 from .streams import Layouts
 
 
@@ -50,16 +50,19 @@ class SplitDenoiser:
         scale: what the output's gradient is multiplied by.
         number: under which the compiled attention finds this.
         deciding: the groups whose ranks decide together what a step cache leaves out.
+        how: kernel and wire of split attention, as `parallelize` was told.
         signature: of the model's forward.
+        modules: the model's, by name.
         undo: the way back.
     """
 
     undo: ExitStack
+    modules: list[tuple[str, nn.Module]]
 
     def __init__(
-        self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, backend: SoftmaxBackend | None, scale: int
+        self, model: nn.Module, plan: ModelPlan, cp: ContextParallel, how: Mapping[str, Any], scale: int
     ) -> None:
-        self.plan, self.cp, self.backend, self.scale = plan, cp, backend, scale
+        self.plan, self.cp, self.how, self.scale = plan, cp, how, scale
         self.layouts, self.comparison = Layouts(cp), InputComparison(cp)
         self._classes: dict[tuple, type] = {}
         self.call = DenoiserCall(cp, self.layouts, 0)
@@ -70,6 +73,7 @@ class SplitDenoiser:
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
         model._ring_la = self  # type: ignore[assignment]
+        self.modules = list(model.named_modules())
         undo.callback(delattr, model, "_ring_la")
         missing = [n for n in self.plan.inputs if n not in self.signature.parameters]
         if missing:
@@ -82,6 +86,8 @@ class SplitDenoiser:
             self._adopt_modules(name, block, spec, undo)
             hook = functools.partial(self._split, name, spec, names)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for path, blocks in refiners_of(model, self.plan):
+            self._adopt_refiners(path, blocks, type(model).__module__, undo)
         if self.plan.cuts_whole_text:
             undo.callback(block.register_forward_hook(self._widen).remove)
         for path, roles in self.plan.outputs.items():
@@ -89,9 +95,22 @@ class SplitDenoiser:
             undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
         last = model.get_submodule(self.plan.last)
         last = last[-1] if isinstance(last, nn.ModuleList) else last
-        undo.callback(last.register_forward_hook(self._gather).remove)
+        for module in last.values() if isinstance(last, nn.ModuleDict) else [last]:
+            undo.callback(module.register_forward_hook(self._gather).remove)
+        for path, stream in self.plan.gathered.items():
+            hook = functools.partial(self._gather, stream=stream)
+            undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
         if self.plan.layers_behind:
             undo.callback(model.register_forward_hook(self._divide_gradient).remove)
+
+    def _adopt_refiners(self, path: str, blocks: nn.ModuleList, library: str, undo: ExitStack) -> None:
+        plan = self.plan.refiners[path]
+        for n, block in enumerate(blocks):
+            names = check_block(f"{path}.{n}", block, plan.kind, plan.block, library)
+            self._adopt_attention(block, plan.block, undo)
+            hook = functools.partial(self._split_refiner, path, f"{path}.{n}", plan.block, names)
+            undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        undo.callback(blocks[-1].register_forward_hook(functools.partial(self._refined, plan.stream)).remove)
 
     def _adopt_attention(self, block: nn.Module, spec: BlockPlan, undo: ExitStack) -> None:
         for label, known in spec.attention.items():
@@ -115,12 +134,17 @@ class SplitDenoiser:
 
     def _class_of(self, kind: type, spec: AttentionPlan) -> type:
         """Of split processors; one for all of a kind, which torch.compile then compiles once."""
-        if (kind, spec.streams) not in self._classes:
+        key = kind, spec.streams, spec.keys
+        if key not in self._classes:
             make = linear_class if kind.__name__ in LINEAR else split_class
-            attend = functools.partial(self._attend, spec.streams)  # type: ignore[arg-type]
-            given: Any = self if kind.__name__ in LINEAR else attend
-            self._classes[kind, spec.streams] = make(kind, given)
-        return self._classes[kind, spec.streams]
+            if kind.__name__ in LINEAR:
+                given: Any = self
+            elif spec.keys is not None:
+                given = functools.partial(self._attend_others, spec.streams, spec.keys)
+            else:
+                given = functools.partial(self._attend, spec.streams)  # type: ignore[arg-type]
+            self._classes[key] = make(kind, given)
+        return self._classes[key]
 
     def __deepcopy__(self, memo: dict) -> SplitDenoiser:
         """A copy would share the calls of its original."""
@@ -129,15 +153,17 @@ class SplitDenoiser:
     # -- in a call ---------------------------------------------------------------------------------------------
 
     @outside_graphs
-    def _enter(self, model: nn.Module, args: tuple, keywords: Mapping[str, Any]) -> None:
+    def _enter(self, model: nn.Module, args: tuple, keywords: Mapping[str, Any]) -> tuple[tuple, dict] | None:
         """Before the model: refuse what a split call has no part for, on all ranks if on one; compare the inputs."""
         error, given = None, {}
         try:
             given = dict(self.signature.bind(model, *args, **keywords).arguments)
             del given["self"]
-            check_call(model, self.plan, self.signature, given)
-            given["step cache"] = self._caches(model)
-            self.call = DenoiserCall(self.cp, self.layouts, len(given["hidden_states"]))
+            processors = check_call(model, self.plan, self.signature, given)
+            given["kernel"] = kernel_named(processors, self.how["backend"])
+            given["step cache"] = check_hooks(model, self)
+            self.call = DenoiserCall(self.cp, self.layouts, len(given[self.plan.latents]))
+            self.call.how = {**self.how, "backend": given["kernel"]}
         except (TypeError, RingLAError) as e:
             error = e
         self.comparison.begin(given, error)
@@ -147,11 +173,20 @@ class SplitDenoiser:
         if own is not None and not hasattr(own, "ring_la"):
             model._gradient_checkpointing_func = self._checkpointed(own)  # type: ignore[assignment]
             self.undo.callback(setattr, model, "_gradient_checkpointing_func", own)
+        residuals = {n: self._residuals(n, given[n]) for n in self.plan.residuals if given.get(n) is not None}
+        if not residuals:
+            return None
+        del given["step cache"], given["kernel"]
+        return (), given | residuals
 
-    def _caches(self, model: nn.Module) -> str:
-        """The settings of step caches on the blocks, which all ranks must have alike."""
-        every = [check_hooks(name, block, self) for name, block, _ in blocks_of(model, self.plan)]
-        return "; ".join(filter(None, every))
+    def _residuals(self, name: str, given: Any) -> Any:
+        """This rank's tokens of what is added between blocks, which the first block compares with its own."""
+        for x in tensors_in(given):
+            if x.dim() != 3 or (self.call.residual or (name, x.shape[1]))[1] != x.shape[1]:
+                raise ArgumentError(name, "tensors [B, tokens, channels] with the same number of tokens", list(x.shape))
+            self.call.residual = name, x.shape[1]
+            self.call.streams.sizes["image"] = x.shape[1]
+        return mapped(given, lambda x: self.call.streams.shard(name, x, IMAGE, 1))
 
     def _checkpointed(self, own: Callable) -> Callable:
         """The model's way to compute a block again in backward, as part of the call it was in."""
@@ -182,22 +217,54 @@ class SplitDenoiser:
         keywords: Mapping[str, Any],
     ) -> tuple[tuple, dict[str, Any]]:
         """Before a block: this rank's tokens of what is whole. torch.compile traces it."""
-        call, given = self.call, {**dict(zip(names, args)), **keywords}
-        first = not call.started
+        given = {**dict(zip(names, args)), **keywords}
+        first = not self.call.started
         if first:
             self._start(spec, given)
+        return self._cut(name, spec, names[: len(args)], given, not first)
+
+    def _split_refiner(
+        self,
+        path: str,
+        name: str,
+        spec: BlockPlan,
+        names: tuple[str, ...],
+        block: nn.Module,
+        args: tuple,
+        keywords: Mapping[str, Any],
+    ) -> tuple[tuple, dict[str, Any]]:
+        """The same before one of a list of refiners."""
+        given = {**dict(zip(names, args)), **keywords}
+        first = path not in self.call.refined
+        if first:
+            self.call.streams.sizes |= self._sizes(spec, given)
+            self.call.refined.add(path)
+        return self._cut(name, spec, names[: len(args)], given, not first)
+
+    def _cut(
+        self, name: str, spec: BlockPlan, positional: tuple[str, ...], given: dict[str, Any], keep: bool
+    ) -> tuple[tuple, dict[str, Any]]:
+        call = self.call
         for argument, role in spec.arguments.items():
             x = given.get(argument)
             if isinstance(role, KeyMask):
                 call.masked = None if x is None else GivenMask(f"{name}: {argument}", x, role.streams)
                 if argument in given:
-                    given[argument] = None
+                    given[argument] = EVERY_KEY if role.read else None
             elif x is not None and role is not None:
-                given[argument] = self._part(f"{name}: {argument}", x, role, not first)
-        return tuple([given.pop(n) for n in names[: len(args)]]), given
+                given[argument] = self._part(f"{name}: {argument}", x, role, keep)
+        return tuple([given.pop(n) for n in positional]), given
 
     def _start(self, spec: BlockPlan, given: Mapping[str, Any]) -> None:
         """Before the first block of a call: how many tokens there are."""
+        sizes, residual = self._sizes(spec, given), self.call.residual
+        if residual is not None and residual[1] != sizes.get("image"):
+            raise ArgumentError(residual[0], f"{sizes.get('image')} tokens, as the image has", residual[1])
+        self.call.streams.sizes |= sizes
+        self.call.started = True
+
+    def _sizes(self, spec: BlockPlan, given: Mapping[str, Any]) -> dict[str, int]:
+        """How many tokens of each stream a block is given."""
         sizes: dict[str, int] = {}
         for argument, role in spec.arguments.items():
             if isinstance(role, TokenRows) and len(role.streams) == 1 and role.streams[0] not in sizes:
@@ -206,8 +273,7 @@ class SplitDenoiser:
                     expected = f"at least {self.cp.size} tokens of {stream}, one for each rank"
                     raise ArgumentError(argument, expected, tokens)
                 sizes[stream] = tokens
-        self.call.streams.sizes = sizes
-        self.call.started = True
+        return sizes
 
     def _part(self, name: str, x: Any, role: Role, keep: bool = False) -> Any:
         """This rank's tokens of an argument; with `keep` those of whole rows are cut once a call."""
@@ -228,8 +294,8 @@ class SplitDenoiser:
             return self._kept_rows(name, x, role)
         if role.flat:  # type: ignore[union-attr]
             rows = x.unflatten(0, (self.call.batch, -1))
-            return x if rows.shape[1] == 1 else streams.shard(name, rows, ("image",), 1).flatten(0, 1)
-        return streams.shard(name, x, ("image",), 1) if x.dim() == role.dims and x.shape[1] > 1 else x  # type: ignore[union-attr]
+            return x if rows.shape[1] == 1 else streams.shard(name, rows, (role.stream,), 1).flatten(0, 1)  # type: ignore[union-attr]
+        return streams.shard(name, x, (role.stream,), 1) if x.dim() == role.dims and x.shape[1] > 1 else x  # type: ignore[union-attr]
 
     def _kept_rows(self, name: str, x: Tensor, role: TokenRows) -> Tensor:
         """This rank's rows of what all blocks are given (rotary embeddings)."""
@@ -248,7 +314,7 @@ class SplitDenoiser:
             if isinstance(role, TimeSteps):
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
-                    self.call.streams.sizes = {"image": tokens}
+                    self.call.streams.sizes[role.stream] = tokens
             output[n] = self._part(f"steps of {type(module).__name__}", output[n], role)  # type: ignore[index]
         return tuple(output)
 
@@ -263,12 +329,15 @@ class SplitDenoiser:
             mask, streams = (None, ()) if masked is None else (masked.mask, masked.streams)
             names = ",".join(order), ",".join(streams)
             return operators.diffusion_attention(q, k, v, mask, self.number, names[0], sizes, names[1], scale)
-        return self.call.keys.attend((q, k, v), order, sizes, masked, scale, self.backend)
+        return self.call.keys.attend((q, k, v), order, sizes, masked, scale, self.call.how)
+
+    def _attend_others(self, order, keys, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
+        return self.call.keys.attend_others((q, k, v), order, keys, scale, self.call.how)
 
     def attend_now(self, qkv, streams: str, sizes, mask: Tensor | None, masked: str, scale: float | None) -> Tensor:  # type: ignore[no-untyped-def]
         """Attention in the call under way, as the registered operator asks for it."""
         given = None if mask is None else GivenMask("the mask of a block", mask, tuple(masked.split(",")))
-        return self.call.keys.attend(qkv, tuple(streams.split(",")), tuple(sizes), given, scale, self.backend)
+        return self.call.keys.attend(qkv, tuple(streams.split(",")), tuple(sizes), given, scale, self.call.how)
 
     def _widen(self, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Behind the last block: rows for the text of others, which the model takes off."""
@@ -276,11 +345,17 @@ class SplitDenoiser:
         others = output.new_zeros(len(output), streams.sizes["text"] - streams.local("text"), output.shape[2])
         return torch.cat([others, output], 1)
 
-    def _gather(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _refined(self, stream: str, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Behind the last of some refiners: all their tokens, of which every rank takes its own again."""
+        return self.layouts.of(self.call.streams.counts([stream])).gather(output, 1)
+
+    def _gather(self, module: nn.Module, args: tuple, output: Any, stream: str | None = None) -> Any:
         """Behind the last layer: the whole image."""
         if not self.call.started:  # all blocks were skipped
             return output
         self.call.parts.clear()  # the blocks are done
+        if stream is not None or self.plan.last == "":
+            return mapped(output, lambda x: self._whole(x, stream or "image"))
         if isinstance(output, tuple):
             return tuple(self._whole(x, stream) for x, stream in zip(output, self.plan.returned, strict=True))
         return self._whole(output, self.plan.returned[0])

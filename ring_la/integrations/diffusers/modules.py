@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...context import GridLayout, Halo
+from ...errors import UnsupportedError
 from .gated_delta import camera_gated_delta, gated_delta
 from .linear import Running
 from .processors import split_function
+from .streams import bounds
 
 
 class Attending(Running, Protocol):
@@ -131,6 +134,22 @@ def short_conv(module: Any, running: Running, x: Tensor, num_frames: int) -> Ten
     return y.unflatten(1, (num_frames + 2 * width, -1))[:, width : width + num_frames].flatten(1, 2)
 
 
+def face_attention(
+    module: nn.Module, running: Running, x: Tensor, motion: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
+    """Wan Animate's WanAnimateFaceBlockCrossAttention: a frame's tokens ``[B, tokens, C]`` look at its few of the face
+    ``[B, frames, N, C]``. The rank's frames, of which it may not have all tokens, are filled up with zeros."""
+    if attention_mask is not None:
+        raise UnsupportedError("attention_mask", "None on a split sequence", type(attention_mask).__name__)
+    streams = running.call.streams
+    tokens = streams.sizes["image"] // motion.shape[1]
+    start, stop = bounds(streams.sizes["image"], streams.rank, streams.ranks)
+    first, behind = start // tokens, -(-stop // tokens)
+    before = start - first * tokens
+    wide = F.pad(x, (0, 0, before, behind * tokens - stop))
+    return type(module).forward(module, wide, motion[:, first:behind])[:, before : before + x.shape[1]]
+
+
 SOFTMAX = ("SanaWMSoftmaxAttention", "SanaWMSoftmaxCamAttention")
 SPLIT_MODULES: dict[str, Callable[..., Tensor]] = {
     "GLUMBConv": glu_conv,
@@ -139,5 +158,6 @@ SPLIT_MODULES: dict[str, Callable[..., Tensor]] = {
     "SanaWMTemporalShortConvolution": short_conv,
     "SanaWMBidirectionalGDNAttention": gated_delta,
     "SanaWMBidirectionalGDNCamAttention": camera_gated_delta,
+    "WanAnimateFaceBlockCrossAttention": face_attention,
 }
 """By the name of the library's class."""

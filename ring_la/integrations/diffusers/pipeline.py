@@ -17,6 +17,7 @@ from ...comm import Group
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
 from .autoencoder import RowDecoder
+from .catalogue import PLANS
 from .guidance import Guidance, guided_class
 
 
@@ -40,6 +41,19 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     if not found:
         raise UnsupportedError("transformer", "a pipeline with a transformer", type(pipe).__name__)
     return found
+
+
+def controlnets_of(pipe: Any) -> list[nn.Module]:
+    """A pipeline's ControlNets that can be split; others run whole on every rank."""
+    found = [m for n, m in pipe.components.items() if isinstance(m, nn.Module) and n.startswith("controlnet")]
+    each = [net for m in found for net in _nets(m)]
+    return [net for net in each if type(net).__name__ in PLANS]
+
+
+def _nets(model: nn.Module) -> list[nn.Module]:
+    """The ControlNets that one may be made of."""
+    nets = getattr(model, "nets", None)
+    return list(nets) if isinstance(nets, nn.ModuleList) else [model]
 
 
 def axes_of(cp: ContextParallel, cfg: object) -> Axes:
@@ -96,6 +110,8 @@ class SplitPipeline:
         self.undo.callback(_forget, pipe)
         model: Any
         for model in transformers_of(pipe).values() if self.axes.guidance is not None else ():
+            if model._ring_la.plan.latents != "hidden_states":
+                raise UnsupportedError("cfg", "1 for a model whose rows are a list", type(model).__name__)
             model._ring_la_guidance = Guidance(self.axes.guidance)
             self.guided.append(model._ring_la_guidance)
             self.undo.callback(delattr, model, "_ring_la_guidance")

@@ -27,22 +27,29 @@ class TokenRows:
 @dataclass(frozen=True)
 class KeyMask:
     """Which tokens of `streams` are keys, 1 or True: ``[B, tokens]``, or with dimensions of size 1 between. The other
-    streams are all keys."""
+    streams are all keys.
+
+    Attributes:
+        read: the processor works on the mask itself, and gets `EVERY_KEY` for it, not None.
+    """
 
     streams: tuple[str, ...]
+    read: bool = False
 
 
 @dataclass(frozen=True)
 class TimeSteps:
-    """Steps of time: a row for each token of the image along dimension 1, or one for all.
+    """Steps of time: a row for each token of a stream along dimension 1, or one for all.
 
     Attributes:
         dims: the tensor's dimensions where it has a row a token.
         flat: batch and tokens are one dimension, the first.
+        stream: the tokens'.
     """
 
     dims: int = 3
     flat: bool = False
+    stream: str = "image"
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,12 @@ class AttentionPlan:
     Attributes:
         streams: whose tokens are its queries and keys; None: its keys are whole on every rank (cross-attention).
         processors: names of the classes of processors whose attention function can be replaced.
+        keys: whose tokens are its keys, where they are other ones than its queries.
     """
 
     streams: tuple[str, ...] | None
     processors: tuple[str, ...] = ()
+    keys: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class BlockPlan:
 
     Attributes:
         modules: other modules inside that reach beyond their own tokens (convolutions, recurrences over frames), by
-            attribute: the names of the classes that `SPLIT_MODULES` may find there.
+            attribute ("" is the block itself): the names of the classes that `SPLIT_MODULES` may find there.
     """
 
     arguments: Mapping[str, Role]
@@ -93,8 +102,26 @@ class BlockPlan:
 
 
 @dataclass(frozen=True)
+class RefinerPlan:
+    """A list of blocks before the others, whose output is whole again behind the last of them: a model builds its
+    sequence from several. Their stream is their own ("noise").
+
+    Attributes:
+        kind: the name of their class.
+        block: its plan; the tokens are along dimension 1 of the output, and of one stream.
+    """
+
+    kind: str
+    block: BlockPlan
+
+    @property
+    def stream(self) -> str:
+        return next(r.streams[0] for r in self.block.arguments.values() if isinstance(r, TokenRows))
+
+
+@dataclass(frozen=True)
 class ModelPlan:
-    """What is split of a model, whose call takes `hidden_states`. All tokens of one batch row are one sequence without
+    """What is split of a model. All tokens of one batch row are one sequence without
     a direction; whatever is not attention works on each token by itself.
 
         plan = ModelPlan(
@@ -111,7 +138,13 @@ class ModelPlan:
         classes: these blocks.
         inputs: arguments of its forward that may be given; others must be left as they are by default.
         outputs: roles of what other modules of it return, by name and index.
-        last: the layer whose output, the image's tokens, is gathered; of a list the last one.
+        refiners: lists of blocks before these, by name.
+        residuals: arguments of its forward, in lists or dicts, that are added to the image's tokens between blocks and
+            have them along dimension 1 (a ControlNet's).
+        latents: the argument that is denoised: a tensor, or a list with one for each batch row.
+        last: the layer whose output, the image's tokens, is gathered; of a list the last one. "": all tensors of the
+            model's own output are (those of a ControlNet).
+        gathered: other layers with an output of their own, and its stream.
         returned: the stream of that output, or of each tensor of it.
         dim: their dimension of tokens.
         layers_behind: what follows on `last`, on whole tokens and every rank, has parameters or takes inputs.
@@ -124,7 +157,11 @@ class ModelPlan:
     classes: Mapping[str, BlockPlan]
     inputs: tuple[str, ...]
     outputs: Mapping[str, Mapping[int, Role]] = field(default_factory=dict)
+    refiners: Mapping[str, RefinerPlan] = field(default_factory=dict)
+    residuals: tuple[str, ...] = ()
+    latents: str = "hidden_states"
     last: str = "proj_out"
+    gathered: Mapping[str, str] = field(default_factory=dict)
     returned: tuple[str, ...] = IMAGE
     dim: int = 1
     layers_behind: bool = False

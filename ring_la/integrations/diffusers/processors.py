@@ -30,6 +30,8 @@ def split_function(name: str, function: Callable, attend: Attend) -> Callable:
     inner = inspect.unwrap(function)
     if "dispatch_attention_fn" in inner.__code__.co_names:
         scope = {"dispatch_attention_fn": _dispatch(name, attend)}
+        if "F" in inner.__code__.co_names:
+            scope["F"] = _Functional(name, attend)  # type: ignore[assignment]
     elif {"F", "scaled_dot_product_attention"} <= set(inner.__code__.co_names):
         scope = {"F": _Functional(name, attend)}  # type: ignore[dict-item]
     else:
@@ -60,8 +62,10 @@ def _dispatch(name: str, attend: Attend) -> Callable:
         backend=None,
         parallel_config=None,
     ):
-        given = dict(attention_kwargs=attention_kwargs, backend=backend, parallel_config=parallel_config)
-        _refuse(name, attn_mask, dropout_p, is_causal, **given)
+        given = dict(
+            attention_kwargs=attention_kwargs, parallel_config=parallel_config
+        )  # the kernel is taken elsewhere
+        _refuse(name, None if attn_mask is EVERY_KEY else attn_mask, dropout_p, is_causal, **given)
         return attend(query, key, value, scale)
 
     return dispatch_attention_fn
@@ -76,6 +80,9 @@ class _Functional:
     def __getattr__(self, name: str) -> object:
         return getattr(F, name)
 
+    def pad(self, x, *args, **keywords):
+        return x if x is EVERY_KEY else F.pad(x, *args, **keywords)
+
     def scaled_dot_product_attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):
@@ -83,6 +90,23 @@ class _Functional:
         _refuse(self._name, attn_mask, dropout_p, is_causal)
         out = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
         return out.transpose(1, 2)
+
+
+class _EveryKey:
+    """In place of a mask that a processor works on before it gives it to attention, which knows the mask otherwise."""
+
+    shape = (0, 0)
+
+    def bool(self) -> _EveryKey:
+        return self
+
+    def view(self, *shape: int) -> _EveryKey:
+        return self
+
+    repeat = transpose = __and__ = view
+
+
+EVERY_KEY = _EveryKey()
 
 
 def _refuse(name: str, attn_mask, dropout_p, is_causal, **others: object) -> None:

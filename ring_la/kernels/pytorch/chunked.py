@@ -168,14 +168,14 @@ class ChunkedRecurrence:
 
     def _scan(self, terms: ChunkTerms, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state entering each chunk ``[B, chunks, H, K, V]``, and leaving each piece."""
-        t, c, kind = terms.state, self.chunks, self.rule.transition
+        t, c = terms.state, self.chunks
         start = self._states(S0, t.b)
         entering, leaves, S = [], [], start[:, 0]
         for i in range(c.count):
             if c.packed:
                 S = torch.where(c.first[i], start.index_select(1, c.known[i : i + 1])[:, 0], S)
             entering.append(S)
-            S = act(kind, None if t.A is None else t.A[:, i], S) + t.b[:, i]
+            S = self._act(None if t.A is None else t.A[:, i], S) + t.b[:, i]
             leaves.append(S)
         if not c.packed:
             return torch.stack(entering, 1), S[:, None]
@@ -186,7 +186,7 @@ class ChunkedRecurrence:
         """The gradient of the state leaving each chunk, and of the state entering each piece."""
         c, kind = self.chunks, self.rule.transition
         A = transpose(kind, terms.state.A)
-        own = terms.out[0].mT @ do
+        own = self._read_back(terms.out[0], do)
         end = self._states(dS_end, own)
         leaving: list[Tensor] = []
         G = end[:, -1]
@@ -195,7 +195,7 @@ class ChunkedRecurrence:
             if c.packed:
                 G = torch.where(c.last[i], end.index_select(1, c.known[i : i + 1])[:, 0], G)
             leaving.append(G)
-            G = act(kind, None if A is None else A[:, i], G) + own[:, i]
+            G = self._act(None if A is None else A[:, i], G) + own[:, i]
             into.append(G)
         leaving.reverse()
         into.reverse()
@@ -220,6 +220,14 @@ class ChunkedRecurrence:
             return P[:, None]
         A = torch.stack(products, 1).index_select(1, c.final.clamp(min=0))
         return torch.where(c.empty.view(1, -1, *[1] * (A.dim() - 2)), unit, A)
+
+    def _act(self, A: Tensor | None, S: Tensor) -> Tensor:
+        """The transitions of one chunk of each batch row, ``A S``."""
+        return act(self.rule.transition, A, S)
+
+    def _read_back(self, Q: Tensor, do: Tensor) -> Tensor:
+        """What the chunks' outputs send to the states that enter them, ``Qᵀ do``."""
+        return Q.mT @ do
 
     def _states(self, S: Tensor | None, like: Tensor) -> Tensor:
         return like.new_zeros(self.state_shape) if S is None else S.to(self.dtype)

@@ -12,6 +12,7 @@ from .chosen import ChosenBackend, TorchChosen
 from .cpu_flash import CPUFlash
 from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnPackage
 from .latents import FORMS, LatentBackend, cheaper_form
+from .sage import SageAttention
 from .torch_backend import TorchBackend
 from .triton import TritonBackend, TritonChosen
 
@@ -21,6 +22,7 @@ _KERNELS = (
     FlashAttnPackage(),
     FlashAttnHopper(),
     FlashAttnCuTe(),
+    SageAttention(),
     TritonBackend(),
     CPUFlash(),
     TorchBackend(),

@@ -83,10 +83,12 @@ class AttentionBackend(ABC):
         sums_wide: whether its gradients of a block come wide, rather than in the inputs' dtype.
         knows: what it knows of `scores.BEYOND`, the parts of a score beyond scale and mask.
         fixed_keys: whether its results are the same bits only where it gets all keys at once.
+        forward_only: whether it has no gradients.
     """
 
     name: str
     fixed_keys = False
+    forward_only = False
     takes_delta = True
     sums_wide = True
     knows: frozenset[str] = frozenset()

@@ -27,7 +27,7 @@ class FlashAttnPackage(VarlenBackend):
 
     def unsupported(self, ask: Ask) -> str:
         why = super().unsupported(ask)
-        if why or _installed(self.module):
+        if why or installed(self.module):
             return why
         return f"{self.module} is not installed"
 
@@ -126,7 +126,8 @@ def _room_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
+    """Whether a module can be imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

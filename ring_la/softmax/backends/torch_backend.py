@@ -54,10 +54,10 @@ class TorchBackend(AttentionBackend):
     def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
         for tile in tiles(pair):
             for strip in strips(tile, ROWS):
-                out.add(*_strip_backward(x, k, v, scores, pair, strip), strip.rows, strip.keys)
+                out.add(*tile_gradients(x, k, v, scores, pair, strip), strip.rows, strip.keys)
 
 
-def _strip_backward(
+def tile_gradients(
     x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, t: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of one strip, wide."""

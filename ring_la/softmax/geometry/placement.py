@@ -21,24 +21,21 @@ from .tokens import Tokens
 
 
 class Joint(NamedTuple):
-    """Where joint keys stand, and queries to them: this rank's, and all of the sequence in order."""
+    """Where joint keys stand, and this rank's queries to them."""
 
     keys: Tokens
     rows: Tokens
-    all_rows: Tokens
 
     @classmethod
-    def of(
-        cls, where: str, count: int, rows: Tokens, all_rows: Tokens, ends: Sequence[int] | Tensor, length: int
-    ) -> Joint:
+    def of(cls, where: str, count: int, rows: Tokens, ends: Sequence[int] | Tensor, length: int) -> Joint:
         """`count` keys before the first key of each document ("front") or after its last one ("rear").
 
         Args:
             ends: number of keys of each document. length: of all keys, after which joint ones have their index.
         """
         if where == "front":
-            return cls(Tokens.joint(count, rows.device, -count, length), rows, all_rows)
-        return cls(Tokens.joint(count, rows.device, 0, length), rows.from_ends(ends), all_rows.from_ends(ends))
+            return cls(Tokens.joint(count, rows.device, -count, length), rows)
+        return cls(Tokens.joint(count, rows.device, 0, length), rows.from_ends(ends))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +86,7 @@ class WholePlacement:
         """Where `count` joint keys stand."""
         if (where, count) not in self._joint:
             rows, keys = self.rows[0], self.keys[0]
-            self._joint[where, count] = Joint.of(where, count, rows, rows, self.ends, len(keys))
+            self._joint[where, count] = Joint.of(where, count, rows, self.ends, len(keys))
         return self._joint[where, count]
 
 
@@ -193,11 +190,6 @@ class SplitPlacement:
         return (joined, None) if strided and not self.repeatable else joined.fewest_runs()
 
     @cached_property
-    def whole_rows(self) -> Tokens:
-        """All queries of the sequence, in order."""
-        return Tokens.joined(self.rows).sorted()[0]
-
-    @cached_property
     def strides(self) -> frozenset[int]:
         """The strides at which queries and keys stand, over all ranks."""
         keys = (self.all_keys[0], *self.keys) if self.repeatable else self.keys
@@ -208,7 +200,7 @@ class SplitPlacement:
         if (where, count) not in self._joint:
             cu, rows = self.kv_layout.cu_seqlens, self.rows[self.rank]
             ends = [b - a for a, b in zip(cu, cu[1:])]
-            self._joint[where, count] = Joint.of(where, count, rows, self.whole_rows, ends, self.kv_layout.seq_len)
+            self._joint[where, count] = Joint.of(where, count, rows, ends, self.kv_layout.seq_len)
         return self._joint[where, count]
 
 

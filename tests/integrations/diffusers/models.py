@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from diffusers import (
     AllegroTransformer3DModel,
@@ -46,17 +44,8 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
-Case = Callable[[], tuple[nn.Module, dict[str, object]]]
-B, TEXT = 2, 5
-
-
-def draw(*shape: int) -> Tensor:
-    """A leaf in fp64; the caller has seeded."""
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
-
-
-def step() -> Tensor:
-    return torch.tensor([7.0, 500.0], dtype=torch.float64)
+from .control_models import CONTROL_CASES, ROUNDED_CONTROL
+from .inputs import TEXT, B, Case, draw, latents, step
 
 
 def flux() -> tuple[nn.Module, dict[str, object]]:
@@ -228,10 +217,6 @@ def chroma() -> tuple[nn.Module, dict[str, object]]:
     return model, inputs | dict(attention_mask=mask)
 
 
-def latents(*shape: int) -> dict[str, object]:
-    return dict(hidden_states=draw(B, 4, *shape), encoder_hidden_states=draw(B, TEXT, 12), timestep=step())
-
-
 def cogview(kind: type, **more: object) -> tuple[nn.Module, dict[str, object]]:
     sizes = dict(num_layers=2, attention_head_dim=16, num_attention_heads=2, text_embed_dim=12, time_embed_dim=8)
     model = kind(in_channels=4, out_channels=4, condition_dim=4, pos_embed_max_size=8, sample_size=6, **sizes, **more)
@@ -380,14 +365,14 @@ def kandinsky5() -> tuple[nn.Module, dict[str, object]]:
     return model, inputs | dict(pooled_projections=draw(B, 6), visual_rope_pos=places, text_rope_pos=torch.arange(TEXT))
 
 
-def cosmos(steps: bool = False, learned: bool = False) -> tuple[nn.Module, dict[str, object]]:
+def cosmos(steps: bool = False, learned: bool = False, **more: object) -> tuple[nn.Module, dict[str, object]]:
     sizes = dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=2, mlp_ratio=1)
     dims = dict(text_embed_dim=12, adaln_lora_dim=4, max_size=(4, 8, 8), concat_padding_mask=False)
     dims |= dict(extra_pos_embed_type="learnable" if learned else None)
     inputs = latents(3, 6, 6)
     if steps:
         inputs["timestep"] = torch.arange(B * 3).view(B, 1, 3, 1, 1).double()
-    return CosmosTransformer3DModel(**sizes, **dims), inputs
+    return CosmosTransformer3DModel(**sizes, **dims, **more), inputs
 
 
 def stable_audio() -> tuple[nn.Module, dict[str, object]]:
@@ -476,6 +461,7 @@ CASES: dict[str, Case] = {
     "cosmos, steps": lambda: cosmos(True),
     "cosmos, learned": lambda: cosmos(learned=True),
     "stable audio": stable_audio,
+    **CONTROL_CASES,
 }
 
 
@@ -495,6 +481,7 @@ ROUNDED = (
     "krea2",
     "cosmos",
     "consisid",
+    *ROUNDED_CONTROL,
 )
 """Cases whose norms, steps or rotations are in fp32 whatever the model is in."""
 

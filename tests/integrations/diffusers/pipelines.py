@@ -1,6 +1,6 @@
 """Diffusers' own pipelines, tiny and random, whole loop and decoder: split, their images are those of one process.
 
-    python -m tests.integrations.diffusers.pipelines
+    python -m tests.integrations.diffusers.pipelines [title ...]
 
 Prints a line for each; exits with the number of wrong ones. No test collects it: importing pipelines takes each rank
 longer than what they do.
@@ -12,12 +12,17 @@ import sys
 
 import torch
 from diffusers import (
+    AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLWan,
     FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
+    FluxControlNetPipeline,
+    FluxImg2ImgPipeline,
+    FluxInpaintPipeline,
     FluxPipeline,
     MagCacheConfig,
+    SanaPipeline,
     StableDiffusion3Pipeline,
     WanPipeline,
 )
@@ -27,9 +32,20 @@ from ring_la.integrations.diffusers import parallelize, restore
 from tests.support.attention_cases import error
 from tests.support.pool import Ranks, group
 
-from .models import flux, sd3, wan
+from .control_models import flux_control
+from .models import flux, sana, sd3, wan
 
 RATIOS = [1.0, 1.1, 0.9, 1.0, 1.0, 1.0]
+
+
+FLUX = {
+    "flux": FluxPipeline,
+    "flux callback": FluxPipeline,
+    "flux LoRA": FluxPipeline,
+    "flux from an image": FluxImg2ImgPipeline,
+    "flux inpaint": FluxInpaintPipeline,
+    "flux control": FluxControlNetPipeline,
+}
 
 
 def drawn(model: torch.nn.Module) -> torch.nn.Module:
@@ -56,11 +72,28 @@ def make(name: str) -> tuple:
     torch.manual_seed(0)
     scheduler = FlowMatchEulerDiscreteScheduler()
     text = dict(text_encoder=None, tokenizer=None)
-    if name == "flux":
+    if name in FLUX:
         parts = dict(vae=drawn(autoencoder(1)), transformer=drawn(flux()[0]), text_encoder_2=None, tokenizer_2=None)
-        pipe = FluxPipeline(scheduler, **parts, **text)
+        if name == "flux control":
+            parts |= dict(controlnet=drawn(flux_control()[0]))
+        pipe = FLUX[name](scheduler, **parts, **text)
         call = dict(prompt_embeds=torch.randn(1, 5, 12), pooled_prompt_embeds=torch.randn(1, 6))
         call |= dict(height=20, width=12, num_inference_steps=6, max_sequence_length=5)
+        picture = torch.rand(1, 3, 20, 12)
+        if name in ("flux from an image", "flux inpaint"):
+            call |= dict(image=picture, strength=0.7)
+        if name == "flux inpaint":
+            call |= dict(mask_image=(torch.rand(1, 1, 20, 12) > 0.5).float())
+        if name == "flux control":
+            call |= dict(control_image=picture, controlnet_conditioning_scale=0.6, control_mode=1)
+        if name == "flux callback":
+            call |= dict(callback_on_step_end=lambda pipe, n, t, now: dict(latents=now["latents"] * (1 - 0.01 * n)))
+        if name == "flux LoRA":
+            from peft import LoraConfig
+
+            pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_out.0", "proj_out"]))
+            drawn(pipe.transformer)
+            call |= dict(joint_attention_kwargs=dict(scale=0.5))
     elif name == "sd3":
         parts = dict(vae=drawn(autoencoder(4)), transformer=drawn(sd3()[0]), text_encoder_2=None, tokenizer_2=None)
         pipe = StableDiffusion3Pipeline(scheduler=scheduler, **parts, **text, text_encoder_3=None, tokenizer_3=None)
@@ -68,6 +101,23 @@ def make(name: str) -> tuple:
         call = {n: torch.randn(1, 5, 12) for n in names}
         call |= {n: torch.randn(1, 6) for n in ("pooled_prompt_embeds", "negative_pooled_prompt_embeds")}
         call |= dict(height=12, width=12, num_inference_steps=3)
+    elif name == "sana":
+        vae = AutoencoderDC(
+            latent_channels=4,
+            attention_head_dim=4,
+            encoder_block_out_channels=(8, 8),
+            decoder_block_out_channels=(8, 8),
+            encoder_layers_per_block=(1, 1),
+            decoder_layers_per_block=(1, 1),
+            decoder_block_types=("ResBlock", "EfficientViTBlock"),
+            encoder_qkv_multiscales=((), ()),
+            decoder_qkv_multiscales=((), (5,)),
+        )
+        pipe = SanaPipeline(vae=drawn(vae), transformer=drawn(sana()[0]), scheduler=scheduler, **text)
+        call = {n: torch.randn(1, 5, 12) for n in ("prompt_embeds", "negative_prompt_embeds")}
+        call |= {n: torch.ones(1, 5) for n in ("prompt_attention_mask", "negative_prompt_attention_mask")}
+        call |= dict(height=10, width=6, num_inference_steps=3, use_resolution_binning=False, prompt=None)
+        pipe.check_inputs = lambda *args, **keywords: None  # it wants multiples of 32
     else:
         pipe = WanPipeline(vae=drawn(video_autoencoder()), transformer=drawn(wan()[0]), scheduler=scheduler, **text)
         pipe.vae_scale_factor_spatial = 2
@@ -110,6 +160,15 @@ CASES = {
     "flux, First Block Cache": (2, "flux", dict(cache=FirstBlockCacheConfig(threshold=0.3))),
     "flux, MagCache": (2, "flux", dict(cache=MagCacheConfig(0.3, num_inference_steps=6, mag_ratios=RATIOS))),
     "sd3, guidance by rows": (4, "sd3", dict(split=dict(cfg=2, vae=True), back=True)),
+    "flux, from an image": (3, "flux from an image", dict(split=dict(vae=True), back=True)),
+    "flux, inpaint": (2, "flux inpaint", dict(split=dict(vae=True))),
+    "flux, inpaint on three": (3, "flux inpaint", {}),
+    "flux, ControlNet": (3, "flux control", dict(back=True)),
+    "flux, callback that changes latents": (3, "flux callback", {}),
+    "flux, LoRA": (2, "flux LoRA", dict(back=True)),
+    "flux, LoRA on three": (3, "flux LoRA", {}),
+    "sana, decoder by rows": (3, "sana", dict(split=dict(vae=True), back=True)),
+    "sana, guidance by rows": (4, "sana", dict(split=dict(cfg=2, vae=True))),
     "wan, guidance by calls": (4, "wan", dict(split=dict(cfg=2, vae=True), back=True, ran=8)),
 }
 
@@ -117,6 +176,8 @@ CASES = {
 def main() -> int:
     ranks, wrong = Ranks(), 0
     for title, (P, name, how) in CASES.items():
+        if sys.argv[1:] and title not in sys.argv[1:]:
+            continue
         bad = [one for found in ranks.run(P, check, P, name, how, timeout=400) for one in found]
         print(f"{title}, {P} ranks: {'WRONG ' + '; '.join(bad) if bad else 'equal'}", flush=True)
         wrong += bool(bad)

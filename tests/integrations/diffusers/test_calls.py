@@ -75,28 +75,43 @@ def test_checksums_that_are_read_late(ranks, dtype):
     assert ranks.run(2, check_late, dtype) == [[], []]
 
 
-def check_backends(rank: int) -> list[str]:
+def check_kernels(rank: int) -> list[str]:
+    """What is named to Diffusers is taken, where there is such a kernel here."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     cp, bad = ring_la.ContextParallel(group(2), scan="ring", timeout=60), []
-    model, inputs = make("wan")
+    model, inputs = make("flux")
+    inputs = {n: x.detach() for n, x in inputs.items()}
+    want = model(**inputs).sample
     parallelize(model, cp)
+
+    def taken() -> str:
+        bad.extend([] if error(model(**inputs).sample, want) < 1e-9 else ["another output"])
+        return str(model._ring_la.call.how["backend"])
+
     with diffusers.attention_backend("_native_math"):
-        message = told(lambda: model(**inputs))
-        bad += [] if "_native_math" in message and "parallelize(backend=" in message else [f"context: {message}"]
-    before = _AttentionBackendRegistry._active_backend  # which DIFFUSERS_ATTN_BACKEND sets when it is imported
-    _AttentionBackendRegistry.set_active_backend(AttentionBackendName._NATIVE_MATH)
-    try:
-        message = told(lambda: parallelize(make("flux")[0], cp))
-        bad += [] if "_native_math" in message and "DIFFUSERS_ATTN_BACKEND" in message else [f"variable: {message}"]
-    finally:
-        _AttentionBackendRegistry.set_active_backend(before)
-    model(**inputs)
-    return bad
+        bad += [] if taken() == "torch" else ["not the context's kernel"]
+    model.set_attention_backend("_native_math")
+    bad += [] if taken() == "torch" else ["not the model's kernel"]
+    model.set_attention_backend("flex")
+    message = told(lambda: model(**inputs))
+    bad += [] if "flex of transformer_blocks.0.attn" in message and "parallelize(backend=" in message else [message]
+    model.reset_attention_backend()  # of the model; everywhere it is still named, as DIFFUSERS_ATTN_BACKEND does
+    message = told(lambda: parallelize(make("flux")[0], cp))
+    bad += [] if "got flex of the library" in message and "DIFFUSERS_ATTN_BACKEND" in message else [message]
+    _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
+    bad += [] if taken() == "None" else ["not as before"]
+    with torch.no_grad():
+        low = parallelize(make("flux")[0], cp, kv_comm_dtype=torch.float8_e4m3fn)(**inputs).sample
+        e = error(low, want)
+        bad += [] if 1e-6 < e < 0.1 else [f"FP8 on the wire: {e:.1e}"]
+        other = parallelize(make("flux")[0], cp, backend="sage")
+        message = told(lambda: other(**inputs))
+    return bad + ([] if "'sage'" in message and "not on a CUDA device" in message else [message])
 
 
-def test_backends_of_the_library_are_refused(ranks):
-    assert ranks.run(2, check_backends) == [[], []]
+def test_kernels_named_to_the_library_and_fp8_on_the_wire(ranks):
+    assert ranks.run(2, check_kernels) == [[], []]
 
 
 def check_skipped(rank: int) -> list[float]:

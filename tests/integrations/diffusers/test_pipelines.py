@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("diffusers")
 
-from diffusers import AutoencoderKL, AutoencoderKLWan, FirstBlockCacheConfig
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLWan,
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
 
 import ring_la
 from ring_la.errors import RingLAError
@@ -121,18 +128,44 @@ def test_guidance_beside_two_axes_and_text_of_one_rank(ranks):
     assert not any(ranks.run(4, check_axes))
 
 
-def check_cache(rank: int) -> list[object]:
-    """First Block Cache with a threshold that one rank's tokens alone would decide otherwise."""
+FACTORS = dict(taylor_factors_dtype=torch.float64, disable_cache_before_step=2)
+RANGES = dict(spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(0, 800))
+NOW = {"step": 0}
+STEP_CACHES = {
+    "First Block Cache": lambda: FirstBlockCacheConfig(threshold=0.05),  # one rank's tokens alone decide otherwise
+    "TaylorSeer": lambda: TaylorSeerCacheConfig(cache_interval=2, **FACTORS),
+    "TaylorSeer, lite": lambda: TaylorSeerCacheConfig(cache_interval=2, use_lite_mode=True, **FACTORS),
+    "Pyramid Attention Broadcast": lambda: PyramidAttentionBroadcastConfig(
+        **RANGES, current_timestep_callback=lambda: NOW["step"]
+    ),
+    "FasterCache": lambda: FasterCacheConfig(
+        **RANGES, is_guidance_distilled=True, current_timestep_callback=lambda: NOW["step"], tensor_format="BCHW"
+    ),
+}
+
+
+def check_caches(rank: int) -> list[str]:
+    """Five steps under each cache: the unsplit model's outputs, and on all ranks as many blocks left out."""
+    model, inputs = make("flux")
+    parallelize(model, ring_la.ContextParallel(group(3), scan="ring", timeout=60))
+    model.enable_cache(FasterCacheConfig(**RANGES, current_timestep_callback=lambda: 0, tensor_format="BCHW"))
+    message = told(lambda: model(**inputs))
+    bad = [] if "is_guidance_distilled=True" in message else [message]
+    return bad + [f"{name}: {what}" for name, config in STEP_CACHES.items() for what in check_cache(config())]
+
+
+def check_cache(config: object) -> list[str]:
     model, inputs = make("flux")
     inputs = {n: x.detach() for n, x in inputs.items()}
     ran: list[int] = []
-    model.single_transformer_blocks[0].norm.register_forward_hook(lambda *x: ran.append(1))
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.05))
+    model.single_transformer_blocks[0].attn.to_q.register_forward_hook(lambda *x: ran.append(1))
+    model.enable_cache(config)
 
     def loop() -> tuple[torch.Tensor, int]:
         ran.clear()
         x, outs = inputs["hidden_states"].clone(), []
         for n in range(5):
+            NOW["step"] = 900 - 100 * n
             with torch.no_grad(), model.cache_context("cond"):
                 outs.append(model(**inputs | dict(hidden_states=x)).sample)
             x[:, :5] += (0.3 if n % 2 else 0.003) * outs[-1][:, :5].tanh()  # the first rank's tokens change most
@@ -145,8 +178,10 @@ def check_cache(rank: int) -> list[object]:
     got, mine = loop()
     restore(model)
     again, _ = loop()
-    return [error(got, want) < 1e-9, mine == calls, 0 < calls < 5, torch.equal(again, want)]
+    bad = [] if error(got, want) < 1e-9 else [f"output {error(got, want):.1e}"]
+    bad += [] if mine == calls and 0 < calls < 5 else [f"{mine} of {calls} calls"]
+    return bad + ([] if torch.equal(again, want) else ["not as before"])
 
 
-def test_first_block_cache_is_decided_by_all_ranks(ranks):
-    assert ranks.run(3, check_cache) == [[True] * 4] * 3
+def test_step_caches_are_decided_by_all_ranks(ranks):
+    assert ranks.run(3, check_caches) == [[]] * 3

@@ -8,11 +8,14 @@ from torch import nn
 
 from ....errors import UnsupportedError
 from ..plans import ModelPlan
+from .control import CONTROL
 from .cross import CROSS
 from .joint import JOINT
 from .linear import LINEAR
+from .refined import REFINED
+from .several import SEVERAL
 
-PLANS: Mapping[str, ModelPlan] = JOINT | CROSS | LINEAR  # type: ignore[operator]
+PLANS: Mapping[str, ModelPlan] = JOINT | REFINED | CROSS | SEVERAL | LINEAR | CONTROL  # type: ignore[operator]
 """By the name of the model's class."""
 
 

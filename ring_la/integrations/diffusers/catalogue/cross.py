@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, TimeSteps, TokenRows
 
-_wan = BlockPlan(
+WAN = BlockPlan(
     arguments={
         "hidden_states": TokenRows(IMAGE),
         "encoder_hidden_states": SAME,
@@ -19,7 +19,7 @@ _wan = BlockPlan(
     },
 )
 _skyreels = BlockPlan(
-    arguments={**_wan.arguments, "temb": SAME, "attention_mask": SAME},
+    arguments={**WAN.arguments, "temb": SAME, "attention_mask": SAME},
     attention={
         "attn1": AttentionPlan(IMAGE, ("SkyReelsV2AttnProcessor",)),
         "attn2": AttentionPlan(None, ("SkyReelsV2AttnProcessor",)),
@@ -121,19 +121,19 @@ _stable_audio = BlockPlan(
     },
 )
 
-_common = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")
+COMMON = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")
 CROSS: Mapping[str, ModelPlan] = {
     "WanTransformer3DModel": ModelPlan(
         {"blocks": "WanTransformerBlock"},
-        {"WanTransformerBlock": _wan},
-        (*_common, "encoder_hidden_states_image"),
+        {"WanTransformerBlock": WAN},
+        (*COMMON, "encoder_hidden_states_image"),
         outputs={"condition_embedder": {0: TimeSteps(3), 1: TimeSteps(3)}},
     ),
     "LTXVideoTransformer3DModel": ModelPlan(
         {"transformer_blocks": "LTXVideoTransformerBlock"},
         {"LTXVideoTransformerBlock": _ltx},
         (
-            *_common,
+            *COMMON,
             "encoder_attention_mask",
             "num_frames",
             "height",
@@ -145,14 +145,14 @@ CROSS: Mapping[str, ModelPlan] = {
     ),
     "ChronoEditTransformer3DModel": ModelPlan(
         {"blocks": "WanTransformerBlock"},
-        {"WanTransformerBlock": _wan},
-        (*_common, "encoder_hidden_states_image"),
+        {"WanTransformerBlock": WAN},
+        (*COMMON, "encoder_hidden_states_image"),
         outputs={"condition_embedder": {0: TimeSteps(3), 1: TimeSteps(3)}},
     ),
     "PixArtTransformer2DModel": ModelPlan(
         {"transformer_blocks": "BasicTransformerBlock"},
         {"BasicTransformerBlock": _basic("AttnProcessor2_0")},
-        (*_common, "encoder_attention_mask", "added_cond_kwargs"),
+        (*COMMON, "encoder_attention_mask", "added_cond_kwargs"),
     ),
     "DiTTransformer2DModel": ModelPlan(
         {"transformer_blocks": "BasicTransformerBlock"},
@@ -164,7 +164,7 @@ CROSS: Mapping[str, ModelPlan] = {
         {"blocks": "HunyuanDiTBlock"},
         {"HunyuanDiTBlock": _hunyuan_dit},
         (
-            *_common,
+            *COMMON,
             "text_embedding_mask",
             "encoder_hidden_states_t5",
             "text_embedding_mask_t5",
@@ -172,33 +172,35 @@ CROSS: Mapping[str, ModelPlan] = {
             "style",
             "image_rotary_emb",
         ),
+        residuals=("controlnet_block_samples",),
     ),
     "Kandinsky5Transformer3DModel": ModelPlan(
         {"visual_transformer_blocks": "Kandinsky5TransformerDecoderBlock"},
         {"Kandinsky5TransformerDecoderBlock": _kandinsky5},
-        (*_common, "pooled_projections", "visual_rope_pos", "text_rope_pos", "scale_factor"),
+        (*COMMON, "pooled_projections", "visual_rope_pos", "text_rope_pos", "scale_factor"),
         last="visual_transformer_blocks",
         layers_behind=True,
     ),
     "CosmosTransformer3DModel": ModelPlan(
         {"transformer_blocks": "CosmosTransformerBlock", "norm_out": "CosmosAdaLayerNorm"},
         {"CosmosTransformerBlock": _cosmos, "CosmosAdaLayerNorm": BlockPlan(_cosmos_norm, {})},  # type: ignore[arg-type]
-        (*_common, "attention_mask", "fps", "condition_mask", "padding_mask"),
+        (*COMMON, "attention_mask", "fps", "condition_mask", "padding_mask"),
+        residuals=("block_controlnet_hidden_states",),
     ),
     "StableAudioDiTModel": ModelPlan(
         {"transformer_blocks": "StableAudioDiTBlock"},
         {"StableAudioDiTBlock": _stable_audio},
-        (*_common, "global_hidden_states", "rotary_embedding", "encoder_attention_mask"),
+        (*COMMON, "global_hidden_states", "rotary_embedding", "encoder_attention_mask"),
         layers_behind=True,
     ),
     "SkyReelsV2Transformer3DModel": ModelPlan(
         {"blocks": "SkyReelsV2TransformerBlock"},
         {"SkyReelsV2TransformerBlock": _skyreels},
-        (*_common, "encoder_hidden_states_image", "fps"),
+        (*COMMON, "encoder_hidden_states_image", "fps"),
     ),
     "AllegroTransformer3DModel": ModelPlan(
         {"transformer_blocks": "AllegroTransformerBlock"},
         {"AllegroTransformerBlock": _allegro},
-        (*_common, "encoder_attention_mask", "image_rotary_emb"),
+        (*COMMON, "encoder_attention_mask", "image_rotary_emb"),
     ),
 }

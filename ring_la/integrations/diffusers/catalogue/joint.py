@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from ..plans import FRONT, IMAGE, REAR, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, TokenRows
 
-_both = {"hidden_states": TokenRows(IMAGE), "encoder_hidden_states": TokenRows(TEXT), "temb": SAME}
+BOTH = {"hidden_states": TokenRows(IMAGE), "encoder_hidden_states": TokenRows(TEXT), "temb": SAME}
 
-_flux = BlockPlan(
-    arguments=_both | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), "joint_attention_kwargs": SAME},
+FLUX = BlockPlan(
+    arguments=BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), "joint_attention_kwargs": SAME},
     attention={"attn": AttentionPlan(FRONT, ("FluxAttnProcessor",))},
 )
 _flux2 = BlockPlan(
@@ -35,23 +35,23 @@ _flux2_single = BlockPlan(
     },
     attention={"attn": AttentionPlan(FRONT, ("Flux2ParallelSelfAttnProcessor",))},
 )
-_sd3 = BlockPlan(
-    arguments=_both | {"joint_attention_kwargs": SAME},
+SD3 = BlockPlan(
+    arguments=BOTH | {"joint_attention_kwargs": SAME},
     attention={
         "attn": AttentionPlan(REAR, ("JointAttnProcessor2_0",)),
         "attn2": AttentionPlan(IMAGE, ("JointAttnProcessor2_0",)),
     },
 )
 _cogvideox = BlockPlan(
-    arguments=_both | {"image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)), "attention_kwargs": SAME},
+    arguments=BOTH | {"image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)), "attention_kwargs": SAME},
     attention={"attn1": AttentionPlan(FRONT, ("CogVideoXAttnProcessor2_0",))},
 )
 _consisid = BlockPlan(
-    _both | {"image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))},
+    BOTH | {"image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))},
     {"attn1": AttentionPlan(FRONT, ("CogVideoXAttnProcessor2_0",))},
 )
-_qwen = BlockPlan(
-    arguments=_both
+QWEN = BlockPlan(
+    arguments=BOTH
     | {
         "encoder_hidden_states_mask": KeyMask(TEXT),
         "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(TEXT, 0)),
@@ -63,13 +63,13 @@ _qwen = BlockPlan(
 
 
 def _hunyuan(rotary: str) -> BlockPlan:
-    arguments = _both | {"attention_mask": KeyMask(REAR), rotary: (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))}
+    arguments = BOTH | {"attention_mask": KeyMask(REAR), rotary: (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))}
     return BlockPlan(arguments, {"attn": AttentionPlan(REAR, ("HunyuanVideoAttnProcessor2_0",))})  # type: ignore[arg-type]
 
 
 def _like_flux(processor: str, keywords: str) -> BlockPlan:
     """Both kinds of Flux's blocks, under other names."""
-    arguments = _both | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), keywords: SAME}
+    arguments = BOTH | {"image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)), keywords: SAME}
     return BlockPlan(arguments, {"attn": AttentionPlan(FRONT, (processor,))})
 
 
@@ -80,7 +80,7 @@ def _flux_family(name: str, keywords: str, *inputs: str) -> ModelPlan:
         "single_transformer_blocks": f"{name}SingleTransformerBlock",
     }
     blocks = _like_flux(f"{name}AttnProcessor", keywords)
-    return ModelPlan(kinds, dict.fromkeys(kinds.values(), blocks), (*_common, "img_ids", "txt_ids", *inputs))
+    return ModelPlan(kinds, dict.fromkeys(kinds.values(), blocks), (*COMMON, "img_ids", "txt_ids", *inputs))
 
 
 _chroma = {
@@ -95,7 +95,7 @@ _cogview3 = BlockPlan(
     {"attn1": AttentionPlan(FRONT, ("CogVideoXAttnProcessor2_0",))},
 )
 _cogview4 = BlockPlan(
-    _both
+    BOTH
     | {
         "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
         "attention_mask": SAME,
@@ -107,11 +107,11 @@ _glm_image = BlockPlan(
     {**_cogview4.arguments, "kv_cache": SAME}, {"attn1": AttentionPlan(FRONT, ("GlmImageAttnProcessor",))}
 )
 _easyanimate = BlockPlan(
-    _both | {"image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))},
+    BOTH | {"image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))},
     {"attn1": AttentionPlan(FRONT, ("EasyAnimateAttnProcessor2_0",))},
 )
 _joyimage = BlockPlan(
-    _both
+    BOTH
     | {
         "image_rotary_emb": (
             (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
@@ -121,12 +121,12 @@ _joyimage = BlockPlan(
     {"attn": AttentionPlan(REAR, ("JoyImageAttnProcessor",))},
 )
 _joyimage_plus = BlockPlan(
-    _both | {"image_rotary_emb": (TokenRows(IMAGE), TokenRows(IMAGE)), "attention_mask": KeyMask(REAR)},
+    BOTH | {"image_rotary_emb": (TokenRows(IMAGE), TokenRows(IMAGE)), "attention_mask": KeyMask(REAR)},
     {"attn": AttentionPlan(REAR, ("JoyImageEditPlusAttnProcessor",))},
 )
 _auraflow = {"attn": AttentionPlan(FRONT, ("AuraFlowAttnProcessor2_0",))}
 _hunyuan_image = BlockPlan(
-    _both | {"attention_mask": KeyMask(REAR), "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))},
+    BOTH | {"attention_mask": KeyMask(REAR), "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))},
     {"attn": AttentionPlan(REAR, ("HunyuanImageAttnProcessor",))},
 )
 
@@ -159,47 +159,40 @@ _ernie = BlockPlan(
     },
     {"self_attention": AttentionPlan(IMAGE, ("ErnieImageSingleStreamAttnProcessor",))},
 )
-_lumina2 = BlockPlan(
-    {
-        "hidden_states": TokenRows(IMAGE),
-        "attention_mask": KeyMask(IMAGE),
-        "image_rotary_emb": TokenRows(IMAGE),
-        "temb": SAME,
-    },
-    {"attn": AttentionPlan(IMAGE, ("Lumina2AttnProcessor2_0",))},
-)
-
-_common = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")
+COMMON = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")
 JOINT: Mapping[str, ModelPlan] = {
     "FluxTransformer2DModel": ModelPlan(
         {"transformer_blocks": "FluxTransformerBlock", "single_transformer_blocks": "FluxSingleTransformerBlock"},
-        {"FluxTransformerBlock": _flux, "FluxSingleTransformerBlock": _flux},
-        (*_common, "pooled_projections", "img_ids", "txt_ids", "guidance"),
+        {"FluxTransformerBlock": FLUX, "FluxSingleTransformerBlock": FLUX},
+        (*COMMON, "pooled_projections", "img_ids", "txt_ids", "guidance", "controlnet_blocks_repeat"),
+        residuals=("controlnet_block_samples", "controlnet_single_block_samples"),
     ),
     "Flux2Transformer2DModel": ModelPlan(
         {"transformer_blocks": "Flux2TransformerBlock", "single_transformer_blocks": "Flux2SingleTransformerBlock"},
         {"Flux2TransformerBlock": _flux2, "Flux2SingleTransformerBlock": _flux2_single},
-        (*_common, "img_ids", "txt_ids", "guidance"),
+        (*COMMON, "img_ids", "txt_ids", "guidance"),
         cuts_whole_text=True,
     ),
     "SD3Transformer2DModel": ModelPlan(
         {"transformer_blocks": "JointTransformerBlock"},
-        {"JointTransformerBlock": _sd3},
-        (*_common, "pooled_projections", "skip_layers"),
+        {"JointTransformerBlock": SD3},
+        (*COMMON, "pooled_projections", "skip_layers"),
+        residuals=("block_controlnet_hidden_states",),
     ),
     "QwenImageTransformer2DModel": ModelPlan(
         {"transformer_blocks": "QwenImageTransformerBlock"},
-        {"QwenImageTransformerBlock": _qwen},
-        (*_common, "encoder_hidden_states_mask", "img_shapes", "guidance", "additional_t_cond"),
+        {"QwenImageTransformerBlock": QWEN},
+        (*COMMON, "encoder_hidden_states_mask", "img_shapes", "guidance", "additional_t_cond"),
+        residuals=("controlnet_block_samples",),
     ),
     "CogVideoXTransformer3DModel": ModelPlan(
         {"transformer_blocks": "CogVideoXBlock"},
         {"CogVideoXBlock": _cogvideox},
-        (*_common, "timestep_cond", "ofs", "image_rotary_emb"),
+        (*COMMON, "timestep_cond", "ofs", "image_rotary_emb"),
     ),
     "HunyuanVideoTransformer3DModel": ModelPlan(
         *_hunyuan_video,
-        (*_common, "encoder_attention_mask", "pooled_projections", "guidance"),
+        (*COMMON, "encoder_attention_mask", "pooled_projections", "guidance"),
     ),
     "BriaTransformer2DModel": _flux_family("Bria", "attention_kwargs", "pooled_projections", "guidance"),
     "LongCatImageTransformer2DModel": _flux_family("LongCatImage", "joint_attention_kwargs", "guidance"),
@@ -207,20 +200,20 @@ JOINT: Mapping[str, ModelPlan] = {
     "ChromaTransformer2DModel": ModelPlan(
         {"transformer_blocks": "ChromaTransformerBlock", "single_transformer_blocks": "ChromaSingleTransformerBlock"},
         {
-            "ChromaTransformerBlock": BlockPlan(_both | _chroma, _chroma_attention),  # type: ignore[arg-type]
+            "ChromaTransformerBlock": BlockPlan(BOTH | _chroma, _chroma_attention),  # type: ignore[arg-type]
             "ChromaSingleTransformerBlock": BlockPlan({"hidden_states": TokenRows(FRONT)} | _chroma, _chroma_attention),  # type: ignore[arg-type]
         },
-        (*_common, "img_ids", "txt_ids", "attention_mask"),
+        (*COMMON, "img_ids", "txt_ids", "attention_mask"),
     ),
     "CogView3PlusTransformer2DModel": ModelPlan(
         {"transformer_blocks": "CogView3PlusTransformerBlock"},
         {"CogView3PlusTransformerBlock": _cogview3},
-        (*_common, "original_size", "target_size", "crop_coords"),
+        (*COMMON, "original_size", "target_size", "crop_coords"),
     ),
     "CogView4Transformer2DModel": ModelPlan(
         {"transformer_blocks": "CogView4TransformerBlock"},
         {"CogView4TransformerBlock": _cogview4},
-        (*_common, "original_size", "target_size", "crop_coords", "image_rotary_emb"),
+        (*COMMON, "original_size", "target_size", "crop_coords", "image_rotary_emb"),
     ),
     "AuraFlowTransformer2DModel": ModelPlan(
         {
@@ -228,12 +221,12 @@ JOINT: Mapping[str, ModelPlan] = {
             "single_transformer_blocks": "AuraFlowSingleTransformerBlock",
         },
         {
-            "AuraFlowJointTransformerBlock": BlockPlan(_both | {"attention_kwargs": SAME}, _auraflow),
+            "AuraFlowJointTransformerBlock": BlockPlan(BOTH | {"attention_kwargs": SAME}, _auraflow),
             "AuraFlowSingleTransformerBlock": BlockPlan(
                 {"hidden_states": TokenRows(FRONT), "temb": SAME, "attention_kwargs": SAME}, _auraflow
             ),
         },
-        _common,
+        COMMON,
     ),
     "HunyuanImageTransformer2DModel": ModelPlan(
         {
@@ -242,7 +235,7 @@ JOINT: Mapping[str, ModelPlan] = {
         },
         dict.fromkeys(("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock"), _hunyuan_image),
         (
-            *_common,
+            *COMMON,
             "encoder_attention_mask",
             "timestep_r",
             "encoder_hidden_states_2",
@@ -253,36 +246,29 @@ JOINT: Mapping[str, ModelPlan] = {
     "Krea2Transformer2DModel": ModelPlan(
         {"transformer_blocks": "Krea2TransformerBlock"},
         {"Krea2TransformerBlock": _krea2},
-        (*_common, "position_ids", "encoder_attention_mask"),
+        (*COMMON, "position_ids", "encoder_attention_mask"),
         last="transformer_blocks",
-        layers_behind=True,
-    ),
-    "Lumina2Transformer2DModel": ModelPlan(
-        {"layers": "Lumina2TransformerBlock"},
-        {"Lumina2TransformerBlock": _lumina2},
-        (*_common, "encoder_attention_mask"),
-        last="layers",
         layers_behind=True,
     ),
     "GlmImageTransformer2DModel": ModelPlan(
         {"transformer_blocks": "GlmImageTransformerBlock"},
         {"GlmImageTransformerBlock": _glm_image},
-        (*_common, "prior_token_id", "prior_token_drop", "target_size", "crop_coords", "image_rotary_emb"),
+        (*COMMON, "prior_token_id", "prior_token_drop", "target_size", "crop_coords", "image_rotary_emb"),
     ),
     "EasyAnimateTransformer3DModel": ModelPlan(
         {"transformer_blocks": "EasyAnimateTransformerBlock"},
         {"EasyAnimateTransformerBlock": _easyanimate},
-        (*_common, "timestep_cond", "encoder_hidden_states_t5", "inpaint_latents", "control_latents"),
+        (*COMMON, "timestep_cond", "encoder_hidden_states_t5", "inpaint_latents", "control_latents"),
     ),
     "JoyImageEditTransformer3DModel": ModelPlan(
         {"double_blocks": "JoyImageTransformerBlock"},
         {"JoyImageTransformerBlock": _joyimage},
-        _common,
+        COMMON,
     ),
     "JoyImageEditPlusTransformer3DModel": ModelPlan(
         {"double_blocks": "JoyImageEditPlusTransformerBlock"},
         {"JoyImageEditPlusTransformerBlock": _joyimage_plus},
-        (*_common, "encoder_hidden_states_mask", "shape_list"),
+        (*COMMON, "encoder_hidden_states_mask", "shape_list"),
     ),
     "ErnieImageTransformer2DModel": ModelPlan(
         {"layers": "ErnieImageSharedAdaLNBlock"},
@@ -294,7 +280,7 @@ JOINT: Mapping[str, ModelPlan] = {
     "ConsisIDTransformer3DModel": ModelPlan(
         {"transformer_blocks": "ConsisIDBlock"},
         {"ConsisIDBlock": _consisid},
-        (*_common, "timestep_cond", "image_rotary_emb", "id_cond", "id_vit_hidden"),
+        (*COMMON, "timestep_cond", "image_rotary_emb", "id_cond", "id_vit_hidden"),
         last="transformer_blocks",
         returned=REAR,
         layers_behind=True,
@@ -302,7 +288,7 @@ JOINT: Mapping[str, ModelPlan] = {
     "HunyuanVideoFramepackTransformer3DModel": ModelPlan(
         *_hunyuan_video,
         (
-            *(*_common, "encoder_attention_mask", "pooled_projections", "guidance", "image_embeds"),
+            *(*COMMON, "encoder_attention_mask", "pooled_projections", "guidance", "image_embeds"),
             *("indices_latents", "latents_clean", "indices_latents_clean"),
             *("latents_history_2x", "indices_latents_history_2x"),
             *("latents_history_4x", "indices_latents_history_4x"),

@@ -74,6 +74,14 @@ LINEAR: Mapping[str, ModelPlan] = {
         blocks={"transformer_blocks": "SanaTransformerBlock"},
         classes={"SanaTransformerBlock": _sana},
         inputs=_inputs,
+        residuals=("controlnet_block_samples",),
+        grid=_patches,
+    ),
+    "SanaControlNetModel": ModelPlan(
+        blocks={"transformer_blocks": "SanaTransformerBlock"},
+        classes={"SanaTransformerBlock": _sana},
+        inputs=(*(n for n in _inputs if n != "guidance"), "controlnet_cond", "conditioning_scale"),
+        last="",
         grid=_patches,
     ),
     "SanaVideoTransformer3DModel": ModelPlan(

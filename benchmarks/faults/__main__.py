@@ -1,0 +1,94 @@
+"""``python -m benchmarks.faults --out FILE``: every fault at every moment, and a restart on the same port."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import disks, job, servers
+from .moments import FAULTS, MOMENTS, ON_GPUS, recurrence_backward
+
+FOLDERS = ("/dev/shm", tempfile.gettempdir())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="moments or parts whose name holds one of these words, by commas")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="of these, by commas")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for one in found(options.only.split(","), options.faults.split(",")):
+        rows.append(one)
+        print(row(one), flush=True)
+        if options.out:
+            write(options.out, rows)
+
+
+def found(only: list[str], faults: list[str]) -> Iterator[dict[str, Any]]:
+    """A row for every fault at every moment."""
+    for name, moment in (MOMENTS | (ON_GPUS if on_gpus() else {})).items():
+        for fault in faults if any(word in name for word in only) else ():
+            yield told(name, fault, moment)
+    for part in (servers, disks):
+        if any(word in part.__name__ for word in only):
+            yield from part.rows()
+
+
+def on_gpus() -> bool:
+    return torch.cuda.device_count() >= 3
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    about = {
+        "command": "python -m benchmarks.faults", "torch": torch.__version__, "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": round(os.getloadavg()[0], 1),
+        "backend": "nccl" if on_gpus() else "gloo", "timeout": job.TIMEOUT, "ranks": 3, "rows": rows,
+    }  # fmt: skip
+    file.write_text(json.dumps(about, indent=1) + "\n")
+
+
+def told(name: str, fault: str, moment) -> dict[str, Any]:
+    """A fault at a moment, then a sound job on the same port."""
+    before = left_behind()
+    try:
+        said, port = job.run(moment, fault)
+    except RuntimeError as error:
+        said, port = [job.Said(0, "not measured", str(error).splitlines()[0], 0.0)], job.free_port()
+    start = time.monotonic()
+    again, _ = job.run(recurrence_backward, "none", port=port)
+    sound = all(s.error == "nothing raised" for s in again)
+    return {
+        "moment": name, "fault": fault, "said": [s._asdict() for s in said],
+        "restart": f"{time.monotonic() - start:.1f} s" if sound else str(again),
+        "left behind": sorted(left_behind() - before),
+    }  # fmt: skip
+
+
+def left_behind() -> set[str]:
+    """Files of ring_la's and of torch's store and shared memory among temporary ones."""
+    ours = re.compile(r"ring_la-|torch_|torch-")
+    return {f"{d}/{name}" for d in FOLDERS for name in os.listdir(d) if ours.match(name)}
+
+
+def row(one: dict[str, Any]) -> str:
+    """A line of the table."""
+    said = one["said"]
+    errors = sorted({s["error"] for s in said})
+    seconds = max((s["seconds"] for s in said), default=0.0)
+    more = f"{', '.join(one['left behind']) or 'nothing'} | {one['restart']}"
+    return f"| {one['moment']} | {one['fault']} | {', '.join(errors)} | {seconds:.1f} | {more} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models of published size on long sequences, with random weights."""

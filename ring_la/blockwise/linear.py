@@ -1,0 +1,85 @@
+"""``y = x Wᵀ + b`` block by block.
+
+    dx = dy W for each block,     dW = Σ dyᵀ x over the blocks of all ranks, added exactly
+
+Channels of dy and x are first divided by a power of two above their largest numbers, so that one bound, 64, holds for
+every product and dW's small entries keep their bits beside large ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..autograd import first_derivative_only, outside_graphs
+from ..context import ShardedLayout
+from .blocks import BLOCK, blocks_of, filled, fixed, together
+from .sums import OF_BLOCKS, exact_sum, largest, part_of, power_above, rounded
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layout: ShardedLayout | None) -> Tensor:
+    """``x Wᵀ + b`` of ``x [B, T, D]``, ``weight [N, D]`` and ``bias [N]``; see `by_block`."""
+    if not fixed(layout):
+        return F.linear(x, weight, bias)
+    layout.require_local("x", x.shape[1])
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return _apart(layout, x, weight, bias)
+
+
+@outside_graphs
+def _apart(layout: ShardedLayout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _Linear.apply(layout, x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: ShardedLayout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.layout, ctx.has_bias = layout, bias is not None
+        ctx.save_for_backward(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            parts = [F.linear(filled(x, b, s, e)[0], weight, bias)[: e - s] for b, s, e in _places(x, layout)]
+        return together(parts, x.shape[0], x.shape[1], x.new_empty(0, 0, len(weight)))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        layout, places = ctx.layout, _places(x, ctx.layout)
+        _, need_x, need_weight, need_bias = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if need_x:
+            dx = together([(filled(dy, *p)[0] @ weight)[: p[2] - p[1]] for p in places], x.shape[0], x.shape[1], x)
+        if need_weight:
+            dweight = _weight_gradient(dy, x, weight, layout)
+        if ctx.has_bias and need_bias:
+            rows = [filled(dy, *p)[0].sum(0) for p in places]
+            like = weight.new_empty(len(weight))
+            dbias = part_of(exact_sum(torch.stack(rows) if rows else like[None][:0], layout), layout, like)
+        return None, dx, dweight, dbias
+
+
+def _places(x: Tensor, layout: ShardedLayout) -> list[tuple[int, int, int]]:
+    return [(b, *block) for b in range(x.shape[0]) for block in blocks_of(layout)]
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, layout: ShardedLayout) -> Tensor:
+    """This rank's part of ``Σ dyᵀ x``."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    above = torch.cat([dy.flatten(0, 1), x.flatten(0, 1)], -1).to(wide)
+    scale = power_above(largest(above, layout))
+    above_y, above_x = scale.split([dy.shape[-1], x.shape[-1]])
+    down_y, down_x = (1 / above_y).to(wide), (1 / above_x).to(wide)
+    top = torch.tensor(2.0 * BLOCK, dtype=torch.float64, device=x.device)
+    total = torch.zeros(weight.shape, dtype=torch.float64, device=x.device)
+    for place in _places(x, layout):
+        product = (filled(dy, *place)[0].to(wide) * down_y).T @ (filled(x, *place)[0].to(wide) * down_x)
+        total += rounded(product, top, OF_BLOCKS)
+    whole = layout.cp.comm.all_reduce(total).wait() * above_y[:, None] * above_x
+    return part_of(whole, layout, weight)

@@ -1,0 +1,105 @@
+"""Experts of Transformers' mixtures spread over the ranks of a sequence: weights, gradients and optimizer states too.
+
+Every class of experts that the library lets choose its implementation (`use_experts_implementation`) keeps its weights
+stacked by expert and takes ``(tokens [N, D], chosen [N, k], weights [N, k])``. Their parameters become shards along the
+experts, and their forward an exchange (`ring_la.nn.expert_ranks`) around three grouped products. Routers, their losses
+and experts that every token passes stay as they were.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from ...errors import ArgumentError, UnsupportedError
+from ...grouped_gemm import grouped_gemm
+from ...nn.expert_ranks import ExpertRanks
+
+
+def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Spread the experts of a parallelized model over the ranks of its sequences. In place; before FSDP2.
+
+    Each rank gets the gradients of its experts whole, so nothing sums them over these ranks; `shard_parameters` shards
+    them over the other axes.
+
+    Args:
+        model: what `parallelize(model, cp)` returned, on any device, "meta" too.
+        mesh: of one axis, the ranks of `cp`, such as ``TrainingMesh.context``.
+
+    Returns:
+        The modules whose parameters are spread.
+
+    Raises:
+        ArgumentError: another mesh, a model that is not parallelized. UnsupportedError: average=True; no experts, or
+            some of a class that says nothing of its layout.
+    """
+    split: Any = getattr(model, "_ring_la", None)
+    if split is None:
+        raise ArgumentError("model", "one that parallelize was given", "one that is not")
+    group = split.settings.cp.comm
+    if mesh.ndim != 1 or mesh.mesh.tolist() != list(group.global_ranks):
+        raise ArgumentError("mesh", f"one axis of the ranks {list(group.global_ranks)}", mesh)
+    if split.settings.average:
+        hint = "Gradients of experts are whole on one rank: sum the others"
+        raise UnsupportedError("average", "False with experts on several ranks", True, hint)
+    found = [(name, m) for name, m in model.named_modules() if _is_experts(m)]
+    if not found:
+        raise UnsupportedError("model", "a mixture whose experts are stacked tensors", type(model).__name__)
+    for name, module in found:
+        _spread(name, module, mesh, group)
+    return [module for _, module in found]
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
+def _spread(name: str, module: Any, mesh: DeviceMesh, group: Any) -> None:
+    """One module's parameters and forward."""
+    experts = {p.shape[0] for p in module.parameters(recurse=False)}
+    if len(experts) != 1 or any(True for child in module.children() for _ in child.parameters()):
+        got = f"{name} ({type(module).__name__})"
+        raise UnsupportedError("model", "experts whose parameters are all stacked by expert", got)
+    for n, p in list(module.named_parameters(recurse=False)):
+        shard = distribute_tensor(p.data, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[n] = nn.Parameter(shard, p.requires_grad)
+    ranks = ExpertRanks(experts.pop(), group)
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        chosen, weights = (x.reshape(-1, x.shape[-1]) for x in (top_k_index, top_k_weights))
+        o = ranks(rows, chosen, weights, _Products(self))
+        return o if o.shape == hidden_states.shape else o.view(hidden_states.shape)  # FSDP2 warns of views
+
+    module.forward = types.MethodType(forward, module)
+
+
+class _Products:
+    """The products of a rank's experts, of whatever class."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts = experts
+
+    def __call__(self, x: Tensor, sizes: Tensor) -> Tensor:
+        e = self.experts
+        h = self._linear(x, sizes, "gate_up_proj" if e.has_gate else "up_proj")
+        h = e._apply_gate(h) if e.has_gate else e.act_fn(h)
+        y = self._linear(h, sizes, "down_proj")
+        return e.post_expert_norm(y) if getattr(e, "has_post_expert_norm", False) else y
+
+    def _linear(self, x: Tensor, sizes: Tensor, name: str) -> Tensor:
+        weight = _local(getattr(self.experts, name)).to(x.dtype)
+        y = grouped_gemm(x, weight if self.experts.is_transposed else weight.mT, sizes)
+        if not self.experts.has_bias:
+            return y
+        bias = _local(getattr(self.experts, f"{name}_bias")).to(x.dtype)
+        return y + bias.repeat_interleave(sizes, 0, output_size=len(x))
+
+
+def _local(p: Tensor) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p

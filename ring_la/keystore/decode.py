@@ -1,0 +1,129 @@
+"""One token of each sequence over the keys of all ranks.
+
+Each rank computes what its own keys give, ``o_r`` and ``lse_r`` of every head; one all-gather of ``[N, H, V + 1]``
+brings all ranks' results, and every rank merges them in the same order:
+
+    lse = log Σ_r exp lse_r,     o = Σ_r exp(lse_r − lse) o_r
+
+so all ranks have the same numbers, bit for bit. A rank without a key of a sequence brings lse = −∞.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, describe_tensor
+from ..outputs import AttentionOutput
+from ..softmax import attention
+from ..softmax.merging import wide
+from .plan import Blocks
+from .store import LayerKeys
+
+
+@torch.no_grad()
+def decode_attention(
+    q: Tensor,
+    state: LayerKeys,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = -1,
+    sinks: Tensor | None = None,
+) -> AttentionOutput:
+    """Softmax attention of one token of each sequence to its keys on all ranks. Collective, without gradients.
+
+    Args:
+        q: ``[N, 1, H, K]``, the last token of each sequence of `state`, the same on all ranks.
+        state: keys and values; that token's are among them.
+        scale: multiplies ``qᵀk``; None: K**-0.5. softcap: c > 0 caps scores at ±c; 0: none.
+        window: earlier tokens a token sees; −1: all. sinks: ``[H]``, one more logit in each head's denominator.
+
+    Returns:
+        AttentionOutput(o ``[N, 1, H, V]`` in q's dtype, lse fp32 (fp64 for fp64) ``[N, H, 1]``). One message:
+        ``N · H · (V + 1)`` numbers in the dtype of lse to each other rank, whatever the sequences' lengths.
+
+    Raises:
+        ArgumentError: by name.
+    """
+    heads, key, _ = state.size
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(state.rows), 1) or q.shape[2] % heads:
+        raise ArgumentError("q", f"[{len(state.rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
+    if q.shape[3] != key:
+        raise ArgumentError("q", f"{key} channels, as the keys have", q.shape[3])
+    o, lse = _own(q[:, 0], state, key**-0.5 if scale is None else scale, softcap, window)
+    comm = None if state.rows.store.cp is None else state.rows.store.cp.comm
+    if comm is not None and comm.size > 1:
+        o, lse = _merged(comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.to(lse.dtype))
+        o, lse = o * torch.exp(lse - total)[..., None], total
+    return AttentionOutput(o[:, None].to(q.dtype), lse[..., None])
+
+
+@torch.no_grad()
+def decode_latents(
+    q: Tensor, state: LayerKeys, w_uk: Tensor, w_uv: Tensor, *, scale: float | None = None, softcap: float = 0.0
+) -> AttentionOutput:
+    """`decode_attention` to latents (`ring_la.mla`, absorbed): every head reads one key ``[c_j ; r_j]``. Collective.
+
+    Args:
+        q: ``[N, 1, H, D + R]``, in each head first what meets W_uk. state: latents, of KeySize(1, L + R, 0).
+        w_uk: ``[H, D, L]``. w_uv: ``[H, V, L]``. scale: None: (D + R)**-0.5. softcap: as in `decode_attention`.
+
+    Returns:
+        AttentionOutput(o ``[N, 1, H, V]``, lse ``[N, H, 1]``). ``N · H · (L + R + 1)`` numbers to each other rank.
+
+    Raises:
+        ArgumentError: by name.
+    """
+    if state.size.heads != 1 or state.size.value:
+        raise ArgumentError("state", "latents: KeySize(1, L + R, 0)", state.size)
+    D, L = w_uk.shape[1:]
+    low = torch.cat([torch.einsum("bthd,hdl->bthl", q[..., :D], w_uk), q[..., D:]], -1)
+    o, lse = decode_attention(low, state, scale=q.shape[3] ** -0.5 if scale is None else scale, softcap=softcap)
+    return AttentionOutput(torch.einsum("bthl,hvl->bthv", o[..., :L], w_uv), lse)
+
+
+def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int) -> tuple[Tensor, Tensor]:
+    """What this rank's keys give: o ``[N, H, V]`` and lse ``[N, H]``, wide."""
+    plan, (heads, key, value) = state.rows.plan(window), state.size
+    dtype, V = wide(q.dtype), value or key
+    parts = []
+    for row, span in plan.alone:
+        k, v = (x.to(q.dtype)[None] for x in state.views(span))
+        rows = q[row].view(heads, -1, key).transpose(0, 1)[None]  # heads that share keys are queries of one
+        o, lse = attention(rows, k, v, causal=False, scale=scale, softcap=softcap)
+        one = torch.cat([o.to(dtype), lse.to(dtype).mT[..., None]], -1)  # [1, H // heads, heads, V + 1]
+        parts.append(one.transpose(1, 2).flatten(1, 2))
+    parts += [_together(q, state, blocks, scale, softcap) for blocks in plan.together]
+    nothing = torch.zeros(1, q.shape[1], V + 1, dtype=dtype, device=q.device)
+    nothing[..., -1] = -torch.inf
+    if not parts:
+        return nothing[..., :-1].expand(len(q), -1, -1), nothing[..., -1].expand(len(q), -1)
+    return _merged(torch.cat([*parts, nothing])[plan.table], 1)
+
+
+def _together(q: Tensor, state: LayerKeys, blocks: Blocks, scale: float, softcap: float) -> Tensor:
+    """What some blocks give, each its row: ``[M, H, V + 1]``, lse last."""
+    heads, n, dtype = state.size.heads, state.rows.store.pages.block, wide(q.dtype)
+    k, v = (memory[state.layer][blocks.slab] for memory in (state.rows.store.k, state.rows.store.v))
+    k = k.unflatten(0, (-1, n))[blocks.block].to(dtype)  # [M, n, heads, K]
+    v = state.values(k, v.unflatten(0, (-1, n))[blocks.block].to(dtype) if state.size.value else k)
+    scores = torch.einsum("mhgk,mnhk->mhgn", q[blocks.row].unflatten(1, (heads, -1)).to(dtype), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~blocks.seen[:, None, None], -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    v = v.masked_fill(~blocks.seen[..., None, None], 0)  # what is left of others may be no number
+    o = torch.einsum("mhgn,mnhv->mhgv", torch.exp(scores - lse), v)
+    return torch.cat([o, lse], -1).flatten(1, 2)
+
+
+def _merged(parts: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Results ``[…, H, V + 1]`` over disjoint keys, lse last, put together along `dim`."""
+    o, lse = parts[..., :-1], parts[..., -1]
+    total = torch.logsumexp(lse, dim)
+    safe = torch.where(torch.isneginf(total), 0.0, total)
+    weight = torch.exp(lse - safe.unsqueeze(dim))
+    return (o * weight[..., None]).sum(dim), total

@@ -1,0 +1,265 @@
+"""The memory: of each layer a tensor for each slab, ``[blocks · block, heads, channels]``, and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..context import ContextParallel, ShardedLayout
+from ..errors import ArgumentError, describe_tensor
+from .pages import Extent, Held, Pages, Span
+from .plan import Plan
+
+BLOCK = 256
+"""Tokens of a block."""
+
+
+class KeySize(NamedTuple):
+    """What one token takes in one layer.
+
+    Of latents (`ring_la.mla`) ``heads`` is 1, ``key`` L + R and ``value`` 0: a value is the beginning of its key.
+    """
+
+    heads: int
+    key: int
+    value: int
+
+
+class KeyStore:
+    """Keys and values of any number of sequences, in each layer, on each rank those of its own tokens.
+
+        store = KeyStore([KeySize(heads=2, key=64, value=64)], cp, dtype=torch.bfloat16)
+        rows = store.open(1).extended(layout)         # a sequence, and room for this rank's tokens of it
+        rows[0].put(k, v)                             # layer 0: keys and values [1, T_local, 2, 64]
+        rows = rows.advanced()                        # a token more, on one of the ranks
+        rows[0].put(k, v)                             # [1, 1, 2, 64], the same on all ranks
+        o, lse = decode_attention(q, rows[0])         # over the keys of all ranks
+
+    Memory is taken in slabs of blocks, never copied to grow and never padded to the longest sequence. A sequence that
+    is not referred to any more gives its blocks back.
+
+    Args:
+        sizes: of each layer that has keys. cp: the ranks; None: this process alone.
+        dtype, device: of the keys; device None: the ranks' (without `cp`, the CPU).
+        block: tokens a block has room for.
+
+    Raises:
+        ArgumentError: by name.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[KeySize],
+        cp: ContextParallel | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        block: int = BLOCK,
+    ) -> None:
+        for size in sizes:
+            if not isinstance(size, KeySize) or min(size.heads, size.key, size.value + 1) < 1:
+                raise ArgumentError("sizes", "a KeySize of positive numbers for each layer", size)
+        if not isinstance(block, int) or block < 1:
+            raise ArgumentError("block", "an int ≥ 1", repr(block))
+        self.sizes, self.cp, self.dtype = list(sizes), cp, dtype
+        self.device = device or (torch.device("cpu") if cp is None else cp.device)
+        self.ranks, self.rank = (1, 0) if cp is None else (cp.size, cp.rank)
+        self.pages = Pages(block, self._grow, self._drop, self._copy)
+        self.k: list[dict[int, Tensor]] = [{} for _ in sizes]
+        self.v: list[dict[int, Tensor]] = [{} for _ in sizes]
+
+    def open(self, count: int) -> KeyRows:
+        """`count` sequences without a token."""
+        return KeyRows(self, [Held(self.pages) for _ in range(count)])
+
+    def reserve(self, tokens: int) -> None:
+        """Take memory for so many tokens of this rank now, which stays."""
+        if not isinstance(tokens, int) or tokens < 1:
+            raise ArgumentError("tokens", "an int ≥ 1", repr(tokens))
+        self.pages.reserve(-(-tokens // self.pages.block))
+
+    @property
+    def token_bytes(self) -> int:
+        """What one token takes in all layers together."""
+        return sum(size.heads * (size.key + size.value) for size in self.sizes) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this rank has taken."""
+        return sum(x.nbytes for layer in (*self.k, *self.v) for x in layer.values())
+
+    def _grow(self, slab: int, blocks: int) -> None:
+        tokens = blocks * self.pages.block
+        for layer, (heads, key, value) in enumerate(self.sizes):
+            for memory, width in ((self.k, key), (self.v, value)):
+                memory[layer][slab] = torch.zeros(tokens, heads, width, dtype=self.dtype, device=self.device)
+
+    def _drop(self, slab: int) -> None:
+        for layer in (*self.k, *self.v):
+            del layer[slab]
+
+    def _copy(self, source: Extent, to: Extent) -> None:
+        n = self.pages.block
+        for layer in (*self.k, *self.v):
+            layer[to.slab][to.first * n : (to.first + to.size) * n] = layer[source.slab][
+                source.first * n : (source.first + source.size) * n
+            ]
+
+
+class Put(NamedTuple):
+    """Tokens of a call that this rank keeps: those at `tokens` of row `row` go where `spans` says, in order."""
+
+    row: int
+    tokens: Tensor | slice
+    spans: list[Span]
+
+
+class KeyRows:
+    """Sequences side by side, one for all layers: ``rows[i]`` is what layer i reads and writes.
+
+    Attributes:
+        held: the sequences, as this rank has them. lengths: tokens of each, those of the call under way among them.
+        seen: tokens of each before that call, int64 ``[N]`` on the device. earlier: the same on the host.
+    """
+
+    def __init__(self, store: KeyStore, held: Sequence[Held]) -> None:
+        self.store, self.held = store, list(held)
+        self.earlier = [x.length for x in self.held]
+        self.here = [x.here for x in self.held]  # tokens of this rank before the call under way
+        self.puts: list[Put] = []
+        self._plans: dict[int, Plan] = {}
+        self._seen: Tensor | None = None
+
+    def __getitem__(self, layer: int) -> LayerKeys:
+        return LayerKeys(self, layer)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, on all ranks."""
+        return [x.length for x in self.held]
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens before the call under way."""
+        if self._seen is None:
+            self._seen = torch.tensor(self.earlier, dtype=torch.int64, device=self.store.device)
+        return self._seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's tokens of all sequences and layers; shared ones count for each."""
+        return self.store.token_bytes * sum(x.here for x in self.held)
+
+    def chosen(self, rows: Sequence[int]) -> KeyRows:
+        """Some of the sequences, in this order."""
+        return KeyRows(self.store, [Held(self.store.pages, self.held[i]) for i in rows])
+
+    @staticmethod
+    def joined(parts: Sequence[KeyRows]) -> KeyRows:
+        """The sequences of all parts, one part after the other."""
+        store = parts[0].store
+        return KeyRows(store, [Held(store.pages, held) for part in parts for held in part.held])
+
+    def place(self, row: int, tokens: Tensor | slice, runs: Sequence[range], length: int) -> None:
+        """`length` tokens more of sequence `row`; `put` takes those at `runs` from `tokens` of its first row."""
+        self.puts.append(Put(0, tokens, self.held[row].add(runs, length)))
+
+    def extended(self, layout: ShardedLayout) -> KeyRows:
+        """The sequences with the tokens of a layout more (packed: of each document), which layers will `put`."""
+        rows = self.chosen(range(len(self)))
+        positions, packed = layout.positions_of(layout.tokens()), layout.packed
+        documents = layout.documents_of(layout.tokens()) if packed else None
+        cu = layout.cu_seqlens
+        for i, held in enumerate(rows.held):
+            mine: Tensor | slice = slice(None) if documents is None else (documents == i).nonzero().flatten()
+            new = cu[i + 1] - cu[i] if packed else layout.seq_len
+            spans = held.add(_runs(positions[mine] + held.length), new)
+            at = mine if isinstance(mine, slice) else mine.to(self.store.device)
+            rows.puts.append(Put(i if not packed else 0, at, spans))
+        return rows
+
+    def advanced(self, in_place: bool = False) -> KeyRows:
+        """The sequences with one token more each, on one of the ranks in turn. `in_place`: these are not used again."""
+        rows = KeyRows(self.store, self.held) if in_place else self.chosen(range(len(self)))
+        for i, held in enumerate(rows.held):
+            at = held.length
+            mine = [range(at, at + 1, self.store.ranks)] if at % self.store.ranks == self.store.rank else []
+            spans = held.add(mine, 1)
+            if spans:
+                rows.puts.append(Put(i, slice(None), spans))
+        return rows
+
+    def plan(self, window: int) -> Plan:
+        """Where one more token of each sequence finds the keys of this rank that it sees; made once for all layers."""
+        if window not in self._plans:
+            first = [0 if window < 0 else x.before(x.length - 1 - window) for x in self.held]
+            self._plans[window] = Plan.of(self.held, first, self.store.pages.block, self.store.device)
+        return self._plans[window]
+
+
+class LayerKeys(NamedTuple):
+    """One layer's keys and values of `rows`: a layer's state, where keys stay on their ranks."""
+
+    rows: KeyRows
+    layer: int
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens of each sequence before the call under way, int64 ``[N]``."""
+        return self.rows.seen
+
+    @property
+    def size(self) -> KeySize:
+        """What a token takes."""
+        return self.rows.store.sizes[self.layer]
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in this layer."""
+        heads, key, value = self.size
+        return heads * (key + value) * self.rows.store.dtype.itemsize
+
+    def put(self, k: Tensor, v: Tensor | None = None) -> None:
+        """Write keys ``[B, T, heads, ·]`` and values of the call under way: this rank's tokens of a layout, or one
+        token of each sequence, the same on all ranks.
+
+        Raises:
+            ArgumentError: other heads or channels.
+        """
+        heads, key, value = self.size
+        for name, x, width in (("k", k, key), ("v", v, value)):
+            if x is None and not width:
+                continue
+            if x is None or x.dim() != 4 or x.shape[2:] != (heads, width):
+                raise ArgumentError(name, f"[B, T, {heads}, {width}]", "None" if x is None else describe_tensor(x))
+            memory = (self.rows.store.k if name == "k" else self.rows.store.v)[self.layer]
+            for row, tokens, spans in self.rows.puts:
+                mine, at = x[row, tokens], 0
+                for slab, start, stop in spans:
+                    memory[slab][start:stop] = mine[at : at + stop - start]
+                    at += stop - start
+
+    def views(self, span: Span) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[n, heads, ·]`` of tokens side by side."""
+        k = self.rows.store.k[self.layer][span.slab][span.start : span.stop]
+        return k, self.values(k, self.rows.store.v[self.layer][span.slab][span.start : span.stop])
+
+    def values(self, k: Tensor, v: Tensor) -> Tensor:
+        """The values; of latents the keys themselves, of which what comes out is cut."""
+        return v if self.size.value else k
+
+
+def _runs(positions: Tensor) -> list[range]:
+    """Ascending positions ``[n]`` as ranges: one where all are as far apart, else of those side by side."""
+    if not len(positions):
+        return []
+    apart = positions.diff()
+    step = int(apart[0]) if len(apart) and bool((apart == apart[0]).all()) else 1
+    cuts = (apart != step).nonzero().flatten() + 1
+    return [range(int(part[0]), int(part[-1]) + 1, step) for part in positions.tensor_split(cuts)]

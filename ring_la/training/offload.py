@@ -1,0 +1,144 @@
+"""What the backward pass needs, kept in host memory meanwhile, copied beside the computation.
+
+    with Offload(in_flight=2 << 30) as offload:
+        loss = model.loss(...)                     # what autograd keeps goes to the host
+    loss.backward()                                # and comes back, a little ahead of its use
+
+With recomputation of whole blocks (`recompute(model, ["block"])`, or Transformers' gradient checkpointing) what
+autograd keeps is one tensor a block, so little travels. A device copies on a stream of its own into pinned memory. A
+tensor's memory on the device is free once its copy is done; back-pressure: where more than `in_flight` bytes wait for
+that, the host waits for the oldest, so that the device never holds much more than that of tensors on their way.
+Backward, a tensor that is asked for brings the `ahead` tensors kept before it on their way too.
+
+On GPUs this has not been run. Without one the copies are made at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """A context manager around a forward pass.
+
+    Args:
+        in_flight: bytes on their way to the host, at most, but for one tensor.
+        least: smaller tensors stay where they are, bytes.
+        ahead: tensors that are fetched before they are asked for.
+
+    Attributes:
+        moved: bytes that went to the host. most_in_flight: the most that were on their way there at once.
+
+    Raises:
+        ArgumentError: a number below its least.
+    """
+
+    def __init__(self, in_flight: int = 2 << 30, least: int = 1 << 20, ahead: int = 1) -> None:
+        for name, value in (("in_flight", in_flight), ("least", least), ("ahead", ahead)):
+            if value < 0:
+                raise ArgumentError(name, "a number ≥ 0", value)
+        self.in_flight, self.least, self.ahead = in_flight, least, ahead
+        self.moved = self.most_in_flight = 0
+        self._waiting: deque[_Kept] = deque()
+        self._order: list[weakref.ref[_Kept]] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, x: Tensor) -> Tensor | _Kept:
+        if x.nbytes < self.least or isinstance(_owner(x), nn.Parameter) or type(x) is not Tensor:
+            return x
+        kept = _Kept(x, self._stream(x.device), len(self._order))
+        self.moved += x.nbytes
+        self._order.append(weakref.ref(kept))
+        self._waiting.append(kept)
+        self.most_in_flight = max(self.most_in_flight, self._relieve())
+        return kept
+
+    def _relieve(self) -> int:
+        """Let go of tensors whose copies are done, and wait for the oldest while too much is on its way; bytes left."""
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft().let_go()
+        left = sum(kept.bytes for kept in self._waiting)
+        while len(self._waiting) > 1 and left > self.in_flight:
+            oldest = self._waiting.popleft()
+            oldest.let_go(wait=True)
+            left -= oldest.bytes
+        return left
+
+    def _unpack(self, kept: Tensor | _Kept) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._relieve()
+        for place in range(kept.place, max(-1, kept.place - self.ahead - 1), -1):
+            other = self._order[place]()
+            if other is not None:
+                other.fetch()
+        return kept.take()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+def _owner(x: Tensor) -> Tensor:
+    """The tensor whose memory this is."""
+    return x if x._base is None else x._base
+
+
+class _Kept:
+    """One tensor in host memory."""
+
+    def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, place: int) -> None:
+        self.device, self.stream, self.place, self.bytes = x.device, stream, place, x.nbytes
+        self.source: Tensor | None = x.detach()
+        self.back: Tensor | None = None
+        self.event: torch.cuda.Event | None = None
+        self.host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
+        if stream is None:
+            self.host.copy_(x)
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self.host.copy_(self.source, non_blocking=True)
+            self.event = stream.record_event()
+
+    def done(self) -> bool:
+        """Whether the copy to the host is made."""
+        return self.event is None or self.event.query()
+
+    def let_go(self, wait: bool = False) -> None:
+        """The device's tensor is not needed any more; `wait` until its copy is made."""
+        if wait and self.event is not None:
+            self.event.synchronize()
+        self.source = None
+
+    def fetch(self) -> None:
+        """Start the way back; a tensor that is on the device still is taken as it is."""
+        if self.back is not None or self.source is not None:
+            return
+        if self.stream is None:
+            self.back = self.host.to(self.device, copy=True)
+            return
+        with torch.cuda.stream(self.stream):
+            self.back = torch.empty_like(self.host, device=self.device)
+            self.back.copy_(self.host, non_blocking=True)
+
+    def take(self) -> Tensor:
+        """The tensor on its device, for the current stream."""
+        self.fetch()
+        x = self.source if self.source is not None else self.back
+        assert x is not None
+        if self.stream is not None and self.back is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self.stream)
+            x.record_stream(current)
+        return x

@@ -1,0 +1,140 @@
+"""A hybrid model under ``deterministic=True``: logits, losses, every gradient and training steps are the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ring_la
+from ring_la.inference import BlockReader
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.training import sum_gradients
+from tests.support.pool import group
+
+LAYERS = ["gdn", "kda", "mamba2", "rwkv7", "gla", "attention"]
+PACKED = (0, 70, 71, 170)
+
+
+def model(layers: list[str] = LAYERS) -> HybridLM:
+    torch.manual_seed(0)
+    options = {"mamba2": dict(state_dim=16), "attention": dict(num_kv_heads=1, qk_norm=True, gated=True)}
+    options = {name: o for name, o in options.items() if name in layers}
+    # 3 heads and 33 channels: rows of which vector registers are not multiples
+    m = HybridLM(HybridConfig(50, 48, layers, 3, mlp_dim=33, options=options))
+    with torch.no_grad():
+        for p in m.parameters():  # some start at zero, and others' gradients with them
+            p += 0.02 * torch.randn(p.shape)
+    return m
+
+
+def tokens(*lengths: int, seed: int = 1) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 50, (n,), generator=rng) for n in lengths]
+
+
+def trained(rank: int, P: int, kind: str, cu: tuple[int, ...], layers: list[str], steps: int = 2) -> dict[str, Tensor]:
+    """Of some steps of training: losses, and the last one's gradients, parameters and logits."""
+    m, (ids,) = model(layers), tokens(cu[-1])
+    cp = ring_la.ContextParallel(group(P), deterministic=True, attention="ulysses" if P == 3 else "auto")
+    layout, out = cp.layout(cu[-1], kind, cu_seqlens=cu if len(cu) > 2 else None), {}
+    optimizer, mine = torch.optim.AdamW(m.parameters(), lr=0.01), layout.shard(ids[None])
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = m.loss(mine, layout=layout)
+        loss.backward()
+        sum_gradients(m.parameters(), cp)
+        optimizer.step()
+        out[f"loss {step}"] = cp.comm.all_reduce(loss.detach()).wait()
+    out |= {f"gradient of {n}": p.grad for n, p in m.named_parameters()}
+    out |= {n: p.detach() for n, p in m.named_parameters()}
+    with torch.no_grad():
+        return out | {"logits": layout.gather(m(mine, layout=layout).logits)}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [n for n in one | other if not torch.equal(one[n], other[n])]
+
+
+def test_training_does_not_depend_on_ranks_or_layouts(ranks):
+    one = ranks.run(1, trained, 1, "contiguous", PACKED, LAYERS)[0]
+    assert all(torch.isfinite(x).all() and x.any() for n, x in one.items() if "gradient" in n)
+    for P, kind in ((2, "zigzag"), (3, "contiguous"), (4, "zigzag")):
+        for some in ranks.run(P, trained, P, kind, PACKED, LAYERS):
+            assert not differing(one, some), (P, kind)
+
+
+OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2"]
+
+
+def test_other_layers_do_not_depend_on_ranks(ranks):
+    one = ranks.run(1, trained, 1, "contiguous", PACKED, OTHERS, 1)[0]
+    for some in ranks.run(3, trained, 3, "zigzag", PACKED, OTHERS, 1):
+        assert not differing(one, some)
+
+
+def plain(rank: int, layers: list[str]) -> dict[str, Tensor]:
+    """The first loss and its gradients, in fp64 and without blocks."""
+    m, (ids,) = model(layers).double(), tokens(PACKED[-1])
+    loss = m.loss(ids[None], cu_seqlens=torch.tensor(PACKED))
+    loss.backward()
+    return {"loss 0": loss.detach()} | {f"gradient of {n}": p.grad for n, p in m.named_parameters()}
+
+
+def test_values_are_those_of_other_layouts(ranks):
+    want = ranks.run(1, plain, LAYERS)[0]
+    got = ranks.run(1, trained, 1, "contiguous", PACKED, LAYERS, 1)[0]
+    for name, x in want.items():
+        assert float((got[name] - x).norm() / x.norm()) < 2e-5, name
+
+
+def packed(rank: int, P: int, kind: str, order: tuple[int, ...], rows: bool = False) -> dict[str, Tensor]:
+    """Loss and gradients of three documents packed in some order, or as rows of a batch, and the logits of each."""
+    m, documents = model(), tokens(70, 70, 70)
+    cp = ring_la.ContextParallel(group(P), deterministic=True)
+    if rows:
+        layout, ids = cp.layout(70, kind), torch.stack([documents[i] for i in order])
+    else:
+        layout, ids = (
+            cp.layout(210, kind, cu_seqlens=(0, 70, 140, 210)),
+            torch.cat([documents[i] for i in order])[None],
+        )
+    loss = m.loss(layout.shard(ids), layout=layout)
+    loss.backward()
+    sum_gradients(m.parameters(), cp)
+    with torch.no_grad():
+        logits = layout.gather(m(layout.shard(ids), layout=layout).logits).view(3, 70, -1)
+    out = {f"logits {n}": logits[i] for i, n in enumerate(order)} | {n: p.grad for n, p in m.named_parameters()}
+    return out | {"loss": cp.comm.all_reduce(loss.detach()).wait()}
+
+
+def test_packing_changes_no_bit(ranks):
+    one = ranks.run(1, packed, 1, "contiguous", (0, 1, 2))[0]
+    for P, kind, order, rows in (
+        (3, "zigzag", (1, 2, 0), False),
+        (2, "contiguous", (2, 1, 0), True),
+    ):
+        for some in ranks.run(P, packed, P, kind, order, rows):
+            assert not differing(one, some), (P, kind, order, rows)
+
+
+def decoded(rank: int, P: int, T: int, read: int) -> tuple[Tensor, Tensor]:
+    """Logits of two documents from one forward pass over `P` ranks, and token by token after a prefill of `read`."""
+    m, ids = model(), torch.stack(tokens(T, T))
+    cp = ring_la.ContextParallel(group(P), deterministic=True)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    reader = BlockReader(m, ring_la.ContextParallel(alone, deterministic=True))
+    layout = cp.layout(T, "zigzag")
+    with torch.no_grad():
+        whole = layout.gather(m(layout.shard(ids), layout=layout).logits)
+    border = read // 64 * 64
+    steps = [reader.prefill(ids[:, :read], layout=cp.layout(border) if border and P > 1 else None)]
+    steps += [reader.step(ids[:, t]) for t in range(read, T)]
+    return whole[:, read - 1 :], torch.stack(steps, 1)
+
+
+@pytest.mark.parametrize(("P", "T", "read"), [(1, 66, 62), (2, 131, 126)])
+def test_prefill_and_decoding_are_the_forward_pass(ranks, P, T, read):
+    for whole, steps in ranks.run(P, decoded, P, T, read):
+        assert torch.equal(whole, steps)

@@ -1,0 +1,247 @@
+"""What a rank does with cases: the truth of its share of them, every split call, and what is off in its tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import traceback
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ring_la
+from tests.support.pool import group
+
+from .case import Case
+from .problem import Here, Problem, Tensors, make
+from .resuming import resume
+from .rounding import Rounded, rounded
+
+FLOOR = {"fp32": 5e-5, "bf16": 2.0**-6}
+"""What low precision may always be off by, where the rounded loop happens to be right or its errors cancel."""
+HARD = 2e-4
+"""The same for fp32 where log-decays are of −40: kernels sum them, and a sum of some hundreds is right to 3e-5."""
+TIMES = 2.0
+"""Times the error of the rounded loop that a result may be off."""
+LEAST = {"fp64": 1e-4, "fp32": 0.1, "bf16": 1.0}
+"""What an element counts as at least. Inputs and what flows back are of size 1: where a gradient is the difference of
+two numbers of that size (one key: softmax has none), low precision leaves their rounding."""
+
+
+class Told(NamedTuple):
+    """What came of a case on a rank.
+
+    Attributes:
+        kind: "right", "wrong", "refused" (an error of ring_la's that names an argument) or "raised".
+        words: what is wrong, or the error. ratio: the largest error, as a part of what it may be.
+    """
+
+    kind: str
+    words: str = ""
+    ratio: float = 0.0
+
+
+class Truth(NamedTuple):
+    """Of a case: outputs and gradients in fp64, and how far off the rounded loop is, by name."""
+
+    outputs: Tensors
+    gradients: Tensors
+    budget: dict[str, float]
+    error: str = ""
+
+
+@functools.cache
+def context(P: int, scan: str, attention: str, deterministic: bool, validate: str) -> ring_la.ContextParallel:
+    """One ContextParallel for each group and strategies."""
+    how: Any = dict(scan=scan, attention=attention, deterministic=deterministic, validate=validate)
+    return ring_la.ContextParallel(group(P), **how, timeout=20.0)
+
+
+def judge(rank: int, lines: list[str]) -> tuple[list[Told], float]:
+    """Cases of one number of ranks: what came of each here, up to one that raised, and the CPU seconds it took."""
+    start, cases = time.process_time(), [Case.parse(line) for line in lines]
+    P, told = cases[0].P, []
+    if cases[0].op == "resume":
+        return [_told(lambda: resume(cases[0]))], time.process_time() - start
+    mine = {i: truth_of(case) for i, case in enumerate(cases) if i % P == rank}
+    shared: list[Any] = [None] * P
+    dist.all_gather_object(shared, mine, group=group(P))
+    truths = {i: t for part in shared for i, t in part.items()}
+    for i, case in enumerate(cases):
+        told.append(_told(functools.partial(compare, case, truths[i])))
+        if told[-1].kind == "raised":
+            break
+    return told, time.process_time() - start
+
+
+def _told(run) -> Told:
+    try:
+        out = run()
+    except (ring_la.ArgumentError, ring_la.UnsupportedError) as error:
+        return Told("refused", f"{type(error).__name__}: {error}")
+    except Exception as error:
+        return Told("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    if isinstance(out, Told):
+        return out
+    return Told("wrong", out) if out else Told("right")
+
+
+# -- the truth ---------------------------------------------------------------------------------------------
+
+
+def truth_of(case: Case) -> Truth:
+    """The fp64 loop of a case and, in low precision, the rounded one."""
+    try:
+        problem = make(case)
+        leaves = _quantised(case, problem)
+        outputs, gradients = _run(case, problem, leaves)
+        budget = {}
+        if case.dtype != "fp64":
+            with Rounded(case.torch_dtype):
+                low_outputs, low_gradients = _run(case, problem, leaves)
+            pairs = _of_both(case, problem, (low_outputs, low_gradients), (outputs, gradients))
+            budget = {n: error(got, want, case, _rms(want)) for n, (got, want) in pairs.items()}
+        return Truth(outputs, gradients, budget)
+    except Exception as error_:
+        return Truth({}, {}, {}, f"{type(error_).__name__}: {error_}")
+
+
+def _of_both(case: Case, problem: Problem, low: tuple, high: tuple) -> dict[str, tuple[Tensor, Tensor]]:
+    """The rounded loop's results in the dtypes they come in, beside the truth."""
+    given = problem.dtypes
+    out = {n: (rounded(x, problem.results.get(n, case.torch_dtype)), high[0][n]) for n, x in low[0].items()}
+    return out | {
+        f"d{n}": (rounded(x, given.get(n, case.torch_dtype)), high[1][n]) for n, x in low[1].items()
+    }  # fmt: skip
+
+
+def _quantised(case: Case, problem: Problem) -> Tensors:
+    """All inputs in fp64, as numbers that their dtype holds."""
+    return {n: rounded(x, problem.dtypes.get(n, case.torch_dtype)) for n, x in problem.inputs.items()}
+
+
+def _run(case: Case, problem: Problem, leaves: Tensors) -> tuple[Tensors, Tensors]:
+    leaves = {n: x.clone().requires_grad_(problem.gradients) for n, x in leaves.items()}
+    outputs = problem.truth(leaves)
+    if not problem.gradients:
+        return outputs, {}
+    loss = sum((outputs[n] * d).sum() for n, d in cotangents(case, problem, outputs).items())
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return _detached(outputs), {n: torch.zeros_like(x) for n, x in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return _detached(outputs), {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found)}
+
+
+def _detached(x: Tensors) -> Tensors:
+    return {n: t.detach() for n, t in x.items()}
+
+
+def cotangents(case: Case, problem: Problem, outputs: Tensors) -> Tensors:
+    """What flows back into each output of the whole sequence, in numbers that the case's dtype holds."""
+    rng = torch.Generator().manual_seed(case.seed + 1)
+    drawn = {n: torch.randn(outputs[n].shape, generator=rng, dtype=torch.float64) for n in problem.where}
+    return {n: rounded(d, case.torch_dtype) for n, d in drawn.items()}
+
+
+# -- the split call ----------------------------------------------------------------------------------------
+
+
+def compare(case: Case, truth: Truth) -> Told:
+    """Run a case's split call and hold this rank's tensors to the truth."""
+    problem = make(case)
+    scan = "ring" if case.is_softmax or case.deterministic else case.scan
+    attention = case.attention if case.op == "forgetting_attention" else "auto"  # others are told with the call
+    cp = context(case.P, scan, attention, case.deterministic, case.validate)
+    layout = cp.layout(case.T, case.kind, case.cu, case.multiple_of)
+    others = {n: cp.layout(T, kind, case.cu) for n, (T, kind) in problem.layouts.items()}
+    here = Here(cp, layout, others)
+    local = _local(case, problem, here)
+    with torch.set_grad_enabled(problem.gradients):
+        outputs = problem.ours(local, here)
+    if truth.error:
+        return Told("wrong", f"the reference raises {truth.error}, the split call does not")
+    gradients = _gradients(case, problem, here, local, outputs, truth) if problem.gradients else {}
+    return _judged(case, problem, here, outputs, gradients, truth)
+
+
+def _local(case: Case, problem: Problem, here: Here) -> Tensors:
+    """This rank's inputs."""
+    leaves = {}
+    for n, x in _quantised(case, problem).items():
+        x = x.to(problem.dtypes.get(n, case.torch_dtype))
+        x = here.of(problem.of.get(n)).shard(x) if n in problem.tokens else x
+        leaves[n] = x.clone().requires_grad_(problem.gradients)
+    return leaves
+
+
+def _gradients(case: Case, problem: Problem, here: Here, local: Tensors, outputs: Tensors, truth: Truth) -> Tensors:
+    """Of this rank's inputs; those of shared ones summed over ranks."""
+    loss: Any = 0.0
+    for n, d in cotangents(case, problem, truth.outputs).items():
+        dim = problem.where[n]
+        if isinstance(dim, int):
+            d = here.of(problem.of.get(n)).shard(d, dim)
+        if outputs[n].requires_grad:
+            loss = loss + (outputs[n].double() * d).sum() / (case.P if dim is None else 1)
+    leaves = {n: x for n, x in local.items()}
+    if not isinstance(loss, Tensor):
+        return {}
+    found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
+    for n, g in found.items():
+        g = torch.zeros_like(leaves[n]) if g is None else g
+        assert g.dtype == leaves[n].dtype, f"the gradient of {n} is {g.dtype}"
+        found[n] = here.cp.comm.all_reduce(g.double()).wait() if n in problem.shared else g
+    return found
+
+
+def _judged(case: Case, problem: Problem, here: Here, outputs: Tensors, gradients: Tensors, truth: Truth) -> Told:
+    wrong, worst = [], 0.0
+    for n, got in (outputs | {f"d{n}": g for n, g in gradients.items()}).items():
+        whole, part = _wanted(problem, here, n, truth)
+        if n in problem.where and problem.where[n] == "part":
+            got = here.cp.comm.all_reduce(got.detach()).wait()
+        if n in outputs and got.dtype != (dtype := problem.results.get(n, case.torch_dtype)):
+            wrong.append(f"{n} is {got.dtype}, not {dtype}")
+        off = error(got, part, case, _rms(whole))
+        bound = 1e-300 if n in problem.exact else _bound(case, problem, truth, n)
+        worst = max(worst, off / bound)
+        if not off <= bound:
+            wrong.append(f"{n} is off by {off:.1e} of at most {bound:.1e}")
+    return Told("wrong" if wrong else "right", "; ".join(wrong), worst)
+
+
+def _bound(case: Case, problem: Problem, truth: Truth, name: str) -> float:
+    if case.dtype == "fp64":
+        return problem.bound
+    floor = HARD if case.dtype == "fp32" and case.how.get("hard") else FLOOR[case.dtype]
+    return floor + TIMES * truth.budget[name]
+
+
+def _wanted(problem: Problem, here: Here, name: str, truth: Truth) -> tuple[Tensor, Tensor]:
+    """The truth of an output or gradient, whole and of this rank."""
+    if name in problem.where:
+        whole, dim = truth.outputs[name], problem.where[name]
+        return whole, here.of(problem.of.get(name)).shard(whole, dim) if isinstance(dim, int) else whole
+    own = name[1:]
+    whole = truth.gradients[own]
+    return whole, here.of(problem.of.get(own)).shard(whole) if own in problem.tokens else whole
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+
+
+def error(got: Tensor, want: Tensor, case: Case, rms: float) -> float:
+    """‖got − want‖ / ‖want‖; a part counts as at least a tenth of an average one, and an element as LEAST."""
+    if got.shape != want.shape:
+        return math.inf
+    got, want = got.detach().double(), want.double()
+    if not want.numel():
+        return 0.0
+    if not bool(torch.isfinite(got).all()):
+        return math.inf
+    size = max(float(want.norm()), max(0.1 * rms, LEAST[case.dtype]) * math.sqrt(want.numel()))
+    return float((got - want).norm()) / size

@@ -1,0 +1,77 @@
+"""A few hundred random cases; a mistake that is planted is found, and shrunk to the line that shows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+import ring_la
+from tests.fuzz import in_rank
+from tests.fuzz.__main__ import case_of
+from tests.fuzz.case import Case
+from tests.fuzz.draw import draw
+from tests.fuzz.judge import Jury
+from tests.fuzz.shrink import shrink
+
+CASES = 250
+
+
+def test_random_cases_are_right(ranks):
+    seen, wrong = Counter(), []
+    for verdict in Jury(ranks).of(case_of(0, n, small=True) for n in range(CASES)):
+        seen[verdict.kind] += 1
+        wrong += [f"{verdict.case.line}\n{verdict.words}"] if verdict.kind == "wrong" else []
+    assert not wrong, "\n".join(wrong)
+    assert seen["right"] > 0.95 * CASES  # what is refused is not judged
+
+
+FOUND = (
+    '{"op":"forgetting_attention","P":2,"T":20,"cu":[0,2,10,13,15,20],"groups":2,"V":5,"how":{"left":4,"dlse":true}}',
+    '{"op":"mlstm","P":2,"T":3,"validate":"always","seed":236374894}',
+    '{"op":"mlstm","T":1,"dtype":"bf16","seed":946177337,"how":{"final":true}}',
+    '{"op":"mla","P":2,"T":2,"seed":755642186,"how":{"causal":true,"window":[-1,-1],"rotary":0,"latent":8}}',
+)
+"""What longer runs found: the gradient of lse, a sum that rounds above zero, a state's dtype, a kernel's own Δ."""
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_what_was_found_is_right(ranks, line):
+    verdict = Jury(ranks).one(Case.parse(line))
+    assert verdict.kind == "right", verdict.words
+
+
+def test_a_case_is_the_line_it_prints():
+    for seed in range(50):
+        case = draw(Random(seed))
+        assert Case.parse(str(case)) == case
+
+
+def planted(rank: int, lines: list[str]) -> str:
+    """What is said of a case where the gated delta rule takes its documents for one."""
+    right = ring_la.gated_delta_rule
+
+    def wrong(*args, layout, **keywords):
+        whole = layout.cp.layout(layout.seq_len, layout.kind)
+        return right(*args, layout=whole if layout.num_documents > 1 else layout, **keywords)
+
+    ring_la.gated_delta_rule = wrong
+    try:
+        return in_rank.judge(0, lines)[0][0].kind
+    finally:
+        ring_la.gated_delta_rule = right
+
+
+def test_a_planted_mistake_is_shrunk_to_a_line(ranks):
+    how = {"l2norm": True, "scale": 0.3}
+    case = Case("gated_delta_rule", kind="zigzag", T=19, cu=(0, 3, 3, 11, 19), Hk=2, groups=2, K=4, V=3, how=how)
+
+    def fails(c: Case) -> bool:
+        return ranks.run(1, planted, [str(c)])[0] == "wrong"
+
+    assert fails(case)
+    small = shrink(case, fails)
+    assert fails(small)
+    assert (small.T, small.documents) == (2, 2)
+    assert len(small.line) < 120

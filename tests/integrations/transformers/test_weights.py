@@ -1,0 +1,114 @@
+"""Weights of sharded models: read by slices, drawn, and written in Transformers' own format, from any split."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.support.pool import group
+from tests.support.transformers_models import CASES
+
+MODELS = {
+    1: ["qwen3_next"],
+    2: ["nemotron_h"],
+    3: ["kimi_linear", "qwen3_next"],  # four experts over three ranks are 2, 2 and 0
+    4: ["qwen3_5_moe", "kimi_linear"],
+}
+
+
+def empty(folder: str, ranks: int):
+    """The model of a folder on "meta", its layers and the rest sharded over so many ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    mesh = DeviceMesh.from_group(group(ranks), "cpu")
+    for layer in model.base_model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def there_and_back(rank: int, folders: list[str], ranks: int) -> list[tuple[int, int]]:
+    """Read each folder, compare with the whole model, write it again; bytes read, and held when writing."""
+    from transformers import AutoModelForCausalLM
+
+    from ring_la.integrations.transformers.weights import load_weights, save_weights
+
+    out = []
+    for folder in folders:
+        model = empty(folder, ranks)
+        read = load_weights(model, folder)
+        whole = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+        state = model.state_dict()
+        assert state.keys() == whole.keys()
+        for name, x in state.items():
+            x = x.full_tensor() if hasattr(x, "full_tensor") else x
+            assert torch.equal(x, whole[name]), name
+        for name, b in model.named_buffers():
+            assert not b.is_meta, name
+            assert torch.isfinite(b).all(), name
+        ids = torch.arange(3, 24)[None]
+        assert torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
+        held = save_weights(model, f"{folder}-by-{ranks}", file_bytes=30_000)
+        out.append((read, held))
+    return out
+
+
+@pytest.mark.parametrize("ranks_", [1, 2, 3, 4])
+def test_weights_go_to_shards_and_back_without_a_whole_copy(ranks, tmp_path, ranks_):
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    folders, expected, sizes = [], {}, {}
+    for name in MODELS[ranks_]:
+        model = CASES[name].make()
+        folder = str(tmp_path / name)
+        model.save_pretrained(folder, max_shard_size="30KB")
+        assert Path(folder, "model.safetensors.index.json").exists()
+        folders.append(folder)
+        expected[folder] = model.state_dict()
+        sizes[folder] = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
+    for found in ranks.run(ranks_, there_and_back, folders, ranks_):
+        for folder, (read, held) in zip(folders, found):
+            share = {1: 1.0, 2: 0.65, 3: 0.65, 4: 0.4}[ranks_]
+            assert read <= sizes[folder] * share, (folder, read, sizes[folder])
+            assert held <= 30_000, "more than a file"
+    for folder in folders:
+        out = Path(f"{folder}-by-{ranks_}")
+        index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+        assert index.keys() == json.loads(Path(folder, "model.safetensors.index.json").read_text())["weight_map"].keys()
+        for file in set(index.values()):
+            with safe_open(out / file, "pt") as opened:
+                assert {n for n, f in index.items() if f == file} == set(opened.keys())
+        back = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+        assert all(torch.equal(x, expected[folder][n]) for n, x in back.items())
+        assert math.isclose(sum(f.stat().st_size for f in out.glob("*.safetensors")), sizes[folder], rel_tol=0.05)
+
+
+def drawn(rank: int, folder: str, ranks: int) -> dict[str, torch.Tensor]:
+    from ring_la import ArgumentError
+    from ring_la.integrations.transformers.weights import draw_weights, load_weights
+
+    model = empty(folder, ranks)
+    draw_weights(model, seed=3)
+    with pytest.raises(ArgumentError, match="folder: expected a folder with"):
+        load_weights(model, f"{folder}/nowhere")
+    return {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in model.state_dict().items()}
+
+
+def test_drawn_weights_do_not_depend_on_the_split(ranks, tmp_path):
+    model = CASES["qwen3_next"].make()
+    model.config.save_pretrained(tmp_path)
+    one, three = (ranks.run(n, drawn, str(tmp_path), n)[0] for n in (1, 3))
+    assert one.keys() == model.state_dict().keys()
+    for name, x in one.items():
+        assert torch.equal(x, three[name]), name
+    assert 0.01 < float(one["model.embed_tokens.weight"].std()) < 0.03

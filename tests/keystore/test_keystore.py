@@ -1,0 +1,148 @@
+"""Keys that stay on their ranks: one token's attention to all of them is that of one process to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_la import ArgumentError, ContextParallel
+from ring_la.inference import KeyRows, KeySize, KeyStore, decode_attention, decode_latents, read_attention
+from tests.support.pool import group
+
+LENGTHS = (37, 5, 1, 90)
+H, HK, K, V, BLOCK = 4, 2, 6, 5, 2  # 32 tokens side by side are read where they are
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, window: int = -1, softcap: float = 0.0, sinks: Tensor | None = None):
+    """The last token ``q [H, K]`` over ``k, v [S, HK, ·]``: o ``[H, V]``, lse ``[H]``."""
+    begin = 0 if window < 0 else max(0, len(k) - 1 - window)
+    k, v = (x[begin:].repeat_interleave(len(q) // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("hk,shk->hs", q, k) * q.shape[1] ** -0.5
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores if sinks is None else torch.cat([scores, sinks[:, None]], 1)
+    o = torch.einsum("hs,shv->hv", scores.softmax(1)[:, : len(k)], v)
+    return o, scores.logsumexp(1)
+
+
+def check_decoding(rank: int) -> None:
+    cp = ContextParallel(group(), scan="ring")
+    store = KeyStore([KeySize(HK, K, V)], cp, dtype=torch.float64, block=BLOCK)
+    keys, values, parts = [], [], []
+    for i, n in enumerate(LENGTHS):
+        keys.append(drawn(i, n, HK, K))
+        values.append(drawn(9 + i, n, HK, V))
+        layout = cp.layout(n, ("zigzag", "contiguous", "striped")[i % 3])
+        parts.append(store.open(1).extended(layout))
+        parts[-1][0].put(*(layout.shard(x[-1][None]) for x in (keys, values)))
+    rows, options = KeyRows.joined(parts), [{}, dict(window=6), dict(softcap=2.0, sinks=drawn(3, H))]
+    del parts
+    for t in range(7):
+        q, k, v = drawn(20 + t, len(rows), 1, H, K), drawn(30 + t, len(rows), 1, HK, K), drawn(40 + t, 4, 1, HK, V)
+        keys, values = ([torch.cat([a, b]) for a, b in zip(*pair)] for pair in ((keys, k), (values, v)))
+        rows = rows.advanced(in_place=t % 2 == 1)
+        rows[0].put(k, v)
+        sent = cp.comm.bytes_sent
+        for option in options:
+            o, lse = decode_attention(q, rows[0], **option)
+            for i in range(len(rows)):
+                want = whole(q[i, 0], keys[i], values[i], **option)
+                torch.testing.assert_close((o[i, 0], lse[i, :, 0]), want, rtol=1e-12, atol=1e-12)
+        assert cp.comm.bytes_sent - sent == len(options) * len(rows) * H * (V + 1) * 8 * (cp.size - 1)
+    one = rows.chosen([3])  # the only one: where it is
+    torch.testing.assert_close(decode_attention(q[3:], one[0]).o, decode_attention(q, rows[0]).o[3:])
+    total = sum(LENGTHS) + 7 * len(LENGTHS)
+    everywhere = cp.comm.all_gather(torch.tensor([rows.nbytes])).wait()
+    assert int(everywhere.sum()) == total * HK * (K + V) * 8
+    assert int(everywhere.max() - everywhere.min()) <= 6 * len(LENGTHS) * HK * (K + V) * 8
+    del rows, one
+    assert store.nbytes == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_one_token_over_the_keys_of_all_ranks(ranks, size):
+    ranks.run(size, check_decoding)
+
+
+def check_latents(rank: int) -> None:
+    cp = ContextParallel(group(), scan="ring")
+    L, R, D, n = 8, 2, 3, 11
+    w_uk, w_uv, latents, q = drawn(1, H, D, L), drawn(2, H, V, L), drawn(3, n, L + R), drawn(4, 1, 1, H, D + R)
+    store, layout = KeyStore([KeySize(1, L + R, 0)], cp, dtype=torch.float64, block=BLOCK), cp.layout(n - 1)
+    rows = store.open(1).extended(layout)
+    rows[0].put(layout.shard(latents[None, :-1, None]))
+    rows = rows.advanced()
+    rows[0].put(latents[None, -1:, None])
+    o, lse = decode_latents(q, rows[0], w_uk, w_uv)
+    k = torch.cat([torch.einsum("sl,hdl->shd", latents[:, :L], w_uk), latents[:, None, L:].expand(-1, H, -1)], -1)
+    want = whole(q[0, 0], k, torch.einsum("sl,hvl->shv", latents[:, :L], w_uv))
+    torch.testing.assert_close((o[0, 0], lse[0, :, 0]), want, rtol=1e-12, atol=1e-12)
+
+
+def test_latents(ranks):
+    ranks.run(2, check_latents)
+
+
+def check_reading(rank: int) -> None:
+    cp = ContextParallel(group(), scan="ring")
+    q, k, v = drawn(1, 2, 40, H, K), drawn(2, 2, 40, HK, K), drawn(3, 2, 40, HK, V)
+    for window in (-1, 9):
+        store, begin = KeyStore([KeySize(HK, K, V)], cp, dtype=torch.float64, block=BLOCK), 0
+        rows = store.open(2)
+        for end, kind in ((17, "zigzag"), (18, "zigzag"), (40, "contiguous")):
+            layout = cp.layout(end - begin, kind)
+            rows = rows.extended(layout)
+            o = read_attention(*(layout.shard(x[:, begin:end]) for x in (q, k, v)), rows[0], layout, window=window).o
+            for t, token in enumerate(layout.tokens().tolist()):
+                at = begin + token
+                want = torch.stack([whole(q[b, at], k[b, : at + 1], v[b, : at + 1], window)[0] for b in range(2)])
+                torch.testing.assert_close(o[:, t], want, rtol=1e-12, atol=1e-12)
+            begin = end
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_more_tokens_over_the_keys_of_all_ranks(ranks, size):
+    ranks.run(size, check_reading)
+
+
+def test_sequences_that_begin_alike_share_blocks():
+    store = KeyStore([KeySize(1, 2, 2)], block=4)
+    row = store.open(1)
+
+    def more(row: KeyRows, x: float) -> KeyRows:
+        row = row.advanced()
+        row[0].put(*(torch.full((1, 1, 1, 2), x) for _ in range(2)))
+        return row
+
+    for t in range(6):
+        row = more(row, t)
+    one, two = more(row, 10), more(row, 20)
+    assert [x.held[0].extents[0][:2] for x in (one, two)] == [(0, 0)] * 2  # the full block is one
+    assert one.held[0].extents != two.held[0].extents
+    seen = [
+        torch.cat([x[0].views(s)[0][:, 0, 0] for s in x.held[0].spans(0, x.held[0].here)]).tolist()
+        for x in (row, one, two)
+    ]
+    assert seen == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 10], [0, 1, 2, 3, 4, 5, 20]]
+    del row, one
+    assert sum(map(bool, store.pages.slabs[0].shares)) == 2
+    store.reserve(5)
+    assert store.pages.slabs[1].shares == [0, 0]
+    del two
+    assert list(store.pages.slabs) == [1]
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ArgumentError, match="sizes: expected a KeySize"):
+        KeyStore([KeySize(0, 1, 1)])
+    with pytest.raises(ArgumentError, match="block: expected an int"):
+        KeyStore([KeySize(1, 1, 1)], block=0)
+    rows = KeyStore([KeySize(1, 2, 2)]).open(1).advanced()
+    with pytest.raises(ArgumentError, match=r"k: expected \[B, T, 1, 2\]"):
+        rows[0].put(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 1, 2))
+    with pytest.raises(ArgumentError, match="q: expected 2 channels"):
+        decode_attention(torch.zeros(1, 1, 1, 3), rows[0])

@@ -1,0 +1,57 @@
+"""AdamW by name: PyTorch's, and torchao's where it is installed, on sharded parameters too."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from ring_la import ArgumentError, UnsupportedError
+from ring_la.training import adamw
+from tests.support.pool import group
+
+OPTIONS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+
+
+def steps(kind: str, shard: bool) -> tuple[float, float]:
+    """Loss before and after ten steps of a small regression, its weights sharded over a group or not."""
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(64, 128), torch.randn(32, 64), torch.randn(32, 128)
+    if shard:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=DeviceMesh.from_group(group(), "cpu"))
+    optimizer = adamw(kind, [{"params": list(model.parameters()), "weight_decay": 0.0}], **OPTIONS)
+    losses = []
+    for _ in range(11):
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[0], losses[-1]
+
+
+def test_the_kinds_are_checked():
+    assert steps("adamw", False)[1] < steps("adamw", False)[0]
+    with pytest.raises(ArgumentError, match="kind: expected 'adamw' or one of adamw8bit"):
+        adamw("sgd", [torch.nn.Parameter(torch.zeros(1))])
+    if importlib.util.find_spec("torchao") is None:
+        with pytest.raises(UnsupportedError, match=r"ring_la\[low-memory\]"):
+            adamw("adamw8bit", [torch.nn.Parameter(torch.zeros(1))])
+
+
+def sharded(rank: int, kind: str) -> tuple[float, float]:
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step; eagerly it is the same arithmetic
+        return steps(kind, True)
+
+
+@pytest.mark.parametrize(("kind", "within"), [("adamw8bit", 0.03), ("adamw4bit", 0.4)])
+def test_few_bits_train_as_many_do(ranks, kind, within):
+    pytest.importorskip("torchao")
+    whole = steps("adamw", False)
+    for first, last in ranks.run(2, sharded, kind):
+        assert first == pytest.approx(whole[0], rel=1e-5)
+        assert last == pytest.approx(whole[1], rel=within)
