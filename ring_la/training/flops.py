@@ -41,7 +41,7 @@ class StepFlops:
         weights = config.vocab_size * config.dim + _weights(model, exclude=model.head)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.per_token = 2.0 * weights + sum(states[name] for name in config.layers)
-        self._attention = [pair for block in model.blocks for pair in _attention(block.layer)]
+        self._attention = [pair for block in model.blocks for pair in _softmaxes(block.layer)]
 
     def work(self) -> Work:
         """What a document costs: FLOPs a token, and FLOPs a pair of a query and a key (windows are not seen)."""
@@ -69,7 +69,7 @@ class StepFlops:
         return 3 * forward
 
 
-def _attention(model: nn.Module) -> list[tuple[int, int]]:
+def _attention(model: nn.Module) -> list[tuple[float, int]]:
     """Width of all heads and window of each layer of softmax attention, by a configuration of Transformers."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -105,7 +105,7 @@ def _weights(model: nn.Module, exclude: nn.Module | None) -> int:
     return weights
 
 
-def _attention(layer: object) -> list[tuple[float, int]]:
+def _softmaxes(layer: object) -> list[tuple[float, int]]:
     """Of each softmax in a layer, half the channels that a pair of tokens meets, and its window."""
     if isinstance(layer, Attention):
         return [(layer.widths[0], layer.window)]
