@@ -8,11 +8,13 @@ from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS
 
 
-def make() -> HybridLM:
-    """Every kind of layer but one in one model."""
+def make(without: tuple[str, ...] = ("nsa",)) -> HybridLM:
+    """Every kind of layer but some in one model."""
     torch.manual_seed(0)
     options = {"attention": {"num_kv_heads": 2}, "mamba2": {"state_dim": 4}}
-    model = HybridLM(HybridConfig(19, 16, [name for name in LAYERS if name != "nsa"], 4, options=options)).double()
+    model = HybridLM(
+        HybridConfig(19, 16, [name for name in LAYERS if name not in without], 4, options=options)
+    ).double()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
