@@ -21,7 +21,8 @@ from .errors import (
 )
 from .grouped_gemm import grouped_gemm
 from .nans import find_nans
-from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, ShortConvOutput, TokenShiftOutput
+from .nsa import nsa
+from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, NSAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
 from .softmax import attention, forgetting_attention, mla, sparse_attention
 from .version import installed
@@ -38,6 +39,7 @@ __all__ = [
     "Halo",
     "LinearAttentionOutput",
     "MLAOutput",
+    "NSAOutput",
     "NotFiniteError",
     "PeerError",
     "RingLAError",
@@ -53,6 +55,7 @@ __all__ = [
     "forgetting_attention",
     "grouped_gemm",
     "mla",
+    "nsa",
     "reference",
     "short_conv",
     "sparse_attention",

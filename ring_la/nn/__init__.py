@@ -8,6 +8,7 @@ from .decoding import KVCache
 from .delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from .delta_kin import Comba, GatedDeltaNet2, GatedDeltaProduct
 from .gla import HGRN2, GatedLinearAttention
+from .latent import MultiheadLatentAttention
 from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
 from .mamba2 import Mamba2
@@ -15,10 +16,13 @@ from .moe import MixtureOfExperts, MoEOutput, Routing
 from .parts import RMSNorm
 from .retention import LightningAttention, MultiScaleRetention
 from .rwkv7 import RWKV7
+from .sparse import NativeSparseAttention
 from .xlstm import MLSTM
 
 LAYERS: dict[str, type[Layer]] = {
     "attention": Attention,
+    "mla": MultiheadLatentAttention,
+    "nsa": NativeSparseAttention,
     "linear_attention": LinearAttention,
     "retention": MultiScaleRetention,
     "lightning": LightningAttention,
@@ -54,6 +58,8 @@ __all__ = [
     "MixtureOfExperts",
     "MoEOutput",
     "MultiScaleRetention",
+    "MultiheadLatentAttention",
+    "NativeSparseAttention",
     "RMSNorm",
     "RWKV7",
     "Routing",

@@ -14,6 +14,7 @@ from typing import Any
 from ring_la.reference.forgetting import forgetting_attention
 from ring_la.reference.latents import mla
 from ring_la.reference.local import grouped_gemm, short_conv, token_shift
+from ring_la.reference.nsa import nsa
 from ring_la.reference.recurrences import (
     delta_rule,
     dplr_delta_rule,
@@ -45,6 +46,7 @@ __all__ = [
     "linear_attention",
     "mamba2",
     "mla",
+    "nsa",
     "retention",
     "rwkv7",
     "short_conv",

@@ -9,6 +9,8 @@ from ring_la.nn import LAYERS, KVCache, Layer
 DIM = 16
 OPTIONS = {
     "attention": {"num_kv_heads": 2, "qk_norm": True, "gated": True},
+    "mla": {"q_rank": 12, "value_dim": 3},
+    "nsa": {"num_kv_heads": 2, "length": 4, "stride": 2, "block": 4, "topk": 4, "window": 3},
     "deltanet": {"negative_eigenvalues": True},
     "gdn": {"num_value_heads": 8, "value_dim": 3},
     "hgrn2": {"lower_bound": 0.2},
@@ -17,6 +19,8 @@ OPTIONS = {
     "rwkv7": {"layer_idx": 1, "num_layers": 3},
 }
 NAMES = tuple(LAYERS)
+SOFTMAX = ("attention", "mla", "nsa")
+"""Layers that are no recurrences."""
 
 
 def make(name: str, dtype: torch.dtype = torch.float64, **options) -> Layer:
