@@ -22,7 +22,8 @@ from .errors import (
 from .grouped_gemm import grouped_gemm
 from .log_linear import log_linear_attention
 from .nans import find_nans
-from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, ShortConvOutput, TokenShiftOutput
+from .nsa import nsa
+from .outputs import AttentionOutput, LinearAttentionOutput, MLAOutput, NSAOutput, ShortConvOutput, TokenShiftOutput
 from .recurrences import *  # noqa: F403  one function each of RECURRENCES
 from .softmax import attention, forgetting_attention, mla, sparse_attention
 from .version import installed
@@ -39,6 +40,7 @@ __all__ = [
     "Halo",
     "LinearAttentionOutput",
     "MLAOutput",
+    "NSAOutput",
     "NotFiniteError",
     "PeerError",
     "RingLAError",
@@ -55,6 +57,7 @@ __all__ = [
     "grouped_gemm",
     "log_linear_attention",
     "mla",
+    "nsa",
     "reference",
     "short_conv",
     "sparse_attention",

@@ -36,6 +36,7 @@ ABOVE = (
     "ring_la.training",
     "ring_la.integrations",
     "ring_la.nans",
+    "ring_la.blockwise",
 )
 """Modules whose functions are layers and what is made of them, not operators."""
 

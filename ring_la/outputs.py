@@ -41,6 +41,15 @@ class MLAOutput(NamedTuple):
     """Latents and rotary parts of the whole sequence, ``[B, T, L + R]``; None unless ``output_latents``."""
 
 
+class NSAOutput(NamedTuple):
+    """The result of native sparse attention."""
+
+    o: Tensor
+    """Outputs ``[B, T, H, V]``."""
+    chosen: Tensor
+    """Places of the chosen blocks' first tokens in the whole sequence, int32 ``[B, T, Hk, topk]``; −1: none."""
+
+
 class ShortConvOutput(NamedTuple):
     """The result of a short convolution."""
 

@@ -23,7 +23,7 @@ from ..choices import LayoutKind
 from ..errors import ArgumentError
 from ..layout import Layout
 from ..models import HybridConfig
-from ..nn import LAYERS
+from ..nn import LAYERS, KVCache
 from ..scan import Chain, CostModel
 from ..scan.auto import Line
 from .cluster import Cluster
@@ -205,7 +205,8 @@ def read(args: argparse.Namespace) -> Setting:
     for name in again:
         if name not in ("block", "mlp", "norm", *LAYERS):
             raise ArgumentError("--recompute", f"block, mlp, norm or names out of {', '.join(LAYERS)}", repr(name))
-    if args.rounds > 1 and config is not None and "attention" in config.layers:
+    grows = config is not None and any(LAYERS[name].state_type is KVCache for name in config.layers)
+    if args.rounds > 1 and grows:
         raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
     if config is not None:
         work = Workload.of(config)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from ..algebra import Affine
+from ..errors import UnsupportedError
 from ..models import HybridConfig
 from ..models.block import ResidualBlock
-from ..nn import Attention, MixtureOfExperts
+from ..nn import Attention, MixtureOfExperts, MultiheadLatentAttention, NativeSparseAttention
 from .transitions import TRANSITIONS
 
 RECURRENCES = {
@@ -36,8 +37,8 @@ class BlockWork:
         layer_saved, mlp_saved, norm_saved: bytes kept for the backward pass, a token: by the layer, by the MLP, and by
             each of the two norms before them.
         recurrence: name in `TRANSITIONS`; "" for attention.
-        heads, K, V: of the state; of attention, query heads and their width twice.
-        kv: bytes of keys and values, a token (attention).
+        heads, K, V: of the state; of attention, query heads and their width twice (of latents, the mean of K and V).
+        kv: bytes of keys and values, or of the latent, a token (attention).
         experts: parameters of stacked experts. routed: bytes a token brings to its experts on other ranks, one way.
     """
 
@@ -108,6 +109,15 @@ def _work(name: str, block: ResidualBlock, config: HybridConfig) -> BlockWork:
         saved = 2 * (config.dim + 2 * sum(layer.widths) + heads * width)  # x; q, k, v before and after RoPE; o
         kv = 2 * sum(layer.widths[1:])
         return BlockWork(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, kv)
+    if isinstance(layer, MultiheadLatentAttention):
+        heads, (K, V), latent = layer.num_heads, (sum(layer.q_widths), layer.v_up.shape[1]), sum(layer.widths)
+        multiplied += layer.k_up.numel() + layer.v_up.numel()
+        down = 0 if layer.q_down is None else 2 * layer.q_proj.in_features  # before and after its norm
+        saved = 2 * (config.dim + down + 2 * heads * K + 2 * latent + heads * V)
+        width = (K + V) // 2
+        return BlockWork(name, parameters, multiplied, saved, mlp, norm, "", heads, width, width, 2 * latent)
+    if isinstance(layer, NativeSparseAttention):
+        raise UnsupportedError("layers", "layers whose rates were measured", repr(name), "Chosen keys have none yet")
     x = torch.empty(1, 1, config.dim, device="meta", dtype=torch.bfloat16)
     _, heads, K, V = layer(x, output_state=True).state.recurrent.shape
     return BlockWork(name, parameters, multiplied, _saved(layer, config.dim), mlp, norm, RECURRENCES[name], heads, K, V)

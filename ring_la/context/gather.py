@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only
 from ..comm import Group
-from ..layout import Layout
+
+
+class Ownership(Protocol):
+    """Which rank has which rows: a `Layout`, or the blocks of one."""
+
+    world_size: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each rank."""
+        ...
+
+    @property
+    def local_length(self) -> int:
+        """Rows of this rank."""
+        ...
+
+    @property
+    def order(self) -> Tensor:
+        """The place in the whole of rank 0's rows, then rank 1's, …: int64."""
+        ...
 
 
 class Gather(torch.autograd.Function):
     """All ranks' rows, in sequence order; the gradient is summed over ranks and cut again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, comm: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: Ownership, comm: Group) -> Tensor:
         ctx.layout, ctx.comm = layout, comm
         longest = max(layout.lengths)
         padded = x.new_zeros(longest, *x.shape[1:])
@@ -33,7 +53,7 @@ class Gather(torch.autograd.Function):
         return gather_back(grad, ctx.layout, ctx.comm), None, None
 
 
-def gather_back(grad: Tensor, layout: Layout, comm: Group) -> Tensor:
+def gather_back(grad: Tensor, layout: Ownership, comm: Group) -> Tensor:
     """The gradient of this rank's rows, from every rank's of the whole sequence ``[seq_len, …]``."""
     rows = grad[layout.order.to(grad.device)].split(list(layout.lengths))
     padded = grad.new_zeros(layout.world_size, max(layout.lengths), *grad.shape[1:])

@@ -33,15 +33,22 @@ class Rows:
         total: tokens of the whole sequence. cu_seqlens: offsets of its documents.
         tokens: place of each, int64 ``[T]``. starts: place of the first token of its document. Both on the device.
         last: the same places on the host, for loops that end with them.
+
+    On one device they may be the last `queries` tokens alone.
     """
 
     def __init__(
-        self, length: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None, device: torch.device
+        self,
+        length: int,
+        layout: ShardedLayout | None,
+        cu_seqlens: Tensor | None,
+        device: torch.device,
+        queries: int | None = None,
     ) -> None:
         self.layout = layout
         whole = layout or Layout(length, cu_seqlens=None if cu_seqlens is None else cu_seqlens.tolist())
         self.total, self.cu_seqlens = whole.seq_len, tuple(whole.cu_seqlens)
-        self.last = whole.tokens()
+        self.last = whole.tokens()[0 if queries is None else -queries :]
         starts = torch.tensor(self.cu_seqlens)[whole.documents_of(self.last)]
         self.tokens, self.starts = self.last.to(device), starts.to(device)
 

@@ -80,7 +80,8 @@ class Sampler:
 def key_store(model: HybridLM, cp: ContextParallel | None = None) -> KeyStore:
     """Room for keys of a model's sequences, each token's on the rank that reads it.
 
-    What grows with a sequence is shared out over the ranks; what recurrences remember, which has one size, is on each.
+    Keys and values of `Attention` are shared out over the ranks; what recurrences remember, which has one size, is on
+    each, and so are caches of latents and of chosen blocks.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     weight = model.embedding.weight

@@ -11,6 +11,7 @@ from .fox import ForgettingAttention
 from .gla import HGRN2, GatedLinearAttention
 from .gsa import GatedSlotAttention
 from .hgrn import HGRN
+from .latent import MultiheadLatentAttention
 from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
 from .mamba2 import Mamba2
@@ -20,10 +21,13 @@ from .parts import RMSNorm
 from .retention import LightningAttention, MultiScaleRetention
 from .rwkv6 import RWKV6
 from .rwkv7 import RWKV7
+from .sparse import NativeSparseAttention
 from .xlstm import MLSTM
 
 LAYERS: dict[str, type[Layer]] = {
     "attention": Attention,
+    "mla": MultiheadLatentAttention,
+    "nsa": NativeSparseAttention,
     "linear_attention": LinearAttention,
     "retention": MultiScaleRetention,
     "lightning": LightningAttention,
@@ -72,6 +76,8 @@ __all__ = [
     "MixtureOfExperts",
     "MoEOutput",
     "MultiScaleRetention",
+    "MultiheadLatentAttention",
+    "NativeSparseAttention",
     "RMSNorm",
     "RWKV6",
     "RWKV7",

@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..softmax import attention
-from .decoding import KVCache, KVRows, one_query
+from .decoding import KVCache, KVRows, cache_of, check_rows, decode
 from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import RMSNorm, check_rotation, rotated
 
@@ -72,23 +71,18 @@ class Attention(Layer):
         if isinstance(state, LayerKeys):
             self._check_keys(x, state, call)
         elif isinstance(state, KVRows):
-            self._check_rows(x, len(state.seats.lengths), call)
+            check_rows(x, len(state.seats.lengths), call)
         elif state is not None and not call.packed:
             expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
             if got != expected:
                 raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
-
-    def _check_rows(self, x: Tensor, N: int, call: LayerCall) -> None:
-        if call.layout is not None or call.packed or x.shape[:2] != (N, 1):
-            got = f"{list(x.shape)}{', split or packed' if call.layout is not None or call.packed else ''}"
-            raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {self.dim}], on one device", got)
 
     def _check_keys(self, x: Tensor, state: LayerKeys, call: LayerCall) -> None:
         rows = state.rows
         if state.size != self.key_size:
             raise ArgumentError("state", f"keys of {self.key_size}", state.size)
         if call.layout is None:
-            self._check_rows(x, len(rows), call)
+            check_rows(x, len(rows), call)
         elif (documents := call.layout.num_documents if call.packed else x.shape[0]) != len(rows):
             raise ArgumentError("state", f"keys of {documents} documents", len(rows))
         elif call.packed and any(rows.earlier):
@@ -115,14 +109,14 @@ class Attention(Layer):
         if state is None:
             options: dict[str, Any] = dict(window=(self.window, -1), scale=scale)
             o = attention(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens, **options).o
-            state = _cache(k, v, call) if call.output_state else None
+            state = cache_of(k, v, call) if call.output_state else None
         elif isinstance(state, KVRows):
             o = state.decode(q, k, v, self.window, scale)
         elif isinstance(state, LayerKeys):
             o = self._shared(q, k, v, state, call)
         elif call.layout is None and not call.packed:
             state = state.extend(k, v)
-            o = _decode(q, state, self.window, scale)
+            o = decode(q, state, self.window, scale)
         else:
             o, state = self._continue(qkv, state, call, scale)
         o = merge_heads(o)
@@ -160,39 +154,5 @@ class Attention(Layer):
         o = attention(q, k, v, window=(self.window, -1), layout=call.layout, **joint).o
         if not call.output_state:
             return o, None
-        new = _cache(k, v, call)
+        new = cache_of(k, v, call)
         return o, cache.extend(new.k, new.v)
-
-
-def _cache(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:
-    """The cache of whole documents, on every rank, from this rank's keys and values."""
-    if call.layout is not None:
-        k, v = call.layout.gather(k), call.layout.gather(v)
-    if not call.packed:
-        return KVCache(k, v, None)
-    cu = call.cu_seqlens if call.layout is None else torch.tensor(call.layout.cu_seqlens, device=k.device)
-    assert cu is not None  # for documents are packed
-    length = cu.long().diff()
-    longest = int(length.max())
-    empty = longest - length
-    column = torch.arange(longest, device=k.device)
-    token = (cu[:-1, None] + column - empty[:, None]).clamp(min=0)
-    seen = (column >= empty[:, None])[..., None, None]
-    return KVCache(k[0, token] * seen, v[0, token] * seen, empty)
-
-
-def _decode(q: Tensor, cache: KVCache, window: int, scale: float | None) -> Tensor:
-    """The last T tokens of each document ``q [N, T, H, K]`` over the whole of it: ``[N, T, H, V]``."""
-    (T, S), mask = (q.shape[1], cache.k.shape[1]), None
-    if T > 1 or window >= 0 or cache.empty is not None:
-        column = torch.arange(S, device=q.device)
-        distance = column[S - T :, None] - column
-        mask = (distance >= 0) & (distance <= (window if window >= 0 else S))
-        if cache.empty is not None:
-            mask = mask & (column >= cache.empty[:, None])[:, None, None]
-    if T == 1:
-        return one_query(q, cache.k, cache.v, mask, scale)
-    k, v = (y.to(q.dtype).transpose(1, 2) for y in (cache.k, cache.v))
-    grouped = q.shape[2] != cache.k.shape[2]
-    o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=grouped, scale=scale)
-    return o.transpose(1, 2)

@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..errors import ArgumentError
+from .layer import LayerCall
+
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's kernels without cuDNN's, which is planned anew for every number of keys: in decoding, for every token."""
 ALONE = 4096
@@ -176,10 +179,13 @@ class KVRows:
         out = torch.cat(rows)
         return out if seats.order is None else out[seats.order]
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, window: int = -1, scale: float | None = None) -> Tensor:
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int = -1, scale: float | None = None, width: int = 0
+    ) -> Tensor:
         """The next token of each sequence ``q [N, 1, H, K]`` over all of it: ``[N, 1, H, V]``.
 
-        Its key and value ``[N, 1, Hk, ·]`` are written; `seats` counts it when all layers are done.
+        Its key and value ``[N, 1, Hk, ·]`` are written; `seats` counts it when all layers are done. With a `width` the
+        first channels of keys are the values, and those given have none.
         """
         out, seats = [], self.seats
         for i, (seat, index, keys, values) in enumerate(zip(seats.seats, seats.index, self.k, self.v)):
@@ -192,9 +198,20 @@ class KVRows:
                 at = seats.here[i], seats.length[index]
                 keys[at], values[at] = k[rows, 0].to(keys.dtype), v[rows, 0].to(values.dtype)
             mask = seats.mask(i, begin, end, window)
-            out.append(one_query(q[rows], keys[:, begin:end], values[:, begin:end], mask, scale))
+            read = keys[..., :width] if width else values
+            out.append(one_query(q[rows], keys[:, begin:end], read[:, begin:end], mask, scale))
         o = torch.cat(out) if len(out) > 1 else out[0]
         return o if seats.order is None else o[seats.order]
+
+    def written(self, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values ``[S, Hk, ·]`` of each sequence, with those of its next token ``[N, 1, Hk, ·]`` written."""
+        out = {}
+        for seat, keys, values in zip(self.seats.seats, self.k, self.v):
+            for n, row in enumerate(seat.rows):
+                at = self.seats.lengths[row]
+                keys[n, at], values[n, at] = k[row, 0], v[row, 0]
+                out[row] = keys[n, : at + 1], values[n, : at + 1]
+        return [out[row] for row in range(len(out))]
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -204,6 +221,47 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     rows = q.reshape(N, Hk, H // Hk, -1)  # heads that share keys are rows of one: nothing is copied for a mask
     with sdpa_kernel(UNPLANNED) if q.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).reshape(N, 1, H, -1)
+
+
+def decode(q: Tensor, cache: KVCache, window: int, scale: float | None = None) -> Tensor:
+    """The last T tokens of each document ``q [N, T, H, K]`` over the whole of it: ``[N, T, H, V]``."""
+    (T, S), mask = (q.shape[1], cache.k.shape[1]), None
+    if T > 1 or window >= 0 or cache.empty is not None:
+        column = torch.arange(S, device=q.device)
+        distance = column[S - T :, None] - column
+        mask = (distance >= 0) & (distance <= (window if window >= 0 else S))
+        if cache.empty is not None:
+            mask = mask & (column >= cache.empty[:, None])[:, None, None]
+    if T == 1:
+        return one_query(q, cache.k, cache.v, mask, scale)
+    k, v = (y.to(q.dtype).transpose(1, 2) for y in (cache.k, cache.v))
+    grouped = q.shape[2] != cache.k.shape[2]
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=grouped, scale=scale)
+    return o.transpose(1, 2)
+
+
+def cache_of(k: Tensor, v: Tensor, call: LayerCall) -> KVCache:
+    """The cache of whole documents, on every rank, from this rank's keys and values."""
+    if call.layout is not None:
+        k, v = call.layout.gather(k), call.layout.gather(v)
+    if not call.packed:
+        return KVCache(k, v, None)
+    cu = call.cu_seqlens if call.layout is None else torch.tensor(call.layout.cu_seqlens, device=k.device)
+    assert cu is not None  # for documents are packed
+    length = cu.long().diff()
+    longest = int(length.max())
+    empty = longest - length
+    column = torch.arange(longest, device=k.device)
+    token = (cu[:-1, None] + column - empty[:, None]).clamp(min=0)
+    seen = (column >= empty[:, None])[..., None, None]
+    return KVCache(k[0, token] * seen, v[0, token] * seen, empty)
+
+
+def check_rows(x: Tensor, N: int, call: LayerCall) -> None:
+    """Refuse anything but one token of each of N sequences."""
+    if call.layout is not None or call.packed or x.shape[:2] != (N, 1):
+        got = f"{list(x.shape)}{', split or packed' if call.layout is not None or call.packed else ''}"
+        raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {x.shape[-1]}], on one device", got)
 
 
 def _stacked(rows: Sequence[Tensor], capacity: int) -> Tensor:

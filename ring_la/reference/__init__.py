@@ -15,6 +15,7 @@ from ring_la.reference.forgetting import forgetting_attention
 from ring_la.reference.latents import mla
 from ring_la.reference.local import grouped_gemm, short_conv, token_shift
 from ring_la.reference.log_linear import log_linear_attention
+from ring_la.reference.nsa import nsa
 from ring_la.reference.recurrences import (
     delta_rule,
     dplr_delta_rule,
@@ -47,6 +48,7 @@ __all__ = [
     "log_linear_attention",
     "mamba2",
     "mla",
+    "nsa",
     "retention",
     "rwkv7",
     "short_conv",

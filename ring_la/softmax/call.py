@@ -77,15 +77,16 @@ class AttentionCall(NamedTuple):
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
             place: Any = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
-            return self._planned(x, place, "ring")
+            return self.planned(x, place, "ring")
         if x.chosen is None:
             name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), x.moved, self.layout, self.kv_layout)
         else:
             name = pick_for_chosen(self.strategy, self.layout)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
-        return self._planned(x, place, name)
+        return self.planned(x, place, name)
 
-    def _planned(self, x: Tensors, place: Any, name: str) -> AttentionMoves:
+    def planned(self, x: Tensors, place: Any, name: str) -> AttentionMoves:
+        """The plan where it is known how ranks meet."""
         heads, scores = self._heads(x, place), self.scores
         if heads is not None:
             scores = scores.of_heads(heads.query_numbers(x.q.device))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..models import HybridConfig, HybridLM
-from ..nn import LAYERS, Attention, MixtureOfExperts
+from ..nn import LAYERS, Attention, KVCache, MixtureOfExperts, MultiheadLatentAttention, NativeSparseAttention
 
 STATE_FLOPS = {"deltanet": 6, "gdn": 6, "kda": 6, "rwkv7": 8}
 """c of the layers that do more than write and read (4)."""
@@ -41,8 +41,7 @@ class StepFlops:
         weights = config.vocab_size * config.dim + _weights(model, exclude=model.head)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.per_token = 2.0 * weights + sum(states[name] for name in config.layers)
-        layers = (block.layer for block in model.blocks)
-        self._attention = [(layer.widths[0], layer.window) for layer in layers if isinstance(layer, Attention)]
+        self._attention = [pair for block in model.blocks for pair in _softmaxes(block.layer)]
 
     def work(self) -> Work:
         """What a document costs: FLOPs a token, and FLOPs a pair of a query and a key (windows are not seen)."""
@@ -70,7 +69,7 @@ class StepFlops:
         return 3 * forward
 
 
-def _attention(model: nn.Module) -> list[tuple[int, int]]:
+def _attention(model: nn.Module) -> list[tuple[float, int]]:
     """Width of all heads and window of each layer of softmax attention, by a configuration of Transformers."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -94,6 +93,11 @@ def _weights(model: nn.Module, exclude: nn.Module | None) -> int:
         elif isinstance(module, MixtureOfExperts):
             experts = sum(p.numel() for p in module.experts.parameters())
             weights += experts * module.top_k // module.router.out_features
+        elif isinstance(module, MultiheadLatentAttention):
+            weights += module.k_up.numel() + module.v_up.numel()
+        elif isinstance(module, NativeSparseAttention):  # its maps meet a block every `stride` tokens, not each token
+            maps = sum(p.numel() for m in (module.k_map, module.v_map) for p in m.parameters() if p.dim() == 2)
+            weights -= maps - maps // module.sizes["stride"]
         elif hasattr(module, "has_gate") and hasattr(module, "down_proj"):  # experts of Transformers, stacked
             config: Any = getattr(model, "config", module.config)
             chosen = config.get_text_config().num_experts_per_tok
@@ -101,9 +105,22 @@ def _weights(model: nn.Module, exclude: nn.Module | None) -> int:
     return weights
 
 
+def _softmaxes(layer: object) -> list[tuple[float, int]]:
+    """Of each softmax in a layer, half the channels that a pair of tokens meets, and its window."""
+    if isinstance(layer, Attention):
+        return [(layer.widths[0], layer.window)]
+    if isinstance(layer, MultiheadLatentAttention):
+        return [(layer.num_heads * (sum(layer.q_widths) + layer.v_up.shape[1]) / 2, -1)]
+    if isinstance(layer, NativeSparseAttention):
+        width, sizes = layer.widths[0], layer.sizes
+        chosen = sizes["topk"] * sizes["block"] - 1
+        return [(width / sizes["stride"], -1), (width, chosen), (width, sizes["window"])]
+    return []
+
+
 def _state(config: HybridConfig, name: str) -> float:
     """``c · H K V`` of a kind of layer, from the state that one token leaves."""
-    if issubclass(LAYERS[name], Attention):
+    if LAYERS[name].state_type is KVCache:
         return 0.0
     with torch.no_grad(), torch.device("cpu"):
         kind: Any = LAYERS[name]  # each takes its own keywords

@@ -18,7 +18,7 @@ from ring_la.cli.main import main
 from ring_la.cli.rates import DEVICES, H200, SHEETS, Rates
 from ring_la.cli.transformers_work import of_folder
 from ring_la.cli.workload import RECURRENCES, Workload
-from ring_la.errors import ArgumentError
+from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, Attention
 from ring_la.scan import CostModel
@@ -88,7 +88,7 @@ def test_a_group_over_hosts_mixes_near_and_far_links():
     assert CLUSTER.model(8, known).hop == NEAR, "another size is composed of links"
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "nsa"])
 def test_a_layer_s_parameters_and_work_are_counted(name):
     work = Workload.of(config(name, name))
     model = HybridLM(config(name, name))
@@ -98,10 +98,17 @@ def test_a_layer_s_parameters_and_work_are_counted(name):
     assert block.saved > 4 * 32
     if issubclass(LAYERS[name], Attention):
         assert (block.recurrence, block.heads, block.K, block.kv) == ("", 2, 16, 2 * 2 * 32)
+    elif name == "mla":
+        assert (block.recurrence, block.heads, block.K, block.kv) == ("", 2, 20, 2 * (64 + 8))
     else:
         state = model.blocks[0].layer(torch.randn(1, 2, 32), output_state=True).state.recurrent
         assert block.state.b.shape == state.shape
         assert block.recurrence == RECURRENCES[name]
+
+
+def test_a_layer_without_a_rate_is_refused():
+    with pytest.raises(UnsupportedError, match=r"^layers: "):
+        Workload.of(config("nsa"))
 
 
 def test_experts_count_by_the_active_ones():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ring_la
 from ring_la.inference import decode, prefill, step
-from ring_la.nn import Attention
+from ring_la.nn import KVCache
 from tests.support.generation import make, tokens
 from tests.support.recurrence_cases import RECURRENCES, make_inputs
 
@@ -62,7 +62,7 @@ def test_generation_overwrites_its_own_states_only():
         assert all(map(torch.equal, old, [t for t in state if t is not None]))
     out = step(model, tokens(2, 1)[:, 0], prompt.states, in_place=True)
     same = [a.recurrent is b.recurrent for a, b in zip(out.states, prompt.states) if hasattr(a, "recurrent")]
-    assert len(same) == sum(not isinstance(block.layer, Attention) for block in model.blocks)
+    assert len(same) == sum(block.layer.state_type is not KVCache for block in model.blocks)
     assert all(same)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ring_la.nn import LAYERS, Attention, KVCache, Layer
+from ring_la.nn import LAYERS, KVCache, Layer
 
 DIM = 16
 OPTIONS = {
     "attention": {"num_kv_heads": 2, "qk_norm": True, "gated": True},
+    "mla": {"q_rank": 12, "value_dim": 3},
+    "nsa": {"num_kv_heads": 2, "length": 4, "stride": 2, "block": 4, "topk": 4, "window": 3},
     "deltanet": {"negative_eigenvalues": True},
     "gdn": {"num_value_heads": 8, "value_dim": 3},
     "hgrn2": {"lower_bound": 0.2},
@@ -21,7 +23,7 @@ OPTIONS = {
     "rwkv7": {"layer_idx": 1, "num_layers": 3},
 }
 NAMES = tuple(LAYERS)
-RECURRENT = tuple(name for name, kind in LAYERS.items() if not issubclass(kind, Attention))
+RECURRENT = tuple(name for name, kind in LAYERS.items() if kind.state_type is not KVCache)
 
 
 def make(name: str, dtype: torch.dtype = torch.float64, **options) -> Layer:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, UnsupportedError
-from ring_la.nn import LAYERS, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2
+from ring_la.nn import LAYERS, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, MultiheadLatentAttention
+from ring_la.nn.decoding import KVRows, Seats
 from tests.nn.cases import DIM, NAMES, OPTIONS, RECURRENT, make, parts
 
 
@@ -61,7 +62,8 @@ def test_a_window_holds_while_decoding():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_low_precision_runs(name):
-    layer, x = make(name, torch.float32), random(1, 70, DIM).float()
+    every = {"topk": 18} if name == "nsa" else {}  # all blocks: another choice is no rounding error
+    layer, x = make(name, torch.float32, **every), random(1, 70, DIM).float()
     exact = layer(x).o
     with torch.autocast("cpu", torch.bfloat16):
         o = layer(x).o
@@ -101,6 +103,8 @@ BAD_OPTIONS = [
     ("hgrn2", dict(num_heads=0), "num_heads"),
     ("mamba2", dict(num_heads=None, head_dim=0), "head_dim"),
     ("attention", dict(num_kv_heads=0), "num_kv_heads"),
+    ("mla", dict(rope_dim=3), "rope_dim"),
+    ("nsa", dict(length=24), "length"),
     ("attention", dict(window=-5), "window"),
     ("attention", dict(head_dim=3), "head_dim"),  # rotation pairs channels
     ("retention", dict(head_dim=3), "head_dim"),
@@ -122,6 +126,19 @@ def test_a_cache_of_other_documents_or_heads_is_refused():
         layer(x[:1], state=state)
     with pytest.raises(ArgumentError, match="state: expected keys of 2 documents and 1 heads, got"):
         make("attention", num_kv_heads=1)(x, state=state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mla", "nsa"])
+def test_rows_of_several_lengths_share_memory(name):
+    """As a server decodes: each sequence goes on by a token as it does alone."""
+    layer, x = make(name), random(3, 12, DIM)
+    before = [layer(x[n : n + 1, :length], output_state=True) for n, length in enumerate((9, 5, 11))]
+    seats = Seats.of([9, 5, 11], torch.device("cpu"))
+    rows = KVRows(Seats.of([], torch.device("cpu"))).moved((), [out.state for out in before], seats)
+    out = layer(x[:, -1:], state=rows, output_state=True)
+    for n, alone in enumerate(before):
+        close(out.o[n : n + 1], layer(x[n : n + 1, -1:], state=alone.state).o)
 
 
 def test_a_packed_continuation_of_a_cache_is_refused():
@@ -201,6 +218,34 @@ def test_kimi_delta_attention_is_kimi_linears():
     ours.norm.eps = theirs.layer_norm_epsilon
     x = random(2, 70, DIM).float()
     close(ours(x).o, theirs(x), 2e-5)
+
+
+def test_multihead_latent_attention_is_deepseek_v3s():
+    deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = deepseek.DeepseekV3Config(
+        hidden_size=DIM, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=12, kv_lora_rank=10,
+        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, num_hidden_layers=1, rope_interleave=False,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = deepseek.DeepseekV3Attention(config, 0)
+    ours = MultiheadLatentAttention(DIM, 2, head_dim=6, rope_dim=4, value_dim=5, kv_rank=10, q_rank=12)
+    up = theirs.kv_b_proj.weight.detach().view(2, 11, 10)  # of a head N, then V
+    ours.k_up.data, ours.v_up.data = up[:, :6].clone(), up[:, 6:].clone()
+    names = {
+        "q_down.0.weight": "q_a_proj.weight",
+        "q_down.1.weight": "q_a_layernorm.weight",
+        "q_proj.weight": "q_b_proj.weight",
+        "kv_down.weight": "kv_a_proj_with_mqa.weight",
+        "kv_norm.weight": "kv_a_layernorm.weight",
+        "out_proj.weight": "o_proj.weight",
+    }
+    for name, other in names.items():
+        ours.get_parameter(name).data = theirs.get_parameter(other).detach().clone()
+    x = random(2, 70, DIM).float()
+    table = deepseek.DeepseekV3RotaryEmbedding(config)(x, torch.arange(70)[None])
+    mask = torch.full((70, 70), -torch.inf).triu(1)[None, None]
+    close(ours(x).o, theirs(x, table, mask)[0], 2e-5)
 
 
 def test_lightning_attention_is_minimaxs():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ring_la import ContextParallel, RingLAError
+from ring_la import ContextParallel, RingLAError, UnsupportedError
 from tests.nn.cases import DIM, NAMES, make, parts
 from tests.support.pool import group
 
@@ -108,9 +108,21 @@ def check_more(rank: int, name: str) -> None:
         close(a, b)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "nsa"])
 def test_a_prompt_in_two_split_parts(ranks, name):
     ranks.run(2, check_more, name)
+
+
+def check_no_more(rank: int) -> None:
+    layout, layer = ContextParallel(group(), scan="ring").layout(TOKENS), make("nsa")
+    x = layout.shard(torch.zeros(1, TOKENS, DIM, dtype=torch.float64))
+    state = layer(x, layout=layout, output_state=True).state
+    with pytest.raises(UnsupportedError, match=r"^state: "):
+        layer(x, state=state, layout=layout)
+
+
+def test_blocks_do_not_go_on_from_a_cache_on_split_tokens(ranks):
+    ranks.run(2, check_no_more)
 
 
 def check_refusals(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""A model with every kind of layer, and the tokens it must generate."""
+"""A model with every kind of layer that goes on from a cache on split tokens, and the tokens it must generate."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS
 
 
-def make() -> HybridLM:
-    """Every kind of layer in one model, but for the one whose keys a `KeyStore` cannot hold."""
+def make(without: tuple[str, ...] = ("nsa", "fox")) -> HybridLM:
+    """Every kind of layer but some in one model; a `KeyStore` cannot hold fox's keys."""
     torch.manual_seed(0)
     options = {
         "attention": {"num_kv_heads": 2},
@@ -17,7 +17,8 @@ def make() -> HybridLM:
         "mamba3": {"state_dim": 4},
         "gsa": {"slots": 4},
     }
-    model = HybridLM(HybridConfig(19, 16, [name for name in LAYERS if name != "fox"], 4, options=options)).double()
+    kinds = [name for name in LAYERS if name not in without]
+    model = HybridLM(HybridConfig(19, 16, kinds, 4, options=options)).double()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))

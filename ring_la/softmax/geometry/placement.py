@@ -55,7 +55,7 @@ class WholePlacement:
     _joint: dict[tuple[str, int], Joint] = field(default_factory=dict)
 
     rank, ring, heads = 0, None, None
-    strides, repeatable = frozenset({1}), False
+    repeatable = False
 
     @staticmethod
     def of(tq: int, tk: int, device: torch.device, cu: Tensor | None) -> WholePlacement:
@@ -71,6 +71,11 @@ class WholePlacement:
     def known(self) -> bool:
         """Whether the host knows where rows stand."""
         return self.rows[0].runs is not None
+
+    @cached_property
+    def strides(self) -> frozenset[int]:
+        """The strides at which queries and keys stand."""
+        return frozenset(run.stride for tokens in (*self.rows, *self.keys) for run in tokens.runs or ())
 
     @property
     def length(self) -> int:

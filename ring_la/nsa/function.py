@@ -1,0 +1,191 @@
+"""`nsa`: its arguments, and its three branches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..autograd import outside_graphs
+from ..checks import FLOATS, check_offsets, check_scale
+from ..choices import AttentionChoice, SoftmaxBackend
+from ..context import ShardedLayout
+from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
+from ..indexers.chosen import Rows
+from ..outputs import NSAOutput
+from ..softmax import attention, sparse_attention
+from ..softmax.door import autocast
+from .choice import Sizes, choose_blocks
+from .compressed import BlockMap, Compressed
+
+
+def nsa(
+    q: Tensor,
+    k: tuple[Tensor, Tensor, Tensor],
+    v: tuple[Tensor, Tensor, Tensor],
+    gates: Tensor,
+    compress_k: BlockMap,
+    compress_v: BlockMap,
+    *,
+    length: int = 32,
+    stride: int = 16,
+    block: int = 64,
+    topk: int = 16,
+    initial: int = 1,
+    local: int = 2,
+    window: int = 512,
+    scale: float | None = None,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    strategy: AttentionChoice | None = None,
+    backend: SoftmaxBackend | None = None,
+) -> NSAOutput:
+    """Native Sparse Attention (DeepSeek-AI 2025, arXiv 2502.11089, eq. 5 to 12), with exact gradients.
+
+        o_t = g_t1 · Attn(q_t, compressed) + g_t2 · Attn(q_t, chosen blocks) + g_t3 · Attn(q_t, window)
+
+    Compressed: one key and value for each whole block of `length` tokens, one every `stride`, counted from the
+    document's first token; a query sees those that end at it or before. Chosen: the `topk` blocks of `block`
+    tokens with the most weight among the compressed keys, summed over the query heads of a key head. The choice has no
+    gradient.
+
+    Args:
+        q: ``[B, Tq, H, K]``. k: those of the three branches, each ``[B, T, Hk, K]``; v: each ``[B, T, Hk, V]``; one
+            tensor may serve all three. On one device Tq may be less than T: the last tokens' queries, not packed.
+        gates: ``[B, Tq, H, 3]``, the weight of each branch (in the paper a sigmoid).
+        compress_k, compress_v: make of blocks ``[B, N, length, Hk, D]`` and the positions ``[N]`` of their first tokens
+            in their documents one row each, ``[B, N, Hk, K or V]``. The same on all ranks, of any N, also 0. Gradients
+            of their parameters under a layout are this rank's part.
+        length, stride, block: `length` and `block` are multiples of `stride`.
+        topk: blocks that a query reads, the first `initial` of its document and the last `local` (its own among them)
+            in any case: at most `topk` together.
+        window: earlier tokens that the third branch sees.
+        scale: multiplies ``qᵀk``; None: K**-0.5.
+        layout: how the sequence is split; the T are then this rank's. Compressed keys go to every rank. Collective.
+        cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
+        strategy: how keys of the second and third branch travel: "ring", "all_gather", or None.
+        backend: None: of each branch the fastest that can do it; "torch", "triton"; "reference": a loop, in fp64, on
+            one device.
+
+    Returns:
+        NSAOutput(o ``[B, Tq, H, V]`` in q's dtype, chosen int32 ``[B, Tq, Hk, topk]``). Memory goes with T_local ·
+        topk · block and with the compressed keys, never T².
+
+    Raises:
+        ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
+        DisagreementError: the ranks' arguments do not fit together.
+    """
+    sizes = Sizes(length, stride, block, topk, initial, local)
+    error = None
+    try:
+        _check(q, k, v, gates, layout, cu_seqlens)
+        check_sizes(sizes, window, scale)
+        for name, given in (("compress_k", compress_k), ("compress_v", compress_v)):
+            if not callable(given):
+                raise ArgumentError(name, "a function of blocks and positions", type(given).__name__)
+    except RingLAError as e:
+        error = e
+    if isinstance(layout, ShardedLayout):
+        layout.agree("nsa", None if error else _signature(q, k, v, gates, sizes, window, scale), error)
+    elif error is not None:
+        raise error
+    where: dict[str, Any] = dict(layout=layout, cu_seqlens=cu_seqlens)
+    if backend == "reference":
+        more: dict[str, Any] = sizes._asdict() | dict(window=window, scale=scale)
+        out = reference.nsa(q, k, v, gates, compress_k, compress_v, **more, **where)
+        return NSAOutput(out.o.to(q.dtype), out.chosen)
+    return _branches((q, k, v, gates), (compress_k, compress_v), sizes, window, scale, where, strategy, backend)
+
+
+@outside_graphs
+def _branches(
+    tensors: tuple[Tensor, Any, Any, Tensor],
+    maps: tuple[BlockMap, BlockMap],
+    sizes: Sizes,
+    window: int,
+    scale: float | None,
+    where: dict[str, Any],
+    strategy: AttentionChoice | None,
+    backend: SoftmaxBackend | None,
+) -> NSAOutput:
+    """The three branches and their sum; a compiler's graph breaks around them."""
+    q, k, v, gates = tensors
+    if torch.is_autocast_enabled(q.device.type):
+        q, *both = autocast(q, *k, *v)
+        k, v = both[:3], both[3:]
+    factor = float(q.shape[3] ** -0.5 if scale is None else scale)
+    layout, cu_seqlens, T = where["layout"], where["cu_seqlens"], k[0].shape[1]
+    if layout is None and q.shape[1] < T:
+        rows = Rows(T, None, None, q.device, q.shape[1])
+    else:
+        rows = Rows.of(q, layout, cu_seqlens)
+    compressed = Compressed.of(sizes.length, sizes.stride, rows)
+    few_k, few_v = compressed.rows(k[0], v[0], *maps)
+    o, lse = compressed.attention(q, few_k, few_v, factor, backend)
+    chosen = choose_blocks(q, few_k, lse.detach(), factor, sizes, rows, compressed)
+    how: dict[str, Any] = dict(scale=factor, strategy=strategy, backend=backend, **where)
+    read = sparse_attention(q, k[1], v[1], chosen, block=sizes.block, **how).o
+    near = attention(q, k[2], v[2], window=(window, -1), **how).o
+    weight = gates.to(q.dtype).unsqueeze(-2).unbind(-1)  # each [B, T, H, 1]
+    total = sum(w * branch for w, branch in zip(weight, (o, read, near)))
+    assert isinstance(total, Tensor)
+    return NSAOutput(total, chosen)
+
+
+# -- checks and agreement ----------------------------------------------------------------------------------
+
+
+def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, (tuple, list)) or len(x) != 3:
+            raise ArgumentError(name, "three tensors, one for each branch", describe_tensor(x))
+    for name, x in (("q", q), *(("k", x) for x in k), *(("v", x) for x in v), ("gates", gates)):
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() != 4:
+            raise ArgumentError(name, "float tensors of four dimensions", describe_tensor(x))
+    (B, Tq, H, K), (T, Hk), V = q.shape, k[0].shape[1:3], v[0].shape[3]
+    if not Hk or H % Hk:
+        raise ArgumentError("q", f"a number of heads that is a multiple of the {Hk} of k", H)
+    for name, given, width in (("k", k, K), ("v", v, V)):
+        for x in given:
+            if list(x.shape) != [B, T, Hk, width] or x.dtype != q.dtype:
+                raise ArgumentError(name, f"{q.dtype} {[B, T, Hk, width]}", f"{x.dtype} {list(x.shape)}")
+    if list(gates.shape) != [B, Tq, H, 3]:
+        raise ArgumentError("gates", f"[B, Tq, H, 3] = {[B, Tq, H, 3]}", list(gates.shape))
+    if layout is not None and not isinstance(layout, ShardedLayout):
+        raise ArgumentError("layout", "a layout made by ContextParallel.layout, or None", type(layout).__name__)
+    if layout is not None or cu_seqlens is not None:
+        if Tq != T:
+            raise ArgumentError("q", f"the {T} tokens of k, where they are split or packed", Tq)
+        if layout is None:
+            check_offsets(cu_seqlens, B, T, q.device)
+        elif cu_seqlens is not None:
+            raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
+        else:
+            layout.require_local("q", Tq)
+    elif Tq > T:
+        raise ArgumentError("q", f"at most the {T} tokens of k", Tq)
+
+
+def check_sizes(sizes: Sizes, window: object, scale: object = None) -> None:
+    """Refuse sizes that do not fit each other."""
+    for name, n in zip(sizes._fields, sizes):
+        least = 0 if name == "initial" else 1
+        if not isinstance(n, int) or n < least:
+            raise ArgumentError(name, f"an int ≥ {least}", repr(n))
+    for name in ("length", "block"):
+        if getattr(sizes, name) % sizes.stride:
+            raise ArgumentError(name, f"a multiple of stride = {sizes.stride}", getattr(sizes, name))
+    if sizes.initial + sizes.local > sizes.topk:
+        raise ArgumentError("topk", f"at least initial + local = {sizes.initial + sizes.local}", sizes.topk)
+    if not isinstance(window, int) or window < 0:
+        raise ArgumentError("window", "an int ≥ 0", repr(window))
+    check_scale(scale)
+
+
+def _signature(q: Tensor, k: Any, v: Any, gates: Tensor, *flags: object) -> tuple[tuple[str, object], ...]:
+    """What must be the same on all ranks, by name."""
+    tensors = [("q", q), *(("k", x) for x in k), *(("v", x) for x in v), ("gates", gates)]
+    facts = tuple((name, Facts.of(x, 1)) for name, x in tensors)
+    return (*facts, *zip(("sizes", "window", "scale"), flags), ("gradients", torch.is_grad_enabled()))
