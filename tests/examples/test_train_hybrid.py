@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from examples.hybrid_run.options import Config, Optimizer, Run
 from ring_la.serving.load import load
 from ring_la.training.reading import contents
 from ring_la.training.stored import restore
@@ -247,7 +248,7 @@ def test_numbers_that_would_train_nothing_are_refused(name, value):
 
 
 def test_warm_up_and_cosine():
-    optimizer = example().Optimizer(lr=2.0, final=0.1, warmup=4)
+    optimizer = Optimizer(lr=2.0, final=0.1, warmup=4)
     rates = [optimizer.rate(step, 12) for step in range(14)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert rates[8] == pytest.approx(2.0 * 0.55)
@@ -281,7 +282,7 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     (folder / "metrics.jsonl").write_text(
         '{"step": 4, "loss": 1.5, "grad_norm": 1}\n{"step": 5, "loss": 1.4, "grad_norm": 1}\n{"step": 6, "lo'
     )
-    config = script.Config(run=script.Run(tensorboard=True, wandb="project"))
+    config = Config(run=Run(tensorboard=True, wandb="project"))
     log = script.Log(config, folder, 4, {})  # started again from the checkpoint of step 4
     log.write(5, {"loss": 1.25, "grad_norm": 3.0})
     log.file.close()

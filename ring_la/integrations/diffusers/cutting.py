@@ -64,9 +64,9 @@ def part_of(call: DenoiserCall, name: str, x: Any, role: Role, keep: bool = Fals
         return type(x)([part_of(call, name, one, part, keep) for one, part in zip(x, role)])
     streams = call.streams
     if isinstance(role, SliceCount):
-        return call.grid.local_shape[0]
+        return call.grid.local_shape[0]  # type: ignore[union-attr]
     if isinstance(role, SliceRows):
-        return call.grid.slices.shard(x, role.dim)
+        return call.grid.slices.shard(x, role.dim)  # type: ignore[union-attr]
     if isinstance(role, TokenRows):
         if not keep or torch.compiler.is_compiling() or x.requires_grad:
             return streams.shard(name, x, role.streams, role.dim)
