@@ -28,7 +28,7 @@ LONGEST = (
     "tests/scan/test_mailbox_ring.py",
     "tests/serving/test_serve.py",
     "tests/distributed/test_context.py",
-    "tests/nn/test_moe.py",
+    "tests/nn/test_moe_split.py",
 )
 """Files of twenty seconds and more, the longest first; tests/test_lanes.py holds that they are there."""
 
