@@ -11,6 +11,7 @@ from pathlib import Path
 
 import ring_la
 from ring_la.recurrences import RECURRENCES
+from tests.support.rooms import House
 
 ROOT = Path(ring_la.__file__).parent
 
@@ -116,34 +117,11 @@ def test_imports_go_upward_only():
     assert not wrong, wrong
 
 
-def targets(file: Path, modules: set[str]) -> set[str]:
-    """The files' modules that a file imports, wherever in it and whatever for."""
-    package, found = ["ring_la", *file.relative_to(ROOT).parts[:-1]], set()
-    for node in nodes(file):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *(node.module.split(".") if node.module else [])])
-            names = {f"{module}.{alias.name}" for alias in node.names}
-            found |= names & modules or {module} & modules
-    return found
-
-
 def test_no_circles_and_one_name_for_one_class():
     """No file imports itself by way of others, for types alone or late in a function either."""
-    names = {f: ".".join(f.relative_to(ROOT.parent).with_suffix("").parts) for f in ROOT.rglob("*.py")}
-    left = {n.removesuffix(".__init__"): f for f, n in names.items()}
-    uses = {n: targets(f, set(left)) - {n} for n, f in left.items()}
-    while ends := [n for n, used in uses.items() if not used & uses.keys() or not any(n in u for u in uses.values())]:
-        for n in ends:
-            del uses[n]
-    assert not uses, f"circles among {sorted(uses)}"
-    classes: dict[str, list[str]] = {}
-    for n, f in left.items():
-        for node in nodes(f):
-            if isinstance(node, ast.ClassDef):
-                classes.setdefault(node.name, []).append(n)
-    twice = {name: where for name, where in classes.items() if len(where) > 1}
-    assert twice.keys() == {"LongContextAttention"}, twice  # two libraries' users import it
+    house = House(ROOT.parent)
+    assert house.circles() == []
+    assert house.classes_twice().keys() == {"LongContextAttention"}, "two libraries' users import it"
 
 
 def test_architecture_is_true_of_the_files():
