@@ -44,6 +44,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
     from fla.ops.rwkv6 import chunk_rwkv6
     from fla.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+    from fla.ops.ttt import chunk_ttt_linear
 
     if name in GUARDED:
         chunk_o.TRITON_ABOVE_3_7_1 = True
@@ -74,6 +75,9 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         steps = {n: x[n].flatten(1, 2) for n in ("k", "v", "beta")}
         return chunk_gated_delta_product(x["q"], g=x["g"], num_householder=x["k"].shape[2], **steps)[0]
 
+    def ttt(x: Inputs) -> Tensor:
+        return chunk_ttt_linear(**x | {"eta": x["eta"][..., None]}, chunk_size=16)[0]
+
     return {
         "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],
         "retention": lambda x: chunk_retention(**x)[0],
@@ -97,6 +101,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "gated_slot_attention": lambda x: chunk_gsa(**x)[0],
         "hgrn": lambda x: chunk_hgrn(**x)[0],
         "hgrn_sums": lambda x: chunk_hgrn(**x)[0],
+        "ttt_linear": ttt,
         "forgetting_attention": lambda x: parallel_forgetting_attn(**x),
         "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
         "step_simple_gla": step(fused_recurrent_simple_gla),

@@ -21,6 +21,7 @@ from .retention import lightning_attention, retention, simple_gla
 from .retention import lightning_decay as lightning_decay
 from .retention import retention_decay as retention_decay
 from .rwkv6 import rwkv6
+from .ttt import ttt_linear
 
 FUNCTIONS = (
     linear_attention,
@@ -45,6 +46,7 @@ FUNCTIONS = (
     hgrn,
     mlstm,
     mamba3,
+    ttt_linear,
 )
 RECURRENCES = tuple(f.definition for f in FUNCTIONS)  # pyright: ignore[reportFunctionMemberAccess]
 """The definition of every recurrence: what conformance tests and benchmarks go through."""

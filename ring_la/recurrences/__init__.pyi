@@ -401,6 +401,26 @@ def mamba3(
     backend: RecurrenceBackend | None = None,
     in_place: bool = False,
 ) -> LinearAttentionOutput: ...
+def ttt_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    eta: Tensor,
+    w: Tensor,
+    b: Tensor,
+    mini_batch: int = 16,
+    eps: float = 1e-06,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
 def lightning_decay(
     heads: int, layer_idx: int = 0, num_layers: int = 1, device: torch.device | None = None
 ) -> Tensor: ...
@@ -429,4 +449,5 @@ __all__ = [
     "hgrn",
     "mlstm",
     "mamba3",
+    "ttt_linear",
 ]

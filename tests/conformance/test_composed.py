@@ -52,8 +52,8 @@ def test_split_is_whole(ranks, name):
     assert not bad, bad[:12]
 
 
-SPLIT_SUMS = ("mlstm", "mamba3")
-"""Their sums over tokens depend on the split in the last bits."""
+SPLIT_SUMS = ("mlstm", "mamba3", "ttt_linear")
+"""Their sums over tokens, or products of runs of tokens, depend on the split in the last bits."""
 
 
 def deterministic(rank: int, name: str) -> list[torch.Tensor]:

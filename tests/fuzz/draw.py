@@ -61,7 +61,7 @@ def _recurrence(rng: Random, case: Case) -> Case:
         "l2norm": rng.random() < 0.3 or None, "mode": rng.choice((None, None, "chunk", "recurrent")),
         "own": rng.random() < 0.5 or None,
     }  # fmt: skip
-    deterministic = rng.random() < 0.1 and case.op not in ("mlstm", "mamba3")
+    deterministic = rng.random() < 0.1 and case.op not in ("mlstm", "mamba3", "ttt_linear")
     K = MAMBA3 if case.op == "mamba3" else case.K
     if not deterministic:
         return case.but(how=how, K=K)
