@@ -152,7 +152,7 @@ def _draw(case: Case, argument: Argument, shape: tuple[int, ...], normal: Draw, 
     x = normal(*shape)
     if argument.kind == "log decay":
         return -0.6 * x.sigmoid() if case.name in BOUNDED else logsigmoid(x + 3)
-    if argument.kind in ("query", "key", "unit"):
+    if argument.kind in ("query", "key", "unit", "unit value"):
         return normalize(x, dim=-1)
     return x.sigmoid() if argument.kind == "rate" else x
 

@@ -44,7 +44,6 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
     from fla.ops.rwkv6 import chunk_rwkv6
     from fla.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
-    from fla.ops.ttt import chunk_ttt_linear
 
     if name in GUARDED:
         chunk_o.TRITON_ABOVE_3_7_1 = True
@@ -75,7 +74,14 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         steps = {n: x[n].flatten(1, 2) for n in ("k", "v", "beta")}
         return chunk_gated_delta_product(x["q"], g=x["g"], num_householder=x["k"].shape[2], **steps)[0]
 
+    def oja(x: Inputs) -> Tensor:
+        from fla.ops.gated_oja_rule import chunk_gated_oja_rule  # not in every release
+
+        return chunk_gated_oja_rule(**{"gv" if n == "g" else n: t for n, t in x.items()})[0]
+
     def ttt(x: Inputs) -> Tensor:
+        from fla.ops.ttt import chunk_ttt_linear
+
         return chunk_ttt_linear(**x | {"eta": x["eta"][..., None]}, chunk_size=16)[0]
 
     return {
@@ -102,6 +108,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "hgrn": lambda x: chunk_hgrn(**x)[0],
         "hgrn_sums": lambda x: chunk_hgrn(**x)[0],
         "ttt_linear": ttt,
+        "gated_oja_rule": oja,
         "forgetting_attention": lambda x: parallel_forgetting_attn(**x),
         "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
         "step_simple_gla": step(fused_recurrent_simple_gla),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..errors import ArgumentError, UnsupportedError
+from .other_side import OtherSide
 from .protocol import PLAIN, Inputs, Local, OutputUse
 from .pytorch.canonical import CanonicalRecurrence
 from .pytorch.chunked import CanonicalChunks, ChunkedRecurrence
@@ -97,6 +98,11 @@ def make_local(
     Raises:
         UnsupportedError: backend="triton" was asked for and cannot run this.
     """
+    if rule.reads == "values":
+        by_keys = functools.partial(make_local, rule.by_keys, mode="chunk", backend=backend, canonical=canonical)
+        short = canonical is None and (mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT))
+        tokens = TokenRecurrence(rule, inputs, cu, scale) if short else None
+        return OtherSide(functools.partial(by_keys, cu=cu, scale=scale), inputs, tokens, use.final)
     if rule.write == "sum":
         if backend == "triton" and canonical is None and not _unsupported_sums(inputs):
             return _sums()[1](rule, inputs, cu, scale, use)

@@ -16,6 +16,7 @@ from .linear_attention import linear_attention
 from .mamba2 import mamba2
 from .mamba3 import mamba3
 from .mlstm import mlstm
+from .oja import gated_oja_rule
 from .preconditioned import preconditioned_gated_delta_rule, preconditioned_kda
 from .retention import lightning_attention, retention, simple_gla
 from .retention import lightning_decay as lightning_decay
@@ -41,6 +42,7 @@ FUNCTIONS = (
     gated_delta_product,
     preconditioned_gated_delta_rule,
     preconditioned_kda,
+    gated_oja_rule,
     rwkv6,
     gated_slot_attention,
     hgrn,

@@ -316,6 +316,23 @@ def preconditioned_kda(
     backend: RecurrenceBackend | None = None,
     in_place: bool = False,
 ) -> LinearAttentionOutput: ...
+def gated_oja_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
 def rwkv6(
     r: Tensor,
     k: Tensor,
@@ -444,6 +461,7 @@ __all__ = [
     "gated_delta_product",
     "preconditioned_gated_delta_rule",
     "preconditioned_kda",
+    "gated_oja_rule",
     "rwkv6",
     "gated_slot_attention",
     "hgrn",

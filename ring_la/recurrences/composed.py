@@ -141,6 +141,6 @@ def _by_reference(
     o, final = definition.reference(*call.args, **call.keywords, **common)
     wide = state_dtype_of(tensors)
     parts = None if final is None else tuple(p.to(wide) for p in parts_of(final))
-    values = next(x for n, x in tensors.items() if definition.arguments[n].kind == "value")
+    values = next(x for n, x in tensors.items() if definition.arguments[n].values)
     state: Any = parts[0] if parts is not None and len(parts) == 1 else parts
     return LinearAttentionOutput(o.to(values.dtype), state)
