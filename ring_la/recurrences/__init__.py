@@ -14,7 +14,7 @@ from .gsa import gated_slot_attention
 from .hgrn import hgrn
 from .linear_attention import linear_attention
 from .mamba2 import mamba2
-from .mamba3 import mamba3
+from .mamba3 import mamba3, mamba3_mimo
 from .mlstm import mlstm
 from .oja import gated_oja_rule
 from .preconditioned import preconditioned_gated_delta_rule, preconditioned_kda
@@ -48,6 +48,7 @@ FUNCTIONS = (
     hgrn,
     mlstm,
     mamba3,
+    mamba3_mimo,
     ttt_linear,
 )
 RECURRENCES = tuple(f.definition for f in FUNCTIONS)  # pyright: ignore[reportFunctionMemberAccess]

@@ -418,6 +418,27 @@ def mamba3(
     backend: RecurrenceBackend | None = None,
     in_place: bool = False,
 ) -> LinearAttentionOutput: ...
+def mamba3_mimo(
+    x: Tensor,
+    dt: Tensor,
+    g: Tensor,
+    B: Tensor,
+    C: Tensor,
+    lam: Tensor,
+    theta: Tensor,
+    D: Tensor,
+    up: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
 def ttt_linear(
     q: Tensor,
     k: Tensor,
@@ -467,5 +488,6 @@ __all__ = [
     "hgrn",
     "mlstm",
     "mamba3",
+    "mamba3_mimo",
     "ttt_linear",
 ]

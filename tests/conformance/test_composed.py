@@ -52,7 +52,7 @@ def test_split_is_whole(ranks, name):
     assert not bad, bad[:12]
 
 
-SPLIT_SUMS = ("mlstm", "mamba3", "ttt_linear")
+SPLIT_SUMS = ("mlstm", "mamba3", "mamba3_mimo", "ttt_linear")
 """Their sums over tokens, or products of runs of tokens, depend on the split in the last bits."""
 
 
