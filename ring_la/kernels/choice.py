@@ -16,6 +16,7 @@ from .protocol import PLAIN, Inputs, Local, OutputUse
 from .pytorch.canonical import CanonicalRecurrence
 from .pytorch.chunked import CanonicalChunks, ChunkedRecurrence
 from .pytorch.recurrent import TokenRecurrence
+from .pytorch.sums import PlainSums
 
 if TYPE_CHECKING:
     from .recurrent import TritonTokens
@@ -106,6 +107,8 @@ def make_local(
     if rule.write == "sum":
         if backend == "triton" and canonical is None and not _unsupported_sums(inputs):
             return _sums()[1](rule, inputs, cu, scale, use)
+        if canonical is None and (backend == "torch" or (backend is None and not inputs.q.is_cuda)):
+            return PlainSums(rule, inputs, cu, scale)
         rule = Rule("additive", rule.decay)  # what has run on GPUs: with keys and queries of ones it is the same
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
     if recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs, recurrent=True):
