@@ -106,7 +106,6 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "rwkv6": lambda x: chunk_rwkv6(**x)[0],
         "gated_slot_attention": lambda x: chunk_gsa(**x)[0],
         "hgrn": lambda x: chunk_hgrn(**x)[0],
-        "hgrn_sums": lambda x: chunk_hgrn(**x)[0],
         "ttt_linear": ttt,
         "gated_oja_rule": oja,
         "forgetting_attention": lambda x: parallel_forgetting_attn(**x),

@@ -105,11 +105,11 @@ def make_local(
         tokens = TokenRecurrence(rule, inputs, cu, scale) if short else None
         return OtherSide(functools.partial(by_keys, cu=cu, scale=scale), inputs, tokens, use.final)
     if rule.write == "sum":
-        if backend == "triton" and canonical is None and not _unsupported_sums(inputs):
+        if backend != "torch" and canonical is None and not _unsupported_sums(inputs):
             return _sums()[1](rule, inputs, cu, scale, use)
         if canonical is None and (backend == "torch" or (backend is None and not inputs.q.is_cuda)):
             return PlainSums(rule, inputs, cu, scale)
-        rule = Rule("additive", rule.decay)  # what has run on GPUs: with keys and queries of ones it is the same
+        rule = Rule("additive", rule.decay)  # with keys and queries of ones it is the same
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
     if recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs, recurrent=True):
         chunked = functools.partial(make_local, rule, inputs, cu, scale, "chunk", backend)
