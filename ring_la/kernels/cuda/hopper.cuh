@@ -92,9 +92,6 @@ INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {  // by the c
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
-INLINE void prefetch(const void* from, u32 bytes) {  // to the L2 cache
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 INLINE void copy_out(void* to, u32 from, u32 bytes) {  // the other way; `copied_out` waits for those of this thread
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }

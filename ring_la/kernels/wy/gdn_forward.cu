@@ -164,15 +164,6 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     load_chunk(a, t, x.end, h, !middle, base + slot * SLOT, lane);
     const u64 i = (u64)(t + lane) * a.H + h;
     const bool live = t + lane < x.end;
-#ifdef PREFETCH
-    if (c + MAKERS < total && t + MAKERS * C + lane < x.end) {  // the next may come from near by
-      const int hk = h / (a.H / a.HK);
-      const u64 row = (u64)(t + MAKERS * C + lane);
-      prefetch(a.k + (row * a.HK + hk) * D, D * 2);
-      prefetch(a.q + (row * a.HK + hk) * D, D * 2);
-      prefetch(a.v + (row * a.H + h) * D, D * 2);
-    }
-#endif
     b = live ? beta_at(a, i) : 0.f;
     G = live ? gate_at(a, i) * LOG2E : 0.f;
   };

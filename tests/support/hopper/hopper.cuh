@@ -113,7 +113,6 @@ INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {
   b.bytes -= bytes;
   machine::settle(b);
 }
-INLINE void prefetch(const void*, u32) {}
 INLINE void copy_out(void* to, u32 from, u32 bytes) { memcpy(to, machine::at(from, bytes, 16), bytes); }
 INLINE void copy_out_all() {}
 INLINE void copied_out() {}
