@@ -234,6 +234,8 @@ def _first(c: Tensor, options: CommonOptions) -> Tensor:
     layout, cu = options.layout, options.cu_seqlens
     if layout is not None:
         return _FirstTokens.apply(layout, c)
+    if c.shape[1] == 0:
+        return c.new_zeros(c.shape[0] if cu is None else cu.numel() - 1, c.shape[2])
     if cu is None:
         return c[:, 0]
     first = c[0].index_select(0, cu[:-1].clamp(max=c.shape[1] - 1))

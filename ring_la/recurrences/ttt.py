@@ -16,6 +16,7 @@ travel.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,17 +26,27 @@ from .. import reference
 from ..errors import ArgumentError, UnsupportedError
 from ..linear.in_order import Run, in_order
 from ..outputs import LinearAttentionOutput
-from .arguments import RATE, Argument
+from .arguments import Argument
 from .definition import CommonOptions
 from .recurrence import recurrence
+
+
+def _rate(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """An example of learning rates: larger ones make steps that magnify every rounding."""
+    return 0.1 * normal(*shape).sigmoid()
+
+
+def _near_one(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """An example of a norm's weight."""
+    return 1 + 0.1 * normal(*shape)
 
 
 @recurrence(
     paper="Sun et al. 2024, arXiv 2407.04620, §2.4 and 2.7, in the mini-batches of fla-core's ops/ttt",
     equation="W ← W₀ − η Σ ∂/∂W ½ ‖norm(W₀ᵀ k) − (v − k)‖² over the mini-batch so far, o = z + norm(z), z = Wᵀ q",
     arguments=dict(
-        q=Argument("BTHK", "query"), k=Argument("BTHK", "key"), v=Argument("BTHK", "value"), eta=RATE,
-        w=Argument("HK"), b=Argument("HK"),
+        q=Argument("BTHK", "query"), k=Argument("BTHK", "key"), v=Argument("BTHK", "value"),
+        eta=Argument("BTH", _rate), w=Argument("HK", _near_one), b=Argument("HK"),
     ),
     reference=reference.ttt_linear,
     states=("HKK", "HK"),

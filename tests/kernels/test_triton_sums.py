@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ring_la
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Backward, Inputs
 from ring_la.kernels.pytorch.chunked import ChunkedRecurrence
@@ -53,3 +54,12 @@ def test_walks_are_the_sums(monkeypatch, local, T, cu, decay, states):
         pairs += [] if decay == "none" else [(mine.inputs.g, theirs.inputs.g)]
     assert [a.shape for a, _ in pairs] == [b.shape for _, b in pairs]
     assert max(error(a, b) for a, b in pairs) < 1e-5
+
+
+def test_no_tokens_leave_the_state():
+    S = torch.randn(1, 3, requires_grad=True)
+    x, g = torch.zeros(1, 0, 3, requires_grad=True), torch.zeros(1, 0, 3)
+    o, final = ring_la.hgrn(x, g, initial_state=S, output_final_state=True)
+    assert o.shape == x.shape
+    assert torch.equal(final, S)
+    assert torch.equal(torch.autograd.grad(final.sum(), S)[0], torch.ones(1, 3))

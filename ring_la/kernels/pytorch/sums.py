@@ -71,7 +71,8 @@ class PlainSums:
         G = self._gradients(backward, dS_end)
         dg = None
         if self.gated and backward.gate:
-            before = F.pad(self._states(backward.S0), (0, 0, 1, -1)).masked_fill(self.first, 0)
+            states = self._states(backward.S0)
+            before = torch.cat([states[:, :1], states[:, :-1]], 1).masked_fill(self.first, 0)
             dg = G * self.decay * (before + self._at(backward.S0, self.first))
         zeros = (x.new_zeros(x.shape) for x in self.inputs[:2])  # q and k are ones
         given = Inputs(*zeros, G[..., None], dg)  # type: ignore[call-arg]
@@ -85,7 +86,7 @@ class PlainSums:
 
     def _gradients(self, backward: Backward, dS_end: Tensor | None) -> Tensor:
         """The gradient of the state after each token: the same from right to left, by the decay of the token after."""
-        after = F.pad(self.decay, (0, 0, -1, 1)).masked_fill(self.last, 0)
+        after = torch.cat([self.decay[:, 1:], self.decay[:, :1]], 1).masked_fill(self.last, 0)
         d = self.scale * backward.do[..., 0].to(self.dtype) + self._at(dS_end, self.last)
         return walk(after.flip(1), d.flip(1)).flip(1)
 
@@ -106,15 +107,16 @@ class PlainSums:
         """The values at one token of each piece, for pieces without any what is there without them."""
         B, T, C = tokens.shape
         none = self.v.new_zeros(B, len(at), C) if otherwise is None else otherwise[..., 0, 0].to(self.dtype)
-        if T:
-            none = torch.where(self.empty, none, tokens.index_select(1, at.clamp(0, T - 1)))
-        return none[..., None, None]
+        found = torch.where(self.empty, none, tokens.index_select(1, at.clamp(0, T - 1))) if T else none.clone()
+        return found[..., None, None]
 
 
 def walk(decay: Tensor, x: Tensor) -> Tensor:
     """``S_t = decay_t S_{t−1} + x_t`` from zero, all ``[B, T, C]``."""
     B, T, C = x.shape
-    n = max(1, math.isqrt(T))
+    if T == 0:
+        return x
+    n = math.isqrt(T)
     rows = -(-T // n)
     decay, x = (F.pad(t, (0, 0, 0, rows * n - T)).view(B, rows, n, C) for t in (decay, x))
     own, total = [x[:, :, 0]], [decay[:, :, 0]]
