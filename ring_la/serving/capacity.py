@@ -12,7 +12,7 @@ from .text import Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Capacity:
     """What the arguments of `Engine` say, checked.
 
     Attributes:
@@ -37,7 +37,7 @@ class Limits:
         if not isinstance(self.patience, (int, float)) or not self.patience >= 0:
             raise ArgumentError("patience", "a number ≥ 0", repr(self.patience))
 
-    def of(self, model: Served) -> Limits:
+    def of(self, model: Served) -> Capacity:
         """These with a model: no longer than it knows; where its states cannot be joined, one sequence, read at once.
 
         Raises:
@@ -47,8 +47,8 @@ class Limits:
         if self.max_tokens is not None and known is not None and self.max_tokens > known:
             raise ArgumentError("max_tokens", f"at most {known}, what the model knows", self.max_tokens)
         most = min((n for n in (self.max_tokens, self.room, known) if n is not None), default=None)
-        limits = replace(self, max_tokens=most)
-        return limits if model.flexible else replace(limits, batch=1, piece=None, keep=0)
+        capacity = replace(self, max_tokens=most)
+        return capacity if model.flexible else replace(capacity, batch=1, piece=None, keep=0)
 
     def check(self, request: Request, model: Served, text: Text) -> None:
         """Raises ArgumentError for a request that cannot be completed, by the argument's name."""
