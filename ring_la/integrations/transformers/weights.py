@@ -70,6 +70,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.de
 
     files = _files(Path(folder))
     device, read = _device(device), [0]
+    computed = list(_computed(model))
     with ExitStack() as open_files:
         there: dict[str, _Slice] = {}
         for file in files:
@@ -98,6 +99,8 @@ def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.de
             "folder", "the weights of this model", f"{folder}, without or unlike {', '.join(wrong[:5])}"
         )
     type(model)._finalize_model_loading(model, config, info)
+    for module, name, buffer in computed:
+        module._buffers[name] = buffer.to(device)
     return read[0]
 
 
@@ -149,6 +152,16 @@ def _device(device: torch.device | str | None) -> torch.device:
 def _not_stored(model: nn.Module) -> Iterator[str]:
     """Names in the state that files never hold."""
     return (n for n in model.state_dict() if n.endswith("_extra_state"))
+
+
+def _computed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Buffers that no file holds and that are there already: the library computes those of "meta" alone, and empties
+    the others."""
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and not buffer.is_meta:
+                yield module, name, buffer
 
 
 def _mixed(
