@@ -70,9 +70,8 @@ def _refuse_cut_mixers(model: nn.Module, plan: dict[str, str]) -> None:
 
 def _refuse_cut_ties(model: PreTrainedModel, plan: dict[str, str]) -> None:
     """Refuse plans under which an embedding and a head would become two weights."""
-    ends = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
-    cut = [
-        n for n, p in model.named_parameters(remove_duplicate=False) if n in plan and any(p is e.weight for e in ends)
-    ]
-    if cut and len({id(e.weight) for e in ends}) < len(ends):
+    ends = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
+    tied = len({id(weight) for weight in ends}) < len(ends)
+    cut = [n for n, p in model.named_parameters(remove_duplicate=False) if n in plan and any(p is w for w in ends)]
+    if tied and cut:
         raise UnsupportedError("tie_word_embeddings", "False with a plan that cuts the head", f"True, and {cut[0]}")

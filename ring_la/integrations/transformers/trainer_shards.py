@@ -23,7 +23,8 @@ from ...errors import UnsupportedError
 from ...training.clipping import clip_gradients
 from ...training.reading import load
 from .averaging import averaging
-from .weights import INDEX, load_weights, save_weights
+from .weights import load_weights, save_weights
+from .weights.files import INDEX
 
 OPTIMIZER, SCHEDULER, ARGUMENTS = "optimizer", "scheduler.pt", "training_args.bin"
 
