@@ -94,7 +94,7 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         text,
         cp,
         max_tokens=args.max_tokens_total,
-        room=fitting(model, cp, piece if model.flexible else None, keep),
+        room=fitting(model, cp, piece if model.goes_on else None, keep),
         piece=piece,
         batch=args.batch,
         waiting=args.waiting,

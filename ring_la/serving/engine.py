@@ -121,8 +121,8 @@ class Engine:
         self.max_tokens, self._room = min(limits, default=None), room
         self.ranks = Ranks(cp)
         self._rows = batch if model.flexible else 1
-        self._piece = piece if model.flexible else None
-        self._prefixes = Prefixes(keep if model.flexible else 0)
+        self._piece = piece if model.goes_on else None
+        self._prefixes = Prefixes(keep if model.resumes else 0)
         self._waiting = Waiting(waiting)
         self._readings: list[Reading] = []  # as they came
         self._read_as: dict[int, tuple[tuple[int, int], ...]] = {}  # the pieces of what is kept
@@ -305,7 +305,7 @@ class Engine:
             reading.kept, job.reused = self._prefixes.longest(ids)
             reading.at = reading.length = job.reused
             job.trail.before = self._read_as.get(reading.kept, ())
-            reading.stops = self._prefixes.stops(ids, job.reused)
+            reading.stops = self._prefixes.stops(ids, job.reused) if self.model.goes_on else [len(ids)]
         if reading.at < len(ids):
             end, start = self._piece_end(reading), time.monotonic()
             self._last_key += 1
