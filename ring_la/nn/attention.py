@@ -113,7 +113,7 @@ class Attention(Layer):
         elif isinstance(state, KVRows):
             o = state.decode(q, k, v, self.window, scale)
         elif isinstance(state, LayerKeys):
-            o = self._shared(q, k, v, state, call)
+            o = self._shared(qkv, state, call, scale)
         elif call.layout is None and not call.packed:
             state = state.extend(k, v)
             o = decode(q, state, self.window, scale)
@@ -124,12 +124,15 @@ class Attention(Layer):
             o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, call.rows(self.gate_proj, x), o)
         return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
 
-    def _shared(self, q: Tensor, k: Tensor, v: Tensor, state: LayerKeys, call: LayerCall) -> Tensor:
+    def _shared(
+        self, qkv: tuple[Tensor, Tensor, Tensor], state: LayerKeys, call: LayerCall, scale: float | None
+    ) -> Tensor:
         """Keys stay on their ranks: of a layout's tokens, or of one token of each sequence."""
+        q, k, v = qkv
         if call.layout is not None:
-            return read_attention(q, k, v, state, call.layout, window=self.window).o
+            return read_attention(q, k, v, state, call.layout, window=self.window, scale=scale).o
         state.put(k, v)
-        return decode_attention(q, state, window=self.window).o
+        return decode_attention(q, state, window=self.window, scale=scale).o
 
     def _continue(
         self, qkv: tuple[Tensor, Tensor, Tensor], cache: KVCache, call: LayerCall, scale: float | None

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.cli import serve as serve_command
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.serving import Bytes, Ended, Engine, Event, NoText
+from ring_la.serving import Bytes, Ended, Engine, Event, Failed, NoText
 from ring_la.serving.load import load, vocabulary
 from ring_la.serving.model import rehearse
 from tests.serving.test_engine import LONG, Asked
@@ -155,12 +155,12 @@ def answers(folder: str, cp: ContextParallel | None = None) -> tuple[list[list[i
     jobs, again = [Asked(ids, 5) for ids in prompts()], [Asked(ids, 5) for ids in prompts()[:2]]
     engine = Engine(model, text, cp, patience=LONG, piece=13, batch=3, keep=1 << 20)
     sizes, step = [], model.step
-    model.step = lambda tokens, *others: sizes.append(len(tokens)) or step(tokens, *others)
+    model.step = lambda tokens, states, in_place: sizes.append(len(tokens)) or step(tokens, states, in_place)
     hear = jobs[0].emit
 
     def then(event: Event) -> None:  # when that is answered, it is asked again
         hear(event)
-        if isinstance(event, Ended):
+        if isinstance(event, (Ended, Failed)):
             engine.submit(*again)
             engine.stop()
 
