@@ -425,7 +425,7 @@ class Trainer:
             raise ArgumentError("model.vocab_size", f"at least {vocab_size}, the tokenizer's", shape.vocab_size)
         self.flops = StepFlops(shape)
         with self.device:
-            model = HybridLM(shape)
+            model = HybridLM(shape).to(getattr(torch, memory.parameters))
         recompute(model, memory.recompute, mlp_chunk=memory.mlp_chunk)
         return shard_parameters(model, self.mesh, dtype=dtype)
 

@@ -42,11 +42,11 @@ class Prefixes:
     """Which states are kept, the least recently used ones leaving first, those that go on from others before them.
 
     Args:
-        budget: bytes of states to keep; 0: none.
+        budget: bytes of states to keep; 0: none. parts: whether prompts are read in parts, to keep more than their end.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.size = budget, 0
+    def __init__(self, budget: int, parts: bool = True) -> None:
+        self.budget, self.parts, self.size = budget, parts, 0
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # by the tokens' SHA-256
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # the same of beginnings without a state
 
@@ -67,7 +67,7 @@ class Prefixes:
 
     def stops(self, ids: Sequence[int], begin: int) -> list[int]:
         """Where to keep a state of a prompt that is read from `begin`, its end last."""
-        if not self.budget:
+        if not self.budget or not self.parts:
             return [len(ids)]
         stops, common = {(len(ids) - stride // 2) // stride * stride for stride in STRIDES}, 0
         places, alike = list(range(STRIDES[0], len(ids) + 1, STRIDES[0])), True

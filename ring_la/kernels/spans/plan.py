@@ -18,6 +18,7 @@ from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.triton_version import TensorDescriptor, gluon_is_proven
 from ring_la.kernels.spans import table
+from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import Tiling, cdiv, power_of_2, width
 
@@ -215,7 +216,7 @@ class SpanPlan:
                 out.append(None)
                 continue
             if name in ("q", "k") and HK != H:
-                grad = grad.view(B, T, HK, -1, K).sum(3, dtype=torch.float32)
+                grad = summed(grad.view(B, T, H, K), HK, x.dtype)
             out.append(grad.to(x.dtype))
         return Inputs(*out)
 

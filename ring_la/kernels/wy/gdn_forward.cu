@@ -23,9 +23,9 @@
 // A slot: k and q (128-byte swizzle, 64 channels a row); v, then o; M; P; the triangle that is inverted; e^G, e^(GL - G).
 // With KEEP N in place of M; beta; B = tril(k k^T * E, -1).
 #if KEEP
-#define SLOTS 6  // chunks under way
+#define SLOTS 5  // chunks under way
 #define SLOT 33792
-#define STAGE 8192 // 1 KB a warp that carries the state, on its way out
+#define STAGE 32768 // the state on its way out, 4 KB a warp that carries it
 #else
 #define SLOTS 7
 #define SLOT 31744
@@ -42,7 +42,7 @@
 #define HALF 8192               // from 64 channels of k and q to the others
 #define BARS (SLOTS * SLOT + STAGE) // of each slot: full, empty
 #define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
-#define SAID (OPEN + 16) // the ticket; three unused words, of which `leave` takes the last; of 16 chunks, what they leave over
+#define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, what they leave over
 #define SHARED (SAID + 80)
 
 // Where column j of the triangle lies: its rows from a multiple of 4 at most j + 1 on
@@ -206,22 +206,19 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
 #if KEEP
-// The state, of which `f` are this warp's rows, as the backward reads it, by way of 1 KB of shared memory: 32 channels of K at a time
+// The state, of which `f` are this warp's rows, as the backward reads it, by the copy engine from 4 KB of shared memory
 INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lane) {
-  const int m = lane >> 3, row = (lane & 7) + ((m & 1) << 3), col = m >> 1;
+  const int row = (lane & 7) + (((lane >> 3) & 1) << 3), col = lane >> 4;
+  if (lane == 0) copied_out();
+  __syncwarp();
 #pragma unroll
-  for (int part = 0; part < 4; part++) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) stm(f[2 * part + i], stage + row * 64 + (((2 * i + col) ^ (row >> 1)) & 3) * 16);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int r = i * 8 + (lane >> 2), c = lane & 3;
-      u32 z[4];
-      lds128(z, stage + r * 64 + ((c ^ (r >> 1)) & 3) * 16);
-      stg128(to + state_place(w * 16 + r, 4 * part + c), z);
-    }
-    __syncwarp();
+  for (int ks = 0; ks < 8; ks++) stm(f[ks], stage + (ks >> 2) * 2048 + row * 128 + swz(row, (2 * ks + col) & 7));
+  proxy_fence();
+  __syncwarp();
+  if (lane == 0) {
+    copy_out(to + w * 2048, stage, 2048);
+    copy_out(to + 16384 + w * 2048, stage + 2048, 2048);
+    copy_out_all();
   }
 }
 #endif
@@ -268,7 +265,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     const u64 place = kept_at(a, chunk + (t - begin) / C, h);
     if (t >= begin) kept = (char*)(a.kept_S + place * (D * D));
 #endif
-    read_state(RO, S, at, kept, base + SLOTS * SLOT + w * 1024, w, lane);
+    read_state(RO, S, at, kept, base + SLOTS * SLOT + w * 4096, w, lane);
     u32 v[2][4], u[2][4], at_end[2][4];
     float E[4][2];
 #pragma unroll
@@ -324,6 +321,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     wgmma128(S, at_end[1], descriptor(at + 2048, HALF, 1024));
     wg_commit();
 #if KEEP
+    u32 z[2][4];
     if (t >= begin) {  // W = R - B U
 #pragma unroll
       for (int m = 0; m < 2; m++)
@@ -345,12 +343,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       }
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < 2; m++) {
-        const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
-        u32 z[4];
-        lds128(z, at + OFF_V + row * 256 + swz(row, to));
-        stg128((char*)(a.kept_W + place * (C * D)) + rows_place(row, to), z);
-      }
+      for (int m = 0; m < 2; m++) lds128(z[m], at + OFF_V + (16 * m + (lane >> 1)) * 256 + swz(lane >> 1, w * 2 + (lane & 1)));
       __syncwarp();
     }
 #endif
@@ -365,6 +358,11 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       mma(O + 8, u[0], p[0], p[1]); mma(O + 12, u[0], p[2], p[3]);
       ldm(p, at + OFF_P + pair_place(16 + rb, 2 + cb));
       mma(O + 8, u[1], p[0], p[1]); mma(O + 12, u[1], p[2], p[3]);
+#if KEEP
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+        stg128((char*)(a.kept_W + place * (C * D)) + rows_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), z[m]);
+#endif
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         u32 f[4];
@@ -440,14 +438,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
     }
     bar_init(base + OPEN, 1);
     bars_ready();
-    sts32(base + SAID, atomicAdd(ticket(a), 1));
   }
-  __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
+  const int s = mine.s, h = mine.h, back = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
-  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const int back = early(a, x, s, h, base, lane);
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
   const int passes = back < 0 && !x.last && a.ahead ? 3 : 1;
   if (uniform(tid >> 8)) {
@@ -456,5 +452,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   } else {
     registers_up<192>();
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
+#if KEEP
+    if (lane == 0) copied_out();
+#endif
   }
 }
