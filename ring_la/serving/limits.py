@@ -9,6 +9,7 @@ from ..errors import ArgumentError
 from .completion import Completion, Request
 from .model import Served
 from .text import Text
+from .tiers import Keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,22 +25,23 @@ class Limits:
     piece: int | None
     batch: int
     waiting: int
-    keep: int
+    keep: Keep
     patience: float
 
     def __post_init__(self) -> None:
-        for name, value, least in (("batch", self.batch, 1), ("waiting", self.waiting, 1), ("keep", self.keep, 0)):
+        for name, value, least in (("batch", self.batch, 1), ("waiting", self.waiting, 1)):
             if not isinstance(value, int) or value < least:
                 raise ArgumentError(name, f"an int ≥ {least}", repr(value))
         for name, value in (("max_tokens", self.max_tokens), ("room", self.room), ("piece", self.piece)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
+        self.keep.checked()
         if not isinstance(self.patience, (int, float)) or not self.patience >= 0:
             raise ArgumentError("patience", "a number ≥ 0", repr(self.patience))
 
     def of(self, model: Served) -> Limits:
-        """These with a model: no longer than it knows, one sequence where its states cannot be joined, nothing kept where
-        they cannot be read on, and prompts read at once where that is not split.
+        """These with a model: no longer than it knows, one sequence where its states cannot be joined, nothing kept
+        where they cannot be read on, and prompts read at once where that is not split.
 
         Raises:
             ArgumentError: more tokens than the model knows.
@@ -50,7 +52,7 @@ class Limits:
         most = min((n for n in (self.max_tokens, self.room, known) if n is not None), default=None)
         limits = replace(self, max_tokens=most)
         limits = limits if model.flexible else replace(limits, batch=1)
-        limits = limits if model.resumes else replace(limits, keep=0)
+        limits = limits if model.resumes else replace(limits, keep=Keep())
         return limits if model.goes_on else replace(limits, piece=None)
 
     def check(self, request: Request, model: Served, text: Text) -> None:

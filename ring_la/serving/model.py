@@ -46,6 +46,9 @@ class Served(Protocol):
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
         """Read one more token of each sequence, ``tokens [N]``. Collective where keys are shared out over ranks."""
 
+    def keys(self, cp: ContextParallel | None) -> KeyStore | None:
+        """Where keys stay on the rank that reads them; None: they do not."""
+
     def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
         """Whether every rank reads all of a piece after `earlier` tokens, of which a layout gives ranks `lengths`."""
 
@@ -68,10 +71,13 @@ class Hybrid:
     def read(self, ids: Tensor, states: list[Any] | None, cp: ContextParallel | None) -> Prefilled:
         if cp is None:
             return prefill(self.model, ids, states=states)
-        if self._keys is None and self.shares_keys and cp.size > 1:
-            self._keys = key_store(self.model, cp)
-        layout, keys = cp.layout(ids.shape[1], self.kind), self._keys if states is None else None
+        layout, keys = cp.layout(ids.shape[1], self.kind), self.keys(cp) if states is None else None
         return prefill(self.model, layout.shard(ids), states=states, layout=layout, keys=keys)
+
+    def keys(self, cp: ContextParallel | None) -> KeyStore | None:
+        if self._keys is None and self.shares_keys and cp is not None and cp.size > 1:
+            self._keys = key_store(self.model, cp)
+        return self._keys
 
     def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
         return False

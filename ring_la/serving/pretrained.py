@@ -69,6 +69,9 @@ class Pretrained:
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
         return self._way.step(tokens, states, in_place)
 
+    def keys(self, cp: ContextParallel | None) -> None:
+        return None
+
     def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
         if earlier == 0:
             return min(lengths) == 0

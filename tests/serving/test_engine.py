@@ -10,9 +10,23 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError
-from ring_la.inference import Sampler, generate
+from ring_la.inference import Sampler, generate, key_store
 from ring_la.nn import decoding
-from ring_la.serving import Batch, Busy, Completion, Ended, Engine, Event, Failed, Hybrid, NewToken, NoText, Request
+from ring_la.serving import (
+    Batch,
+    Busy,
+    Completion,
+    Ended,
+    Engine,
+    Event,
+    Failed,
+    Hybrid,
+    Keep,
+    NewToken,
+    NoText,
+    Request,
+)
+from ring_la.serving.ranks import What
 from tests.support.generation import greedy, make, tokens
 from tests.support.pool import group
 
@@ -92,7 +106,7 @@ def test_states_that_do_not_fit_leave_again():
     ids = prompt(40)
     one = engine(keep=1 << 20)
     serve(one, [Asked(ids)])
-    size = one._prefixes.size
+    size = one._prefixes.sizes[0]
     jobs = [Asked(ids), Asked(ids[::-1]), Asked(ids[::-1]), Asked(ids)]
     few = engine(keep=size + size // 2, batch=1)
     serve(few, jobs)
@@ -102,6 +116,49 @@ def test_states_that_do_not_fit_leave_again():
     serve(none, jobs := [Asked(ids), Asked(ids)])
     assert jobs[1].events[-1].reused_tokens == 0
     assert not none.states.kept
+
+
+TURNS = (prompt(40), prompt(40) + prompt(6), prompt(40)[::-1], prompt(23), prompt(40) + prompt(6), prompt(23))
+"""The second goes on from the first; the last two were asked before, and have left the device since."""
+
+
+def check_tiers(rank: int, folder: str, asked: Sequence[list[int]]) -> tuple[list[list[int]], list[int], list[int]]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    whole = engine(cp, batch=1, keep=1 << 20)
+    serve(whole, [Asked(TURNS[1])])
+    most = cp.comm.all_reduce(torch.tensor(whole._prefixes.sizes[0])).wait().item()  # rank 0's
+    server = engine(cp, batch=1, keep=Keep(most * 5 // 2, most * 5 // 4, 1 << 20, folder))
+    jobs, moved, do = [Asked(x, 3) for x in asked], [], server.states.do
+
+    def noted(word, *row):
+        if word.what == What.MOVE:
+            moved.append(word.start)
+        return do(word, *row)
+
+    server.states.do = noted
+    serve(server, jobs)
+    assert (server.states.kept, server.states.packed) == ({}, {})  # all is on disk
+    return [job.tokens for job in jobs], [job.reused for job in jobs], moved
+
+
+def test_states_go_to_the_host_and_to_disk_and_come_back_on_any_number_of_ranks(ranks, tmp_path):
+    got, reused, moved = ranks.run(2, check_tiers, str(tmp_path), TURNS)[0]
+    assert got == [truth(x, 3) for x in TURNS]
+    assert reused == [0, 40, 0, 0, 46, 23]
+    assert set(moved) == {0, 1, 2}
+    again = [TURNS[1], TURNS[2], prompt(40) + prompt(3)]
+    for size in (3, 1):
+        got, reused, _ = ranks.run(size, check_tiers, str(tmp_path), again)[0]
+        assert got == [truth(x, 3) for x in again]
+        assert reused == [46, 40, 43 if size == 1 else 40]
+    [of_model] = tmp_path.iterdir()
+    (next(of_model.iterdir()) / "about.json").unlink()  # as one that was not written to its end
+    there = len(list(of_model.iterdir()))
+    assert ranks.run(1, check_tiers, str(tmp_path), [[3]])[0][0] == [truth([3], 3)]
+    assert len([x for x in of_model.iterdir() if (x / "about.json").is_file()]) <= there
+    for bad in (Keep(1, disk=1), Keep(1, folder=tmp_path), Keep(-1)):
+        with pytest.raises(ArgumentError, match="keep: expected"):
+            engine(keep=bad)
 
 
 def check_sampling(rank: int) -> list[list[int]]:
@@ -319,8 +376,7 @@ def test_all_ranks_decode_from_their_own_keys(ranks):
     tokens_, _, (_, failed) = found[0]
     assert failed == 2
     assert tokens_[2:] == [truth(prompt(120), 3), truth(prompt(2), 6)]
-    size = make().blocks[0].layer.key_size
-    most = size.heads * (size.key + size.value) * 8 * ((120 + 3) / 3 + 5)
+    most = key_store(make()).token_bytes * ((120 + 3) / 3 + 5)
     assert max(bytes_ for _, _, (bytes_, _) in found) <= most
     assert [left for _, left, _ in found] == [0, 0, 0]
 

@@ -170,7 +170,7 @@ def answers(folder: str, cp: ContextParallel | None = None) -> tuple[list[list[i
     engine.run()
     assert not engine.states.open
     assert model.goes_on
-    assert max(sizes, default=3) == 3 or not engine.ranks.leads
+    assert max(sizes, default=2) > 1  # side by side, where tokens are decoded
     return [job.tokens for job in (*jobs, *again)], [job.reused for job in again]
 
 

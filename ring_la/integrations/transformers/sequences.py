@@ -136,7 +136,6 @@ class Sequences:
         self._of_minimax = isinstance(out[self.name], MiniMaxCache)
         self._slots = _slots(out[self.name])
 
-    @torch.no_grad()
     def read(self, ids: Tensor, states: Sequence[Any] | None) -> Prefilled:
         """Read ``ids [N, T]`` after what `states` have of as many sequences of one length (none are written to)."""
         if states is None:
@@ -152,7 +151,6 @@ class Sequences:
                 out = self._call(ids, cache, positions)
         return Prefilled(out.logits[:, -1], self._taken(cache))
 
-    @torch.no_grad()
     def step(self, tokens: Tensor, states: Sequence[Any], in_place: bool) -> Prefilled:
         """Read one more token of each sequence, ``tokens [N]``; keys in `KVRows` are written there.
 
@@ -174,6 +172,7 @@ class Sequences:
         after = [old if isinstance(old, KVRows) else new for old, new in zip(states, self._taken(cache))]
         return Prefilled(out.logits[:, -1], after)
 
+    @torch.no_grad()
     def _call(self, ids: Tensor, cache: Cache | None, positions: Tensor | None) -> Any:
         """The model on tokens after those of a cache."""
         keywords: dict[str, Any] = {self.name: cache}
