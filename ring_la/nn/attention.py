@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
+from ..keystore.static import StaticKeys
 from ..softmax import attention
 from .decoding import KVCache, KVRows, cache_of, check_rows, decode
 from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
@@ -66,9 +67,15 @@ class Attention(Layer):
         width = self.widths[1] // self.num_kv_heads
         return KeySize(self.num_kv_heads, width, width)
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
-        if isinstance(state, LayerKeys):
+    def carried_of(self, k: Tensor) -> Tensor | None:
+        """What a `KeyStore` carries of sequences whose last keys are ``k [N, Hk, ·]``; None: nothing."""
+        return None
+
+    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> None:
+        super()._check(x, None if isinstance(state, (KVRows, LayerKeys, StaticKeys)) else state, call)
+        if isinstance(state, StaticKeys):
+            check_rows(x, state.rows.rows, call)
+        elif isinstance(state, LayerKeys):
             self._check_keys(x, state, call)
         elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
@@ -100,7 +107,7 @@ class Attention(Layer):
         self,
         x: Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
-        state: KVCache | KVRows | LayerKeys | None,
+        state: KVCache | KVRows | LayerKeys | StaticKeys | None,
         call: LayerCall,
         scale: float | None = None,
     ) -> LayerOutput:
@@ -110,7 +117,7 @@ class Attention(Layer):
             options: dict[str, Any] = dict(window=(self.window, -1), scale=scale)
             o = attention(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens, **options).o
             state = cache_of(k, v, call) if call.output_state else None
-        elif isinstance(state, KVRows):
+        elif isinstance(state, (KVRows, StaticKeys)):
             o = state.decode(q, k, v, self.window, scale)
         elif isinstance(state, LayerKeys):
             o = self._shared(qkv, state, call, scale)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..comm import Replicated
 from ..kernels.fused.log_decay import decay_gate
 from ..keystore import KeySize, LayerKeys
+from ..keystore.static import StaticKeys
 from ..running_sum import running_sum
 from ..softmax.forgetting import sums_of, width_with_sums, with_sums
 from .attention import Attention
@@ -51,11 +52,14 @@ class ForgettingAttention(Attention):
         K, dtype = self.widths[1] // self.num_heads, self.qkv_proj.weight.dtype
         return KeySize(self.num_heads, width_with_sums(K, dtype), K)
 
-    def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
+    def carried_of(self, k: Tensor) -> Tensor:
+        return sums_of(k, self.widths[1] // self.num_heads)
+
+    def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> LayerOutput:
         q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).split(self.widths, -1))
         c = running_sum(decay_gate(self.forget_proj(x), sign=-1.0), call.layout, call.cu_seqlens)  # of logsigmoid
         K = q.shape[-1]
-        if isinstance(state, LayerKeys):
+        if isinstance(state, (LayerKeys, StaticKeys)):
             c = c if state.carried is None else c + state.carried[:, None]
             state.carry(last_tokens(c, call.layout, call.cu_seqlens))
         elif state is not None and not call.packed:  # packed documents are refused further on

@@ -96,7 +96,7 @@ class Batch:
 
     def sample(self) -> list[int | None]:
         """The next token of each row; None where the logits are not finite, which no sampling survives."""
-        logits = self._after.logits
+        logits = self.logits
         finite = logits.isfinite().all(-1, keepdim=True)
         logits = torch.where(finite, logits, 0)
         if all(row.sampler.greedy for row in self.rows):

@@ -61,6 +61,7 @@ class Engine:
         keep: bytes of states kept for prompts that begin alike, on each rank, on the model's device; `Keep`: in host
             memory and on disk, too.
         patience: seconds that requests under way get to end after `stop`.
+        capture: decode by `StaticBatch`, on GPUs a CUDA graph a step; of a `HybridLM`. It has not run on GPUs yet.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         waiting: int = 64,
         keep: int | Keep = 0,
         patience: float = 5.0,
+        capture: bool = False,
     ) -> None:
         limits = Limits(
             max_tokens=max_tokens,
@@ -88,7 +90,7 @@ class Engine:
         ).of(model)
         self.model, self.text, self.cp, self._limits = model, text, cp, limits
         self.ranks = Ranks(cp)
-        self.states = States(model, cp, self.ranks, limits.keep)
+        self.states = States(model, cp, self.ranks, limits.keep, limits.batch if capture else 0)
         self.batch = self.states.batch
         self._waiting, self._prefixes = Waiting(limits.waiting), Prefixes(limits.keep.budgets, model.goes_on)
         self._pace = Pace(model.device, 1 if cp is None else cp.size)

@@ -13,7 +13,8 @@ from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError, UnsupportedError
 from ..inference import KeyStore, Prefilled, key_store, prefill, step
 from ..models import HybridLM
-from ..nn import KVCache, Layer
+from ..nn import Attention, KVCache, Layer
+from .tiers import Home
 
 
 class Served(Protocol):
@@ -46,8 +47,8 @@ class Served(Protocol):
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
         """Read one more token of each sequence, ``tokens [N]``. Collective where keys are shared out over ranks."""
 
-    def keys(self, cp: ContextParallel | None) -> KeyStore | None:
-        """Where keys stay on the rank that reads them; None: they do not."""
+    def home(self, cp: ContextParallel | None) -> Home:
+        """Where its states are, on these ranks."""
 
     def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
         """Whether every rank reads all of a piece after `earlier` tokens, of which a layout gives ranks `lengths`."""
@@ -71,10 +72,16 @@ class Hybrid:
     def read(self, ids: Tensor, states: list[Any] | None, cp: ContextParallel | None) -> Prefilled:
         if cp is None:
             return prefill(self.model, ids, states=states)
-        layout, keys = cp.layout(ids.shape[1], self.kind), self.keys(cp) if states is None else None
+        layout, keys = cp.layout(ids.shape[1], self.kind), self._store(cp) if states is None else None
         return prefill(self.model, layout.shard(ids), states=states, layout=layout, keys=keys)
 
-    def keys(self, cp: ContextParallel | None) -> KeyStore | None:
+    def home(self, cp: ContextParallel | None) -> Home:
+        keys = self._store(cp)
+        layers = {i: block.layer for i, block in enumerate(self.model.blocks) if isinstance(block.layer, Attention)}
+        return Home(self.device, keys, {} if keys is None else layers)
+
+    def _store(self, cp: ContextParallel | None) -> KeyStore | None:
+        """Where keys stay on the rank that reads them; None: they do not."""
         if self._keys is None and self.shares_keys and cp is not None and cp.size > 1:
             self._keys = key_store(self.model, cp)
         return self._keys

@@ -21,6 +21,7 @@ from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError
 from ..inference import Prefilled
 from .batch import Batch
+from .tiers import Home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,8 +70,8 @@ class Pretrained:
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
         return self._way.step(tokens, states, in_place)
 
-    def keys(self, cp: ContextParallel | None) -> None:
-        return None
+    def home(self, cp: ContextParallel | None) -> Home:
+        return Home(self.device, None, {})
 
     def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
         if earlier == 0:

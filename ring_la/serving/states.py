@@ -11,6 +11,7 @@ from .batch import NOBODY, Batch, Row
 from .model import Served
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
+from .static import StaticBatch
 from .tiers import Disk, Keep, Packed, pack, unpack
 
 FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
@@ -22,7 +23,8 @@ class States:
 
     Args:
         model: what reads. cp: the ranks a prompt is split over. ranks: where they tell each other what came of it.
-        keep: whether, and where, states are kept on disk.
+        keep: whether, and where, states are kept on disk. captured: sequences, at most, where a step is one CUDA graph;
+            0: it is not.
 
     Attributes:
         open: states of prompts that are being read. kept: those for prompts that begin alike; packed: those of them in
@@ -30,15 +32,15 @@ class States:
         batch: what is decoded. shared: whether on all ranks together, as keys stay on the rank that read them.
     """
 
-    def __init__(self, model: Served, cp: ContextParallel | None, ranks: Ranks, keep: Keep) -> None:
+    def __init__(self, model: Served, cp: ContextParallel | None, ranks: Ranks, keep: Keep, captured: int) -> None:
         self._model, self._cp, self._ranks = model, cp, ranks
         self.open: dict[int, Prefilled] = {}
         self.kept: dict[int, KeptPrefix] = {}
         self.packed: dict[int, Packed] = {}
         rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
         self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
-        self.batch = Batch(model)
         self.shared = cp is not None and cp.size > 1 and model.shares_keys
+        self.batch = StaticBatch(model, cp if self.shared else None, captured) if captured else Batch(model)
 
     def before(self, key: int) -> Prefilled:
         """A state, or what is kept under that number."""
@@ -97,12 +99,12 @@ class States:
     def _move(self, word: Word) -> None:
         name, parent = word.ids[:4].numpy().tobytes().hex(), int(word.ids[4])
         if word.start == 0:
+            home = self._model.home(self._cp)
             if word.key in self.packed:
                 packed = self.packed.pop(word.key)
             else:
-                packed = self.disk.read(name, parent, self.kept[parent].length if parent else 0)
-            keys = self._model.keys(self._cp)
-            self.kept[word.key] = unpack(packed, self.kept, self._model.device, keys)
+                packed = self.disk.read(name, parent, self.kept[parent].length if parent else 0, home)
+            self.kept[word.key] = unpack(packed, self.kept, home)
             return
         packed = pack(self.kept.pop(word.key)) if word.key in self.kept else self.packed.pop(word.key)
         if word.start == 1:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
 from ..inference import KeyRows, KeyStore, LayerKeys, Prefilled
-from ..nn import KVCache, LayerState
+from ..nn import Attention, KVCache, LayerState
 from .prefixes import KeptPrefix
 
 ABOUT = "about.json"
@@ -77,6 +77,15 @@ class Packed(NamedTuple):
     runs: list[range]
 
 
+class Home(NamedTuple):
+    """Where a model keeps prefixes: its device, the store of keys that stay on their ranks (None: they do not), and the
+    layers these are of, by the number of their state."""
+
+    device: torch.device
+    keys: KeyStore | None
+    layers: Mapping[int, Attention]
+
+
 def pack(prefix: KeptPrefix) -> Packed:
     """What this rank has of a prefix beyond its parent's, on the CPU, as memory of its own."""
     tensors, runs = {"logits": prefix.since.logits}, []
@@ -95,10 +104,10 @@ def pack(prefix: KeptPrefix) -> Packed:
     return Packed(*prefix[:3], kinds, on_host, runs)
 
 
-def unpack(packed: Packed, known: Mapping[int, KeptPrefix], device: torch.device, keys: KeyStore | None) -> KeptPrefix:
-    """The prefix on the model's device again, keys that stay on their ranks in `keys`; its parent is there."""
+def unpack(packed: Packed, known: Mapping[int, KeptPrefix], home: Home) -> KeptPrefix:
+    """The prefix on the model's device again; its parent is there."""
     before = known[packed.parent].since.states if packed.parent else None
-    tensors = {name: x.to(device) for name, x in packed.tensors.items()}
+    tensors = {name: x.to(home.device) for name, x in packed.tensors.items()}
     rows: KeyRows | None = None
     states: list[Any] = []
     for i, kind in enumerate(packed.kinds):
@@ -107,13 +116,12 @@ def unpack(packed: Packed, known: Mapping[int, KeptPrefix], device: torch.device
             states.append(kind(**{name: mine.get(name) for name in kind._fields}))
             continue
         if rows is None:
-            rows = keys.open(1) if before is None else before[i].rows.chosen([0])
+            rows = home.keys.open(1) if before is None else before[i].rows.chosen([0])
             rows.place(0, slice(None), packed.runs, packed.length - packed.begin)
-        state = rows[kind]
-        state.put(*(mine[name][None] if name in mine else None for name in "kv"))
+        rows[kind].put(*(mine[name][None] if name in mine else None for name in "kv"))
         if "carried" in mine:
-            state.carry(mine["carried"])
-        states.append(state)
+            rows[kind].carry(mine["carried"])
+        states.append(rows[kind])
     if rows is not None:  # what is read on from it finds all its tokens read
         rows = rows.chosen([0])
         states = [rows[state.layer] if isinstance(state, LayerKeys) else state for state in states]
@@ -188,26 +196,34 @@ class Disk:
         new.write_text(json.dumps(about))
         os.replace(new, new.with_suffix(""))
 
-    def read(self, name: str, parent: int, begin: int) -> Packed:
-        """A prefix's part for this rank, after a parent of `begin` tokens."""
+    def read(self, name: str, parent: int, begin: int, home: Home) -> Packed:
+        """A prefix's part for this rank, after a parent of `begin` tokens, as its model keeps it on these ranks."""
         from safetensors import safe_open
 
         about = json.loads((self._folder / name / ABOUT).read_text())
         files = [safe_open(self._folder / name / f"rank-{r}.safetensors", "pt") for r in range(about["ranks"])]
         said = json.loads(files[0].metadata()["kinds"])
-        kinds = [kind if isinstance(kind, int) else KINDS[kind] for kind in said]
-        shared = [f"{i}." for i, kind in enumerate(kinds) if isinstance(kind, int)]
-        tensors = {n: files[0].get_tensor(n) for n in files[0].keys() if not _is_key(n, shared) and n != "runs"}
+        whole = range(begin, about["length"])
         mine = range(begin + (self._rank - begin) % self._ranks, about["length"], self._ranks)
-        places = [_places(file.get_tensor("runs").tolist(), mine) for file in files] if shared else []
-        for n in (n for n in files[0].keys() if _is_key(n, shared)):
-            first = files[0].get_tensor(n)
-            out = first.new_empty(len(mine), *first.shape[1:])
-            for file, (source, to) in zip(files, places):
-                out[to] = file.get_tensor(n)[source]
-            tensors[n] = out
-        runs = [mine] if shared and mine else []
-        return Packed(parent, begin, about["length"], kinds, tensors, runs)
+        layers, kinds, tensors = (
+            {i: n for n, i in enumerate(home.layers)},
+            [],
+            {"logits": files[0].get_tensor("logits")},
+        )
+        for i, kind in enumerate(said):
+            shared = isinstance(kind, int)
+            kinds.append(layers.get(i, KVCache if shared else KINDS[kind]))
+            for n in (n for n in files[0].keys() if n.startswith(f"{i}.")):
+                x, key = files[0].get_tensor(n), n.endswith((".k", ".v"))
+                if shared and key:
+                    x = _gathered(files, n, mine if i in layers else whole)
+                    x = x if i in layers else x[None]
+                elif key and i in layers:  # of one process, which has all
+                    if n.endswith(".k") and (carried := home.layers[i].carried_of(x[:, -1])) is not None:
+                        tensors[f"{i}.carried"] = carried
+                    x = x[0, torch.arange(mine.start - begin, len(whole), mine.step)]
+                tensors[n] = x
+        return Packed(parent, begin, about["length"], kinds, tensors, [mine] if layers and mine else [])
 
     def remove(self, name: str) -> None:
         """Rank 0: no more of it."""
@@ -223,11 +239,16 @@ def _is_key(name: str, shared: Sequence[str]) -> bool:
     return name.endswith((".k", ".v")) and name.startswith(tuple(shared)) if shared else False
 
 
-def _places(runs: Sequence[Sequence[int]], mine: range) -> tuple[Tensor, Tensor]:
-    """Which tokens of a file are this rank's, and where they go among those."""
-    at = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(*run) for run in runs)])
-    source = ((at - mine.start) % mine.step == 0).nonzero().flatten()
-    return source, (at[source] - mine.start) // mine.step
+def _gathered(files: Sequence[Any], name: str, wanted: range) -> Tensor:
+    """Keys at some positions, whichever ranks wrote them."""
+    first = files[0].get_tensor(name)
+    out = first.new_empty(len(wanted), *first.shape[1:])
+    for file in files:
+        runs = file.get_tensor("runs").tolist()
+        at = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(*run) for run in runs)])
+        source = ((at - wanted.start) % wanted.step == 0).nonzero().flatten()
+        out[(at[source] - wanted.start) // wanted.step] = file.get_tensor(name)[source]
+    return out
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError
+from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError, UnsupportedError
 from ring_la.inference import Sampler, generate, key_store
 from ring_la.nn import decoding
 from ring_la.serving import (
@@ -25,6 +25,7 @@ from ring_la.serving import (
     NewToken,
     NoText,
     Request,
+    static,
 )
 from ring_la.serving.ranks import What
 from tests.support.generation import greedy, make, tokens
@@ -80,6 +81,38 @@ def check_requests(rank: int, piece: int | None) -> list[list[int]]:
 @pytest.mark.parametrize(("size", "piece"), [(1, 9), (2, None), (3, 9)])
 def test_requests_on_ranks(ranks, size, piece):
     assert ranks.run(size, check_requests, piece)[0] == [truth(prompt(length), n) for length, n in ASKED]
+
+
+FIXED = ("nsa", "mla")
+"""Layers that have no states of fixed addresses."""
+
+
+def check_captured(rank: int) -> tuple[list[list[int]], int]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    jobs = [Asked(prompt(length), n) for length, n in ASKED] + [Asked(prompt(3), 6, temperature=2.0, seed=1)]
+    serve(server := Engine(Hybrid(make(FIXED)), NoText(), cp, piece=9, batch=3, patience=LONG, capture=True), jobs)
+    return [job.tokens for job in jobs], len(server.batch._step.kinds)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_step_over_states_of_fixed_addresses(ranks, size):
+    want = [greedy(make(FIXED), torch.tensor([prompt(length)]), n)[0].tolist() for length, n in ASKED]
+    sampler = Sampler(2.0, generator=torch.Generator().manual_seed(1))
+    want.append(generate(make(FIXED), torch.tensor([prompt(3)]), 6, sampler)[0].tolist())
+    got, kinds = ranks.run(size, check_captured)[0]
+    assert got == want
+    assert kinds <= 3  # one, two or four seats, of the same columns
+    with pytest.raises(UnsupportedError, match="capture: expected False for a model with such a layer"):
+        engine(capture=True)
+
+
+def test_states_of_fixed_addresses_grow(monkeypatch):
+    monkeypatch.setattr(static, "COLUMNS", 2)
+    server = Engine(Hybrid(make(FIXED)), NoText(), batch=2, patience=LONG, capture=True)
+    serve(server, jobs := [Asked(prompt(length), n) for length, n in ((1, 9), (2, 3), (7, 20))])
+    for job, (length, n) in zip(jobs, ((1, 9), (2, 3), (7, 20)), strict=True):
+        assert job.tokens == greedy(make(FIXED), torch.tensor([prompt(length)]), n)[0].tolist()
+    assert server.batch._keys.capacity == 32
 
 
 def check_turns(rank: int) -> list[tuple[list[int], int, int]]:
@@ -147,10 +180,10 @@ def test_states_go_to_the_host_and_to_disk_and_come_back_on_any_number_of_ranks(
     assert reused == [0, 40, 0, 0, 46, 23]
     assert set(moved) == {0, 1, 2}
     again = [TURNS[1], TURNS[2], prompt(40) + prompt(3)]
-    for size in (3, 1):
+    for size in (1, 3):
         got, reused, _ = ranks.run(size, check_tiers, str(tmp_path), again)[0]
         assert got == [truth(x, 3) for x in again]
-        assert reused == [46, 40, 43 if size == 1 else 40]
+        assert reused == [46, 40, 40 if size == 1 else 43]  # what one rank has read and left, three go on from
     [of_model] = tmp_path.iterdir()
     (next(of_model.iterdir()) / "about.json").unlink()  # as one that was not written to its end
     there = len(list(of_model.iterdir()))
