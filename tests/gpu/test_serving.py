@@ -49,6 +49,32 @@ def test_tokens(servers):
     assert [len(served) for served, _ in found] == [20, 9, 15, 12, 9]
 
 
+def check_captured(rank: int) -> tuple[list[tuple[list[int], list[int]]], int, dict[str, float]] | None:
+    """(tokens served by graphs, those of plain steps) of each request, the graphs, and milliseconds a token of each."""
+    cp = ContextParallel(pool.group(), validate="never", timeout=60)
+    model = make(256, 4, ["gdn", "fox", "mamba2", "attention"], torch.float32)
+    asked, tokens, times, graphs = [(1, 200), (300, 90), (37, 150), (3, 120)], {}, {}, 0
+    for captured in (False, True):
+        jobs = [Timed(prompt(length), n) for length, n in asked]
+        engine = Engine(Hybrid(model), NoText(), cp, batch=3, patience=90, capture=captured)
+        if answer(engine, jobs) is not None:
+            tokens[captured] = [each.tokens for each in jobs]
+            gaps = [b - a for each in jobs for a, b in zip(each.times, each.times[1:])]
+            times["captured" if captured else "plain"] = 1000 * sorted(gaps)[len(gaps) // 2]
+        graphs = engine.batch._step.graphs if captured else 0
+    if not tokens:
+        return None
+    return list(zip(tokens[True], tokens[False], strict=True)), graphs, times
+
+
+@pytest.mark.parametrize("servers", RANKS, indirect=True)
+def test_a_step_that_is_one_graph(servers, record_property):
+    [(found, graphs, times)] = [x for x in servers.run(servers.size, check_captured, timeout=240) if x is not None]
+    record_property("milliseconds a token", times)
+    assert [captured for captured, _ in found] == [plain for _, plain in found]
+    assert 2 <= graphs <= 6  # one, two and three seats; 256 columns, then 512
+
+
 def check_memory(rank: int) -> dict[str, float] | None:
     """A GPU with 2 GiB left: a request of as many tokens as are said to fit is answered, and what it took."""
     cp = ContextParallel(pool.group(), validate="never")
