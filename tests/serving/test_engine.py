@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -330,17 +332,29 @@ def test_any_rank_may_be_told_to_stop(ranks):
 
 
 def check_death(rank: int) -> tuple[str, str]:
+    """While all ranks decode a sequence, of which the last knows no more than its states."""
     cp = ContextParallel(group(), scan="ring", validate="never", timeout=2)
-    server = engine(cp)
-    if rank == 2:
-        os._exit(1)
+    server, steps = engine(cp), []
+    step, said = server.model.step, io.StringIO()
+    logging.getLogger("ring_la.serving").addHandler(handler := logging.StreamHandler(said))
+
+    def dying(*arguments, **keywords):
+        steps.append(True)
+        if rank == 2 and len(steps) == 3:
+            os._exit(1)
+        return step(*arguments, **keywords)
+
+    server.model.step = dying
     job = Asked(prompt(5), 100_000)
     if rank == 0:
         server.submit(job)
     try:
         server.run()
     except PeerError as error:
+        assert "Traceback" not in said.getvalue()
         return str(error), str(job.events[-1:])
+    finally:
+        logging.getLogger("ring_la.serving").removeHandler(handler)
     raise AssertionError("nobody died")
 
 
