@@ -27,8 +27,8 @@ import torch
 from ..context import ContextParallel
 from ..errors import PeerError
 from .batch import NOBODY, Row
+from .capacity import Capacity
 from .completion import Completion, Failed
-from .limits import Limits
 from .model import Served
 from .pace import Pace
 from .prefixes import Prefixes
@@ -79,7 +79,7 @@ class Engine:
         patience: float = 5.0,
         capture: bool = False,
     ) -> None:
-        limits = Limits(
+        capacity = Capacity(
             max_tokens=max_tokens,
             room=room,
             piece=piece,
@@ -88,13 +88,13 @@ class Engine:
             keep=keep if isinstance(keep, Keep) else Keep(keep),
             patience=patience,
         ).of(model)
-        self.model, self.text, self.cp, self._limits = model, text, cp, limits
+        self.model, self.text, self.cp, self._capacity = model, text, cp, capacity
         self.ranks = Ranks(cp)
-        self.states = States(model, cp, self.ranks, limits.keep, limits.batch if capture else 0)
+        self.states = States(model, cp, self.ranks, capacity.keep, capacity.batch if capture else 0)
         self.batch = self.states.batch
-        self._waiting, self._prefixes = Waiting(limits.waiting), Prefixes(limits.keep.budgets, model.goes_on)
+        self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep.budgets, model.goes_on)
         self._pace = Pace(model.device, 1 if cp is None else cp.size)
-        self._prompts = Prompts(self.states, self._prefixes, limits.piece, self._pace, self._say)
+        self._prompts = Prompts(self.states, self._prefixes, capacity.piece, self._pace, self._say)
         self._stop_at: float | None = None
         self._closed = threading.Event()
 
@@ -103,7 +103,7 @@ class Engine:
     @property
     def max_tokens(self) -> int | None:
         """The most tokens of a prompt and its completion together; None: any number."""
-        return self._limits.max_tokens
+        return self._capacity.max_tokens
 
     @property
     def running(self) -> int:
@@ -132,7 +132,7 @@ class Engine:
             ArgumentError: one cannot be completed, by the argument's name. Busy: not now.
         """
         for job in jobs:
-            self._limits.check(job.request, self.model, self.text)
+            self._capacity.check(job.request, self.model, self.text)
         if self.stopping:
             raise Stopping("the server is about to stop")
         for job in jobs:
@@ -144,7 +144,7 @@ class Engine:
     def stop(self) -> None:
         """Take no more requests, and return from `run` when those under way have ended or had their time."""
         if self._stop_at is None:
-            self._stop_at = time.monotonic() + self._limits.patience
+            self._stop_at = time.monotonic() + self._capacity.patience
 
     def late(self, grace: float = 0.0) -> bool:
         """Whether `run` goes on though requests under way have had their time after `stop`, by `grace` seconds."""
@@ -207,7 +207,7 @@ class Engine:
             if not self.running + self.waiting or time.monotonic() > self._stop_at:
                 return False
         self._let_go()
-        while self.running < self._limits.batch and self._begin():
+        while self.running < self._capacity.batch and self._begin():
             pass
         if self._prompts and not (self.batch.rows and self._pace.decodes):
             self._read(self._prompts.next())
@@ -229,7 +229,7 @@ class Engine:
     def _begin(self) -> bool:
         """Take the next request, if there is one and room for it; with nothing else to do, wait a little for it."""
         job = self._waiting.first(0.0 if self.running else PAUSE / 2)
-        takes = job is not None and self._limits.fit([job, *self._under_way()]) and self._waiting.take(job)
+        takes = job is not None and self._capacity.fit([job, *self._under_way()]) and self._waiting.take(job)
         if takes:
             self._prompts.add(job)
         return takes

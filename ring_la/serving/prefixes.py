@@ -31,7 +31,7 @@ SEEN = 1 << 16
 
 
 @dataclass
-class Entry:
+class PrefixEntry:
     """The number of a prefix's state, the bytes kept of it on each rank, its tokens, the name of what it was kept
     after, and where it is: on the model's device (0), in host memory (1) or on disk (2)."""
 
@@ -53,7 +53,7 @@ class Move(NamedTuple):
     source: int
     to: int | None
     name: bytes
-    entry: Entry
+    entry: PrefixEntry
     before: int
 
 
@@ -68,7 +68,7 @@ class Prefixes:
 
     def __init__(self, budgets: Sequence[int], parts: bool = True) -> None:
         self.budgets, self.parts, self.sizes = tuple(budgets), parts, [0, 0, 0]
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # by the tokens' SHA-256
+        self._entries: OrderedDict[bytes, PrefixEntry] = OrderedDict()  # by the tokens' SHA-256
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # the same of beginnings without a state
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class Prefixes:
         [name], before = _names(ids, [len(ids)]), self._name(parent) if parent else None
         if name in self._entries or size + sum(self._entries[n].size for n in self._line(before)) > self.budgets[0]:
             return None
-        self._add(name, Entry(key, size, len(ids), before))
+        self._add(name, PrefixEntry(key, size, len(ids), before))
         return self._settled()
 
     def add(self, name: bytes, key: int, size: int, length: int, parent: bytes) -> bool:
@@ -127,7 +127,7 @@ class Prefixes:
         line = size + sum(self._entries[n].size for n in self._line(before))
         if line > self.budgets[0] or self.sizes[2] + size > self.budgets[2]:
             return False
-        self._add(name, Entry(key, size, length, before, 2))
+        self._add(name, PrefixEntry(key, size, length, before, 2))
         return True
 
     def raised(self, key: int) -> list[Move]:
@@ -155,7 +155,7 @@ class Prefixes:
     def _name(self, key: int) -> bytes:
         return next(name for name, entry in self._entries.items() if entry.key == key)
 
-    def _add(self, name: bytes, entry: Entry) -> None:
+    def _add(self, name: bytes, entry: PrefixEntry) -> None:
         self._entries[name] = entry
         self._touch(name)
         self.sizes[entry.tier] += entry.size

@@ -12,7 +12,7 @@ from .model import Served
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
 from .static import StaticBatch
-from .tiers import Disk, Keep, Packed, pack, unpack
+from .tiers import Disk, Keep, PackedPrefix, pack, unpack
 
 FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
 """After these nothing can be trusted any more."""
@@ -36,7 +36,7 @@ class States:
         self._model, self._cp, self._ranks = model, cp, ranks
         self.open: dict[int, Prefilled] = {}
         self.kept: dict[int, KeptPrefix] = {}
-        self.packed: dict[int, Packed] = {}
+        self.packed: dict[int, PackedPrefix] = {}
         rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
         self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
         self.shared = cp is not None and cp.size > 1 and model.shares_keys

@@ -60,7 +60,7 @@ class Keep(NamedTuple):
         return self.device, self.host, self.disk
 
 
-class Packed(NamedTuple):
+class PackedPrefix(NamedTuple):
     """A kept prefix on the CPU.
 
     Attributes:
@@ -86,7 +86,7 @@ class Home(NamedTuple):
     layers: Mapping[int, Attention]
 
 
-def pack(prefix: KeptPrefix) -> Packed:
+def pack(prefix: KeptPrefix) -> PackedPrefix:
     """What this rank has of a prefix beyond its parent's, on the CPU, as memory of its own."""
     tensors, runs = {"logits": prefix.since.logits}, []
     kinds = [s.layer if isinstance(s, LayerKeys) else type(s) for s in prefix.since.states]
@@ -101,10 +101,10 @@ def pack(prefix: KeptPrefix) -> Packed:
         else:
             tensors |= {f"{i}.{name}": x for name, x in state._asdict().items() if x is not None}
     on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in tensors.items()}
-    return Packed(*prefix[:3], kinds, on_host, runs)
+    return PackedPrefix(*prefix[:3], kinds, on_host, runs)
 
 
-def unpack(packed: Packed, known: Mapping[int, KeptPrefix], home: Home) -> KeptPrefix:
+def unpack(packed: PackedPrefix, known: Mapping[int, KeptPrefix], home: Home) -> KeptPrefix:
     """The prefix on the model's device again; its parent is there."""
     before = known[packed.parent].since.states if packed.parent else None
     tensors = {name: x.to(home.device) for name, x in packed.tensors.items()}
@@ -178,7 +178,7 @@ class Disk:
                 self.remove(entry.name)
         return list(good.values())
 
-    def write(self, name: str, packed: Packed) -> None:
+    def write(self, name: str, packed: PackedPrefix) -> None:
         """This rank's part; it counts from `publish` on."""
         from safetensors.torch import save_file
 
@@ -196,7 +196,7 @@ class Disk:
         new.write_text(json.dumps(about))
         os.replace(new, new.with_suffix(""))
 
-    def read(self, name: str, parent: int, begin: int, home: Home) -> Packed:
+    def read(self, name: str, parent: int, begin: int, home: Home) -> PackedPrefix:
         """A prefix's part for this rank, after a parent of `begin` tokens, as its model keeps it on these ranks."""
         from safetensors import safe_open
 
@@ -223,7 +223,7 @@ class Disk:
                         tensors[f"{i}.carried"] = carried
                     x = x[0, torch.arange(mine.start - begin, len(whole), mine.step)]
                 tensors[n] = x
-        return Packed(parent, begin, about["length"], kinds, tensors, [mine] if layers and mine else [])
+        return PackedPrefix(parent, begin, about["length"], kinds, tensors, [mine] if layers and mine else [])
 
     def remove(self, name: str) -> None:
         """Rank 0: no more of it."""

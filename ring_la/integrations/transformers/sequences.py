@@ -45,7 +45,7 @@ class Slot(NamedTuple):
     state: int | None
 
 
-class Step:
+class KeysOfStep:
     """The keys of a step under way, which a model's modules find as ``_ring_la_rows``."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ def attend_rows(
     """Softmax attention of the next token of each sequence, ``query [N, H, 1, K]``, to all of it: ``[N, 1, H, V]``.
 
     Args:
-        key, value: what `Step.put` handed on: the new token's; of latents, what became of all of them.
+        key, value: what `KeysOfStep.put` handed on: the new token's; of latents, what became of all of them.
         attention_mask, scaling, softcap, s_aux, sliding_window: as in `attention.attend`.
 
     Raises:
@@ -125,7 +125,7 @@ class Sequences:
         self._names = AttentionNames(model) if self._split is None else self._split.attention
         self._takes = inspect.signature(model.forward).parameters
         self.name = "cache_params" if "cache_params" in self._takes else "past_key_values"
-        self._step, self._padded = Step(), set()
+        self._step, self._padded = KeysOfStep(), set()
         for module in model.modules():
             module._ring_la_rows = self._step  # type: ignore[assignment]
             if hasattr(module, "expand_kv") and caches_latents(type(module)):

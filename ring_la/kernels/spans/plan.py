@@ -73,7 +73,7 @@ def filled(*tensors: Tensor | TensorDescriptor | None) -> list[Tensor | TensorDe
     return [some if x is None else x for x in tensors]
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Batch, tokens, heads of v, heads of q and k, channels of keys and of values."""
 
     B: int
@@ -97,7 +97,7 @@ class SpanPlan:
 
     rule: Rule
     scale: float
-    sizes: Sizes
+    sizes: CallSizes
     dtype: torch.dtype
     device: torch.device
     chunk: int
@@ -113,7 +113,7 @@ class SpanPlan:
         """Of inputs as `ready` makes them or not, on whose device the tables of pieces at `cu` are made."""
         v, g, scalar = inputs.v, inputs.g, rule.decay == "scalar"
         (B, T, H, V), (HK, K) = v.shape, inputs.q.shape[2:]
-        sizes, chunk = Sizes(B, T, H, HK, K, V), 32 if v.dtype == torch.float32 else table.CHUNK
+        sizes, chunk = CallSizes(B, T, H, HK, K, V), 32 if v.dtype == torch.float32 else table.CHUNK
         cu = None if cu is None else aligned(cu.to(device=v.device, dtype=torch.int32))
         spans = Runs.of(T, span_length(rule, sizes, chunk, v.dtype), chunk, cu)
         chunks = None if rule.transition == "identity" else Runs.of(T, chunk, chunk, cu)
@@ -221,7 +221,7 @@ class SpanPlan:
         return Inputs(*out)
 
 
-def span_length(rule: Rule, sizes: Sizes, chunk: int, dtype: torch.dtype) -> int:
+def span_length(rule: Rule, sizes: CallSizes, chunk: int, dtype: torch.dtype) -> int:
     """Tokens a span."""
     B, T, H, _, K, V = sizes
     if rule.transition not in ("identity", "scalar"):
@@ -234,6 +234,6 @@ def span_length(rule: Rule, sizes: Sizes, chunk: int, dtype: torch.dtype) -> int
     return min(length, table.GATE_SPAN) if rule.decay == "scalar" and not fits(sizes, dtype) else length
 
 
-def fits(sizes: Sizes, dtype: torch.dtype) -> bool:
+def fits(sizes: CallSizes, dtype: torch.dtype) -> bool:
     """Whether one program can hold a head's state beside its operands: then gradients share passes."""
     return max(sizes.K, sizes.V) <= 128 and dtype.itemsize == 2

@@ -43,7 +43,7 @@ def unsupported(inputs: Inputs) -> str:
     return "no tokens" if v.numel() == 0 else ""
 
 
-class SpanSums(NamedTuple):
+class SpanParts(NamedTuple):
     """What each span adds to the state, and its whole log-decay, ``[B, NS, C]``."""
 
     own: Tensor
@@ -56,7 +56,7 @@ class Reached:
 
     entering: Tensor | None
     leaving: Tensor | None
-    sums: SpanSums | None
+    sums: SpanParts | None
 
 
 class GatedSums:
@@ -74,17 +74,17 @@ class GatedSums:
 
     # -- the protocol --------------------------------------------------------------------------------------
 
-    def summary(self, S0: Tensor | None, through: bool, known: Summary[SpanSums] | None = None) -> Summary[SpanSums]:
+    def summary(self, S0: Tensor | None, through: bool, known: Summary[SpanParts] | None = None) -> Summary[SpanParts]:
         sums = self._sums() if known is None else known.found
         over = walks.over_spans(*sums, _narrow(S0), self.runs)
         A = over.totals.exp() if through and self.rule.decay == "scalar" else None
         return Summary(A, _wide(over.ends), sums)
 
-    def prepare(self, summary: Summary[SpanSums]) -> Summary[SpanSums]:
+    def prepare(self, summary: Summary[SpanParts]) -> Summary[SpanParts]:
         return summary
 
     def output(
-        self, S0: Tensor | None, summary: Summary[SpanSums] | None = None, border: Border | None = None
+        self, S0: Tensor | None, summary: Summary[SpanParts] | None = None, border: Border | None = None
     ) -> Output:
         assert border is None  # see `crosses`
         reached = self._reached(S0, None if summary is None else summary.found)
@@ -133,11 +133,11 @@ class GatedSums:
         """Whether there is one span, of one piece, which needs no summing up."""
         return self.runs.table is None and self.runs.count == 1
 
-    def _sums(self) -> SpanSums:
+    def _sums(self) -> SpanParts:
         walk = walks.forwards(self.v, self.g, None, self.runs, 1.0, write=False)
-        return SpanSums(walk.ends, walk.totals)
+        return SpanParts(walk.ends, walk.totals)
 
-    def _reached(self, S0: Tensor | None, sums: SpanSums | None) -> Reached:
+    def _reached(self, S0: Tensor | None, sums: SpanParts | None) -> Reached:
         if self._single:
             return Reached(_narrow(S0), None, None)
         sums = self._sums() if sums is None else sums

@@ -148,7 +148,7 @@ def spans_kernel(
     tl.store(whole + piece, sums, inside)
 
 
-class Walk(NamedTuple):
+class SumsWalk(NamedTuple):
     """What tokens (or spans) give, None where nobody asked; the states that leave, and the log-decays."""
 
     out: Tensor | None
@@ -158,7 +158,7 @@ class Walk(NamedTuple):
 
 def forwards(
     x: Tensor, g: Tensor | None, S0: Tensor | None, runs: Runs, scale: float, *, write: bool = True, kept: bool = False
-) -> Walk:
+) -> SumsWalk:
     """One walk over the spans of ``x [B, T, C]``, given what enters them ``[B, NS, C]``; `kept` in fp32."""
     B, T, C = x.shape
     NS, table = runs.count, runs.table
@@ -169,7 +169,7 @@ def forwards(
         *_filled(ends, table), T, NS, runs.length, scale, C=C, BT=TOKENS, BC=CHANNELS, VARLEN=table is not None,
         GATED=g is not None, STATES=S0 is not None, WRITE=write, KEPT=kept, num_warps=WARPS, tensors="any",
     )  # fmt: skip
-    return Walk(out, ends, totals)
+    return SumsWalk(out, ends, totals)
 
 
 class WalkBack(NamedTuple):
@@ -200,7 +200,7 @@ def backwards(
     return WalkBack(dx, dg, entering)
 
 
-def over_spans(own: Tensor, totals: Tensor, S0: Tensor | None, runs: Runs, *, reverse: bool = False) -> Walk:
+def over_spans(own: Tensor, totals: Tensor, S0: Tensor | None, runs: Runs, *, reverse: bool = False) -> SumsWalk:
     """What reaches each span ``[B, NS, C]`` and leaves each piece ``[B, N, C]``, given what reaches the pieces."""
     B, NS, C = own.shape
     N = runs.pieces
@@ -211,7 +211,7 @@ def over_spans(own: Tensor, totals: Tensor, S0: Tensor | None, runs: Runs, *, re
         *_filled(ends, runs.first), NS, N, C=C, BT=TOKENS, BC=CHANNELS, VARLEN=runs.first is not None,
         STATES=S0 is not None, REVERSE=reverse, num_warps=WARPS, tensors="any",
     )  # fmt: skip
-    return Walk(before, ends, whole)
+    return SumsWalk(before, ends, whole)
 
 
 def _filled(some: Tensor, *tensors: Tensor | None) -> list[Tensor]:

@@ -30,9 +30,9 @@ SHORTEST, LONGEST = 512, 4096
 KEPT = 3 * SAVED_STATES // 2
 """Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
 ARGUMENTS = "15Q10if4x"
-SHARED = 7 * 31744 + 7 * 16 + 16 + 80 + 1024
+SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
 BACKWARD_SHARED = 198656 + 1024 + 2048 + 64 + 2 * 32 + 2 * 16 + 16 + 80 + 1024
-KEEPING_SHARED = 5 * 33792 + 32768 + 5 * 16 + 16 + 80 + 1024
+KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 16 + 80 + 1024
 
 
 class Kept(NamedTuple):

@@ -13,7 +13,7 @@ from .tiers import Keep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Capacity:
     """What the arguments of `Engine` say, checked.
 
     Attributes:
@@ -39,7 +39,7 @@ class Limits:
         if not isinstance(self.patience, (int, float)) or not self.patience >= 0:
             raise ArgumentError("patience", "a number ≥ 0", repr(self.patience))
 
-    def of(self, model: Served) -> Limits:
+    def of(self, model: Served) -> Capacity:
         """These with a model: no longer than it knows, one sequence where its states cannot be joined, nothing kept
         where they cannot be read on, and prompts read at once where that is not split.
 
@@ -50,10 +50,10 @@ class Limits:
         if self.max_tokens is not None and known is not None and self.max_tokens > known:
             raise ArgumentError("max_tokens", f"at most {known}, what the model knows", self.max_tokens)
         most = min((n for n in (self.max_tokens, self.room, known) if n is not None), default=None)
-        limits = replace(self, max_tokens=most)
-        limits = limits if model.flexible else replace(limits, batch=1)
-        limits = limits if model.resumes else replace(limits, keep=Keep())
-        return limits if model.goes_on else replace(limits, piece=None)
+        capacity = replace(self, max_tokens=most)
+        capacity = capacity if model.flexible else replace(capacity, batch=1)
+        capacity = capacity if model.resumes else replace(capacity, keep=Keep())
+        return capacity if model.goes_on else replace(capacity, piece=None)
 
     def check(self, request: Request, model: Served, text: Text) -> None:
         """Raises ArgumentError for a request that cannot be completed, by the argument's name."""
