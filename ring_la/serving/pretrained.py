@@ -50,8 +50,6 @@ class Pretrained:
         self.max_tokens = getattr(config, "max_position_embeddings", None)
         self.model: Any = model.eval()
         self._cp = None if cp is None or cp.size == 1 else cp
-        from ..integrations.transformers.mixers import goes_on
-
         if self._cp is not None:
             from ..integrations.transformers import parallelize
 
@@ -60,7 +58,7 @@ class Pretrained:
         alone = self._way
         self.flexible = self._found("decoded alone", lambda: self._try_rows(alone))
         self.resumes = self.flexible and self._found("read in one piece", lambda: self._try_pieces(alone))
-        self.goes_on = self.resumes and (self._cp is None or goes_on(model))
+        self.goes_on = self.resumes and (self._cp is None or self._way.goes_on)
         if not self.flexible:
             self._way = alone
 

@@ -167,7 +167,8 @@ class Disk:
         for path in self._folder.iterdir():
             if (path / ABOUT).is_file():
                 about = json.loads((path / ABOUT).read_text())
-                there[path.name] = Stored(path.name, about["parent"], about["length"], about["size"])
+                size = about["size"] * -(-about["ranks"] // self._ranks)  # at most, where fewer share it
+                there[path.name] = Stored(path.name, about["parent"], about["length"], size)
             elif path.is_dir():
                 shutil.rmtree(path)
         good: dict[str, Stored] = {}

@@ -27,6 +27,7 @@ from ...nn import KVCache, LayerState
 from ...nn.decoding import KVRows, one_query
 from .attention import AttentionNames, read_mask
 from .masks import CausalMask, make_mask
+from .mixers import goes_on
 from .mixers.latents import caches_latents
 
 ROWS = "ring_la_rows"
@@ -114,6 +115,9 @@ class Sequences:
     Args:
         model: its attention goes through the library's attention and mask functions, or its cache has states alone.
 
+    Attributes:
+        goes_on: whether tokens after others are split over the ranks, too, where the model is parallelized.
+
     Raises:
         UnsupportedError: its cache has something else than keys, values and states of one size.
     """
@@ -123,6 +127,7 @@ class Sequences:
         AttentionMaskInterface.register(ROWS, make_mask)
         self.model, self._split = model, getattr(model, "_ring_la", None)
         self._names = AttentionNames(model) if self._split is None else self._split.attention
+        self.goes_on = goes_on(model)
         self._takes = inspect.signature(model.forward).parameters
         self.name = "cache_params" if "cache_params" in self._takes else "past_key_values"
         self._step, self._padded = KeysOfStep(), set()
@@ -144,7 +149,7 @@ class Sequences:
             cache, length = self._cache(states, own=False), _length(states)
             at = None if length is None else torch.arange(length, length + ids.shape[1], device=ids.device)
             positions = None if at is None else at[None].expand(len(ids), -1)
-        if self._split is None:
+        if self._split is None or not self.goes_on:
             out = self._call(ids, cache, positions)
         else:
             with self._split.current.going_on():
