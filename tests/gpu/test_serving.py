@@ -14,9 +14,11 @@ from ring_la import ContextParallel
 from ring_la.inference import generate
 from ring_la.serving import Engine, Hybrid, NoText
 from ring_la.serving.memory import fitting
+from ring_la.serving.pretrained import Pretrained
 from tests.support import pool
 from tests.support.pool import Ranks
 from tests.support.serving import GIB, Timed, answer, make, prompt
+from tests.support.transformers_models import CASES, VOCABULARY
 
 RANKS = [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (1, 2)]
 
@@ -47,6 +49,28 @@ def test_tokens(servers):
     (found,) = [x for x in servers.run(servers.size, check_tokens) if x is not None]
     assert [served for served, _ in found] == [generated for _, generated in found]
     assert [len(served) for served, _ in found] == [20, 9, 15, 12, 9]
+
+
+def check_transformers(rank: int) -> list[tuple[list[int], list[int]]] | None:
+    """(tokens served, those of `generate`) of each request to a Qwen3-Next whose sequences are rows."""
+    cp = ContextParallel(pool.group(), validate="never", timeout=60)
+    model = CASES["qwen3_next"].make().eval().cuda()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    asked, want = [(1, 20), (90, 9), (37, 15), (70, 12)], []
+    for length, n in asked:
+        ids = torch.tensor([prompt(length)], device="cuda") % VOCABULARY
+        want.append(model.generate(ids, max_new_tokens=n, do_sample=False)[0, length:].tolist())
+    served = Pretrained(model, cp)
+    assert (served.flexible, served.resumes, served.goes_on) == (True, True, True)
+    jobs = [Timed([token % VOCABULARY for token in prompt(length)], n) for length, n in asked]
+    engine = Engine(served, NoText(), cp, piece=32, batch=3, keep=GIB, patience=90)
+    return None if answer(engine, jobs) is None else [(each.tokens, x) for each, x in zip(jobs, want, strict=True)]
+
+
+@pytest.mark.parametrize("servers", RANKS, indirect=True)
+def test_models_of_transformers(servers):
+    (found,) = [x for x in servers.run(servers.size, check_transformers, timeout=240) if x is not None]
+    assert [served for served, _ in found] == [generated for _, generated in found]
 
 
 def check_captured(rank: int) -> tuple[list[tuple[list[int], list[int]]], int, dict[str, float]] | None:
