@@ -52,7 +52,7 @@ class StaticBatch(Batch):
             raise UnsupportedError("capture", "False for a model with such a layer", type(wrong[0]).__name__)
         self._cp, self._most = cp, most
         self._seats: list[int] = []  # of the rows
-        self._lengths: dict[int, int] = {}  # columns each seat has taken, the same on all ranks
+        self._taken: dict[int, tuple[int, int]] = {}  # columns at first, the most of a rank, and tokens since
         self._logits = torch.zeros(0, model.vocab_size)
         self._keys: StaticRows | None = None
         self._states: list[Any] = []
@@ -69,7 +69,7 @@ class StaticBatch(Batch):
         columns = torch.tensor(len(positions), device=self.model.device)
         if self._cp is not None:
             columns = self._cp.comm.all_reduce(columns, dist.ReduceOp.MAX).wait()
-        self._lengths[seat] = int(columns)
+        self._taken[seat] = int(columns), 0
         self._room(seat + 1, int(columns) + 1, prompt.states)
         self._keys.seat(seat, positions, length)
         for mine, part in zip(self._states, parts):
@@ -93,7 +93,10 @@ class StaticBatch(Batch):
         self.keep([])
 
     def step(self, tokens: Sequence[int]) -> None:
-        longest = max(self._lengths[seat] for seat in self._seats) + 1
+        ranks = self._keys.ranks  # of which each takes every such token
+        longest = (
+            max(columns + -(-since // ranks) for columns, since in (self._taken[seat] for seat in self._seats)) + 1
+        )
         self._room(1, longest, ())
         ids = torch.zeros(max(self._seats) + 1, dtype=torch.int64)
         ids[self._seats] = torch.tensor(tokens)
@@ -102,7 +105,7 @@ class StaticBatch(Batch):
         self._step.wait()  # a rank that died is named instead of waited for
         self._logits = out[torch.tensor(self._seats, device=out.device)]
         for seat in self._seats:
-            self._lengths[seat] += 1
+            self._taken[seat] = self._taken[seat][0], self._taken[seat][1] + 1
 
     # -- memory --------------------------------------------------------------------------------------------
 
