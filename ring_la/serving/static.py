@@ -93,10 +93,8 @@ class StaticBatch(Batch):
         self.keep([])
 
     def step(self, tokens: Sequence[int]) -> None:
-        ranks = self._keys.ranks  # of which each takes every such token
-        longest = (
-            max(columns + -(-since // ranks) for columns, since in (self._taken[seat] for seat in self._seats)) + 1
-        )
+        ranks, taken = self._keys.ranks, [self._taken[seat] for seat in self._seats]
+        longest = 1 + max(columns + -(-since // ranks) for columns, since in taken)  # ranks take new ones in turn
         self._room(1, longest, ())
         ids = torch.zeros(max(self._seats) + 1, dtype=torch.int64)
         ids[self._seats] = torch.tensor(tokens)
