@@ -305,7 +305,7 @@ class Engine:
 
     def _fail(self, message: str) -> None:
         """End every request there is."""
-        jobs = [*self._under_way(), *self._waiting.empty()]
+        jobs = [*self._under_way(), *self._waiting.empty()] if self.ranks.leads else []  # the others know of none
         self.batch.clear()
         self._prompts.clear()
         for job in jobs:
