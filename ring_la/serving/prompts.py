@@ -171,7 +171,8 @@ class Prompts:
 
     def find(self) -> None:
         """Know what an earlier server left on disk."""
-        for stored in self._states.disk.found() if self._states.disk is not None else ():
+        disk = self._states.disk
+        for stored in disk.found(self._states.home) if disk is not None else ():
             self._last_key += 1
             name, parent = bytes.fromhex(stored.name), bytes.fromhex(stored.parent)
             self._prefixes.add(name, self._last_key, stored.size, stored.length, parent)

@@ -12,7 +12,7 @@ from .model import Served
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
 from .static import StaticBatch
-from .tiers import Disk, Keep, PackedPrefix, pack, unpack
+from .tiers import Disk, Home, Keep, PackedPrefix, pack, unpack
 
 FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
 """After these nothing can be trusted any more."""
@@ -41,6 +41,11 @@ class States:
         self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
         self.shared = cp is not None and cp.size > 1 and model.shares_keys
         self.batch = StaticBatch(model, cp if self.shared else None, captured) if captured else Batch(model)
+
+    @property
+    def home(self) -> Home:
+        """Where the model has its states, on these ranks."""
+        return self._model.home(self._cp)
 
     def before(self, key: int) -> Prefilled:
         """A state, or what is kept under that number."""
@@ -99,7 +104,7 @@ class States:
     def _move(self, word: Word) -> None:
         name, parent = word.ids[:4].numpy().tobytes().hex(), int(word.ids[4])
         if word.start == 0:
-            home = self._model.home(self._cp)
+            home = self.home
             if word.key in self.packed:
                 packed = self.packed.pop(word.key)
             else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -142,7 +143,7 @@ def _from(run: range, begin: int) -> range:
 
 
 class Stored(NamedTuple):
-    """What a folder says of a prefix: its hash, its parent's (empty: none), its tokens, and bytes of one rank."""
+    """What a folder says of a prefix: its hash, its parent's (empty: none), its tokens, and its bytes on a rank."""
 
     name: str
     parent: str
@@ -161,13 +162,18 @@ class Disk:
         self._folder, self._rank, self._ranks = Path(folder) / fingerprint(model), rank, ranks
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def found(self) -> list[Stored]:
+    def found(self, home: Home) -> list[Stored]:
         """The prefixes there, those before others first; what is half written is removed."""
+        from safetensors import safe_open
+
         there = {}
         for path in self._folder.iterdir():
             if (path / ABOUT).is_file():
                 about = json.loads((path / ABOUT).read_text())
-                size = about["size"] * -(-about["ranks"] // self._ranks)  # at most, where fewer share it
+                with safe_open(path / "rank-0.safetensors", "pt") as file:
+                    said = {name: json.loads(text) for name, text in file.metadata().items()}
+                keys = said["keys"].items()
+                size = said["rest"] + sum(n // self._ranks if int(i) in home.layers else n for i, n in keys)
                 there[path.name] = Stored(path.name, about["parent"], about["length"], size)
             elif path.is_dir():
                 shutil.rmtree(path)
@@ -187,12 +193,13 @@ class Disk:
         mine = {n: x for n, x in packed.tensors.items() if self._rank == 0 or _is_key(n, shared)}
         mine["runs"] = torch.tensor([[r.start, r.stop, r.step] for r in packed.runs], dtype=torch.int64).view(-1, 3)
         (self._folder / name).mkdir(exist_ok=True)
-        kinds = [kind if isinstance(kind, int) else kind.__name__ for kind in packed.kinds]
-        save_file(mine, self._folder / name / f"rank-{self._rank}.safetensors", {"kinds": json.dumps(kinds)})
+        about = {"kinds": [kind if isinstance(kind, int) else kind.__name__ for kind in packed.kinds]} | _bytes(packed)
+        said = {name: json.dumps(value) for name, value in about.items()}
+        save_file(mine, self._folder / name / f"rank-{self._rank}.safetensors", said)
 
     def publish(self, stored: Stored) -> None:
         """Rank 0, when all have written."""
-        about = {"parent": stored.parent, "length": stored.length, "size": stored.size, "ranks": self._ranks}
+        about = {"parent": stored.parent, "length": stored.length, "ranks": self._ranks}
         new = self._folder / stored.name / f"{ABOUT}.new"
         new.write_text(json.dumps(about))
         os.replace(new, new.with_suffix(""))
@@ -238,6 +245,18 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in (KVCache, LayerState)}
 def _is_key(name: str, shared: Sequence[str]) -> bool:
     """Whether a tensor is of keys that stay on their ranks."""
     return name.endswith((".k", ".v")) and name.startswith(tuple(shared)) if shared else False
+
+
+def _bytes(packed: PackedPrefix) -> dict[str, Any]:
+    """Bytes of the keys of all ranks, by state, and of the rest."""
+    keys: dict[int, int] = {}
+    for i, kind in enumerate(packed.kinds):
+        if isinstance(kind, int) or kind is KVCache:
+            parts = [packed.tensors[f"{i}.{name}"] for name in "kv" if f"{i}.{name}" in packed.tensors]
+            each = sum(math.prod(x.shape[-2:]) * x.itemsize for x in parts)
+            keys[i] = each * (packed.length - packed.begin)
+    own = tuple(f"{i}." for i in keys)
+    return {"keys": keys, "rest": sum(x.nbytes for name, x in packed.tensors.items() if not name.startswith(own))}
 
 
 def _gathered(files: Sequence[Any], name: str, wanted: range) -> Tensor:
