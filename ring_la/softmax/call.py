@@ -21,7 +21,7 @@ from .geometry import Pair
 from .geometry.placement import Joint, SplitPlacement, WholePlacement
 from .plan import AttentionMoves
 from .scores import Scores
-from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit
+from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit, ring_of
 from .strategies.choice import pick, pick_for_chosen
 from .tensors import Tensors
 
@@ -95,10 +95,12 @@ class AttentionCall(NamedTuple):
         form = self._form(x, place)
         backend = self._backend(x, place, joint, form)
         job = AttentionJob(backend, scores, place.rows, place.keys, gathered, order, place.ring)
-        way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
-        way = "canonical" if place.repeatable and form is None else way
+        if place.repeatable and form is None:
+            strategy = STRATEGIES["canonical"]
+        else:
+            strategy = STRATEGIES["all_gather"] if name == "all_gather" else ring_of(job)
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
-        return AttentionMoves(job, STRATEGIES[way], met, heads, form, self.kv_comm_dtype)
+        return AttentionMoves(job, strategy, met, heads, form, self.kv_comm_dtype)
 
     def _heads(self, x: Tensors, place: Any) -> Heads | None:
         if place.heads is None:
