@@ -10,9 +10,13 @@ import torch
 
 import ring_la
 from ring_la.comm import Group
+from ring_la.softmax.call import AttentionCall
+from ring_la.softmax.options import AttentionOptions
+from ring_la.softmax.tensors import Tensors
 from tests.support.attention_cases import DOCUMENTS, draw, truth
 from tests.support.pool import group
 from tests.support.split_attention import KINDS, compare
+from tests.support.split_recurrences import TOLERANCE, assert_close, check_sharded
 
 MASKS: dict[str, dict] = {
     "causal": dict(),
@@ -78,3 +82,56 @@ def check_hand_to_hand(rank: int, P: int) -> list[str]:
 def test_from_hand_to_hand_over_several_hosts(ranks, P):
     bad = ranks.run(P, check_hand_to_hand, P)
     assert not any(bad), bad
+
+
+def check_balanced(rank: int, P: int) -> list[str]:
+    cp, bad = ring_la.ContextParallel(group(P), scan="all_gather"), []
+    for documents in ("many", "packed", "short"):
+        T, cu = DOCUMENTS[documents]
+        layout = cp.layout(T, "balanced", cu_seqlens=cu)
+        for feature, strategy in (("two for one", "ring"), ("all rear", "all_gather"), ("window", "ulysses")):
+            errors = compare(layout, draw(documents, feature), truth(documents, feature), strategy)
+            bad += [f"{documents} {feature} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+    return bad
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+def test_balanced_documents_are_whole(ranks, P):
+    bad = ranks.run(P, check_balanced, P)
+    assert not any(bad), bad
+
+
+@pytest.mark.parametrize(("name", "P"), [("gated_delta_rule", 4), ("gla", 3)])
+def test_states_pass_over_a_balanced_layout(ranks, name, P):
+    results = ranks.run(P, check_sharded, P, name, "packed", "balanced", ("ring", "doubling"))
+    assert_close(results, TOLERANCE[torch.float64])
+
+
+def strategies_of(rank: int, P: int) -> dict[str, str]:
+    """What "auto" takes, on messages, with heads that divide."""
+    cp, out = ring_la.ContextParallel(group(P), attention="auto"), {}
+    whole, packed = (cp.layout(96, cu_seqlens=cu) for cu in (None, range(0, 97, 12)))
+    for name, layout, groups, more in (
+        ("bidirectional", whole, 4, dict(causal=False)),
+        ("causal", whole, 4, dict()),
+        ("few key heads", whole, 1, dict(causal=False)),
+        ("short documents, few key heads", packed, 1, dict()),
+        ("a window", whole, 4, dict(window=(8, 8), causal=False)),
+    ):
+        q, k = (torch.zeros(1, layout.local_length, h, 8) for h in (8, groups))
+        options = AttentionOptions(strategy="auto", **more)
+        call = AttentionCall(options.scores(q), "none", None, layout=layout, kv_layout=layout, strategy="auto")
+        moves = call.plan(Tensors(q, k, k))
+        out[name] = moves.strategy.name if moves.heads is None else "ulysses"
+    return out
+
+
+def test_auto_goes_by_what_a_ring_sends(ranks):
+    """Where few keys are seen by other ranks, a ring sends less than Ulysses; a gather sent all of them."""
+    assert ranks.run(4, strategies_of, 4)[0] == {
+        "bidirectional": "ulysses",
+        "causal": "sent",
+        "few key heads": "all_gather",
+        "short documents, few key heads": "sent",
+        "a window": "sent",
+    }

@@ -6,7 +6,7 @@ from .copied import Copied
 from .heads import Heads, HeadSplit
 from .job import AttentionJob, Strategy
 from .ring import KeyRing
-from .sent import Sent, Walk
+from .sent import Sent, Walk, share_sent
 
 STRATEGIES: dict[str, Strategy] = {s.name: s for s in (KeyRing(), Sent(), KeyGather(), Copied(), CanonicalGather())}
 """Ways in which keys travel, by name; Ulysses exchanges heads for tokens around one of them."""
@@ -32,4 +32,5 @@ __all__ = [
     "Strategy",
     "Walk",
     "ring_of",
+    "share_sent",
 ]

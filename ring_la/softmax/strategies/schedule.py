@@ -3,6 +3,7 @@ ranks, so that no sizes are exchanged."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -10,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...comm.memory import Memory
-from ..geometry import Pair, Tile, Tokens, tiles
+from ..geometry import Pair, Reach, Tile, Tokens, tiles
 from .job import AttentionJob
 from .views import Addresses, Views
 
@@ -85,7 +86,9 @@ class Schedule:
     @classmethod
     def of(cls, job: AttentionJob) -> Schedule:
         """The schedule of a job, made once for its rows, keys and mask."""
-        return job.against(job.keys[job.rank]).kept(cls, lambda: cls(job, needs_of(job)))
+        return job.against(job.keys[job.rank]).kept(
+            cls, lambda: cls(job, needs_of(job.rows, job.keys, job.scores.reach))
+        )
 
     def rounds(self, rank: int) -> list[Round]:
         """A rank's rounds."""
@@ -131,10 +134,9 @@ class Schedule:
         return Round(number, tuple(spans), letters, keys, sum(1 << s for s in {x.owner for x in spans}))
 
 
-def needs_of(job: AttentionJob) -> list[list[Stretches]]:
+def needs_of(rows: Sequence[Tokens], keys: Sequence[Tokens], reach: Reach) -> list[list[Stretches]]:
     """For each rank and owner, the stretches of the owner's keys which that rank's queries see."""
-    reach = job.scores.reach
-    return [[_seen(tiles(Pair(rows, keys, reach))) for keys in job.keys] for rows in job.rows]
+    return [[_seen(tiles(Pair(own, others, reach))) for others in keys] for own in rows]
 
 
 def _seen(met: list[Tile]) -> Stretches:

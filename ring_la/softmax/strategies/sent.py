@@ -11,14 +11,15 @@ keys go to more than `FEW` ranks; see `Walk.straight`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...comm import Pending
+from ...comm import Group, Pending
 from ..backends import QueryRows
-from ..geometry import Tokens
+from ..geometry import Reach, Tokens
 from ..merging import Gradients, Partial, Sum
 from .job import AttentionJob, KeyValues
 from .schedule import Stretches, needs_of
@@ -47,15 +48,13 @@ class Walk:
     """The steps of one job, made once for its rows, keys and mask.
 
     Attributes:
-        fan: how many other ranks see keys of one owner, at most.
-        rows: of keys that travel, over all ranks.
+        fan: as the function `fan` has it.
     """
 
-    def __init__(self, job: AttentionJob, needs: list[list[Stretches]]) -> None:
+    def __init__(self, job: AttentionJob) -> None:
+        needs = needs_of(job.rows, job.keys, job.scores.reach)
         p, me = job.size, job.rank
-        others = [[r for r in range(p) if r != s and needs[r][s]] for s in range(p)]
-        self.fan = max(map(len, others))
-        self.rows = sum(b - a for s in range(p) for r in others[s] for a, b in needs[r][s])
+        self.fan = fan(needs)
         self.steps: list[Step] = []
         for n in range(1, p):
             if any(needs[r][(r - n) % p] for r in range(p)):
@@ -67,11 +66,31 @@ class Walk:
     @classmethod
     def of(cls, job: AttentionJob) -> Walk:
         """The walk of a job."""
-        return job.against(job.keys[job.rank]).kept(cls, lambda: cls(job, needs_of(job)))
+        return job.against(job.keys[job.rank]).kept(cls, lambda: cls(job))
 
     def straight(self, job: AttentionJob) -> bool:
         """Whether owners send to those who need keys, rather than from hand to hand. The same on all ranks."""
-        return job.group is None or job.group.one_host or self.fan <= FEW
+        return job.group is None or straight(job.group, self.fan)
+
+
+def fan(needs: list[list[Stretches]]) -> int:
+    """How many other ranks see keys of one owner, at most."""
+    ranks = range(len(needs))
+    return max(sum(bool(needs[r][s]) for r in ranks if r != s) for s in ranks)
+
+
+def straight(group: Group, most: int) -> bool:
+    """Whether owners send to those who need keys, where each does so to `most` ranks at most."""
+    return group.one_host or most <= FEW
+
+
+def share_sent(rows: Sequence[Tokens], keys: Sequence[Tokens], reach: Reach, group: Group) -> float:
+    """What a ring sends of all keys to all other ranks: those that are seen, or from hand to hand everything."""
+    needs, p = needs_of(rows, keys, reach), group.size
+    if p == 1 or not straight(group, fan(needs)):
+        return 1.0
+    sent = sum(_length(needs[r][s]) for r in range(p) for s in range(p) if r != s)
+    return sent / max(1, (p - 1) * sum(map(len, keys)))
 
 
 class Sent:
