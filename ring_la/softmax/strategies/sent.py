@@ -149,10 +149,11 @@ def _send_home(job: AttentionJob, step: Step, grads: Gradients, k: Tensor, v: Te
 def _exchange(
     job: AttentionJob, rows: KeyValues | None, right: int, coming: int, k: Tensor, v: Tensor, dtype: torch.dtype
 ) -> Pending:
-    """Post: send rows so many ranks to the right, receive `coming` from as far to the left; the result are these."""
+    """Post: send rows so many ranks to the right, receive `coming` from as far to the left; the result are these. Rows
+    of no heads, which Ulysses may leave to a rank, are not sent."""
     assert job.group is not None
     room = KeyValues.empty(coming, k, v, dtype)
-    sends = {} if rows is None else {(job.rank + right) % job.size: rows.flat}
+    sends = {(job.rank + right) % job.size: rows.flat} if rows is not None and rows.flat.numel() else {}
     receives = {(job.rank - right) % job.size: room.flat} if room.flat.numel() else {}
     pending = job.group.exchange(sends, receives)
     return Pending(lambda: (pending.wait(), room)[1])
