@@ -70,7 +70,7 @@ class Walk:
 
     def straight(self, job: AttentionJob) -> bool:
         """Whether owners send to those who need keys, rather than from hand to hand. The same on all ranks."""
-        return job.group is None or straight(job.group, self.fan)
+        return job.size == 1 or straight(job.group, self.fan)  # type: ignore[arg-type]
 
 
 def fan(needs: list[list[Stretches]]) -> int:
