@@ -53,11 +53,13 @@ class Case:
         name: that of the public function.
         keywords: further arguments, of ours and of the reference alike.
         step: one token from a state, overwritten in place, without gradients.
+        kernels: those of ours on a GPU (`backend`), where they are not the default.
     """
 
     name: str
     keywords: tuple[tuple[str, object], ...] = ()
     step: bool = False
+    kernels: str | None = None
 
     @property
     def definition(self) -> Definition | None:
@@ -69,8 +71,10 @@ class Case:
         return {} if self.definition is None else dict(self.definition.flags)
 
     def ours(self, x: Inputs) -> Tensor:
-        """The output, by the default kernels."""
+        """The output, by the default kernels or those asked for."""
         x, more = dict(x), self.flags | dict(self.keywords)
+        if self.kernels is not None and all(t.is_cuda for t in x.values()):
+            more["backend"] = self.kernels
         if self.step:
             more |= {"initial_state": x.pop("state"), "mode": "recurrent", "in_place": True}
         return getattr(ring_la, self.name)(**x, **more).o
@@ -99,6 +103,7 @@ CASES: dict[str, Case] = (
         "bidirectional": Case("linear_attention", (("causal", False),)),
         "short_conv": Case("short_conv", (("activation", "silu"),)),
         "forgetting_attention": Case("forgetting_attention"),
+        "hgrn_sums": Case("hgrn", kernels="triton"),
     }
     | {f"step_{n}": Case(n, KEYWORDS.get(n, ()), step=True) for n in STEPS}
 )

@@ -96,6 +96,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "rwkv6": lambda x: chunk_rwkv6(**x)[0],
         "gated_slot_attention": lambda x: chunk_gsa(**x)[0],
         "hgrn": lambda x: chunk_hgrn(**x)[0],
+        "hgrn_sums": lambda x: chunk_hgrn(**x)[0],
         "forgetting_attention": lambda x: parallel_forgetting_attn(**x),
         "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
         "step_simple_gla": step(fused_recurrent_simple_gla),

@@ -92,6 +92,11 @@ INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {  // by the c
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
+INLINE void copy_out(void* to, u32 from, u32 bytes) {  // the other way; `copied_out` waits for those of this thread
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+INLINE void copy_out_all() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }  // behind the last copy_out
+INLINE void copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // what was read may be written
 INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of the first 256 threads that come
 INLINE int load_acquire(const int* p) {
   int x;
