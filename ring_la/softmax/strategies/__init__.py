@@ -6,9 +6,9 @@ from .copied import Copied
 from .heads import Heads, HeadSplit
 from .job import AttentionJob, Strategy
 from .ring import KeyRing
-from .sent import Sent, Walk, share_sent
+from .sent import KeySend, SendPlan, share_sent
 
-STRATEGIES: dict[str, Strategy] = {s.name: s for s in (KeyRing(), Sent(), KeyGather(), Copied(), CanonicalGather())}
+STRATEGIES: dict[str, Strategy] = {s.name: s for s in (KeyRing(), KeySend(), KeyGather(), Copied(), CanonicalGather())}
 """Ways in which keys travel, by name; Ulysses exchanges heads for tokens around one of them."""
 
 
@@ -16,7 +16,7 @@ def ring_of(job: AttentionJob) -> Strategy:
     """How keys come rank by rank: copied, else sent to those who need them, else from hand to hand."""
     if job.group is not None and job.group.copies:
         return STRATEGIES["copied"]
-    return STRATEGIES["sent" if Walk.of(job).straight(job) else "ring"]
+    return STRATEGIES["sent" if SendPlan.of(job).straight(job) else "ring"]
 
 
 __all__ = [
@@ -28,9 +28,9 @@ __all__ = [
     "Heads",
     "KeyGather",
     "KeyRing",
-    "Sent",
+    "KeySend",
     "Strategy",
-    "Walk",
+    "SendPlan",
     "ring_of",
     "share_sent",
 ]

@@ -6,7 +6,7 @@ and gradients come straight home.
 
 Steps at which nobody sees anything are left out. On one host this is never more bytes than hand to hand. Over several
 hosts a key that many ranks see would leave its host once for each of them, so it is taken there only where no owner's
-keys go to more than `FEW` ranks; see `Walk.straight`.
+keys go to more than `FEW` ranks; see `SendPlan.straight`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FEW = 2
 
 
 @dataclass(frozen=True)
-class Step:
+class SendStep:
     """What one rank sends and receives at a step.
 
     Attributes:
@@ -44,7 +44,7 @@ class Step:
     keys: Tokens | None
 
 
-class Walk:
+class SendPlan:
     """The steps of one job, made once for its rows, keys and mask.
 
     Attributes:
@@ -55,22 +55,22 @@ class Walk:
         needs = needs_of(job.rows, job.keys, job.scores.reach)
         p, me = job.size, job.rank
         self.fan = fan(needs)
-        self.steps: list[Step] = []
+        self.steps: list[SendStep] = []
         for n in range(1, p):
             if any(needs[r][(r - n) % p] for r in range(p)):
                 source = (me - n) % p
                 cuts = [job.keys[source].cut(a, b) for a, b in needs[me][source]]
                 leaving, arriving = needs[(me + n) % p][me], needs[me][source]
-                self.steps.append(Step(n, leaving, arriving, Tokens.joined(cuts) if cuts else None))
+                self.steps.append(SendStep(n, leaving, arriving, Tokens.joined(cuts) if cuts else None))
 
     @classmethod
-    def of(cls, job: AttentionJob) -> Walk:
-        """The walk of a job."""
+    def of(cls, job: AttentionJob) -> SendPlan:
+        """The plan of a job."""
         return job.against(job.keys[job.rank]).kept(cls, lambda: cls(job))
 
     def straight(self, job: AttentionJob) -> bool:
         """Whether owners send to those who need keys, rather than from hand to hand. The same on all ranks."""
-        return job.size == 1 or straight(job.group, self.fan)  # type: ignore[arg-type]
+        return job.size == 1 or straight(job.group, self.fan)
 
 
 def fan(needs: list[list[Stretches]]) -> int:
@@ -93,13 +93,13 @@ def share_sent(rows: Sequence[Tokens], keys: Sequence[Tokens], reach: Reach, gro
     return sent / max(1, (p - 1) * sum(map(len, keys)))
 
 
-class Sent:
+class KeySend:
     """Every owner's keys by messages."""
 
     name = "sent"
 
     def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
-        steps = Walk.of(job).steps
+        steps = SendPlan.of(job).steps
         coming = _fetch(job, steps[:1], k, v)
         job.forward(q, k, v, job.rank, out)
         for i, step in enumerate(steps):
@@ -109,10 +109,10 @@ class Sent:
                 job.forward_to(q, kv.k, kv.v, step.keys, out)
 
     def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
-        steps, own = Walk.of(job).steps, Gradients.of(x.q, k, v)
+        steps, own = SendPlan.of(job).steps, Gradients.of(x.q, k, v)
         coming = _fetch(job, steps[:1], k, v)
         job.backward(x, k, v, job.rank, own)
-        letters: list[tuple[Step, Pending]] = []
+        letters: list[tuple[SendStep, Pending]] = []
         for i, step in enumerate(steps):
             kv = coming.wait()
             coming = _fetch(job, steps[i + 1 : i + 2], k, v)
@@ -127,7 +127,7 @@ class Sent:
         return own
 
 
-def _fetch(job: AttentionJob, step: list[Step], k: Tensor, v: Tensor) -> Pending:
+def _fetch(job: AttentionJob, step: list[SendStep], k: Tensor, v: Tensor) -> Pending:
     """Post: keys go to the right, others come from the left, as a step (none: nothing does) says."""
     if not step:
         return Pending(lambda: None)
@@ -136,7 +136,7 @@ def _fetch(job: AttentionJob, step: list[Step], k: Tensor, v: Tensor) -> Pending
     return _exchange(job, rows, s.number, _length(s.arriving), k, v, k.dtype)
 
 
-def _send_home(job: AttentionJob, step: Step, grads: Gradients, k: Tensor, v: Tensor) -> Pending:
+def _send_home(job: AttentionJob, step: SendStep, grads: Gradients, k: Tensor, v: Tensor) -> Pending:
     """Post: gradients of the keys that came go back, those of this rank's keys come."""
     dtype, rows = job.message_dtype(k.dtype), None
     if step.keys is not None:
@@ -159,7 +159,7 @@ def _exchange(
     return Pending(lambda: (pending.wait(), room)[1])
 
 
-def _take(own: Gradients, step: Step, pending: Pending) -> None:
+def _take(own: Gradients, step: SendStep, pending: Pending) -> None:
     """Add what came of the gradients of this rank's keys."""
     letter, place = pending.wait(), 0
     for a, b in step.leaving:
