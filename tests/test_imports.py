@@ -23,7 +23,7 @@ LEVELS = [
     {"comm"},
     {"scan", "grouped_gemm"},
     {"context"},
-    {"checks", "nans", "running_sum", "capture", "blockwise"},
+    {"checks", "nans", "running_sum", "capture", "blockwise", "reading"},
     {"linear", "softmax", "log_linear"},
     {"indexers", "keystore"},
     {"nsa"},

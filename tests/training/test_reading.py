@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ring_la import ArgumentError
-from ring_la.training import reading
+from ring_la import ArgumentError, reading
 
 
 class Evil:

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from ...errors import UnsupportedError
-from ...training.clipping import clip_gradients
-from ...training.reading import load
+from ...reading import load
 from .averaging import averaging
 from .weights import load_weights, save_weights
 from .weights.files import INDEX
@@ -67,12 +66,12 @@ class ShardsTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if not self.sharded:
             return super()._clip_grad_norm(model)
-        return clip_gradients(model.parameters(), self.args.max_grad_norm)
+        return _clipped(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if not self.sharded or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
-        return clip_gradients(model.parameters(), float("inf"))
+        return _clipped(model, float("inf"))
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -124,6 +123,12 @@ class ShardsTrainer(Trainer):
             set_optimizer_state_dict(self.model, _bare(self.optimizer), state["optimizer"])  # type: ignore[arg-type]
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
         return None
+
+
+def _clipped(model: nn.Module, most: float) -> Tensor:
+    """The norm of all gradients, before it is at most `most`."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

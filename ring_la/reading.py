@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ..errors import ArgumentError
+from .errors import ArgumentError
 
 METADATA = ".metadata"
 _KNOWN = {
