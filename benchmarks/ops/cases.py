@@ -53,13 +53,11 @@ class Case:
         name: that of the public function.
         keywords: further arguments, of ours and of the reference alike.
         step: one token from a state, overwritten in place, without gradients.
-        kernels: those of ours on a GPU (`backend`), where they are not the default.
     """
 
     name: str
     keywords: tuple[tuple[str, object], ...] = ()
     step: bool = False
-    kernels: str | None = None
 
     @property
     def definition(self) -> Definition | None:
@@ -71,10 +69,8 @@ class Case:
         return {} if self.definition is None else dict(self.definition.flags)
 
     def ours(self, x: Inputs) -> Tensor:
-        """The output, by the default kernels or those asked for."""
+        """The output, by the default kernels."""
         x, more = dict(x), self.flags | dict(self.keywords)
-        if self.kernels is not None and all(t.is_cuda for t in x.values()):
-            more["backend"] = self.kernels
         if self.step:
             more |= {"initial_state": x.pop("state"), "mode": "recurrent", "in_place": True}
         return getattr(ring_la, self.name)(**x, **more).o
@@ -91,7 +87,7 @@ class Case:
 
 NAMES = {"lightning_attention": "lightning", "dplr_delta_rule": "dplr"}
 """Recurrences that tables call by another name."""
-KEYWORDS = {"rwkv7": (("scale", 1.0),)}
+KEYWORDS = {"rwkv7": (("scale", 1.0),), "ttt_linear": (("mini_batch", 16),)}
 """Arguments that a peer has no choice of."""
 BOUNDED = ("rwkv7", "dplr_delta_rule")
 """Recurrences whose log-decays are above -0.6, as RWKV-7's are."""
@@ -103,7 +99,6 @@ CASES: dict[str, Case] = (
         "bidirectional": Case("linear_attention", (("causal", False),)),
         "short_conv": Case("short_conv", (("activation", "silu"),)),
         "forgetting_attention": Case("forgetting_attention"),
-        "hgrn_sums": Case("hgrn", kernels="triton"),
     }
     | {f"step_{n}": Case(n, KEYWORDS.get(n, ()), step=True) for n in STEPS}
 )
@@ -152,7 +147,7 @@ def _draw(case: Case, argument: Argument, shape: tuple[int, ...], normal: Draw, 
     x = normal(*shape)
     if argument.kind == "log decay":
         return -0.6 * x.sigmoid() if case.name in BOUNDED else logsigmoid(x + 3)
-    if argument.kind in ("query", "key", "unit"):
+    if argument.kind in ("query", "key", "unit", "unit value"):
         return normalize(x, dim=-1)
     return x.sigmoid() if argument.kind == "rate" else x
 

@@ -54,7 +54,7 @@ class Group(Members):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, transport: str = "auto") -> None:
         super().__init__(group, timeout)
-        by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
+        by_torch = TorchTransport(self)
         self.store = JobStore(_shared_number(self, by_torch))
         self.name = self.store.name
         self.watch = PeerWatch(self, self.store)

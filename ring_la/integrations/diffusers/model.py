@@ -81,7 +81,8 @@ class SplitDenoiser:
             names = check_block(name, block, kind, spec, type(model).__module__)
             self._adopt_attention(block, spec, undo)
             self._adopt_modules(name, block, spec, undo)
-            hook = functools.partial(self._split, name, spec, names)
+            path = name.rpartition(".")[0]  # one for all blocks, so that torch.compile compiles them once
+            hook = functools.partial(self._split, path, spec, names)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for path, blocks in refiners_of(model, self.plan):
             self._adopt_refiners(path, blocks, type(model).__module__, undo)
@@ -105,7 +106,7 @@ class SplitDenoiser:
         for n, block in enumerate(blocks):
             names = check_block(f"{path}.{n}", block, plan.kind, plan.block, library)
             self._adopt_attention(block, plan.block, undo)
-            hook = functools.partial(self._split_refiner, path, f"{path}.{n}", plan.block, names)
+            hook = functools.partial(self._split_refiner, path, plan.block, names)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         undo.callback(blocks[-1].register_forward_hook(functools.partial(self._refined, plan.stream)).remove)
 
@@ -197,7 +198,7 @@ class SplitDenoiser:
 
     def _split(
         self,
-        name: str,
+        path: str,
         spec: BlockPlan,
         names: tuple[str, ...],
         block: nn.Module,
@@ -209,12 +210,11 @@ class SplitDenoiser:
         first = not self.call.started
         if first:
             start(self.call, spec, given)
-        return cut(self.call, name, spec, names[: len(args)], given, not first)
+        return cut(self.call, path, spec, names[: len(args)], given, not first)
 
     def _split_refiner(
         self,
         path: str,
-        name: str,
         spec: BlockPlan,
         names: tuple[str, ...],
         block: nn.Module,
@@ -227,7 +227,7 @@ class SplitDenoiser:
         if first:
             self.call.streams.sizes |= sizes_of(self.call, spec, given)
             self.call.refined.add(path)
-        return cut(self.call, name, spec, names[: len(args)], given, not first)
+        return cut(self.call, path, spec, names[: len(args)], given, not first)
 
     def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: tuple) -> tuple:
         """Behind a module that makes steps of time: this rank's, where each token has its own."""
