@@ -100,11 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", help="JSON of what was found")
     parser.add_argument("--rows", help="which, by number, with commas between")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no row of FlashQLA's after so many")
-    parser.add_argument(
-        "--gradients", action="store_true", help="ours by one launch too (`one_launch.DELTA_GRADIENTS`)"
-    )
+    parser.add_argument("--chunks", action="store_true", help="ours that train by chunks, however large")
     args = parser.parse_args(arguments)
-    one_launch.DELTA_GRADIENTS = args.gradients
+    if args.chunks:
+        one_launch.LEAST = 2**60
     start, calls = time.monotonic(), {"ring_la": ours}
     if (other := flashqla()) is not None:
         calls["FlashQLA"] = other

@@ -50,7 +50,7 @@ def recurrence(
     rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse = PLAIN
 ) -> Family | OneLaunch:
     """One rank's tokens under one rule (see `protocol.Local`)."""
-    launches = one_launch.choice(rule, use)
+    launches = one_launch.choice(rule, inputs, use)
     if launches is not None and not one_launch.unsupported(inputs, packed=cu is not None):
         return OneLaunch(launches, rule, inputs, cu, scale, use)
     return FAMILIES[rule.plain].of(rule.plain, inputs, cu, scale, use)

@@ -60,11 +60,13 @@ class OutputUse(NamedTuple):
         saved: a backward pass may follow, which takes `Output.saved`.
         final: it wants the states that leave; False: `Output.leaving` may be None.
         in_place: they may be written over the states that enter.
+        alone: no states are exchanged with other ranks.
     """
 
     saved: bool = False
     final: bool = True
     in_place: bool = False
+    alone: bool = False
 
 
 PLAIN = OutputUse()

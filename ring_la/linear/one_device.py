@@ -43,7 +43,7 @@ class OneDeviceRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: OneDeviceCall, cu: Tensor | None, S0: Tensor | None, *tensors: Tensor | None):
         rule, scale, mode, backend, final = call
-        use = OutputUse(saved=True, final=final)
+        use = OutputUse(saved=True, final=final, alone=True)
         out = make_local(rule, Inputs(*tensors), cu, scale, mode, backend, use).output(S0)
         ctx.call = call
         ctx.save_for_backward(cu, S0, *tensors, *out.saved)

@@ -7,6 +7,7 @@ one that does not forget waits for the span before it. A call that exchanges sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,12 +28,11 @@ from ring_la.kernels.wy.saved import WYBack, WYMaps
 class Launches(NamedTuple):
     """What one launch does for a rule.
 
-    `forward` also gives what the gradients take of it, if they are to follow; `gradients` is None where a backward goes
-    by chunks.
+    `forward` also gives what the gradients take of it, if they are to follow.
     """
 
     forward: Callable[[Inputs, Tensor | None, float, Tensor | None, OutputUse], Output]
-    gradients: Callable[[Inputs, Tensor | None, float, Backward, Tensor | None], tuple[Inputs, Tensor]] | None
+    gradients: Callable[[Inputs, Tensor | None, float, Backward, Tensor | None], tuple[Inputs, Tensor]]
 
 
 def _kda(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
@@ -59,20 +59,21 @@ def _delta_gradients(
 
 
 KDA = Launches(_kda, _kda_gradients)
-DELTA = Launches(_delta, None)
-TRAINED_DELTA = Launches(_delta, _delta_gradients)
-DELTA_GRADIENTS = False
-"""Whether calls of the delta rules that a backward may follow go by `gdn_backward.cu`, which has not run on a GPU yet
-(its tests run it on a CPU): set it to try."""
+DELTA = Launches(_delta, _delta_gradients)
+LEAST = 2**18
+"""Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so many to
+`gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks; others were not measured."""
 
 
-def choice(rule: Rule, use: OutputUse) -> Launches | None:
-    """The launches that a call might go by: KDA's where a bound of its gate is known, a delta rule's outputs where no
-    backward pass follows, whose kernels take what a forward in chunks leaves."""
+def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
+    """The launches that a call might go by: KDA's where a bound of its gate is known, a delta rule's where no backward
+    pass follows or there is enough to do."""
     if rule.plain == Rule("delta", "diagonal"):
         return None if rule.lower_bound is None or rule.lower_bound < kda_launches.LEAST else KDA
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
-        return TRAINED_DELTA if DELTA_GRADIENTS else None if use.saved else DELTA
+        if not use.saved:
+            return DELTA
+        return DELTA if use.alone and math.prod(inputs.v.shape[:3]) >= LEAST else None
     return None
 
 
@@ -135,7 +136,7 @@ class OneLaunch:
         border: Border | None = None,
     ) -> InputGradients:
         in_chunks = bool(_without_kept(backward).saved)
-        if self.launches.gradients is None or in_chunks or adjoint is not None or border is not None:
+        if in_chunks or adjoint is not None or border is not None:
             return self.by_chunks.gradients(_without_kept(backward), dS_end, adjoint, border)
         return InputGradients(*self.launches.gradients(self.inputs, self.cu, self.scale, backward, dS_end))
 
