@@ -146,6 +146,7 @@ class _Scan(torch.autograd.Function):
                 )
                 entering = exchange.wait()
                 ctx.kept = exchange.kept
+                ctx.way_back = cp.comm.agreement.way_back()
             differentiated = ctx.needs_input_grad[0]
             before = walk.without_starts(walk.states(maps, entering, True, b)) if exclusive or differentiated else None
             ctx.save_for_backward(A, before if differentiated else None)
@@ -164,6 +165,7 @@ class _Scan(torch.autograd.Function):
         maps = back.maps(At, added)
         entering = [None] * len(maps)
         if walk.layout is not None:
+            ctx.way_back()
             cp, links = walk.layout.cp, links_of(back, maps)
             strategy = cp.strategy(walk.chain, ctx.like)
             entering = strategy.start_back(walk.chain, links, ctx.like, cp.comm, ctx.kept).wait()

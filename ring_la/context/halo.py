@@ -61,13 +61,14 @@ class _Post(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
+        ctx.way, ctx.way_back = way, way.route.group.agreement.way_back()
         coming, way.coming = way.coming, None
         return coming.wait()  # type: ignore[union-attr]
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.way_back()
         ctx.way.returning = ctx.way.route.start_back(grad.contiguous())
         return grad.new_empty(0), None
 

@@ -98,7 +98,8 @@ class AttentionCall(NamedTuple):
         way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
         way = "canonical" if place.repeatable and form is None else way
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
-        return AttentionMoves(job, STRATEGIES[way], met, heads, form, self.kv_comm_dtype)
+        way_back = None if self.layout is None else self.layout.cp.comm.agreement.way_back
+        return AttentionMoves(job, STRATEGIES[way], met, heads, form, self.kv_comm_dtype, way_back)
 
     def _heads(self, x: Tensors, place: Any) -> Heads | None:
         if place.heads is None:

@@ -70,7 +70,7 @@ def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves:
     return plan
 
 
-def _agree(x: Tensors, scores: Scores, others: SplitOthers) -> None:
+def _agree(x: Tensors, scores: Scores, others: SplitOthers, call: str = "attention") -> None:
     """What eager calls check and compare, when the graph runs."""
     layout, error, signature = found(others.layout), None, None
     kv = found(others.kv_layout) if others.kv_layout else None
@@ -88,7 +88,7 @@ def _agree(x: Tensors, scores: Scores, others: SplitOthers) -> None:
         flags = [(n, Facts.of(s) if isinstance(s, Tensor) else s) for n, s in scores._asdict().items()]
         rest = [(n, s) for n, s in others._asdict().items() if "layout" not in n]
         signature = (*tensors, *flags, *rest, ("kv_layout", None if kv is None else kv.key))
-    layout.agree("attention", signature, error)
+    layout.agree(call, signature, error)
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
@@ -116,6 +116,7 @@ def _(*arguments):
 def _gradients(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, *arguments) -> list[Tensor]:
     """Gradients of the tensors that are present, in order."""
     x, scores, others = _call_of(arguments)
+    _agree(x, scores, others, "the backward pass of attention")
     plan = _planned(x, scores, others)
     grads = plan.backward(plan.saved(x, o, lse), do, dlse)
     return list(own_memory([g for g in grads if g is not None], (do, dlse, o, lse, *arguments)))
