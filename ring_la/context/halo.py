@@ -35,6 +35,17 @@ class Halo:
         return self._came
 
 
+class Arrived:
+    """An exchange that has ended, as compiled graphs have them."""
+
+    def __init__(self, before: Tensor, after: Tensor) -> None:
+        self._came = before, after
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The slices before and after."""
+        return self._came
+
+
 class _Way:
     """What the two Functions share: the messages that are under way."""
 
