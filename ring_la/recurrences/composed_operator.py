@@ -46,7 +46,7 @@ def traced(number: int, definition: Definition, given: Mapping[str, Any], option
         options.mode, options.backend, layout.num_documents if layout.packed else first.shape[0],
     )  # fmt: skip
     parts = out[1 : 1 + len(definition.states)]
-    final = None if not options.output_final_state else parts[0] if len(parts) == 1 else tuple(parts)
+    final: Any = None if not options.output_final_state else parts[0] if len(parts) == 1 else tuple(parts)
     return LinearAttentionOutput(out[0], final)
 
 
@@ -87,7 +87,7 @@ def _run(
     call = functools.partial(known.describe, **own, **others)
     o, after = run_composed(known, call, options, tuple(sorted(others.items())))
     parts = [] if after is None else [*parts_of(after)]
-    return o, *parts, *[o.new_empty(0) for _ in range(PARTS - len(parts))]  # type: ignore[return-value]
+    return o, *parts, *[o.new_empty(0) for _ in range(PARTS - len(parts))]
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_nan
-from ..choices import LatentForm
+from ..choices import ChosenChoice, LatentForm
 from ..context import ShardedLayout
 from ..context.handle import found
 from ..context.operator import own_memory
@@ -36,7 +36,7 @@ class SplitOthers(NamedTuple):
 
     joint: str
     backend: str | None
-    strategy: str
+    strategy: ChosenChoice
     form: LatentForm | None
     layout: int
     kv_layout: int

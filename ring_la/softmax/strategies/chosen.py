@@ -52,7 +52,7 @@ class SomeKeys(Tokens):
         return out
 
 
-class Wanted(NamedTuple):
+class AskedKeys(NamedTuple):
     """Keys under way between ranks.
 
     Attributes:
@@ -95,7 +95,7 @@ class KeysAsked:
         return own
 
 
-def _ask(job: AttentionJob, k: Tensor, v: Tensor) -> Wanted | None:
+def _ask(job: AttentionJob, k: Tensor, v: Tensor) -> AskedKeys | None:
     """Tell every owner which of its keys this rank wants; None where a gather costs less."""
     group, tokens = _group(job), [len(keys) for keys in job.keys]
     among = job.all_keys
@@ -114,7 +114,7 @@ def _ask(job: AttentionJob, k: Tensor, v: Tensor) -> Wanted | None:
     send, receive = [row[group.rank] for row in counts], counts[group.rank]
     local = (joined - borders[:-1].repeat_interleave(cuts.diff(), output_size=len(joined))).int()
     mine = group.all_to_all_uneven(local, receive, send).wait()
-    return Wanted(SomeKeys(among, rows), mine.long(), send, receive)
+    return AskedKeys(SomeKeys(among, rows), mine.long(), send, receive)
 
 
 def pays(counts: list[list[int]], tokens: list[int], size: int) -> bool:
@@ -140,7 +140,7 @@ def _chosen_places(job: AttentionJob, end: int) -> Tensor:
     return starts[:end].nonzero().flatten()
 
 
-def _fetch(job: AttentionJob, wanted: Wanted, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _fetch(job: AttentionJob, wanted: AskedKeys, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The keys and values that this rank asked for."""
     rows = _rows(k.index_select(1, wanted.mine), v.index_select(1, wanted.mine))
     return _keys(_group(job).all_to_all_uneven(rows, wanted.send, wanted.receive).wait(), k, v)
