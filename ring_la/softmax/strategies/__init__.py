@@ -7,11 +7,20 @@ from .copied import Copied
 from .heads import Heads, HeadSplit
 from .job import AttentionJob, Strategy
 from .ring import KeyRing
+from .sent import KeySend, SendPlan, share_sent
 
 STRATEGIES: dict[str, Strategy] = {
-    s.name: s for s in (KeyRing(), KeyGather(), Copied(), CanonicalGather(), KeysAsked())
+    s.name: s for s in (KeyRing(), KeySend(), KeyGather(), Copied(), CanonicalGather(), KeysAsked())
 }
 """Ways in which keys travel, by name; Ulysses exchanges heads for tokens around one of them."""
+
+
+def ring_of(job: AttentionJob) -> Strategy:
+    """How keys come rank by rank: copied, else sent to those who need them, else from hand to hand."""
+    if job.group is not None and job.group.copies:
+        return STRATEGIES["copied"]
+    return STRATEGIES["sent" if SendPlan.of(job).straight(job) else "ring"]
+
 
 __all__ = [
     "STRATEGIES",
@@ -22,6 +31,10 @@ __all__ = [
     "Heads",
     "KeyGather",
     "KeyRing",
+    "KeySend",
     "KeysAsked",
     "Strategy",
+    "SendPlan",
+    "ring_of",
+    "share_sent",
 ]
