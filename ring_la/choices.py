@@ -10,6 +10,8 @@ ScanChoice = Literal["auto", "ring", "pipelined", "all_gather", "doubling", "all
 """How states travel between ranks (`scan.STRATEGIES`)."""
 AttentionChoice = Literal["auto", "ring", "all_gather", "ulysses", "usp"]
 """How keys and values do (`softmax`)."""
+ChosenChoice = Literal["auto", "ring", "all_gather", "ulysses", "usp", "chosen"]
+"""The same where queries may choose their keys (`softmax.sparse_attention`)."""
 TransportChoice = Literal["auto", "torch", "symmetric"]
 """What carries messages (`comm`)."""
 ValidateChoice = Literal["first", "always", "never"]

@@ -20,6 +20,8 @@ from torch import Tensor
 from .autograd import full_precision
 from .checks import FLOATS, check_scale, check_split
 from .context import ShardedLayout
+from .context.handle import found
+from .context.operator import SplitOperator
 from .errors import ArgumentError, Facts, RingLAError, describe_tensor
 from .outputs import LinearAttentionOutput
 
@@ -77,6 +79,8 @@ def log_linear_attention(
     Raises:
         ArgumentError: by the name of the argument; under a layout on every rank. DisagreementError.
     """
+    if torch.compiler.is_compiling() and isinstance(layout, ShardedLayout):
+        return LinearAttentionOutput(_operator(q, k, v, g, lam, layout.number, scale), None)
     error, longest = None, 0
     try:
         longest = _check(LogLinearInputs(q, k, v, g, lam), scale, layout, cu_seqlens)
@@ -90,6 +94,19 @@ def log_linear_attention(
         raise error
     with full_precision(v):
         return LinearAttentionOutput(_run(LogLinearInputs(q, k, v, g, lam), scale, longest, layout, cu_seqlens), None)
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, layout: int, scale: float | None) -> Tensor:
+    """A split call by its layout's number."""
+    return log_linear_attention(q, k, v, g, lam, scale=scale, layout=found(layout)).o
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+_operator = SplitOperator("split_log_linear_attention", _whole, _fake, 5)
+"""What a compiled graph has of a split call."""
 
 
 def _run(

@@ -45,7 +45,7 @@ class _Entering(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, layout: ShardedLayout, totals: Tensor) -> Tensor:
-        ctx.layout, ctx.shape = layout, totals.shape
+        ctx.layout, ctx.shape, ctx.way_back = layout, totals.shape, layout.cp.comm.agreement.way_back()
         chain, ends = layout.kept("sums", lambda: (Chain.of(layout), _ends(layout)))
         mine = [totals[:, last] for _, last in ends]
         everyone = _gather(layout, mine, totals)
@@ -59,6 +59,7 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
+        ctx.way_back()
         layout = ctx.layout
         chain, ends = layout.kept("sums", lambda: (Chain.of(layout), _ends(layout)))
         everyone = _gather(layout, [grad[:, first] for first, _ in ends], grad)

@@ -41,7 +41,7 @@ def _apart(layout: ShardedLayout, x: Tensor, weight: Tensor, bias: Tensor | None
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: ShardedLayout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.layout, ctx.has_bias = layout, bias is not None
+        ctx.layout, ctx.has_bias, ctx.way_back = layout, bias is not None, layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
             parts = [F.linear(filled(x, b, s, e)[0], weight, bias)[: e - s] for b, s, e in _places(x, layout)]
@@ -54,6 +54,8 @@ class _Linear(torch.autograd.Function):
         layout, places = ctx.layout, _places(x, ctx.layout)
         _, need_x, need_weight, need_bias = ctx.needs_input_grad
         dx = dweight = dbias = None
+        if need_weight or need_bias:
+            ctx.way_back()
         if need_x:
             dx = together([(filled(dy, *p)[0] @ weight)[: p[2] - p[1]] for p in places], x.shape[0], x.shape[1], x)
         if need_weight:

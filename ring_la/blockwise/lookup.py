@@ -38,13 +38,14 @@ def _token_sum(layout: ShardedLayout, x: Tensor) -> Tensor:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: ShardedLayout, ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.layout = layout
+        ctx.layout, ctx.way_back = layout, layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(ids, weight)
         return F.embedding(ids, weight)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy: Tensor) -> Any:
+        ctx.way_back()
         (ids, weight), layout = ctx.saved_tensors, ctx.layout
         rows = dy.flatten(0, 1)
         whole = torch.zeros(weight.shape, dtype=torch.float64, device=weight.device)

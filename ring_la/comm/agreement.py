@@ -3,7 +3,8 @@ the job's store; not by messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from ..errors import DisagreementError, PeerError
 from .calls import CallLog, Entry, differences
@@ -16,11 +17,12 @@ class Agreement:
 
     Attributes:
         calls: the log of calls; None: the ranks are on several hosts.
+        backwards: whether backward passes are compared, too.
     """
 
     def __init__(self, members: Members, store: JobStore, watch: PeerWatch) -> None:
         self._members, self._store, self._watch = members, store.of("agree"), watch
-        self._count = 0
+        self._count, self.backwards = 0, True
         self.calls = CallLog.open(members, store, self.tell)
 
     def agree(self, what: str, value: object, hint: str = "") -> Entry:
@@ -49,6 +51,12 @@ class Agreement:
             raise DisagreementError(f"{message}\n{hint}" if hint else message)
         return entry
 
+    def way_back(self) -> Callable[[], None]:
+        """What the backward pass of the call that this rank is in calls before it sends anything: it is compared as
+        calls are that were made before (`again`)."""
+        entry = self.calls.back() if self.backwards and self.calls is not None else None
+        return nothing if entry is None else partial(self.again, entry)
+
     def again(self, entry: Entry) -> None:
         """What the ranks have agreed on before, brought again: nobody waits. A rank that brings something else is found
         out where the ranks are on one host, at the latest when one waits for the other; on several hosts it is not.
@@ -71,6 +79,10 @@ class Agreement:
         if n > 0:  # every rank has posted n, so every rank has read n - 1
             store.delete_key(f"{n - 1}/{rank}")
         return values
+
+
+def nothing() -> None:
+    """Where nothing is compared."""
 
 
 def as_text(value: object) -> str:

@@ -29,6 +29,8 @@ except ImportError:  # Windows
 
 LINES = 1024
 """Calls that a rank may be ahead of another before theirs can no longer be compared."""
+BACK = 0x9E3779B97F4A7C15
+"""What makes the digest of a backward pass of a call's digest, with the call's number."""
 HEAD = 8
 """Numbers before a rank's lines: its calls so far, the rank plus 1 that has sent what nobody expects, and room."""
 GRACE = 2.0
@@ -108,6 +110,15 @@ class CallLog:
         if log[mine + 1]:
             name = self._members.names([log[mine + 1] - 1])
             raise PeerError(f"this group is of no more use: {name} had sent messages when its ranks disagreed")
+
+    def back(self) -> Entry | None:
+        """What a rank enters that goes back through the call it is in now; None before the first call. The call's
+        number is part of it: of two equal calls each has a backward pass of its own."""
+        n, call = self._count, self._entries[(self._count - 1) % LINES]
+        if call is None:
+            return None
+        text = f"backward of call {n}\n{call.text}"
+        return Entry("the backward pass", text, call.hint, (call.digest + n * BACK) % 2**64)
 
     def meet(self, sent: bool = False) -> None:
         """Wait until every rank has come to this rank's call; returns at once if they have. `sent`: messages of the

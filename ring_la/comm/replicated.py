@@ -14,12 +14,13 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.way_back = group, group.agreement.way_back()
         return group.all_reduce(x).wait()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
+        ctx.way_back()
         return ctx.group.all_reduce(grad).wait(), None
 
 
@@ -28,10 +29,11 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.way_back = group, group.agreement.way_back()
         return x.view_as(x)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
+        ctx.way_back()
         return ctx.group.all_reduce(grad).wait(), None

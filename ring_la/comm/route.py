@@ -97,12 +97,14 @@ class _Routed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, route: Route) -> Tensor:
-        ctx.route = route
+        ctx.route, ctx.way_back = route, route.group.agreement.way_back()
         with route.group.streams.in_order():
             return route.start(x).wait()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
+        if not ctx.route.silent:
+            ctx.way_back()
         with ctx.route.group.streams.in_order():
             return ctx.route.start_back(grad).wait(), None

@@ -3,13 +3,14 @@
 from .agreed import CANONICAL_CHUNK
 from .arguments import ATTENTION
 from .grid_layout import GridLayout, UnevenLayout
-from .halo import Halo
+from .halo import Arrived, Halo
 from .parallel import ContextParallel
 from .ranks import ContextRanks
 from .sharded import ShardedLayout
 
 __all__ = [
     "ATTENTION",
+    "Arrived",
     "CANONICAL_CHUNK",
     "ContextParallel",
     "ContextRanks",

@@ -22,17 +22,20 @@ import torch
 from torch import Tensor
 
 from ..algebra import Affine, Transition, outer, transition_shape, transpose
-from ..autograd import first_derivative_only, full_precision, outside_graphs
+from ..autograd import first_derivative_only, full_precision
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 from ..scan import Chain, Exchange, Link
+from .handle import found
+from .operator import SplitOperator
 from .sharded import ShardedLayout
 
 KINDS: dict[int, Transition] = {3: "scalar", 4: "diagonal", 5: "dense"}
 
 
-@outside_graphs
 def scan(A: Tensor | None, b: Tensor, layout: ShardedLayout | None, reverse: bool, exclusive: bool) -> Tensor:
-    """What `ContextParallel.scan` says."""
+    """What `ContextParallel.scan` says; within a compiled graph one node."""
+    if torch.compiler.is_compiling() and isinstance(b, Tensor):
+        return _operator(A, b, layout.number if isinstance(layout, ShardedLayout) else 0, reverse, exclusive)
     error: RingLAError | None = None
     facts: tuple[tuple[str, Any], ...] = ()
     try:
@@ -132,7 +135,7 @@ def links_of(walk: Walk, maps: Sequence[Affine]) -> list[Link]:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, A: Tensor | None, b: Tensor, walk: Walk, exclusive: bool) -> Tensor:
-        wide = torch.promote_types(b.dtype if A is None else torch.promote_types(A.dtype, b.dtype), torch.float32)
+        wide = _wide(A, b)
         ctx.dtypes, ctx.walk, ctx.exclusive = (None if A is None else A.dtype, b.dtype), walk, exclusive
         with full_precision(b):
             A, b = None if A is None else walk.without_starts(A.to(wide)), b.to(wide)
@@ -146,6 +149,7 @@ class _Scan(torch.autograd.Function):
                 )
                 entering = exchange.wait()
                 ctx.kept = exchange.kept
+                ctx.way_back = cp.comm.agreement.way_back()
             differentiated = ctx.needs_input_grad[0]
             before = walk.without_starts(walk.states(maps, entering, True, b)) if exclusive or differentiated else None
             ctx.save_for_backward(A, before if differentiated else None)
@@ -164,6 +168,7 @@ class _Scan(torch.autograd.Function):
         maps = back.maps(At, added)
         entering = [None] * len(maps)
         if walk.layout is not None:
+            ctx.way_back()
             cp, links = walk.layout.cp, links_of(back, maps)
             strategy = cp.strategy(walk.chain, ctx.like)
             entering = strategy.start_back(walk.chain, links, ctx.like, cp.comm, ctx.kept).wait()
@@ -171,6 +176,23 @@ class _Scan(torch.autograd.Function):
         G = G if ctx.exclusive else G + dS
         dA = walk.without_starts(outer(walk.kind, G, before)).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         return dA, G.to(ctx.dtypes[1]), None, None
+
+
+def _wide(A: Tensor | None, b: Tensor) -> torch.dtype:
+    """What states come in."""
+    return torch.promote_types(b.dtype if A is None else torch.promote_types(A.dtype, b.dtype), torch.float32)
+
+
+def _run(A: Tensor | None, b: Tensor, layout: int, reverse: bool, exclusive: bool) -> Tensor:
+    """`layout`: its number; 0: none."""
+    return scan(A, b, found(layout) if layout else None, reverse, exclusive)
+
+
+def _fake(A: Tensor | None, b: Tensor, layout: int, reverse: bool, exclusive: bool) -> Tensor:
+    return b.new_empty(b.shape, dtype=_wide(A, b))
+
+
+_operator = SplitOperator("split_scan", _run, _fake, 2)
 
 
 def _check(A: object, b: object, layout: object, reverse: object, exclusive: object) -> None:

@@ -37,7 +37,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Ownership, comm: Group) -> Tensor:
-        ctx.layout, ctx.comm = layout, comm
+        ctx.layout, ctx.comm, ctx.way_back = layout, comm, comm.agreement.way_back()
         longest = max(layout.lengths)
         padded = x.new_zeros(longest, *x.shape[1:])
         padded[: x.shape[0]] = x
@@ -50,6 +50,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.way_back()
         return gather_back(grad, ctx.layout, ctx.comm), None, None
 
 

@@ -9,10 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..autograd import outside_graphs
 from ..errors import ArgumentError
 from ..layout import Segment
-from .halo import Halo, check_width
+from .halo import Arrived, Halo, check_width
+from .handle import found
+from .operator import SplitOperator
 from .ranks import ContextRanks
 from .sharded import ShardedLayout
 
@@ -66,18 +67,19 @@ class GridLayout(UnevenLayout):
         """The shape of this rank's part of the grid."""
         return (self.slices.local_length, *self.shape[1:])
 
-    @outside_graphs
-    def halo(self, x: Tensor, dim: int, width: int | tuple[int, int] = 1) -> Halo:
+    def halo(self, x: Tensor, dim: int, width: int | tuple[int, int] = 1) -> Halo | Arrived:
         """Post the exchange of slices next to this rank's; ``wait()`` gives them. Differentiable.
 
         Ranks talk to those whose slices they want, neighbours where these hold enough. What runs before ``wait()`` runs
-        while messages travel; so it does backwards.
+        while messages travel; so it does backwards. Within a compiled graph both are one node: nothing runs meanwhile.
 
         Args:
             x: this rank's slices along `dim`, of any shape besides.
             width: slices wanted on each side, or (before, after).
         """
         wide = check_width(width)
+        if torch.compiler.is_compiling():
+            return Arrived(*_operator(x, self.number, dim, *wide))
         self.slices._agree_on_tokens("halo", x, dim, ("width", wide))
         route = self.slices.route(("halo", wide), lambda: self._wanted(wide), neighbours=True)
         return Halo(x, dim, wide, route)
@@ -98,6 +100,21 @@ class GridLayout(UnevenLayout):
         start = sum(self.slices.counts[: self.rank])
         left = self.shape[0] - start - self.slices.local_length
         return max(0, before - start), max(0, after - left)
+
+
+def _run(x: Tensor, grid: int, dim: int, before: int, after: int) -> tuple[Tensor, Tensor]:
+    """`grid`: its number."""
+    return found(grid).halo(x, dim, (before, after)).wait()
+
+
+def _fake(x: Tensor, grid: int, dim: int, before: int, after: int) -> tuple[Tensor, Tensor]:
+    shapes = [[*x.shape], [*x.shape]]
+    for shape, width in zip(shapes, (before, after)):
+        shape[dim] = width
+    return x.new_empty(shapes[0]), x.new_empty(shapes[1])
+
+
+_operator = SplitOperator("split_halo", _run, _fake, 1)
 
 
 def _sizes(name: str, given: Sequence[int], least: int) -> tuple[int, ...]:

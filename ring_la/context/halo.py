@@ -35,6 +35,17 @@ class Halo:
         return self._came
 
 
+class Arrived:
+    """An exchange that has ended, as compiled graphs have them."""
+
+    def __init__(self, before: Tensor, after: Tensor) -> None:
+        self._came = before, after
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The slices before and after."""
+        return self._came
+
+
 class _Way:
     """What the two Functions share: the messages that are under way."""
 
@@ -61,13 +72,14 @@ class _Post(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
+        ctx.way, ctx.way_back = way, way.route.group.agreement.way_back()
         coming, way.coming = way.coming, None
         return coming.wait()  # type: ignore[union-attr]
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.way_back()
         ctx.way.returning = ctx.way.route.start_back(grad.contiguous())
         return grad.new_empty(0), None
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import Facts
 from .gather import gather_back
 from .handle import found
 from .operator import SplitOperator
@@ -38,6 +39,7 @@ def _gather_back(
     grads: Sequence[Tensor], wanted: Sequence[bool], x: Tensor, number: int, dim: int, length: int
 ) -> list[Tensor]:
     layout = found(number)
+    layout.agree("the backward pass of gather", (("dim", dim), ("gradient", Facts.of(grads[0]))), None)
     return [gather_back(grads[0].movedim(dim, 0), layout, layout.cp.comm).movedim(0, dim)]
 
 

@@ -44,6 +44,7 @@ class ContextRanks(OfThisProcess):
             raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))
         self.scan_choice, self.attention, self.transport = scan, attention, transport
         self.deterministic, self.timeout, self.validate = deterministic, timeout, validate
+        self.comm.agreement.backwards = validate != "never"
         if validate != "never":
             settings = dict(scan=scan, attention=attention, transport=transport, deterministic=self.deterministic)
             self.comm.agreement.agree("the settings of ContextParallel", settings | {"validate": validate})

@@ -189,7 +189,7 @@ class _Split(torch.autograd.Function):
         lead = (halo if own is None else halo + own.to(x.dtype)).unflatten(1, (pieces, width))
         cu = None if pieces == 1 else layout.cu_pieces.to(x.device)
         o, last = convolve(x, weight, bias, lead, cu, silu, ends)
-        ctx.layout, ctx.silu = layout, silu
+        ctx.layout, ctx.silu, ctx.way_back = layout, silu, layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(x, weight, bias, lead, cu, own)
         ctx.set_materialize_grads(False)
         return o, last
@@ -199,6 +199,8 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dends: Tensor | None) -> Any:
         x, weight, bias, lead, cu, own = ctx.saved_tensors
         layout, do = ctx.layout, torch.zeros_like(x) if do is None else do
+        if not halo_route(layout, weight.shape[1] - 1).silent:
+            ctx.way_back()
         dx, dweight, dbias, dlead = convolve_backward(do, dends, x, weight, bias, lead, cu, ctx.silu)
         rows = dlead.flatten(1, 2)  # type: ignore[union-attr]
         with layout.cp.comm.streams.in_order():

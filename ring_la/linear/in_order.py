@@ -154,6 +154,7 @@ class _InOrder(torch.autograd.Function):
         for message in sends:
             message.wait()
         ctx.call, ctx.count = call, len(arrived)
+        ctx.way_back = None if call.layout is None else call.layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(start, *arrived, *given)
         ctx.set_materialize_grads(False)
         return o, _final(call, ends, start)
@@ -167,6 +168,7 @@ class _InOrder(torch.autograd.Function):
         do = torch.zeros_like(given[0]) if do is None else do
         dfinal = torch.zeros_like(start) if dfinal is None else dfinal
         if call.layout is not None:
+            ctx.way_back()
             dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
         dend, rows = with_rows(dfinal, call.packed), with_rows(start, call.packed)
         dstart = start.new_zeros(given[0].shape[0], max(1, call.pieces), *start.shape[1:])

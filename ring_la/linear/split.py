@@ -48,6 +48,7 @@ class SplitRecurrence(torch.autograd.Function):
         if call.output_final_state:
             final = without_rows(final_states(layout, out.leaving, initial_state), layout.packed)
             ctx.final_shape = final.shape
+        ctx.way_back = layout.cp.comm.agreement.way_back()
         ctx.call, ctx.has_initial = call, initial_state is not None
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
         ctx.parts = len(maps), len(inputs), len(sent)
@@ -61,6 +62,8 @@ class SplitRecurrence(torch.autograd.Function):
     def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
         call: SplitCall = ctx.call
         layout = call.layout
+        if not call.seams.alone or call.output_final_state or ctx.has_initial:
+            ctx.way_back()
         S0, *rest = ctx.saved_tensors
         transitions, inputs, sent, saved = _cut(rest, ctx.parts)
         inputs = Inputs(*inputs)

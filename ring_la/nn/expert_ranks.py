@@ -67,12 +67,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, send: list[int], receive: list[int]) -> Tensor:
-        ctx.group, ctx.send, ctx.receive = group, send, receive
+        ctx.group, ctx.send, ctx.receive, ctx.way_back = group, send, receive, group.agreement.way_back()
         with group.streams.in_order():
             return group.all_to_all_uneven(x.contiguous(), send, receive).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.way_back()
         return _Exchange.apply(grad, ctx.group, ctx.receive, ctx.send), None, None, None
 
 

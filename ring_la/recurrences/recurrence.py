@@ -23,10 +23,12 @@ from .. import reference as references
 from ..autograd import outside_graphs, refuse_transforms, transformed
 from ..blockwise import by_block, fixed
 from ..context import ShardedLayout
+from ..context.handle import enter
 from ..errors import UnsupportedError
 from ..kernels import state_dtype
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import Loop, Token, by_token
+from . import composed_operator
 from .agreement import Flags
 from .arguments import Argument
 from .composed import run_composed
@@ -99,7 +101,8 @@ def public(definition: Definition) -> Public:
         parts = "tuple[Tensor, ...] | None"
         common = [p.replace(annotation=parts) if p.name == "initial_state" else p for p in common]
     names = frozenset(p.name for p in common)
-    run = run_composed if definition.composed else _run
+    composed, names_of_own, number = definition.composed, tuple(own.parameters), enter(definition)
+    run = run_composed if composed else _run
     apart = outside_graphs(run)
 
     @functools.wraps(describe)
@@ -112,8 +115,13 @@ def public(definition: Definition) -> Public:
         flags = tuple([(n, x) for n, x in named if not isinstance(x, Tensor)])
         if not torch.compiler.is_compiling():
             return run(definition, call, options, flags)
-        traced = isinstance(options.layout, ShardedLayout) and not definition.composed
-        return (_traced if traced else apart)(definition, call, options, flags)
+        if not isinstance(options.layout, ShardedLayout):
+            return apart(definition, call, options, flags)
+        if not composed:
+            return _traced(definition, call, options, flags)
+        if not composed_operator.fits(definition, options):
+            return apart(definition, call, options, flags)
+        return composed_operator.traced(number, definition, dict(zip(names_of_own, args)) | keywords, options)
 
     function.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[*own.parameters.values(), *common], return_annotation=LinearAttentionOutput

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_flag
-from ..choices import AttentionChoice, JointPlace, LatentForm, SoftmaxBackend
+from ..choices import AttentionChoice, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError
 from ..outputs import AttentionOutput, MLAOutput
@@ -104,7 +104,7 @@ def mla(
     layout: ShardedLayout | None = None,
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
-    strategy: AttentionChoice | None = None,
+    strategy: ChosenChoice | None = None,
     form: LatentForm | None = None,
     output_latents: bool = False,
     chosen: Tensor | None = None,
@@ -123,7 +123,8 @@ def mla(
         w_uk: ``[H, N, L]``. w_uv: ``[H, V, L]``. Their gradients under a layout are this rank's part. Of a
             ``kv_b_proj`` of weight ``W [H·(N + V), L]`` they are ``W.view(H, N + V, L).split([N, V], 1)``.
         scale: None: (N + R)**-0.5.
-        strategy: how latents travel; Ulysses sends every rank all of them, for its heads.
+        strategy: how latents travel, with chosen ones as in `sparse_attention`; Ulysses sends every rank all of them,
+            for its heads.
         form: "expanded": keys and values are made of each block of latents that arrives, and again in the backward
             pass; "absorbed": queries and results are taken through W_uk and W_uv instead (decoding); None: what takes
             fewer products.
@@ -170,7 +171,7 @@ def sparse_attention(
     layout: ShardedLayout | None = None,
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
-    strategy: AttentionChoice | None = None,
+    strategy: ChosenChoice | None = None,
     backend: SoftmaxBackend | None = None,
 ) -> AttentionOutput:
     """Softmax attention of each query over the keys it has chosen, of those that `attention` would show it.
@@ -181,8 +182,10 @@ def sparse_attention(
             in the document, nor among this rank's tokens), each of the first key of a chosen block; −1: none. Blocks of
             one query must not overlap. It has no gradient.
         block: keys that a choice stands for: the one at its place and the next.
-        strategy: "ring", "all_gather", or by the cost: all keys are gathered, or, where GPUs of a host copy from memory
-            to memory, come rank by rank.
+        strategy: "ring", "all_gather", "chosen", or by the cost. "chosen" counts the keys that each rank's queries have
+            chosen, and sends these alone where that is fewer bytes over the busiest rank than all; its host waits for
+            the counts, forward and backward. None or "auto": rank by rank where GPUs of a host copy from memory to
+            memory; else "chosen" where a rank's queries together cannot choose half of all keys; else "all_gather".
         backend: None, "triton", "torch" or "reference"; None is PyTorch, for the Triton kernels have not run on a GPU
             yet. Gradients of k and v are summed in an order that varies on a GPU.
         causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.

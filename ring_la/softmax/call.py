@@ -82,7 +82,8 @@ class AttentionCall(NamedTuple):
             heads, splits = (x.q.shape[2], x.k.shape[2]), (self.layout, self.kv_layout)
             name = pick(self.strategy, heads, x.moved, *splits, self._share_sent)
         else:
-            name = pick_for_chosen(self.strategy, self.layout)
+            each = x.chosen.shape[0] * x.chosen.shape[2:].numel() * self.scores.block
+            name = pick_for_chosen(self.strategy, self.layout, self.kv_layout.seq_len, each)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self.planned(x, place, name)
 
@@ -97,16 +98,17 @@ class AttentionCall(NamedTuple):
         if heads is not None:
             scores = scores.of_heads(heads.query_numbers(x.q.device))
         joint = None if x.joint_k is None else place.joint(self.joint, x.joint_k.shape[1])
-        gathered, order = place.all_keys if name == "all_gather" else (None, None)
+        gathered, order = place.all_keys if name in ("all_gather", "chosen") else (None, None)
         form = self._form(x, place)
         backend = self._backend(x, place, joint, form)
         job = AttentionJob(backend, scores, place.rows, place.keys, gathered, order, place.ring)
         if place.repeatable and form is None:
             strategy = STRATEGIES["canonical"]
         else:
-            strategy = STRATEGIES["all_gather"] if name == "all_gather" else ring_of(job)
+            strategy = STRATEGIES[name] if name in ("all_gather", "chosen") else ring_of(job)
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
-        return AttentionMoves(job, strategy, met, heads, form, self.kv_comm_dtype)
+        way_back = None if self.layout is None else self.layout.cp.comm.agreement.way_back
+        return AttentionMoves(job, strategy, met, heads, form, self.kv_comm_dtype, way_back)
 
     def _heads(self, x: Tensors, place: Any) -> Heads | None:
         if place.heads is None:

@@ -18,7 +18,7 @@ from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
-from .tensors import Tensors, check_tensors
+from .tensors import Tensors, check_tensors, name_of
 
 
 def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) -> AttentionOutput:
@@ -49,7 +49,7 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
         _check(x, options, layout)
     except RingLAError as e:
         error = e
-    entry = layout.agree(_name(x), None if error else _signature(x, options), error)
+    entry = layout.agree(name_of(x), None if error else _signature(x, options), error)
     split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
     of_scores = (options.scores(x.q), options.joint, options.backend, None, options.form)
     plan = AttentionCall(*of_scores, *split, options.kv_comm_dtype).plan(x)
@@ -62,18 +62,12 @@ _outside_graphs = outside_graphs(_split)
 
 
 def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """A split call within a compiled graph: one node, which checks when it runs; latents, chosen keys and
-    keys in FP8 break it."""
-    if x.latent or x.chosen is not None or options.cu_seqlens is not None or options.kv_comm_dtype is not None:
+    """A split call within a compiled graph: one node, which checks when it runs; keys in FP8 break it."""
+    if options.cu_seqlens is not None or options.kv_comm_dtype is not None:
         return _outside_graphs(x, options, layout)
     check_options(options)
     scores = options.scores(x.q)
     return AttentionOutput(*split_operator.split_attention(*split_operator.flat(x, scores, options, layout)))
-
-
-def _name(x: Tensors) -> str:
-    """Of the function that was called."""
-    return "mla" if x.latent else "attention" if x.chosen is None else "sparse_attention"
 
 
 def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:

@@ -10,6 +10,7 @@ a sum along the document of gradients in the dtype of k: in bf16 it is the less 
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from .. import reference
 from ..checks import FLOATS, check_scale
 from ..choices import SoftmaxBackend
 from ..context import ShardedLayout
+from ..context.handle import found
+from ..context.operator import SplitOperator
 from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
 from ..outputs import AttentionOutput
 from ..running_sum import running_sum
 from .attention import attention
+from .merging import wide
 
 PARTS = {torch.float16: 3, torch.bfloat16: 3, torch.float32: 2, torch.float64: 1}
 """Channels that hold a sum of fp64 (of fp16, within 65504)."""
@@ -61,6 +65,8 @@ def forgetting_attention(
     Raises:
         ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
     """
+    if torch.compiler.is_compiling() and isinstance(layout, ShardedLayout) and backend != "reference":
+        return AttentionOutput(*_operator(q, k, v, g, layout.number, scale, window, backend))
     error = None
     try:
         _check(q, k, v, g, scale, layout)
@@ -84,6 +90,31 @@ def forgetting_attention(
     o, lse = attention(q, k, v, scale=scale, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend)
     own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
     return AttentionOutput(o, lse + own)
+
+
+def _whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    layout: int,
+    scale: float | None,
+    window: int,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """A split call by its layout's number."""
+    kernel = cast("SoftmaxBackend | None", backend)
+    out = forgetting_attention(q, k, v, g, scale=scale, window=window, layout=found(layout), backend=kernel)
+    return out.o, out.lse
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    return q.new_empty((B, T, H, v.shape[3])), q.new_empty((B, H, T), dtype=wide(q.dtype))
+
+
+_operator = SplitOperator("split_forgetting_attention", _whole, _fake, 4)
+"""What a compiled graph has of a split call."""
 
 
 def with_sums(q: Tensor, k: Tensor, c: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:

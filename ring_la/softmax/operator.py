@@ -34,6 +34,7 @@ TYPES = {
     "str": "str",
     "str | None": "str?",
     "LatentForm | None": "str?",
+    "ChosenChoice": "str",
     "bool": "bool",
 }
 """The types of fields as operators name them."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..autograd import wanting
 from ..checks import check_flag, check_offsets, check_scale, is_finite
-from ..choices import AttentionChoice, JointPlace, LatentForm
+from ..choices import ChosenChoice, JointPlace, LatentForm
 from ..context import ATTENTION, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError
 from .backends import BACKENDS, FORMS
@@ -32,7 +32,7 @@ class AttentionOptions(NamedTuple):
     joint: JointPlace = "none"
     kv_layout: ShardedLayout | None = None
     cu_seqlens: Tensor | None = None
-    strategy: AttentionChoice | None = None
+    strategy: ChosenChoice | None = None
     backend: str | None = None
     form: LatentForm | None = None
     block: int = 1
@@ -73,8 +73,8 @@ def check_options(o: AttentionOptions) -> None:
         raise ArgumentError("dropout_seed", "None or an int from 0 to 2**63 − 1", repr(o.dropout_seed))
     if o.joint == "rear" and o.causal:
         raise UnsupportedError("joint", "'front' where causal", "'rear'", "No query sees keys after its own position")
-    if o.strategy is not None and o.strategy not in ATTENTION:
-        raise ArgumentError("strategy", f"None or one of {', '.join(ATTENTION)}", repr(o.strategy))
+    if o.strategy not in (None, "chosen", *ATTENTION):
+        raise ArgumentError("strategy", f"None, chosen or one of {', '.join(ATTENTION)}", repr(o.strategy))
     if o.kv_comm_dtype not in (None, *COMM_DTYPES):
         expected = f"None or one of {', '.join(map(str, COMM_DTYPES))}"
         raise ArgumentError("kv_comm_dtype", expected, repr(o.kv_comm_dtype))
@@ -131,6 +131,8 @@ def check_split(x: Tensors, o: AttentionOptions, layout: Any) -> None:
         )
     if x.chosen is not None:
         _check_split_choice(o, layout)
+    elif o.strategy == "chosen":
+        raise UnsupportedError("strategy", f"one of {', '.join(ATTENTION)} where queries see all keys", "'chosen'")
     if o.backend == "reference":
         raise UnsupportedError("backend", "a kernel with a layout", "'reference'", "It runs on one device")
 
@@ -139,6 +141,8 @@ def _check_split_choice(o: AttentionOptions, layout: ShardedLayout) -> None:
     """Refuse what chosen keys do not go with on a split sequence."""
     strategy = o.strategy or layout.cp.attention
     if strategy in ("ulysses", "usp"):
-        raise UnsupportedError("strategy", "ring, all_gather or auto where queries choose their keys", repr(strategy))
+        raise UnsupportedError(
+            "strategy", "ring, all_gather, chosen or auto where queries choose their keys", repr(strategy)
+        )
     if layout.cp.deterministic:
         raise UnsupportedError("chosen", "None where results must not depend on the ranks", "a choice")

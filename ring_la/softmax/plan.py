@@ -12,6 +12,7 @@ The backward pass starts from the global o and lse, so each block's gradient is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class AttentionMoves:
         heads: the exchange of heads for tokens, or None.
         form: how queries meet latents, where these travel.
         kv_comm_dtype: in what keys and values travel; None: in their own dtype.
+        way_back: makes of the call that this rank is in what its backward pass calls first (`Agreement.way_back`).
     """
 
     job: AttentionJob
@@ -56,6 +58,7 @@ class AttentionMoves:
     heads: Heads | None = None
     form: LatentForm | None = None
     kv_comm_dtype: torch.dtype | None = None
+    way_back: Callable[[], Callable[[], None]] | None = None
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """o and lse of this rank's queries, recorded for gradients."""
@@ -139,7 +142,7 @@ class _Planned(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan: AttentionMoves, *tensors: Tensor | None):
         o, lse, saved = plan.forward(Tensors(*tensors))
-        ctx.plan = plan
+        ctx.plan, ctx.way_back = plan, plan.way_back and plan.way_back()
         ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -148,6 +151,8 @@ class _Planned(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, do: Tensor | None, dlse: Tensor | None):
         *tensors, o, lse = ctx.saved_tensors
+        if ctx.way_back is not None:
+            ctx.way_back()
         return None, *ctx.plan.backward(Saved(Tensors(*tensors), o, lse), do, dlse)
 
 

@@ -3,8 +3,8 @@
     ring_la::split_attention            tensors, the layouts' numbers -> (o, lse)
     ring_la::split_attention_backward   their gradients, from o and lse: keys travel again, heads as well
 
-Every strategy; not of latents or chosen keys. Arguments are the fields of `Tensors` and `Scores`, and what else a split
-call has.
+Every strategy, of latents and chosen keys, too. Arguments are the fields of `Tensors` and `Scores`, and what else a
+split call has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_nan
+from ..choices import ChosenChoice, LatentForm
 from ..context import ShardedLayout
 from ..context.handle import found
 from ..context.operator import own_memory
@@ -27,7 +28,7 @@ from .operator import declared, differentiable
 from .options import AttentionOptions, check_split
 from .plan import AttentionMoves
 from .scores import Scores
-from .tensors import Tensors, check_tensors
+from .tensors import Tensors, check_tensors, name_of
 
 
 class SplitOthers(NamedTuple):
@@ -35,7 +36,8 @@ class SplitOthers(NamedTuple):
 
     joint: str
     backend: str | None
-    strategy: str
+    strategy: ChosenChoice
+    form: LatentForm | None
     layout: int
     kv_layout: int
     gradients: bool
@@ -44,7 +46,7 @@ class SplitOthers(NamedTuple):
 def flat(x: Tensors, scores: Scores, options: AttentionOptions, layout: ShardedLayout) -> tuple:
     """A call's arguments as the operator takes them."""
     kv = 0 if options.kv_layout is None else options.kv_layout.number
-    others = options.joint, options.backend, options.strategy or layout.cp.attention, layout.number, kv
+    others = options.joint, options.backend, options.strategy or layout.cp.attention, options.form, layout.number, kv
     return (*x, *scores, *others, torch.is_grad_enabled())
 
 
@@ -64,19 +66,20 @@ def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves:
     if key is not None and key in known:
         return known[key]
     kv = found(others.kv_layout) if others.kv_layout else layout
-    plan = AttentionCall(scores, others.joint, others.backend, None, None, layout, kv, others.strategy).plan(x)
+    call = (scores, others.joint, others.backend, None, others.form)
+    plan = AttentionCall(*call, layout, kv, others.strategy).plan(x)
     if key is not None:
         known[key] = plan
     return plan
 
 
-def _agree(x: Tensors, scores: Scores, others: SplitOthers) -> None:
+def _agree(x: Tensors, scores: Scores, others: SplitOthers, backward: bool = False) -> None:
     """What eager calls check and compare, when the graph runs."""
     layout, error, signature = found(others.layout), None, None
     kv = found(others.kv_layout) if others.kv_layout else None
     try:
         check_tensors(x, others.joint, None)
-        check_split(x, AttentionOptions(kv_layout=kv, backend=others.backend), layout)
+        check_split(x, AttentionOptions(kv_layout=kv, strategy=others.strategy, backend=others.backend), layout)
         if layout.cp.validate == "always":
             for name, t in x.named():
                 if t is not None:
@@ -84,11 +87,13 @@ def _agree(x: Tensors, scores: Scores, others: SplitOthers) -> None:
     except RingLAError as e:
         error = e
     if error is None:
-        tensors = [(n, None if t is None else Facts.of(t, 1 if n in x.names[:3] else None)) for n, t in x.named()]
+        of_tokens = (*x.names[:3], "chosen")
+        tensors = [(n, None if t is None else Facts.of(t, 1 if n in of_tokens else None)) for n, t in x.named()]
         flags = [(n, Facts.of(s) if isinstance(s, Tensor) else s) for n, s in scores._asdict().items()]
         rest = [(n, s) for n, s in others._asdict().items() if "layout" not in n]
         signature = (*tensors, *flags, *rest, ("kv_layout", None if kv is None else kv.key))
-    layout.agree("attention", signature, error)
+    name = name_of(x)
+    layout.agree(f"the backward pass of {name}" if backward else name, signature, error)
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
@@ -116,6 +121,7 @@ def _(*arguments):
 def _gradients(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, *arguments) -> list[Tensor]:
     """Gradients of the tensors that are present, in order."""
     x, scores, others = _call_of(arguments)
+    _agree(x, scores, others, backward=True)
     plan = _planned(x, scores, others)
     grads = plan.backward(plan.saved(x, o, lse), do, dlse)
     return list(own_memory([g for g in grads if g is not None], (do, dlse, o, lse, *arguments)))

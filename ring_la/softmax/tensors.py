@@ -71,6 +71,11 @@ class Tensors(NamedTuple):
 OF_LATENTS = ("q", "latent", "k_rope", "sinks", "joint_k", "joint_v", "w_uk", "w_uv", "chosen")
 
 
+def name_of(x: Tensors) -> str:
+    """Of the function that was called."""
+    return "mla" if x.latent else "attention" if x.chosen is None else "sparse_attention"
+
+
 def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
     """Refuse what is not a float tensor of the right shape, dtype and device."""
     for name, t in x.named():

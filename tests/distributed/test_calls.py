@@ -112,3 +112,33 @@ def check_many(rank: int) -> int:
 
 def test_the_log_goes_round(ranks):
     assert len(set(ranks.run(3, check_many))) == 1
+
+
+def check_backward(rank: int, name: str, how: str) -> list[tuple[str, float]]:
+    """Rank 1 goes back through another of two equal calls on layouts of their own, or through none."""
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=PATIENCE)
+    calls = []
+    for T in (40, 48):
+        layout = cp.layout(T)
+        x = {n: layout.shard(t.detach()).requires_grad_() for n, t in make_inputs("gla", 1, T).items()}
+        if name == "attention":
+            x = {"q": x["q"], "k": x["k"], "v": x["k"]}
+        calls.append(lambda x=x, at=layout: getattr(ring_la, name)(**x, layout=at).o.square().sum())
+    for call in calls:
+        call().backward()
+    first, second = calls[0](), calls[1]()
+    if how == "skips" and rank == 1:
+        return [caught(calls[0])]
+    return [caught((second if how == "other" and rank == 1 else first).backward), caught(calls[0])]
+
+
+@pytest.mark.parametrize(("name", "how"), [("gla", "other"), ("attention", "other"), ("gla", "skips")])
+def test_backward_passes_that_differ_are_the_same_error(ranks, name, how):
+    results = ranks.run(2, check_backward, name, how)
+    ranks.stop()  # messages are left in the group
+    messages = [r[0][0] for r in results]
+    assert messages[0].startswith("DisagreementError: the ranks of this group disagree on"), messages
+    assert messages[1] == messages[0]
+    assert "rank 0: backward of call" in messages[0]
+    assert ("rank 1: backward of call" in messages[0]) == (how == "other")
+    assert all(seconds < 10 for r in results for _, seconds in r)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import ring_la
+from ring_la import reference
 from ring_la.softmax.backends import chosen
-from tests.support.attention_cases import error
+from ring_la.softmax.strategies.choice import pick_for_chosen
+from ring_la.softmax.strategies.chosen import pays
+from tests.support.attention_cases import Case, error
 from tests.support.chosen_cases import CU, FEATURES, T, compare, draw, function_of, run, truth
 from tests.support.pool import group
 from tests.support.split_attention import KINDS
@@ -35,7 +40,7 @@ def check(rank: int, P: int) -> list[str]:
     for packed, kind in ((False, "zigzag"), *((True, kind) for kind in KINDS[: P if P < 3 else None])):
         layout = cp.layout(T, kind, cu_seqlens=CU if packed else None)
         for feature in FEATURES:
-            for strategy in ("ring", "all_gather") if kind == "zigzag" else ("auto",):
+            for strategy in ("ring", "all_gather", "chosen") if kind == "zigzag" else ("auto",):
                 errors = compare(layout, draw(feature, packed), truth(feature, packed), strategy=strategy)
                 bad += [f"{packed} {kind} {feature} {strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
     return bad
@@ -45,6 +50,46 @@ def check(rank: int, P: int) -> list[str]:
 def test_sharded_is_whole(ranks, P):
     bad = ranks.run(P, check, P)
     assert not any(bad), bad
+
+
+def few(feature: str) -> Case:
+    """A case whose queries read two keys at the start of the sequence and their own."""
+    case = draw(feature, False)
+    places = torch.arange(T, dtype=torch.int32)
+    chosen = torch.stack([torch.zeros_like(places), torch.ones_like(places), places], -1)
+    chosen = torch.where((torch.arange(3) < 2) & (places[:, None] < 2), -1, chosen)
+    return case._replace(keywords=dict(chosen=chosen.expand(len(case.do), 1, T, 3).transpose(1, 2)))
+
+
+def check_few(rank: int, feature: str) -> dict[str, tuple[float, int]]:
+    """By strategy the largest error, and bytes that this rank sends in both passes."""
+    cp, case, found = ring_la.ContextParallel(group(3), scan="ring"), few(feature), {}
+    want = run(reference.mla if feature == "latents" else reference.sparse_attention, case)
+    layout = cp.layout(T)
+    for strategy in ("chosen", "all_gather"):
+        before = cp.comm.bytes_sent
+        errors = compare(layout, case, want, strategy=strategy)
+        found[strategy] = max(errors.values()), cp.comm.bytes_sent - before
+    return found
+
+
+@pytest.mark.parametrize(("feature", "width"), [("tokens", 2 * (8 + 6)), ("latents", 16 + 4)])
+def test_chosen_keys_alone_travel(ranks, feature, width):
+    """Rank 0 has the two keys that the others read: it sends them in both passes and gets two gradients of each."""
+    lengths, row, counts = (9, 10, 10), 2 * width * 8, 2 * 3 * 8  # fp64, two batch rows; to two others
+    for rank, found in enumerate(ranks.run(3, check_few, feature)):
+        assert all(apart < 1e-9 for apart, _ in found.values()), found
+        asked = 2 * (counts + 4 * row) if rank == 0 else 2 * (counts + 2 * 4) + 2 * row
+        gathered = 2 * 2 * max(lengths) * row + (T - lengths[rank]) * row
+        assert found["all_gather"][1] - found["chosen"][1] == gathered - asked
+
+
+def test_chosen_keys_travel_where_that_is_less():
+    layout = SimpleNamespace(lengths=(4, 4), cp=SimpleNamespace(size=2, comm=SimpleNamespace(copies=False)))
+    assert [pick_for_chosen("auto", layout, 64, each) for each in (8, 9)] == ["chosen", "all_gather"]
+    assert pick_for_chosen("ring", layout, 64, 1) == "ring"
+    assert pays([[5, 3], [3, 5]], [8, 8], 16)
+    assert not pays([[5, 3], [7, 1]], [8, 8], 16)  # seven keys and what asks for them
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...context import GridLayout, Halo
+from ...context import Arrived, GridLayout, Halo
 from ...errors import UnsupportedError
 from .gated_delta import camera_gated_delta, gated_delta
 from .linear import Running
@@ -45,7 +45,7 @@ SAFE, WIDENED = 1 << 30, 8
 channels it may have than the tokens."""
 
 
-def joined(x: Tensor, coming: Halo, dim: int) -> Tensor:
+def joined(x: Tensor, coming: Halo | Arrived, dim: int) -> Tensor:
     before, after = coming.wait()
     return torch.cat([before, x, after], dim)
 

@@ -2,13 +2,16 @@
 
 from .all_gather import KeyGather
 from .canonical import CanonicalGather
+from .chosen import KeysAsked
 from .copied import Copied
 from .heads import Heads, HeadSplit
 from .job import AttentionJob, Strategy
 from .ring import KeyRing
 from .sent import KeySend, SendPlan, share_sent
 
-STRATEGIES: dict[str, Strategy] = {s.name: s for s in (KeyRing(), KeySend(), KeyGather(), Copied(), CanonicalGather())}
+STRATEGIES: dict[str, Strategy] = {
+    s.name: s for s in (KeyRing(), KeySend(), KeyGather(), Copied(), CanonicalGather(), KeysAsked())
+}
 """Ways in which keys travel, by name; Ulysses exchanges heads for tokens around one of them."""
 
 
@@ -29,6 +32,7 @@ __all__ = [
     "KeyGather",
     "KeyRing",
     "KeySend",
+    "KeysAsked",
     "Strategy",
     "SendPlan",
     "ring_of",

@@ -42,9 +42,15 @@ def pick(
     return "all_gather" if 4 * keys <= queries and 2 * by_ring > keys else "ring"
 
 
-def pick_for_chosen(strategy: str, layout: ShardedLayout) -> str:
-    """The strategy where queries choose their keys: a gather, unless keys are copied from memory to memory. One call
-    with all keys goes through a query's choices once, a ring once for every rank."""
-    if strategy != "auto":
-        return strategy
-    return "ring" if layout.cp.comm.copies else "all_gather"
+def pick_for_chosen(strategy: str, layout: ShardedLayout, keys: int, each: int) -> str:
+    """The strategy where queries choose `each` of `keys` keys.
+
+    The ring where it copies from memory to memory, and no host waits. Else chosen keys alone, where a rank's queries
+    together cannot choose half of all; else all are gathered: one call with all keys goes through a query's choices
+    once, a ring once for every rank.
+    """
+    if strategy != "auto" or layout.cp.size == 1:
+        return "all_gather" if strategy == "auto" else strategy
+    if layout.cp.comm.copies:
+        return "ring"
+    return "chosen" if 2 * max(layout.lengths) * each <= keys else "all_gather"
