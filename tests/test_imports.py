@@ -17,7 +17,7 @@ ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
     {"errors", "outputs", "choices", "version"},
-    {"algebra", "autograd"},
+    {"algebra", "autograd", "balanced"},
     {"layout", "reference"},
     {"kernels"},
     {"comm"},

@@ -84,6 +84,11 @@ class Group(Members):
 
     # -- messages ------------------------------------------------------------------------------------------
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are known to be on one host."""
+        return self.size == 1 or self.agreement.calls is not None
+
     def send(self, x: Tensor, to: int) -> Pending:
         """Send `x` to group rank `to`."""
         pending = self.exchange({to: x}, {})
