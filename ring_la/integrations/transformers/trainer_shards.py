@@ -100,7 +100,7 @@ class ShardsTrainer(Trainer):
         return None
 
     def _states(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, _bare(self.optimizer))  # type: ignore[arg-type,return-value]
+        return get_optimizer_state_dict(self.model, _bare(self.optimizer))
 
     # -- reading -------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class ShardsTrainer(Trainer):
         if checkpoint is not None and Path(checkpoint, OPTIMIZER).is_dir():
             state = {"optimizer": self._states()}
             load(state, Path(checkpoint) / OPTIMIZER)
-            set_optimizer_state_dict(self.model, _bare(self.optimizer), state["optimizer"])  # type: ignore[arg-type]
+            set_optimizer_state_dict(self.model, _bare(self.optimizer), state["optimizer"])
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
         return None
 
