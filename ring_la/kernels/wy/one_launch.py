@@ -61,8 +61,8 @@ def _delta_gradients(
 KDA = Launches(_kda, _kda_gradients)
 DELTA = Launches(_delta, _delta_gradients)
 LEAST = 2**18
-"""Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so many to
-`gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks; others were not measured."""
+"""Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
+many to `gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks; others were not."""
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
