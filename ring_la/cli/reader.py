@@ -27,7 +27,7 @@ from .options import count
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..integrations.vllm.reader import Reader
+    from ..serving.reader import Reader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     stored.require("transformers", "a model of Transformers")
-    from ..integrations.vllm.door import Door, listen
-    from ..integrations.vllm.reader import Reader
+    from ..serving.reader import Door, Reader, listen
 
     logging.basicConfig(level=logging.INFO, format="ring-la reader: %(message)s")
     listening = listen(args.listen) if os.environ.get("RANK", "0") == "0" else None

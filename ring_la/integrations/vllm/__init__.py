@@ -6,10 +6,10 @@
         "kv_connector_module_path": "ring_la.integrations.vllm.connector",
         "kv_connector_extra_config": {"reader": "unix:/tmp/reader.sock"}}'
 
-    reader      every rank: reads its tokens of a prompt and lays down what is handed over (`parcels`, `memory`)
-    desk, door  rank 0: prompts under way, and the HTTP they are asked for by
-    asking      vLLM's side of that HTTP
-    pages       from what a rank hands over into the pages of vLLM's layers
+    parcels     what a rank hands over, as text
+    memory      memory that a rank lays it into and a worker of vLLM maps
+    asking      HTTP from vLLM's side; `ring_la.serving.reader` is the other
+    pages       from what ranks hand over into the pages of vLLM's layers
     connector   vLLM's interface, the only module that imports vLLM
 
 Requests and answers are JSON and raw numbers, handles of memory too; nothing is unpickled.

@@ -1,4 +1,4 @@
-"""vLLM's KV connector: prompts are read by a group of ranks (`reader`), vLLM decodes from what they leave.
+"""vLLM's KV connector: prompts are read by a group of ranks, vLLM decodes from what they leave.
 
 The scheduler's side says of a long prompt that all but its last token will come from elsewhere, later; so vLLM gives it
 blocks and goes on with others. The workers' side asks the reader, each worker in a thread of its own, and writes what
@@ -258,13 +258,17 @@ class Worker:
                     self._results[1].add(load.name)
 
     def _write(self, load: Load, parcels: list[dict[str, Any]]) -> None:
-        layers = {name: self._layers[name] for group in self._groups for name in group.layer_names}
-        first = next(iter(layers.values())).kv_cache
+        named = {name: self._layers[name] for group in self._groups for name in group.layer_names}
+        # those that share another's keys have no pages of their own
+        own = {n: layer for n, layer in named.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
+        first = next(iter(own.values())).kv_cache
         device = first.device if isinstance(first, torch.Tensor) else first[0].device
         over, span = HandedOver(parcels, device), (load.start, len(load.ids))
-        for group, blocks in zip(self._groups, load.blocks):
-            for name in group.layer_names:
-                over.write(name, layers[name], Blocks(blocks, group.kv_cache_spec.block_size), span, self._part)
+        numbers = over.numbered(own)
+        for group, ids in zip(self._groups, load.blocks):
+            blocks = Blocks(ids, group.kv_cache_spec.block_size)
+            for name in own.keys() & set(group.layer_names):
+                over.write(numbers[name], own[name], blocks, span, self._part)
 
 
 def _ready() -> torch.cuda.Event | None:

@@ -19,7 +19,7 @@ from ...errors import ArgumentError, UnsupportedError
 from .memory import mapped
 from .parcels import Piece, places
 
-NUMBER = re.compile(r"\.layers\.(\d+)\.")
+NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 """A layer's number in the name vLLM gives it."""
 
 
@@ -93,27 +93,49 @@ class HandedOver:
                 if piece.kind not in ("key", "value"):
                     self.states.setdefault(piece.layer, {})[piece.kind, piece.place] = piece.of(memory)
 
-    def write(self, name: str, layer: Any, blocks: Blocks, span: tuple[int, int], part: Part) -> None:
+    def numbered(self, layers: Mapping[str, Any]) -> dict[str, int]:
+        """The number in the reader's model of each of vLLM's layers, by name.
+
+        Where a name does not say it (Falcon-H1's mixers, Zamba2's attention) the layers of that kind are those of the
+        reader's in the same order.
+
+        Raises:
+            UnsupportedError: the reader has nothing for such a layer.
+        """
+        numbers: dict[str, int] = {}
+        for kind, known in (("state", self.states), ("keys", self.keys)):
+            names = [name for name, layer in layers.items() if hasattr(layer, "mamba_type") == (kind == "state")]
+            said = {name: NUMBER.search(name) for name in names}
+            numbers |= {name: int(found[1]) for name, found in said.items() if found}
+            silent = sorted((name for name in names if not said[name]), key=_digits)
+            left = sorted(known.keys() - {numbers[name] for name in names if said[name]})
+            if silent and len(silent) != len(left):
+                raise UnsupportedError("reader", f"the model vLLM has, with {kind} of {silent}", f"those of {left}")
+            numbers |= dict(zip(silent, left))
+            absent = next((name for name in names if numbers[name] not in known), None)
+            if absent is not None:
+                raise UnsupportedError("reader", f"the model vLLM has, with {kind} of {absent}", "none")
+        return numbers
+
+    def write(self, number: int, layer: Any, blocks: Blocks, span: tuple[int, int], part: Part) -> None:
         """Into the pages of one layer.
 
         Args:
-            name: vLLM's, with the layer's number. layer: vLLM's module. blocks: of the layer's group.
+            number: in the reader's model. layer: vLLM's module. blocks: of the layer's group.
             span: tokens from, to: those before are there already. part: this worker's.
 
         Raises:
-            UnsupportedError: the reader has nothing for such a layer, or not in a shape that it takes.
+            UnsupportedError: what the reader has does not have a shape that the layer takes.
         """
-        found = NUMBER.search(f".{name}.")
-        number = int(found[1]) if found else -1
         if hasattr(layer, "mamba_type"):
-            if number not in self.states:
-                raise UnsupportedError("reader", f"the model vLLM has, with a state of {name}", "none")
             write_states(layer, self.states[number], blocks.state(span[1]), part)
-        elif number not in self.keys:
-            raise UnsupportedError("reader", f"the model vLLM has, with keys of {name}", "none")
-        else:
-            for tokens, k, v in self.keys[number]:
-                write_keys(layer, (k, v), tokens, blocks, span, part)
+            return
+        for tokens, k, v in self.keys[number]:
+            write_keys(layer, (k, v), tokens, blocks, span, part)
+
+
+def _digits(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
 def write_keys(

@@ -1,8 +1,8 @@
 """The ranks that read prompts for vLLM. Collective: every rank makes a `Reader` and calls `run`.
 
 Rank 0 takes prompts from its `Desk`, one after the other; all ranks read them, each its own tokens, and lay what their
-tokens left into memory that vLLM's workers map (`memory`). Nothing is gathered but the inputs of convolutions at the
-last tokens; the state of a recurrence comes out on every rank anyway. Words travel as the server's (`serving.ranks`).
+tokens left into memory that vLLM maps (`integrations.vllm.memory`). Nothing is gathered but convolutions' inputs at the
+last tokens; the state of a recurrence comes out on every rank anyway. Words travel as the server's (`ranks`).
 
 An error that all ranks have fails that prompt; any other ends the reader on all of them, and vLLM goes on without.
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ...context import ContextParallel
 from ...errors import ArgumentError, PeerError
-from ...serving.ranks import PAUSE, Ranks, What, Word
-from ...serving.states import FATAL
-from ..transformers import parallelize
-from ..transformers.cache import RankCache, Remembered
+from ...integrations.transformers import parallelize
+from ...integrations.transformers.cache import RankCache, Remembered
+from ...integrations.vllm.memory import Shared
+from ...integrations.vllm.parcels import planned, runs
+from ..ranks import PAUSE, Ranks, What, Word
+from ..states import FATAL
 from .desk import Asked, Desk
-from .memory import Shared
-from .parcels import planned, runs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
