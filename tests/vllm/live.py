@@ -66,7 +66,7 @@ def group(folder: Path, ranks: int):
         reader.process.wait(60)
 
 
-def engine(folder: Path, reader: ReaderGroup, policy: str = "fail", **options):
+def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail"):
     """A vLLM with the connector to that reader."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -79,8 +79,8 @@ def engine(folder: Path, reader: ReaderGroup, policy: str = "fail", **options):
         kv_load_failure_policy=policy,
     )
     found = LLM(
-        str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=1024,
-        max_num_seqs=4, kv_transfer_config=connector, enable_prefix_caching=False, **options,
+        str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype=dtype, max_model_len=1024, max_num_seqs=4,
+        kv_transfer_config=connector, enable_prefix_caching=False,
     )  # fmt: skip
     reader.wait()
     return found
@@ -103,11 +103,11 @@ def greedy(by_reader: bool = True):
 def equal(model: str, ranks: str, folder: Path) -> dict:
     """Tokens after prompts that vLLM read itself, that the ranks read, and of states set to zero."""
     from ring_la.integrations.vllm import connector
-    from tests.vllm.models import save
+    from tests.vllm.models import dtype, save
 
     save(model, folder / "model")
     with group(folder, int(ranks)) as reader:
-        llm = engine(folder, reader)
+        llm = engine(folder, reader, dtype(model))
 
         def tokens(by_reader: bool) -> list[list[int]]:
             found = llm.generate(prompts(301, 150, 37), greedy(by_reader), use_tqdm=False)
@@ -135,7 +135,7 @@ def faults(policy: str, folder: Path) -> dict:
     save("qwen3_next", folder / "model")
     said: dict = {}
     with group(folder, 2) as reader:
-        llm = engine(folder, reader, policy)
+        llm = engine(folder, reader, "bfloat16", policy)
         own = llm.generate(prompts(301)[0], greedy(False), use_tqdm=False)[0]
         core, (long, other, short) = llm.llm_engine, prompts(301, 200, 37)
         stopped = reader.ranks()[1]

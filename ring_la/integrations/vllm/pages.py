@@ -212,6 +212,8 @@ def _convolution(layer: Any, x: Tensor, sections: Sequence[tuple[int, int]], par
     split = x.split([whole for whole, _ in sections], 0)
     out = torch.cat([part.cut(section, 0, mine) for section, (_, mine) in zip(split, sections)])
     shape = layer.kv_cache[0].shape[1:]  # [W, D] or [D, W], as vLLM is told
+    if out.shape[0] not in shape:
+        raise UnsupportedError("reader", f"a convolution for pages {list(shape)}", f"{out.shape[0]} channels")
     width = shape[0] if shape[1] == out.shape[0] else shape[1]
     out = torch.nn.functional.pad(out, (max(0, width - out.shape[1]), 0))
     out = out[:, out.shape[1] - width :]
