@@ -79,8 +79,8 @@ def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail"):
         kv_load_failure_policy=policy,
     )
     found = LLM(
-        str(folder / "model"), skip_tokenizer_init=True, enforce_eager=True, dtype=dtype, max_model_len=1024, max_num_seqs=4,
-        kv_transfer_config=connector, enable_prefix_caching=False,
+        str(folder / "model"), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
+        max_num_seqs=4, kv_transfer_config=connector, enable_prefix_caching=False,
     )  # fmt: skip
     reader.wait()
     return found
