@@ -97,16 +97,6 @@ MODELS: dict[str, tuple[str, dict]] = {
             chunk_size=64,
         ),
     ),
-    "lfm2": (
-        "Lfm2ForCausalLM",
-        dict(
-            layer_types=["conv", "full_attention"],
-            conv_L_cache=3,
-            conv_dim=64,
-            block_dim=64,
-            block_auto_adjust_ff_dim=False,
-        ),
-    ),
 }
 """By name: the class of Transformers, and what its configuration has beyond `SMALL`."""
 
