@@ -66,7 +66,7 @@ def group(folder: Path, ranks: int):
         reader.process.wait(60)
 
 
-def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail"):
+def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", workers: int = 1):
     """A vLLM with the connector to that reader."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -80,7 +80,7 @@ def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail"):
     )
     found = LLM(
         str(folder / "model"), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
-        max_num_seqs=4, kv_transfer_config=connector, enable_prefix_caching=False,
+        max_num_seqs=4, kv_transfer_config=connector, enable_prefix_caching=False, tensor_parallel_size=workers,
     )  # fmt: skip
     reader.wait()
     return found
@@ -125,6 +125,19 @@ def equal(model: str, ranks: str, folder: Path) -> dict:
 
         connector.HandedOver = Spoiled
         return said | {"spoiled": tokens(True)}
+
+
+def workers(model: str, folder: Path) -> dict:
+    """Tokens after prompts that vLLM's two workers read themselves, and that two ranks read."""
+    from tests.vllm.models import dtype, save
+
+    save(model, folder / "model")
+    with group(folder, 2) as reader:
+        llm = engine(folder, reader, dtype(model), workers=2)
+        found = [llm.generate(prompts(301, 150), greedy(by), use_tqdm=False) for by in (False, True)]
+        own, ours = ([list(each.outputs[0].token_ids) for each in outputs] for outputs in found)
+        llm.llm_engine.engine_core.shutdown()
+        return {"own": own, "ours": ours, "read": reader.read()}
 
 
 def faults(policy: str, folder: Path) -> dict:
@@ -174,8 +187,9 @@ def faults(policy: str, folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    os.environ |= QUIET
     what, *arguments = sys.argv[1:]
-    result = {"equal": equal, "faults": faults}[what](*arguments[:-1], Path(arguments[-1]))
+    apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ |= QUIET | (apart if what == "workers" else {})
+    result = {"equal": equal, "faults": faults, "workers": workers}[what](*arguments[:-1], Path(arguments[-1]))
     print(json.dumps(result), flush=True)
     os._exit(0)  # vLLM's threads have nothing more to say

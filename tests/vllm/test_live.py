@@ -47,6 +47,14 @@ def test_tokens_are_vllm_s_own(model, ranks, tmp_path):
     assert said["spoiled"][2] == said["own"][2]
 
 
+@pytest.mark.parametrize("model", ["qwen3_next", "granite"])
+def test_each_worker_of_a_tensor_parallel_vllm_has_its_heads(model, tmp_path):
+    """One head of keys that both have, and one group of B and C; heads and channels that are shared out."""
+    said = live("workers", model, tmp_path)
+    assert said["ours"] == said["own"]
+    assert said["read"] == 2
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_others_go_on_while_a_prompt_is_read_and_when_the_reader_dies(policy, tmp_path):
     said = live("faults", policy, tmp_path)
