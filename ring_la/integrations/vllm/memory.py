@@ -36,6 +36,7 @@ class Shared:
 
     def __init__(self, device: torch.device, parent: Path | None = None) -> None:
         self.device, self._held = device, dict[int, Tensor]()
+        self._shares: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self._folder: Path | None = None
         if device.type == "cpu":
             parent = parent or (PARENT if PARENT.is_dir() else Path(tempfile.gettempdir()))
@@ -59,7 +60,8 @@ class Shared:
         size = max(1, size)
         if self._folder is None:
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-            handle: dict[str, Any] = {"cuda": written(_reduced(memory)[1]), "size": size}
+            self._shares[key] = _reduced(memory)
+            handle: dict[str, Any] = {"cuda": written(self._shares[key][1]), "size": size}
         else:
             path = self._folder / str(key)
             with path.open("wb") as file:
@@ -71,12 +73,20 @@ class Shared:
 
     def drop(self, key: int) -> None:
         """Give the memory under a number back; who has it mapped on a CPU may go on."""
-        if self._held.pop(key, None) is not None and self._folder is not None:
+        if self._held.pop(key, None) is None:
+            return
+        if self._folder is not None:
             (self._folder / str(key)).unlink()
+        else:  # PyTorch keeps what is shared until somebody has had it, who may never have come
+            rebuild, arguments = self._shares.pop(key)
+            said = dict(zip(inspect.signature(rebuild).parameters, arguments))
+            where = said["ref_counter_handle"], said["ref_counter_offset"]
+            torch.UntypedStorage._release_ipc_counter(*where, device=self.device)
 
     def close(self) -> None:
         """Give everything back."""
-        self._held.clear()
+        for key in list(self._held):
+            self.drop(key)
         if self._folder is not None:
             shutil.rmtree(self._folder)
             self._lock.close()
