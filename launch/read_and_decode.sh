@@ -15,7 +15,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 read_prompts() {  # its GPUs come first, and it sees vLLM's too, whose workers map its memory
     local gpus child=0
-    trap '[ "$child" = 0 ] || kill "$child"; exit 0' TERM
+    trap '[ "$child" = 0 ] || { kill "$child" && wait "$child"; }; exit 0' TERM
     gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
     if [ "$gpus" -gt 0 ]; then
         CUDA_VISIBLE_DEVICES="$(seq -s, "$((gpus - ranks))" "$((gpus - 1))"),$(seq -s, 0 "$((gpus - ranks - 1))")"

@@ -22,7 +22,7 @@ def live(*arguments: object) -> dict:
     command = [sys.executable, "-m", "tests.vllm.live", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr[-4000:]}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def live(*arguments: object) -> dict:
 def test_tokens_are_vllm_s_own(model, ranks, tmp_path):
     """Three prompts at once, of which the shortest is not worth asking for."""
     said = live("equal", model, ranks, tmp_path)
-    assert said["ours"] == said["own"]
+    assert said["ours"] == said["own"], said["stderr"]
     assert said["read"] == 2
     for spoiled, own in zip(said["spoiled"][:2], said["own"]):
         assert sum(a == b for a, b in zip(spoiled, own)) <= 3  # of 12: a random model likes some of its 256 tokens
@@ -51,7 +51,7 @@ def test_tokens_are_vllm_s_own(model, ranks, tmp_path):
 def test_each_worker_of_a_tensor_parallel_vllm_has_its_heads(model, tmp_path):
     """One head of keys that both have, and one group of B and C; heads and channels that are shared out."""
     said = live("workers", model, tmp_path)
-    assert said["ours"] == said["own"]
+    assert said["ours"] == said["own"], said["stderr"]
     assert said["read"] == 2
 
 

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """vLLM's KV connector: prompts are read by a group of ranks, vLLM decodes from what they leave.
 
 The scheduler's side says of a long prompt that all but its last token will come from elsewhere, later; so vLLM gives it

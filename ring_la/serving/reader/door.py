@@ -51,7 +51,7 @@ class Door(socketserver.ThreadingMixIn, socketserver.BaseServer):
         about: Callable[[], dict[str, Any]],
         longest: int = 1 << 24,
     ) -> None:
-        super().__init__(listening.getsockname(), Handler)  # type: ignore[arg-type]
+        super().__init__(listening.getsockname(), Handler)
         self.socket, self.desk, self.check, self.about, self.longest = listening, desk, check, about, longest
         self._thread = threading.Thread(target=self.serve_forever, daemon=True)
 
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection. What it has asked for is held until it ends."""
 
     protocol_version = "HTTP/1.1"
-    server: Door
+    server: Door  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle(self) -> None:
         self._held: list[Asked] = []

@@ -165,8 +165,8 @@ class Reader:
     @torch.no_grad()
     def _forward(self, ids: Tensor, cache: RankCache) -> None:
         ids = ids[None].to(self._device)
-        name = self.model._ring_la.cache.name
-        self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: cache})
+        split: Any = self.model._ring_la
+        self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{split.cache.name: cache})
 
     def _lay(self, key: int, cache: RankCache) -> dict[str, Any]:
         """This rank's parcel, laid into memory; or why it was not, which is this rank's alone."""
