@@ -75,7 +75,7 @@ def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", 
         kv_connector="RingLAConnector",
         kv_role="kv_consumer",
         kv_connector_module_path="ring_la.integrations.vllm.connector",
-        kv_connector_extra_config={"reader": reader.address, "least": LEAST, "timeout": 60},
+        kv_connector_extra_config={"reader": reader.address, "least": LEAST, "timeout": 120},
         kv_load_failure_policy=policy,
     )
     found = LLM(

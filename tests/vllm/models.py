@@ -1,7 +1,7 @@
 """Architectures that vLLM decodes after ring_la's ranks have read: tiny random models, on disk.
 
-vLLM's kernels for CPUs take heads of 32 channels and more, those of gated delta nets 64 and bf16. The others are fp32:
-in bf16 vLLM and Transformers differ by more than some of a random model's choices.
+vLLM's kernels for CPUs take heads of 32 channels and more, those of gated delta nets 64 and bf16. The others are fp32, where
+vLLM and Transformers agree on what a random model likes best; of Nemotron-H they agree in bf16 (docs/notebook, vllm).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ MODELS: dict[str, tuple[str, dict]] = {
 
 def dtype(name: str) -> str:
     """Of a model's weights."""
-    return "bfloat16" if name == "qwen3_next" else "float32"
+    return "bfloat16" if name in ("qwen3_next", "nemotron_h") else "float32"
 
 
 def save(name: str, folder: Path) -> None:
