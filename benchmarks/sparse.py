@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def choose(places: Tensor, S: int) -> Tensor:
     return torch.cat(out)[None, :, None]
 
 
-def arms(cp: ring_la.ContextParallel, tokens: int, heads: int, S: int) -> dict[str, dict[str, float]]:
-    """Seconds and memory of each way."""
+def arms(cp: ring_la.ContextParallel, tokens: int, heads: int, S: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Milliseconds and memory of each way."""
     layout = cp.layout(tokens * cp.size, "zigzag")
     leaves = [t.requires_grad_() for t in draw(1, tokens, heads, cp.rank)]
     do = torch.randn(1, tokens, heads, V, device="cuda", dtype=torch.bfloat16)
@@ -55,22 +56,17 @@ def arms(cp: ring_la.ContextParallel, tokens: int, heads: int, S: int) -> dict[s
         "all_gather": partial(step, chosen=chosen, layout=layout, strategy="all_gather", backend="triton"),
         "all keys": partial(step, layout=layout, form="expanded"),
     }
-    out = {}
     for name, way in ways.items():
         if name != "all keys":
             way()  # compile
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         (ms,) = once_each([way])
-        out[name] = dict(ms=ms, GiB=(torch.cuda.max_memory_allocated() - held) / 2**30)
-        if cp.rank == 0:
-            print(name, json.dumps(out[name]), flush=True)
-    return out
+        yield name, dict(ms=ms, GiB=(torch.cuda.max_memory_allocated() - held) / 2**30)
 
 
-def loads(cp: ring_la.ContextParallel) -> dict[str, list[float]]:
+def loads(cp: ring_la.ContextParallel) -> Iterator[tuple[str, list[float]]]:
     """ms of the lightning indexer on each rank, by layout."""
-    out = {}
     for kind in ("contiguous", "zigzag"):
         layout, T = cp.layout(INDEXED, kind), INDEXED // cp.size
         q, k = (torch.randn(1, T, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 128), (128,)))
@@ -86,29 +82,31 @@ def loads(cp: ring_la.ContextParallel) -> dict[str, list[float]]:
         mine = torch.tensor([start.elapsed_time(stop)], device="cuda")
         each = [torch.zeros_like(mine) for _ in range(cp.size)]
         dist.all_gather(each, mine)
-        out[kind] = [t.item() for t in each]
-    return out
+        yield kind, [t.item() for t in each]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("tokens", 262_144), ("heads", 16), ("chosen", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--parts", nargs="+", default=["ways", "loads"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    cp, result = ring_la.ContextParallel(attention="ring"), {}
+    cp = ring_la.ContextParallel(attention="ring")
+    result: dict[str, dict] = {}
     parts = {
         "loads": partial(loads, cp),
         "ways": partial(arms, cp, args.tokens, args.heads, args.chosen),
     }
-    for name, part in parts.items():
-        result[name] = part()
-        if cp.rank == 0:
-            print(name, json.dumps(result[name]), flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(result, indent=1))
+    for name in args.parts:
+        for way, found in parts[name]():
+            result.setdefault(name, {})[way] = found
+            if cp.rank == 0:
+                print(name, way, json.dumps(found), flush=True)
+                if args.out:  # as rows come: a run that is cut off still counts
+                    args.out.write_text(json.dumps(result, indent=1))
     dist.destroy_process_group()
 
 

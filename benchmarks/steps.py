@@ -67,8 +67,8 @@ def kernels(run: Callable[[], object]) -> float:
     return sum(e.self_device_time_total for e in p.key_averages()) / 3e3
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
-    """Milliseconds by way, or why there are none."""
+def measure(options: argparse.Namespace) -> None:
+    """Print and write milliseconds by way, or why there are none."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     cp = ring_la.ContextParallel() if ranks > 1 else None
     torch.manual_seed(0)
@@ -109,7 +109,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             found[name] = f"{type(error).__name__}: {error}"[:600]
         if int(os.environ.get("RANK", 0)) == 0:
             print(json.dumps(found), flush=True)
-    return found
+            if options.out:  # as ways end: a run that is cut off still counts
+                options.out.write_text(json.dumps(found, indent=1))
 
 
 def main() -> None:
@@ -123,9 +124,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    found = measure(options)
-    if options.out and int(os.environ.get("RANK", 0)) == 0:
-        options.out.write_text(json.dumps(found, indent=1))
+    measure(options)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from . import ROOT, environment
+from .script import config, load
 
 PARTS = {
     "hybrid_1b": (["--config", "examples/configs/hybrid_1b.yaml"], 150),
@@ -116,18 +116,15 @@ def run(options: dict[str, list[str]], gpus: int, limit: float, keep: Callable[[
 
 def inside(todo: list[list[str]]) -> None:
     """On each rank: the script's runs with these command lines."""
-    spec = importlib.util.spec_from_file_location("train_hybrid", ROOT / "examples" / "train_hybrid.py")
-    script = sys.modules["train_hybrid"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load()
     import torch
-    from jsonargparse import auto_cli
 
     start = script.Start()
     start.part("imports")
     device = script.join(timedelta(seconds=STALL))
     start.part("process group")
     for arguments in todo:
-        script.Trainer(auto_cli(script.Config, args=arguments, as_positional=False), device, start).train()
+        script.Trainer(config(script, arguments), device, start).train()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -136,8 +133,10 @@ def inside(todo: list[list[str]]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def watch(process: subprocess.Popen, metrics: list[Path], limit: float, moving: Callable[[], None]) -> str:
-    """How torchrun ended; `moving` is called after each step. It is stopped after `limit` seconds, and after STALL of
+def watch(
+    process: subprocess.Popen, metrics: list[Path], limit: float, moving: Callable[[], None], stall: float = STALL
+) -> str:
+    """How torchrun ended; `moving` is called after each step. It is stopped after `limit` seconds, and after `stall` of
     them without a step."""
     start = moved = said = time.monotonic()
     steps = 0
@@ -150,7 +149,7 @@ def watch(process: subprocess.Popen, metrics: list[Path], limit: float, moving: 
         if now - said > 5:
             said = now
             print(f"{now - start:.0f} s, {steps} steps", flush=True)
-        if now - start > limit or now - moved > STALL:
+        if now - start > limit or now - moved > stall:
             ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             for rank in ranks:
                 os.kill(int(rank), signal.SIGABRT)

@@ -12,7 +12,8 @@ shapes, and the backward pass is the same scan, right to left, with ``Aᵀ``:
     diagonal   [..., H, K]        GLA, HGRN-2
     dense      [..., H, K, K]     delta rule, gated delta rule, KDA, RWKV-7 / DPLR
 
-`Rule` is how one token changes the state; the shape of its transition follows from it.
+`Rule` is how one token changes the state; the shape of its transition follows from it. What a token reads does not: to
+read the other side of the state, ``o = S q``, needs no scan of its own, since that is a gradient of ``cᵀ S q``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .errors import ArgumentError
 Transition = Literal["identity", "scalar", "diagonal", "dense"]
 Write = Literal["additive", "sum", "delta", "dplr"]
 Decay = Literal["none", "scalar", "diagonal"]
+Side = Literal["keys", "values"]
 _GATE: dict[Decay, tuple[str, ...]] = {"none": (), "scalar": ("g",), "diagonal": ("g",)}
 _BROUGHT: dict[Write, tuple[str, ...]] = {"additive": (), "sum": (), "delta": ("beta",), "dplr": ("a", "b")}
 
@@ -42,20 +44,24 @@ class Rule:
     delta      S ← (I − β k kᵀ) D S + β k vᵀ
     dplr       S ← (D + b aᵀ) S + k vᵀ                 (a reads the state before the decay)
 
-    and then reads ``o = scale · Sᵀ q``. Any write goes with any decay; what a backend takes is its own. `lower_bound`
-    is a log-decay below which no gate falls, where the caller knows one; it changes nothing but which kernels may be
-    used.
+    and then reads ``o = scale · Sᵀ q``, or by `reads` = "values" ``o = scale · S q``, with q as wide as v and o as k
+    (transposed: a state that decays, and is corrected, along what is read). Any write goes with any decay; what a
+    backend takes is its own. `lower_bound` is a log-decay below which no gate falls, where the caller knows one; it
+    changes nothing but which kernels may be used.
 
     Raises:
-        ArgumentError: an unknown write or decay; a bound above zero, or one of a decay that is not there.
+        ArgumentError: an unknown write, decay or side; a bound above zero, or one of a decay that is not there.
     """
 
     write: Write
     decay: Decay
     lower_bound: float | None = None
+    reads: Side = "keys"
 
     def __post_init__(self) -> None:
-        for name, word, known in (("write", self.write, _BROUGHT), ("decay", self.decay, _GATE)):
+        sides = dict.fromkeys(("keys", "values"))
+        words = ("write", self.write, _BROUGHT), ("decay", self.decay, _GATE), ("reads", self.reads, sides)
+        for name, word, known in words:
             if word not in known:
                 raise ArgumentError(name, f"one of {', '.join(known)}", repr(word))
         bound = self.lower_bound
@@ -67,7 +73,12 @@ class Rule:
     @property
     def plain(self) -> Rule:
         """The rule without what is known of its gates."""
-        return Rule(self.write, self.decay)
+        return Rule(self.write, self.decay, reads=self.reads)
+
+    @property
+    def by_keys(self) -> Rule:
+        """The rule that writes alike and reads by keys."""
+        return Rule(self.write, self.decay, self.lower_bound)
 
     @property
     def transition(self) -> Transition:
@@ -82,13 +93,15 @@ class Rule:
         return ("q", "k", "v", *_GATE[self.decay], *_BROUGHT[self.write])
 
     def __str__(self) -> str:
-        return f"{self.write}_{self.decay}" + ("" if self.lower_bound is None else f"_{float(self.lower_bound)!r}")
+        bound = "" if self.lower_bound is None else f"_{float(self.lower_bound)!r}"
+        return f"{self.write}_{self.decay}{bound}" + ("" if self.reads == "keys" else f"_{self.reads}")
 
     @classmethod
     def parse(cls, text: str) -> Rule:
         """The inverse of ``str``: operators carry their rule as a string."""
-        write, decay, *bound = text.split("_")
-        return cls(write, decay, *map(float, bound))  # type: ignore[arg-type]
+        write, decay, *rest = text.split("_")
+        reads = rest.pop() if rest and rest[-1] == "values" else "keys"
+        return cls(write, decay, *map(float, rest), reads=reads)  # type: ignore[arg-type, misc]
 
 
 def transition_shape(kind: Transition, state: torch.Size) -> torch.Size | None:

@@ -25,6 +25,7 @@ SoftmaxBackend = Literal[
     "flash",
     "flash_attn_2",
     "flash_attn_3",
+    "fa3_fwd",
     "flash_attn_4",
     "sage",
     "triton",

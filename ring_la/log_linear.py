@@ -27,7 +27,7 @@ BITS = 6
 CHUNK = 1 << BITS
 
 
-class Tokens(NamedTuple):
+class LogLinearInputs(NamedTuple):
     """Tokens of one run, in fp32 or wider, the scale in q: q, k ``[B, n, H, K]``, v, g ``[B, n, H]``, λ."""
 
     q: Tensor
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
     lam: Tensor
 
 
-class Run(NamedTuple):
+class LocalRun(NamedTuple):
     """Consecutive local tokens of one document, from this position in it on."""
 
     start: int
@@ -79,21 +79,21 @@ def log_linear_attention(
     """
     error, longest = None, 0
     try:
-        longest = _check(Tokens(q, k, v, g, lam), scale, layout, cu_seqlens)
+        longest = _check(LogLinearInputs(q, k, v, g, lam), scale, layout, cu_seqlens)
     except RingLAError as e:
         error = e
     if isinstance(layout, ShardedLayout):
-        named = zip(Tokens._fields, (q, k, v, g, lam))
+        named = zip(LogLinearInputs._fields, (q, k, v, g, lam))
         signature = None if error else (*((n, Facts.of(x, 1)) for n, x in named), ("scale", scale))
         layout.agree("log_linear_attention", signature, error)
     elif error is not None:
         raise error
     with full_precision(v):
-        return LinearAttentionOutput(_run(Tokens(q, k, v, g, lam), scale, longest, layout, cu_seqlens), None)
+        return LinearAttentionOutput(_run(LogLinearInputs(q, k, v, g, lam), scale, longest, layout, cu_seqlens), None)
 
 
 def _run(
-    x: Tokens, scale: float | None, longest: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None
+    x: LogLinearInputs, scale: float | None, longest: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None
 ) -> Tensor:
     """A checked call, in fp32 or wider."""
     q, k, v = x[:3]
@@ -101,14 +101,14 @@ def _run(
     dtype = torch.promote_types(v.dtype, torch.float32)
     heads = (x.to(dtype) if x.shape[2] == H else x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q, k))
     wide_q, wide_k = heads
-    x = Tokens(wide_q * (K**-0.5 if scale is None else scale), wide_k, *(t.to(dtype) for t in x[2:]))
+    x = LogLinearInputs(wide_q * (K**-0.5 if scale is None else scale), wide_k, *(t.to(dtype) for t in x[2:]))
     o = _one_device(x, cu_seqlens) if layout is None else _split(x, layout, longest.bit_length())
     return o.to(v.dtype)
 
 
-def _check(x: Tokens, scale: object, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:
+def _check(x: LogLinearInputs, scale: object, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> int:
     """Refuse what does not fit; the length of the longest document."""
-    for name, t in zip(Tokens._fields, x):
+    for name, t in zip(LogLinearInputs._fields, x):
         dims = 3 if name == "g" else 4
         if not isinstance(t, Tensor) or t.dim() != dims or t.dtype not in FLOATS:
             raise ArgumentError(name, f"a float tensor of {dims} dimensions", describe_tensor(t))
@@ -129,13 +129,13 @@ def _check(x: Tokens, scale: object, layout: ShardedLayout | None, cu_seqlens: T
     return longest
 
 
-def _one_device(x: Tokens, cu_seqlens: Tensor | None) -> Tensor:
+def _one_device(x: LogLinearInputs, cu_seqlens: Tensor | None) -> Tensor:
     cu = [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    runs = [Run(a, b, 0) for a, b in zip(cu, cu[1:]) if b > a]
+    runs = [LocalRun(a, b, 0) for a, b in zip(cu, cu[1:]) if b > a]
     return torch.cat([x.v[:, :0], *(_within(_cut(x, run), 0) for run in runs)], 1)
 
 
-def _split(x: Tokens, layout: ShardedLayout, levels: int) -> Tensor:
+def _split(x: LogLinearInputs, layout: ShardedLayout, levels: int) -> Tensor:
     """Each rank's segments as maps of levels, their exchange, and what the entering levels add."""
     cp, segments = layout.cp, []
     at = 0
@@ -143,7 +143,7 @@ def _split(x: Tokens, layout: ShardedLayout, levels: int) -> Tensor:
         pieces = layout.pieces_of(s)
         runs = []
         for p in pieces:
-            runs.append(Run(at, at + len(p), p.start - layout.cu_seqlens[p.document]))
+            runs.append(LocalRun(at, at + len(p), p.start - layout.cu_seqlens[p.document]))
             at += len(p)
         segments.append(runs)
     maps = [_map(x, runs, levels) for runs in segments]
@@ -168,8 +168,8 @@ def _split(x: Tokens, layout: ShardedLayout, levels: int) -> Tensor:
     return torch.cat(out, 1)
 
 
-def _cut(x: Tokens, run: Run) -> Tokens:
-    return Tokens(*(t[:, run.start : run.stop] for t in x))
+def _cut(x: LogLinearInputs, run: LocalRun) -> LogLinearInputs:
+    return LogLinearInputs(*(t[:, run.start : run.stop] for t in x))
 
 
 def _level(later: Tensor | int, earlier: Tensor | int) -> Tensor:
@@ -185,7 +185,7 @@ def _first_of(position: int, level: int) -> int | None:
 # -- borders ---------------------------------------------------------------------------------------------------
 
 
-def _map(x: Tokens, runs: list[Run], levels: int) -> tuple[Tensor, Tensor]:
+def _map(x: LogLinearInputs, runs: list[LocalRun], levels: int) -> tuple[Tensor, Tensor]:
     """What a segment does to levels 1 … `levels`: ``A [B, H, L, L]``, ``b [B, H, L, K·V]``."""
     B, H, K, V = x.v.shape[0], *x.k.shape[2:], x.v.shape[3]
     if not runs:
@@ -207,7 +207,7 @@ def _map(x: Tokens, runs: list[Run], levels: int) -> tuple[Tensor, Tensor]:
     return c[:, -1].exp()[..., None, None] * moves.to(x.v.device), torch.stack(written, 2)
 
 
-def _from_before(x: Tokens, position: int, entering: Tensor) -> Tensor:
+def _from_before(x: LogLinearInputs, position: int, entering: Tensor) -> Tensor:
     """What the levels ``[B, H, L, K, V]`` that enter a run add to its outputs."""
     at = position + torch.arange(x.v.shape[1], device=x.v.device)
     decay, out = x.g.cumsum(1).exp(), torch.zeros_like(x.v)
@@ -223,17 +223,17 @@ def _from_before(x: Tokens, position: int, entering: Tensor) -> Tensor:
 # -- inside a run ----------------------------------------------------------------------------------------------
 
 
-def _within(x: Tokens, position: int) -> Tensor:
+def _within(x: LogLinearInputs, position: int) -> Tensor:
     """Outputs of a run that starts at this position, of its own tokens."""
     n, left = x.v.shape[1], position % CHUNK
     right = -(left + n) % CHUNK
     padded = (F.pad(t, (0, 0) * (t.dim() - 2) + (left, right)).unflatten(1, (-1, CHUNK)) for t in x)
-    x = Tokens(*padded)
+    x = LogLinearInputs(*padded)
     o = _above_chunks(x, x.g.cumsum(2), position // CHUNK, _within_chunks(x))
     return o.flatten(1, 2)[:, left : left + n]
 
 
-def _within_chunks(x: Tokens) -> Tensor:
+def _within_chunks(x: LogLinearInputs) -> Tensor:
     """Tokens of one chunk among themselves, all ``[B, chunks, CHUNK, H, ·]``."""
     here = torch.arange(CHUNK, device=x.v.device)
     level = _level(here[:, None], here).clamp(max=x.lam.shape[-1] - 1)  # beyond λ there is padding alone
@@ -245,7 +245,7 @@ def _within_chunks(x: Tokens) -> Tensor:
     return torch.einsum("bmths,bmshv->bmthv", scores, x.v)
 
 
-def _above_chunks(x: Tokens, c: Tensor, first: int, o: Tensor) -> Tensor:
+def _above_chunks(x: LogLinearInputs, c: Tensor, first: int, o: Tensor) -> Tensor:
     """`o` and what chunks, the first one the `first` of its document, get of chunks before them.
 
     Blocks double from level to level. `c` is the decay of each token since its block's start.

@@ -6,10 +6,12 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import ring_la
 from ring_la.recurrences import RECURRENCES
+from tests.support.rooms import House
 
 ROOT = Path(ring_la.__file__).parent
 
@@ -75,11 +77,17 @@ PUBLIC = {
 } | {r.name for r in RECURRENCES}
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    """All there is in a file, parsed once."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def imports(file: Path) -> set[str]:
     """First-level ring_la modules a file imports."""
     package = ["ring_la", *file.relative_to(ROOT).parts[:-1]]
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         names = []
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
@@ -109,6 +117,13 @@ def test_imports_go_upward_only():
     assert not wrong, wrong
 
 
+def test_no_circles_and_one_name_for_one_class():
+    """No file imports itself by way of others, for types alone or late in a function either."""
+    house = House(ROOT.parent)
+    assert house.circles() == []
+    assert house.classes_twice().keys() == {"LongContextAttention"}, "two libraries' users import it"
+
+
 def test_architecture_is_true_of_the_files():
     """docs/developers/architecture.md names every module of the package, and no file that is not there."""
     named = set(re.findall(r"`([\w./]+)`", (ROOT.parent / "docs/developers/architecture.md").read_text()))
@@ -121,8 +136,8 @@ def test_architecture_is_true_of_the_files():
 def test_kernels_do_not_communicate():
     for folder in ("kernels", "reference"):
         for file in (ROOT / folder).rglob("*.py"):
-            nodes = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, (ast.Import, ast.ImportFrom))]
-            names = {getattr(n, "module", None) or "" for n in nodes} | {a.name for n in nodes for a in n.names}
+            found = [n for n in nodes(file) if isinstance(n, (ast.Import, ast.ImportFrom))]
+            names = {getattr(n, "module", None) or "" for n in found} | {a.name for n in found for a in n.names}
             assert not any(name.startswith("torch.distributed") for name in names), file
 
 
@@ -130,9 +145,9 @@ def test_the_package_does_not_need_its_checkout():
     """Benchmarks, examples and tests are no part of an installation."""
     outside = {"benchmarks", "examples", "tests"}
     for file in ROOT.rglob("*.py"):
-        nodes = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, (ast.Import, ast.ImportFrom))]
-        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-        names |= {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level}
+        found = [n for n in nodes(file) if isinstance(n, (ast.Import, ast.ImportFrom))]
+        names = {a.name for n in found if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module or "" for n in found if isinstance(n, ast.ImportFrom) and not n.level}
         assert not outside & {name.split(".")[0] for name in names}, file
 
 
@@ -142,7 +157,7 @@ def test_what_tests_share_is_in_support():
     tests, wrong = ROOT.parent / "tests", []
     for file in (*tests.rglob("*.py"), *(ROOT.parent / "benchmarks").rglob("*.py")):
         package = list(file.relative_to(ROOT.parent).parts[:-1])
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.ImportFrom):
                 base = package[: len(package) - node.level + 1] if node.level else []
                 module = [*base, *(node.module.split(".") if node.module else [])]

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.grouped`` is ``ring-la bench grouped``."""
+"""``python -m benchmarks.large`` is ``ring-la bench large``."""
 
 import sys
 
 from ring_la.cli.main import main
 
-sys.exit(main(["bench", "grouped", *sys.argv[1:]]))
+sys.exit(main(["bench", "large", *sys.argv[1:]]))

@@ -1,10 +1,12 @@
 """Train a model of published size with random weights on one long sequence, by examples/train_hybrid.py itself.
 
-    torchrun --standalone --nproc_per_node 4 -m ring_la bench large hybrid_8b --length 1048576
-    torchrun --standalone --nproc_per_node 4 -m ring_la bench large moe_35b_a3b --length 262144
-    torchrun --standalone --nproc_per_node 2 -m ring_la bench large moe_35b_a3b --tiny --length 512     # on CPUs
+    ring-la bench large hybrid_8b --gpus 4 --length 1048576 --out hybrid_8b.json
+    ring-la bench large moe_35b_a3b --gpus 2 --layers 16 --length 131072 --limit 140
+    ring-la bench large moe_35b_a3b --gpus 2 --tiny --length 512                     # on CPUs
 
-Every step prints seconds, MFU and peak GiB on GPUs, and the loss; --out keeps them as JSON. Shapes:
+Starts its ranks by torchrun, or is one where torchrun started it. Every step prints seconds, MFU and peak GiB on GPUs,
+and the loss; --out is written after each of them, with what `ring-la plan` says of the same choices. After --limit
+seconds the ranks are stopped and what was done is kept. Shapes:
 
     hybrid_8b      36 layers of 4,096 channels, three gated delta nets to one softmax attention, 8 B parameters
     hybrid_8b_kda  the same with KDA
@@ -17,24 +19,31 @@ A plan that `ring-la plan --choose --write` wrote goes in by --config; what foll
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import os
+import shutil
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ring_la.cli.options import count
+from ring_la.errors import ArgumentError
 
-from .. import ROOT
+from .. import ROOT, environment, script
+from ..training import logged, watch
+from .report import about, line
 
-CONFIGS = "examples/configs"
+CONFIGS = ROOT / "examples" / "configs"
 SHAPES = {
     "hybrid_8b": ["--config", f"{CONFIGS}/hybrid_8b.yaml"],
     "hybrid_8b_kda": ["--config", f"{CONFIGS}/hybrid_8b.yaml", "--model.layers", "[kda, kda, kda, attention]"],
     "hybrid_1b": ["--config", f"{CONFIGS}/hybrid_1b.yaml"],
     "moe_35b_a3b": ["--config", f"{CONFIGS}/moe_35b_a3b.yaml"],
 }
+GROUP = 4
+"""Layers that repeat: three recurrences and one softmax attention."""
 TINY = ["--model.dim=32", "--model.num_heads=2", "--model.repeat=1", "--model.vocab_size=300", "--memory.mlp_chunk=128"]
 TINY += ["--model.options.attention.num_kv_heads=1"]
 SMALL_MOE = dict(
@@ -57,8 +66,11 @@ SMALL_MOE = dict(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shape", choices=SHAPES, help="of the model")
+    parser.add_argument("--gpus", type=count, default=1, help="ranks to start; on CPUs too")
     parser.add_argument("--length", type=count, default=262144, help="tokens of the one sequence of a step")
+    parser.add_argument("--layers", type=count, help="of the model, a multiple of 4; default: as published")
     parser.add_argument("--steps", type=count, default=3)
+    parser.add_argument("--limit", type=count, default=600, help="seconds after which the ranks are stopped")
     parser.add_argument("--tiny", action="store_true", help="a few channels of the same kind, for CPUs")
     parser.add_argument("--config", type=Path, help="options from `ring-la plan --choose --write`")
     parser.add_argument("--folder", type=Path, default=Path("runs/large"), help="what the run leaves, below it")
@@ -66,68 +78,124 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="options of the script, last")
 
 
-def run(args: argparse.Namespace) -> None:
-    script = _script()
+def run(args: argparse.Namespace) -> int:
+    if args.layers is not None and args.layers % GROUP:
+        raise ArgumentError("--layers", f"a multiple of {GROUP}", args.layers)
+    if "RANK" not in os.environ:
+        return start(args)
+    train = script.load()
+    began = train.Start()
+    began.part("imports")
+    device = train.join(timedelta(seconds=args.limit))
+    began.part("process group")
     import torch.distributed as dist
-    from jsonargparse import auto_cli
 
-    folder = args.folder / args.shape
-    start = script.Start()
-    device = script.join(timedelta(seconds=600))
     try:
-        first = dist.get_rank() == 0
-        config = auto_cli(script.Config, args=options(args, folder, first), as_positional=False)
-        trainer = script.Trainer(config, device, start)
-        trainer.train()
-        if first:
-            report(args, trainer, folder)
+        on_rank(args, device, began)
+        if dist.get_rank() == 0:
+            keep(args, "exit 0", shown=0)
     finally:
         dist.destroy_process_group()
+    return 0
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------
+
+
+def on_rank(args: argparse.Namespace, device: Any, began: Any = None) -> Any:
+    """The script's Trainer after its run on this rank; what it is about goes to the folder before the first step."""
+    import torch.distributed as dist
+
+    folder, first = folder_of(args), dist.get_rank() == 0
+    train = script.load()
+    trainer = train.Trainer(script.config(train, options(args, folder, first)), device, began)
+    if first:
+        (folder / "about.json").write_text(json.dumps(about(args, trainer), indent=1))
+    trainer.train()
+    return trainer
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    return args.folder.resolve() / args.shape
 
 
 def options(args: argparse.Namespace, folder: Path, first: bool) -> list[str]:
     """The script's command line."""
     import torch.distributed as dist
 
-    given = [*SHAPES[args.shape], *(["--config", str(args.config)] if args.config else [])]
+    given = [*SHAPES[args.shape], "--data.source", str(ROOT / "ring_la")]
+    given += ["--config", str(args.config)] if args.config else []
     if args.shape.startswith("moe"):
         model = folder / "model"
         if first:
             from transformers import Qwen3_5MoeTextConfig
 
-            Qwen3_5MoeTextConfig(**(SMALL_MOE if args.tiny else {})).save_pretrained(model)
+            fewer = {"num_hidden_layers": args.layers} if args.layers else {}
+            Qwen3_5MoeTextConfig(**(SMALL_MOE if args.tiny else {}) | fewer).save_pretrained(model)
         dist.barrier()
         given += ["--model.transformers", str(model)]
-    elif args.tiny:
-        given += TINY
+    else:
+        given += TINY if args.tiny else []
+        given += [f"--model.repeat={args.layers // GROUP}"] if args.layers else []
     given += ["--memory.dtype=float32", "--run.rehearse=null"] if args.tiny else []
     given += [f"--data.seq_len={args.length}", "--data.sequences=1", "--data.documents=joined"]
     given += [f"--run.steps={args.steps}", "--run.save_every=0", "--run.resume=false", f"--run.folder={folder}"]
     return [*given, *args.more]
 
 
-def report(args: argparse.Namespace, trainer: Any, folder: Path) -> None:
-    """What each step took, printed and kept."""
-    import torch
+# -- the process that starts them --------------------------------------------------------------------------
 
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    print(f"{args.shape}: {trainer.flops.parameters / 1e9:.2f} G parameters, {args.length:,} tokens, {trainer.mesh}")
-    for m in steps:
-        mfu = f"{m['mfu']:.1%} MFU" if "mfu" in m else "no MFU"
-        peak = f"{m['peak_memory_gib']:.1f} GiB" if "peak_memory_gib" in m else "no peak memory"
-        print(f"  step {m['step']}: {m['seconds']:.2f} s, {mfu}, {peak}, loss {m['loss']:.4f}")
+
+def start(args: argparse.Namespace) -> int:
+    """Ranks under torchrun, watched; the exit status."""
+    folder = folder_of(args)
+    for name in ("about.json", "metrics.jsonl", "starts.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.gpus)]
+    command += ["-m", "ring_la", "bench", "large", *words(args)]
+    shown = 0
+
+    def moving() -> None:
+        nonlocal shown
+        shown = keep(args, "under way", shown)
+
+    log = folder / "log.txt"
+    with open(log, "w") as out:
+        watched = environment(PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1")  # SIGABRT leaves the stacks
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=watched)
+        outcome = watch(process, [folder / "metrics.jsonl"], args.limit, moving, stall=args.limit)
+    keep(args, outcome, shown)
+    text = log.read_text()
+    print(*(row for row in text.splitlines() if row.startswith(("starting", "ready after"))), sep="\n")
+    if outcome != "exit 0":
+        print(text[-6000:])
+    print(f"{args.shape}: {outcome}", flush=True)
+    return 0 if outcome == "exit 0" else 1
+
+
+def keep(args: argparse.Namespace, outcome: str, shown: int) -> int:
+    """Print the steps from number `shown` on and write --out; the number of steps there are."""
+    folder = folder_of(args)
+    steps = logged(folder / "metrics.jsonl")
+    known = json.loads((folder / "about.json").read_text()) if (folder / "about.json").exists() else {}
+    if steps and shown == 0:
+        print(f"{args.shape}: {known}", flush=True)
+    for step in steps[shown:]:
+        print(f"  {line(step)}", flush=True)
     if args.out:
-        about = {"shape": args.shape, "tiny": args.tiny, "length": args.length, "axes": str(trainer.mesh)}
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        about |= {"device": device, "torch": torch.__version__, "parameters": trainer.flops.parameters}
-        args.out.write_text(json.dumps(about | {"steps": steps}, indent=1))
+        found = {"command": " ".join(words(args)), "outcome": outcome, **known}
+        found |= {"starts": logged(folder / "starts.jsonl"), "steps": steps}
+        args.out.write_text(json.dumps(found, indent=1))
+    return len(steps)
 
 
-def _script() -> Any:
-    """examples/train_hybrid.py as a module."""
-    spec = importlib.util.spec_from_file_location("train_hybrid", ROOT / "examples" / "train_hybrid.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = sys.modules["train_hybrid"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+def words(args: argparse.Namespace) -> list[str]:
+    """The command line of a rank."""
+    given = [args.shape, "--length", str(args.length), "--steps", str(args.steps), "--limit", str(args.limit)]
+    given += ["--layers", str(args.layers)] if args.layers else []
+    given += ["--tiny"] if args.tiny else []
+    given += ["--config", str(args.config.resolve())] if args.config else []
+    given += ["--folder", str(args.folder.resolve())]
+    return [*given, *(["--more", *args.more] if args.more else [])]

@@ -87,7 +87,7 @@ class Case:
 
 NAMES = {"lightning_attention": "lightning", "dplr_delta_rule": "dplr"}
 """Recurrences that tables call by another name."""
-KEYWORDS = {"rwkv7": (("scale", 1.0),)}
+KEYWORDS = {"rwkv7": (("scale", 1.0),), "ttt_linear": (("mini_batch", 16),)}
 """Arguments that a peer has no choice of."""
 BOUNDED = ("rwkv7", "dplr_delta_rule")
 """Recurrences whose log-decays are above -0.6, as RWKV-7's are."""
@@ -147,7 +147,7 @@ def _draw(case: Case, argument: Argument, shape: tuple[int, ...], normal: Draw, 
     x = normal(*shape)
     if argument.kind == "log decay":
         return -0.6 * x.sigmoid() if case.name in BOUNDED else logsigmoid(x + 3)
-    if argument.kind in ("query", "key", "unit"):
+    if argument.kind in ("query", "key", "unit", "unit value"):
         return normalize(x, dim=-1)
     return x.sigmoid() if argument.kind == "rate" else x
 

@@ -74,6 +74,16 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         steps = {n: x[n].flatten(1, 2) for n in ("k", "v", "beta")}
         return chunk_gated_delta_product(x["q"], g=x["g"], num_householder=x["k"].shape[2], **steps)[0]
 
+    def oja(x: Inputs) -> Tensor:
+        from fla.ops.gated_oja_rule import chunk_gated_oja_rule  # not in every release
+
+        return chunk_gated_oja_rule(**{"gv" if n == "g" else n: t for n, t in x.items()})[0]
+
+    def ttt(x: Inputs) -> Tensor:
+        from fla.ops.ttt import chunk_ttt_linear
+
+        return chunk_ttt_linear(**x | {"eta": x["eta"][..., None]}, chunk_size=16)[0]
+
     return {
         "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],
         "retention": lambda x: chunk_retention(**x)[0],
@@ -96,6 +106,8 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "rwkv6": lambda x: chunk_rwkv6(**x)[0],
         "gated_slot_attention": lambda x: chunk_gsa(**x)[0],
         "hgrn": lambda x: chunk_hgrn(**x)[0],
+        "ttt_linear": ttt,
+        "gated_oja_rule": oja,
         "forgetting_attention": lambda x: parallel_forgetting_attn(**x),
         "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
         "step_simple_gla": step(fused_recurrent_simple_gla),

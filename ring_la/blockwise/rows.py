@@ -59,14 +59,14 @@ def by_block(
         return linear(x[0], fn.weight, fn.bias, layout=layout)
     source = fn if isinstance(fn, nn.Module) else module
     read = [] if source is None else [p for p in source.parameters() if p.requires_grad]
-    return _apart(Call(fn, layout, len(x), len(shared)), *x, *shared, *read)
+    return _apart(BlockwiseCall(fn, layout, len(x), len(shared)), *x, *shared, *read)
 
 
 def led_by_block(
     fn: Callable[..., Tensor], x: Tensor, lead: Tensor, layout: ShardedLayout, shared: Sequence[Tensor | None]
 ) -> Tensor:
     """`by_block` of a function that also takes what stands before each block, ``lead [B, blocks, …]``."""
-    return _apart(Call(fn, layout, 2, len(shared), leads=1), x, lead, *shared)
+    return _apart(BlockwiseCall(fn, layout, 2, len(shared), leads=1), x, lead, *shared)
 
 
 class Place(NamedTuple):
@@ -82,7 +82,7 @@ class Place(NamedTuple):
         return self[:3]
 
 
-class Call(NamedTuple):
+class BlockwiseCall(NamedTuple):
     """Everything about one call but its tensors: the first `tokens` have blocks, the last `leads` of these as
     ``[B, blocks, …]``; the next `shared` are given to `fn` as they are."""
 
@@ -122,14 +122,14 @@ class Block(NamedTuple):
 
 
 @outside_graphs
-def _apart(call: Call, *tensors: Tensor | None) -> Any:
+def _apart(call: BlockwiseCall, *tensors: Tensor | None) -> Any:
     out = _ByBlock.apply(call, *tensors)
     return out[0] if len(out) == 1 else out
 
 
 class _ByBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: BlockwiseCall, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         needs = ctx.needs_input_grad[1:]
         x: Any = tensors[: call.tokens]
         given = tensors[call.tokens : call.tokens + call.shared]

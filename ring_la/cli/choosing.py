@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from .plan import Prediction, Setting, predict
+from .prediction import Prediction, Setting, predict
 
 CHUNK = 65536
 

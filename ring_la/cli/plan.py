@@ -13,35 +13,36 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..choices import LayoutKind
 from ..errors import ArgumentError
-from ..layout import Layout
 from ..models import HybridConfig
 from ..nn import LAYERS, KVCache
-from ..scan import Chain, CostModel
 from ..scan.auto import Line
+from .choosing import choose, told, write
 from .cluster import Cluster
+from .prediction import STATES, Prediction, Setting, fastest, predict, splits
 from .rates import DEVICES, Rates
 from .transformers_work import of_folder
-from .workload import BlockWork, Workload
+from .workload import Workload
 
-STATES = {"adamw": 2.0, "adamw8bit": 0.5, "adamw4bit": 0.25}
-"""Both moments of an optimizer, in units of a parameter in fp32; with bf16 parameters AdamW's are half as large."""
-HOST = 25e9
-"""Bytes a second between a GPU and its host, each way: assumed, not measured."""
 COLUMNS = ("GPUs", "P", "tokens/rank", "step", "compute", "exchange", "attention", "weights", "memory", "tokens/s/GPU")
-PASSES, AGAIN = 8, 3
-"""How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
-gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_cluster(parser)
+    _add_memory(parser)
+    parser.add_argument("--forward", action="store_true", help="prefill: no backward, no optimiser")
+    parser.add_argument("--choose", action="store_true", help="the fastest recomputation, chunks and offload that fit")
+    parser.add_argument("--write", type=Path, help="with --choose: the choice as YAML for train_hybrid.py --config")
+    parser.add_argument("--out", type=Path, help="also write the table as JSON")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """What is run, and on how much."""
     parser.add_argument("--config", type=Path, help="JSON of a HybridConfig; replaces the next six")
     parser.add_argument(
         "--transformers", type=Path, help="a folder with config.json of Transformers, instead of --config"
@@ -53,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mlp-dim", type=int, help="inner width of the MLPs (default: 8/3 of --dim)")
     parser.add_argument("--vocab", type=int, default=151936, help="tokens of the vocabulary")
     parser.add_argument("--length", type=int, default=262144, help="tokens of one sequence")
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    """What it runs on."""
     parser.add_argument("--gpus", default="8", help="GPUs of the cluster, comma-separated")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node")
     parser.add_argument("--inside", default="10,300", help="a hop in a node: latency (µs), bandwidth (GB/s, one way)")
@@ -63,8 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="H200", choices=DEVICES, help="whose rates; all but the H200's are guesses from data sheets"
     )
     parser.add_argument("--rates", type=Path, help="a bench_scan.json of your own, instead of --device")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    """What takes memory, and what saves it."""
     parser.add_argument("--memory", type=float, help="GiB of one GPU; default: the rates'")
-    parser.add_argument("--forward", action="store_true", help="prefill: no backward, no optimiser")
     parser.add_argument(
         "--recompute",
         nargs="?",
@@ -80,63 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread-experts", action="store_true", help="experts over the context ranks, by all-to-all")
     parser.add_argument("--parameters", default="float32", choices=("float32", "bfloat16"), help="dtype of weights")
     parser.add_argument("--optimizer", default="adamw", choices=STATES, help="whose states are kept")
-    parser.add_argument("--choose", action="store_true", help="the fastest recomputation, chunks and offload that fit")
-    parser.add_argument("--write", type=Path, help="with --choose: the choice as YAML for train_hybrid.py --config")
-    parser.add_argument("--out", type=Path, help="also write the table as JSON")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is the same for every line of the table."""
-
-    work: Workload
-    rates: Rates
-    cluster: Cluster
-    length: int
-    layout: LayoutKind = "zigzag"
-    backward: bool = True
-    recompute: tuple[str, ...] = ()
-    memory: float = 0.0
-    mlp_chunk: int | None = None
-    rounds: int = 1
-    offload: bool = False
-    spread: bool = False
-    parameters: str = "float32"
-    optimizer: str = "adamw"
-    transformers: Path | None = None
-    host_memory: float = 100 * 2**30
-
-    @property
-    def state_bytes(self) -> float:
-        """Of a parameter, its gradient and its optimizer's states."""
-        own = 4 if self.parameters == "float32" else 2
-        return 2 * own + (own * 2 if self.optimizer == "adamw" else 4 * STATES[self.optimizer])
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One split.
-
-    Attributes:
-        seconds: of a step on one sequence a replica. compute, exchange, attention, weights: their parts: one rank's
-            own work, the recurrences' exchanges (nothing hidden), and what is not hidden of moving keys and values and
-            of gathering weights and summing gradients.
-        memory: bytes of one GPU.
-        strategies: of the recurrences' exchange, by layer.
-        throughput: tokens a second of one GPU.
-    """
-
-    gpus: int
-    P: int
-    seconds: float
-    compute: float
-    exchange: float
-    attention: float
-    weights: float
-    memory: float
-    fits: bool
-    throughput: float
-    strategies: dict[str, str]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -163,8 +114,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _choose(args: argparse.Namespace, setting: Setting, clusters: Sequence[int]) -> None:
     """A line for each number of GPUs: whether the model fits them, how, and in how many seconds."""
-    from .choosing import choose, told, write
-
     for gpus in clusters:
         best = choose(setting, gpus, splits(gpus, setting.length))
         if best is None:
@@ -183,17 +132,7 @@ def read(args: argparse.Namespace) -> Setting:
     Raises:
         ArgumentError: naming the option.
     """
-    config: HybridConfig | None = None
-    if args.transformers:
-        work = of_folder(args.transformers)
-    elif args.config:
-        try:
-            config = HybridConfig(**json.loads(args.config.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise ArgumentError("--config", "JSON of a HybridConfig", f"{args.config} ({error})") from error
-    else:
-        layers = args.layers.split(",") * args.repeat
-        config = HybridConfig(args.vocab, args.dim, layers, args.heads, mlp_dim=args.mlp_dim)
+    config = _config(args)
     numbers = {"--length": args.length, "--per-node": args.per_node}
     numbers |= {"--mlp-chunk": args.mlp_chunk, "--rounds": args.rounds}
     for name, value in numbers.items():
@@ -208,10 +147,9 @@ def read(args: argparse.Namespace) -> Setting:
     grows = config is not None and any(LAYERS[name].state_type is KVCache for name in config.layers)
     if args.rounds > 1 and grows:
         raise ArgumentError("--rounds", "1 with softmax attention, which has no state to hand on", args.rounds)
-    if config is not None:
-        work = Workload.of(config)
-    elif args.mlp_chunk or args.rounds > 1 or set(again) - {"block"}:
+    if config is None and (args.mlp_chunk or args.rounds > 1 or set(again) - {"block"}):
         raise ArgumentError("--transformers", "--recompute block alone beside it", f"{args.recompute} {args.mlp_chunk}")
+    work = of_folder(args.transformers) if config is None else Workload.of(config)
     rates = Rates.read(args.rates) if args.rates else DEVICES[args.device]
     host: dict[str, Any] = {"post": 0.0, "launch": 0.0} if args.graphs else {}
     links = link("--inside", args.inside), link("--between", args.between)
@@ -221,6 +159,19 @@ def read(args: argparse.Namespace) -> Setting:
         args.spread_experts, args.parameters, args.optimizer, args.transformers,
         args.host_memory * 2**30,
     )  # fmt: skip
+
+
+def _config(args: argparse.Namespace) -> HybridConfig | None:
+    """The hybrid model that is described; None: it is one of Transformers."""
+    if args.transformers:
+        return None
+    if args.config:
+        try:
+            return HybridConfig(**json.loads(args.config.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ArgumentError("--config", "JSON of a HybridConfig", f"{args.config} ({error})") from error
+    layers = args.layers.split(",") * args.repeat
+    return HybridConfig(args.vocab, args.dim, layers, args.heads, mlp_dim=args.mlp_dim)
 
 
 def link(name: str, text: str) -> Line:
@@ -238,135 +189,6 @@ def sizes(text: str) -> list[int]:
     if not all(word.isdigit() and int(word) for word in text.split(",")):
         raise ArgumentError("--gpus", "numbers ≥ 1, comma-separated", repr(text))
     return [int(word) for word in text.split(",")]
-
-
-def splits(gpus: int, length: int) -> list[int]:
-    """Powers of two that divide the GPUs, and all of them, while every rank has a chunk of tokens."""
-    powers = {2**n for n in range(gpus.bit_length()) if gpus % 2**n == 0} | {gpus}
-    return sorted(P for P in powers if length // P >= 64) or [1]
-
-
-def predict(setting: Setting, gpus: int, P: int) -> Prediction:
-    """Step time and memory with a sequence split over P of `gpus` GPUs."""
-    work, rates, cluster = setting.work, setting.rates, setting.cluster
-    tokens = setting.length / P
-    model = cluster.model(P, rates) if P > 1 else None
-    chain = Chain.of(Layout(setting.length, setting.layout, P, 0)) if P > 1 else None
-    compute = matmuls(setting, work.ends, tokens)
-    exchange, attention, strategies = 0.0, 0.0, {}
-    for block, times in Counter(work.blocks).items():
-        own = local(setting, block, tokens)
-        compute += times * own
-        if model is None or chain is None:
-            continue
-        if setting.spread and block.routed:  # there and back, forward, recomputed and backward
-            ways = 2 * ((3 if "block" in setting.recompute else 2) if setting.backward else 1)
-            exchange += times * ways * model.exchange(block.routed * tokens * (P - 1) / P)
-        if block.recurrence:
-            by_name = model.predict(chain, block.state, setting.backward)
-            strategies[block.layer] = min(by_name, key=by_name.__getitem__)
-            exchange += times * by_name[strategies[block.layer]]
-        else:
-            attention += times * max(0.0, rotation(setting, model, block, tokens, P) - own)
-    weights = max(0.0, sharding(setting, gpus, 1 - 1 / P if setting.spread else 0.0) - compute)
-    moved = sum(_kept(setting, block, tokens) for block in work.blocks) if setting.offload else 0.0
-    seconds = max(compute + exchange + attention + weights, 2 * moved / HOST)
-    memory = held(setting, gpus, tokens)
-    fits = memory <= setting.memory and moved <= setting.host_memory
-    parts = compute, exchange, attention, weights
-    return Prediction(gpus, P, seconds, *parts, memory, fits, tokens / seconds, strategies)
-
-
-def matmuls(setting: Setting, parameters: int, tokens: float) -> float:
-    """Seconds of multiplying tokens with parameters: 2 operations each, 3 times that with a backward pass."""
-    return 2 * (3 if setting.backward else 1) * parameters * tokens / setting.rates.matmul
-
-
-def local(setting: Setting, block: BlockWork, tokens: float) -> float:
-    """Seconds of one block's own work on this rank's tokens."""
-    rates, backward = setting.rates, setting.backward
-    products = matmuls(setting, block.multiplied, tokens)
-    moved = block.saved * tokens / rates.copy
-    if block.recurrence:
-        mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
-        again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
-    else:
-        operations = 2 * tokens * setting.length * block.heads * block.K  # causal: half of all pairs, two products
-        mixing, again = rates.attention(operations, backward), rates.attention(operations, False)
-    if not backward:
-        return products + AGAIN * moved + again
-    seconds = products + PASSES * moved + mixing
-    layer, mlp = _recomputed(setting, block)
-    shares = layer * block.layer_saved + mlp * block.mlp_saved
-    if shares:
-        seconds += shares / (block.layer_saved + block.mlp_saved) * (products / 3 + AGAIN * moved) + layer * again
-    return seconds
-
-
-def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:
-    """Whether the backward pass computes the layer and the MLP of a block again."""
-    whole = "block" in setting.recompute
-    mlp = whole or "mlp" in setting.recompute or setting.mlp_chunk is not None
-    return whole or block.layer in setting.recompute, mlp
-
-
-def rotation(setting: Setting, model: CostModel, block: BlockWork, tokens: float, P: int) -> float:
-    """Seconds of the ring of keys and values, P − 1 swaps forward; backward their gradients travel too."""
-    return (P - 1) * model.swap(block.kv * tokens) * (3 if setting.backward else 1)
-
-
-def sharding(setting: Setting, gpus: int, elsewhere: float = 0.0) -> float:
-    """Seconds of gathering bf16 weights for forward and backward and scattering gradients over all GPUs.
-
-    Args:
-        elsewhere: the share of the experts that is never gathered.
-    """
-    if gpus == 1:
-        return 0.0
-    model = setting.cluster.model(gpus, setting.rates)
-    stay = elsewhere * sum(block.experts for block in setting.work.blocks)
-    return (3 if setting.backward else 1) * model.gather(2 * (setting.work.parameters - stay) * (gpus - 1) / gpus)
-
-
-def held(setting: Setting, gpus: int, tokens: float) -> float:
-    """Bytes of one GPU: its shard of the training state, one block's gathered weights, what backward needs."""
-    work = setting.work
-    elsewhere = 1 - tokens / setting.length if setting.spread else 0.0  # of the experts, on other ranks of the sequence
-    gathered = max(block.parameters - elsewhere * block.experts for block in work.blocks)
-    if not setting.backward:
-        return 2 * work.parameters / gpus + 2 * gathered + tokens * max(b.saved for b in work.blocks)
-    kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
-    if setting.offload:
-        kept = min(kept, 2 * 2**30 + 2 * max(_kept(setting, block, tokens) for block in work.blocks))
-    tokens /= setting.rounds
-    again = max(_again(setting, block, tokens) for block in work.blocks)
-    logits = 4 * work.vocabulary * min(tokens, 8192)
-    return setting.state_bytes * work.parameters / gpus + 4 * gathered + kept + again + logits
-
-
-def _kept(setting: Setting, block: BlockWork, tokens: float) -> float:
-    """Bytes of a block that last from the forward to the backward pass."""
-    one = 2 * setting.work.dim  # what is recomputed keeps its input
-    if "block" in setting.recompute:
-        return one * tokens
-    norm = one if "norm" in setting.recompute else block.norm_saved
-    layer, mlp = _recomputed(setting, block)
-    return ((one if layer else block.layer_saved + norm) + (one if mlp else block.mlp_saved + norm)) * tokens
-
-
-def _again(setting: Setting, block: BlockWork, tokens: float) -> float:
-    """Bytes that exist while a block is recomputed: all of it, or its dearer half; of an MLP's, a chunk's."""
-    layer, mlp = _recomputed(setting, block)
-    halves = [
-        layer * (block.layer_saved + block.norm_saved) * tokens,
-        mlp * (block.mlp_saved + block.norm_saved) * min(tokens, setting.mlp_chunk or tokens),
-    ]
-    return sum(halves) if "block" in setting.recompute else max(halves)
-
-
-def fastest(lines: Sequence[Prediction]) -> Prediction | None:
-    """The split with the most tokens a second among those that fit; None where none does."""
-    return max((line for line in lines if line.fits), key=lambda line: line.throughput, default=None)
 
 
 def figures(line: Prediction, length: int) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ArgumentError, RingLAError
 from ..layout import WHOLE, Layout
+from .agreed import AgreedLayout
 from .arguments import describe
-
-if TYPE_CHECKING:
-    from .sharded import ShardedLayout
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """How far a token's results split and whole may be apart, as a share of their norm."""
@@ -46,7 +44,7 @@ class Bound:
     one whose steps are long.
     """
 
-    def __init__(self, layout: ShardedLayout, model: nn.Module) -> None:
+    def __init__(self, layout: AgreedLayout, model: nn.Module) -> None:
         self.layout, self.model = layout, model
         self._handles: list[RemovableHandle] = []
         self._split = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +13,8 @@ from ..autograd import outside_graphs
 from ..errors import ArgumentError
 from ..layout import Segment
 from .halo import Halo, check_width
+from .ranks import ContextRanks
 from .sharded import ShardedLayout
-
-if TYPE_CHECKING:
-    from .parallel import ContextParallel
 
 
 def even_counts(n: int, ranks: int) -> tuple[int, ...]:
@@ -29,7 +26,7 @@ def even_counts(n: int, ranks: int) -> tuple[int, ...]:
 class UnevenLayout(ShardedLayout):
     """A contiguous layout with given numbers of tokens for each rank."""
 
-    def __init__(self, cp: ContextParallel, counts: Sequence[int]) -> None:
+    def __init__(self, cp: ContextRanks, counts: Sequence[int]) -> None:
         self.counts = tuple(counts)
         super().__init__(cp, sum(counts), "contiguous")
 
@@ -56,7 +53,7 @@ class GridLayout(UnevenLayout):
         slices: the layout of the slices themselves (`counts` of them a rank): what is split along the first axis alone.
     """
 
-    def __init__(self, cp: ContextParallel, shape: Sequence[int], counts: Sequence[int] | None = None) -> None:
+    def __init__(self, cp: ContextRanks, shape: Sequence[int], counts: Sequence[int] | None = None) -> None:
         self.shape = _sizes("shape", shape, 1)
         given = even_counts(self.shape[0], cp.size) if counts is None else _sizes("counts", counts, 0)
         if len(given) != cp.size or sum(given) != self.shape[0]:

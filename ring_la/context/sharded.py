@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..autograd import outside_graphs
-from ..choices import LayoutKind
-from ..comm import Entry, Route
-from ..errors import ArgumentError, Facts, PeerError, RingLAError
-from ..layout import Layout
+from ..errors import ArgumentError
 from . import moves
-from .arguments import check_dim, check_labels, check_length, describe
+from .agreed import AgreedLayout
+from .arguments import check_labels
 from .bound import Bound
 from .gather import Gather
-from .handle import OfThisProcess, enter
-from .marks import fingerprint
-
-if TYPE_CHECKING:
-    from .parallel import ContextParallel
-
-CANONICAL_CHUNK = 64
 
 
-class ShardedLayout(OfThisProcess, Layout):
+class ShardedLayout(AgreedLayout):
     """A `Layout` bound to its `ContextParallel`: the layout of an operator's arguments, and the ways to change it.
 
     Attributes:
@@ -36,111 +24,6 @@ class ShardedLayout(OfThisProcess, Layout):
         positions: int64 ``[T_local]``, position of each local token in its document.
         bindings: how many models are bound to it.
     """
-
-    def __init__(
-        self,
-        cp: ContextParallel,
-        seq_len: int,
-        kind: LayoutKind = "zigzag",
-        cu_seqlens: Tensor | Sequence[int] | None = None,
-        multiple_of: int | None = None,
-    ) -> None:
-        self.cp = cp
-        self.bindings = 0
-        self._seen: dict[object, Entry] = {}
-        if multiple_of is None:
-            multiple_of = CANONICAL_CHUNK if cp.deterministic else 1
-        error: ArgumentError | None = None
-        try:
-            if cp.deterministic and isinstance(multiple_of, int) and multiple_of % CANONICAL_CHUNK:
-                expected = f"a multiple of {CANONICAL_CHUNK} with deterministic=True"
-                raise ArgumentError("multiple_of", expected, multiple_of)
-            super().__init__(seq_len, kind, cp.size, cp.rank, cu_seqlens, multiple_of, cp.deterministic)
-        except ArgumentError as e:
-            error = e
-        if cp.validate != "never":
-            cp.comm.agreement.agree("the layout", f"refused: {error}" if error else describe(self))
-        if error is not None:
-            raise error
-        _ = self.lengths  # found now: torch.compile cannot trace the first read of a cached property
-        self.number = enter(self)
-
-    @property
-    def positions(self) -> Tensor:
-        return self._index("positions", lambda: self.positions_of(self.tokens()))
-
-    @property
-    def documents(self) -> Tensor:
-        """Document of each local token, int64 ``[T_local]``."""
-        return self._index("documents", lambda: self.documents_of(self.tokens()))
-
-    @cached_property
-    def cu_pieces(self) -> Tensor:
-        """Local offsets ``[pieces+1]`` of this rank's pieces, int32 on its device."""
-        return torch.tensor(self.piece_offsets, dtype=torch.int32, device=self.cp.device)
-
-    @property
-    def local_tokens(self) -> Tensor:
-        """Index of each local token in the sequence, int64 ``[T_local]``."""
-        return self._index("local_tokens", self.tokens)
-
-    def _index(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """An index of this rank's tokens on its device, made once."""
-        if torch.compiler.is_compiling():
-            return moves.layout_index(self.number, name, self.local_length, self.cp.device)
-        return self.kept(("index", name), lambda: make().to(self.cp.device))
-
-    # -- agreement -----------------------------------------------------------------------------------------
-
-    @outside_graphs
-    def agree(
-        self, call: str, signature: tuple[tuple[str, object], ...] | None, error: Exception | None
-    ) -> Entry | None:
-        """All ranks compare a call, by names and what they stand for; an error on one is raised on every rank that
-        compares.
-
-        With validate="first" a signature already seen on this layout is not compared again. Returns what `again` takes.
-        """
-        entry = None
-        if self.cp.validate != "never" and self.cp.size > 1:
-            agreement, what, key = self.cp.comm.agreement, f"the arguments of {call}", (call, signature)
-            known = self._seen.get(key) if error is None else None
-            if known is not None and self.cp.validate == "first":
-                agreement.again(known)
-                return known
-            report = {"call": call} | dict(signature or ()) | {"layout": describe(self)}
-            entry = self._seen[key] = self._compare(what, f"refused: {error}" if error else report, error)
-        if error is not None:
-            raise error
-        return entry
-
-    def again(self, entry: Entry | None) -> None:
-        """This rank comes to a call like one that `agree` has compared; nobody waits."""
-        if entry is not None:
-            self.cp.comm.agreement.again(entry)
-
-    def _compare(self, what: str, report: object, error: Exception | None) -> Entry:
-        """Compare a call now. Where the others skip it, having made such a call before, this rank's own error goes
-        first."""
-        try:
-            return self.cp.comm.agreement.agree(what, report)
-        except PeerError:
-            if error is not None:
-                raise error from None
-            raise
-
-    # -- moving tokens -------------------------------------------------------------------------------------
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of the whole ``x [..., seq_len, ...]`` along `dim`. No communication.
-
-        Differentiable: the gradient of `x` is this rank's part, zero for other ranks' tokens.
-        """
-        check_length(x, dim, self.seq_len, "the whole sequence")
-        out = x.index_select(dim, self.local_tokens.to(x.device))
-        bound = self.bindings > 0 and not torch.compiler.is_compiling()
-        self.cp.marks.put(out, self, fingerprint(x) if bound else None)
-        return out
 
     def bind(self, model: nn.Module) -> Bound:
         """A model whose layers work on this layout until ``remove()``, or the end of a ``with`` block.
@@ -204,39 +87,3 @@ class ShardedLayout(OfThisProcess, Layout):
         shape = [1] * ids.dim()
         shape[dim] = -1
         return following.masked_fill(last.view(shape), ignore_index)
-
-    def route(self, name: object, wants: Callable[[], Sequence[Tensor]], neighbours: bool = False) -> Route:
-        """A route for rows of this layout, made once and kept under `name`."""
-        return self.kept(("route", name), lambda: Route(self, wants(), self.cp.comm, neighbours))
-
-    def kept(self, name: object, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once for this layout and kept under `name`."""
-        kept = self.__dict__.setdefault("_kept", {})
-        if name not in kept:
-            kept[name] = make()
-        return kept[name]
-
-    def _agree_on_tokens(
-        self,
-        call: str,
-        x: Tensor,
-        dim: int,
-        *rest: tuple[str, object],
-        name: str = "x",
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Check this rank's tokens along `dim`, and that all ranks bring the same but for their number."""
-        error = None
-        try:
-            check_dim(x, dim, name)
-            if x.shape[dim] == self.seq_len:
-                self.require_local(name, self.seq_len)
-            check_length(x, dim, self.local_length, "this rank's tokens", name)
-            self.cp.marks.require(name, x, self)
-            check()
-        except RingLAError as e:
-            error = e
-        signature = None
-        if error is None:
-            signature = (("dim", dim), (name, Facts.of(x, dim)), *rest, ("gradients", torch.is_grad_enabled()))
-        self.agree(call, signature, error)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..errors import ArgumentError, UnsupportedError
+from .other_side import OtherSide
 from .protocol import PLAIN, Inputs, Local, OutputUse
 from .pytorch.canonical import CanonicalRecurrence
 from .pytorch.chunked import CanonicalChunks, ChunkedRecurrence
 from .pytorch.recurrent import TokenRecurrence
+from .pytorch.sums import PlainSums
 
 if TYPE_CHECKING:
     from .recurrent import TritonTokens
@@ -97,10 +99,17 @@ def make_local(
     Raises:
         UnsupportedError: backend="triton" was asked for and cannot run this.
     """
+    if rule.reads == "values":
+        by_keys = functools.partial(make_local, rule.by_keys, mode="chunk", backend=backend, canonical=canonical)
+        short = canonical is None and (mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT))
+        tokens = TokenRecurrence(rule, inputs, cu, scale) if short else None
+        return OtherSide(functools.partial(by_keys, cu=cu, scale=scale), inputs, tokens, use.final)
     if rule.write == "sum":
-        if backend == "triton" and canonical is None and not _unsupported_sums(inputs):
+        if backend != "torch" and canonical is None and not _unsupported_sums(inputs):
             return _sums()[1](rule, inputs, cu, scale, use)
-        rule = Rule("additive", rule.decay)  # what has run on GPUs: with keys and queries of ones it is the same
+        if canonical is None and (backend == "torch" or (backend is None and not inputs.q.is_cuda)):
+            return PlainSums(rule, inputs, cu, scale)
+        rule = Rule("additive", rule.decay)  # with keys and queries of ones it is the same
     recurrent = mode == "recurrent" or (mode == "auto" and inputs.q.shape[1] <= SHORT)
     if recurrent and backend != "torch" and canonical is None and not unsupported(rule, inputs, recurrent=True):
         chunked = functools.partial(make_local, rule, inputs, cu, scale, "chunk", backend)

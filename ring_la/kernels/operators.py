@@ -53,10 +53,9 @@ def linear_recurrence(
 @linear_recurrence.register_fake
 def _(q, k, v, g, beta, a, b, S0, cu, rule, scale, mode, backend):
     pieces = 1 if cu is None else cu.shape[0] - 1
-    B, _, _, K = q.shape
-    H, V = v.shape[2:]
-    dtype = state_dtype(q, k, v, g, beta, a, b)
-    return v.new_empty(v.shape), q.new_empty((B, pieces, H, K, V), dtype=dtype)
+    inputs = Inputs(q, k, v, g, beta, a, b)
+    like, dtype = inputs.like_output(Rule.parse(rule)), state_dtype(*inputs)
+    return like.new_empty(like.shape), q.new_empty((q.shape[0], pieces, *inputs.state), dtype=dtype)
 
 
 @torch.library.custom_op("ring_la::linear_recurrence_backward", mutates_args=())
@@ -104,7 +103,7 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, do: Tensor | None, dS_end: Tensor | None):
     *tensors, S0, cu = ctx.saved_tensors
     if do is None:
-        do = torch.zeros_like(tensors[2])
+        do = torch.zeros_like(Inputs(*tensors).like_output(Rule.parse(ctx.rule)))
     gate = ctx.needs_input_grad[Inputs._fields.index("g")]
     grads = linear_recurrence_backward(do, dS_end, *tensors, S0, cu, ctx.rule, ctx.scale, ctx.backend, gate)
     wanted = Inputs(*tensors) if gate else Inputs(*tensors)._replace(g=None)
@@ -165,4 +164,5 @@ def linear_recurrence_in_place(q: Tensor, *rest) -> Tensor:
 
 @overwrite_op.register_fake
 def _(q, k, v, g, beta, a, b, state, cu, rule, scale, form, backend):
-    return v.new_empty(v.shape)
+    like = Inputs(q, k, v, g, beta, a, b).like_output(Rule.parse(rule))
+    return like.new_empty(like.shape)

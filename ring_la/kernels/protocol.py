@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, TypeV
 
 from torch import Tensor
 
-from ..algebra import Transition
+from ..algebra import Rule, Transition
 
 if TYPE_CHECKING:
     from .runtime.streams import SideStream
@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
     """What tokens bring, ``[B, T, heads, …]``; absent tensors are None.
 
     q, k ``[B,T,Hk,K]``, v ``[B,T,H,V]`` with H a multiple of Hk, g ``[B,T,H]`` or ``[B,T,H,K]`` (natural log, ≤ 0),
-    beta ``[B,T,H]``, a and b ``[B,T,H,K]``.
+    beta ``[B,T,H]``, a and b ``[B,T,H,K]``. Under a rule that reads values q is ``[B,T,H,V]`` and k ``[B,T,H,K]``.
     """
 
     q: Tensor
@@ -42,6 +42,15 @@ class Inputs(NamedTuple):
     beta: Tensor | None = None
     a: Tensor | None = None
     b: Tensor | None = None
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """H, K and V of the states."""
+        return self.v.shape[2], self.k.shape[3], self.v.shape[3]
+
+    def like_output(self, rule: Rule) -> Tensor:
+        """The input that o has the shape and dtype of."""
+        return self.v if rule.reads == "keys" else self.k
 
 
 class OutputUse(NamedTuple):

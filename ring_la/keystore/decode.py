@@ -17,7 +17,7 @@ from ..errors import ArgumentError, describe_tensor
 from ..outputs import AttentionOutput
 from ..softmax import attention
 from ..softmax.merging import wide
-from .plan import Blocks
+from .plan import SlabBlocks
 from .store import LayerKeys
 
 
@@ -104,7 +104,7 @@ def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int)
     return _merged(torch.cat([*parts, nothing])[plan.table], 1)
 
 
-def _together(q: Tensor, state: LayerKeys, blocks: Blocks, scale: float, softcap: float) -> Tensor:
+def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, softcap: float) -> Tensor:
     """What some blocks give, each its row: ``[M, H, V + 1]``, lse last."""
     heads, n, dtype = state.size.heads, state.rows.store.pages.block, wide(q.dtype)
     k, v = (memory[state.layer][blocks.slab] for memory in (state.rows.store.k, state.rows.store.v))

@@ -23,7 +23,7 @@ class Extent(NamedTuple):
     size: int
 
 
-class Span(NamedTuple):
+class SlabTokens(NamedTuple):
     """Tokens side by side in one slab, counted from its first."""
 
     slab: int
@@ -75,17 +75,17 @@ class Held:
         """Tokens of this rank that stand before a position."""
         return sum(len(range(run.start, min(run.stop, position), run.step)) for run in self.runs)
 
-    def spans(self, start: int, stop: int) -> list[Span]:
+    def spans(self, start: int, stop: int) -> list[SlabTokens]:
         """Where this rank's tokens `start` to `stop` are."""
         out, at, block = [], 0, self._pages.block
         for slab, first, count in self.extents:
             a, b = max(start - at, 0), min(stop - at, count * block)
             if a < b:
-                out.append(Span(slab, first * block + a, first * block + b))
+                out.append(SlabTokens(slab, first * block + a, first * block + b))
             at += count * block
         return out
 
-    def add(self, runs: Sequence[range], length: int) -> list[Span]:
+    def add(self, runs: Sequence[range], length: int) -> list[SlabTokens]:
         """The sequence has `length` tokens more, on this rank those at `runs`; where these go."""
         new, had = sum(map(len, runs)), self.here
         if new:
@@ -205,7 +205,7 @@ class Pages:
         """Whether another sequence has written behind the first `inside` tokens of the last block."""
         return self.slabs[last.slab].used[last.first + last.size - 1] > inside
 
-    def write(self, span: Span) -> None:
+    def write(self, span: SlabTokens) -> None:
         """Tokens are written there."""
         used = self.slabs[span.slab].used
         for i in range(span.start // self.block, -(-span.stop // self.block)):

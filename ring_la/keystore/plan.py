@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .pages import Held, Span
+from .pages import Held, SlabTokens
 
 ALONE = 16
 """Blocks side by side that are read by themselves: that takes longer than the launches it costs."""
 
 
-class Blocks(NamedTuple):
+class SlabBlocks(NamedTuple):
     """Blocks of one slab that are read together."""
 
     slab: int
@@ -33,16 +33,16 @@ class Blocks(NamedTuple):
 class Plan(NamedTuple):
     """What is read, in parts; each gives a result of one row."""
 
-    alone: list[tuple[int, Span]]
+    alone: list[tuple[int, SlabTokens]]
     """Rows, and where tokens of theirs are."""
-    together: list[Blocks]
+    together: list[SlabBlocks]
     table: Tensor
     """The parts of each row, int64 ``[N, ·]``; the number of parts: none."""
 
     @classmethod
     def of(cls, held: Sequence[Held], first: Sequence[int], block: int, device: torch.device) -> Plan:
         """Of each sequence the tokens of this rank from the one in `first`."""
-        alone: list[tuple[int, Span]] = []
+        alone: list[tuple[int, SlabTokens]] = []
         together: dict[int, list[tuple[int, int, int, int]]] = {}  # by slab: block, row, first and last place
         for row, (x, begin) in enumerate(zip(held, first)):
             for span in x.spans(begin, x.here):
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
         for slab, entries in together.items():
             number, whose, low, high = torch.tensor(entries, device=device).unbind(1)
             parts += [entry[1] for entry in entries]
-            blocks.append(Blocks(slab, number, whose, (place >= low[:, None]) & (place < high[:, None])))
+            blocks.append(SlabBlocks(slab, number, whose, (place >= low[:, None]) & (place < high[:, None])))
         return cls(alone, blocks, _table(parts, len(held), device))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError, describe_tensor
-from .pages import Extent, Held, Pages, Span
+from .pages import Extent, Held, Pages, SlabTokens
 from .plan import Plan
 
 BLOCK = 256
@@ -114,7 +114,7 @@ class Put(NamedTuple):
 
     row: int
     tokens: Tensor | slice
-    spans: list[Span]
+    spans: list[SlabTokens]
 
 
 class KeyRows:
@@ -245,7 +245,7 @@ class LayerKeys(NamedTuple):
                     memory[slab][start:stop] = mine[at : at + stop - start]
                     at += stop - start
 
-    def views(self, span: Span) -> tuple[Tensor, Tensor]:
+    def views(self, span: SlabTokens) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, heads, ·]`` of tokens side by side."""
         k = self.rows.store.k[self.layer][span.slab][span.start : span.stop]
         return k, self.values(k, self.rows.store.v[self.layer][span.slab][span.start : span.stop])

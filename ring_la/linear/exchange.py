@@ -75,8 +75,8 @@ class SplitCall:
 
     def crossing(self, inputs: Inputs) -> Crossing:
         """What is known of the exchange for inputs of these shapes, found once."""
-        q, v, seams = inputs.q, inputs.v, self.seams
-        key = self.kind, q.shape[0], v.shape[2], q.shape[3], v.shape[3], state_dtype(*inputs)
+        seams = self.seams
+        key = self.kind, inputs.q.shape[0], *inputs.state, state_dtype(*inputs)
         found = seams.crossings.get(key)
         if found is None:
             maps = Affine(self.kind, None, torch.empty(key[1:5], dtype=key[5], device="meta"))

@@ -57,7 +57,7 @@ class OneDeviceRecurrence(torch.autograd.Function):
         cu, S0, *rest = ctx.saved_tensors
         width = len(Inputs._fields)
         inputs, saved = Inputs(*rest[:width]), tuple(rest[width:])
-        do = torch.zeros_like(inputs.v) if do is None else do
+        do = torch.zeros_like(inputs.like_output(rule)) if do is None else do
         gate = ctx.needs_input_grad[3 + Inputs._fields.index("g")]
         local = make_local(rule, inputs, cu, scale, "chunk", backend)
         grads = local.gradients(Backward(S0, do, saved, gate), dS_end)

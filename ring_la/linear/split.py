@@ -64,7 +64,7 @@ class SplitRecurrence(torch.autograd.Function):
         S0, *rest = ctx.saved_tensors
         transitions, inputs, sent, saved = _cut(rest, ctx.parts)
         inputs = Inputs(*inputs)
-        do = torch.zeros_like(inputs.v) if do is None else do
+        do = torch.zeros_like(inputs.like_output(call.rule)) if do is None else do
         backward = Backward(S0, do, saved, ctx.needs_input_grad[2 + Inputs._fields.index("g")])
         dS_end = None
         if call.output_final_state:  # on every rank, used or not: the sum is collective

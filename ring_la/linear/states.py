@@ -39,8 +39,7 @@ def with_arrived(S: Tensor | None, like: Tensor, pieces: list[int], arrived: lis
 
 def states_shape(layout: ShardedLayout, inputs: Inputs) -> tuple[int, ...]:
     """Shape of the states of this rank's pieces, ``[B, pieces, H, K, V]``."""
-    q, v = inputs.q, inputs.v
-    return q.shape[0], Seams.of(layout).pieces, v.shape[2], q.shape[3], v.shape[3]
+    return inputs.q.shape[0], Seams.of(layout).pieces, *inputs.state
 
 
 def entering_states(layout: ShardedLayout, inputs: Inputs, initial_state: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Mamba-3 (Lahoti et al. 2026, arXiv 2603.15569) with one input and output a head."""
+"""Mamba-3 (Lahoti et al. 2026, arXiv 2603.15569), with one input and output a head or several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
-from ..recurrences import mamba3
+from ..recurrences import mamba3, mamba3_mimo
 from .layer import (
     Layer,
     LayerCall,
@@ -29,18 +29,22 @@ from .parts import RMSNorm
 
 
 class Mamba3(Layer):
-    """The Mamba-3 block (arXiv 2603.15569), the SISO form: no convolution, angles of the tokens, trapezoidal writes.
+    """The Mamba-3 block (arXiv 2603.15569): no convolution, angles of the tokens, trapezoidal writes.
 
         z, x, B, C, dt, a, λ, ϑ = in_proj(u);   Δ = softplus(dt + dt_bias),   g = −Δ max(softplus(a), 10⁻⁴)
         B, C = norm(B) + B_bias, norm(C) + C_bias, turned by Σ θ,   θ = π Δ tanh(ϑ),   λ = sigmoid(λ)
         S ← e^g (S + (1−λ)Δ B₋₁ x₋₁ᵀ) + λΔ B xᵀ,   out = ((Sᵀ C + D x) ⊙ SiLU(z)) W_O
 
-    The state is S, and as its tail B₋₁, x₋₁ and Σ θ of all heads side by side, ``[N, H·K + H·V + H·K/2]``.
+    With `rank` r above 1 (MIMO) B and C are r a head, x_r = mimo_x_r ⊙ x, and what goes into W_O is
+    Σ_r mimo_o_r ⊙ (Sᵀ C_r + D x_r) ⊙ SiLU(mimo_z_r ⊙ z). B and C turn channels k and k + K/2: the authors' weights
+    with one rank are made for channels 2k and 2k + 1.
+
+    The state is S, and as its tail B₋₁, x₋₁ and Σ θ of all heads side by side, ``[N, H·r·K + H·V + H·K/2]``.
 
     Args:
         dim: D. num_heads: H (default expand · D / head_dim). head_dim: V (default expand · D / H, or 64).
         state_dim: K, even. groups: G, groups of B and C before their biases.
-        expand: inner width over D. turned: share of the channels of B and C that turn.
+        rank: r. expand: inner width over D. turned: share of the channels of B and C that turn.
         mode, backend: as in the recurrences.
     """
 
@@ -55,6 +59,7 @@ class Mamba3(Layer):
         head_dim: int | None = None,
         state_dim: int = 128,
         groups: int = 1,
+        rank: int = 1,
         expand: int = 2,
         turned: float = 0.5,
         mode: Mode = "auto",
@@ -70,13 +75,18 @@ class Mamba3(Layer):
         if not 0 < turned <= 1:
             raise ArgumentError("turned", "a number in (0, 1]", turned)
         self.num_heads, self.groups, self.K, self.mode, self.backend = num_heads, groups, state_dim, mode, backend
-        inner, shared, self.angles = num_heads * self.V, groups * state_dim, max(1, int(turned * state_dim) // 2)
+        self.rank, self.angles = positive("rank", rank), max(1, int(turned * state_dim) // 2)
+        inner, shared = num_heads * self.V, rank * groups * state_dim
         self.widths = [inner, inner, shared, shared, num_heads, num_heads, num_heads, self.angles]
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
         low, high = (math.log(t) for t in self.DT_RANGE)
         self.dt_bias = nn.Parameter(inverse_softplus(torch.empty(num_heads).uniform_(low, high).exp()))
         self.B_norm, self.C_norm = (RMSNorm(state_dim, eps=1e-5) for _ in range(2))
-        self.B_bias, self.C_bias = (nn.Parameter(torch.ones(num_heads, state_dim)) for _ in range(2))
+        ranks = () if rank == 1 else (rank,)
+        self.B_bias, self.C_bias = (nn.Parameter(torch.ones(num_heads, *ranks, state_dim)) for _ in range(2))
+        if rank > 1:
+            one = torch.ones(num_heads, rank, self.V)
+            self.mimo_x, self.mimo_z, self.mimo_o = (nn.Parameter(t) for t in (one / rank, one.clone(), one / rank))
         self.D = nn.Parameter(torch.ones(num_heads))
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
@@ -84,7 +94,8 @@ class Mamba3(Layer):
         z, u, B, C, dt, a, lam, turn = self.in_proj(x).split(self.widths, -1)
         dt = F.softplus(wide(dt) + self.dt_bias)
         theta = math.pi * dt[..., None] * F.pad(torch.tanh(wide(turn)), (0, self.K // 2 - self.angles))[:, :, None]
-        y, final = mamba3(
+        several = {} if self.rank == 1 else {"up": self.mimo_x}
+        y, final = (mamba3 if self.rank == 1 else mamba3_mimo)(
             split_heads(u, self.num_heads),
             dt,
             -dt * F.softplus(wide(a)).clamp(min=self.SLOWEST),
@@ -96,9 +107,10 @@ class Mamba3(Layer):
             initial_state=None if state is None else self._parted(state),
             mode=self.mode,
             backend=self.backend,
+            **several,
             **call.keywords,
         )
-        o = self.out_proj(merge_heads(y) * F.silu(z))
+        o = self.out_proj(self._gated(y, z))
         if not call.output_state:
             return LayerOutput(o, None)
         if call.in_place:
@@ -106,14 +118,26 @@ class Mamba3(Layer):
         S, *last = final  # type: ignore[misc]
         return LayerOutput(o, LayerState(S, torch.cat([t.flatten(1) for t in last], -1)))
 
+    def _gated(self, y: Tensor, z: Tensor) -> Tensor:
+        """What goes into the output projection."""
+        if self.rank == 1:
+            return merge_heads(y) * F.silu(z)
+        z = split_heads(z, self.num_heads)[:, :, None] * self.mimo_z.transpose(0, 1)
+        return merge_heads((y * F.silu(z) * self.mimo_o.transpose(0, 1)).sum(2)).to(y.dtype)
+
     def _biased(self, norm: RMSNorm, y: Tensor, bias: Tensor) -> Tensor:
         """B or C of every head."""
-        y = norm(split_heads(y, self.groups)).repeat_interleave(self.num_heads // self.groups, 2)
-        return (y + bias).to(y.dtype)
+        if self.rank == 1:
+            y = norm(split_heads(y, self.groups)).repeat_interleave(self.num_heads // self.groups, 2)
+            return (y + bias).to(y.dtype)
+        y = norm(y.unflatten(-1, (self.rank, self.groups, self.K)))
+        return (y.repeat_interleave(self.num_heads // self.groups, 3) + bias.transpose(0, 1)).to(y.dtype)
 
     def _parted(self, state: LayerState) -> tuple[Any, ...]:
         """The state as the recurrence has it, views of the layer's."""
-        widths, tail = (self.K, self.V, self.K // 2), state.tail
+        shapes, tail = [(self.K,), (self.V,), (self.K // 2,)], state.tail
         assert tail is not None
-        parts = tail.split([self.num_heads * n for n in widths], -1)
-        return (state.recurrent, *(t.unflatten(-1, (self.num_heads, -1)) for t in parts))
+        if self.rank > 1:
+            shapes[0] = (self.rank, self.K)
+        parts = tail.split([self.num_heads * math.prod(shape) for shape in shapes], -1)
+        return (state.recurrent, *(t.unflatten(-1, (self.num_heads, *shape)) for t, shape in zip(parts, shapes)))

@@ -14,13 +14,15 @@ from .gsa import gated_slot_attention
 from .hgrn import hgrn
 from .linear_attention import linear_attention
 from .mamba2 import mamba2
-from .mamba3 import mamba3
+from .mamba3 import mamba3, mamba3_mimo
 from .mlstm import mlstm
+from .oja import gated_oja_rule
 from .preconditioned import preconditioned_gated_delta_rule, preconditioned_kda
 from .retention import lightning_attention, retention, simple_gla
 from .retention import lightning_decay as lightning_decay
 from .retention import retention_decay as retention_decay
 from .rwkv6 import rwkv6
+from .ttt import ttt_linear
 
 FUNCTIONS = (
     linear_attention,
@@ -40,11 +42,14 @@ FUNCTIONS = (
     gated_delta_product,
     preconditioned_gated_delta_rule,
     preconditioned_kda,
+    gated_oja_rule,
     rwkv6,
     gated_slot_attention,
     hgrn,
     mlstm,
     mamba3,
+    mamba3_mimo,
+    ttt_linear,
 )
 RECURRENCES = tuple(f.definition for f in FUNCTIONS)  # pyright: ignore[reportFunctionMemberAccess]
 """The definition of every recurrence: what conformance tests and benchmarks go through."""

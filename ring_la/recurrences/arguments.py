@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checks import FLOATS
 from ..errors import ArgumentError, describe_tensor
 
-Kind = Literal["query", "key", "value", "normal", "unit", "log decay", "rate"]
+Kind = Literal["query", "key", "value", "unit value", "normal", "unit", "log decay", "rate"]
 Draw = Callable[[Callable[..., Tensor], Mapping[str, Tensor], tuple[int, ...]], Tensor]
 """``draw(normal, drawn, shape)``: an example of an argument; `normal` draws numbers, `drawn` are those before it."""
 
@@ -26,7 +26,8 @@ class Argument(NamedTuple):
     Attributes:
         shape: its dimensions, a letter each. Without a T all tokens share it, and its gradient is each rank's part.
         kind: what its numbers are: "query" (what `scale` multiplies), "key", "value", "normal", "unit" (vectors of unit
-            length), "log decay" (≤ 0), "rate" (in (0, 1)), or a function that draws an example (`Draw`).
+            length, "unit value": values that are), "log decay" (≤ 0), "rate" (in (0, 1)), or a function that draws an
+            example (`Draw`).
     """
 
     shape: str
@@ -36,6 +37,11 @@ class Argument(NamedTuple):
     def shared(self) -> bool:
         """Whether all tokens share it."""
         return "T" not in self.shape
+
+    @property
+    def values(self) -> bool:
+        """Whether it is what states hold: o has its heads and dtype."""
+        return self.kind in ("value", "unit value")
 
     def __str__(self) -> str:
         return "[" + ",".join("Hk" if letter == "G" else letter for letter in self.shape) + "]"
@@ -59,7 +65,7 @@ def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, Any])
         if x.dim() != len(argument.shape):
             raise ArgumentError(name, f"{len(argument.shape)} dimensions {argument}", list(x.shape))
         for letter, size in zip(argument.shape, x.shape):
-            if letter != "H" or argument.kind == "value":
+            if letter != "H" or argument.values:
                 sizes.setdefault(letter, size)
     sizes.setdefault("H", sizes.get("G", 1))
     sizes.setdefault("G", sizes["H"])
@@ -70,7 +76,7 @@ def check_arguments(arguments: Mapping[str, Argument], given: Mapping[str, Any])
     for name, (argument, x) in present.items():
         wanted = [sizes[letter] for letter in argument.shape]
         fewer = [sizes["G" if letter == "H" else letter] for letter in argument.shape]
-        if list(x.shape) not in ([wanted] if argument.kind == "value" else [wanted, fewer]):
+        if list(x.shape) not in ([wanted] if argument.values else [wanted, fewer]):
             raise ArgumentError(name, f"{argument} = {wanted}", list(x.shape))
         if x.device != first.device:
             raise ArgumentError(name, f"a tensor on {first.device}", x.device)

@@ -88,6 +88,11 @@ def check_shapes(r: Recurrence) -> tuple[int, int, int, int, int]:
     for f, x in (("q", q), ("v", v)):
         if x.dim() != 4:
             raise ArgumentError(name(f), "four dimensions [B, T, H, D]", list(x.shape))
+    if r.rule.reads == "values":  # q stands beside v, and nothing is shared between heads
+        q, k = k, q
+        if v.shape != k.shape or v.shape[:3] != q.shape[:3]:
+            raise ArgumentError(name("q"), f"the shape of {name('v')}, with the heads of {name('k')}", list(k.shape))
+        k = q
     B, T, Hk, K = shape = q.shape
     rows, tokens, H, V = v.shape
     if Hk < 1 or K < 1:

@@ -26,13 +26,15 @@ from .agreement import Flags
 from .arguments import check_arguments, state_dtype_of
 from .definition import CommonOptions, Definition
 
+_signature_of = functools.cache(inspect.signature)
+
 
 def run_composed(
     definition: Definition, call: functools.partial[Any], options: CommonOptions, flags: Flags
 ) -> LinearAttentionOutput:
     """Check a call, let the ranks agree on it, and make it."""
     layout, error, sizes = options.layout, None, {}
-    signature = inspect.signature(call.func)
+    signature = _signature_of(call.func)
     bound = signature.bind(*call.args, **call.keywords, options=options)
     bound.apply_defaults()
     given = {n: x for n, x in bound.arguments.items() if n != "options"}
@@ -141,6 +143,6 @@ def _by_reference(
     o, final = definition.reference(*call.args, **call.keywords, **common)
     wide = state_dtype_of(tensors)
     parts = None if final is None else tuple(p.to(wide) for p in parts_of(final))
-    values = next(x for n, x in tensors.items() if definition.arguments[n].kind == "value")
+    values = next(x for n, x in tensors.items() if definition.arguments[n].values)
     state: Any = parts[0] if parts is not None and len(parts) == 1 else parts
     return LinearAttentionOutput(o.to(values.dtype), state)

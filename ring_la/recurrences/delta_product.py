@@ -55,14 +55,16 @@ def gated_delta_product(
     o, S = gated_delta_rule(
         q_last, k.flatten(1, 2), v.flatten(1, 2), g_first, beta.flatten(1, 2), scale=options.scale,
         initial_state=options.initial_state, output_final_state=options.output_final_state,
-        mode=options.mode, backend=options.backend, **_steps(options, n),
+        mode=options.mode, backend=options.backend, **steps(options, n),
     )  # fmt: skip
     return LinearAttentionOutput(o[:, n - 1 :: n], S)
 
 
-def _steps(options: CommonOptions, n: int) -> dict[str, object]:
+def steps(options: CommonOptions, n: int) -> dict[str, object]:
     """How the steps of all tokens are split, or packed."""
     cu, layout = options.cu_seqlens, options.layout
+    if n == 1:
+        return options.inner
     if layout is None:
         return {"layout": None, "cu_seqlens": None if cu is None else cu * n}
 

@@ -3,7 +3,8 @@
     Hk ← Hk diag(e^g) + k sᵀ          scores = scale · Hkᵀ q
     Hv ← diag(e^g) Hv + s vᵀ          o = Hvᵀ softmax(scores)
 
-The first state decays along its values: each slot is a value head, one number wide, with a decay of its own.
+The first state decays along its values, which are read: transposed it is gated linear attention with slots for keys and
+keys for values, whose other side is read (`kernels.other_side`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
+from ..algebra import Rule
+from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import KEY, QUERY, VALUE, Argument
-from .definition import CommonOptions
+from .definition import CommonOptions, Recurrence
 from .gla import gla
 from .recurrence import recurrence
-from .retention import simple_gla
+
+
+@recurrence(paper="the keys of gated slot attention, transposed")
+def _scores(q: Tensor, k: Tensor, s: Tensor, g: Tensor) -> Recurrence:
+    """Hkᵀ ← diag(e^g) Hkᵀ + s kᵀ, scores = Hkᵀ q."""
+    return Recurrence(Rule("additive", "diagonal", reads="values"), Inputs(q, s, k, g), names={"k": "s", "v": "k"})
 
 
 def token(
@@ -50,14 +58,14 @@ def gated_slot_attention(
         g: log-decay of each slot ``[B, T, H, M]``, ≤ 0.
     """
     first, second = (None, None) if options.initial_state is None else options.initial_state
-    final, M = options.output_final_state, s.shape[-1]
-    scores, keys = simple_gla(
-        q, k, s.flatten(2)[..., None].to(q.dtype), g.flatten(2), scale=options.scale,
-        initial_state=None if first is None else first.mT.flatten(1, 2)[..., None],
+    final, heads = options.output_final_state, v.shape[2]
+    q, k = (x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    scores, keys = _scores(
+        q, k, s.to(q.dtype), g, scale=options.scale, initial_state=None if first is None else first.mT,
         output_final_state=final, **options.scan,
     )  # fmt: skip
-    slots = scores[..., 0].unflatten(2, (-1, M)).softmax(-1)
+    slots = scores.softmax(-1)
     o, values = gla(slots, s.to(slots.dtype), v, g, scale=1.0, initial_state=second,
                     output_final_state=final, **options.scan)  # fmt: skip
-    state: Any = (keys[..., 0].unflatten(1, (-1, M)).mT, values) if final else None  # type: ignore[index]
+    state: Any = (keys.mT, values) if keys is not None else None
     return LinearAttentionOutput(o, state)

@@ -38,9 +38,6 @@ def hgrn(x: Tensor, g: Tensor, *, options: CommonOptions) -> LinearAttentionOutp
 
     Args:
         x: ``[B, T, D]``. g: log forget gate ``[B, T, D]``, ≤ 0.
-
-    On GPUs ``backend="triton"`` takes kernels of its own, which have run in Triton's interpreter only; by default each
-    channel is a head of the additive rule.
     """
     one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:2], 1, 1)
     initial = options.initial_state

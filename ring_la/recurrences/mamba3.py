@@ -7,6 +7,10 @@ with B̂ and Ĉ turned by the sum of the angles so far. What a token writes twic
     H_t = e^{g_t} H_{t−1} + (λ_t Δ_t + c_{t+1}) B̂_t x_tᵀ = h_t + c_{t+1} B̂_t x_tᵀ
 
 so one scan of Mamba-2's kind does it; of the next token it needs one number a head, from the neighbour at a border.
+
+With several inputs and outputs a head (MIMO), ranks r of B, C and x, B̂ xᵀ is a sum over r. Its terms are steps of a
+sequence so many times as long (see `delta_product`), read at each step; what a step's query misses or has too much of
+its own token's writes is added behind the scan.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from ..reference.by_token import outer, read
 from ..running_sum import running_sum
 from .arguments import DECAY, KEY, QUERY, RATE, VALUE, Argument
 from .definition import CommonOptions
+from .delta_product import steps
 from .recurrence import recurrence
 from .retention import simple_gla
 
@@ -45,6 +50,29 @@ def token(
     return (h, B, x, phi), read(h, C) + D[..., None] * x
 
 
+def token_of_ranks(
+    S: States, x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor, up: Tensor
+) -> tuple[States, Tensor]:
+    """One token of its MIMO form, whose B and C are ``[N, n, H, K]``."""
+    h, B_before, x_before, phi = S
+    phi = phi + theta
+    turn = torch.polar(torch.ones_like(phi), phi)[:, None]
+    K = B.shape[-1] // 2
+    turned = []
+    for y in (B, C):
+        z = turn * torch.complex(y[..., :K], y[..., K:])
+        turned.append(torch.cat([z.real, z.imag], -1))
+    B, C = turned
+    ranks = range(up.shape[1])
+    for r in ranks:
+        h = h + outer(((1 - lam) * dt)[..., None] * B_before[:, :, r], up[:, r] * x_before)
+    h = g.exp()[..., None, None] * h
+    for r in ranks:
+        h = h + outer((lam * dt)[..., None] * B[:, r], up[:, r] * x)
+    o = [read(h, C[:, r]) + D[..., None] * (up[:, r] * x) for r in ranks]
+    return (h, B.transpose(1, 2), x, phi), torch.stack(o, 1)
+
+
 @recurrence(
     paper="Lahoti et al. 2026, arXiv 2603.15569, the SISO form",
     equation="S ← e^g (S + (1−λ)Δ B₋₁ x₋₁ᵀ) + λΔ B xᵀ, B and C turned by Σ θ",
@@ -60,7 +88,8 @@ def mamba3(
 ) -> LinearAttentionOutput:  # fmt: skip
     """Mamba-3 with one input and output a head: S ← e^g (S + (1−λ)Δ B₋₁ x₋₁ᵀ) + λΔ B xᵀ, o = scale · Sᵀ C + D x.
 
-    B and C are turned by the sum of the angles so far, channels k and k + K/2 by ``theta[..., k]``.
+    B and C are turned by the sum of the angles so far, channels k and k + K/2 by ``theta[..., k]``. (The authors' SISO
+    kernels turn channels 2k and 2k + 1: for weights made for them, order B's and C's channels even ones first.)
 
     Args:
         x: ``[B, T, H, V]``. dt: Δ ``[B, T, H]``, ≥ 0. g: log-decay Δ A ``[B, T, H]``, ≤ 0.
@@ -69,36 +98,105 @@ def mamba3(
 
     `scale` is 1 by default. States are ``(S [N,H,K,V], B₋₁ turned [N,H,K], x₋₁ [N,H,V], Σ θ [N,H,K/2])``.
     """
-    heads, layout = x.shape[2], options.layout
     start = options.initial_state
+    if start is not None:
+        options = options._replace(initial_state=(start[0], start[1][:, :, None], *start[2:]))  # type: ignore[arg-type]
+    o, final = _trapezoid(x, dt, g, B[:, :, None], C[:, :, None], lam, theta, D, None, options)
+    state: Any = final and (final[0], final[1][:, :, 0], *final[2:])
+    return LinearAttentionOutput(o[:, :, 0], state)
+
+
+@recurrence(
+    paper="Lahoti et al. 2026, arXiv 2603.15569, the MIMO form",
+    equation="S ← e^g (S + (1−λ)Δ Σ_r B₋₁ x₋₁ᵀ) + λΔ Σ_r B xᵀ, of n inputs and outputs a head",
+    arguments=dict(
+        x=VALUE, dt=RATE, g=DECAY, B=Argument("BTNGK", "key"), C=Argument("BTNGK", "query"), lam=RATE,
+        theta=Argument("BTHR"), D=Argument("H"), up=Argument("HNV"),
+    ),
+    token=token_of_ranks,
+    default_scale=1.0,
+    states=("HKV", "HNK", "HV", "HR"),
+    sizes=dict(R=3, N=2),
+)  # fmt: skip
+def mamba3_mimo(
+    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor, up: Tensor,
+    *, options: CommonOptions,
+) -> LinearAttentionOutput:  # fmt: skip
+    """Mamba-3 with n inputs and outputs a head, x_r = up_r ⊙ x:
+    S ← e^g (S + (1−λ)Δ Σ_r B_r₋₁ x_r₋₁ᵀ) + λΔ Σ_r B_r x_rᵀ, o_r = scale · Sᵀ C_r + D x_r.
+
+    Args:
+        B, C: ``[B, T, n, Hk, K]``, K even. up: ``[H, n, V]``. The others are those of `mamba3`.
+
+    o is ``[B, T, n, H, V]``: the paper gates each o_r and sums them up with weights behind it. States are
+    ``(S [N,H,K,V], B₋₁ turned [N,H,n,K], x₋₁ [N,H,V], Σ θ [N,H,K/2])``.
+    """
+    return _trapezoid(x, dt, g, B, C, lam, theta, D, up, options)
+
+
+def _trapezoid(
+    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor, up: Tensor | None,
+    options: CommonOptions,
+) -> LinearAttentionOutput:  # fmt: skip
+    """Either form, B and C ``[B, T, n, Hk, K]``; without `up` x_r is x."""
+    heads, layout, n = x.shape[2], options.layout, B.shape[2]
+    start: Any = options.initial_state
     phi = running_sum(theta, layout, options.cu_seqlens)
     if start is not None:
         phi = phi + _of_tokens(start[3].double(), x, options)
-    cos, sin = (t.to(torch.promote_types(B.dtype, torch.float32)) for t in (phi.cos(), phi.sin()))
+    cos, sin = (t.to(torch.promote_types(B.dtype, torch.float32))[:, :, None] for t in (phi.cos(), phi.sin()))
     B, C = (
-        _turned(y if y.shape[2] == heads else y.repeat_interleave(heads // y.shape[2], 2), cos, sin) for y in (B, C)
+        _turned(y if y.shape[3] == heads else y.repeat_interleave(heads // y.shape[3], 3), cos, sin) for y in (B, C)
     )
     c = (1 - lam) * dt
     after = _next(c, options)
     S0 = None
     if start is not None:
         first = _first(c, options).to(start[0].dtype)
-        S0 = start[0] + first[..., None, None] * start[1][..., None] * start[2][..., None, :]
-    written = ((lam * dt + after)[..., None] * x).to(x.dtype)
+        before = _inputs(start[2], _of_one_rank(up, layout))
+        S0 = start[0] + first[..., None, None] * torch.einsum("bhnk,bnhv->bhkv", start[1], before.to(start[1].dtype))
+    inputs = _inputs(x, up)
+    written = ((lam * dt + after)[:, :, None, :, None] * inputs).to(x.dtype)
     o, S = simple_gla(
-        C, B, written, g, scale=options.scale, initial_state=S0, output_final_state=options.output_final_state,
-        **options.scan,
+        C.flatten(1, 2), B.flatten(1, 2), written.flatten(1, 2), _at_first(g, n), scale=options.scale,
+        initial_state=S0, output_final_state=options.output_final_state, mode=options.mode, backend=options.backend,
+        **steps(options, n),
     )  # fmt: skip
-    again = options.scale * after[..., None] * (C * B).sum(-1, keepdim=True)  # type: ignore[operator]
-    o = (o + (D[:, None] - again) * x).to(x.dtype)
+    o = o.unflatten(1, (-1, n)) + D[:, None] * inputs + _own(C, B, inputs, lam * dt, after, options)
     if S is None:
-        return LinearAttentionOutput(o, None)
+        return LinearAttentionOutput(o.to(x.dtype), None)
     wide = torch.promote_types(S.dtype, torch.float32)
-    rows = torch.cat([t.to(wide).flatten(2) for t in (B, x, phi)], -1)
+    parts = B.transpose(2, 3), x, phi
+    rows = torch.cat([t.to(wide).flatten(2) for t in parts], -1)
     before = None if start is None else torch.cat([t.to(wide).flatten(1) for t in start[1:]], -1)
-    last = token_shift(rows, initial_state=before, output_final_state=True, **options.inner).final_state
-    parts = last.split([heads * t.shape[-1] for t in (B, x, phi)], -1)  # type: ignore[union-attr]
-    return LinearAttentionOutput(o, (S, *(t.unflatten(-1, (heads, -1)) for t in parts)))  # type: ignore[arg-type]
+    last: Any = token_shift(rows, initial_state=before, output_final_state=True, **options.inner).final_state
+    sizes = [t.shape[2:] for t in parts]
+    final = [t.unflatten(-1, size) for t, size in zip(last.split([size.numel() for size in sizes], -1), sizes)]
+    return LinearAttentionOutput(o.to(x.dtype), (S, *final))  # type: ignore[arg-type]
+
+
+def _inputs(x: Tensor, up: Tensor | None) -> Tensor:
+    """The inputs ``[…, n, H, V]`` of all ranks."""
+    return x[..., None, :, :] if up is None else (x[..., None, :, :] * up.transpose(0, 1)).to(x.dtype)
+
+
+def _of_one_rank(up: Tensor | None, layout: ShardedLayout | None) -> Tensor | None:
+    """What all ranks make of it is the same: its gradient is one rank's part."""
+    return up if up is None or layout is None or layout.rank == 0 else up.detach()
+
+
+def _at_first(g: Tensor, n: int) -> Tensor:
+    """A token's decay at the first of its steps."""
+    return g if n == 1 else torch.cat([g[:, :, None], g.new_zeros(*g.shape[:2], n - 1, g.shape[2])], 2).flatten(1, 2)
+
+
+def _own(C: Tensor, B: Tensor, inputs: Tensor, now: Tensor, after: Tensor, options: CommonOptions) -> Tensor:
+    """What each query ``[B, T, n, H, K]`` has too much of its own token's writes, and of later steps too little."""
+    n = C.shape[2]
+    pairs = (C[:, :, :, None] * B[:, :, None]).sum(-1)  # [B, T, n, n, H]
+    seen = torch.ones(n, n, dtype=torch.bool, device=C.device).tril()[..., None]
+    weight = torch.where(seen, -after[:, :, None, None], now[:, :, None, None])
+    return options.scale * torch.einsum("btrsh,btshv->btrhv", weight * pairs, inputs.to(weight.dtype))  # type: ignore[operator]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -136,6 +234,8 @@ def _first(c: Tensor, options: CommonOptions) -> Tensor:
     layout, cu = options.layout, options.cu_seqlens
     if layout is not None:
         return _FirstTokens.apply(layout, c)
+    if c.shape[1] == 0:
+        return c.new_zeros(c.shape[0] if cu is None else cu.numel() - 1, c.shape[2])
     if cu is None:
         return c[:, 0]
     first = c[0].index_select(0, cu[:-1].clamp(max=c.shape[1] - 1))

@@ -75,9 +75,10 @@ def _fake(
     documents: int,
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    final = rest[-3]
-    shape = (documents, v.shape[2], q.shape[3], v.shape[3]) if final else (0,)
-    return v.new_empty(v.shape), q.new_empty(shape, dtype=state_dtype(q, k, v, g, beta, a, b))
+    final, inputs = rest[-3], Inputs(q, k, v, g, beta, a, b)
+    like = inputs.like_output(Rule.parse(rest[1]))
+    shape = (documents, *inputs.state) if final else (0,)
+    return like.new_empty(like.shape), q.new_empty(shape, dtype=state_dtype(*inputs))
 
 
 split_recurrence = SplitOperator("split_recurrence", _run, _fake, 8)

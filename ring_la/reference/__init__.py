@@ -32,6 +32,7 @@ from ring_la.reference.recurrences import (
 )
 from ring_la.reference.softmax import attention
 from ring_la.reference.sparse import sparse_attention
+from ring_la.reference.ttt import ttt_linear
 
 __all__ = [
     "attention",
@@ -55,6 +56,7 @@ __all__ = [
     "simple_gla",
     "sparse_attention",
     "token_shift",
+    "ttt_linear",
 ]
 
 

@@ -40,22 +40,14 @@ def mla(
     in float64.
     """
     expect_local(layout, backend)
-    expect_shape("q", q, B=None, Tq=None, H=None, K=None)
-    (B, _, H, K), R = q.shape, k_rope.shape[-1]
-    expect_shape("latent", latent, B=B, Tk=None, L=None)
-    expect_shape("k_rope", k_rope, B=B, Tk=latent.shape[1], R=None)
-    expect_shape("w_uk", w_uk, H=H, N=K - R, L=latent.shape[2])
-    expect_shape("w_uv", w_uv, H=H, V=None, L=latent.shape[2])
+    _check_shapes(q, latent, k_rope, w_uk, w_uv)
+    B, _, H, K = q.shape
     if dropout_p:
         raise UnsupportedError("dropout_p", "0", dropout_p, "The reference is deterministic")
     if chosen is not None:
-        keys = torch.einsum("btl,hnl->bthn", latent.double(), w_uk.double())
-        keys = torch.cat([keys, k_rope.double()[:, :, None].expand(-1, -1, H, -1)], -1)
-        values = torch.einsum("btl,hvl->bthv", latent.double(), w_uv.double())
-        how: dict[str, Any] = dict(
-            block=block, causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens
-        )
-        return MLAOutput(*sparse_attention(q, keys, values, chosen, **how), None)
+        keys, values = _expanded(latent, k_rope, w_uk, w_uv)
+        how: dict[str, Any] = dict(causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens)
+        return MLAOutput(*sparse_attention(q, keys, values, chosen, block=block, **how), None)
     factor = float(K**-0.5) if scale is None else scale
     limits = window[0], 0 if causal else window[1]
     parts = []
@@ -72,6 +64,22 @@ def mla(
         o, lse = zip(*heads)
         parts.append((torch.stack(o, 2), torch.stack(lse, 1)))
     return MLAOutput(torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2), None)
+
+
+def _check_shapes(q: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
+    expect_shape("q", q, B=None, Tq=None, H=None, K=None)
+    (B, _, H, K), R = q.shape, k_rope.shape[-1]
+    expect_shape("latent", latent, B=B, Tk=None, L=None)
+    expect_shape("k_rope", k_rope, B=B, Tk=latent.shape[1], R=None)
+    expect_shape("w_uk", w_uk, H=H, N=K - R, L=latent.shape[2])
+    expect_shape("w_uv", w_uv, H=H, V=None, L=latent.shape[2])
+
+
+def _expanded(latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads, [B, Tk, H, ·]."""
+    keys = torch.einsum("btl,hnl->bthn", latent.double(), w_uk.double())
+    keys = torch.cat([keys, k_rope.double()[:, :, None].expand(-1, -1, len(w_uk), -1)], -1)
+    return keys, torch.einsum("btl,hvl->bthv", latent.double(), w_uv.double())
 
 
 def _one_head(s: Tensor, v: Tensor, limits: tuple[int, int], sink: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -41,15 +41,12 @@ def nsa(
     (B, Tq, H, K), (T, Hk) = q.shape, k[0].shape[1:3]
     expect_shape("gates", gates, B=B, Tq=Tq, H=H, branches=3)
     factor, group = K**-0.5 if scale is None else scale, H // Hk
-    outputs, chosen = {}, torch.full((B, Tq, Hk, topk), -1, dtype=torch.int32)
+    compress, outputs = (compress_k, compress_v), {}
+    chosen = torch.full((B, Tq, Hk, topk), -1, dtype=torch.int32)
     for _, rows, tokens in documents(B, T, cu_seqlens):
         begin, size = tokens.start, tokens.stop - tokens.start
         starts = [a for a in range(0, size, stride) if a + length <= size]
-        few = []
-        for x, compress in ((k[0], compress_k), (v[0], compress_v)):
-            blocks = [x[rows, begin + a : begin + a + length].double() for a in starts]
-            if blocks:
-                few.append(compress(torch.stack(blocks, 1), torch.tensor(starts)))
+        few = [_compressed(x[rows, tokens].double(), f, starts, length) for x, f in zip((k[0], v[0]), compress)]
         for b in range(*rows.indices(B)):
             for t in range(max(0, T - Tq - begin), size):
                 at, full = begin + t - (T - Tq), sum(a + length <= t + 1 for a in starts)
@@ -62,18 +59,13 @@ def nsa(
                             key, value = (x[b - rows.indices(B)[0], :full, g].double() for x in few)
                             o, p = _attended(factor * key @ q[b, at, h].double(), value)
                         outputs[b, at, h] = gates[b, at, h, 0].double() * o
-                        for i, part in enumerate(p):  # what a block is given goes to the strides of its tokens
-                            for stretch in range(starts[i], starts[i] + length, stride):
-                                weight[stretch // block] = weight.get(stretch // block, 0.0) + float(part.detach())
-                    own = t // block
-                    always = [j for j in range(own + 1) if j < initial or j > own - local]
-                    others = sorted(set(range(own + 1)) - set(always), key=lambda j: -weight.get(j, 0.0))
-                    picked = (always + others)[:topk]
+                        _weigh(weight, p, starts, length, stride, block)
+                    picked = _picked(weight, t // block, initial, local)[:topk]
                     chosen[b, at, g, : len(picked)] = torch.tensor(picked) * block + begin
                     read = [begin + j for n in sorted(picked) for j in range(n * block, (n + 1) * block) if j <= t]
                     near = list(range(begin + max(0, t - window), begin + t + 1))
-                    for h in heads:
-                        for branch, seen in ((1, read), (2, near)):
+                    for branch, seen in ((1, read), (2, near)):
+                        for h in heads:
                             key, value = k[branch][b, seen, g].double(), v[branch][b, seen, g].double()
                             o, _ = _attended(factor * key @ q[b, at, h].double(), value)
                             outputs[b, at, h] = outputs[b, at, h] + gates[b, at, h, branch].double() * o
@@ -85,3 +77,22 @@ def _attended(s: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """What softmax of scores [n] gives of values [n, V], and the softmax."""
     p = torch.softmax(s, 0)
     return p @ value, p
+
+
+def _compressed(x: Tensor, compress: Callable[[Tensor, Tensor], Tensor], starts: list[int], length: int) -> Tensor:
+    """One token of each block of a document's tokens [B, n, Hk, D]: [B, blocks, Hk, D']."""
+    blocks = [x[:, a : a + length] for a in starts]
+    return compress(torch.stack(blocks, 1), torch.tensor(starts)) if blocks else x[:, :0]
+
+
+def _weigh(weight: dict[int, float], p: Tensor, starts: list[int], length: int, stride: int, block: int) -> None:
+    """What compressed blocks are given goes to the blocks in which the strides of their tokens begin."""
+    for start, part in zip(starts, p):
+        for stretch in range(start, start + length, stride):
+            weight[stretch // block] = weight.get(stretch // block, 0.0) + float(part.detach())
+
+
+def _picked(weight: dict[int, float], own: int, initial: int, local: int) -> list[int]:
+    """A query's blocks up to its own, those first that are always read, then by what compressed keys gave them."""
+    always = [j for j in range(own + 1) if j < initial or j > own - local]
+    return always + sorted(set(range(own + 1)) - set(always), key=lambda j: -weight.get(j, 0.0))

@@ -40,7 +40,7 @@ def sparse_attention(
     borders = [0, Tk] if cu_seqlens is None else torch.as_tensor(cu_seqlens).tolist()
     document = [n for n, (a, b) in enumerate(zip(borders, borders[1:])) for _ in range(a, b)]
     factor = float(K**-0.5) if scale is None else scale
-    right = 0 if causal else window[1]
+    limits = window[0], 0 if causal else window[1]
     o, lse = q.new_zeros(B, Tq, H, v.shape[3]).double(), []
     rows = []
     for b in range(B):
@@ -48,15 +48,7 @@ def sparse_attention(
             place = t + Tk - Tq
             for h in range(H):
                 g = h // (H // Hk)
-                keys = [
-                    j
-                    for c in chosen[b, t, g % chosen.shape[2]].tolist()
-                    if c >= 0
-                    for j in range(c, min(c + block, Tk))
-                    if document[j] == document[place]
-                    and (right < 0 or j - place <= right)
-                    and (window[0] < 0 or place - j <= window[0])
-                ]
+                keys = _read(chosen[b, t, g % chosen.shape[2]].tolist(), block, place, document, limits)
                 s = factor * (k[b, keys, g].double() @ q[b, t, h].double())
                 logits = s if sinks is None else torch.cat([s, sinks[h : h + 1].double()])
                 total = torch.logsumexp(logits, 0) if len(logits) else s.new_tensor(-torch.inf)
@@ -64,3 +56,11 @@ def sparse_attention(
                 lse.append(total)
     o = torch.stack(rows).view(B, Tq, H, -1)
     return AttentionOutput(o, torch.stack(lse).view(B, Tq, H).transpose(1, 2))
+
+
+def _read(chosen: Sequence[int], block: int, place: int, document: Sequence[int], limits: tuple[int, int]) -> list[int]:
+    """The keys of a query's choices that are of its document and at most so far behind and ahead of it (−1: any)."""
+    first = place - limits[0] if limits[0] >= 0 else 0
+    last = place + limits[1] if limits[1] >= 0 else len(document) - 1
+    keys = (j for c in chosen if c >= 0 for j in range(c, min(c + block, len(document))))
+    return [j for j in keys if document[j] == document[place] and first <= j <= last]

@@ -25,7 +25,7 @@ class Series(NamedTuple):
     y: Sequence[float]
 
 
-class Span(NamedTuple):
+class Bar(NamedTuple):
     """A bar on a lane, from `start` to `stop`."""
 
     start: float
@@ -57,7 +57,7 @@ def lines(series: Sequence[Series], across: str, up: str) -> str:
     return legend(named) + svg(HEIGHT, [*out, _text(4, 12, up, "start")], f"{up} over {across}")
 
 
-def lanes(rows: Sequence[tuple[str, Sequence[Span]]], start: float, stop: float, across: str) -> str:
+def lanes(rows: Sequence[tuple[str, Sequence[Bar]]], start: float, stop: float, across: str) -> str:
     """Bars on named lanes over one axis."""
     high, gap = 20, 6
     left = max((len(name) for name, _ in rows), default=0) * LETTER + 16

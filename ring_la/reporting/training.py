@@ -83,7 +83,7 @@ def _split(about: dict[str, Any], starts: list[dict[str, Any]]) -> str:
     layout, rows = Layout(length, kind, ranks), []
     for rank in range(ranks):
         spans = [layout.segments[i] for i in layout.local_segments(rank)]
-        told = [plots.Span(s.start, s.stop, COMPUTE, f"tokens {s.start:,} … {s.stop - 1:,}") for s in spans]
+        told = [plots.Bar(s.start, s.stop, COMPUTE, f"tokens {s.start:,} … {s.stop - 1:,}") for s in spans]
         rows.append((f"rank {rank}", told))
     said = (
         f"{escape(kind)}: {length:,} tokens over {ranks} rank(s) of the context axis, {layout.lengths[0]:,} on rank 0."
@@ -99,14 +99,14 @@ def _timeline(folder: Path) -> str:
     one_clock = max(r.start for r in ranks) - min(r.start for r in ranks) < max(r.stop - r.start for r in ranks)
     began = min(r.start for r in ranks)
     longest = max(r.stop - (began if one_clock else r.start) for r in ranks)
-    rows: list[tuple[str, list[plots.Span]]] = []
+    rows: list[tuple[str, list[plots.Bar]]] = []
     table = []
     for r in ranks:
         zero = began if one_clock else r.start
         for name, part, colour in (("compute", r.compute, COMPUTE), ("exchange", r.exchange, EXCHANGE)):
             drawn = [((a - zero) / 1e3, (b - zero) / 1e3) for a, b in trace.merged(part, longest / 1500)]  # one column
             rows.append(
-                (f"rank {r.rank} {name}", [plots.Span(a, b, colour, f"{name}, {b - a:.2f} ms") for a, b in drawn])
+                (f"rank {r.rank} {name}", [plots.Bar(a, b, colour, f"{name}, {b - a:.2f} ms") for a, b in drawn])
             )
         compute, exchange = (1e3 * r.seconds(part) for part in (r.compute, r.exchange))
         cells = ((r.stop - r.start) / 1e3, compute, exchange, exchange - r.hidden / 1e3)

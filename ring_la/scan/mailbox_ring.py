@@ -109,7 +109,9 @@ def launch_link(group: Group, m: Affine, states: LinkStates, hop: Hop) -> None:
     b = aligned(m.b)
     if m.A is None:
         hop = hop._replace(passes=hop.passes and m.kind == "identity")
-    if hop.target is not None:
+    if hop.target is None:
+        group.refuse_late("receiving")
+    else:
         group.put_by_kernel(b.nbytes)
     group.mailboxes.order()
     if m.kind != "dense":

@@ -21,16 +21,18 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..context import ContextParallel
-from ..errors import ArgumentError, PeerError
+from ..errors import PeerError
 from .batch import NOBODY, Row
-from .completion import Completion, Failed, Request
+from .capacity import Capacity
+from .completion import Completion, Failed
 from .model import Served
-from .prefixes import Prefixes, size_since
+from .pace import Pace
+from .prefixes import Prefixes
+from .prompts import Prompts, Reading
 from .ranks import DECODING as OF_THE_BATCH
 from .ranks import PAUSE, Ranks, What, Word
 from .states import FATAL, States
@@ -38,43 +40,10 @@ from .text import Stream, Text
 from .waiting import Stopping, Waiting
 
 LOG = logging.getLogger(__name__)
-DECODING = 1.0
-"""Seconds of decoding for each second of reading, where both are wanted."""
-STEPS = 4
-"""Tokens of each sequence, at least, between a piece and the next where the prompt goes on."""
-HOLDUP = 0.25
-"""Seconds that others' tokens are held up by a piece, about."""
-OLDEST = 4
-"""Of so many pieces one is of the prompt that came first, however long it is."""
-FIRST = 512
-"""Tokens a rank reads beside others before it is known how long that takes, and the least."""
 
 
 class Overdue(BaseException):
     """Raised into a piece by who stops the engine, when requests under way have had their time."""
-
-
-@dataclass
-class Reading:
-    """A prompt that is being read.
-
-    Attributes:
-        at: tokens that are read. key: the state that is what the model remembers of them; 0: none yet.
-        stops: where a state is kept, the prompt's end last; None: it is not begun.
-        kept, length: what is kept of its beginning, and how many tokens that is; 0: nothing.
-    """
-
-    job: Completion
-    at: int = 0
-    stops: list[int] | None = None
-    key: int = 0
-    kept: int = 0
-    length: int = 0
-
-    @property
-    def left(self) -> int:
-        """Tokens that are not read."""
-        return len(self.job.request.ids) - self.at
 
 
 class Engine:
@@ -106,42 +75,36 @@ class Engine:
         keep: int = 0,
         patience: float = 5.0,
     ) -> None:
-        for name, value, least in (("batch", batch, 1), ("waiting", waiting, 1), ("keep", keep, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ArgumentError(name, f"an int ≥ {least}", repr(value))
-        for name, value in (("max_tokens", max_tokens), ("room", room), ("piece", piece)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
-        if not isinstance(patience, (int, float)) or not patience >= 0:
-            raise ArgumentError("patience", "a number ≥ 0", repr(patience))
-        if max_tokens is not None and model.max_tokens is not None and max_tokens > model.max_tokens:
-            raise ArgumentError("max_tokens", f"at most {model.max_tokens}, what the model knows", max_tokens)
-        limits = [n for n in (max_tokens, room, model.max_tokens) if n is not None]
-        self.model, self.text, self.cp = model, text, cp
-        self.max_tokens, self._room = min(limits, default=None), room
+        capacity = Capacity(
+            max_tokens=max_tokens,
+            room=room,
+            piece=piece,
+            batch=batch,
+            waiting=waiting,
+            keep=keep,
+            patience=patience,
+        ).of(model)
+        self.model, self.text, self.cp, self._capacity = model, text, cp, capacity
         self.ranks = Ranks(cp)
-        self._rows = batch if model.flexible else 1
-        self._piece = piece if model.flexible else None
-        self._prefixes = Prefixes(keep if model.flexible else 0)
-        self._waiting = Waiting(waiting)
-        self._readings: list[Reading] = []  # as they came
-        self._read_as: dict[int, tuple[tuple[int, int], ...]] = {}  # the pieces of what is kept
-        self._pieces = 0  # that were read while other prompts waited for theirs
         self.states = States(model, cp, self.ranks)
         self.batch = self.states.batch
-        self._rate: float | None = None  # tokens a second that are read beside others
-        self._owed, self._steps = 0.0, 0  # seconds of decoding, and steps, before the next piece
-        self._last_key = 0
+        self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep)
+        self._pace = Pace(model.device, 1 if cp is None else cp.size)
+        self._prompts = Prompts(self.states, self._prefixes, capacity.piece, self._pace, self._say)
         self._stop_at: float | None = None
-        self._patience = patience
         self._closed = threading.Event()
 
     # -- from any thread -----------------------------------------------------------------------------------
 
     @property
+    def max_tokens(self) -> int | None:
+        """The most tokens of a prompt and its completion together; None: any number."""
+        return self._capacity.max_tokens
+
+    @property
     def running(self) -> int:
         """Requests under way."""
-        return len(self.batch.rows) + len(self._readings)
+        return len(self.batch.rows) + len(self._prompts)
 
     @property
     def waiting(self) -> int:
@@ -165,7 +128,7 @@ class Engine:
             ArgumentError: one cannot be completed, by the argument's name. Busy: not now.
         """
         for job in jobs:
-            self._check(job.request)
+            self._capacity.check(job.request, self.model, self.text)
         if self.stopping:
             raise Stopping("the server is about to stop")
         for job in jobs:
@@ -177,29 +140,12 @@ class Engine:
     def stop(self) -> None:
         """Take no more requests, and return from `run` when those under way have ended or had their time."""
         if self._stop_at is None:
-            self._stop_at = time.monotonic() + self._patience
+            self._stop_at = time.monotonic() + self._capacity.patience
 
     def late(self, grace: float = 0.0) -> bool:
         """Whether `run` goes on though requests under way have had their time after `stop`, by `grace` seconds."""
         stop_at = self._stop_at
         return stop_at is not None and not self._closed.is_set() and time.monotonic() > stop_at + grace
-
-    def _check(self, request: Request) -> None:
-        ids, vocab_size = request.ids, self.model.vocab_size
-        if not ids:
-            raise ArgumentError("prompt", "at least one token", "none")
-        for name, tokens in (("prompt", ids), ("logit_bias", request.logit_bias or [0])):
-            wrong = next((i for i in (min(tokens), max(tokens)) if not 0 <= i < vocab_size), None)
-            if wrong is not None:
-                raise ArgumentError(name, f"token ids from 0 to {vocab_size - 1}", wrong)
-        if request.max_tokens < 1:
-            raise ArgumentError("max_tokens", "an int ≥ 1", request.max_tokens)
-        if self.max_tokens is not None and request.total > self.max_tokens:
-            expected = f"at most {self.max_tokens} tokens together with max_tokens"
-            raise ArgumentError("prompt", expected, f"{len(ids)} + {request.max_tokens}")
-        if request.stop and not self.text.has_text:
-            raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
-        request.sampler(None)
 
     # -- every rank ----------------------------------------------------------------------------------------
 
@@ -255,14 +201,14 @@ class Engine:
             if not self.running + self.waiting or time.monotonic() > self._stop_at:
                 return False
         self._let_go()
-        while self.running < self._rows and self._begin():
+        while self.running < self._capacity.batch and self._begin():
             pass
-        if self._readings and not (self.batch.rows and (self._owed > 0 or self._steps > 0)):
-            self._read(self._next())
+        if self._prompts and not (self.batch.rows and self._pace.decodes):
+            self._read(self._prompts.next())
         if self.batch.rows:
             start = time.monotonic()
             self._decode()
-            self._owed, self._steps = self._owed - (time.monotonic() - start), self._steps - 1
+            self._pace.decoded(time.monotonic() - start)
         return True
 
     def _let_go(self) -> None:
@@ -272,99 +218,28 @@ class Engine:
             jobs = [self.batch.rows[i].job for i in stay]
             error = self._say(Word(What.STAY, ids=torch.tensor(stay)) if stay else Word(What.CLEAR))
             self._fail_some(jobs, error)
-        for reading in [reading for reading in self._readings if reading.job.cancelled]:
-            self._end_reading(reading)
+        self._prompts.let_go()
 
     def _begin(self) -> bool:
         """Take the next request, if there is one and room for it; with nothing else to do, wait a little for it."""
         job = self._waiting.first(0.0 if self.running else PAUSE / 2)
-        takes = job is not None and self._fits(job) and self._waiting.take(job)
+        takes = job is not None and self._capacity.fit([job, *self._under_way()]) and self._waiting.take(job)
         if takes:
-            self._readings.append(Reading(job))
+            self._prompts.add(job)
         return takes
 
-    def _next(self) -> Reading:
-        """The prompt of which a piece is read now."""
-        if len(self._readings) > 1:
-            self._pieces += 1
-        oldest = self._pieces % OLDEST == 0
-        return self._readings[0] if oldest else min(self._readings, key=lambda reading: reading.left)
-
     def _under_way(self) -> list[Completion]:
-        return [row.job for row in self.batch.rows] + [reading.job for reading in self._readings]
-
-    def _fits(self, job: Completion) -> bool:
-        """Whether there is memory for it beside those under way."""
-        jobs = [job, *self._under_way()]
-        return self._room is None or sum(job.request.total for job in jobs) <= self._room
+        return [row.job for row in self.batch.rows] + self._prompts.jobs
 
     def _read(self, reading: Reading) -> None:
         """Read a piece of a prompt; after the last, the sequence joins the batch."""
-        job, ids = reading.job, reading.job.request.ids
-        if reading.stops is None:
-            reading.kept, job.reused = self._prefixes.longest(ids)
-            reading.at = reading.length = job.reused
-            job.trail.before = self._read_as.get(reading.kept, ())
-            reading.stops = self._prefixes.stops(ids, job.reused)
-        if reading.at < len(ids):
-            end, start = self._piece_end(reading), time.monotonic()
-            self._last_key += 1
-            key, before = self._last_key, reading.key or reading.kept
-            error = self._say(Word(What.READ, key, before, ids=torch.tensor(ids[reading.at : end])))
-            if error is not None:
-                self._end_reading(reading)
-                self._fail_one(job, error)
-                return
-            reading.job.trail.pieces.append((reading.at, end))
-            if self.batch.rows:
-                self._pace(end - reading.at, start)
-                self._steps = STEPS if end < len(ids) else 0
-            if reading.key:
-                self._say(Word(What.DROP, reading.key))
-            reading.at, reading.key = end, key
-            if end in reading.stops or end % (self._piece or end) == 0:
-                self._keep(reading)
-        if reading.at == len(ids):
-            self._join(reading)
-            self._end_reading(reading)
-
-    def _piece_end(self, reading: Reading) -> int:
-        """Where the next piece ends: a short one, if there are others whose tokens it holds up."""
-        end = next(stop for stop in reading.stops if stop > reading.at)
-        if self._piece is not None:
-            end = min(end, (reading.at // self._piece + 1) * self._piece)
-            if self.batch.rows:
-                least = FIRST * (1 if self.cp is None else self.cp.size)
-                end = min(end, reading.at + max(least, int((self._rate or 0) * HOLDUP)))
-        return end
-
-    def _pace(self, tokens: int, start: float) -> None:
-        """Note how long a piece took, for the next one and for those it held up."""
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        took = time.monotonic() - start
-        self._rate, self._owed = tokens / max(took, 1e-6), DECODING * took
-
-    def _keep(self, reading: Reading) -> None:
-        """Keep what is read so far for prompts that begin alike, where there is memory."""
-        if not self._prefixes.budget:
+        error = self._prompts.read(reading, beside=bool(self.batch.rows))
+        if error is None and reading.left:
             return
-        if reading.kept not in self._prefixes:  # it has left, for another prompt's
-            reading.kept = reading.length = 0
-        size = size_since(self.states.before(reading.key), reading.length)
-        gone = self._prefixes.put(reading.job.request.ids[: reading.at], reading.key, size, reading.kept)
-        if gone is None:
-            return
-        for key in gone:
-            self._say(Word(What.FORGET, key))
-            self._read_as.pop(key, None)
-        error = self._say(Word(What.KEEP, reading.key, reading.kept, reading.at))
         if error is None:
-            reading.kept, reading.length = reading.job.trail.kept = reading.key, reading.at
-            self._read_as[reading.key] = (*reading.job.trail.before, *reading.job.trail.pieces)
-        else:
-            self._prefixes.remove(reading.key)
-            LOG.warning("a state is not kept: %s", error)
+            self._join(reading)
+        self._prompts.end(reading)
+        self._fail_some([reading.job], error)
 
     def _join(self, reading: Reading) -> None:
         """The sequence is decoded from now on."""
@@ -382,13 +257,7 @@ class Engine:
         except Exception as error:
             self._fail_one(job, error)
             return
-        self._fail_some([job], self._say(Word(What.JOIN, start=reading.key or reading.kept), row))
-
-    def _end_reading(self, reading: Reading) -> None:
-        """Nothing more is read of the prompt; its state goes."""
-        self._readings.remove(reading)
-        if reading.key:
-            self._say(Word(What.DROP, reading.key))
+        self._fail_some([job], self._say(Word(What.JOIN, start=reading.state), row))
 
     def _decode(self) -> None:
         """A token of each sequence."""
@@ -432,7 +301,7 @@ class Engine:
         """End every request there is."""
         jobs = [*self._under_way(), *self._waiting.empty()]
         self.batch.clear()
-        self._readings = []
+        self._prompts.clear()
         for job in jobs:
             _tell(job, message)
 

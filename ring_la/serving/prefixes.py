@@ -29,7 +29,7 @@ SEEN = 1 << 16
 """Places in prompts, `STRIDES[0]` tokens apart, that are known again."""
 
 
-class Entry(NamedTuple):
+class PrefixEntry(NamedTuple):
     """The number of a prefix's state, the bytes kept of it, its tokens, and the name of what it was kept after."""
 
     key: int
@@ -47,7 +47,7 @@ class Prefixes:
 
     def __init__(self, budget: int) -> None:
         self.budget, self.size = budget, 0
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # by the tokens' SHA-256
+        self._entries: OrderedDict[bytes, PrefixEntry] = OrderedDict()  # by the tokens' SHA-256
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # the same of beginnings without a state
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class Prefixes:
         [name], before = _names(ids, [len(ids)]), next((n for n, e in self._entries.items() if e.key == parent), None)
         if name in self._entries or size + sum(self._entries[n].size for n in self._line(before)) > self.budget:
             return None
-        self._entries[name] = Entry(key, size, len(ids), before)
+        self._entries[name] = PrefixEntry(key, size, len(ids), before)
         self._touch(name)
         self.size += size
         gone = []

@@ -21,7 +21,7 @@ from .split import Split
 
 
 @dataclass
-class Run:
+class ChainPass:
     """A pass over the pieces, as it goes.
 
     Attributes:
@@ -71,11 +71,11 @@ class Edits:
         through: gives a piece's o and final state in place of the plain call, given (call, tokens, state).
     """
 
-    entering: Callable[[Run, int, Tensor], Tensor] | None = None
+    entering: Callable[[ChainPass, int, Tensor], Tensor] | None = None
     inside: bool = False
-    leaving: Callable[[Run, int, Tensor], Tensor] | None = None
+    leaving: Callable[[ChainPass, int, Tensor], Tensor] | None = None
     inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
-    final: Callable[[Run, int, Tensor], Tensor] | None = None
+    final: Callable[[ChainPass, int, Tensor], Tensor] | None = None
     dfinal: float = 1.0
     through: Callable[[Callable, dict[str, Tensor], Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -94,7 +94,7 @@ def run_chain(case: Case, numbers: Numbers, edits: Edits = Edits()) -> Whole:
     empty = numbers.do.new_zeros(case.documents, *operation.state(case.shapes))
     given = empty if numbers.initial_state is None else numbers.initial_state.double()
     initial = [given.clone().requires_grad_() for _ in range(P)]
-    run = Run(case, split, initial)
+    run = ChainPass(case, split, initial)
     o = _outputs(run, numbers, tokens, shared, edits)
     final = _final(run, given)
     loss = (o * numbers.do).sum()
@@ -113,7 +113,7 @@ def run_chain(case: Case, numbers: Numbers, edits: Edits = Edits()) -> Whole:
     return Whole(out, [f.detach() for f in finals], parts | {"dinitial_state": list(grads)})
 
 
-def _outputs(run: Run, numbers: Numbers, tokens: dict, shared: list, edits: Edits) -> Tensor:
+def _outputs(run: ChainPass, numbers: Numbers, tokens: dict, shared: list, edits: Edits) -> Tensor:
     """o of the whole sequence; fills what the pieces leave."""
     case, outs = run.case, []
     call = _call(case)
@@ -146,7 +146,7 @@ def _call(case: Case) -> Callable[[dict[str, Tensor], Tensor], tuple[Tensor, Ten
     return call
 
 
-def _final(run: Run, given: Tensor) -> Tensor:
+def _final(run: ChainPass, given: Tensor) -> Tensor:
     """The state after each document; an empty one's is what it started from (rank 0's copy of it)."""
     if run.case.cu_seqlens is None:
         return run.left[-1]

@@ -64,7 +64,7 @@ def _draw(argument: Argument, shape: tuple[int, ...], rng: torch.Generator, draw
             return -torch.logspace(-3, 0, shape[0], dtype=torch.float64)
         return gates(*shape, generator=rng)
     x = normal(*shape)
-    if argument.kind in ("key", "unit"):
+    if argument.kind in ("key", "unit", "unit value"):
         return F.normalize(x, dim=-1)
     return x.sigmoid() if argument.kind == "rate" else x
 

@@ -12,16 +12,16 @@ from ..errors import RingLAError
 from .cases import Case, cases
 from .diagnosis import Explanation, examine
 from .processes import Processes
-from .rank import Answer, answer
+from .rank import RankAnswer, answer
 from .subject import Subject
 
 Verdict = Literal["right", "wrong", "refused", "uneven refusal", "silent"]
 
 
-class Ranks(Protocol):
+class RankPool(Protocol):
     """Something that runs a task on ranks."""
 
-    def run(self, task: Callable[..., Answer], *args: object) -> list[Answer]:
+    def run(self, task: Callable[..., RankAnswer], *args: object) -> list[RankAnswer]:
         """What ``task(rank, group, device, *args)`` answers on each rank."""
         ...
 
@@ -93,7 +93,7 @@ def judge(
     timeout: float = 60.0,
     seed: int = 0,
     only: Sequence[str] | None = None,
-    ranks: Ranks | None = None,
+    ranks: RankPool | None = None,
     show: Callable[[Finding], None] = lambda finding: None,
 ) -> Report:
     """Run a subject on all its cases, forward and backward, beside fp64 loops, and say what is wrong.
@@ -121,11 +121,11 @@ def judge(
     return Report(subject, tuple(findings))
 
 
-def _running(ranks: Ranks | None, size: int, device: str, timeout: float) -> AbstractContextManager[Ranks]:
+def _running(ranks: RankPool | None, size: int, device: str, timeout: float) -> AbstractContextManager[RankPool]:
     return Processes(size, device, timeout) if ranks is None else nullcontext(ranks)
 
 
-def _judged(subject: Subject, chosen: Iterable[Case], ranks: Ranks, known: dict[str, None]) -> Iterable[Finding]:
+def _judged(subject: Subject, chosen: Iterable[Case], ranks: RankPool, known: dict[str, None]) -> Iterable[Finding]:
     for case in chosen:
         answers = ranks.run(answer, subject, case)
         if any(a.error or a.silent for a in answers):
@@ -137,7 +137,7 @@ def _judged(subject: Subject, chosen: Iterable[Case], ranks: Ranks, known: dict[
         yield Finding(case, "wrong" if judged.wrong else "right", words, judged.errors)
 
 
-def _unanswered(case: Case, answers: Sequence[Answer]) -> Finding:
+def _unanswered(case: Case, answers: Sequence[RankAnswer]) -> Finding:
     """Ranks that raised, hang or died, in words."""
     traces = "".join(f"--- rank {r} ---\n{a.trace}" for r, a in enumerate(answers) if a.trace)
     if len({a.error for a in answers}) == 1 and not any(a.silent for a in answers):
@@ -147,7 +147,7 @@ def _unanswered(case: Case, answers: Sequence[Answer]) -> Finding:
     return Finding(case, "silent" if silent else "uneven refusal", words, trace=traces)
 
 
-def _stands(a: Answer) -> str:
+def _stands(a: RankAnswer) -> str:
     """The innermost line of where a silent rank stands."""
     lines = [line.strip() for line in a.trace.splitlines() if line.strip().startswith("File")]
     return f", in {lines[0]}" if a.silent and lines else ""

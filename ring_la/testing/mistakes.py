@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .cases import Case, Numbers
-from .chain import Edits, Run, rows, run_chain
+from .chain import ChainPass, Edits, rows, run_chain
 from .dense import run_dense
 from .dense_mistakes import dense_mistakes
 from .operations import find
@@ -42,21 +42,21 @@ def mistakes(case: Case, numbers: Numbers) -> Iterator[Mistake]:
 Named = Iterator[tuple[str, Edits]]
 
 
-def _zero(run: Run, i: int, right: Tensor) -> Tensor:
+def _zero(run: ChainPass, i: int, right: Tensor) -> Tensor:
     return torch.zeros_like(right)
 
 
-def _crosses(run: Run, i: int) -> bool:
+def _crosses(run: ChainPass, i: int) -> bool:
     """Whether a state comes to piece i from another segment."""
     return run.before(i) is not None
 
 
-def _where(when: Callable[[Run, int], bool], gives: Callable[[Run, int, Tensor], Tensor]):
+def _where(when: Callable[[ChainPass, int], bool], gives: Callable[[ChainPass, int, Tensor], Tensor]):
     """`gives` for the pieces of which `when` is true."""
     return lambda run, i, right: gives(run, i, right) if when(run, i) else right
 
 
-def _left_by(run: Run, i: int, piece: int, wrote: bool = False) -> Tensor | None:
+def _left_by(run: ChainPass, i: int, piece: int, wrote: bool = False) -> Tensor | None:
     """The state that a piece has left so far, where it fits piece i; None: no such piece yet."""
     states = run.wrote if wrote else run.left
     return states[piece] if 0 <= piece < min(i, len(states)) else None
@@ -90,7 +90,7 @@ def _of_states(case: Case) -> Named:
         yield from _of_final_states(case)
 
 
-def _rank_order(run: Run, i: int, right: Tensor) -> Tensor:
+def _rank_order(run: ChainPass, i: int, right: Tensor) -> Tensor:
     """The state as if rank 0's tokens came first, then rank 1's, …: of the one before it there, if it comes earlier."""
     if run.before(i) is None:
         return right
@@ -101,7 +101,7 @@ def _rank_order(run: Run, i: int, right: Tensor) -> Tensor:
 
 
 def _of_final_states(case: Case) -> Named:
-    def own(run: Run, rank: int, right: Tensor) -> Tensor:
+    def own(run: ChainPass, rank: int, right: Tensor) -> Tensor:
         out = torch.zeros_like(right)
         for i, piece in enumerate(run.split.pieces):
             if run.owner(i) == rank:
@@ -143,13 +143,13 @@ def _of_ranks(case: Case) -> Named:
                 yield words, Edits(entering=_where(here, taken), inside=inside)
 
 
-def _of_segment(run: Run, i: int, right: Tensor, segment: int) -> Tensor:
+def _of_segment(run: ChainPass, i: int, right: Tensor, segment: int) -> Tensor:
     """The state that the last piece of a segment has left; zero before the first."""
     pieces = [j for j, p in enumerate(run.split.pieces[:i]) if p.segment == segment]
     return run.left[pieces[-1]] if pieces else torch.zeros_like(right)
 
 
-def _nth_before(run: Run, i: int, right: Tensor, n: int) -> Tensor:
+def _nth_before(run: ChainPass, i: int, right: Tensor, n: int) -> Tensor:
     """The state left by the n-th segment before that of piece i."""
     return _of_segment(run, i, right, run.split.pieces[i].segment - n)
 
@@ -177,7 +177,7 @@ def _of_documents(case: Case) -> Named:
     yield "a document that begins inside a shard hands no state to the next rank", Edits(entering=_where(tail, _zero))
 
 
-def _of_shard(run: Run, i: int) -> int | None:
+def _of_shard(run: ChainPass, i: int) -> int | None:
     """The first piece of the segment whose last is piece i, where that is of another document; else None."""
     pieces = run.split.pieces
     first = next(j for j, p in enumerate(pieces) if p.segment == pieces[i].segment)
@@ -185,7 +185,7 @@ def _of_shard(run: Run, i: int) -> int | None:
     return first if is_last and pieces[first].document != pieces[i].document else None
 
 
-def _through_all(run: Run, i: int, left: Tensor) -> Tensor:
+def _through_all(run: ChainPass, i: int, left: Tensor) -> Tensor:
     first = _of_shard(run, i)
     if first is None:
         return left
@@ -195,12 +195,12 @@ def _through_all(run: Run, i: int, left: Tensor) -> Tensor:
     return state
 
 
-def _past(run: Run, i: int, left: Tensor) -> Tensor:
+def _past(run: ChainPass, i: int, left: Tensor) -> Tensor:
     first = _of_shard(run, i)
     return left if first is None else run.calls[i](run.entering(first))[1]
 
 
-def _begins_in(run: Run, i: int) -> bool:
+def _begins_in(run: ChainPass, i: int) -> bool:
     """Whether the document of piece i begins inside the segment before."""
     before = run.split.pieces[i - 1]
     return before.first and before.start > run.split.segments[before.segment].start

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, PeerError
-from .rank import Answer
+from .rank import RankAnswer
 
 START = 120.0
 """Seconds in which all ranks have joined."""
@@ -55,7 +55,7 @@ class Processes:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def run(self, task: Callable[..., Answer], *args: Any) -> list[Answer]:
+    def run(self, task: Callable[..., RankAnswer], *args: Any) -> list[RankAnswer]:
         """What ``task(rank, group, device, *args)`` answers on each rank. Starts the processes where none run.
 
         Raises:
@@ -98,9 +98,9 @@ class Processes:
             self.stop()
             raise PeerError("the ranks could not be started:\n  " + "\n  ".join(failed))
 
-    def _collect(self, timeout: float) -> list[Answer]:
+    def _collect(self, timeout: float) -> list[RankAnswer]:
         """Each rank's answer; of those that do not answer, where they stand."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RankAnswer] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < self.size and time.monotonic() < deadline:
             waiting = {self._pipes[r]: r for r in range(self.size) if r not in answers}
@@ -112,12 +112,12 @@ class Processes:
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode
-                    answers[rank] = Answer(error=f"the process died (exit code {code})", silent=True)
+                    answers[rank] = RankAnswer(error=f"the process died (exit code {code})", silent=True)
                 if answers[rank].error:
                     deadline = min(deadline, time.monotonic() + AFTER_AN_ERROR)
         for rank in range(self.size):
             if rank not in answers:
-                answers[rank] = Answer(error="no answer in time", trace=self._stack(rank), silent=True)
+                answers[rank] = RankAnswer(error="no answer in time", trace=self._stack(rank), silent=True)
         return [answers[r] for r in range(self.size)]
 
     def _stack(self, rank: int) -> str:
@@ -143,16 +143,16 @@ def _serve(rank: int, size: int, port: int, kind: str, pipe: Any, stack: str) ->
         try:
             group, device = _join(rank, size, port, kind)
         except Exception as error:
-            pipe.send(Answer(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
+            pipe.send(RankAnswer(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
             return
-        pipe.send(Answer())
+        pipe.send(RankAnswer())
         while True:
             try:
                 task, args = pipe.recv()
             except EOFError:
                 return
             except Exception as error:  # what is judged cannot be imported here
-                pipe.send(Answer(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
+                pipe.send(RankAnswer(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
                 continue
             pipe.send(task(rank, group, device, *args))
 

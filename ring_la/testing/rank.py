@@ -18,7 +18,7 @@ from .subject import Call, Refused, Subject
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """What came of a rank: its tensors, or why there are none.
 
     Attributes:
@@ -42,7 +42,7 @@ class Answer:
         return torch.load(io.BytesIO(self.saved), weights_only=True)
 
 
-def answer(rank: int, group: dist.ProcessGroup, device: torch.device, subject: Subject, case: Case) -> Answer:
+def answer(rank: int, group: dist.ProcessGroup, device: torch.device, subject: Subject, case: Case) -> RankAnswer:
     """Run a rank's part of a case, forward and backward. Raises nothing that the subject raises."""
     drawn = numbers(case)
     leaves = _leaves(case, drawn, rank, device)
@@ -53,12 +53,12 @@ def answer(rank: int, group: dist.ProcessGroup, device: torch.device, subject: S
             o, final = _fields(subject.run(call))
             tensors = _tensors(case, drawn, rank, o, final, leaves)
     except Refused as error:
-        return Answer(error=f"refused: {error}", refused=True)
+        return RankAnswer(error=f"refused: {error}", refused=True)
     except Exception as error:
-        return Answer(error=f"{type(error).__name__}: {str(error).strip()}", trace=traceback.format_exc())
+        return RankAnswer(error=f"{type(error).__name__}: {str(error).strip()}", trace=traceback.format_exc())
     file = io.BytesIO()
     torch.save({n: x.detach().double().cpu() for n, x in tensors.items()}, file)
-    return Answer(file.getvalue())
+    return RankAnswer(file.getvalue())
 
 
 def _leaves(case: Case, drawn: Numbers, rank: int, device: torch.device) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ TRIED = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentPart:
     """Tokens ``start … stop − 1`` of a document: all of it, unless it is longer than a sequence."""
 
     document: int
@@ -46,17 +46,17 @@ class Part:
 class Bin:
     """A sequence being filled."""
 
-    pieces: list[Part] = field(default_factory=list)
+    pieces: list[DocumentPart] = field(default_factory=list)
     tokens: int = 0
     work: float = 0.0
 
-    def add(self, piece: Part, work: float) -> None:
+    def add(self, piece: DocumentPart, work: float) -> None:
         self.pieces.append(piece)
         self.tokens += piece.length
         self.work += work
 
 
-def pack(pieces: Sequence[Part], bins: int, capacity: int, work: Work) -> tuple[list[Bin], list[Part]]:
+def pack(pieces: Sequence[DocumentPart], bins: int, capacity: int, work: Work) -> tuple[list[Bin], list[DocumentPart]]:
     """Pieces over so many sequences of at most `capacity` tokens, the dearest first; and those that found no room."""
     out, left = [Bin() for _ in range(bins)], []
     for piece in sorted(pieces, key=lambda p: (-p.length, p.document, p.start)):
@@ -75,7 +75,7 @@ def plan(
     capacity: int,
     work: Work,
     *,
-    before: Sequence[Part] = (),
+    before: Sequence[DocumentPart] = (),
     pool: int = 1,
 ) -> list[list[Bin]]:
     """The steps of an epoch, each so many sequences: documents are taken in `order`, as many as fit `pool` steps, and
@@ -84,7 +84,9 @@ def plan(
     What finds no room stands first in the next pool, and `before` in the first. Sequences of one step may be empty.
     """
     waiting = [*before] + [
-        Part(d, start, min(start + capacity, lengths[d])) for d in order for start in range(0, lengths[d], capacity)
+        DocumentPart(d, start, min(start + capacity, lengths[d]))
+        for d in order
+        for start in range(0, lengths[d], capacity)
     ]
     waiting.reverse()
     left_over, steps = sum(piece.length for piece in waiting), []
@@ -118,7 +120,9 @@ def by_rank(lengths: Sequence[int], ranks: int, kind: LayoutKind = "zigzag") -> 
     return torch.tensor([sum(before(s.stop) - before(s.start) for s in mine) for mine in own])
 
 
-def spread_over_ranks(pieces: list[Part], ranks: int, kind: LayoutKind = "zigzag", seed: int = 0) -> list[Part]:
+def spread_over_ranks(
+    pieces: list[DocumentPart], ranks: int, kind: LayoutKind = "zigzag", seed: int = 0
+) -> list[DocumentPart]:
     """The pieces in the order, of those tried, whose dearest rank has the least attention."""
     if ranks == 1 or len(pieces) < 2:
         return pieces
@@ -173,7 +177,7 @@ class BalancedSequences(Dataset):
         self.lengths: list[int] = corpus.offsets.diff().tolist()
         self._epoch: Callable[[int], list[list[Bin]]] = lru_cache(2)(self._plan)
         self._sizes: list[int] = []
-        self._over: dict[int, list[Part]] = {}
+        self._over: dict[int, list[DocumentPart]] = {}
 
     def _plan(self, epoch: int) -> list[list[Bin]]:
         """The steps of an epoch; documents of its last one that leave a sequence empty go to the next epoch."""
@@ -199,7 +203,7 @@ class BalancedSequences(Dataset):
                 return self._epoch(epoch)[step]
             step, epoch = step - self._sizes[epoch], epoch + 1
 
-    def pieces(self, i: int) -> list[Part]:
+    def pieces(self, i: int) -> list[DocumentPart]:
         """What sequence i consists of."""
         step, slot = divmod(self.begin + i, self.sequences)
         bins = self._find(step)  # the dearest first

@@ -131,6 +131,7 @@ class _Kept:
         with torch.cuda.stream(self.stream):
             self.back = torch.empty_like(self.host, device=self.device)
             self.back.copy_(self.host, non_blocking=True)
+            self.event = self.stream.record_event()
 
     def take(self) -> Tensor:
         """The tensor on its device, for the current stream."""
@@ -139,6 +140,7 @@ class _Kept:
         assert x is not None
         if self.stream is not None and self.back is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self.stream)
+            assert self.event is not None
+            current.wait_event(self.event)  # of this tensor alone: those fetched ahead are on their way still
             x.record_stream(current)
         return x

@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_la.cli import plan
+from ring_la.cli import plan, prediction
 from ring_la.cli.cluster import Cluster
 from ring_la.cli.main import main
 from ring_la.cli.rates import DEVICES, H200, SHEETS, Rates
 from ring_la.cli.transformers_work import of_folder
 from ring_la.cli.workload import RECURRENCES, Workload
 from ring_la.errors import ArgumentError, UnsupportedError
+from ring_la.layout import Layout
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS, Attention
-from ring_la.scan import CostModel
+from ring_la.scan import Chain, CostModel
 from ring_la.scan.auto import Line
 from tests.support.train_example import example
 
@@ -40,8 +41,8 @@ def config(*layers: str, **more) -> HybridConfig:
     return HybridConfig(vocab_size=64, dim=32, layers=layers, num_heads=2, **more)
 
 
-def setting(*layers: str, length: int = 4096, **more) -> plan.Setting:
-    return plan.Setting(Workload.of(config(*layers)), H200, CLUSTER, length, memory=H200.memory, **more)
+def setting(*layers: str, length: int = 4096, **more) -> prediction.Setting:
+    return prediction.Setting(Workload.of(config(*layers)), H200, CLUSTER, length, memory=H200.memory, **more)
 
 
 def written(tmp_path, **changes) -> Rates:
@@ -122,56 +123,58 @@ def test_experts_count_by_the_active_ones():
 def test_a_step_is_the_sum_of_its_parts():
     one = setting("gla", length=65536)
     block = one.work.blocks[0]
-    alone = plan.predict(one, 1, 1)
+    alone = prediction.predict(one, 1, 1)
     assert (alone.exchange, alone.attention, alone.weights, alone.strategies) == (0.0, 0.0, 0.0, {})
     matmuls = 6 * 65536 * (block.multiplied + one.work.ends) / H200.matmul
     mixing = H200.recurrence("gla", 65536 * block.heads, block.K, block.V, True)
-    assert alone.seconds == pytest.approx(matmuls + mixing + plan.PASSES * block.saved * 65536 / H200.copy)
-    split = plan.predict(one, 8, 8)
+    assert alone.seconds == pytest.approx(matmuls + mixing + prediction.PASSES * block.saved * 65536 / H200.copy)
+    split = prediction.predict(one, 8, 8)
     assert split.compute == pytest.approx(alone.compute / 8)
-    by_name = CLUSTER.model(8, H200).predict(plan.Chain.of(plan.Layout(65536, "zigzag", 8, 0)), block.state, True)
+    by_name = CLUSTER.model(8, H200).predict(Chain.of(Layout(65536, "zigzag", 8, 0)), block.state, True)
     assert split.exchange == pytest.approx(min(by_name.values()))
     assert split.strategies == {"gla": min(by_name, key=by_name.get)}
     assert split.memory < alone.memory
-    assert plan.predict(replace(one, backward=False), 8, 8).exchange < 0.6 * split.exchange
+    assert prediction.predict(replace(one, backward=False), 8, 8).exchange < 0.6 * split.exchange
 
 
 def test_attention_moves_keys_where_compute_does_not_hide_it():
     both = setting("attention", length=1 << 20)
-    assert plan.predict(both, 8, 8).attention == 0.0, "a long sequence computes longer than its keys travel"
+    assert prediction.predict(both, 8, 8).attention == 0.0, "a long sequence computes longer than its keys travel"
     slow = replace(both, cluster=replace(CLUSTER, per_node=1, between=Line(1e-3, 1e8)), length=1 << 14)
-    assert plan.predict(slow, 8, 8).attention > 0.0
+    assert prediction.predict(slow, 8, 8).attention > 0.0
 
 
 def test_more_gpus_take_less_time_and_memory_each():
     big = setting("gla", "attention", length=1 << 22)
     for gpus in (8, 512, 4096):
-        lines = [plan.predict(big, gpus, P) for P in plan.splits(gpus, big.length)]
+        lines = [prediction.predict(big, gpus, P) for P in prediction.splits(gpus, big.length)]
         assert [line.P for line in lines][-1] == gpus
         assert all(a.compute > b.compute and a.memory > b.memory for a, b in zip(lines, lines[1:]))
         assert all(line.seconds > 0 and line.throughput > 0 for line in lines)
-    assert plan.splits(6, 4096) == [1, 2, 6]
-    assert plan.splits(1024, 256) == [1, 2, 4]
+    assert prediction.splits(6, 4096) == [1, 2, 6]
+    assert prediction.splits(1024, 256) == [1, 2, 4]
 
 
 def test_recomputing_trades_time_for_memory():
     ways = {"": (), "mlp": ("mlp",), "layer": ("gla", "norm"), "both": ("gla", "mlp"), "block": ("block",)}
-    found = {n: plan.predict(setting(*["gla"] * 32, recompute=names), 8, 2) for n, names in ways.items()}
+    found = {n: prediction.predict(setting(*["gla"] * 32, recompute=names), 8, 2) for n, names in ways.items()}
     assert found[""].memory > found["layer"].memory > found["both"].memory > found["block"].memory
     assert found[""].memory > found["mlp"].memory
     assert found[""].compute < found["mlp"].compute < found["both"].compute
     assert found["both"].compute == pytest.approx(found["block"].compute)
-    other = plan.predict(setting(*["gla"] * 32, recompute=("gdn",)), 8, 2)
+    other = prediction.predict(setting(*["gla"] * 32, recompute=("gdn",)), 8, 2)
     assert other.memory == found[""].memory, "a layer the model has not"
 
 
 def test_chunks_and_rounds_trade_memory_alone():
     whole = setting("gla", "gla", recompute=("block",), length=1 << 20)
     chunked, rounds = replace(whole, mlp_chunk=4096), replace(whole, rounds=8)
-    assert plan.predict(chunked, 8, 2).memory < plan.predict(whole, 8, 2).memory
-    assert plan.predict(rounds, 8, 2).memory < plan.predict(whole, 8, 2).memory
+    assert prediction.predict(chunked, 8, 2).memory < prediction.predict(whole, 8, 2).memory
+    assert prediction.predict(rounds, 8, 2).memory < prediction.predict(whole, 8, 2).memory
     assert (
-        plan.predict(chunked, 8, 2).seconds == plan.predict(rounds, 8, 2).seconds == plan.predict(whole, 8, 2).seconds
+        prediction.predict(chunked, 8, 2).seconds
+        == prediction.predict(rounds, 8, 2).seconds
+        == prediction.predict(whole, 8, 2).seconds
     )
 
 
@@ -274,10 +277,10 @@ def test_memory_of_states_host_and_spread_experts():
     base = setting("gdn", length=65536)
     assert base.state_bytes == 16
     assert replace(base, parameters="bfloat16", optimizer="adamw4bit").state_bytes == 5
-    kept, away = plan.predict(base, 1, 1), plan.predict(replace(base, offload=True), 1, 1)
+    kept, away = prediction.predict(base, 1, 1), prediction.predict(replace(base, offload=True), 1, 1)
     assert away.memory <= kept.memory
     assert away.seconds >= kept.seconds
-    assert not plan.predict(replace(base, offload=True, host_memory=1.0), 1, 1).fits
+    assert not prediction.predict(replace(base, offload=True, host_memory=1.0), 1, 1).fits
 
 
 def test_devices_by_their_data_sheets_are_marked(capsys):

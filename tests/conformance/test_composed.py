@@ -52,16 +52,18 @@ def test_split_is_whole(ranks, name):
     assert not bad, bad[:12]
 
 
-SPLIT_SUMS = ("mlstm", "mamba3")
-"""Their sums over tokens depend on the split in the last bits."""
+SPLIT_SUMS = ("mlstm", "mamba3", "mamba3_mimo", "ttt_linear")
+"""Their sums over tokens, or products of runs of tokens, depend on the split in the last bits."""
 
 
 def deterministic(rank: int, name: str) -> list[torch.Tensor]:
     """o of the whole sequence; two ranks must agree with one, bit for bit."""
-    x = {n: t.detach() for n, t in make_arguments(BY_NAME[name], 2, 131, dtype=torch.float32).items()}
+    given = make_arguments(BY_NAME[name], 2, 131, dtype=torch.float32)
+    x = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    whole = {n for n, t in x.items() if n in BY_NAME[name].shared or not isinstance(t, torch.Tensor)}
     cp = ring_la.ContextParallel(group(), deterministic=True)
     layout = cp.layout(131, "contiguous")
-    local = {n: t if n in BY_NAME[name].shared else layout.shard(t) for n, t in x.items()}
+    local = {n: t if n in whole else layout.shard(t) for n, t in x.items()}
     if name in SPLIT_SUMS:
         with pytest.raises(ring_la.UnsupportedError, match=r"^layout: expected one without deterministic"):
             getattr(ring_la, name)(**local, layout=layout)
@@ -69,7 +71,7 @@ def deterministic(rank: int, name: str) -> list[torch.Tensor]:
     return [layout.gather(getattr(ring_la, name)(**local, layout=layout).o)]
 
 
-@pytest.mark.parametrize("name", ["gated_delta_product", "rwkv6", *SPLIT_SUMS])
+@pytest.mark.parametrize("name", ["gated_delta_product", "rwkv6", "gated_oja_rule", *SPLIT_SUMS])
 def test_deterministic_or_refused(ranks, name):
     one, (two, _) = ranks.run(1, deterministic, name)[0], ranks.run(2, deterministic, name)
     assert all(map(torch.equal, one, two))

@@ -1,11 +1,9 @@
-"""ContextParallel among real ranks: groups, agreement, failures, determinism, memory, bytes."""
+"""ContextParallel among real ranks: groups, training machinery, memory, bytes, settings."""
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import time
 
 import pytest
 import torch
@@ -14,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import ring_la
-from ring_la import nn, reference
+from ring_la import reference
 from ring_la.algebra import Affine
-from ring_la.models import HybridConfig, HybridLM
 from ring_la.scan import STRATEGIES, Chain
 from tests.support.pool import group
 from tests.support.recurrence_cases import DOCUMENTS, error, make_inputs
@@ -177,62 +174,6 @@ def test_split_calls_work_with_torch_s_training_machinery(ranks, check):
     ranks.run(3, check)
 
 
-# -- determinism -------------------------------------------------------------------------------------------
-
-
-def check_deterministic(
-    rank: int, P: int, name: str, documents: int, kind: str, T: int = 700
-) -> tuple[torch.Tensor, ...]:
-    """o, the final state and the gradients of all tokens."""
-    cu = None if documents == 0 else (0, 100, 101, 450, 700)
-    x = {
-        n: t.detach() if isinstance(t, torch.Tensor) else t
-        for n, t in make_inputs(name, 1, T, dtype=torch.float32).items()
-    }
-    cp = ring_la.ContextParallel(group(P), deterministic=True)
-    layout = cp.layout(T, kind, cu_seqlens=cu)
-    tokens = {n: layout.shard(t).requires_grad_() for n, t in x.items() if isinstance(t, torch.Tensor) and t.dim() > 1}
-    out = getattr(ring_la, name)(**(x | tokens), layout=layout, output_final_state=True)
-    do = torch.randn(1, T, *out.o.shape[2:], generator=torch.Generator().manual_seed(3))
-    grads = torch.autograd.grad((out.o * layout.shard(do)).sum(), list(tokens.values()))
-    return layout.gather(out.o.detach()), out.final_state.detach(), *(layout.gather(d) for d in grads)
-
-
-@pytest.mark.parametrize("name", ["retention", "gla", "gated_delta_rule", "kda", "rwkv7", "mamba2"])
-def test_deterministic_bits_do_not_depend_on_P(ranks, name):
-    for documents in (0, 1):
-        for kind in ("contiguous", "zigzag"):
-            one = ranks.run(1, check_deterministic, 1, name, documents, kind)[0]
-            for P in (2, 4):
-                for some in ranks.run(P, check_deterministic, P, name, documents, kind):
-                    assert [torch.equal(a, b) for a, b in zip(one, some, strict=True)] == [True] * len(one)
-
-
-@pytest.mark.parametrize(("name", "T", "P"), [("gated_delta_rule", 66, 2), ("gla", 130, 3)])
-def test_deterministic_bits_with_a_short_last_shard(ranks, name, T, P):
-    """A shard short enough to go token by token by itself still goes in chunks."""
-    one = ranks.run(1, check_deterministic, 1, name, 0, "contiguous", T)[0]
-    for some in ranks.run(P, check_deterministic, P, name, 0, "contiguous", T):
-        assert [torch.equal(a, b) for a, b in zip(one, some, strict=True)] == [True] * len(one)
-
-
-def check_deterministic_refusals(rank: int) -> None:
-    with pytest.raises(ring_la.ArgumentError, match=r"^scan: expected"):
-        ring_la.ContextParallel(group(), scan="doubling", deterministic=True)
-    cp = ring_la.ContextParallel(group(), deterministic=True)
-    with pytest.raises(ring_la.ArgumentError, match=r"^multiple_of: expected"):
-        cp.layout(200, multiple_of=1)
-    layout = cp.layout(200)
-    x = shard(layout, make_inputs("linear_attention", 1, 200))
-    for keywords in (dict(mode="recurrent"), dict(causal=False)):
-        with pytest.raises(ring_la.UnsupportedError, match="deterministic"):
-            ring_la.linear_attention(**x, **keywords, layout=layout)
-
-
-def test_deterministic_refuses_what_it_cannot_keep(ranks):
-    ranks.run(2, check_deterministic_refusals)
-
-
 # -- memory and bytes --------------------------------------------------------------------------------------
 
 
@@ -290,220 +231,7 @@ def test_bytes_sent_are_what_strategies_say(ranks, name, kind):
         assert 0 < back <= forward, scan
 
 
-# -- agreement and failures --------------------------------------------------------------------------------
-
-
-def caught(f) -> str:
-    try:
-        f()
-    except ring_la.RingLAError as e:
-        return f"{type(e).__name__}: {e}"
-    return "nothing raised"
-
-
-def check_disagreement(rank: int, validate: str) -> dict[str, str]:
-    """Each entry: the error this rank gets where rank 1 differs."""
-    odd = rank == 1
-    out = {"settings": caught(lambda: ring_la.ContextParallel(group(), scan="ring" if odd else "doubling"))}
-    cp = ring_la.ContextParallel(group(), validate=validate)
-    out["length"] = caught(lambda: cp.layout(40 + odd))
-    out["documents"] = caught(lambda: cp.layout(40, cu_seqlens=[0, 10 + odd, 40]))
-    out["bad documents"] = caught(lambda: cp.layout(40, cu_seqlens=[0, 50, 40] if odd else [0, 10, 40]))
-    layout = cp.layout(40)
-    n = layout.local_length
-    x = make_inputs("gla", 1, n, Hk=2, H=2)
-    call = lambda **change: lambda: ring_la.gla(**(x | (change if odd else {})), layout=layout)  # noqa: E731
-    out["shape"] = caught(call(v=torch.zeros(1, n, 2, 9, dtype=torch.float64)))
-    out["dtype"] = caught(call(g=-torch.rand(1, n, 2, 6)))
-    out["refused"] = caught(call(k=torch.zeros(1, n, 2, 7, dtype=torch.float64)))
-    out["option"] = caught(call(output_final_state=True))
-    out["device"] = caught(call(**{name: t.to("meta") for name, t in x.items()}))
-    out["gradient"] = caught(call(q=x["q"].detach()))
-    if validate == "always":
-        out["gate"] = caught(call(g=x["g"] + 5))
-        out["nan"] = caught(call(v=x["v"] * float("nan")))
-        state = torch.full((1, 2, 6, 5), float("nan") if odd else 0.0)
-        y, weight = torch.zeros(1, n, 6), torch.full((6, 3), float("nan") if odd else 0.0)
-        out["nan in a convolution"] = caught(lambda: ring_la.short_conv(y, weight, layout=layout))
-        out["nan in the state"] = caught(lambda: ring_la.gla(**x, initial_state=state, layout=layout))
-    out["fine"] = caught(call())
-    return out
-
-
-@pytest.mark.parametrize("validate", ["first", "always"])
-def test_ranks_that_differ_get_the_same_error(ranks, validate):
-    results = ranks.run(3, check_disagreement, validate)
-    for case in results[0]:
-        messages = [r[case] for r in results]
-        if case == "fine":
-            assert messages == ["nothing raised"] * 3
-            continue
-        assert "nothing raised" not in messages, case
-        assert "rank 1" in messages[0] or messages[0] == messages[1], case
-        assert messages[0] == messages[2], case
-        if messages[0].startswith("DisagreementError") and messages[1].startswith("DisagreementError"):
-            assert messages[0] == messages[1], case
-    ranks_say = [f"\n  rank {r}: output_final_state={r == 1}" for r in range(3)]  # what differs, and nothing else
-    assert results[0]["option"].endswith("the arguments of gla:" + "".join(ranks_say))
-    assert "rank 0: nothing refused\n  rank 1: refused: k: expected" in results[0]["refused"]
-
-
-def check_late_disagreement(rank: int) -> tuple[str, float]:
-    """A call compared before is wrong on one rank the second time."""
-    cp = ring_la.ContextParallel(group(), scan="ring", timeout=60.0)
-    layout = cp.layout(40, "contiguous")
-    x = {n: layout.shard(t.detach()) for n, t in make_inputs("delta_rule", 1, 40).items()}
-    ring_la.delta_rule(**x, layout=layout)
-    start = time.monotonic()
-    wrong = {"beta": x["beta"][:, :, :3]} if rank == 0 else {}
-    return caught(lambda: ring_la.delta_rule(**(x | wrong), layout=layout)), time.monotonic() - start
-
-
-def test_a_late_disagreement_ends_in_errors(ranks):
-    results = ranks.run(2, check_late_disagreement)
-    ranks.stop()  # half an exchange is left in the group
-    assert results[0][0].startswith(
-        "DisagreementError: the ranks of this group disagree on the arguments of delta_rule"
-    )
-    assert "rank 0: refused: beta: expected" in results[0][0]
-    assert results[1][0] == results[0][0]
-    assert all(seconds < 15 for _, seconds in results)
-
-
-def check_absent(rank: int) -> tuple[str, float]:
-    cp = ring_la.ContextParallel(group(), scan="ring", timeout=3.0)
-    if rank == 1:
-        time.sleep(40)
-    start = time.monotonic()
-    return caught(lambda: cp.layout(8)), time.monotonic() - start
-
-
-def test_agreement_keeps_the_timeout(ranks):
-    message, seconds = ranks.run(2, check_absent, dying=(1,))[0]
-    assert "no sign of life from rank 1" in message
-    assert seconds < 12
-
-
-def check_flags(rank: int) -> list[str]:
-    """Options that change numbers, different on rank 1, and moves of tokens that do not fit."""
-    odd = rank == 1
-    cp = ring_la.ContextParallel(group(), scan="ring")
-    layout = cp.layout(20)
-    n = layout.local_length
-    x = make_inputs("delta_rule", 1, n)
-    y = make_inputs("mamba2", 1, n) | {"dt_softplus": odd}
-    return [
-        caught(lambda: ring_la.delta_rule(**x, layout=layout, use_qk_l2norm=odd)),
-        caught(lambda: ring_la.mamba2(**y, layout=layout)),
-        caught(lambda: layout.gather(torch.ones(1, n, 3 + odd))),
-        caught(lambda: layout.targets(torch.ones(1, n, dtype=torch.int64 if odd else torch.int32))),
-    ]
-
-
-def test_flags_and_moves_are_compared(ranks):
-    results = ranks.run(2, check_flags)
-    assert all(message.startswith("DisagreementError") for messages in results for message in messages)
-    assert results[0] == results[1]
-
-
-def check_names(rank: int) -> dict[str, str]:
-    """What each function says where rank 1 brings another dtype, or tokens that need gradients."""
-    cp, odd = ring_la.ContextParallel(group(), scan="ring"), rank == 1
-    layout = cp.layout(20)
-    n = layout.local_length
-    x, heads = torch.ones(1, n, 16, dtype=torch.float64 if odd else torch.float32), torch.ones(1, n, 2, 8)
-    state, needed = torch.zeros(1, 16, 3, requires_grad=odd), heads.clone().requires_grad_(odd)
-    moe = nn.MixtureOfExperts(16, 16, experts=2, top_k=1)
-    return {
-        "layer": caught(lambda: nn.DeltaNet(16, num_heads=2).to(x.dtype)(x, layout=layout)),
-        "moe": caught(lambda: moe.to(x.dtype)(x, layout=layout)),
-        "convolution": caught(lambda: ring_la.short_conv(x, torch.ones(16, 4, dtype=x.dtype), layout=layout)),
-        "state": caught(lambda: ring_la.short_conv(x.float(), torch.ones(16, 4), initial_state=state, layout=layout)),
-        "recurrence": caught(lambda: ring_la.linear_attention(needed, heads, heads, layout=layout)),
-        "attention": caught(lambda: ring_la.attention(needed, heads, heads, layout=layout)),
-        "gather": caught(lambda: layout.gather(x.mT, dim=2)),
-    }
-
-
-def test_what_ranks_differ_in_is_named(ranks):
-    said = ranks.run(2, check_names)[0]
-    of_x = ["x=shape [1, T, 16], dtype torch.float32, requires_grad False"]
-    of_x += [of_x[0].replace("32", "64")]
-    needed = [f"q=shape [1, T, 2, 8], dtype torch.float32, requires_grad {wanted}" for wanted in (False, True)]
-    state = [f"initial_state=shape [1, 16, 3], dtype torch.float32, requires_grad {odd}" for odd in (False, True)]
-    of_experts = ["dtype of x=torch.float32", "dtype of x=torch.float64"]
-    expected = {"layer": of_x, "moe": of_experts, "convolution": of_x, "state": state}
-    expected |= {"recurrence": needed, "attention": needed}
-    expected["gather"] = [line.replace("T, 16", "16, T") for line in of_x]
-    for call, message in said.items():
-        for rank, line in enumerate(expected[call]):
-            assert f"\n  rank {rank}: {line}" in message, f"{call}: {message}"
-
-
-def check_whole(rank: int) -> dict[str, str]:
-    """The whole sequence where this rank's tokens are due."""
-    cp = ring_la.ContextParallel(group(), scan="ring")
-    layout = cp.layout(21)
-    x, ids, heads = torch.ones(1, 21, 16), torch.ones(1, 21, dtype=torch.int64), torch.ones(1, 21, 2, 8)
-    config = HybridConfig(vocab_size=8, dim=16, layers=["deltanet"], num_heads=2)
-    model, mine = HybridLM(config), layout.shard(heads)
-    return {
-        "q of linear_attention": caught(lambda: ring_la.linear_attention(heads, heads, heads, layout=layout)),
-        "q of attention": caught(lambda: ring_la.attention(heads, heads, heads, layout=layout)),
-        "k of attention": caught(lambda: ring_la.attention(mine, heads, heads, layout=layout)),
-        "x of short_conv": caught(lambda: ring_la.short_conv(x, torch.ones(16, 4), layout=layout)),
-        "x of a layer": caught(lambda: nn.DeltaNet(16, num_heads=2)(x, layout=layout)),
-        "x of an attention layer": caught(lambda: nn.Attention(16, num_heads=2)(x, layout=cp.layout(21, "striped"))),
-        "x of experts": caught(lambda: nn.MixtureOfExperts(16, 16, experts=2, top_k=1)(x, layout=layout)),
-        "ids of a model": caught(lambda: model(ids, layout=layout)),
-        "ids of a loss": caught(lambda: model.loss(ids, layout=layout)),
-        "x of gather": caught(lambda: layout.gather(x)),
-    }
-
-
-def test_a_whole_sequence_is_not_blamed_on_the_layout(ranks):
-    for call, message in ranks.run(2, check_whole)[0].items():
-        name = call.partition(" ")[0]
-        assert message.startswith(f"ArgumentError: {name}: expected "), f"{call}: {message}"
-        assert message.endswith("This is the whole sequence: layout.shard(x) first"), f"{call}: {message}"
-
-
-def check_store(rank: int) -> tuple[str, list[str]]:
-    """The way hosts agree under NCCL, here over the same store."""
-    cp = ring_la.ContextParallel(group(), scan="ring", validate="never", timeout=3.0)
-    for n in range(5):
-        assert cp.comm.agreement.tell(f"{n} from {rank}") == [f"{n} from {r}" for r in range(cp.size)]
-    other = ring_la.ContextParallel(group(), scan="ring", validate="never")
-    return caught(lambda: cp.comm.agreement.agree("this", rank)), other.comm.agreement.tell(str(rank))
-
-
-def test_agreement_through_the_store(ranks):
-    results = ranks.run(3, check_store)
-    assert all("disagree on this" in message for message, _ in results)
-    assert all(values == ["0", "1", "2"] for _, values in results)
-
-
-def check_peer(rank: int, how: str, scan: str) -> tuple[str, float]:
-    cp = ring_la.ContextParallel(group(), scan=scan, timeout=3.0, validate="never")
-    layout = cp.layout(40, "contiguous")
-    x = {n: layout.shard(t.detach()) for n, t in make_inputs("gla", 1, 40).items()}
-    if rank == 1:
-        if how == "dies":
-            os._exit(1)
-        time.sleep(40)
-    start = time.monotonic()
-    return caught(lambda: ring_la.gla(**x, layout=layout)), time.monotonic() - start
-
-
-@pytest.mark.parametrize("scan", ["ring", "all_gather"])
-@pytest.mark.parametrize("how", ["dies", "stalls"])
-def test_a_lost_peer_is_named(ranks, how, scan):
-    results = ranks.run(3, check_peer, how, scan, dying=(1,))
-    waiting = results[1:] if scan == "ring" else results  # rank 0 needs nobody in a ring
-    for message, seconds in waiting:
-        assert message.startswith("PeerError"), message
-        assert "no sign of life from rank 1 (global rank 1)" in message
-        assert seconds < 15
+# -- settings ------------------------------------------------------------------------------------------
 
 
 def check_striped(rank: int) -> None:

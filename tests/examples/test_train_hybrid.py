@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from examples.hybrid_run.options import Config, Optimizer, Run
 from ring_la.serving.load import load
 from ring_la.training.reading import contents
 from ring_la.training.stored import restore
@@ -247,7 +247,7 @@ def test_numbers_that_would_train_nothing_are_refused(name, value):
 
 
 def test_warm_up_and_cosine():
-    optimizer = example().Optimizer(lr=2.0, final=0.1, warmup=4)
+    optimizer = Optimizer(lr=2.0, final=0.1, warmup=4)
     rates = [optimizer.rate(step, 12) for step in range(14)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert rates[8] == pytest.approx(2.0 * 0.55)
@@ -281,7 +281,7 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     (folder / "metrics.jsonl").write_text(
         '{"step": 4, "loss": 1.5, "grad_norm": 1}\n{"step": 5, "loss": 1.4, "grad_norm": 1}\n{"step": 6, "lo'
     )
-    config = script.Config(run=script.Run(tensorboard=True, wandb="project"))
+    config = Config(run=Run(tensorboard=True, wandb="project"))
     log = script.Log(config, folder, 4, {})  # started again from the checkpoint of step 4
     log.write(5, {"loss": 1.25, "grad_norm": 3.0})
     log.file.close()
@@ -355,51 +355,3 @@ def test_a_mixture_goes_on_over_other_ranks_and_is_written_and_adapted(ranks, tm
     assert "lora_A" in str(list(load_file(tmp_path / "adapters" / "adapter_model.safetensors")))
     stored = contents(next((tmp_path / "c" / "checkpoints").glob("step-00000002"))).state_dict_metadata
     assert all("lora" in name for name in stored if name.startswith("model."))
-
-
-def train_by_trainer(rank: int, options: list[str]) -> list[float]:
-    """In the pool: the losses that examples/trainer_hybrid.py logs on 4 ranks."""
-    from accelerate.state import AcceleratorState, PartialState
-
-    from examples import trainer_hybrid
-
-    before = dict(os.environ)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    try:
-        return [line["loss"] for line in trainer_hybrid.main(options).state.log_history if "loss" in line]
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def trainer_command(page: str) -> list[str]:
-    """The options of the command that a page shows for the Trainer's example."""
-    text = (ROOT / page).read_text().replace("\\\n", "")
-    (options,) = re.findall(r"torchrun --standalone --nproc_per_node 4 examples/trainer_hybrid\.py (--.*)", text)
-    return shlex.split(options)
-
-
-def test_the_trainer_s_command_learns(ranks, tmp_path):
-    """As typed, but for where it writes and half of its steps."""
-    pytest.importorskip("accelerate")
-    words = trainer_command("examples/trainer_hybrid.py")
-    assert words == trainer_command("docs/users/guides/transformers.md")
-    told = dict(zip(words[::2], words[1::2]))
-    assert int(told["--seq_len"]) * int(told["--max_steps"]) <= 20 * 1024, "seconds, not minutes, on a CPU"
-    here = {"--source": str(ROOT / "docs"), "--output_dir": str(tmp_path), "--save_strategy": "no"}
-    here |= {"--max_steps": str(int(told["--max_steps"]) // 2), "--disable_tqdm": "true", "--report_to": "none"}
-    losses = ranks.run(4, train_by_trainer, [word for pair in (told | here).items() for word in pair])[0]
-    assert losses[-1] < losses[0] - 0.5
-
-
-def test_a_hybrid_learns_under_the_trainer(ranks, tmp_path):
-    pytest.importorskip("accelerate")
-    options = {"context": 2, "source": ROOT / "docs", "seq_len": 129, "sequences": 64, "output_dir": tmp_path}
-    options |= {"max_steps": 4, "logging_steps": 1, "learning_rate": 0.01, "report_to": "none", "save_strategy": "no"}
-    options |= {"per_device_train_batch_size": 2, "disable_tqdm": "true", "warmup_steps": 0}
-    losses = ranks.run(4, train_by_trainer, [word for n, x in options.items() for word in (f"--{n}", str(x))])
-    assert abs(losses[0][0] - 5.55) < 0.15
-    assert losses[0][-1] < losses[0][0] - 0.2

@@ -61,8 +61,10 @@ def _recurrence(rng: Random, case: Case) -> Case:
         "l2norm": rng.random() < 0.3 or None, "mode": rng.choice((None, None, "chunk", "recurrent")),
         "own": rng.random() < 0.5 or None,
     }  # fmt: skip
-    deterministic = rng.random() < 0.1 and case.op not in ("mlstm", "mamba3")
-    K = MAMBA3 if case.op == "mamba3" else case.K
+    deterministic = rng.random() < 0.1 and case.op not in ("mlstm", "mamba3", "mamba3_mimo", "ttt_linear")
+    K = MAMBA3 if case.op in ("mamba3", "mamba3_mimo") else case.K
+    if case.op == "ttt_linear":  # a norm of two numbers is their order, and its gradients are rounding
+        K = max(K, 6)
     if not deterministic:
         return case.but(how=how, K=K)
     return case.but(how=how | {"mode": None}, K=K, deterministic=True, multiple_of=None, scan="ring")
@@ -137,12 +139,12 @@ def _grouped(rng: Random, case: Case) -> Case:
 
 def _decoding(rng: Random, case: Case) -> Case:
     T = min(case.T, 40)
-    names = [r.name for r in RECURRENCES] + ["short_conv", "token_shift"]
+    names = [r.name for r in RECURRENCES if r.name != "ttt_linear"] + ["short_conv", "token_shift"]  # by mini-batches
     cuts = sorted({rng.randint(0, T) for _ in range(rng.randint(1, 3))} - {0, T})
     parts = [rng.choice(("contiguous", "zigzag", "whole", "steps")) for _ in range(len(cuts) + 1)]
     how = {"of": rng.choice(names), "cuts": cuts, "parts": parts, "hard": rng.random() < 0.2 or None,
            "in_place": rng.random() < 0.3 or None, "W": rng.randint(1, 4)}  # fmt: skip
-    if how["of"] == "mamba3":
+    if how["of"] in ("mamba3", "mamba3_mimo"):
         case = case.but(K=MAMBA3)
     return case.but(T=T, cu=None, how={k: v for k, v in how.items() if v is not None})
 

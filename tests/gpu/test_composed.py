@@ -1,14 +1,15 @@
-"""Recurrences made of others over NCCL, one rank a GPU, in fp64:
-`pytest -m gpu tests/gpu/test_composed.py`."""
+"""Recurrences made of others over NCCL, one rank a GPU, in fp64, and HGRN's own kernels on one GPU:
+`pytest -m gpu tests/gpu/test_composed.py` (`-k sums`: the kernels alone)."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 import ring_la
 from ring_la.testing import check_recurrence
 from tests.support import pool
-from tests.support.recurrence_cases import COMPOSED
+from tests.support.recurrence_cases import COMPOSED, error
 
 
 def check(rank: int, name: str) -> None:
@@ -22,3 +23,46 @@ def check(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", COMPOSED)
 def test_split_is_whole(gpu_ranks, name, P):
     gpu_ranks.run(P, check, name)
+
+
+SUMS = {
+    "one span": (60, 200, None, torch.float32),
+    "many spans": (3000, 67, None, torch.float32),
+    "bf16": (3000, 256, None, torch.bfloat16),
+    "fp16": (700, 130, None, torch.float16),
+    "packed": (2100, 67, (0, 0, 1, 900, 2100, 2100), torch.float32),
+    "packed bf16": (2100, 128, (0, 7, 7, 2100), torch.bfloat16),
+    "wide many spans": (3000, 67, None, torch.float32),
+    "wide packed bf16": (2100, 128, (0, 7, 7, 2100), torch.bfloat16),
+}
+"""tokens, channels, cu_seqlens, dtype; "wide": by tiles of 64 tokens, which are not the default"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SUMS)
+def test_kernels_of_sums(case, record_property, monkeypatch):
+    pytest.importorskip("triton")
+    from ring_la.kernels.sums import walks
+
+    if case.startswith("wide"):
+        monkeypatch.setattr(walks, "TOKENS", 64)
+    T, C, cu, dtype = SUMS[case]
+    B = 2 if cu is None else 1
+    rng = torch.Generator("cuda").manual_seed(0)
+    x, weight = (torch.randn(B, T, C, device="cuda", generator=rng).to(dtype) for _ in range(2))
+    strength = torch.logspace(-3, 1, C, device="cuda")  # from nearly none to a channel that forgets within a token
+    g = (-strength * torch.rand(B, T, C, device="cuda", generator=rng)).to(dtype)
+    N = B if cu is None else len(cu) - 1
+    S, dS = (torch.randn(N, C, device="cuda", generator=rng) for _ in range(2))
+    found = []
+    for wide, backend in ((False, "triton"), (True, "torch")):
+        leaves = [(t.double() if wide else t).detach().requires_grad_() for t in (x, g, S)]
+        o, end = ring_la.hgrn(
+            *leaves[:2], scale=0.5, initial_state=leaves[2], output_final_state=True, backend=backend,
+            cu_seqlens=None if cu is None else torch.tensor(cu, device="cuda"),
+        )  # fmt: skip
+        loss = (o.double() * weight.double()).sum() + (end.double() * dS).sum()
+        found.append([o, end, *torch.autograd.grad(loss, leaves)])
+    off = {n: error(a, b) for n, a, b in zip(("o", "S", "dx", "dg", "dS"), *found)}
+    record_property("errors", off)
+    assert max(off.values()) < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype], off

@@ -39,13 +39,16 @@ def none(*shape: int) -> None:
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch) -> list:
-    """Spans of 64 tokens; the launches that were made."""
+    """Spans of 64 tokens, of which those that wait go first; the launches that were made, none replayed before."""
+    from ring_la.kernels.runtime.replayed_function import record_of
     from ring_la.kernels.wy import gdn_launches
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(gdn_launches, "multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
     monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
+    record_of.cache_clear()
     made, plain = [], gdn_launches.forward_kernel
     monkeypatch.setattr(gdn_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))
     return made

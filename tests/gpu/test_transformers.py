@@ -208,7 +208,7 @@ class Half:
         return mine
 
 
-LENGTH, LIMIT = 1024, 60.0
+LENGTH, LIMIT = 1024, 150.0
 """Tokens; seconds a check may take."""
 
 

@@ -38,6 +38,7 @@ def emulated(monkeypatch):
         monkeypatch.setattr(module, name, made)
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
+    monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
     monkeypatch.setattr(kda_launches, "TOKENS", 0)
 
 

@@ -16,7 +16,7 @@ OPTIONS = {
     "hgrn2": {"lower_bound": 0.2},
     "mamba2": {"state_dim": 4, "groups": 2},
     "gsa": {"slots": 3},
-    "mamba3": {"state_dim": 4, "groups": 2},
+    "mamba3": {"state_dim": 4, "groups": 2, "rank": 2},
     "rwkv6": {"layer_idx": 1, "num_layers": 3},
     "fox": {"qk_norm": True, "gated": True},
     "lightning": {"layer_idx": 1, "num_layers": 3},

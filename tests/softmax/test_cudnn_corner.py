@@ -7,6 +7,7 @@ import torch
 
 from ring_la.softmax.backends import QueryRows
 from ring_la.softmax.backends.aten import CuDNN
+from ring_la.softmax.scores import Scores
 
 
 @pytest.mark.parametrize("groups", [3, 1])
@@ -22,7 +23,7 @@ def test_one_query_one_key_of_a_longer_row(groups):
     lse = scores.logsumexp(-1)
     dq, dk, dv = torch.autograd.grad((o * do).sum(), (q, k, v))
     rows = QueryRows(q, o, do, lse)
-    parts = [CuDNN().tile_backward(rows, k[:, [j]], v[:, [j]], 0.4, None) for j in range(3)]
+    parts = [CuDNN().tile_backward(rows, k[:, [j]], v[:, [j]], Scores(0.4), None) for j in range(3)]
     torch.testing.assert_close(sum(p[0] for p in parts), dq)
     torch.testing.assert_close(torch.cat([p[1] for p in parts], 1), dk)
     torch.testing.assert_close(torch.cat([p[2] for p in parts], 1), dv)

@@ -1,11 +1,13 @@
 """The flash-attn adapters against stand-ins with each version's signature, exact inside.
 
-The signatures are those of the version's source (flash-attn 2.8, its Hopper build of version 3, its CuTe build of
-version 4); a wrong keyword, order or number of results fails here. The packages themselves were not run.
+The signatures are those of flash-attn 2.8.3, of its Hopper build of version 3 (fa3-fwd 0.0.3 has the forward) and of
+flash-attn-4 4.0.0b36; a wrong keyword, order or number of results fails here. `benchmarks.attention.kernels` and
+`pytest -m gpu tests/gpu/test_attention.py` run the packages themselves.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -26,6 +28,7 @@ from ring_la.softmax.scores import Scores
 from tests.support.attention_cases import error
 
 calls: list[str] = []
+determinism: list[bool] = []
 
 
 def hidden(n, m, causal, left, right):
@@ -38,22 +41,29 @@ def hidden(n, m, causal, left, right):
     return ((ahead > right) & (right >= 0)) | ((ahead < -left) & (left >= 0))
 
 
-def block(q, k, v, scale, causal, left, right):
+def capped(q, k, scale, softcap):
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    return softcap * torch.tanh(s / softcap) if softcap else s
+
+
+def block(q, k, v, scale, causal, left, right, softcap=0.0):
     """(o, lse) and the probabilities of ``[B, T, H, D]`` under flash-attn's mask."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    s = capped(q, k, scale, softcap)
     s = s.masked_fill(hidden(q.shape[1], k.shape[1], causal, left, right), -torch.inf)
     lse = s.logsumexp(-1)
     return torch.einsum("bhij,bjhd->bihd", torch.exp(s - lse[..., None]), v), lse, torch.exp(s - lse[..., None])
 
 
-def block_backward(do, q, k, v, o, lse, scale, causal, left, right):
+def block_backward(do, q, k, v, o, lse, scale, causal, left, right, softcap=0.0):
     groups = k.shape[2]
     wide_k, wide_v = (x.repeat_interleave(q.shape[2] // groups, 2) for x in (k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q, wide_k) * scale
+    s = capped(q, wide_k, scale, softcap)
+    slope = 1 - (s / softcap) ** 2 if softcap else 1
     s = s.masked_fill(hidden(q.shape[1], k.shape[1], causal, left, right), -torch.inf)
     p = torch.exp(s - lse[..., None])  # with the global lse
     ds = p * (torch.einsum("bihd,bjhd->bhij", do, wide_v) - (do * o).sum(-1).transpose(1, 2)[..., None])
+    ds = ds * slope
     dq = torch.einsum("bhij,bjhd->bihd", ds, wide_k) * scale
     dk = torch.einsum("bhij,bihd->bjhd", ds, q) * scale
     dv = torch.einsum("bhij,bihd->bjhd", p, do)
@@ -87,17 +97,17 @@ class Two:
         return_softmax,
     ):  # fmt: skip
         calls.append("dense")
-        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
-        o, lse, _ = block(q, k, v, softmax_scale, causal, window_size_left, window_size_right)
+        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
+        o, lse, _ = block(q, k, v, softmax_scale, causal, window_size_left, window_size_right, softcap)
         return o, lse, torch.empty(0), torch.empty(2)
 
     def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        grads = block_backward(
-            dout, q, k, v, out, softmax_lse, softmax_scale, causal, window_size_left, window_size_right
-        )
+        mask = (softmax_scale, causal, window_size_left, window_size_right, softcap)
+        grads = block_backward(dout, q, k, v, out, softmax_lse, *mask)
+        determinism.append(deterministic)
         for into, grad in zip((dq, dk, dv), grads):
             into.copy_(grad)
         return torch.empty(0)
@@ -105,19 +115,19 @@ class Two:
     def _flash_attn_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        block_table=None, leftpad_k=None, seqused_k=None,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     ):  # fmt: skip
         calls.append("varlen")
         assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-        mask = (softmax_scale, causal, window_size_left, window_size_right)
+        mask = (softmax_scale, causal, window_size_left, window_size_right, softcap)
         return *packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mask), torch.empty(0), torch.empty(2)
 
     def _flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-        rng_state=None,
+        rng_state=None, zero_tensors=False,
     ):  # fmt: skip
-        mask = (softmax_scale, causal, window_size_left, window_size_right)
+        mask = (softmax_scale, causal, window_size_left, window_size_right, softcap)
         packed_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, *mask)
         return torch.empty(0)
 
@@ -134,7 +144,7 @@ class Three:
         num_splits=1, pack_gqa=None, sm_margin=0,
     ):  # fmt: skip
         calls.append("dense" if cu_seqlens_q is None else "varlen")
-        mask = (softmax_scale, causal, window_size_left, window_size_right)
+        mask = (softmax_scale, causal, window_size_left, window_size_right, softcap)
         if cu_seqlens_q is None:
             return *block(q, k, v, *mask)[:2], torch.empty(0), torch.empty(0)
         return *packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mask), torch.empty(0), torch.empty(0)
@@ -144,7 +154,7 @@ class Three:
         max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
         window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
     ):  # fmt: skip
-        mask = (softmax_scale, is_causal, window_size_left, window_size_right)
+        mask = (softmax_scale, is_causal, window_size_left, window_size_right, softcap)
         if cu_seqlens_q is None:
             for into, grad in zip((dq, dk, dv), block_backward(dout, q, k, v, out, softmax_lse, *mask)):
                 into.copy_(grad)
@@ -154,39 +164,55 @@ class Three:
 
 
 class Four:
-    """flash_attn.cute.interface; only the parameters before the kernel's own tuning."""
+    """flash_attn.cute.interface; only the parameters that a ring may need."""
 
     def _flash_attn_fwd(
-        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-        max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
-        window_size_right=None, learnable_sink=None, return_lse=False, out=None, lse=None, aux_tensors=None,
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+        window_size_left=None, window_size_right=None, learnable_sink=None, return_lse=False, out=None, lse=None,
     ):  # fmt: skip
-        calls.append("dense")
+        calls.append("dense" if cu_seqlens_q is None else "varlen")
         assert return_lse
-        return block(q, k, v, softmax_scale, causal, -1, -1)[:2]
+        mask = (softmax_scale, causal, *sides(window_size_left, window_size_right), softcap)
+        if cu_seqlens_q is None:
+            return *block(q, k, v, *mask)[:2], None, None, None
+        return *packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mask), None, None, None
 
     def _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, deterministic=False, dq=None, dk=None, dv=None,
+        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None,
     ):  # fmt: skip
-        return block_backward(dout, q, k, v, out, lse, softmax_scale, causal, -1, -1)
+        mask = (softmax_scale, causal, *sides(window_size_left, window_size_right), softcap)
+        if cu_seqlens_q is None:
+            return block_backward(dout, q, k, v, out, lse, *mask)
+        grads = [torch.empty_like(t) for t in (q, k, v)]
+        packed_backward(dout, q, k, v, out, lse, *grads, cu_seqlens_q, cu_seqlens_k, *mask)
+        return tuple(grads)
+
+
+def sides(left, right):
+    """Version 4's window, in which None is no bound, as the others write it."""
+    assert -1 not in (left, right)
+    return tuple(-1 if side is None else side for side in (left, right))
 
 
 STAND_INS = {"flash_attn_2": Two, "flash_attn_3": Three, "flash_attn_4": Four}
+FORWARDS = {"fa3_fwd": Three}
 
 
 class ExactFlash(Flash):
     """The adapter of PyTorch's own kernel over exact operators, for its packing and its windows."""
 
-    def call(self, q, k, v, scale, window, pack):
+    def call(self, q, k, v, scores, window, pack):
         calls.append("dense" if pack is None else "varlen")
-        mask = (scale, window.causal, window.left, window.right)
+        mask = (scores.scale, window.causal, window.left, window.right)
         if pack is None:
             return block(q, k, v, *mask)[:2]
         return tuple(x[None] for x in packed(q[0], k[0], v[0], pack.q.cu, pack.k.cu, *mask))
 
-    def call_backward(self, x, k, v, scale, window, pack):
-        mask, inputs = (scale, window.causal, window.left, window.right), (x.do, x.q, k, v, x.o, x.lse)
+    def call_backward(self, x, k, v, scores, window, pack):
+        mask, inputs = (scores.scale, window.causal, window.left, window.right), (x.do, x.q, k, v, x.o, x.lse)
         if pack is None:
             return block_backward(*inputs, *mask)
         grads = [torch.empty_like(t) for t in (x.q, k, v)]
@@ -201,7 +227,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(VarlenBackend, "dtypes", (torch.float64,))
     monkeypatch.setitem(BACKENDS, "flash", ExactFlash())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    for name, stand_in in STAND_INS.items():
+    for name, stand_in in (STAND_INS | FORWARDS).items():
         path = BACKENDS[name].module.split(".")
         for i in range(1, len(path) + 1):
             full = ".".join(path[:i])
@@ -220,10 +246,9 @@ def on_the_cpu(monkeypatch):
 def test_blocks_of_any_layout(on_the_cpu, backend, kind, cu):
     torch.manual_seed(0)
     cpu, layout = torch.device("cpu"), Layout(240, kind, 4, cu_seqlens=cu)
-    windows = [(None, 0), (None, None)] + ([] if backend == "flash_attn_4" else [(30, 0), (50, 9)])
-    for left, right in windows:
+    for left, right in ((None, 0), (None, None), (30, 0), (50, 9)):
         for rank, owner in ((1, 1), (2, 0), (0, 3), (3, 2)):
-            scores = Scores(0.3, left=left, right=right)
+            scores = Scores(0.3, 0.0 if backend == "flash" else 2.0, left=left, right=right)
             rows, keys = (Tokens.of_ranks(layout, [r], cpu) for r in (rank, owner))
             pair = Pair(rows, keys, scores.reach)
             shapes = [(1, len(t), h, 8) for t, h in ((rows, 4), (keys, 2), (keys, 2), (rows, 4))]
@@ -237,7 +262,7 @@ def test_blocks_of_any_layout(on_the_cpu, backend, kind, cu):
                 BACKENDS[name].backward(x, k, v, scores, pair, grads)
                 results.append([o, lse, *(total.result(q.dtype) for total in vars(grads).values())])
             assert all(error(a, b) < 1e-9 for a, b in zip(*results)), (left, right, rank, owner)
-    joined = cu is not None and backend != "flash_attn_4" and kind != "striped"
+    joined = cu is not None and kind != "striped"
     assert ("varlen" in calls) >= joined
 
 
@@ -261,6 +286,27 @@ def test_through_the_public_function(on_the_cpu, backend):
     assert error(got.o, want.o) < 1e-9
     grads = [torch.autograd.grad(x.o.sum(), (q, k, v)) for x in (got, want)]
     assert all(error(a, b) < 1e-9 for a, b in zip(*grads))
+
+
+def test_the_forward_of_version_3_alone(on_the_cpu):
+    q, k, v = (torch.randn(2, 30, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    for how in (dict(softcap=3.0), dict(causal=False)):
+        assert error(*(attention(q, k, v, **how, backend=b).o for b in ("fa3_fwd", "reference"))) < 1e-9
+    for refused, leaf in ((dict(window=(4, 0)), q), (dict(), q.clone().requires_grad_())):
+        with pytest.raises(UnsupportedError, match=r"windows|gradients"):
+            attention(leaf, k, v, **refused, backend="fa3_fwd")
+
+
+def test_gradients_of_the_same_bits_only_where_asked(on_the_cpu):
+    """They take the kernel longer. It was asked for them always."""
+    ask, taken = Ask(torch.device("cpu"), torch.float64, 2, 2, 8, 8), []
+    for repeatable in (False, True):
+        x = QueryRows(*torch.randn(3, 1, 5, 2, 8).double(), torch.zeros(1, 2, 5).double())
+        kernel = choose(dataclasses.replace(ask, repeatable=repeatable), "flash_attn_2")
+        determinism.clear()
+        kernel.call_backward(x, x.q, x.q, Scores(0.3), varlen.Window(True), None)
+        taken += determinism
+    assert taken == [False, True]
 
 
 def test_one_call_for_all_documents(on_the_cpu):

@@ -21,13 +21,14 @@ LONGEST = (
     "tests/softmax/test_triton.py",
     "tests/integrations/diffusers/test_models.py",
     "tests/integrations/transformers/test_training.py",
-    "tests/distributed/test_context.py",
     "tests/serving/test_engine.py",
+    "tests/distributed/test_agreement.py",
     "tests/integrations/diffusers/test_compile.py",
     "tests/integrations/transformers/test_calls.py",
     "tests/scan/test_mailbox_ring.py",
     "tests/serving/test_serve.py",
-    "tests/nn/test_moe.py",
+    "tests/distributed/test_context.py",
+    "tests/nn/test_moe_split.py",
 )
 """Files of twenty seconds and more, the longest first; tests/test_lanes.py holds that they are there."""
 

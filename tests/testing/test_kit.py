@@ -10,7 +10,7 @@ import torch
 
 import ring_la
 from ring_la.testing import Call, Subject, judge
-from ring_la.testing.rank import Answer
+from ring_la.testing.rank import RankAnswer
 from tests.support.pool import group
 from tests.testing import planted
 
@@ -23,11 +23,11 @@ class Pool:
     def __init__(self, ranks, size: int) -> None:
         self.ranks, self.size = ranks, size
 
-    def run(self, task, *args) -> list[Answer]:
+    def run(self, task, *args) -> list[RankAnswer]:
         return self.ranks.run(self.size, in_rank, task, args)
 
 
-def in_rank(rank: int, task, args) -> Answer:
+def in_rank(rank: int, task, args) -> RankAnswer:
     return task(rank, group(), torch.device("cpu"), *args)
 
 

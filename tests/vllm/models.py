@@ -1,7 +1,7 @@
 """Architectures that vLLM decodes after ring_la's ranks have read: tiny random models, on disk.
 
-vLLM's kernels for CPUs take heads of 32 channels and more, those of gated delta nets 64 and bf16. The others are fp32, where
-vLLM and Transformers agree on what a random model likes best; of Nemotron-H they agree in bf16 (docs/notebook, vllm).
+vLLM's kernels for CPUs take heads of 32 channels and more, those of gated delta nets 64 and bf16. The others are fp32,
+where vLLM and Transformers agree on what a random model likes best; of Nemotron-H they agree in bf16 (docs/notebook).
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ text's where text is part of the sequence:
     modules     modules that reach beyond their tokens: convolutions with halos, and those
     compare     inputs that differ among the ranks
     checks      everything else that is refused
-    model       splitting before a block, gathering behind the last layer
+    model       hooks before a block and behind the last layer
+    cutting     what a block is given, cut to this rank's tokens
     entry       what is called: parallelize, restore
     kernels     kernels that are named to Diffusers, as ours
     processors  the library's attention processors, their attention function replaced by ours

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...context import ContextParallel, GridLayout
 from ...errors import ArgumentError
-from .keys import GivenMask, Keys
+from .keys import BlockKeys, GivenMask
 from .plans import TokenRows
 from .streams import Layouts, Streams
 
@@ -33,7 +33,7 @@ class DenoiserCall:
         self.refined: set[str] = set()
         self.residual: tuple[str, int] | None = None
         self.how: dict[str, Any] = {}
-        self.keys = Keys(cp, layouts, self.streams)
+        self.keys = BlockKeys(cp, layouts, self.streams)
         self.grid: GridLayout | None = None
         self.masked: GivenMask | None = None
         self.parts: dict[tuple[int, TokenRows], tuple[Tensor, Tensor]] = {}

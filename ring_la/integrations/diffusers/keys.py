@@ -42,7 +42,7 @@ class GivenMask(NamedTuple):
     streams: tuple[str, ...]
 
 
-class Keys:
+class BlockKeys:
     """Which keys the blocks of one call see. Masked ones are left out: a mask reads the same for every query."""
 
     def __init__(self, cp: ContextParallel, layouts: Layouts, streams: Streams) -> None:

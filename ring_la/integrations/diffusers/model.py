@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from ...autograd import outside_graphs
 from ...context import ContextParallel
 from ...context.handle import enter
-from ...errors import ArgumentError, RingLAError, UnsupportedError
+from ...errors import RingLAError, UnsupportedError
 from . import operators
 from .caches import check_hooks
 from .call import DenoiserCall
 from .checks import blocks_of, check_block, check_call, other_version, refiners_of
 from .compare import InputComparison, WholeImage, mapped, tensors_in
+from .cutting import cut, part_of, residuals, sizes_of, start
 from .kernels import kernel_named
 from .keys import GivenMask
 from .linear import LINEAR, linear_class
@@ -29,15 +30,11 @@ from .plans import (
     IMAGE,
     AttentionPlan,
     BlockPlan,
-    KeyMask,
     ModelPlan,
     Role,
-    SliceCount,
-    SliceRows,
     TimeSteps,
-    TokenRows,
 )
-from .processors import EVERY_KEY, split_class
+from .processors import split_class
 from .streams import Layouts
 
 
@@ -84,7 +81,8 @@ class SplitDenoiser:
             names = check_block(name, block, kind, spec, type(model).__module__)
             self._adopt_attention(block, spec, undo)
             self._adopt_modules(name, block, spec, undo)
-            hook = functools.partial(self._split, name, spec, names)
+            path = name.rpartition(".")[0]  # one for all blocks, so that torch.compile compiles them once
+            hook = functools.partial(self._split, path, spec, names)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for path, blocks in refiners_of(model, self.plan):
             self._adopt_refiners(path, blocks, type(model).__module__, undo)
@@ -108,7 +106,7 @@ class SplitDenoiser:
         for n, block in enumerate(blocks):
             names = check_block(f"{path}.{n}", block, plan.kind, plan.block, library)
             self._adopt_attention(block, plan.block, undo)
-            hook = functools.partial(self._split_refiner, path, f"{path}.{n}", plan.block, names)
+            hook = functools.partial(self._split_refiner, path, plan.block, names)
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         undo.callback(blocks[-1].register_forward_hook(functools.partial(self._refined, plan.stream)).remove)
 
@@ -173,20 +171,11 @@ class SplitDenoiser:
         if own is not None and not hasattr(own, "ring_la"):
             model._gradient_checkpointing_func = self._checkpointed(own)  # type: ignore[assignment]
             self.undo.callback(setattr, model, "_gradient_checkpointing_func", own)
-        residuals = {n: self._residuals(n, given[n]) for n in self.plan.residuals if given.get(n) is not None}
-        if not residuals:
+        added = {n: residuals(self.call, n, given[n]) for n in self.plan.residuals if given.get(n) is not None}
+        if not added:
             return None
         del given["step cache"], given["kernel"]
-        return (), given | residuals
-
-    def _residuals(self, name: str, given: Any) -> Any:
-        """This rank's tokens of what is added between blocks, which the first block compares with its own."""
-        for x in tensors_in(given):
-            if x.dim() != 3 or (self.call.residual or (name, x.shape[1]))[1] != x.shape[1]:
-                raise ArgumentError(name, "tensors [B, tokens, channels] with the same number of tokens", list(x.shape))
-            self.call.residual = name, x.shape[1]
-            self.call.streams.sizes["image"] = x.shape[1]
-        return mapped(given, lambda x: self.call.streams.shard(name, x, IMAGE, 1))
+        return (), given | added
 
     def _checkpointed(self, own: Callable) -> Callable:
         """The model's way to compute a block again in backward, as part of the call it was in."""
@@ -209,7 +198,7 @@ class SplitDenoiser:
 
     def _split(
         self,
-        name: str,
+        path: str,
         spec: BlockPlan,
         names: tuple[str, ...],
         block: nn.Module,
@@ -220,13 +209,12 @@ class SplitDenoiser:
         given = {**dict(zip(names, args)), **keywords}
         first = not self.call.started
         if first:
-            self._start(spec, given)
-        return self._cut(name, spec, names[: len(args)], given, not first)
+            start(self.call, spec, given)
+        return cut(self.call, path, spec, names[: len(args)], given, not first)
 
     def _split_refiner(
         self,
         path: str,
-        name: str,
         spec: BlockPlan,
         names: tuple[str, ...],
         block: nn.Module,
@@ -237,75 +225,9 @@ class SplitDenoiser:
         given = {**dict(zip(names, args)), **keywords}
         first = path not in self.call.refined
         if first:
-            self.call.streams.sizes |= self._sizes(spec, given)
+            self.call.streams.sizes |= sizes_of(self.call, spec, given)
             self.call.refined.add(path)
-        return self._cut(name, spec, names[: len(args)], given, not first)
-
-    def _cut(
-        self, name: str, spec: BlockPlan, positional: tuple[str, ...], given: dict[str, Any], keep: bool
-    ) -> tuple[tuple, dict[str, Any]]:
-        call = self.call
-        for argument, role in spec.arguments.items():
-            x = given.get(argument)
-            if isinstance(role, KeyMask):
-                call.masked = None if x is None else GivenMask(f"{name}: {argument}", x, role.streams)
-                if argument in given:
-                    given[argument] = EVERY_KEY if role.read else None
-            elif x is not None and role is not None:
-                given[argument] = self._part(f"{name}: {argument}", x, role, keep)
-        return tuple([given.pop(n) for n in positional]), given
-
-    def _start(self, spec: BlockPlan, given: Mapping[str, Any]) -> None:
-        """Before the first block of a call: how many tokens there are."""
-        sizes, residual = self._sizes(spec, given), self.call.residual
-        if residual is not None and residual[1] != sizes.get("image"):
-            raise ArgumentError(residual[0], f"{sizes.get('image')} tokens, as the image has", residual[1])
-        self.call.streams.sizes |= sizes
-        self.call.started = True
-
-    def _sizes(self, spec: BlockPlan, given: Mapping[str, Any]) -> dict[str, int]:
-        """How many tokens of each stream a block is given."""
-        sizes: dict[str, int] = {}
-        for argument, role in spec.arguments.items():
-            if isinstance(role, TokenRows) and len(role.streams) == 1 and role.streams[0] not in sizes:
-                tokens, stream = given[argument].shape[role.dim], role.streams[0]
-                if tokens < self.cp.size:  # processors slice by lengths, which at 0 is another slice
-                    expected = f"at least {self.cp.size} tokens of {stream}, one for each rank"
-                    raise ArgumentError(argument, expected, tokens)
-                sizes[stream] = tokens
-        return sizes
-
-    def _part(self, name: str, x: Any, role: Role, keep: bool = False) -> Any:
-        """This rank's tokens of an argument; with `keep` those of whole rows are cut once a call."""
-        if role is None or x is None:
-            return x
-        if isinstance(role, tuple):
-            if not isinstance(x, (tuple, list)) or len(x) != len(role):
-                raise ArgumentError(name, f"{len(role)} tensors", type(x).__name__)
-            return type(x)([self._part(name, one, part, keep) for one, part in zip(x, role)])
-        streams = self.call.streams
-        if isinstance(role, SliceCount):
-            return self.call.grid.local_shape[0]  # type: ignore[union-attr]
-        if isinstance(role, SliceRows):
-            return self.call.grid.slices.shard(x, role.dim)  # type: ignore[union-attr]
-        if isinstance(role, TokenRows):
-            if not keep or torch.compiler.is_compiling() or x.requires_grad:
-                return streams.shard(name, x, role.streams, role.dim)
-            return self._kept_rows(name, x, role)
-        if role.flat:  # type: ignore[union-attr]
-            rows = x.unflatten(0, (self.call.batch, -1))
-            return x if rows.shape[1] == 1 else streams.shard(name, rows, (role.stream,), 1).flatten(0, 1)  # type: ignore[union-attr]
-        return streams.shard(name, x, (role.stream,), 1) if x.dim() == role.dims and x.shape[1] > 1 else x  # type: ignore[union-attr]
-
-    def _kept_rows(self, name: str, x: Tensor, role: TokenRows) -> Tensor:
-        """This rank's rows of what all blocks are given (rotary embeddings)."""
-        parts, key = self.call.parts, (id(x), role)
-        if key not in parts or parts[key][0] is not x:
-            part = self.call.streams.shard(name, x, role.streams, role.dim)
-            if part is x:
-                return x
-            parts[key] = x, part
-        return parts[key][1]
+        return cut(self.call, path, spec, names[: len(args)], given, not first)
 
     def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: tuple) -> tuple:
         """Behind a module that makes steps of time: this rank's, where each token has its own."""
@@ -315,7 +237,7 @@ class SplitDenoiser:
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
                     self.call.streams.sizes[role.stream] = tokens
-            output[n] = self._part(f"steps of {type(module).__name__}", output[n], role)  # type: ignore[index]
+            output[n] = part_of(self.call, f"steps of {type(module).__name__}", output[n], role)  # type: ignore[index]
         return tuple(output)
 
     def attend_image(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

@@ -15,14 +15,14 @@ from . import probe
 from .averaging import refuse_averaging
 from .call import Current, ModelCall
 from .foreign import told_as_theirs
-from .modules import Forwards, known
+from .modules import ModuleForwards, known
 from .settings import Settings
 
 
 class Checks:
     """The checks of a model whose calls and forwards are ours already, each made once or when something has come."""
 
-    def __init__(self, settings: Settings, current: Current, forwards: Forwards) -> None:
+    def __init__(self, settings: Settings, current: Current, forwards: ModuleForwards) -> None:
         self.cp, self.current, self.forwards = settings.cp, current, forwards
         self._wanted = self._due = settings.check
         self._summed = settings.average

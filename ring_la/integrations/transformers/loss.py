@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm import Group
-from ...context import ContextParallel, ShardedLayout
+from ...context import ContextRanks, ShardedLayout
 from ...context.handle import found
 from ...errors import DisagreementError
 
@@ -38,7 +38,7 @@ ROWS = (
 """What to do where ranks that share a sequence were given different ones."""
 
 
-def whole_loss(part: Tensor, cp: ContextParallel, fingerprint: Tensor | int) -> Tensor:
+def whole_loss(part: Tensor, cp: ContextRanks, fingerprint: Tensor | int) -> Tensor:
     """`WholeLoss` of this rank's part, for torch.compile as one node."""
     if torch.compiler.is_compiling():
         mine = fingerprint if isinstance(fingerprint, Tensor) else torch.full((), fingerprint, device=part.device)

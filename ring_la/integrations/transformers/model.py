@@ -19,7 +19,7 @@ from .forward import model_forward
 from .head import after_backbone, backbone_forward
 from .masks import make_mask
 from .mixers import entry_of, uncached
-from .modules import Forwards, mixer_forward
+from .modules import ModuleForwards, mixer_forward
 from .rotary import goes_by_length, rotary_forward
 from .settings import Settings
 from .split import CacheSupport, SplitModel
@@ -93,7 +93,7 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
     undo.callback(attention.use, split=False)
     attention.use(split=True)
     current = Current()
-    forwards = Forwards(current)
+    forwards = ModuleForwards(current)
     _put_forwards(model, forwards, undo)
     takes_parameters = "cache_params" in inspect.signature(type(model).forward).parameters
     split = SplitModel(
@@ -121,7 +121,7 @@ def _adopt(model: PreTrainedModel, settings: Settings, undo: ExitStack) -> Split
     return split
 
 
-def _put_forwards(model: PreTrainedModel, forwards: Forwards, undo: ExitStack) -> None:
+def _put_forwards(model: PreTrainedModel, forwards: ModuleForwards, undo: ExitStack) -> None:
     """Give the model, its backbone, its mixers and its rotary embeddings forwards of ours."""
     backbone = _backbone(model)
     for name, module in model.named_modules():

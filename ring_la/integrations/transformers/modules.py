@@ -13,7 +13,7 @@ from .call import Current
 from .mixers import entry_of, make_forward
 
 
-class Forwards:
+class ModuleForwards:
     """The forward of every class of modules, made once."""
 
     def __init__(self, current: Current) -> None:

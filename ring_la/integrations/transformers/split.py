@@ -13,7 +13,7 @@ from .batches import Batches
 from .call import Current, ModelCall, Returned
 from .checks import Checks
 from .loss import cross_entropy
-from .modules import Forwards
+from .modules import ModuleForwards
 from .settings import Settings
 
 
@@ -49,7 +49,7 @@ class SplitModel:
     settings: Settings
     current: Current
     batches: Batches
-    forwards: Forwards
+    forwards: ModuleForwards
     attention: AttentionNames
     checks: Checks
     cache: CacheSupport

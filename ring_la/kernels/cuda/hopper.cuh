@@ -85,6 +85,12 @@ INLINE void bar_wait(u32 a, u32 phase) {
   asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}"
                ::"r"(a), "r"(phase) : "memory");
 }
+INLINE bool bar_passed(u32 a, u32 phase) {  // whether bar_wait would not wait
+  u32 x;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(x) : "r"(a), "r"(phase) : "memory");
+  return x;
+}
 INLINE void bar_expect(u32 a, u32 bytes) {  // arrive, and wait for so many bytes of copies
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(a), "r"(bytes) : "memory");
 }
@@ -92,6 +98,11 @@ INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {  // by the c
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
+INLINE void copy_out(void* to, u32 from, u32 bytes) {  // the other way; `copied_out` waits for those of this thread
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+INLINE void copy_out_all() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }  // behind the last copy_out
+INLINE void copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // what was read may be written
 INLINE void between_warps() { asm volatile("bar.sync 1, 256;" ::: "memory"); }  // of the first 256 threads that come
 INLINE int load_acquire(const int* p) {
   int x;

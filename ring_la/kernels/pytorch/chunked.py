@@ -62,12 +62,12 @@ class ChunkedRecurrence:
         self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, canonical: CanonicalChunks | None = None
     ) -> None:
         self.rule, self.inputs, self.scale = rule, inputs, scale
-        q, v = inputs.q, inputs.v
+        q = inputs.q
         size, lead = canonical or (CHUNK[rule.decay], None)
         self.chunks = Chunks(q.shape[1], size, cu, lead, q.device)
         wide = any(x is not None and x.dtype == torch.float64 for x in inputs)
         self.dtype = torch.float64 if wide else torch.float32
-        self.state_shape = (q.shape[0], self.chunks.pieces, v.shape[2], q.shape[3], v.shape[3])
+        self.state_shape = (q.shape[0], self.chunks.pieces, *inputs.state)
 
     # -- the protocol --------------------------------------------------------------------------------------
 

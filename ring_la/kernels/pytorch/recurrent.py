@@ -35,10 +35,11 @@ class TokenRecurrence(ChunkedRecurrence):
                 piece = c.piece_of_token[t : t + 1]
                 S = S_end.index_select(1, piece)[:, 0]
             S = step(self.rule, S, Inputs(*(None if y is None else y[:, t] for y in x)))
-            outputs.append((q[:, t, :, None, :] @ S)[:, :, 0])
+            outputs.append((q[:, t, :, None, :] @ (S if self.rule.reads == "keys" else S.mT))[:, :, 0])
             if c.packed:
                 S_end.index_copy_(1, piece, S[:, None])
-        o = torch.stack(outputs, 1) if outputs else x.v.new_zeros(x.v.shape)
+        like = x.like_output(self.rule)
+        o = torch.stack(outputs, 1) if outputs else like.new_zeros(like.shape)
         return o.to(self.inputs.v.dtype), S_end if c.packed else S[:, None].clone()
 
     def _wide_inputs(self) -> Inputs:

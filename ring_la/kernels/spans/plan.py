@@ -18,6 +18,7 @@ from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.runtime.triton_version import TensorDescriptor, gluon_is_proven
 from ring_la.kernels.spans import table
+from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import Tiling, cdiv, power_of_2, width
 
@@ -72,7 +73,7 @@ def filled(*tensors: Tensor | TensorDescriptor | None) -> list[Tensor | TensorDe
     return [some if x is None else x for x in tensors]
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Batch, tokens, heads of v, heads of q and k, channels of keys and of values."""
 
     B: int
@@ -96,7 +97,7 @@ class SpanPlan:
 
     rule: Rule
     scale: float
-    sizes: Sizes
+    sizes: CallSizes
     dtype: torch.dtype
     device: torch.device
     chunk: int
@@ -112,7 +113,7 @@ class SpanPlan:
         """Of inputs as `ready` makes them or not, on whose device the tables of pieces at `cu` are made."""
         v, g, scalar = inputs.v, inputs.g, rule.decay == "scalar"
         (B, T, H, V), (HK, K) = v.shape, inputs.q.shape[2:]
-        sizes, chunk = Sizes(B, T, H, HK, K, V), 32 if v.dtype == torch.float32 else table.CHUNK
+        sizes, chunk = CallSizes(B, T, H, HK, K, V), 32 if v.dtype == torch.float32 else table.CHUNK
         cu = None if cu is None else aligned(cu.to(device=v.device, dtype=torch.int32))
         spans = Runs.of(T, span_length(rule, sizes, chunk, v.dtype), chunk, cu)
         chunks = None if rule.transition == "identity" else Runs.of(T, chunk, chunk, cu)
@@ -215,12 +216,12 @@ class SpanPlan:
                 out.append(None)
                 continue
             if name in ("q", "k") and HK != H:
-                grad = grad.view(B, T, HK, -1, K).sum(3, dtype=torch.float32)
+                grad = summed(grad.view(B, T, H, K), HK, x.dtype)
             out.append(grad.to(x.dtype))
         return Inputs(*out)
 
 
-def span_length(rule: Rule, sizes: Sizes, chunk: int, dtype: torch.dtype) -> int:
+def span_length(rule: Rule, sizes: CallSizes, chunk: int, dtype: torch.dtype) -> int:
     """Tokens a span."""
     B, T, H, _, K, V = sizes
     if rule.transition not in ("identity", "scalar"):
@@ -233,6 +234,6 @@ def span_length(rule: Rule, sizes: Sizes, chunk: int, dtype: torch.dtype) -> int
     return min(length, table.GATE_SPAN) if rule.decay == "scalar" and not fits(sizes, dtype) else length
 
 
-def fits(sizes: Sizes, dtype: torch.dtype) -> bool:
+def fits(sizes: CallSizes, dtype: torch.dtype) -> bool:
     """Whether one program can hold a head's state beside its operands: then gradients share passes."""
     return max(sizes.K, sizes.V) <= 128 and dtype.itemsize == 2

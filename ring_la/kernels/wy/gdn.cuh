@@ -16,7 +16,7 @@ struct Args {
   float* S1;             // [pieces, H, K, V] or null: nobody wants it
   const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
   const int* cu;         // [pieces + 1] beside a table
-  int* flags;            // [2 * count * H + 1], zero at first: see `decided`, `done` and `ticket`
+  int* flags;            // [2 * count * H + 3 + count * heads], zero at first: see `decided`, `done` and `ticket`
   float* states;         // [count, H, 128 * 128]
   u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
   u16* kept_W;           // [chunks, heads, 32 * 128], W of its tokens, see `rows_place`
@@ -24,6 +24,7 @@ struct Args {
   int T, H, HK, count, length, pieces;
   int first_head, heads; // this launch's
   int ahead;             // whether spans that wait find what they leave meanwhile
+  int pick;              // whether spans that wait go first, see `choose`
   float scale;
 };
 

@@ -18,7 +18,8 @@
 // else it waits for the span after it, going over its tokens three times as the forward does.
 #include "gdn.cuh"
 
-#define SLOTS 2
+#define MAKERS 2 // warps that make what needs a chunk's own tokens alone
+#define SLOTS 3  // chunks under way
 // A slot: q, k, then dq, dk (128-byte swizzle, 64 channels a row); dO and dR; W; N, P; dP, dB; e^G, e^(GL - G), beta, G
 #define SLOT 50176
 #define OFF_Q 0
@@ -31,14 +32,14 @@
 #define OFF_DB 47104
 #define OFF_E 49152
 #define HALF 4096                      // from 64 channels of q and k to the others
-#define STATES (SLOTS * SLOT)          // two, [K half][V row][64 channels]
-#define ADJOINT (STATES + 2 * 32768)   // dS the same way
+#define STATE (SLOTS * SLOT)           // the state before a chunk, [K half][V row][64 channels]
+#define ADJOINT (STATE + 32768)        // dS the same way
 #define SUMS (ADJOINT + 32768)         // of each warp that carries dS: its part of dbeta
 #define DOTS (SUMS + 8 * 128)          // of two chunks: its part of x
 #define ENDS (DOTS + 2 * 8 * 128)      // and of what the chunk's end brings
 #define BARS (ENDS + 2 * 32)           // of each slot: full, empty, dR there, dB there
-#define BARS_S (BARS + SLOTS * 32)     // of each state: full, empty
-#define OPEN (BARS_S + 2 * 16)         // a barrier: the last of several passes may begin
+#define BARS_S (BARS + SLOTS * 32)     // of the state: full, empty
+#define OPEN (BARS_S + 16)         // a barrier: the last of several passes may begin
 #define SAID (OPEN + 16)               // the ticket; three words, of which `leave` takes the last; of 16 chunks, what they leave over
 
 struct BackArgs {
@@ -126,8 +127,8 @@ INLINE void pair_gradients(int m, int from, float by, bool diagonal, u32 to, u32
 // chunk whose gradients are wanted.
 INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, int first, u32 base, int w, int lane) {
   const Args& a = b.a;
-  const u32 at = base + w * SLOT, full = base + BARS + w * 32;
-  for (int c = w; c < n * passes; c += SLOTS) {
+  for (int c = w; c < n * passes; c += MAKERS) {
+    const u32 at = base + c % SLOTS * SLOT, full = base + BARS + c % SLOTS * 32;
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n, m = (pass + 1) * n - 1 - c, t = x.begin + m * C;
     const bool own = c >= first;
@@ -161,23 +162,33 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
 // -- two warps: dB, and the first of them states on their way in -----------------------------------------------------
 
 INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int m, int lane) {
-  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own
-    const u32 bar = base + BARS_S + (i & 1) * 16;
-    if (i >= 2) bar_wait(bar + 8, ((i >> 1) - 1) & 1);
+  const u32 bar = base + BARS_S;
+  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own, once nobody reads the one before it
+    if (i) bar_wait(bar + 8, (i - 1) & 1);
     if (lane == 0) {
       bar_expect(bar, 32768);
-      copy_in(base + STATES + (i & 1) * 32768, b.a.kept_S + kept_at(b.a, x.chunk + n - 1 - first - i, h) * (D * D), 32768, bar);
+      copy_in(base + STATE, b.a.kept_S + kept_at(b.a, x.chunk + n - 1 - first - i, h) * (D * D), 32768, bar);
     }
   };
   if (m == 0 && first < n) ask(0);
   for (int c = first; c < n; c++) {
     const u32 at = base + c % SLOTS * SLOT, bars = base + BARS + c % SLOTS * 32;
-    if (m == 0 && c + 1 < n) ask(c + 1 - first);
     bar_wait(bars + 16, (c - first) / SLOTS & 1);
     pair_gradients(m, C, -1.f, false, at + OFF_DB, at, lane);
     __syncwarp();
     if (lane == 0) bar_arrive(bars + 24);
+    if (m == 0 && c + 1 < n) ask(c + 1 - first);
   }
+}
+
+// The sum of x[lane / 4] over the lanes that have its lane % 4
+INLINE float shared_sums(const float (&x)[8], int lane) {
+  float y[4], z[2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) y[i] = (lane & 16 ? x[i + 4] : x[i]) + __shfl_xor_sync(~0u, lane & 16 ? x[i] : x[i + 4], 16);
+#pragma unroll
+  for (int i = 0; i < 2; i++) z[i] = (lane & 8 ? y[i + 2] : y[i]) + __shfl_xor_sync(~0u, lane & 8 ? y[i] : y[i + 2], 8);
+  return (lane & 4 ? z[1] : z[0]) + __shfl_xor_sync(~0u, lane & 4 ? z[0] : z[1], 4);
 }
 
 // -- dS, from chunk to chunk: 16 of its rows, [V, K], a warp; and the gradients of 16 channels of K ------------------
@@ -216,8 +227,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   };
   for (int c = c0; c < stop; c++) {
     const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
-    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
-              bar_s = base + BARS_S + (i & 1) * 16;
+    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATE, bar_s = base + BARS_S;
     const bool own = uniform(c >= first);
     bar_wait(bars, (c / SLOTS) & 1);
     u32 dout[2][4], dr[2][4];
@@ -286,6 +296,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
         proxy_fence();
         __syncwarp();
         if (lane == 0) bar_arrive(bars + 16);
+        float sums[8];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
           const int row = 16 * m + (lane >> 1), j = w * 2 + (lane & 1);
@@ -294,17 +305,10 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           if (t + row < end) stg128(b.dv + ((u64)(t + row) * a.H + h) * D + j * 8, z);
           ldm_trans(z, at + OFF_W + rows_place(16 * m + rb, w * 2 + cb));
           const float* y = L + 8 * m;
-          float sums[4] = {y[0] * lo(z[0]) + y[2] * lo(z[1]), y[1] * hi(z[0]) + y[3] * hi(z[1]),
-                           y[4] * lo(z[2]) + y[6] * lo(z[3]), y[5] * hi(z[2]) + y[7] * hi(z[3])};
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int k = 4; k < 32; k *= 2) sums[j] += __shfl_xor_sync(~0u, sums[j], k);
-          if (lane < 4) {
-            sts64(base + SUMS + w * 128 + (16 * m + 2 * lane) * 4, __float_as_uint(sums[0]), __float_as_uint(sums[1]));
-            sts64(base + SUMS + w * 128 + (16 * m + 8 + 2 * lane) * 4, __float_as_uint(sums[2]), __float_as_uint(sums[3]));
-          }
+          sums[4 * m] = y[0] * lo(z[0]) + y[2] * lo(z[1]); sums[4 * m + 1] = y[1] * hi(z[0]) + y[3] * hi(z[1]);
+          sums[4 * m + 2] = y[4] * lo(z[2]) + y[6] * lo(z[3]); sums[4 * m + 3] = y[5] * hi(z[2]) + y[7] * hi(z[3]);
         }
+        sts32(base + SUMS + w * 128 + ((lane >> 3) * 8 + (lane & 3) * 2 + ((lane >> 2) & 1)) * 4, __float_as_uint(shared_sums(sums, lane)));
       }
     }
     float E[4][2];
@@ -326,7 +330,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     if (own) {
       between_warps();  // dR and dS of all warps are there
       if (i > 0) write_dg(t + C, i - 1);
-      bar_wait(bar_s, (i >> 1) & 1);
+      bar_wait(bar_s, i & 1);
 #if GATED
 #pragma unroll
       for (int ks = 0; ks < 8; ks++) {
@@ -409,22 +413,22 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
           mma(Z + 8 * jb, k[m], p[0], p[1]); mma(Z + 8 * jb + 4, k[m], p[2], p[3]);
         }
 #if GATED
+      float x[8];
 #pragma unroll
-      for (int nt = 0; nt < 4; nt++) {
-        float x[2] = {0.f, 0.f};
+      for (int nt = 0; nt < 4; nt++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const u32 y = q[nt >> 1][2 * (nt & 1) + (j >> 1)], z = k[nt >> 1][2 * (nt & 1) + (j >> 1)];
-          const float dk = Y[16 + 4 * nt + j] - Z[4 * nt + j];
-          x[j & 1] = fmaf(j & 1 ? hi(y) : lo(y), Y[4 * nt + j], fmaf(j & 1 ? hi(z) : lo(z), dk, x[j & 1]));
+        for (int e = 0; e < 2; e++) {
+          float& sum = x[2 * nt + e];
+          sum = 0.f;
+#pragma unroll
+          for (int j = e; j < 4; j += 2) {
+            const u32 y = q[nt >> 1][2 * (nt & 1) + (j >> 1)], z = k[nt >> 1][2 * (nt & 1) + (j >> 1)];
+            const float dk = Y[16 + 4 * nt + j] - Z[4 * nt + j];
+            sum = fmaf(e ? hi(y) : lo(y), Y[4 * nt + j], fmaf(e ? hi(z) : lo(z), dk, sum));
+          }
         }
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-#pragma unroll
-          for (int k = 4; k < 32; k *= 2) x[j] += __shfl_xor_sync(~0u, x[j], k);
-        if (lane < 4)
-          sts64(base + DOTS + (i & 1) * 1024 + w * 128 + (8 * nt + 2 * lane) * 4, __float_as_uint(x[0]), __float_as_uint(x[1]));
-      }
+      sts32(base + DOTS + (i & 1) * 1024 + w * 128 + ((lane >> 3) * 8 + (lane & 3) * 2 + ((lane >> 2) & 1)) * 4,
+            __float_as_uint(shared_sums(x, lane)));
 #pragma unroll
       for (int k = 1; k < 32; k *= 2) ended += __shfl_xor_sync(~0u, ended, k);
       if (lane == 0) sts32(base + ENDS + (i & 1) * 32 + w * 4, __float_as_uint(ended));
@@ -491,8 +495,7 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
 }
 
 // How many chunks late a span begins, or -1: it waits. By all warps.
-INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane, bool& known) {
-  known = x.last;
+INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.last) return 0;
   const int behind = piece_end(a, x) - x.end;
   for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
@@ -506,10 +509,7 @@ INLINE int late(const Args& a, const Span& x, int s, int h, u32 base, int lane, 
     sum += lds(base + SAID + 16 + i * 4);
     if (found < 0 && (i + 1) * C <= behind && sum < FORGOTTEN) found = i + 1;
   }
-  if (found < 0 && behind <= BACK * C) {
-    found = (behind + C - 1) / C;
-    known = true;
-  }
+  if (found < 0 && behind <= BACK * C) found = (behind + C - 1) / C;  // begins with the piece's end
   if (threadIdx.x == 0) store_release(decided(a, s, h), found < 0 ? 2 : 1);
   return uniform(found);
 }
@@ -526,27 +526,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
       bar_init(base + BARS + i * 32 + 16, 8);
       bar_init(base + BARS + i * 32 + 24, 2);
     }
-    for (int i = 0; i < 2; i++) {
-      bar_init(base + BARS_S + i * 16, 1);
-      bar_init(base + BARS_S + i * 16 + 8, 8);
-    }
+    bar_init(base + BARS_S, 1);
+    bar_init(base + BARS_S + 8, 8);
     bar_init(base + OPEN, 1);
     bars_ready();
-    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a), 1));
   }
-  __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
+  const int s = mine.s, h = mine.h, behind = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
-  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  bool known;
-  const int behind = late(a, x, s, h, base, lane, known), lim = piece_end(a, x);
+  const int lim = piece_end(a, x);
+  const bool known = x.last || (behind >= 0 && behind * C >= lim - x.end);
   const int own = uniform((x.end - x.begin + C - 1) / C), n = own + max(behind, 0);
   const int passes = uniform(behind < 0 && !x.first && a.ahead ? 3 : 1), first = n * passes - own;
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < SLOTS) produce(b, x, h, lim, n, passes, first, base, w, lane);
-    else fetch(b, x, h, n * passes, first, base, w - SLOTS, lane);
+    if (w < MAKERS) produce(b, x, h, lim, n, passes, first, base, w, lane);
+    else fetch(b, x, h, n * passes, first, base, w - MAKERS, lane);
   } else {
     registers_up<200>();
     consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);

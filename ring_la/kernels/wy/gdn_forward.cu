@@ -20,29 +20,29 @@
 
 #define MAKERS 4 // warps that make pairs
 
-// A slot: k and q (128-byte swizzle, 64 channels a row); v, then o; M; P; the triangle that is inverted; e^G, e^(GL - G).
-// With KEEP N in place of M; beta; B = tril(k k^T * E, -1).
+// A slot: k and q (128-byte swizzle, 64 channels a row); v, then o; M; P. With KEEP N in place of M; B = tril(k k^T * E, -1).
 #if KEEP
 #define SLOTS 6  // chunks under way
-#define SLOT 33792
-#define STAGE 8192 // 1 KB a warp that carries the state, on its way out
+#define SLOT 30720
+#define STAGE 32768 // the state on its way out, 4 KB a warp that carries it
 #else
 #define SLOTS 7
-#define SLOT 31744
+#define SLOT 28672
 #define STAGE 0
 #endif
 #define OFF_Q 4096
 #define OFF_V 16384
 #define OFF_M 24576
 #define OFF_P 26624
-#define OFF_A 28672
-#define OFF_E 30976
-#define OFF_BETA 31232
-#define OFF_B 31744
+#define OFF_B 28672
 #define HALF 8192               // from 64 channels of k and q to the others
-#define BARS (SLOTS * SLOT + STAGE) // of each slot: full, empty
+#define TRIANGLE 2304           // what a maker inverts
+#define TRIANGLES (SLOTS * SLOT + STAGE)
+#define FACTOR 384              // of a slot's tokens: e^G, e^(GL - G), with KEEP beta
+#define FACTORS (TRIANGLES + MAKERS * TRIANGLE)
+#define BARS (FACTORS + SLOTS * FACTOR) // of each slot: full, empty
 #define OPEN (BARS + SLOTS * 16) // a barrier: the last pass may begin
-#define SAID (OPEN + 16) // the ticket; three unused words, of which `leave` takes the last; of 16 chunks, what they leave over
+#define SAID (OPEN + 16) // the ticket, what `choose` takes again, an unused word, one of `leave`; of 16 chunks, what they leave over
 #define SHARED (SAID + 80)
 
 // Where column j of the triangle lies: its rows from a multiple of 4 at most j + 1 on
@@ -75,8 +75,8 @@ INLINE void load_chunk(const Args& a, int t, int end, int h, bool values, u32 at
   }
 }
 
-// P, and the triangle diag(beta) tril(k k^T * E, -1), whose G and beta lane i has of token i
-INLINE void make_pairs(float G, float b, u32 at, int lane) {
+// P, and to `triangle` diag(beta) tril(k k^T * E, -1), whose G and beta lane i has of token i
+INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
   const int ra = (lane & 7) + (((lane >> 3) & 1) << 3), ca = lane >> 4;
   const int rb = (lane & 7) + ((lane >> 4) << 3), cb = (lane >> 3) & 1;
   float A[6][4] = {}, P[6][4] = {};  // tiles of 8 columns: two of rows 0 to 15, four of rows 16 to 31
@@ -113,15 +113,15 @@ INLINE void make_pairs(float G, float b, u32 at, int lane) {
 #if KEEP
         sts32(at + OFF_B + pair_place(i, nt) + (lane & 3) * 4, pack(j < i ? x[0] * e0 : 0.f, j + 1 < i ? x[1] * e1 : 0.f));
 #endif
-        if (j < i) sts32(at + OFF_A + triangle_column(j) + i * 4, __float_as_uint(x[0] * e0 * bi));
-        if (j + 1 < i) sts32(at + OFF_A + triangle_column(j + 1) + i * 4, __float_as_uint(x[1] * e1 * bi));
+        if (j < i) sts32(triangle + triangle_column(j) + i * 4, __float_as_uint(x[0] * e0 * bi));
+        if (j + 1 < i) sts32(triangle + triangle_column(j + 1) + i * 4, __float_as_uint(x[1] * e1 * bi));
         sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] * e0 : 0.f, j + 1 <= i ? y[1] * e1 : 0.f));
       }
     }
 }
 
 // M by forward substitution in fp32, a column a lane; b: its beta
-INLINE void invert(float b, u32 at, int lane) {
+INLINE void invert(float b, u32 at, u32 triangle, int lane) {
   float y[C];
 #pragma unroll
   for (int i = 0; i < C; i++) y[i] = i == lane ? b : 0.f;
@@ -130,7 +130,7 @@ INLINE void invert(float b, u32 at, int lane) {
 #pragma unroll
     for (int i = triangle_from(j); i < C; i += 4) {
       u32 r[4];
-      lds128(r, at + OFF_A + triangle_column(j) + i * 4);
+      lds128(r, triangle + triangle_column(j) + i * 4);
 #pragma unroll
       for (int l = 0; l < 4; l++)
         if (i + l > j) y[i + l] = fmaf(-__uint_as_float(r[l]), y[j], y[i + l]);
@@ -155,6 +155,7 @@ INLINE void keep_pairs(u16* to, u32 at, int lane) {
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const int total = n * passes, last = total - n;  // the first chunk of the last pass
   float b, G;
+  auto is_empty = [&](int c) { return c < SLOTS || bar_passed(base + BARS + c % SLOTS * 16 + 8, (c / SLOTS - 1) & 1); };
   auto ask = [&](int c) {  // for what chunk c needs, once its slot is empty
     const int slot = c % SLOTS;
     if (c >= SLOTS) bar_wait(base + BARS + slot * 16 + 8, (c / SLOTS - 1) & 1);
@@ -170,67 +171,67 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
   if (w < total) ask(w);
   for (int c = w; c < total; c += MAKERS) {
     const int slot = c % SLOTS;
-    const u32 at = base + slot * SLOT;
+    const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR, triangle = base + TRIANGLES + w * TRIANGLE;
 #pragma unroll
     for (int m = 1; m < C; m *= 2) {
       const float before = __shfl_up_sync(~0u, G, m);
       if (lane >= m) G += before;
     }
-    sts32(at + OFF_E + lane * 4, __float_as_uint(ex2(G)));
-    sts32(at + OFF_E + 128 + lane * 4, __float_as_uint(ex2(__shfl_sync(~0u, G, C - 1) - G)));
+    sts32(factors + lane * 4, __float_as_uint(ex2(G)));
+    sts32(factors + 128 + lane * 4, __float_as_uint(ex2(__shfl_sync(~0u, G, C - 1) - G)));
 #if KEEP
-    sts32(at + OFF_BETA + lane * 4, __float_as_uint(b));
+    sts32(factors + 256 + lane * 4, __float_as_uint(b));
 #endif
     cp_wait();
     __syncwarp();
-    make_pairs(G, b, at, lane);
+    make_pairs(G, b, at, triangle, lane);
     __syncwarp();
+#if !KEEP
     const float mine = b;
-    const bool more = c + MAKERS < total, later = c < last && c + MAKERS >= last;
-    if (more && !later) ask(c + MAKERS);
+#endif
+    const bool more = c + MAKERS < total;
+    const bool now = more && (c >= last || c + MAKERS < last) && uniform(is_empty(c + MAKERS));
+    if (now) ask(c + MAKERS);
 #if KEEP
-    invert(1.f, at, lane);
+    invert(1.f, at, triangle, lane);
     __syncwarp();
     const int own = t0 + (c - last) * C - x.begin;
     if (c >= last && own >= 0) keep_pairs(a.kept_pairs + kept_at(a, x.chunk + own / C, h) * (2 * C * C), at, lane);
 #else
-    invert(mine, at, lane);
+    invert(mine, at, triangle, lane);
 #endif
     proxy_fence();
     __syncwarp();
     if (lane == 0) bar_arrive(base + BARS + slot * 16);
-    if (more && later) ask(c + MAKERS);  // which waits for the passes before
+    if (more && !now) ask(c + MAKERS);  // which waits for its slot, or for the passes before
   }
 }
 
 // -- the state, from chunk to chunk: 16 of its rows, [V, K], a warp --------------------------------------------------
 
 #if KEEP
-// The state, of which `f` are this warp's rows, as the backward reads it, by way of 1 KB of shared memory: 32 channels of K at a time
+// The state, of which `f` are this warp's rows, as the backward reads it, by the copy engine from 4 KB of shared memory
 INLINE void keep_state(const u32 (&f)[8][4], char* to, u32 stage, int w, int lane) {
-  const int m = lane >> 3, row = (lane & 7) + ((m & 1) << 3), col = m >> 1;
+  const int row = (lane & 7) + (((lane >> 3) & 1) << 3), col = lane >> 4;
+  if (lane == 0) copied_out();
+  __syncwarp();
 #pragma unroll
-  for (int part = 0; part < 4; part++) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) stm(f[2 * part + i], stage + row * 64 + (((2 * i + col) ^ (row >> 1)) & 3) * 16);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int r = i * 8 + (lane >> 2), c = lane & 3;
-      u32 z[4];
-      lds128(z, stage + r * 64 + ((c ^ (r >> 1)) & 3) * 16);
-      stg128(to + state_place(w * 16 + r, 4 * part + c), z);
-    }
-    __syncwarp();
+  for (int ks = 0; ks < 8; ks++) stm(f[ks], stage + (ks >> 2) * 2048 + row * 128 + swz(row, (2 * ks + col) & 7));
+  proxy_fence();
+  __syncwarp();
+  if (lane == 0) {
+    copy_out(to + w * 2048, stage, 2048);
+    copy_out(to + 16384 + w * 2048, stage + 2048, 2048);
+    copy_out_all();
   }
 }
 #endif
 
 // What the state gives a chunk's tokens before the pairs do: RO = S^T k^T, then S^T q^T; S <- e^GL S meanwhile. With KEEP
 // the state goes out to `kept`, unless that is null.
-INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at, char* kept, u32 stage, int w, int lane) {
+INLINE void read_state(float (&RO)[32], float (&S)[16][4], u32 at, u32 factors, char* kept, u32 stage, int w, int lane) {
   const u64 b0 = descriptor(at, 16, 1024), b1 = descriptor(at + HALF, 16, 1024);
-  const float to_end = lds(at + OFF_E + (C - 1) * 4);
+  const float to_end = lds(factors + (C - 1) * 4);
   u32 f[8][4];
 #pragma unroll
   for (int ks = 0; ks < 8; ks++)
@@ -260,7 +261,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
   const u32 column = (u32)((lane & 3) * 8);
   for (int c = c0; c < c0 + n; c++) {
     const int slot = c % SLOTS, t = t0 + (c - c0) * C;
-    const u32 at = base + slot * SLOT;
+    const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR;
     bar_wait(bars + slot * 16, (c / SLOTS) & 1);
     float RO[32];
     char* kept = 0;
@@ -268,13 +269,13 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     const u64 place = kept_at(a, chunk + (t - begin) / C, h);
     if (t >= begin) kept = (char*)(a.kept_S + place * (D * D));
 #endif
-    read_state(RO, S, at, kept, base + SLOTS * SLOT + w * 1024, w, lane);
+    read_state(RO, S, at, factors, kept, base + SLOTS * SLOT + w * 4096, w, lane);
     u32 v[2][4], u[2][4], at_end[2][4];
     float E[4][2];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       u32 r[2];
-      lds64(r, at + OFF_E + i * 32 + column);
+      lds64(r, factors + i * 32 + column);
       E[i][0] = __uint_as_float(r[0]); E[i][1] = __uint_as_float(r[1]);
     }
 #pragma unroll
@@ -291,7 +292,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
         const float(&e)[2] = E[2 * m + (i >> 1)];
 #if KEEP
         u32 b[2];
-        lds64(b, at + OFF_BETA + (2 * m + (i >> 1)) * 32 + column);
+        lds64(b, factors + 256 + (2 * m + (i >> 1)) * 32 + column);
         float* y = W + 8 * m + 4 * (i >> 1) + 2 * (i & 1);
         y[0] = fmaf(-e[0], r[0], lo(v[m][i])); y[1] = fmaf(-e[1], r[1], hi(v[m][i]));
         v[m][i] = pack(y[0] * __uint_as_float(b[0]), y[1] * __uint_as_float(b[1]));
@@ -311,7 +312,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 r[2];
-        lds64(r, at + OFF_E + 128 + i * 32 + column);
+        lds64(r, factors + 128 + i * 32 + column);
         const float e0 = __uint_as_float(r[0]), e1 = __uint_as_float(r[1]);
         u[i >> 1][2 * (i & 1)] = pack(U[i][0], U[i][1]);
         u[i >> 1][2 * (i & 1) + 1] = pack(U[i][2], U[i][3]);
@@ -324,6 +325,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
     wgmma128(S, at_end[1], descriptor(at + 2048, HALF, 1024));
     wg_commit();
 #if KEEP
+    u32 z[2][4];
     if (t >= begin) {  // W = R - B U
 #pragma unroll
       for (int m = 0; m < 2; m++)
@@ -345,12 +347,7 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       }
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < 2; m++) {
-        const int row = 16 * m + (lane >> 1), to = w * 2 + (lane & 1);
-        u32 z[4];
-        lds128(z, at + OFF_V + row * 256 + swz(row, to));
-        stg128((char*)(a.kept_W + place * (C * D)) + rows_place(row, to), z);
-      }
+      for (int m = 0; m < 2; m++) lds128(z[m], at + OFF_V + (16 * m + (lane >> 1)) * 256 + swz(lane >> 1, w * 2 + (lane & 1)));
       __syncwarp();
     }
 #endif
@@ -365,6 +362,11 @@ INLINE void walk(float (&S)[16][4], const Args& a, int h, int t0, int begin, int
       mma(O + 8, u[0], p[0], p[1]); mma(O + 12, u[0], p[2], p[3]);
       ldm(p, at + OFF_P + pair_place(16 + rb, 2 + cb));
       mma(O + 8, u[1], p[0], p[1]); mma(O + 12, u[1], p[2], p[3]);
+#if KEEP
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+        stg128((char*)(a.kept_W + place * (C * D)) + rows_place(16 * m + (lane >> 1), w * 2 + (lane & 1)), z[m]);
+#endif
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         u32 f[4];
@@ -440,14 +442,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
     }
     bar_init(base + OPEN, 1);
     bars_ready();
-    sts32(base + SAID, atomicAdd(ticket(a), 1));
   }
-  __syncthreads();
-  const int i = uniform(lds32(base + SAID)), s = i / a.heads, h = a.first_head + i % a.heads;
+  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
+  const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
+  const int s = mine.s, h = mine.h, back = mine.back;
   const Span x = span_of(a, s);
   if (x.end <= x.begin) return;
-  const int w = uniform((tid >> 5) & 7), lane = tid & 31;
-  const int back = early(a, x, s, h, base, lane);
   const int t0 = uniform(x.begin - max(back, 0) * C), n = uniform((x.end - t0 + C - 1) / C);
   const int passes = back < 0 && !x.last && a.ahead ? 3 : 1;
   if (uniform(tid >> 8)) {
@@ -456,5 +456,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
   } else {
     registers_up<192>();
     consume(a, x, s, h, t0, n, back < 0, passes, base, w, lane);
+#if KEEP
+    if (lane == 0) copied_out();
+#endif
   }
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
 from ring_la.kernels.wy.kda_launches import HEAD, by_row, multiprocessors
@@ -28,10 +29,10 @@ SHORTEST, LONGEST = 512, 4096
 """Tokens a span, where pieces are cut: those of another span that one may begin with are 512 at most."""
 KEPT = 3 * SAVED_STATES // 2
 """Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
-ARGUMENTS = "15Q9if"
-SHARED = 7 * 31744 + 7 * 16 + 16 + 80 + 1024
-BACKWARD_SHARED = 198656 + 1024 + 2048 + 64 + 2 * 32 + 2 * 16 + 16 + 80 + 1024
-KEEPING_SHARED = 6 * 33792 + 8192 + 6 * 16 + 16 + 80 + 1024
+ARGUMENTS = "15Q10if4x"
+SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
+BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 80 + 1024
+KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 16 + 80 + 1024
 
 
 class Kept(NamedTuple):
@@ -67,6 +68,11 @@ def span(tokens: int, heads: int, pieces: int, programs: int) -> int:
         return cdiv(tokens, CHUNK) * CHUNK
     each = max(1, tokens * heads // (2 * programs))
     return min(max(1 << round(math.log2(each)), SHORTEST), LONGEST)
+
+
+def picks(programs: int, device: torch.device) -> bool:
+    """Whether programs take spans that wait first: where all run at once that is the same."""
+    return programs > multiprocessors(device)
 
 
 @dataclass(frozen=True)
@@ -134,13 +140,14 @@ class GDNCall:
     ) -> None:  # fmt: skip
         """`states`: those it begins with and those it ends with (gradients, backward)."""
         T, H = self.inputs.v.shape[1:3]
-        flags = torch.zeros(2 * self.count * H + 1, dtype=torch.int32, device=self.inputs.v.device)
+        programs, device = self.count * len(heads), self.inputs.v.device
+        flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
         passed = self.new(self.count, H, HEAD, HEAD)
         table = None if self.runs is None else self.runs.table
         kernel(
-            self.count * len(heads), *self.inputs[:5], o, *states, table, self.cu, flags, passed, *kept,
+            programs, *self.inputs[:5], o, *states, table, self.cu, flags, passed, *kept,
             T, H, self.inputs.q.shape[2], self.count, self.length, self.pieces,
-            heads.start, len(heads), 1, self.scale, *further,
+            heads.start, len(heads), 1, picks(programs, device), self.scale, *further,
         )  # fmt: skip
 
 
@@ -196,5 +203,5 @@ def gradients(
             call.launch(forward_kernel(True, *call.defines), heads, torch.empty_like(call.inputs.v), (S0, None), room)
         call.launch(backward_kernel(*call.defines), heads, None, (dS_end, dS0), room, (do, dq, dk, dv, dg, dbeta))
     if HK != H:
-        dq, dk = (x.view(B, T, HK, -1, HEAD).sum(3, dtype=torch.float32).to(x.dtype) for x in (dq, dk))
+        dq, dk = (summed(x, HK, x.dtype) for x in (dq, dk))
     return Inputs(dq, dk, dv, dg, dbeta), by_row(dS0, B)

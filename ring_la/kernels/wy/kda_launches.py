@@ -18,6 +18,7 @@ from torch import Tensor
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
 
@@ -154,7 +155,7 @@ def gradients(
         call.launch("states", heads, None, (S0, None), (states, writes))
         call.launch("backward", heads, None, (dS_end, dS0), (states, writes), (do, dq, dk, dv, dg, dbeta))
     if HK != H:
-        dq, dk = (x.view(B, T, HK, -1, HEAD).sum(3, dtype=torch.float32).to(x.dtype) for x in (dq, dk))
+        dq, dk = (summed(x, HK, x.dtype) for x in (dq, dk))
     return Inputs(dq, dk, dv, dg, dbeta), by_row(dS0, B)
 
 

@@ -23,6 +23,7 @@ template <class Args> INLINE Span span_of(const Args& a, int s) {
 template <class Args> INLINE int* decided(const Args& a, int s, int h) { return a.flags + s * a.H + h; }
 // Whether `states` holds what a span leaves
 template <class Args> INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
+// The number of the next program; what `choose` keeps follows.
 template <class Args> INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
 template <class Args> INLINE float beta_at(const Args& a, u64 i) {
 #if BETA_BF16
@@ -30,6 +31,47 @@ template <class Args> INLINE float beta_at(const Args& a, u64 i) {
 #else
   return ((const float*)a.beta)[i];
 #endif
+}
+
+
+// A program's span s of head h; back: how many chunks more it begins with from zero, or -1: it waits.
+struct Choice { int s, h, back; };
+
+// The next span, or with `pick` one that waits, or that one waits for, before all others: those take longest, and come
+// last otherwise. A program that finds another leaves it on a list, from which programs take once all are looked at. So a span
+// that waits begins when it is found, and so has the one it waits for.
+// `forward`: the order of spans is that of tokens. bound(s, x, h): how many chunks, by all warps. A span without tokens: back 0.
+template <class Args, class Bound> INLINE Choice choose(const Args& a, bool forward, u32 said, Bound bound) {
+  const int total = a.count * a.heads;
+  int* const left = ticket(a) + 1;  // how many were left, how many taken again, which
+  for (;;) {
+    if (threadIdx.x == 0) sts32(said, atomicAdd(ticket(a), 1));
+    __syncthreads();
+    int i = uniform(lds32(said)), back = -1;
+    const bool again = i >= total;
+    if (again) {
+      if (threadIdx.x == 0) {
+        const int* const at = left + 2 + atomicAdd(left + 1, 1);
+        int x;
+        while (!(x = load_acquire(at))) {}
+        sts32(said + 4, x);
+      }
+      __syncthreads();
+      i = uniform(lds32(said + 4));
+      back = i & 31;
+      i = (i >> 5) - 1;
+    }
+    const int n = i / a.heads, s = forward ? n : a.count - 1 - n, h = a.first_head + i % a.heads, next = forward ? s + 1 : s - 1;
+    if (again) return {s, h, back};
+    const Span x = span_of(a, s);
+    if (x.end <= x.begin) return {s, h, 0};
+    back = bound(s, x, h);
+    if (!a.pick || back < 0) return {s, h, back};
+    __syncthreads();  // all know the bound
+    if (!(forward ? x.last : x.first) && bound(next, span_of(a, next), h) < 0) return {s, h, back};
+    if (threadIdx.x == 0) store_release(left + 2 + atomicAdd(left, 1), (i + 1) << 5 | back);
+    __syncthreads();
+  }
 }
 
 // Where 16 bytes `chunk` of a row of 128 bytes lie, so that eight rows' do not share banks.

@@ -10,7 +10,7 @@ from .aten import CuDNN, Flash
 from .backend import Ask, AttentionBackend, QueryRows, TileBackend
 from .chosen import ChosenBackend, TorchChosen
 from .cpu_flash import CPUFlash
-from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnPackage
+from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, FlashAttnPackage
 from .latents import FORMS, LatentBackend, cheaper_form
 from .sage import SageAttention
 from .torch_backend import TorchBackend
@@ -21,6 +21,7 @@ _KERNELS = (
     Flash(),
     FlashAttnPackage(),
     FlashAttnHopper(),
+    FlashAttnHopperForward(),
     FlashAttnCuTe(),
     SageAttention(),
     TritonBackend(),
@@ -43,7 +44,7 @@ def choose(ask: Ask, name: str | None) -> AttentionBackend:
     Raises:
         ArgumentError: there is no such backend. UnsupportedError: it cannot do this; the message says which can.
     """
-    return _choose(BACKENDS, ask, name)
+    return _choose(BACKENDS, ask, name).asked(ask)
 
 
 def choose_for_chosen(ask: Ask, name: str | None) -> ChosenBackend:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Tile
+from ..scores import Scores
 from .backend import Ask, QueryRows, TileBackend
 from .packs import Pack
 from .varlen import HALVES, LEAST_ROWS, VarlenBackend, Window
@@ -29,23 +30,23 @@ class Flash(VarlenBackend):
         return "" if torch.cuda.get_device_capability(ask.device) >= (8, 0) else "it needs compute capability 8.0"
 
     def call(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
         tensors, lengths = self._arguments(pack, q, k, v)
         o, lse, *_ = aten._flash_attention_forward(
-            *tensors, *lengths, 0.0, window.causal, False, scale=scale, **_bounds(window)
+            *tensors, *lengths, 0.0, window.causal, False, scale=scores.scale, **_bounds(window)
         )
         return (o, lse) if pack is None else (o[None], lse[None])
 
     def call_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         (q, k, v, o, do), lengths = self._arguments(pack, x.q, k, v, x.o, x.do)
         lse = x.lse if pack is None else x.lse[0]
         rng = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         inputs = do.contiguous(), q, k, v, o.contiguous(), lse
         grads = aten._flash_attention_backward(
-            *inputs, *lengths, 0.0, window.causal, *rng, scale=scale, **_bounds(window)
+            *inputs, *lengths, 0.0, window.causal, *rng, scale=scores.scale, **_bounds(window)
         )
         return tuple(grads if pack is None else (g[None] for g in grads))
 
@@ -89,23 +90,23 @@ class CuDNN(TileBackend):
         few = ask.rows is not None and ask.rows < LEAST_ROWS
         return not ask.packed and not few and torch.cuda.get_device_capability(ask.device) >= (9, 0)
 
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, not tile.full, False, scale=scale
+            q, k, v, None, True, 0.0, not tile.full, False, scale=scores.scale
         )
         return o.transpose(1, 2), lse.squeeze(-1) if lse.dim() == 4 else lse
 
     def tile_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         if x.q.shape[1] == k.shape[1] == 1:  # cuDNN has no backward for one query and one key
-            return _one_by_one(x, k, v, scale)
+            return _one_by_one(x, k, v, scores.scale)
         do, q, k, v, o = (t.transpose(1, 2) for t in (x.do, x.q, k, v, x.o))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         lse, lengths = x.lse.unsqueeze(-1).contiguous(), (None, None, q.shape[2], k.shape[2])
         grads = aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse, seed, seed, None, *lengths, 0.0, not tile.full, scale=scale
+            do, q, k, v, o, lse, seed, seed, None, *lengths, 0.0, not tile.full, scale=scores.scale
         )
         return tuple(g.transpose(1, 2) for g in grads)
 

@@ -101,6 +101,10 @@ class AttentionBackend(ABC):
         """Whether this kernel, which can do `ask`, is a good choice for it."""
         return True
 
+    def asked(self, ask: Ask) -> AttentionBackend:
+        """The kernel as `ask`, which it can do, needs it."""
+        return self
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         """Add attention of ``q [B, Tq, H, K]`` over ``k [B, Tk, Hk, K]``, ``v [B, Tk, Hk, V]`` to `out`."""
@@ -135,30 +139,32 @@ class TileBackend(AttentionBackend):
         return ""
 
     @abstractmethod
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
         """o ``[B, n, H, V]`` and lse ``[B, H, n]`` of tensors cut to the tile."""
 
     @abstractmethod
     def tile_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of tensors cut to the tile."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
-        self.add_tiles(squares(pair) if self.square_only else tiles(pair), q, k, v, scores.scale, out)
+        self.add_tiles(squares(pair) if self.square_only else tiles(pair), q, k, v, scores, out)
 
     def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
-        self.add_gradients(squares(pair) if self.square_only else tiles(pair), x, k, v, scores.scale, out)
+        self.add_gradients(squares(pair) if self.square_only else tiles(pair), x, k, v, scores, out)
 
-    def add_tiles(self, todo: list[Tile], q: Tensor, k: Tensor, v: Tensor, scale: float, out: Partial) -> None:
+    def add_tiles(self, todo: list[Tile], q: Tensor, k: Tensor, v: Tensor, scores: Scores, out: Partial) -> None:
         """Add tiles, each by a call of its own."""
         for t in todo:
-            out.add(*self.tile_forward(_cut(q, t.rows), _cut(k, t.keys), _cut(v, t.keys), scale, t), t.rows)
+            out.add(*self.tile_forward(_cut(q, t.rows), _cut(k, t.keys), _cut(v, t.keys), scores, t), t.rows)
 
-    def add_gradients(self, todo: list[Tile], x: QueryRows, k: Tensor, v: Tensor, scale: float, out: Gradients) -> None:
+    def add_gradients(
+        self, todo: list[Tile], x: QueryRows, k: Tensor, v: Tensor, scores: Scores, out: Gradients
+    ) -> None:
         """Add the gradients of tiles, each by a call of its own."""
         for t in todo:
-            out.add(*self.tile_backward(x.cut(t.rows), _cut(k, t.keys), _cut(v, t.keys), scale, t), t.rows, t.keys)
+            out.add(*self.tile_backward(x.cut(t.rows), _cut(k, t.keys), _cut(v, t.keys), scores, t), t.rows, t.keys)
 
 
 def _cut(x: Tensor, rows: slice) -> Tensor:

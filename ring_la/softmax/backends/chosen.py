@@ -41,7 +41,7 @@ class ChosenBackend(AttentionBackend):
         return out
 
 
-class _Strip(NamedTuple):
+class _ChosenStrip(NamedTuple):
     """Some queries ``[B, Hk, n, G, K]``, their chosen keys and values ``[B, Hk, n, m, ·]``, wide; scores, −∞ where
     unseen; and where the keys stand among the rows of all heads."""
 
@@ -78,7 +78,7 @@ class TorchChosen(ChosenBackend):
         for total, grad in ((out.dk, dk), (out.dv, dv)):
             total.add(grad.view(B, Hk, Tk, -1).transpose(1, 2))
 
-    def _strips(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> Iterator[_Strip]:
+    def _strips(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> Iterator[_ChosenStrip]:
         B, Tk, Hk, K = k.shape
         if not Tk:
             return
@@ -95,7 +95,7 @@ class TorchChosen(ChosenBackend):
             at = at + first
             q_, k_, v_ = _heads_first(q[:, rows], Hk), *(t[at].to(wide(q.dtype)) for t in flat)
             s = (q_ @ k_.mT * scores.scale).masked_fill(~seen[:, :, :, None], -torch.inf)
-            yield _Strip(q_, k_, v_, s, at, rows)
+            yield _ChosenStrip(q_, k_, v_, s, at, rows)
 
 
 def _seen(chosen: Tensor, block: int, pair: Pair, rows: slice) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Tile
+from ..scores import Scores
 from .backend import Ask, QueryRows, TileBackend
 
 
@@ -21,19 +22,19 @@ class CPUFlash(TileBackend):
             return "its fp16 backward is slower than plain PyTorch"
         return super().unsupported(ask)
 
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first(q, k, v), 0.0, not tile.full, scale=scale
+            *_heads_first(q, k, v), 0.0, not tile.full, scale=scores.scale
         )
         return o.transpose(1, 2), lse
 
     def tile_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups = k.shape[2]
         do, o = x.do.transpose(1, 2), x.o.transpose(1, 2)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, *_heads_first(x.q, k, v), o, x.lse.contiguous(), 0.0, not tile.full, scale=scale
+            do, *_heads_first(x.q, k, v), o, x.lse.contiguous(), 0.0, not tile.full, scale=scores.scale
         )
         dq, dk, dv = (g.transpose(1, 2) for g in grads)
         if groups != dk.shape[2]:

@@ -1,7 +1,8 @@
-"""The flash-attn package, versions 2 (2.7 and later), 3 (Hopper build) and 4 (CuTe DSL), through their block functions.
+"""The flash-attn package, versions 2 (2.7 and later), 3 (Hopper build, or its forward alone) and 4 (CuTe DSL), through
+their block functions.
 
-Signatures are those of each version's source; the adapters are tested against stand-ins with these signatures. Versions
-3 and 4 have not been run with ring_la, so a call takes them only where it names them.
+Signatures are those of flash-attn 2.8.3, fa3-fwd 0.0.3 and flash-attn-4 4.0.0b36; the adapters are tested against
+stand-ins with these signatures. Versions 3 and 4 are taken only where a call names them.
 """
 
 from __future__ import annotations
@@ -14,16 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
+from ..scores import Scores
 from .backend import Ask, QueryRows
 from .packs import Pack
 from .varlen import VarlenBackend, Window
 
 
 class FlashAttnPackage(VarlenBackend):
-    """flash_attn.flash_attn_interface."""
+    """flash_attn.flash_attn_interface.
+
+    Args:
+        repeatable: whether its gradients must be the same bits in every run, which takes it longer; also so under
+            ``torch.use_deterministic_algorithms``.
+    """
 
     name = "flash_attn_2"
     module = "flash_attn.flash_attn_interface"
+    knows = frozenset({"softcap"})
+
+    def __init__(self, repeatable: bool = False) -> None:
+        self._repeatable = repeatable
+
+    def asked(self, ask: Ask) -> FlashAttnPackage:
+        return type(self)(repeatable=True) if ask.repeatable else self
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether gradients are to be the same bits in every run."""
+        return self._repeatable or torch.are_deterministic_algorithms_enabled()
 
     def unsupported(self, ask: Ask) -> str:
         why = super().unsupported(ask)
@@ -32,20 +52,20 @@ class FlashAttnPackage(VarlenBackend):
         return f"{self.module} is not installed"
 
     def call(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
         interface = self.interface
-        how = (0.0, scale, window.causal, *_sides(window), 0.0, None, False)
+        how = (0.0, scores.scale, window.causal, *_sides(window), scores.softcap, None, False)
         if pack is None:
             return interface._flash_attn_forward(q, k, v, *how)[:2]
         o, lse = interface._flash_attn_varlen_forward(q[0], k[0], v[0], *_lengths(pack), *how)[:2]
         return o[None], lse[None]
 
     def call_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         interface = self.interface
-        how = (0.0, scale, window.causal, *_sides(window), 0.0, None, True)
+        how = (0.0, scores.scale, window.causal, *_sides(window), scores.softcap, None, self.repeatable)
         inputs, grads = (x.do, x.q, k, v, x.o, x.lse), _room_for(x.q, k, v)
         if pack is None:
             interface._flash_attn_backward(*inputs, *grads, *how)
@@ -69,55 +89,86 @@ class FlashAttnHopper(FlashAttnPackage):
         return False
 
     def call(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x if pack is None else x[0] for x in (q, k, v))
         left, right = _sides(window)
-        how = dict(softmax_scale=scale, causal=window.causal, window_size_left=left, window_size_right=right)
-        o, lse = self.interface._flash_attn_forward(q, k, v, **_offsets(pack), **how)[:2]
+        how = dict(softmax_scale=scores.scale, causal=window.causal, window_size_left=left, window_size_right=right)
+        how |= dict(softcap=scores.softcap, **_offsets(pack))
+        o, lse = self.interface._flash_attn_forward(q, k, v, **how)[:2]
         return (o, lse) if pack is None else (o[None], lse[None])
 
     def call_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         left, right = _sides(window)
-        how = dict(softmax_scale=scale, is_causal=window.causal, window_size_left=left, window_size_right=right)
+        how = dict(softmax_scale=scores.scale, is_causal=window.causal, window_size_left=left, window_size_right=right)
+        how |= dict(softcap=scores.softcap, deterministic=self.repeatable, **_offsets(pack))
         grads = _room_for(x.q, k, v)
         tensors = (x.do, x.q, k, v, x.o, x.lse, *grads)
         *inputs, dq, dk, dv = (t if pack is None else t[0] for t in tensors)
-        self.interface._flash_attn_backward(*inputs, dq=dq, dk=dk, dv=dv, deterministic=True, **_offsets(pack), **how)
+        self.interface._flash_attn_backward(*inputs, dq=dq, dk=dk, dv=dv, **how)
         return grads
 
 
-class FlashAttnCuTe(FlashAttnPackage):
-    """flash_attn.cute.interface. On Hopper its backward has neither varlen nor windows."""
+class FlashAttnHopperForward(FlashAttnHopper):
+    """fa3_fwd_interface: the forward pass of the Hopper build, compiled without fp16 and without windows."""
 
-    name = "flash_attn_4"
-    module = "flash_attn.cute.interface"
-    joins_tiles = False
+    name = "fa3_fwd"
+    module = "fa3_fwd_interface"
+    forward_only = True
 
     def unsupported(self, ask: Ask) -> str:
         if ask.windowed:
-            return "its backward has no sliding window on Hopper"
-        if ask.repeatable:
-            return "its backward is not repeatable on Hopper"
+            return "it was built without windows"
+        if ask.dtype == torch.float16:
+            return "it was built without fp16"
         return super().unsupported(ask)
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
+    ) -> tuple[Tensor, Tensor]:
+        if max(window.left, window.right) >= 0:
+            raise AssertionError(f"a mask that only a window names: {window}")
+        return super().call(q, k, v, scores, window, pack)
+
+    def call_backward(
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise UnsupportedError("backend", "a kernel with gradients", "'fa3_fwd'")
+
+
+class FlashAttnCuTe(FlashAttnPackage):
+    """flash_attn.cute.interface."""
+
+    name = "flash_attn_4"
+    module = "flash_attn.cute.interface"
 
     def suits(self, ask: Ask) -> bool:
         return False
 
     def call(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
-        o, lse = self.interface._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=window.causal, return_lse=True)[:2]
-        return o, lse
+        q, k, v = (x if pack is None else x[0] for x in (q, k, v))
+        how = _named_mask(scores, window) | _offsets(pack)
+        o, lse = self.interface._flash_attn_fwd(q, k, v, return_lse=True, **how)[:2]
+        return (o, lse) if pack is None else (o[None], lse[None])
 
     def call_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = (x.q, k, v, x.o, x.do, x.lse)
-        grads = self.interface._flash_attn_bwd(*inputs, softmax_scale=scale, causal=window.causal)
-        return tuple(grads[:3])
+        inputs = (t if pack is None else t[0] for t in (x.q, k, v, x.o, x.do, x.lse))
+        how = _named_mask(scores, window) | _offsets(pack)
+        dq, dk, dv = self.interface._flash_attn_bwd(*inputs, deterministic=self.repeatable, **how)[:3]
+        return (dq, dk, dv) if pack is None else (dq[None], dk[None], dv[None])
+
+
+def _named_mask(scores: Scores, window: Window) -> dict[str, Any]:
+    """Version 4's keywords: no side of a window is None, where the others have −1."""
+    left, right = (None if side < 0 else side for side in (window.left, window.right))
+    mask = dict(causal=window.causal, window_size_left=left, window_size_right=right)
+    return dict(softmax_scale=scores.scale, softcap=scores.softcap, **mask)
 
 
 def _room_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

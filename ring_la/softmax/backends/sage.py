@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ..geometry import Tile
+from ..scores import Scores
 from .backend import Ask, QueryRows, TileBackend
 from .flash_attn import installed
 from .varlen import HALVES
@@ -37,11 +38,11 @@ class SageAttention(TileBackend):
     def suits(self, ask: Ask) -> bool:
         return False
 
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
-        how = dict(tensor_layout="NHD", is_causal=not tile.full, sm_scale=scale, return_lse=True)
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
+        how = dict(tensor_layout="NHD", is_causal=not tile.full, sm_scale=scores.scale, return_lse=True)
         return import_module(self.module).sageattn(q, k, v, **how)
 
     def tile_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         raise UnsupportedError("backend", "a kernel with gradients", "'sage'")

@@ -66,23 +66,23 @@ class VarlenBackend(TileBackend):
 
     @abstractmethod
     def call(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
         """o like q and lse ``[B, H, Tq]`` of ``q [B, Tq, H, D]``; with a pack (B = 1) its sequences apart."""
 
     @abstractmethod
     def call_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, window: Window, pack: Pack | None
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of `call`."""
 
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
-        return self.call(q, k, v, scale, Window.of(tile), None)
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
+        return self.call(q, k, v, scores, Window.of(tile), None)
 
     def tile_backward(
-        self, x: QueryRows, k: Tensor, v: Tensor, scale: float, tile: Tile
+        self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.call_backward(x._replace(lse=x.lse.contiguous()), k, v, scale, Window.of(tile), None)
+        return self.call_backward(x._replace(lse=x.lse.contiguous()), k, v, scores, Window.of(tile), None)
 
     def _calls(self, pair: Pair, batch: int) -> tuple[list[Pack], list[Tile]]:
         """The varlen calls of a block of so many batch rows, and its tiles that take a call each."""
@@ -91,15 +91,15 @@ class VarlenBackend(TileBackend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         together, single = self._calls(pair, len(q))
         for p in together:
-            parts = self.call(p.q.take(q), p.k.take(k), p.k.take(v), scores.scale, Window(p.causal), p)
+            parts = self.call(p.q.take(q), p.k.take(k), p.k.take(v), scores, Window(p.causal), p)
             out.add(*parts, p.q.rows)
-        self.add_tiles(single, q, k, v, scores.scale, out)
+        self.add_tiles(single, q, k, v, scores, out)
 
     def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
         together, single = self._calls(pair, len(k))
         for p in together:
             q, o, do = (p.q.take(t) for t in (x.q, x.o, x.do))
             rows = QueryRows(q, o, do, p.q.take(x.lse, 2).contiguous())
-            parts = self.call_backward(rows, p.k.take(k), p.k.take(v), scores.scale, Window(p.causal), p)
+            parts = self.call_backward(rows, p.k.take(k), p.k.take(v), scores, Window(p.causal), p)
             out.add(*parts, p.q.rows, p.k.rows)
-        self.add_gradients(single, x, k, v, scores.scale, out)
+        self.add_gradients(single, x, k, v, scores, out)

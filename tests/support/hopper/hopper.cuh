@@ -102,6 +102,7 @@ INLINE void bar_wait(u32 a, u32 phase) {
   machine::Bar& b = machine::bar(a);
   machine::wait_for("mbarrier", [&] { return (b.phase & 1) != (phase & 1); });
 }
+INLINE bool bar_passed(u32 a, u32 phase) { return (machine::bar(a).phase & 1) != (phase & 1); }
 INLINE void bar_expect(u32 a, u32 bytes) {
   machine::Bar& b = machine::bar(a);
   b.bytes += bytes;
@@ -113,6 +114,9 @@ INLINE void copy_in(u32 to, const void* from, u32 bytes, u32 bar) {
   b.bytes -= bytes;
   machine::settle(b);
 }
+INLINE void copy_out(void* to, u32 from, u32 bytes) { memcpy(to, machine::at(from, bytes, 16), bytes); }
+INLINE void copy_out_all() {}
+INLINE void copied_out() {}
 INLINE void between_warps() { machine::barrier(machine::here().some, 256, "between_warps"); }
 INLINE int load_acquire(const int* p) {
   machine::leave();

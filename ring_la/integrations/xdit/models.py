@@ -1,4 +1,4 @@
-"""ring_la where the models of xfuser 0.7 call: `xdit.install` replaces three things of its modules.
+"""ring_la where the models of xfuser 0.7 call: `install` replaces three things of its modules.
 
     usp.ring_attn                     a ring over RING_PG that takes xDiT's attention function a block: ours, whole
     usp._sdpa_all_to_all_single       Ulysses' exchange over ULYSSES_PG, one of our messages
@@ -22,20 +22,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..context import ContextParallel
-from ..errors import ArgumentError, UnsupportedError
-from ..recurrences import linear_attention
-from ..softmax import attention
-from .xdit import SPARSE, TENSORS
-from .yunchang.call import group_of
+from ...context import ContextParallel
+from ...errors import ArgumentError, UnsupportedError
+from ...recurrences import linear_attention
+from ...softmax import attention
+from ..yunchang.call import group_of
+from .registry import SPARSE, TENSORS
 
 USP = "xfuser.model_executor.layers.usp"
 SANA = "xfuser.core.long_ctx_attention.hybrid.attn_layer"
 PARALLEL = "xfuser.core.distributed"
 
 
-def put_into_models() -> Callable[[], None]:
-    """What `ring_la.integrations.xdit.install` does."""
+def install() -> Callable[[], None]:
+    """Put ours where the models of xfuser 0.7 call: ring attention (`usp.ring_attn`), Ulysses' exchange and the Sana
+    layer, whose keys and values then travel no more: one sum of states does. Returns what puts xDiT's own back.
+
+        back = ring_la.integrations.xdit.install()  # before or after models are built
+        ...
+        back()
+
+    Unlike `register`, which computes a block of xDiT's ring, the ring itself is ours.
+
+    Raises:
+        UnsupportedError: xfuser is not there, or is of a version without one of these.
+    """
     usp, sana, parallel = (_module(name) for name in (USP, SANA, PARALLEL))
     layer = _there(sana, "xFuserSanaLinearLongContextAttention")
     contexts = Contexts()

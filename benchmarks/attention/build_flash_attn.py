@@ -1,0 +1,98 @@
+"""Build flash-attn 2 from its source distribution for this GPU: bf16, head widths 64 and 128, no dropout, no ALiBi.
+
+    python -m benchmarks.attention.build_flash_attn SOURCE SITE [--jobs 16]
+
+SOURCE is the unpacked source distribution (``pip download --no-binary flash-attn flash-attn==2.8.3.post2``), SITE the
+folder that PYTHONPATH then names. The whole package has 72 kernel files; these widths and this dtype have twelve.
+Needs nvcc and ninja.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import shutil
+import time
+
+NAME = "flash_attn_2_cuda"
+WIDTHS = (64, 128)
+DEFINES = tuple(f"-DFLASHATTENTION_DISABLE_{what}" for what in ("DROPOUT", "ALIBI", "UNEVEN_K"))
+UNDEFINED = tuple(f"-U__CUDA_NO_{what}__" for what in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS"))
+FLAGS = ("-O3", *UNDEFINED, "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", "--expt-relaxed-constexpr", "--use_fast_math")
+SWITCHES = """
+#undef FP16_SWITCH
+#define FP16_SWITCH(COND, ...)                                            \\
+  [&] {                                                                   \\
+    TORCH_CHECK(!(COND), "flash-attn was built for bf16 alone");          \\
+    using elem_type = cutlass::bfloat16_t;                                \\
+    return __VA_ARGS__();                                                 \\
+  }()
+#undef HEADDIM_SWITCH
+#define HEADDIM_SWITCH(HEADDIM, ...)                                      \\
+  [&] {                                                                   \\
+    TORCH_CHECK((HEADDIM) == 64 || (HEADDIM) == 128,                      \\
+                "flash-attn was built for head widths 64 and 128 alone"); \\
+    if ((HEADDIM) == 64) {                                                \\
+      constexpr static int kHeadDim = 64;                                 \\
+      return __VA_ARGS__();                                               \\
+    } else {                                                              \\
+      constexpr static int kHeadDim = 128;                                \\
+      return __VA_ARGS__();                                               \\
+    }                                                                     \\
+  }()
+"""
+"""What dispatches to kernels that are not built, put behind the package's own."""
+
+
+def sources(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files to compile, the longest first."""
+    passes = ("bwd", "fwd_split", "fwd")
+    masks = ("_causal", "")
+    names = [f"flash_{p}_hdim{D}_bf16{mask}_sm80.cu" for p in passes for D in sorted(WIDTHS)[::-1] for mask in masks]
+    return [*(folder / "src" / name for name in names), folder / "flash_api.cpp"]
+
+
+def build(source: pathlib.Path, site: pathlib.Path, jobs: int) -> None:
+    """Compile the extension into `site` and put the package's Python files beside it."""
+    from torch.utils.cpp_extension import load
+
+    code = source / "csrc" / "flash_attn"
+    switch = code / "src" / "static_switch.h"
+    if SWITCHES not in switch.read_text():
+        switch.write_text(switch.read_text() + SWITCHES)
+    site.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(source / "flash_attn", site / "flash_attn", dirs_exist_ok=True, ignore=_not_version_4)
+    work = site.with_name(site.name + "-build")
+    work.mkdir(exist_ok=True)
+    os.environ |= dict(MAX_JOBS=str(jobs), TORCH_CUDA_ARCH_LIST="9.0")
+    load(
+        NAME,
+        [str(x) for x in sources(code)],
+        extra_cflags=["-O3", *DEFINES],
+        extra_cuda_cflags=[*FLAGS, "--expt-extended-lambda", *DEFINES],
+        extra_include_paths=[str(x) for x in (code, code / "src", source / "csrc" / "cutlass" / "include")],
+        build_directory=str(work),
+        verbose=True,
+    )
+    shutil.copy(work / f"{NAME}.so", site / f"{NAME}.so")
+
+
+def _not_version_4(folder: str, names: list[str]) -> list[str]:
+    """The source distribution carries an older flash_attn.cute, which flash-attn-4 brings itself."""
+    return [name for name in names if name == "cute" and pathlib.Path(folder).name == "flash_attn"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=pathlib.Path)
+    parser.add_argument("site", type=pathlib.Path)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    start = time.time()
+    build(args.source, args.site, args.jobs)
+    print(f"built in {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Step time and memory of a model with a sequence split over P ranks, from a device's rates and a cluster's links.
+
+docs/users/guides/planning.md says what is counted and how far the predictions were checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..choices import LayoutKind
+from ..layout import Layout
+from ..scan import Chain, CostModel
+from .cluster import Cluster
+from .rates import Rates
+from .workload import BlockWork, Workload
+
+STATES = {"adamw": 2.0, "adamw8bit": 0.5, "adamw4bit": 0.25}
+"""Both moments of an optimizer, in units of a parameter in fp32; with bf16 parameters AdamW's are half as large."""
+HOST = 25e9
+"""Bytes a second between a GPU and its host, each way: assumed, not measured."""
+PASSES, AGAIN = 8, 3
+"""How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
+gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for every line of the table."""
+
+    work: Workload
+    rates: Rates
+    cluster: Cluster
+    length: int
+    layout: LayoutKind = "zigzag"
+    backward: bool = True
+    recompute: tuple[str, ...] = ()
+    memory: float = 0.0
+    mlp_chunk: int | None = None
+    rounds: int = 1
+    offload: bool = False
+    spread: bool = False
+    parameters: str = "float32"
+    optimizer: str = "adamw"
+    transformers: Path | None = None
+    host_memory: float = 100 * 2**30
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a parameter, its gradient and its optimizer's states."""
+        own = 4 if self.parameters == "float32" else 2
+        return 2 * own + (own * 2 if self.optimizer == "adamw" else 4 * STATES[self.optimizer])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One split.
+
+    Attributes:
+        seconds: of a step on one sequence a replica. compute, exchange, attention, weights: their parts: one rank's
+            own work, the recurrences' exchanges (nothing hidden), and what is not hidden of moving keys and values and
+            of gathering weights and summing gradients.
+        memory: bytes of one GPU.
+        strategies: of the recurrences' exchange, by layer.
+        throughput: tokens a second of one GPU.
+    """
+
+    gpus: int
+    P: int
+    seconds: float
+    compute: float
+    exchange: float
+    attention: float
+    weights: float
+    memory: float
+    fits: bool
+    throughput: float
+    strategies: dict[str, str]
+
+
+def splits(gpus: int, length: int) -> list[int]:
+    """Powers of two that divide the GPUs, and all of them, while every rank has a chunk of tokens."""
+    powers = {2**n for n in range(gpus.bit_length()) if gpus % 2**n == 0} | {gpus}
+    return sorted(P for P in powers if length // P >= 64) or [1]
+
+
+def fastest(lines: Sequence[Prediction]) -> Prediction | None:
+    """The split with the most tokens a second among those that fit; None where none does."""
+    return max((line for line in lines if line.fits), key=lambda line: line.throughput, default=None)
+
+
+def predict(setting: Setting, gpus: int, P: int) -> Prediction:
+    """Step time and memory with a sequence split over P of `gpus` GPUs."""
+    work, rates, cluster = setting.work, setting.rates, setting.cluster
+    tokens = setting.length / P
+    model = cluster.model(P, rates) if P > 1 else None
+    chain = Chain.of(Layout(setting.length, setting.layout, P, 0)) if P > 1 else None
+    compute = matmuls(setting, work.ends, tokens)
+    exchange, attention, strategies = 0.0, 0.0, {}
+    for block, times in Counter(work.blocks).items():
+        own = local(setting, block, tokens)
+        compute += times * own
+        if model is None or chain is None:
+            continue
+        if setting.spread and block.routed:  # there and back, forward, recomputed and backward
+            ways = 2 * ((3 if "block" in setting.recompute else 2) if setting.backward else 1)
+            exchange += times * ways * model.exchange(block.routed * tokens * (P - 1) / P)
+        if block.recurrence:
+            by_name = model.predict(chain, block.state, setting.backward)
+            strategies[block.layer] = min(by_name, key=by_name.__getitem__)
+            exchange += times * by_name[strategies[block.layer]]
+        else:
+            attention += times * max(0.0, rotation(setting, model, block, tokens, P) - own)
+    weights = max(0.0, sharding(setting, gpus, 1 - 1 / P if setting.spread else 0.0) - compute)
+    moved = sum(_kept(setting, block, tokens) for block in work.blocks) if setting.offload else 0.0
+    seconds = max(compute + exchange + attention + weights, 2 * moved / HOST)
+    memory = held(setting, gpus, tokens)
+    fits = memory <= setting.memory and moved <= setting.host_memory
+    parts = compute, exchange, attention, weights
+    return Prediction(gpus, P, seconds, *parts, memory, fits, tokens / seconds, strategies)
+
+
+def matmuls(setting: Setting, parameters: int, tokens: float) -> float:
+    """Seconds of multiplying tokens with parameters: 2 operations each, 3 times that with a backward pass."""
+    return 2 * (3 if setting.backward else 1) * parameters * tokens / setting.rates.matmul
+
+
+def local(setting: Setting, block: BlockWork, tokens: float) -> float:
+    """Seconds of one block's own work on this rank's tokens."""
+    rates, backward = setting.rates, setting.backward
+    products = matmuls(setting, block.multiplied, tokens)
+    moved = block.saved * tokens / rates.copy
+    if block.recurrence:
+        mixing = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, backward)
+        again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
+    else:
+        operations = 2 * tokens * setting.length * block.heads * block.K  # causal: half of all pairs, two products
+        mixing, again = rates.attention(operations, backward), rates.attention(operations, False)
+    if not backward:
+        return products + AGAIN * moved + again
+    seconds = products + PASSES * moved + mixing
+    layer, mlp = _recomputed(setting, block)
+    shares = layer * block.layer_saved + mlp * block.mlp_saved
+    if shares:
+        seconds += shares / (block.layer_saved + block.mlp_saved) * (products / 3 + AGAIN * moved) + layer * again
+    return seconds
+
+
+def _recomputed(setting: Setting, block: BlockWork) -> tuple[bool, bool]:
+    """Whether the backward pass computes the layer and the MLP of a block again."""
+    whole = "block" in setting.recompute
+    mlp = whole or "mlp" in setting.recompute or setting.mlp_chunk is not None
+    return whole or block.layer in setting.recompute, mlp
+
+
+def rotation(setting: Setting, model: CostModel, block: BlockWork, tokens: float, P: int) -> float:
+    """Seconds of the ring of keys and values, P − 1 swaps forward; backward their gradients travel too."""
+    return (P - 1) * model.swap(block.kv * tokens) * (3 if setting.backward else 1)
+
+
+def sharding(setting: Setting, gpus: int, elsewhere: float = 0.0) -> float:
+    """Seconds of gathering bf16 weights for forward and backward and scattering gradients over all GPUs.
+
+    Args:
+        elsewhere: the share of the experts that is never gathered.
+    """
+    if gpus == 1:
+        return 0.0
+    model = setting.cluster.model(gpus, setting.rates)
+    stay = elsewhere * sum(block.experts for block in setting.work.blocks)
+    return (3 if setting.backward else 1) * model.gather(2 * (setting.work.parameters - stay) * (gpus - 1) / gpus)
+
+
+def held(setting: Setting, gpus: int, tokens: float) -> float:
+    """Bytes of one GPU: its shard of the training state, one block's gathered weights, what backward needs."""
+    work = setting.work
+    elsewhere = 1 - tokens / setting.length if setting.spread else 0.0  # of the experts, on other ranks of the sequence
+    gathered = max(block.parameters - elsewhere * block.experts for block in work.blocks)
+    if not setting.backward:
+        return 2 * work.parameters / gpus + 2 * gathered + tokens * max(b.saved for b in work.blocks)
+    kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
+    if setting.offload:
+        kept = min(kept, 2 * 2**30 + 2 * max(_kept(setting, block, tokens) for block in work.blocks))
+    tokens /= setting.rounds
+    again = max(_again(setting, block, tokens) for block in work.blocks)
+    logits = 4 * work.vocabulary * min(tokens, 8192)
+    return setting.state_bytes * work.parameters / gpus + 4 * gathered + kept + again + logits
+
+
+def _kept(setting: Setting, block: BlockWork, tokens: float) -> float:
+    """Bytes of a block that last from the forward to the backward pass."""
+    one = 2 * setting.work.dim  # what is recomputed keeps its input
+    if "block" in setting.recompute:
+        return one * tokens
+    norm = one if "norm" in setting.recompute else block.norm_saved
+    layer, mlp = _recomputed(setting, block)
+    return ((one if layer else block.layer_saved + norm) + (one if mlp else block.mlp_saved + norm)) * tokens
+
+
+def _again(setting: Setting, block: BlockWork, tokens: float) -> float:
+    """Bytes that exist while a block is recomputed: all of it, or its dearer half; of an MLP's, a chunk's."""
+    layer, mlp = _recomputed(setting, block)
+    halves = [
+        layer * (block.layer_saved + block.norm_saved) * tokens,
+        mlp * (block.mlp_saved + block.norm_saved) * min(tokens, setting.mlp_chunk or tokens),
+    ]
+    return sum(halves) if "block" in setting.recompute else max(halves)

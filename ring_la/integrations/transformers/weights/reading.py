@@ -1,0 +1,76 @@
+"""Weights read from a folder of safetensors, by every rank what its shards need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, set_param_for_module
+from transformers.modeling_utils import LoadStateDictConfig
+
+from ....errors import ArgumentError
+from .conversions import converted, mixed, own_classes
+from .files import Slice, files_of, slices_of
+from .parts import device_of, part_of
+
+
+def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.device | str | None = None) -> int:
+    """Fill a model that was made on the device "meta" from a folder of safetensors. Every rank calls it.
+
+    Args:
+        model: its parameters may be FSDP2's, on "meta" or not; dtypes are the parameters' own.
+        folder: model.safetensors, or shards with their index, under the names the library's conversions know.
+        device: where parameters and buffers go; None: the current GPU, or the CPU without one.
+
+    Returns:
+        Bytes this rank read of the files.
+
+    Raises:
+        ArgumentError: no such files; a weight of the model that is not there or has another shape.
+    """
+    device, read = device_of(device), [0]
+    with ExitStack() as opened:
+        there = slices_of(files_of(Path(folder)), opened, read)
+        info, config = _fill(model, folder, there, device)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    wrong = sorted({*info.missing_keys} - {*tied} - {*_not_stored(model)})
+    wrong += sorted(str(k) for k in info.mismatched_keys) + sorted(info.conversion_errors)
+    if wrong:
+        raise ArgumentError(
+            "folder", "the weights of this model", f"{folder}, without or unlike {', '.join(wrong[:5])}"
+        )
+    type(model)._finalize_model_loading(model, config, info)
+    return read[0]
+
+
+def _fill(
+    model: PreTrainedModel, folder: str | Path, there: Mapping[str, Slice], device: torch.device
+) -> tuple[Any, LoadStateDictConfig]:
+    """Parameters and buffers from what is there; the library's account of it, and the configuration it went by."""
+    with own_classes(model):
+        mapping: list[Any] = get_model_conversion_mapping(model)
+    whole = mixed(model, mapping, there)
+    plain = {n: x for n, x in there.items() if n not in {n for _, names in whole.values() for n in names}}
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(folder),
+        device_map={"": device},
+        dtype=model.dtype,
+        dtype_plan=model._get_dtype_plan(model.dtype),
+        weight_mapping=mapping,
+    )
+    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=plain, load_config=config)
+    for name, (converter, sources) in whole.items():
+        for target, x in converted(model, name, converter, there, sources).items():
+            set_param_for_module(model, target, part_of(model.get_parameter(target), x, device), info, None)
+    return info, config
+
+
+def _not_stored(model: nn.Module) -> Iterator[str]:
+    """Names in the state that files never hold."""
+    return (n for n in model.state_dict() if n.endswith("_extra_state"))

@@ -1,0 +1,230 @@
+"""Recurrences whose state is no affine function of the state before: runs of tokens one after the other.
+
+Nothing can be composed before the state arrives, so no scan shortens the way: each run of tokens starts from the state
+that the one before it leaves, and ranks wait for each other. What keeps them busy are groups of heads, which depend on
+nothing of one another: while a rank has the second group, the next rank has the first. Backward goes the other way, and
+makes each run again from the state that entered it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autograd import first_derivative_only, full_precision
+from ..comm import Pending
+from ..context import ShardedLayout
+from ..scan import Chain
+from .states import final_states, initial_gradient, with_rows, without_rows
+
+GROUPS = 4
+"""Groups of heads on a split sequence, at most."""
+
+
+class Run(NamedTuple):
+    """Consecutive local tokens of one document: the first one's position in it, whether it starts and ends here."""
+
+    start: int
+    stop: int
+    position: int
+    document: int
+    first: bool
+    last: bool
+
+
+class Stretch(NamedTuple):
+    """The runs of one segment; the ranks that its state comes from and goes to (None: from and to nobody)."""
+
+    runs: tuple[Run, ...]
+    source: int | None
+    target: int | None
+
+
+Body = Callable[..., tuple[Tensor, Tensor]]
+"""``body(run, S [B, heads, …], *tokens [B, n, heads, …], *shared [heads, …]) -> (o [B, n, heads, …], S)``."""
+
+
+@dataclass(frozen=True)
+class OrderedCall:
+    """A call but for its tensors: the first `tokens` of them have tokens, the others are shared by all."""
+
+    body: Body
+    tokens: int
+    layout: ShardedLayout | None
+    stretches: tuple[Stretch, ...]
+    packed: bool
+
+    @property
+    def pieces(self) -> int:
+        return sum(len(s.runs) for s in self.stretches)
+
+    def heads(self, H: int) -> list[slice]:
+        """Groups of heads."""
+        count = 1 if self.layout is None or self.layout.world_size == 1 else min(H, GROUPS)
+        borders = [H * i // count for i in range(count + 1)]
+        return [slice(a, b) for a, b in zip(borders, borders[1:])]
+
+    def part(self, run: Run, heads: slice, given: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of a run and a group of heads."""
+        tokens, shared = given[: self.tokens], given[self.tokens :]
+        return [t[:, run.start : run.stop, heads] for t in tokens] + [t[heads] for t in shared]
+
+    def send(self, x: Tensor, to: int) -> Pending:
+        assert self.layout is not None
+        return self.layout.cp.comm.send(x, to)
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        assert self.layout is not None
+        return self.layout.cp.comm.recv(like.shape, like.dtype, like.device, source).wait()
+
+
+def in_order(
+    body: Body,
+    start: Tensor,
+    tokens: Sequence[Tensor],
+    shared: Sequence[Tensor],
+    layout: ShardedLayout | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """o ``[B, T, H, …]`` and the state after each document, given that before each, ``start [N, H, …]``.
+
+    Args:
+        body: a run of tokens from a state, differentiable.
+        tokens: ``[B, T, H, …]``, the first of the shape and dtype of o. shared: ``[H, …]``.
+        layout: how the sequence is split over ranks; collective. cu_seqlens: documents on one device, read on the host.
+    """
+    stretches = _one_device(tokens[0], cu_seqlens) if layout is None else tuple(_split(layout))
+    packed = cu_seqlens is not None or (layout is not None and layout.packed)
+    call = OrderedCall(body, len(tokens), layout, stretches, packed)
+    with full_precision(start):
+        return _InOrder.apply(call, start, *tokens, *shared)
+
+
+def _one_device(like: Tensor, cu_seqlens: Tensor | None) -> tuple[Stretch, ...]:
+    cu = [0, like.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    runs = [Run(a, b, 0, n, True, True) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
+    return (Stretch(tuple(runs), None, None),)
+
+
+def _split(layout: ShardedLayout) -> Iterator[Stretch]:
+    """This rank's segments, in the order of the sequence."""
+    chain, at = Chain.of(layout), 0
+    for s in layout.local_segments():
+        runs = []
+        for p in layout.pieces_of(s):
+            position = p.start - layout.cu_seqlens[p.document]
+            runs.append(Run(at, at + len(p), position, p.document, p.first, p.last))
+            at += len(p)
+        source = chain.owners[s - 1] if chain.needs[s] else None
+        yield Stretch(tuple(runs), source, chain.owners[s + 1] if chain.feeds(s) else None)
+
+
+class _InOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: OrderedCall, start: Tensor, *given: Tensor):
+        B, H = given[0].shape[0], given[0].shape[2]
+        rows = with_rows(start, call.packed)
+        o = torch.empty_like(given[0])
+        ends = start.new_zeros(B, max(1, call.pieces), *start.shape[1:])
+        groups, piece, sends = call.heads(H), 0, []
+        arrived: list[Tensor] = []
+        left: list[Tensor] = []
+        rank = None if call.layout is None else call.layout.rank
+        for stretch in call.stretches:
+            mine, left = left, []
+            for j, heads in enumerate(groups):
+                S = start.new_empty(0)
+                if stretch.source is not None:
+                    like = rows[:, 0, heads]
+                    S = mine[j] if stretch.source == rank else call.receive(like, stretch.source)
+                    arrived.append(S)
+                for n, run in enumerate(stretch.runs):
+                    S = rows[:, run.document, heads] if run.first else S
+                    o[:, run.start : run.stop, heads], S = call.body(run, S, *call.part(run, heads, given))
+                    ends[:, piece + n, heads] = S
+                if stretch.target is not None:
+                    left.append(S)
+                    if stretch.target != rank:
+                        sends.append(call.send(S, stretch.target))
+            piece += len(stretch.runs)
+        for message in sends:
+            message.wait()
+        ctx.call, ctx.count = call, len(arrived)
+        ctx.save_for_backward(start, *arrived, *given)
+        ctx.set_materialize_grads(False)
+        return o, _final(call, ends, start)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None):
+        call: OrderedCall = ctx.call
+        start, *rest = ctx.saved_tensors
+        arrived, given = rest[: ctx.count], rest[ctx.count :]
+        do = torch.zeros_like(given[0]) if do is None else do
+        dfinal = torch.zeros_like(start) if dfinal is None else dfinal
+        if call.layout is not None:
+            dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
+        dend, rows = with_rows(dfinal, call.packed), with_rows(start, call.packed)
+        dstart = start.new_zeros(given[0].shape[0], max(1, call.pieces), *start.shape[1:])
+        grads = [torch.zeros_like(t) for t in given]
+        groups, piece, sends, at = call.heads(given[0].shape[2]), call.pieces, [], ctx.count
+        right: list[Tensor] = []
+        rank = None if call.layout is None else call.layout.rank
+        for stretch in reversed(call.stretches):
+            piece -= len(stretch.runs)
+            at -= 0 if stretch.source is None else len(groups)
+            mine, right = right, []
+            for j, heads in enumerate(groups):
+                dS = start.new_empty(0)
+                if stretch.target is not None:
+                    like = rows[:, 0, heads]
+                    dS = mine[j] if stretch.target == rank else call.receive(like, stretch.target)
+                for n, run in reversed(list(enumerate(stretch.runs))):
+                    S = rows[:, run.document, heads] if run.first else arrived[at + j]
+                    dS = dend[:, run.document, heads] if run.last else dS
+                    own = [S, *call.part(run, heads, given)]
+                    dS, *found = _back(call.body, run, own, do[:, run.start : run.stop, heads], dS)
+                    for into, d in zip(call.part(run, heads, grads), found):
+                        into += d
+                    if run.first:
+                        dstart[:, piece + n, heads] = dS
+                if stretch.source is not None:
+                    right.append(dS)
+                    if stretch.source != rank:
+                        sends.append(call.send(dS, stretch.source))
+        for message in sends:
+            message.wait()
+        return None, _start_gradient(call, dstart, dend), *grads
+
+
+def _back(body: Body, run: Run, own: Sequence[Tensor], do: Tensor, dS: Tensor) -> list[Tensor]:
+    """Gradients of the state and of the tensors of a run, which is made again."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in own]
+        results = body(run, *leaves)
+        found = torch.autograd.grad(results, leaves, (do, dS), allow_unused=True)
+    return [torch.zeros_like(t) if d is None else d for t, d in zip(leaves, found)]
+
+
+def _final(call: OrderedCall, ends: Tensor, start: Tensor) -> Tensor:
+    """The state after each document, on every rank."""
+    if call.layout is not None:
+        return without_rows(final_states(call.layout, ends, start), call.packed)
+    final = with_rows(start.clone(), call.packed)
+    for n, run in enumerate(call.stretches[0].runs):
+        final[:, run.document] = ends[:, n]
+    return without_rows(final, call.packed)
+
+
+def _start_gradient(call: OrderedCall, dstart: Tensor, dend: Tensor) -> Tensor:
+    """The gradient of the state before each document, whole on every rank."""
+    if call.layout is not None:
+        return initial_gradient(call.layout, dstart, dend)
+    out = dend.clone()  # of documents without tokens
+    for n, run in enumerate(call.stretches[0].runs):
+        out[:, run.document] = dstart[:, n]
+    return without_rows(out, call.packed)

@@ -1,0 +1,136 @@
+"""TTT-Linear: a state that is a linear model, trained by gradient descent on the tokens as they come.
+
+    inner model   f(x) = Wᵀ x + c,      inner loss of a token   ℓ = ½ |norm(f(k)) − (v − k)|²
+    W_t = W₀ − η_t Σ_{s ≤ t} ∂ℓ_s/∂W at W₀,       o_t = z + norm(z),   z = W_tᵀ q + c_t
+
+W₀ is what the mini-batch of t starts from: all its tokens take their gradients there, so they are one product of
+matrices. The norm (layer norm with its own weight and bias a head) makes the step no affine function of W₀: the algebra
+of `ring_la.algebra` has no map of a run of tokens that could be made before the state arrives, and states go from rank
+to rank in order (`linear.in_order`), a group of heads at a time. Without the norms and c, in mini-batches of one token,
+it would be the delta rule with β = η.
+
+c is one more row of W, of a key that is one. A run may end within a mini-batch: then W₀ and the sum of gradients so far
+travel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..errors import ArgumentError, UnsupportedError
+from ..linear.in_order import Run, in_order
+from ..outputs import LinearAttentionOutput
+from .arguments import Argument
+from .definition import CommonOptions
+from .recurrence import recurrence
+
+
+def _rate(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """An example of learning rates: larger ones make steps that magnify every rounding."""
+    return 0.1 * normal(*shape).sigmoid()
+
+
+def _near_one(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """An example of a norm's weight."""
+    return 1 + 0.1 * normal(*shape)
+
+
+@recurrence(
+    paper="Sun et al. 2024, arXiv 2407.04620, §2.4 and 2.7, in the mini-batches of fla-core's ops/ttt",
+    equation="W ← W₀ − η Σ ∂/∂W ½ ‖norm(W₀ᵀ k) − (v − k)‖² over the mini-batch so far, o = z + norm(z), z = Wᵀ q",
+    arguments=dict(
+        q=Argument("BTHK", "query"), k=Argument("BTHK", "key"), v=Argument("BTHK", "value"),
+        eta=Argument("BTH", _rate), w=Argument("HK", _near_one), b=Argument("HK"),
+    ),
+    reference=reference.ttt_linear,
+    states=("HKK", "HK"),
+    flags=dict(mini_batch=4),
+)  # fmt: skip
+def ttt_linear(
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor, mini_batch: int = 16, eps: float = 1e-6,
+    *, options: CommonOptions,
+) -> LinearAttentionOutput:  # fmt: skip
+    """TTT-Linear: W ← W₀ − η Σ ∂/∂W ½ |norm(W₀ᵀ k + c) − (v − k)|² over the mini-batch so far, o = z + norm(z) with
+    z = scale · Wᵀ q + c.
+
+    Args:
+        q, k, v: ``[B, T, H, K]``, of one width. eta: learning rate of each token ``[B, T, H]``: of all gradients of its
+            mini-batch as it reads them, and the last token's as the next mini-batch starts from them.
+        w, b: weight and bias of the norm ``[H, K]``. eps: added to its variance.
+        mini_batch: tokens whose gradients are taken at one W₀, counted from the start of each document.
+
+    The last mini-batch of a document may be shorter. States are ``(W [N,H,K,K], c [N,H,K])``; an initial state starts a
+    mini-batch, so hand over at multiples of `mini_batch`. In PyTorch on every device, in fp32 or wider; a rank waits
+    for the one before it, a group of heads at a time.
+    """
+    if isinstance(mini_batch, bool) or not isinstance(mini_batch, int) or mini_batch < 1:
+        raise ArgumentError("mini_batch", "an int ≥ 1", repr(mini_batch))
+    if options.backend == "triton":
+        raise UnsupportedError("backend", "None, 'torch' or 'reference' for ttt_linear", "'triton'")
+    if options.layout is not None and options.layout.cp.deterministic:
+        raise UnsupportedError("layout", "one without deterministic=True for ttt_linear", "a deterministic one")
+    B, _, H, K = q.shape
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in (q, k, v, eta, w, b)), torch.float32)
+    scaled = q.to(wide) * options.scale  # type: ignore[operator]
+    W0 = _start(options, B, H, K, scaled)
+    body = functools.partial(_run, mini_batch, eps)
+    tokens = [scaled, *(t.to(wide) for t in (k, v)), eta.to(wide)[..., None]]
+    z, end = in_order(body, W0, tokens, [t.to(wide) for t in (w, b)], options.layout, options.cu_seqlens)
+    o = (z + _normal(z, eps)[0] * w.to(wide) + b.to(wide)).to(v.dtype)
+    final: Any = (end[:, :, 0, :-1], end[:, :, 0, -1]) if options.output_final_state else None
+    return LinearAttentionOutput(o, final)
+
+
+def _start(options: CommonOptions, B: int, H: int, K: int, like: Tensor) -> Tensor:
+    """W₀ over c, and gradients of nothing yet ``[N, H, 2, K+1, K]``."""
+    layout, cu = options.layout, options.cu_seqlens
+    N = B if cu is None else cu.numel() - 1
+    if layout is not None and layout.packed:
+        N = layout.num_documents
+    if options.initial_state is None:
+        return like.new_zeros(N, H, 2, K + 1, K)
+    W, c = options.initial_state
+    W0 = torch.cat([W, c[:, :, None]], 2).to(like.dtype)
+    return torch.stack([W0, torch.zeros_like(W0)], 2)
+
+
+def _normal(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x` with mean 0 and variance 1, and the deviation it had."""
+    centred = x - x.mean(-1, keepdim=True)
+    deviation = (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    return centred / deviation, deviation
+
+
+def _run(
+    mini_batch: int, eps: float, run: Run, S: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """z of a run of tokens, and the state after it, given that before it ``[B, H, 2, K+1, K]``."""
+    W, G = S.unbind(2)
+    q, k, v, eta = (t.transpose(1, 2) for t in (q, k, v, eta))
+    one = q.new_ones(*q.shape[:3], 1)
+    target, q, k = v - k, torch.cat([q, one], -1), torch.cat([k, one], -1)
+    out, at, n = [], 0, run.stop - run.start
+    while at < n:
+        stop = min(n, at + mini_batch - (run.position + at) % mini_batch)
+        part = slice(at, stop)
+        d = _inner_gradient(k[:, :, part] @ W, target[:, :, part], w, b, eps)
+        read = q[:, :, part] @ G + (q[:, :, part] @ k[:, :, part].mT).tril() @ d
+        out.append(q[:, :, part] @ W - eta[:, :, part] * read)
+        G = G + k[:, :, part].mT @ d
+        at = stop
+        if (run.position + at) % mini_batch == 0 or (run.last and at == n):
+            W, G = W - eta[:, :, at - 1, :, None] * G, torch.zeros_like(G)
+    return torch.cat(out, 2).transpose(1, 2), torch.stack([W, G], 2)
+
+
+def _inner_gradient(x: Tensor, target: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+    """∂/∂x ½ |norm(x) − target|², ``[B, H, n, K]``."""
+    hat, deviation = _normal(x, eps)
+    d = (w[:, None] * hat + b[:, None] - target) * w[:, None]
+    return (d - d.mean(-1, keepdim=True) - hat * (d * hat).mean(-1, keepdim=True)) / deviation

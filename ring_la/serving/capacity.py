@@ -1,0 +1,73 @@
+"""What a server takes on: how long, how many, how much at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..errors import ArgumentError
+from .completion import Completion, Request
+from .model import Served
+from .text import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What the arguments of `Engine` say, checked.
+
+    Attributes:
+        max_tokens, room, piece, batch, waiting, keep, patience: as there.
+    """
+
+    max_tokens: int | None
+    room: int | None
+    piece: int | None
+    batch: int
+    waiting: int
+    keep: int
+    patience: float
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("batch", self.batch, 1), ("waiting", self.waiting, 1), ("keep", self.keep, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ArgumentError(name, f"an int ≥ {least}", repr(value))
+        for name, value in (("max_tokens", self.max_tokens), ("room", self.room), ("piece", self.piece)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
+        if not isinstance(self.patience, (int, float)) or not self.patience >= 0:
+            raise ArgumentError("patience", "a number ≥ 0", repr(self.patience))
+
+    def of(self, model: Served) -> Capacity:
+        """These with a model: no longer than it knows; where its states cannot be joined, one sequence, read at once.
+
+        Raises:
+            ArgumentError: more tokens than the model knows.
+        """
+        known = model.max_tokens
+        if self.max_tokens is not None and known is not None and self.max_tokens > known:
+            raise ArgumentError("max_tokens", f"at most {known}, what the model knows", self.max_tokens)
+        most = min((n for n in (self.max_tokens, self.room, known) if n is not None), default=None)
+        capacity = replace(self, max_tokens=most)
+        return capacity if model.flexible else replace(capacity, batch=1, piece=None, keep=0)
+
+    def check(self, request: Request, model: Served, text: Text) -> None:
+        """Raises ArgumentError for a request that cannot be completed, by the argument's name."""
+        ids, vocab_size = request.ids, model.vocab_size
+        if not ids:
+            raise ArgumentError("prompt", "at least one token", "none")
+        for name, tokens in (("prompt", ids), ("logit_bias", request.logit_bias or [0])):
+            wrong = next((i for i in (min(tokens), max(tokens)) if not 0 <= i < vocab_size), None)
+            if wrong is not None:
+                raise ArgumentError(name, f"token ids from 0 to {vocab_size - 1}", wrong)
+        if request.max_tokens < 1:
+            raise ArgumentError("max_tokens", "an int ≥ 1", request.max_tokens)
+        if self.max_tokens is not None and request.total > self.max_tokens:
+            expected = f"at most {self.max_tokens} tokens together with max_tokens"
+            raise ArgumentError("prompt", expected, f"{len(ids)} + {request.max_tokens}")
+        if request.stop and not text.has_text:
+            raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
+        request.sampler(None)
+
+    def fit(self, jobs: Iterable[Completion]) -> bool:
+        """Whether there is memory for all of them side by side."""
+        return self.room is None or sum(job.request.total for job in jobs) <= self.room

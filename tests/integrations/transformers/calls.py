@@ -1,0 +1,32 @@
+"""A parallelized model, and what it is called with."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.transformers_models import CASES, VOCABULARY
+
+LENGTH = 21
+
+
+def ids(rows: int = 1, seed: int = 3) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def parallel(name: str, **options):
+    import ring_la
+    from ring_la.integrations.transformers import parallelize
+    from tests.support.pool import group
+
+    cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=20)
+    return parallelize(CASES[name].make(), cp, **options), cp
+
+
+def gradients(model, cp=None) -> dict[str, torch.Tensor]:
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return grads if cp is None else {n: cp.comm.all_reduce(g).wait() for n, g in grads.items()}
+
+
+def close(a, b, **keywords):
+    torch.testing.assert_close(a, b, **({"rtol": 2e-4, "atol": 2e-5} | keywords))

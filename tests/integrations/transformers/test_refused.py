@@ -1,0 +1,189 @@
+"""Calls and models that a split model refuses, by name and on every rank."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.support.transformers_models import CASES
+
+from .calls import LENGTH, ids, parallel
+
+
+def refused_calls(rank: int) -> list[str]:
+    from ring_la.errors import ArgumentError, UnsupportedError
+
+    model, _ = parallel("llama")
+    x, said = ids(), []
+    left = torch.ones_like(x).index_fill(1, torch.tensor([0]), 0)
+    for keywords in (
+        {"pixel_values": x},
+        {"attention_mask": left},
+        {"attention_mask": left.flip(1), "labels": x},
+        {"output_attentions": True},
+        {"use_cache": True, "labels": x},
+        {"logits_to_keep": 1},
+        {"position_ids": torch.zeros(3, 1, LENGTH, dtype=torch.long)},
+        {"cache_position": torch.arange(LENGTH) + 1},
+        {"seq_idx": torch.ones_like(x).cumsum(1)},
+        {"labels": x[:, 1:]},
+        {"input_ids": ids(2), "position_ids": torch.arange(LENGTH).expand(3, -1)},
+        {"input_ids": ids(2), "cu_seqlens": [0, 30, 2 * LENGTH]},
+        {"input_ids": x.float()},
+        {"input_ids": x.tolist()},
+        {"position_ids": list(range(LENGTH))},
+    ):
+        with pytest.raises((ArgumentError, UnsupportedError)) as error:
+            model(**{"input_ids": x} | keywords)
+        assert len(str(error.value)) < 200
+        said.append(str(error.value).partition(":")[0])
+    model.config._output_attentions = True  # as it was made, with eager attention
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        model(input_ids=x)
+    model.config._output_attentions = False
+    with torch.no_grad():
+        cache = model(input_ids=x, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedError, match="past_key_values: expected none, or an empty one, with gradients"):
+        model(input_ids=x, labels=x, past_key_values=cache)  # a prefix of PEFT's
+    with pytest.raises(UnsupportedError, match="a call of the parallelized model itself"):
+        model.model(input_ids=x)
+    with pytest.raises(UnsupportedError, match="copy"):
+        copy.deepcopy(model)
+    table = model.get_input_embeddings()
+    table.neftune_noise_alpha = 5.0
+    with pytest.raises(UnsupportedError, match="neftune_noise_alpha: expected None"):
+        model(input_ids=x)
+    del table.neftune_noise_alpha
+    model.set_attn_implementation("sdpa")  # would attend to this rank's tokens alone
+    with pytest.raises(UnsupportedError, match="_attn_implementation: expected 'ring_la', got 'sdpa'"):
+        model(input_ids=x)
+    return said
+
+
+def test_refused_calls(ranks):
+    names = ["pixel_values", "attention_mask", "labels", "output_attentions", "use_cache", "logits_to_keep"]
+    names += ["position_ids", "cache_position", "seq_idx", "labels", "position_ids", "cu_seqlens"]
+    names += ["input_ids", "input_ids", "position_ids"]
+    for said in ranks.run(2, refused_calls):
+        assert said == names
+
+
+def different_batches(rank: int) -> None:
+    from ring_la.errors import DisagreementError
+
+    model, _ = parallel("llama")
+    slip = r"disagree on {}(.|\n)*DistributedSampler over the data axis alone"  # as under a Trainer of the library
+    with pytest.raises(DisagreementError, match=slip.format("the layout")):
+        model(input_ids=ids()[:, rank:])
+    with pytest.raises(DisagreementError, match=slip.format("the whole batch, which every rank must be given")):
+        model(input_ids=ids(seed=rank))
+    model(input_ids=ids(), labels=ids())
+    with pytest.raises(DisagreementError, match=slip.format("the batch")):
+        model(input_ids=ids(seed=rank), labels=ids(seed=rank))
+    with pytest.raises(DisagreementError, match="disagree on the batch"):
+        model(input_ids=ids(seed=rank))
+
+
+def test_ranks_with_different_batches(ranks):
+    ranks.run(2, different_batches)
+
+
+REFUSED = {
+    "RwkvForCausalLM": (dict(), r"blocks\.0\.attention\S* \(\w+\), whose result at one token depends"),
+    "BloomForCausalLM": (dict(n_head=4), r"h\.0\.self_attention \(BloomAttention\), which failed"),
+    "Llama4ForCausalLM": (
+        dict(no_rope_layers=[1, 0], num_local_experts=2, intermediate_size_mlp=48, num_key_value_heads=4, head_dim=8),
+        r"layers\.1\.self_attn \(Llama4TextAttention\), which goes by the place",
+    ),
+    "RobertaForCausalLM": (
+        dict(is_decoder=True),
+        r"positions that count from 0 .*RobertaForCausalLM, which counts them",
+    ),
+    "BertModel": ({}, r"masks that are causal.*BertModel: a mask made by 'bidirectional"),
+    "DogeForCausalLM": ({}, r"layers\.0\.self_attn \(DogeAttention\), which failed"),
+    "LlamaForSequenceClassification": (
+        {},
+        r"a language model's head .*LlamaForSequenceClassification with ForSequence",
+    ),
+    "T5ForConditionalGeneration": (dict(d_kv=8), r"a decoder, got .*encoder-decoder"),
+    "OPTForCausalLM": (
+        dict(layerdrop=0.5, ffn_dim=48, word_embed_proj_dim=32),
+        r"the same layers on every rank, got model\.decoder \(OPTDecoder\) with layerdrop=0.5",
+    ),
+}
+
+
+class BatchNorm(torch.nn.Module):
+    """Token by token in eval, over a rank's tokens in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.flatten(0, 1)).view_as(x)
+
+
+class Faded(torch.nn.Module):
+    """Of a user's own: goes by places, from the thousandth on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.arange(x.shape[1]) / 1000).clamp(min=1)[:, None]
+
+
+class Averaged(torch.nn.Module):
+    """As adapters start: looks at other tokens as soon as its gate is not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * x.mean(1, keepdim=True)
+
+
+def refused_models(rank: int) -> None:
+    import transformers
+
+    import ring_la
+    from ring_la.errors import UnsupportedError
+    from ring_la.integrations.transformers import parallelize
+    from tests.support.pool import group
+    from tests.support.transformers_models import case
+
+    cp = ring_la.ContextParallel(group(), scan="ring")
+    for kind, (options, message) in REFUSED.items():
+        if hasattr(transformers, kind):
+            model = case(kind, skip=("head_dim", "num_key_value_heads"), **options).make()
+            before = {n: set(vars(m)) for n, m in model.named_modules()}, model.config._attn_implementation
+            with pytest.raises(UnsupportedError, match=message):
+                parallelize(model, cp)
+            after = {n: set(vars(m)) for n, m in model.named_modules()}, model.config._attn_implementation
+            assert before == after  # it is as it was
+            assert not model.base_model._forward_hooks
+    for norm, message in (
+        (BatchNorm(), r"model\.norm\.inner \(BatchNorm1d\): statistics"),
+        (Faded(), r"model\.norm \(Faded\), which goes by"),
+        (Averaged(), r"model\.norm \(Averaged\), whose result at one token depends"),
+    ):
+        model, later = CASES["llama"].make(), parallelize(CASES["llama"].make(), cp)
+        model.model.norm = later.model.norm = norm
+        with pytest.raises(UnsupportedError, match=message):
+            parallelize(model, cp)
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=message):  # put in after the check
+                later(input_ids=ids())
+    assert not any(bool(p.any()) for p in norm.parameters())  # as it was
+    bamba = CASES["bamba"]
+    with_more = parallelize(replace(bamba, options=bamba.options | {"z_loss_coefficient": 0.1}).make(), cp)
+    with pytest.raises(UnsupportedError, match=r"labels: .* BambaForCausalLM, which adds to its loss_function's"):
+        with_more(input_ids=ids(), labels=ids())
+
+
+def test_refused_models(ranks):
+    ranks.run(1, refused_models)
