@@ -12,7 +12,7 @@ import torch
 from ring_la.errors import ArgumentError
 from ring_la.integrations.vllm.asking import Lease, ReaderError, connection, health
 from ring_la.integrations.vllm.pages import HandedOver
-from ring_la.serving.reader import Desk, Door, Failed, listen
+from ring_la.serving.reader import Desk, Door, Unread, listen
 
 IDS = torch.arange(21) % 13
 
@@ -100,7 +100,7 @@ def test_refusals_say_why(door):
         thread.join(10)
     assert "no room" in waiting[0][2][0]
     assert "the reader has stopped" in waiting[1][2][0]
-    with pytest.raises(Failed, match="has stopped"):
+    with pytest.raises(Unread, match="has stopped"):
         desk.ask("d", IDS, 1)
     with pytest.raises(ReaderError, match="did not answer"):
         health(f"{address}.not")

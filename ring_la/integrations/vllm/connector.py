@@ -40,7 +40,7 @@ from vllm.v1.request import Request
 
 from ...errors import ArgumentError, UnsupportedError
 from .asking import Lease, connection
-from .pages import Blocks, HandedOver, Part
+from .pages import HandedOver, SequenceBlocks, WorkerPart
 
 LOG = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Loads(KVConnectorMetadata):
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConnectorSettings:
     """What is set in ``kv_connector_extra_config``."""
 
     reader: str
@@ -78,7 +78,7 @@ class Settings:
     timeout: float
 
     @classmethod
-    def of(cls, config: VllmConfig) -> Settings:
+    def of(cls, config: VllmConfig) -> ConnectorSettings:
         """Those of a vLLM.
 
         Raises:
@@ -107,7 +107,7 @@ class RingLAConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = Settings.of(vllm_config)
+        settings = ConnectorSettings.of(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(settings)
         else:
@@ -168,7 +168,7 @@ class RingLAConnector(KVConnectorBase_V1, SupportsHMA):
 class Scheduler:
     """Which prompts come from the reader."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ConnectorSettings) -> None:
         self._settings = settings
         self._said = Loads()
         self._under_way: set[str] = set()
@@ -209,10 +209,10 @@ class Scheduler:
 class Worker:
     """Fetches prompts into the memory of one worker, each in a thread."""
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> None:
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings) -> None:
         self._settings, self._groups = settings, cache.kv_cache_groups
         self._layers = config.compilation_config.static_forward_context
-        self._part = Part(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        self._part = WorkerPart(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
         self._takers = config.parallel_config.world_size
         self._leases: dict[str, Lease] = {}
         self._given_up: set[str] = set()
@@ -267,7 +267,7 @@ class Worker:
         over, span = HandedOver(parcels, device), (load.start, len(load.ids))
         numbers = over.numbered(own)
         for group, ids in zip(self._groups, load.blocks):
-            blocks = Blocks(ids, group.kv_cache_spec.block_size)
+            blocks = SequenceBlocks(ids, group.kv_cache_spec.block_size)
             for name in own.keys() & set(group.layer_names):
                 over.write(numbers[name], own[name], blocks, span, self._part)
 

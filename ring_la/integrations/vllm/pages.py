@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
 from .memory import mapped
-from .parcels import Piece, places
+from .parcels import LaidTensor, places
 
 NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 """A layer's number in the name vLLM gives it."""
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerPart:
     """Which part of its heads and channels a worker has: the `rank`-th of `size`."""
 
     rank: int
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SequenceBlocks:
     """A sequence's blocks in one group of layers.
 
     Attributes:
@@ -83,7 +83,7 @@ class HandedOver:
         self.states: dict[int, dict[tuple[str, int], Tensor]] = {}
         for parcel in parcels:
             memory, tokens = mapped(parcel["memory"], device), places(parcel["tokens"])
-            pieces = [Piece.from_json(said, len(memory)) for said in parcel["pieces"]]
+            pieces = [LaidTensor.from_json(said, len(memory)) for said in parcel["pieces"]]
             keys, values = ({p.layer: p for p in pieces if p.kind == kind} for kind in ("key", "value"))
             for layer, piece in keys.items():
                 if len(tokens) != piece.shape[0]:
@@ -117,7 +117,7 @@ class HandedOver:
                 raise UnsupportedError("reader", f"the model vLLM has, with {kind} of {absent}", "none")
         return numbers
 
-    def write(self, number: int, layer: Any, blocks: Blocks, span: tuple[int, int], part: Part) -> None:
+    def write(self, number: int, layer: Any, blocks: SequenceBlocks, span: tuple[int, int], part: WorkerPart) -> None:
         """Into the pages of one layer.
 
         Args:
@@ -139,7 +139,12 @@ def _digits(name: str) -> list[int]:
 
 
 def write_keys(
-    layer: Any, keys: tuple[Tensor, Tensor], tokens: Tensor, blocks: Blocks, span: tuple[int, int], part: Part
+    layer: Any,
+    keys: tuple[Tensor, Tensor],
+    tokens: Tensor,
+    blocks: SequenceBlocks,
+    span: tuple[int, int],
+    part: WorkerPart,
 ) -> None:
     """Keys and values ``[T, H, D]`` of tokens at these places into an attention layer's pages."""
     if not hasattr(layer, "num_kv_heads") or not hasattr(layer.impl, "do_kv_cache_update"):
@@ -158,7 +163,7 @@ def write_keys(
     layer.impl.do_kv_cache_update(layer, k, v, cache, slots[stay].to(cache.device))
 
 
-def write_states(layer: Any, states: Mapping[tuple[str, int], Tensor], block: int, part: Part) -> None:
+def write_states(layer: Any, states: Mapping[tuple[str, int], Tensor], block: int, part: WorkerPart) -> None:
     """The states of a recurrence or a convolution into a block of a layer's pages.
 
     Raises:
@@ -174,7 +179,7 @@ def write_states(layer: Any, states: Mapping[tuple[str, int], Tensor], block: in
         page[block].copy_(state)
 
 
-def _gated_delta(layer: Any, states: Mapping[tuple[str, int], Tensor], part: Part) -> list[Tensor]:
+def _gated_delta(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
     """Channels of queries, keys and values; states ``[H, V, K]``, where the reader's are ``[H, K, V]``."""
     if not hasattr(layer, "key_dim"):
         raise UnsupportedError("model", "gated delta nets with key_dim and value_dim", type(layer).__name__)
@@ -183,7 +188,7 @@ def _gated_delta(layer: Any, states: Mapping[tuple[str, int], Tensor], part: Par
     return [conv, part.cut(states["recurrent", 0].mT, 0, layer.kv_cache[1].shape[1])]
 
 
-def _mamba2(layer: Any, states: Mapping[tuple[str, int], Tensor], part: Part) -> list[Tensor]:
+def _mamba2(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
     """Channels of the inputs, of B's groups and of C's, which workers share where there are too few."""
     conv, inner = states["convolution", 0], layer.intermediate_size
     groups = (conv.shape[0] - inner) // 2, layer.groups_ssm_state_size // part.size
@@ -191,7 +196,7 @@ def _mamba2(layer: Any, states: Mapping[tuple[str, int], Tensor], part: Part) ->
     return [conv, part.cut(states["recurrent", 0], 0, layer.kv_cache[1].shape[1])]
 
 
-def _short_convolution(layer: Any, states: Mapping[tuple[str, int], Tensor], part: Part) -> list[Tensor]:
+def _short_convolution(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
     conv = states["convolution", 0]
     return [_convolution(layer, conv, [(conv.shape[0], conv.shape[0] // part.size)], part)]
 
@@ -200,7 +205,7 @@ LAYOUTS = {"GDN_ATTN": _gated_delta, "MAMBA2": _mamba2, "SHORT_CONV": _short_con
 """By vLLM's name of a kind of layer: the reader's states as that layer keeps this worker's part of them."""
 
 
-def _convolution(layer: Any, x: Tensor, sections: Sequence[tuple[int, int]], part: Part) -> Tensor:
+def _convolution(layer: Any, x: Tensor, sections: Sequence[tuple[int, int]], part: WorkerPart) -> Tensor:
     """The inputs ``x [D, W]`` of a convolution at the last tokens, as the layer keeps them; before the first there
     were zeros.
 

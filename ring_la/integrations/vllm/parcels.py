@@ -25,7 +25,7 @@ KINDS = ("key", "value", "convolution", "recurrent")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 
-class Piece(NamedTuple):
+class LaidTensor(NamedTuple):
     """One tensor: what it is, and where in the memory."""
 
     layer: int
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
         return self._asdict() | {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
 
     @classmethod
-    def from_json(cls, said: dict[str, Any], room: int) -> Piece:
+    def from_json(cls, said: dict[str, Any], room: int) -> LaidTensor:
         """As it was sent, of a memory of `room` bytes.
 
         Raises:
@@ -66,13 +66,13 @@ class Piece(NamedTuple):
         return piece
 
 
-def planned(tensors: Iterable[tuple[int, str, int, Tensor]]) -> tuple[list[Piece], int]:
+def planned(tensors: Iterable[tuple[int, str, int, Tensor]]) -> tuple[list[LaidTensor], int]:
     """Where each of the tensors (layer, kind, place, tensor) is to lie, and the bytes of all."""
     pieces, at = [], 0
     for layer, kind, place, x in tensors:
         if x.dtype not in DTYPES.values():
             raise ArgumentError("dtype", f"states in one out of {', '.join(DTYPES)}", str(x.dtype))
-        pieces.append(Piece(layer, kind, place, x.dtype, tuple(x.shape), at))
+        pieces.append(LaidTensor(layer, kind, place, x.dtype, tuple(x.shape), at))
         at += -(-pieces[-1].size // ALIGN) * ALIGN
     return pieces, at
 

@@ -3,8 +3,8 @@
 What reads on from there is on the other side of `ring_la.integrations.vllm`.
 """
 
-from .desk import Asked, Desk, Failed
+from .desk import AskedPrompt, Desk, Unread
 from .door import Door, listen
 from .reading import Reader
 
-__all__ = ["Asked", "Desk", "Door", "Failed", "Reader", "listen"]
+__all__ = ["AskedPrompt", "Desk", "Door", "Unread", "Reader", "listen"]

@@ -20,11 +20,11 @@ PATIENCE = 60.0
 """Seconds that a prompt is kept for those of its takers that have not come yet."""
 
 
-class Failed(Exception):
+class Unread(Exception):
     """A prompt could not be read; the text is for who asked."""
 
 
-class Asked:
+class AskedPrompt:
     """One prompt.
 
     Attributes:
@@ -55,7 +55,7 @@ class Desk:
 
     def __init__(self, waiting: int = 1024) -> None:
         self._most = waiting
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, AskedPrompt] = {}
         self._queue: list[str] = []
         self._change = threading.Condition()
         self._closed = False
@@ -65,20 +65,20 @@ class Desk:
         """Prompts that nobody has begun to read."""
         return len(self._queue)
 
-    def ask(self, name: str, ids: Tensor, takers: int) -> Asked:
+    def ask(self, name: str, ids: Tensor, takers: int) -> AskedPrompt:
         """Ask for a prompt, or join those that did. `leave` follows.
 
         Raises:
-            ArgumentError: other tokens under a name that is taken. Failed: too many wait, or the reader stops.
+            ArgumentError: other tokens under a name that is taken. Unread: too many wait, or the reader stops.
         """
         with self._change:
             if self._closed:
-                raise Failed("the reader has stopped")
+                raise Unread("the reader has stopped")
             asked = self._asked.get(name)
             if asked is None:
                 if len(self._queue) >= self._most:
-                    raise Failed(f"{self._most} prompts wait already")
-                asked = self._asked[name] = Asked(ids, takers)
+                    raise Unread(f"{self._most} prompts wait already")
+                asked = self._asked[name] = AskedPrompt(ids, takers)
                 self._queue.append(name)
                 self._change.notify_all()
             elif not torch.equal(asked.ids, ids):
@@ -86,13 +86,13 @@ class Desk:
             asked.here += 1
             return asked
 
-    def leave(self, asked: Asked) -> None:
+    def leave(self, asked: AskedPrompt) -> None:
         """Who asked has what he wanted, or is gone."""
         with self._change:
             asked.here, asked.gone, asked.left = asked.here - 1, asked.gone + 1, time.monotonic()
             self._change.notify_all()
 
-    def next(self, key: int, patience: float) -> Asked | None:
+    def next(self, key: int, patience: float) -> AskedPrompt | None:
         """The prompt that came first, under that number from now on; None: there is none after some seconds, or some
         are to be forgotten."""
         with self._change:
@@ -106,7 +106,7 @@ class Desk:
                 asked.gone = asked.takers  # it was given up while it waited
             return None
 
-    def finish(self, asked: Asked, parcels: Sequence[dict[str, Any]] = (), error: str | None = None) -> None:
+    def finish(self, asked: AskedPrompt, parcels: Sequence[dict[str, Any]] = (), error: str | None = None) -> None:
         """What became of a prompt."""
         with self._change:
             asked.parcels, asked.error = parcels, error

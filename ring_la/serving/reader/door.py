@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
-from .desk import Asked, Desk, Failed
+from .desk import AskedPrompt, Desk, Unread
 
 PEEK = 0.25
 """Seconds between two looks whether who waits is still there."""
@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Door  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle(self) -> None:
-        self._held: list[Asked] = []
+        self._held: list[AskedPrompt] = []
         try:
             super().handle()
         except ConnectionError:
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
             asked = self._ask(parse_qs(where.query))
         except (ArgumentError, ValueError) as error:
             self._answer(400, {"error": str(error)})
-        except Failed as error:
+        except Unread as error:
             self._answer(503, {"error": str(error)})
         else:
             self._held.append(asked)
@@ -110,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
                 said = {"error": asked.error} if asked.error else {"parcels": asked.parcels}
                 self._answer(503 if asked.error else 200, said)
 
-    def _ask(self, query: dict[str, list[str]]) -> Asked:
+    def _ask(self, query: dict[str, list[str]]) -> AskedPrompt:
         size = int(self.headers.get("Content-Length", 0))
         if size % TOKEN or not 0 < size <= TOKEN * self.server.longest:
             self.close_connection = True  # the body is not read
@@ -126,7 +126,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.check(ids)
         return self.server.desk.ask(name, ids, takers)
 
-    def _wait(self, asked: Asked) -> bool:
+    def _wait(self, asked: AskedPrompt) -> bool:
         """Until the prompt is done; False: nobody waits for it any more."""
         while not asked.done.wait(PEEK):
             ready, _, _ = select.select([self.connection], [], [], 0)

@@ -27,7 +27,7 @@ from ...integrations.vllm.memory import Shared
 from ...integrations.vllm.parcels import planned, runs
 from ..ranks import PAUSE, Ranks, What, Word
 from ..states import FATAL
-from .desk import Asked, Desk
+from .desk import AskedPrompt, Desk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,7 +133,7 @@ class Reader:
             self._last += 1
             self._answer(asked)
 
-    def _answer(self, asked: Asked) -> None:
+    def _answer(self, asked: AskedPrompt) -> None:
         word, start = Word(What.READ, asked.key, ids=asked.ids), time.monotonic()
         if self.ranks.tell(word):
             self.stop()

@@ -9,8 +9,8 @@ import torch
 
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.integrations.vllm.memory import Shared, mapped
-from ring_la.integrations.vllm.pages import Blocks, HandedOver, Part, write_states
-from ring_la.integrations.vllm.parcels import Piece, places, planned, runs
+from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks, WorkerPart, write_states
+from ring_la.integrations.vllm.parcels import LaidTensor, places, planned, runs
 
 CPU = torch.device("cpu")
 
@@ -44,10 +44,10 @@ def test_places_are_runs():
     [{"at": 512}, {"at": -256}, {"at": 1}, {"shape": [3, 100]}, {"dtype": "int8"}, {"kind": "x"}, {"layer": ""}],
 )
 def test_a_piece_lies_within_its_memory(change):
-    good = Piece(3, "key", 0, torch.bfloat16, (3, 4), 256)
-    assert Piece.from_json(good.to_json(), 280) == good
+    good = LaidTensor(3, "key", 0, torch.bfloat16, (3, 4), 256)
+    assert LaidTensor.from_json(good.to_json(), 280) == good
     with pytest.raises(ArgumentError, match="pieces"):
-        Piece.from_json(good.to_json() | change, 280)
+        LaidTensor.from_json(good.to_json() | change, 280)
 
 
 def parcel(memory: Shared, tokens: torch.Tensor, tensors: list) -> dict:
@@ -65,12 +65,12 @@ def test_keys_of_two_ranks_go_into_blocks_by_heads(size, kv_heads, tmp_path):
     shared = [Shared(CPU, tmp_path), Shared(CPU, tmp_path)]
     split = [torch.cat([torch.arange(6), torch.arange(18, 24)]), torch.arange(6, 18)]
     parcels = [parcel(m, t, [(5, "key", 0, k[t]), (5, "value", 0, v[t])]) for m, t in zip(shared, split)]
-    blocks = Blocks([3, -1, 0, 2], 8)
+    blocks = SequenceBlocks([3, -1, 0, 2], 8)
     over = HandedOver(parcels, CPU)
     for rank in range(size):
         layer = Pages(max(1, kv_heads // size), 4, 8)
         assert over.numbered({"model.layers.5.self_attn.attn": layer}) == {"model.layers.5.self_attn.attn": 5}
-        over.write(5, layer, blocks, (2, 24), Part(rank, size))
+        over.write(5, layer, blocks, (2, 24), WorkerPart(rank, size))
         head = slice(rank * kv_heads // size, max(1, kv_heads // size) + rank * kv_heads // size)
         expected = torch.zeros_like(layer.kv_cache)
         for where, token in [(24 + t, t) for t in range(2, 8)] + [(t, 16 + t) for t in range(8)]:
@@ -93,7 +93,7 @@ def test_states_of_gated_delta_nets_by_workers(size, turned):
         channels = torch.cat([x.flatten(0, 1) for x in (q[keys], k[keys], v[values])])[:, -3:]
         shapes = (tuple(channels.shape) if turned else tuple(channels.T.shape)), (H // size, V, K)
         layer = recurrent("GDN_ATTN", *shapes, key_dim=2 * K, value_dim=H * V)
-        write_states(layer, {("convolution", 0): conv, ("recurrent", 0): state}, 2, Part(rank, size))
+        write_states(layer, {("convolution", 0): conv, ("recurrent", 0): state}, 2, WorkerPart(rank, size))
         assert torch.equal(layer.kv_cache[0][2], channels if turned else channels.T)
         assert torch.equal(layer.kv_cache[1][2], state[values].mT)
         assert layer.kv_cache[1][:2].isnan().all()
@@ -111,7 +111,7 @@ def test_states_of_mamba_by_workers(groups):
         sizes = {"intermediate_size": H * V, "groups_ssm_state_size": mine * K * size}
         layer = recurrent("MAMBA2", (3, len(channels)), (2, V, K), **sizes)
         states = {("convolution", 0): torch.cat([x, B, C]), ("recurrent", 0): state}
-        write_states(layer, states, 0, Part(rank, size))
+        write_states(layer, states, 0, WorkerPart(rank, size))
         assert torch.equal(layer.kv_cache[0][0], torch.cat([torch.zeros(1, len(channels)), channels.T]))
         assert torch.equal(layer.kv_cache[1][0], state[2 * rank : 2 * rank + 2])
 
@@ -119,16 +119,16 @@ def test_states_of_mamba_by_workers(groups):
 def test_what_does_not_fit_is_refused_by_name():
     state = {("convolution", 0): torch.zeros(8, 3), ("recurrent", 0): torch.zeros(2, 2, 2)}
     with pytest.raises(UnsupportedError, match="layers out of GDN_ATTN, MAMBA2, SHORT_CONV, got LINEAR"):
-        write_states(recurrent("LINEAR", (2, 2)), state, 0, Part(0, 1))
+        write_states(recurrent("LINEAR", (2, 2)), state, 0, WorkerPart(0, 1))
     with pytest.raises(UnsupportedError, match=r"a convolution of channels \[4, 4, 4\], got 8"):
-        write_states(recurrent("GDN_ATTN", (2, 12), (2, 2, 2), key_dim=4, value_dim=4), state, 0, Part(0, 1))
+        write_states(recurrent("GDN_ATTN", (2, 12), (2, 2, 2), key_dim=4, value_dim=4), state, 0, WorkerPart(0, 1))
     with pytest.raises(UnsupportedError, match=r"a convolution for pages \[2, 6\], got 8 channels"):
-        write_states(recurrent("SHORT_CONV", (2, 6)), state, 0, Part(0, 1))
+        write_states(recurrent("SHORT_CONV", (2, 6)), state, 0, WorkerPart(0, 1))
     layer = recurrent("MAMBA2", (2, 8), (2, 2, 3), intermediate_size=4, groups_ssm_state_size=2)
     with pytest.raises(UnsupportedError, match=r"a state \[2, 2, 3\] of SimpleNamespace, got \[2, 2, 2\]"):
-        write_states(layer, state, 0, Part(0, 1))
+        write_states(layer, state, 0, WorkerPart(0, 1))
     with pytest.raises(UnsupportedError, match="3 workers share evenly, got 2 of 4 on each"):
-        Part(0, 3).cut(torch.zeros(4), 0, 2)
+        WorkerPart(0, 3).cut(torch.zeros(4), 0, 2)
     with pytest.raises(UnsupportedError, match="reader: expected memory that this process can map, got /nowhere"):
         mapped({"file": "/nowhere", "size": 3}, CPU)
     with pytest.raises(ArgumentError, match="memory: expected a handle"):
