@@ -7,6 +7,7 @@
 FROM python:3.12-slim
 
 # Triton compiles the code that starts its kernels with gcc; its headers of Python come with the image
+# hadolint ignore=DL3008  # Debian keeps no old version to pin
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /workspace/ring_la

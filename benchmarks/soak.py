@@ -1,13 +1,17 @@
-"""A server under load for minutes: `python -m benchmarks.soak [--seconds 600] [--clients 32] [--ranks 2] [--out FILE]`.
+"""A server under load for minutes: `python -m benchmarks.soak [--seconds 600] [--clients 32] [--ranks 2] [--kills 0]`.
 
 It starts ranks of `ring-la serve` on this machine's CPUs with a small model of its own, in fp64 so that rounding
 decides no token, and asks from as many clients as are wanted: short and long prompts, greedy and seeded, streamed and
 whole, texts and chats. Of ten requests one is broken off by its client after some tokens, and one has its connection
 reset. What every request must be answered is known beforehand, from `generate` on the whole prompt in this process.
 
-It fails if an answer is wrong or missing, if the server still works on something when all clients are gone, if it does
-not end with status 0, or if the ranks' memory in the last quarter is more than 5 % above that in the second. Only
-127.0.0.1 is asked, and it ends by itself.
+With `--kills N` a rank is killed (SIGKILL), another one each time, at N moments of the run. The others must end by
+themselves with status 2 within `DEATH` seconds, every request under way must end or break off, and the server is
+started again; what is asked before and after is held to the same answers. States kept on disk outlive it.
+
+It fails if an answer is wrong or missing (but where a rank was killed), if the server still works on something when all
+clients are gone, if it does not end with status 0, or if the ranks' memory in the last quarter is more than 5 % above
+that in the second (without kills). Only 127.0.0.1 is asked, and it ends by itself.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ ASKED = 24
 """Different requests."""
 LONG = 3000
 """Tokens of a long prompt, about; a short one has up to 60."""
+DEATH = 60
+"""Seconds after a rank's death in which the others have ended."""
 GROWTH = 1.05
 """Of memory, from the second quarter to the last."""
 
@@ -68,6 +74,7 @@ class Clients:
 
     def __init__(self, port: int, asked: list[dict[str, Any]], until: float) -> None:
         self.port, self.asked, self.until = port, asked, until
+        self.down = threading.Event()  # a rank was killed, and the server is not there again
         self.counts: Counter[str] = Counter()
         self.first: list[float] = []  # seconds to the first token of short prompts, streamed
         self.errors: list[str] = []
@@ -76,14 +83,22 @@ class Clients:
     def run(self, number: int) -> None:
         dice = random.Random(number)
         while time.monotonic() < self.until and not self.errors:
+            if self.down.is_set():
+                time.sleep(0.2)
+                continue
             fate = dice.choices(["answered", "broken off", "reset"], [8, 1, 1])[0]
             try:
                 got = self.ask(dice.choice(self.asked), fate, dice.random() < 0.6, dice.randrange(1, 4))
-            except Exception as error:  # whatever it is, the soak has failed
-                got = "lost"
-                self.errors.append(f"{type(error).__name__}: {error}")
+            except Exception as error:  # whatever it is, the soak has failed, but where a rank was killed
+                got = "killed" if self._killed() else "lost"
+                if got == "lost":
+                    self.errors.append(f"{type(error).__name__}: {error}")
             with self._lock:
                 self.counts[got] += 1
+
+    def _killed(self) -> bool:
+        """Whether a rank was killed, which a client may hear of before those who killed it."""
+        return self.down.wait(2.0)
 
     def ask(self, task: dict[str, Any], fate: str, stream: bool, after: int) -> str:
         connection, start = HTTPConnection("127.0.0.1", self.port, timeout=120), time.monotonic()
@@ -109,28 +124,35 @@ class Clients:
             for line in answer:
                 if not line.startswith(b"data: {"):
                     continue
-                got += json.loads(line[6:])["choices"][0]["token_ids"]
+                said = json.loads(line[6:])
+                if "choices" not in said:
+                    raise RuntimeError(f"an error in a stream: {said}")
+                got += said["choices"][0]["token_ids"]
                 if len(got) == 1 and not task["long"]:
                     self.first.append(time.monotonic() - start)
                 if fate == "broken off" and len(got) >= after:
                     answer.close()
                     break
         connection.close()
-        if got != task["want"][: len(got)] or (fate == "answered" and len(got) < len(task["want"])):
+        short = fate == "answered" and len(got) < len(task["want"])
+        if short and got == task["want"][: len(got)]:
+            raise RuntimeError(f"{len(got)} of {len(task['want'])} tokens")
+        if got != task["want"][: len(got)]:
             self.errors.append(f"wrong tokens of {task['body']}: {got}, not {task['want']}")
             return "wrong"
         return fate
 
 
-def start(folder: str, ranks: int, log: Path) -> tuple[list[subprocess.Popen[str]], int]:
+def start(folder: str, ranks: int, log: Path, port: str = "0") -> tuple[list[subprocess.Popen[str]], int]:
     """The ranks of a server, and its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        store = str(free.getsockname()[1])
+    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store}
     job |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "ring_la", "serve", folder, "--port", "0", "--piece", "1024", "--keep", "2"]
-    command += ["--request-log", str(log), "--max-tokens-total", "8192"]
+    command = [sys.executable, "-m", "ring_la", "serve", folder, "--port", port, "--piece", "1024", "--keep", "2"]
+    command += ["--request-log", str(log), "--max-tokens-total", "8192", "--keep-host", "1", "--keep-disk", "4"]
+    command += ["--keep-folder", f"{folder}/kept"]
     started = [
         subprocess.Popen(command, env=os.environ | job | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=-1, text=True)
         for r in range(ranks)
@@ -158,7 +180,14 @@ def idle(port: int) -> bool:
     return now["running"] + now["waiting"] == 0
 
 
-def soak(seconds: float, number: int, ranks: int, folder: Path) -> dict[str, Any]:
+def kill(clients: Clients, started: list[subprocess.Popen[str]], rank: int) -> list[int]:
+    """Kill a rank; how the others end."""
+    clients.down.set()
+    started[rank].kill()
+    return [process.wait(DEATH) for i, process in enumerate(started) if i != rank]
+
+
+def soak(seconds: float, number: int, ranks: int, folder: Path, kills: int = 0) -> dict[str, Any]:
     own = model()
     torch.save({"config": own.config.to_dict(), "model": own.state_dict()}, folder / "checkpoint.pt")
     asked = tasks(own)
@@ -169,8 +198,13 @@ def soak(seconds: float, number: int, ranks: int, folder: Path) -> dict[str, Any
         for thread in threads:
             thread.start()
         sizes: list[list[float]] = []
+        begin, ends = time.monotonic(), []
         while any(thread.is_alive() for thread in threads):
             time.sleep(min(2.0, seconds / 40))
+            if len(ends) < kills and time.monotonic() - begin > seconds * (len(ends) + 1) / (kills + 1):
+                ends.append(kill(clients, started, len(ends) % ranks))
+                started, _ = start(str(folder), ranks, folder / "log.jsonl", str(port))
+                clients.down.clear()
             sizes.append([memory(process.pid) for process in started])
         done = idle(port)
         started[0].send_signal(signal.SIGTERM)
@@ -188,6 +222,7 @@ def soak(seconds: float, number: int, ranks: int, folder: Path) -> dict[str, Any
         "clients": number,
         "ranks": ranks,
         "requests": dict(clients.counts),
+        "status of the ranks that were left, after each kill": ends,
         "lines of the log by outcome": Counter(json.loads(line)["outcome"] for line in logged),
         "errors": clients.errors[:5],
         "idle at the end": done,
@@ -199,7 +234,8 @@ def soak(seconds: float, number: int, ranks: int, folder: Path) -> dict[str, Any
         "sound": done
         and not clients.errors
         and not any(status)
-        and all(b <= GROWTH * a for a, b in zip(before, after)),
+        and all(code == 2 for left in ends for code in left)
+        and (bool(kills) or all(b <= GROWTH * a for a, b in zip(before, after))),
     }
 
 
@@ -208,10 +244,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=0, help="times a rank is killed and the server started again")
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(args.seconds, args.clients, args.ranks, Path(folder))
+        found = soak(args.seconds, args.clients, args.ranks, Path(folder), args.kills)
     print(json.dumps(found, indent=1))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1))

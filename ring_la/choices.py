@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-LayoutKind = Literal["contiguous", "zigzag", "striped"]
+LayoutKind = Literal["contiguous", "zigzag", "balanced", "striped"]
 """Who owns which tokens (`layout.Layout`)."""
 ScanChoice = Literal["auto", "ring", "pipelined", "all_gather", "doubling", "all_to_all"]
 """How states travel between ranks (`scan.STRATEGIES`)."""

@@ -4,6 +4,7 @@ A sequence of ``seq_len`` tokens is cut into ordered *segments*, each a run of t
 
     contiguous   P segments,  rank r owns segment r
     zigzag       2P segments, rank r owns segments r and 2P−1−r (balances causal attention)
+    balanced     8P segments, as many a rank, so that causal attention within packed documents is even (`balanced.py`)
     striped      no segments: rank r owns tokens r, r+P, r+2P, …
 
 Segments differ in length by at most one unit of `multiple_of` tokens, so any length works, also one shorter
@@ -22,10 +23,11 @@ from operator import index
 import torch
 from torch import Tensor
 
+from .balanced import PARTS, owners_by_work
 from .choices import LayoutKind
 from .errors import ArgumentError, UnsupportedError
 
-KINDS = ("contiguous", "zigzag", "striped")
+KINDS = ("contiguous", "zigzag", "balanced", "striped")
 WHOLE = "This is the whole sequence: layout.shard(x) first"
 
 
@@ -62,7 +64,7 @@ class Layout:
 
     Args:
         seq_len: number of tokens of the whole sequence, ≥ 1.
-        kind: "contiguous", "zigzag" or "striped".
+        kind: "contiguous", "zigzag", "balanced" or "striped".
         world_size, rank: the number of ranks, and this one.
         cu_seqlens: offsets ``[N+1]`` of N packed documents in the whole sequence (a tensor or a sequence of
             ints, from 0 to seq_len, never decreasing; empty documents are allowed). None: one document.
@@ -111,7 +113,8 @@ class Layout:
     def split(self) -> tuple:
         """What decides who owns which token."""
         split = (self.seq_len, self.kind, self.world_size, self.multiple_of)
-        return (*split, self.cu_seqlens) if self.of_documents and self.kind != "striped" else split
+        by_documents = self.kind == "balanced" or (self.of_documents and self.kind != "striped")
+        return (*split, self.cu_seqlens) if by_documents else split
 
     @property
     def key(self) -> tuple:
@@ -134,7 +137,7 @@ class Layout:
         if not self.has_runs:
             raise UnsupportedError(
                 "layout",
-                f'runs of tokens for {who} ("contiguous" or "zigzag")',
+                f'runs of tokens for {who} ("contiguous", "zigzag" or "balanced")',
                 '"striped"',
                 "Convert first: layout.convert(x, other_layout) with other_layout = cp.layout(seq_len, kind='zigzag')",
             )
@@ -144,9 +147,23 @@ class Layout:
         """All segments of the sequence in order; empty ones (a sequence shorter than their number) are left out."""
         self.require_runs("segments")
         p = self.world_size
-        owners = list(range(p)) if self.kind == "contiguous" else [*range(p), *reversed(range(p))]
-        borders = self._borders_in_documents(len(owners)) if self.of_documents else self._borders(len(owners))
+        n = p * {"contiguous": 1, "zigzag": 2, "balanced": PARTS}[self.kind]
+        borders = self._borders_in_documents(n) if self.of_documents else self._borders(n)
+        if self.kind == "balanced":
+            return self._joined(borders, owners_by_work(borders, self.cu_seqlens, p))
+        owners = [*range(p), *reversed(range(p))][:n]
         return tuple(Segment(a, b, r) for a, b, r in zip(borders, borders[1:], owners) if b > a)
+
+    @staticmethod
+    def _joined(borders: list[int], owners: list[int]) -> tuple[Segment, ...]:
+        """The segments that are not empty, neighbours of one owner as one."""
+        out: list[Segment] = []
+        for a, b, owner in zip(borders, borders[1:], owners):
+            if out and out[-1].owner == owner:
+                out[-1] = Segment(out[-1].start, b, owner)
+            elif b > a:
+                out.append(Segment(a, b, owner))
+        return tuple(out)
 
     def _borders(self, n: int) -> list[int]:
         units = -(-self.seq_len // self.multiple_of)

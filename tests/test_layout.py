@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
+import random
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from ring_la.errors import ArgumentError, UnsupportedError
 from ring_la.layout import KINDS, Layout
 from ring_la.scan import Chain
+from ring_la.training.balance import by_rank
 
 
 @st.composite
@@ -116,3 +120,25 @@ def test_bad_arguments_are_named(arguments, name):
 def test_striped_has_no_runs():
     with pytest.raises(UnsupportedError, match="convert"):
         Layout(8, "striped", 2).require_runs("a recurrence")
+
+
+def documents_of(long_tail: bool, seed: int) -> list[int]:
+    """30 lengths: log-uniform from 64 to 16,384, or of a long tail (Pareto, index 0.9)."""
+    draw = random.Random(seed)
+    if long_tail:
+        return [int(64 * (1 - draw.random()) ** (-1 / 0.9)) for _ in range(30)]
+    return [int(math.exp(draw.uniform(math.log(64), math.log(16384)))) for _ in range(30)]
+
+
+@pytest.mark.parametrize("P", [2, 4, 8])
+@pytest.mark.parametrize("long_tail", [False, True])
+def test_balanced_documents_make_even_work(P, long_tail):
+    """The dearest rank's pairs over the mean: a zigzag of the sequence leaves it up to 3 times the others' work."""
+    dearest = {}
+    for kind in ("zigzag", "balanced"):
+        by_seed = (by_rank(documents_of(long_tail, seed), P, kind).double() for seed in range(4))
+        dearest[kind] = max(float(x.max() / x.mean()) for x in by_seed)
+    assert dearest["balanced"] < 1.1 < dearest["zigzag"]
+    cu = [0, *itertools.accumulate(documents_of(long_tail, 0))]
+    lengths = Layout(cu[-1], "balanced", P, 0, cu).lengths
+    assert max(lengths) - min(lengths) <= 8

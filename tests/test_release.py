@@ -51,6 +51,13 @@ def test_what_workflows_run_is_there():
     assert all(re.search(rf"^{name} = \[", project, re.MULTILINE) for name in extras), extras
 
 
+def test_the_extra_export_brings_what_safetensors_does_not():
+    """`safetensors.torch` imports NumPy, which neither it nor torch requires."""
+    extra = re.search(r"^export = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert extra
+    assert {"safetensors", "numpy"} == set(re.findall(r'"([\w-]+)>', extra[1]))
+
+
 def test_the_citation_is_one():
     yaml = pytest.importorskip("yaml")
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ring_la.cli.cluster import Cluster
-from ring_la.cli.plan import Setting, predict
+from ring_la.cli.prediction import Setting, predict
 from ring_la.cli.rates import DEVICES
 from ring_la.cli.transformers_work import of_folder
 from ring_la.cli.workload import Workload

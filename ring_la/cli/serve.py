@@ -26,7 +26,7 @@ import torch
 
 from ..context import ContextParallel
 from ..errors import ArgumentError, UnsupportedError
-from ..serving import Engine, Lookout, Overdue
+from ..serving import Engine, Keep, Lookout, Overdue
 from ..serving.load import DTYPES, load
 from ..serving.memory import fitting, spare
 from ..serving.model import rehearse
@@ -56,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--waiting", type=count, default=64, help="requests that may wait")
     parser.add_argument(
         "--keep", type=amount, help="MiB of states kept for prompts that begin alike (default: a tenth of what is free)"
+    )
+    parser.add_argument(
+        "--keep-host", type=amount, default=0, help="MiB of host memory for those that leave the device (0)"
+    )
+    parser.add_argument("--keep-disk", type=amount, default=0, help="MiB on disk for those that leave the host's (0)")
+    parser.add_argument("--keep-folder", help="where on disk: a folder that all ranks see, of this server alone")
+    parser.add_argument(
+        "--capture", action="store_true", help="a step of decoding as one CUDA graph (which has not run on GPUs yet)"
     )
     parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
     parser.add_argument("--drain", type=amount, default=5, help="seconds for requests under way once it is to stop")
@@ -94,12 +102,13 @@ def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
         text,
         cp,
         max_tokens=args.max_tokens_total,
-        room=fitting(model, cp, piece if model.flexible else None, keep),
+        room=fitting(model, cp, piece if model.goes_on else None, keep),
         piece=piece,
         batch=args.batch,
         waiting=args.waiting,
-        keep=keep,
+        keep=Keep(keep, args.keep_host * 2**20, args.keep_disk * 2**20, args.keep_folder),
         patience=args.drain,
+        capture=args.capture,
     )
     with stopped_by_signals(engine), Lookout(engine, cp) as lookout:
         cp.comm.agreement.agree("being ready", True)  # who is told of the server may send a signal to any rank

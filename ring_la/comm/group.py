@@ -54,7 +54,7 @@ class Group(Members):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta, transport: str = "auto") -> None:
         super().__init__(group, timeout)
-        by_torch = TorchTransport(self.group, self.global_ranks, self.on_cuda, timeout)
+        by_torch = TorchTransport(self)
         self.store = JobStore(_shared_number(self, by_torch))
         self.name = self.store.name
         self.watch = PeerWatch(self, self.store)
@@ -83,6 +83,11 @@ class Group(Members):
             self.transport = self.mailboxes
 
     # -- messages ------------------------------------------------------------------------------------------
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are known to be on one host."""
+        return self.size == 1 or self.agreement.calls is not None
 
     def send(self, x: Tensor, to: int) -> Pending:
         """Send `x` to group rank `to`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -36,10 +38,23 @@ class Members:
         self.on_cuda = "nccl" in str(dist.get_backend(self.group))
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
         self.timeout = timeout
+        if not self.on_cuda:
+            atexit.register(_let_go, weakref.ref(self))
 
     def names(self, ranks: Sequence[int]) -> str:
         """These ranks as errors name them."""
         return ", ".join(f"rank {r} (global rank {self.global_ranks[r]})" for r in ranks)
+
+
+def _let_go(members: weakref.ref[Members]) -> None:
+    """Let a group end that the program has destroyed, while the interpreter still runs.
+
+    gloo's threads end with the group. One that gives a message's tensors back later needs an interpreter that is no
+    more: the process would abort ("terminate called without an active exception") with all its work done.
+    """
+    ending = members()
+    if ending is not None:
+        del ending.group
 
 
 class JobStore:

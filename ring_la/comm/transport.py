@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .members import Members
+
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
 
 MOVED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -63,9 +65,14 @@ class TorchTransport:
 
     name = "torch"
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], on_cuda: bool, timeout: timedelta) -> None:
-        self.group, self.ranks, self.on_cuda = group, ranks, on_cuda
-        self.timeout = None if on_cuda else timeout
+    def __init__(self, members: Members) -> None:
+        self._members, self.ranks = members, members.global_ranks
+        self.timeout = None if members.on_cuda else members.timeout
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, which only `Members` holds."""
+        return self._members.group
 
     def late(self) -> list[int]:
         return []

@@ -56,6 +56,6 @@ def scores(q: Tensor, k: Tensor, w: Tensor, tokens: Tensor, starts: Tensor, firs
             q, k, w, tokens.contiguous(), starts.contiguous(), out, n, m, first, heads, D,
             *q.stride()[:3], *k.stride()[:2], *w.stride(),
             BM=64, BN=128, BD=max(16, triton.next_power_of_2(D)), PRECISION="ieee" if wide else "tf32",
-            num_warps=8, num_stages=2, tensors="any",
+            num_warps=4, num_stages=2, tensors="any",
         )  # fmt: skip
     return out

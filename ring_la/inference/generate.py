@@ -20,6 +20,7 @@ from ..errors import ArgumentError
 from ..keystore import KeyRows, KeyStore, LayerKeys
 from ..models import HybridLM
 from ..nn import Attention
+from ..nn.layer import last_tokens
 
 
 class Prefilled(NamedTuple):
@@ -118,7 +119,7 @@ def prefill(
         raise ArgumentError("cu_seqlens", "prompts of at least one token", cu.tolist())
     states = _with_room(model, len(ids), states, layout, keys)
     x, after = model.hidden(ids, states=states, output_states=True, layout=layout, cu_seqlens=cu_seqlens)
-    return Prefilled(model.logits(_last(x, layout, cu_seqlens)), after or [])
+    return Prefilled(model.logits(last_tokens(x, layout, cu_seqlens)), after or [])
 
 
 def _with_room(
@@ -148,18 +149,6 @@ def _rows(states: list[Any] | None) -> KeyRows | None:
 def _on(rows: KeyRows, states: list[Any]) -> list[Any]:
     """The states with keys of `rows`."""
     return [rows[state.layer] if isinstance(state, LayerKeys) else state for state in states]
-
-
-def _last(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
-    """``x`` at each document's last token, ``[N, D]``, on every rank."""
-    if layout is None:
-        return x[:, -1] if cu_seqlens is None else x[0, cu_seqlens.long()[1:] - 1]
-    owners, index = layout.owners_of(torch.tensor(layout.cu_seqlens[1:]) - 1)
-    rows = x.new_zeros(x.shape[0], layout.num_documents, x.shape[2])
-    mine = (owners == layout.rank).nonzero().flatten()
-    rows[:, mine.to(x.device)] = x[:, index[mine].to(x.device)]
-    rows = layout.cp.comm.all_reduce(rows).wait()
-    return rows[0] if layout.packed else rows[:, 0]
 
 
 @torch.no_grad()

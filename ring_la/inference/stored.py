@@ -79,6 +79,9 @@ def load_prompt(folder: str | Path, keys: KeyStore) -> Prefilled:
         rows.place(i, slice(begin[-1], begin[-1] + len(mine)), [mine] if mine else [], length)
         begin.append(begin[-1] + held.here)
     _fill(rows, begin, [folder / f"keys-{rank}.safetensors" for rank in range(about["ranks"])])
+    for layer in range(len(keys.sizes)):
+        if f"carried.{layer}" in found:
+            rows[layer].carry(found[f"carried.{layer}"])
     states: list[Any] = []
     for i, layer in enumerate(about["layers"]):
         fields = {name: found.get(f"{i}.{name}") for name in LayerState._fields}
@@ -91,6 +94,7 @@ def _write_states(prompt: Prefilled, rows: KeyRows, file: Path) -> None:
     for i, state in enumerate(prompt.states):
         if isinstance(state, LayerState):
             tensors |= {f"{i}.{name}": x.cpu() for name, x in state._asdict().items() if x is not None}
+    tensors |= {f"carried.{layer}": x.cpu() for layer, x in rows.carried.items()}
     layers = [state.layer if isinstance(state, LayerKeys) else None for state in prompt.states]
     about = {"lengths": rows.lengths, "ranks": rows.store.ranks, "layers": layers, "sizes": rows.store.sizes}
     _write(tensors, file, {name: json.dumps(value) for name, value in about.items()})

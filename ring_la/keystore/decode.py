@@ -54,7 +54,7 @@ def decode_attention(
     o, lse = _own(q[:, 0], state, key**-0.5 if scale is None else scale, softcap, window)
     comm = None if state.rows.store.cp is None else state.rows.store.cp.comm
     if comm is not None and comm.size > 1:
-        o, lse = _merged(comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
+        o, lse = merged(comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype))
         o, lse = o * torch.exp(lse - total)[..., None], total
@@ -101,7 +101,7 @@ def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int)
     nothing[..., -1] = -torch.inf
     if not parts:
         return nothing[..., :-1].expand(len(q), -1, -1), nothing[..., -1].expand(len(q), -1)
-    return _merged(torch.cat([*parts, nothing])[plan.table], 1)
+    return merged(torch.cat([*parts, nothing])[plan.table], 1)
 
 
 def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, softcap: float) -> Tensor:
@@ -120,7 +120,7 @@ def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, sof
     return torch.cat([o, lse], -1).flatten(1, 2)
 
 
-def _merged(parts: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def merged(parts: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Results ``[…, H, V + 1]`` over disjoint keys, lse last, put together along `dim`."""
     o, lse = parts[..., :-1], parts[..., -1]
     total = torch.logsumexp(lse, dim)

@@ -24,7 +24,14 @@ QUERIES = 1024
 
 @torch.no_grad()
 def read_attention(
-    q: Tensor, k: Tensor, v: Tensor, state: LayerKeys, layout: ShardedLayout, *, window: int = -1
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LayerKeys,
+    layout: ShardedLayout,
+    *,
+    window: int = -1,
+    scale: float | None = None,
 ) -> AttentionOutput:
     """Causal softmax attention of new tokens to each other and to those before them. Collective, without gradients.
 
@@ -32,12 +39,14 @@ def read_attention(
         q: ``[B, T_local, H, K]``. k, v: ``[B, T_local, heads, ·]``; they are put into `state`.
         state: of rows that are `extended` by `layout`.
         window: earlier tokens a token sees; −1: all.
+        scale: multiplies ``qᵀk``; None: K**-0.5.
 
     Returns:
         AttentionOutput(o ``[B, T_local, H, V]``, lse ``[B, H, T_local]``).
     """
     state.put(k, v)
-    o, lse = attention(q, k, v, window=(window, -1), layout=layout)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    o, lse = attention(q, k, v, window=(window, -1), layout=layout, scale=scale)
     if not any(state.rows.earlier):
         return AttentionOutput(o, lse)
     out, comm = Partial(tuple(o.shape), q.dtype, q.device), layout.cp.comm
@@ -48,7 +57,7 @@ def read_attention(
         theirs = q if s == 0 else q.new_empty(q.shape[0], layout.lengths[source], *q.shape[2:])
         if s:
             _swap(comm, {to: q}, {source: theirs})
-        part = _earlier(theirs, state, layout.positions_of(layout.tokens(source)), window)
+        part = _earlier(theirs, state, layout.positions_of(layout.tokens(source)), window, scale)
         if s:
             back = part.new_empty(*q.shape[:3], part.shape[3])
             _swap(comm, {source: part}, {to: back})
@@ -64,7 +73,7 @@ def _swap(comm: Group, sends: dict[int, Tensor], receives: dict[int, Tensor]) ->
         comm.exchange(sends, receives).wait()
 
 
-def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, window: int) -> Tensor:
+def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, window: int, scale: float) -> Tensor:
     """What this rank's earlier keys give queries at `positions` after them: ``[B, T, H, V + 1]`` wide, lse last."""
     B, T, H, _ = q.shape
     dtype = wide(q.dtype)
@@ -77,20 +86,20 @@ def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, window: int) -> Ten
             some, part = slice(0, T), Partial((1, T, H, state.size.value), q.dtype, q.device)
             for span in held.spans(0, here) if T else ():
                 k, v = (x.to(q.dtype)[None] for x in state.views(span))
-                part.add(*attention(q[b : b + 1], k, v, causal=False))
+                part.add(*attention(q[b : b + 1], k, v, causal=False, scale=scale))
         else:
             near = (at - window < length).nonzero().flatten()
             some = near.to(q.device)
-            part = _in_window(q[b, some], state, held, here, at[near], window)
+            part = _in_window(q[b, some], state, held, here, at[near], window, scale)
         if not part.empty:
             o, lse = part.result()
             out[b, some] = torch.cat([o[0].to(dtype), lse[0].mT[..., None]], -1)
     return out
 
 
-def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, window: int) -> Partial:
+def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, window: int, scale: float) -> Partial:
     """What queries ``[T, H, K]`` at positions `at` get from earlier keys that are no further off than `window`."""
-    heads, key, value = state.size
+    heads, _, value = state.size
     part = Partial((1, len(q), q.shape[1], value), q.dtype, q.device)
     if not len(q):
         return part
@@ -102,7 +111,7 @@ def _in_window(q: Tensor, state: LayerKeys, held: Held, here: int, at: Tensor, w
     places = torch.tensor([p for run in held.runs for p in run][first:here])
     for a in range(0, len(q), QUERIES):
         rows = q[a : a + QUERIES].unflatten(1, (heads, -1)).to(k.dtype)
-        scores = torch.einsum("thgk,nhk->hgtn", rows, k) * key**-0.5
+        scores = torch.einsum("thgk,nhk->hgtn", rows, k) * scale
         seen = places >= at[a : a + QUERIES, None] - window
         scores = scores.masked_fill(~seen.to(q.device), -torch.inf)
         lse = scores.logsumexp(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -123,10 +123,13 @@ class KeyRows:
     Attributes:
         held: the sequences, as this rank has them. lengths: tokens of each, those of the call under way among them.
         seen: tokens of each before that call, int64 ``[N]`` on the device. earlier: the same on the host.
+        carried: of layers that need more of a sequence's last token than its key, by the layer's number a tensor with
+            a row a sequence, the same on all ranks.
     """
 
-    def __init__(self, store: KeyStore, held: Sequence[Held]) -> None:
+    def __init__(self, store: KeyStore, held: Sequence[Held], carried: Mapping[int, Tensor] | None = None) -> None:
         self.store, self.held = store, list(held)
+        self.carried: dict[int, Tensor] = dict(carried or {})
         self.earlier = [x.length for x in self.held]
         self.here = [x.here for x in self.held]  # tokens of this rank before the call under way
         self.puts: list[Put] = []
@@ -158,13 +161,15 @@ class KeyRows:
 
     def chosen(self, rows: Sequence[int]) -> KeyRows:
         """Some of the sequences, in this order."""
-        return KeyRows(self.store, [Held(self.store.pages, self.held[i]) for i in rows])
+        carried = {layer: x[list(rows)] for layer, x in self.carried.items()}
+        return KeyRows(self.store, [Held(self.store.pages, self.held[i]) for i in rows], carried)
 
     @staticmethod
     def joined(parts: Sequence[KeyRows]) -> KeyRows:
         """The sequences of all parts, one part after the other."""
         store = parts[0].store
-        return KeyRows(store, [Held(store.pages, held) for part in parts for held in part.held])
+        carried = {layer: torch.cat([part.carried[layer] for part in parts]) for layer in parts[0].carried}
+        return KeyRows(store, [Held(store.pages, held) for part in parts for held in part.held], carried)
 
     def place(self, row: int, tokens: Tensor | slice, runs: Sequence[range], length: int) -> None:
         """`length` tokens more of sequence `row`; `put` takes those at `runs` from `tokens` of its first row."""
@@ -186,7 +191,7 @@ class KeyRows:
 
     def advanced(self, in_place: bool = False) -> KeyRows:
         """The sequences with one token more each, on one of the ranks in turn. `in_place`: these are not used again."""
-        rows = KeyRows(self.store, self.held) if in_place else self.chosen(range(len(self)))
+        rows = KeyRows(self.store, self.held, self.carried) if in_place else self.chosen(range(len(self)))
         for i, held in enumerate(rows.held):
             at = held.length
             mine = [range(at, at + 1, self.store.ranks)] if at % self.store.ranks == self.store.rank else []
@@ -218,6 +223,15 @@ class LayerKeys(NamedTuple):
     def size(self) -> KeySize:
         """What a token takes."""
         return self.rows.store.sizes[self.layer]
+
+    @property
+    def carried(self) -> Tensor | None:
+        """What the layer knows of each sequence's last token; None: there is none."""
+        return self.rows.carried.get(self.layer)
+
+    def carry(self, x: Tensor) -> None:
+        """Know this of each sequence's last token, ``[N, …]``, the same on all ranks."""
+        self.rows.carried[self.layer] = x
 
     @property
     def token_bytes(self) -> int:

@@ -25,7 +25,7 @@ GROUPS = 4
 """Groups of heads on a split sequence, at most."""
 
 
-class Run(NamedTuple):
+class DocumentRun(NamedTuple):
     """Consecutive local tokens of one document: the first one's position in it, whether it starts and ends here."""
 
     start: int
@@ -39,7 +39,7 @@ class Run(NamedTuple):
 class Stretch(NamedTuple):
     """The runs of one segment; the ranks that its state comes from and goes to (None: from and to nobody)."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[DocumentRun, ...]
     source: int | None
     target: int | None
 
@@ -68,7 +68,7 @@ class OrderedCall:
         borders = [H * i // count for i in range(count + 1)]
         return [slice(a, b) for a, b in zip(borders, borders[1:])]
 
-    def part(self, run: Run, heads: slice, given: Sequence[Tensor]) -> list[Tensor]:
+    def part(self, run: DocumentRun, heads: slice, given: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a run and a group of heads."""
         tokens, shared = given[: self.tokens], given[self.tokens :]
         return [t[:, run.start : run.stop, heads] for t in tokens] + [t[heads] for t in shared]
@@ -106,7 +106,7 @@ def in_order(
 
 def _one_device(like: Tensor, cu_seqlens: Tensor | None) -> tuple[Stretch, ...]:
     cu = [0, like.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    runs = [Run(a, b, 0, n, True, True) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
+    runs = [DocumentRun(a, b, 0, n, True, True) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
     return (Stretch(tuple(runs), None, None),)
 
 
@@ -117,7 +117,7 @@ def _split(layout: ShardedLayout) -> Iterator[Stretch]:
         runs = []
         for p in layout.pieces_of(s):
             position = p.start - layout.cu_seqlens[p.document]
-            runs.append(Run(at, at + len(p), position, p.document, p.first, p.last))
+            runs.append(DocumentRun(at, at + len(p), position, p.document, p.first, p.last))
             at += len(p)
         source = chain.owners[s - 1] if chain.needs[s] else None
         yield Stretch(tuple(runs), source, chain.owners[s + 1] if chain.feeds(s) else None)
@@ -201,7 +201,7 @@ class _InOrder(torch.autograd.Function):
         return None, _start_gradient(call, dstart, dend), *grads
 
 
-def _back(body: Body, run: Run, own: Sequence[Tensor], do: Tensor, dS: Tensor) -> list[Tensor]:
+def _back(body: Body, run: DocumentRun, own: Sequence[Tensor], do: Tensor, dS: Tensor) -> list[Tensor]:
     """Gradients of the state and of the tensors of a run, which is made again."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in own]

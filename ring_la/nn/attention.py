@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
+from ..keystore.static import StaticKeys
 from ..softmax import attention
 from .decoding import KVCache, KVRows, cache_of, check_rows, decode
 from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
@@ -66,9 +67,15 @@ class Attention(Layer):
         width = self.widths[1] // self.num_kv_heads
         return KeySize(self.num_kv_heads, width, width)
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
-        if isinstance(state, LayerKeys):
+    def carried_of(self, k: Tensor) -> Tensor | None:
+        """What a `KeyStore` carries of sequences whose last keys are ``k [N, Hk, ·]``; None: nothing."""
+        return None
+
+    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> None:
+        super()._check(x, None if isinstance(state, (KVRows, LayerKeys, StaticKeys)) else state, call)
+        if isinstance(state, StaticKeys):
+            check_rows(x, state.rows.rows, call)
+        elif isinstance(state, LayerKeys):
             self._check_keys(x, state, call)
         elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
@@ -100,7 +107,7 @@ class Attention(Layer):
         self,
         x: Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
-        state: KVCache | KVRows | LayerKeys | None,
+        state: KVCache | KVRows | LayerKeys | StaticKeys | None,
         call: LayerCall,
         scale: float | None = None,
     ) -> LayerOutput:
@@ -110,10 +117,10 @@ class Attention(Layer):
             options: dict[str, Any] = dict(window=(self.window, -1), scale=scale)
             o = attention(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens, **options).o
             state = cache_of(k, v, call) if call.output_state else None
-        elif isinstance(state, KVRows):
+        elif isinstance(state, (KVRows, StaticKeys)):
             o = state.decode(q, k, v, self.window, scale)
         elif isinstance(state, LayerKeys):
-            o = self._shared(q, k, v, state, call)
+            o = self._shared(qkv, state, call, scale)
         elif call.layout is None and not call.packed:
             state = state.extend(k, v)
             o = decode(q, state, self.window, scale)
@@ -124,12 +131,15 @@ class Attention(Layer):
             o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, call.rows(self.gate_proj, x), o)
         return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
 
-    def _shared(self, q: Tensor, k: Tensor, v: Tensor, state: LayerKeys, call: LayerCall) -> Tensor:
+    def _shared(
+        self, qkv: tuple[Tensor, Tensor, Tensor], state: LayerKeys, call: LayerCall, scale: float | None
+    ) -> Tensor:
         """Keys stay on their ranks: of a layout's tokens, or of one token of each sequence."""
+        q, k, v = qkv
         if call.layout is not None:
-            return read_attention(q, k, v, state, call.layout, window=self.window).o
+            return read_attention(q, k, v, state, call.layout, window=self.window, scale=scale).o
         state.put(k, v)
-        return decode_attention(q, state, window=self.window).o
+        return decode_attention(q, state, window=self.window, scale=scale).o
 
     def _continue(
         self, qkv: tuple[Tensor, Tensor, Tensor], cache: KVCache, call: LayerCall, scale: float | None

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import ArgumentError
-from .layer import LayerCall
+from .layer import LayerCall, wide
 
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's kernels without cuDNN's, which is planned anew for every number of keys: in decoding, for every token."""
@@ -180,12 +180,20 @@ class KVRows:
         return out if seats.order is None else out[seats.order]
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, window: int = -1, scale: float | None = None, width: int = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int = -1,
+        scale: float | None = None,
+        width: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The next token of each sequence ``q [N, 1, H, K]`` over all of it: ``[N, 1, H, V]``.
 
         Its key and value ``[N, 1, Hk, ·]`` are written; `seats` counts it when all layers are done. With a `width` the
-        first channels of keys are the values, and those given have none.
+        first channels of keys are the values, and those given have none. softcap, sinks: as in `ring_la.attention`.
         """
         out, seats = [], self.seats
         for i, (seat, index, keys, values) in enumerate(zip(seats.seats, seats.index, self.k, self.v)):
@@ -199,7 +207,7 @@ class KVRows:
                 keys[at], values[at] = k[rows, 0].to(keys.dtype), v[rows, 0].to(values.dtype)
             mask = seats.mask(i, begin, end, window)
             read = keys[..., :width] if width else values
-            out.append(one_query(q[rows], keys[:, begin:end], read[:, begin:end], mask, scale))
+            out.append(one_query(q[rows], keys[:, begin:end], read[:, begin:end], mask, scale, softcap, sinks))
         o = torch.cat(out) if len(out) > 1 else out[0]
         return o if seats.order is None else o[seats.order]
 
@@ -214,13 +222,46 @@ class KVRows:
         return [out[row] for row in range(len(out))]
 
 
-def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+def one_query(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of one token a row ``q [N, 1, H, K]`` to ``k, v [N, S, Hk, ·]``: ``[N, 1, H, V]``."""
     N, H, Hk = len(q), q.shape[2], k.shape[2]
     k, v = (y.to(q.dtype).transpose(1, 2) for y in (k, v))
     rows = q.reshape(N, Hk, H // Hk, -1)  # heads that share keys are rows of one: nothing is copied for a mask
+    if softcap or sinks is not None:
+        return _by_scores(rows, k, v, mask, scale, softcap, sinks).reshape(N, 1, H, -1)
     with sdpa_kernel(UNPLANNED) if q.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).reshape(N, 1, H, -1)
+
+
+def _by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What PyTorch's function cannot: ``q [N, Hk, H / Hk, K]``, ``k, v [N, Hk, S, ·]``, scores in fp32 or fp64."""
+    high = wide(q)
+    scores = high @ k.mT.to(high.dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        more = sinks.to(high.dtype).view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, -1)
+        scores = torch.cat([scores, more], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return (weights @ v.to(high.dtype)).to(q.dtype)
 
 
 def decode(q: Tensor, cache: KVCache, window: int, scale: float | None = None) -> Tensor:

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comm import Replicated
-from ..errors import UnsupportedError
 from ..kernels.fused.log_decay import decay_gate
-from ..keystore import KeySize
+from ..keystore import KeySize, LayerKeys
+from ..keystore.static import StaticKeys
 from ..running_sum import running_sum
-from ..softmax.forgetting import sums_of, with_sums
+from ..softmax.forgetting import sums_of, width_with_sums, with_sums
 from .attention import Attention
 from .decoding import KVCache, KVRows
-from .layer import LayerCall, LayerOutput, split_heads
+from .layer import LayerCall, LayerOutput, last_tokens, split_heads
 
 
 class ForgettingAttention(Attention):
@@ -23,7 +23,8 @@ class ForgettingAttention(Attention):
         s_ij = K^(−1/2) q_iᵀ k_j + Σ_{j < t ≤ i} g_t,   g = log sigmoid(x W_f + b_f)
 
     With `qk_norm` and `gated` it has two of the parts of the paper's Pro block (not its norm of outputs, nor its shift
-    of keys and values). Sums of g ride as further channels of keys: a cache has them, too; a `KeyStore` cannot.
+    of keys and values). Sums of g ride as further channels of keys, in a cache and in a `KeyStore`, too; the last one
+    of each sequence is on every rank.
 
     Args:
         dim: D. num_heads: H. head_dim: K = V (default D / H). qk_norm, gated, window: as in `Attention`.
@@ -47,14 +48,21 @@ class ForgettingAttention(Attention):
 
     @property
     def key_size(self) -> KeySize:
-        """Refused: a token needs the sum of the one before it, which in a `KeyStore` is on another rank."""
-        raise UnsupportedError("keys", "a model without ForgettingAttention for a KeyStore", "ForgettingAttention")
+        """What a token's key, its sums and its value take, for a `KeyStore`."""
+        K, dtype = self.widths[1] // self.num_heads, self.qkv_proj.weight.dtype
+        return KeySize(self.num_heads, width_with_sums(K, dtype), K)
 
-    def mix(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> LayerOutput:
+    def carried_of(self, k: Tensor) -> Tensor:
+        return sums_of(k, self.widths[1] // self.num_heads)
+
+    def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> LayerOutput:
         q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).split(self.widths, -1))
         c = running_sum(decay_gate(self.forget_proj(x), sign=-1.0), call.layout, call.cu_seqlens)  # of logsigmoid
         K = q.shape[-1]
-        if state is not None and not call.packed:  # packed documents are refused further on
+        if isinstance(state, (LayerKeys, StaticKeys)):
+            c = c if state.carried is None else c + state.carried[:, None]
+            state.carry(last_tokens(c, call.layout, call.cu_seqlens))
+        elif state is not None and not call.packed:  # packed documents are refused further on
             last = state.last_keys() if isinstance(state, KVRows) else state.k[:, -1]
             before = sums_of(last, K)
             c = c + (before if call.layout is None else Replicated.apply(before, call.layout.cp.comm))[:, None]

@@ -238,6 +238,18 @@ def positions(x: Tensor, seen: Tensor | None, call: LayerCall) -> Tensor:
     return here + seen[document] if document is not None else here + seen[:, None]
 
 
+def last_tokens(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
+    """``x [B, T, D]`` at each document's last token, ``[N, D]``, on every rank. Collective under a layout."""
+    if layout is None:
+        return x[:, -1] if cu_seqlens is None else x[0, cu_seqlens.long()[1:] - 1]
+    owners, index = layout.owners_of(torch.tensor(layout.cu_seqlens[1:]) - 1)
+    rows = x.new_zeros(x.shape[0], layout.num_documents, x.shape[2])
+    mine = (owners == layout.rank).nonzero().flatten()
+    rows[:, mine.to(x.device)] = x[:, index[mine].to(x.device)]
+    rows = layout.cp.comm.all_reduce(rows).wait()
+    return rows[0] if layout.packed else rows[:, 0]
+
+
 def lengths(x: Tensor, seen: Tensor | None, call: LayerCall) -> Tensor:
     """Tokens of each document so far, int64 ``[N]``."""
     if call.layout is not None:

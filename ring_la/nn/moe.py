@@ -141,6 +141,8 @@ class MixtureOfExperts(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
+            if type(self.router) is not nn.Linear:  # an adapter around it, which computes in its weights' dtype
+                return wide(self.router(x))
             return F.linear(wide(x), wide(self.router.weight))
 
     def _shared(self, x: Tensor) -> Tensor:

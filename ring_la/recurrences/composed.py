@@ -26,15 +26,13 @@ from .agreement import Flags
 from .arguments import check_arguments, state_dtype_of
 from .definition import CommonOptions, Definition
 
-_signature_of = functools.cache(inspect.signature)
-
 
 def run_composed(
     definition: Definition, call: functools.partial[Any], options: CommonOptions, flags: Flags
 ) -> LinearAttentionOutput:
     """Check a call, let the ranks agree on it, and make it."""
     layout, error, sizes = options.layout, None, {}
-    signature = _signature_of(call.func)
+    signature = inspect.signature(call.func)
     bound = signature.bind(*call.args, **call.keywords, options=options)
     bound.apply_defaults()
     given = {n: x for n, x in bound.arguments.items() if n != "options"}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from .. import reference
 from ..errors import ArgumentError, UnsupportedError
-from ..linear.in_order import Run, in_order
+from ..linear.in_order import DocumentRun, in_order
 from ..outputs import LinearAttentionOutput
 from .arguments import Argument
 from .definition import CommonOptions
@@ -79,9 +80,9 @@ def ttt_linear(
     wide = functools.reduce(torch.promote_types, (t.dtype for t in (q, k, v, eta, w, b)), torch.float32)
     scaled = q.to(wide) * options.scale  # type: ignore[operator]
     W0 = _start(options, B, H, K, scaled)
-    body = functools.partial(_run, mini_batch, eps)
     tokens = [scaled, *(t.to(wide) for t in (k, v)), eta.to(wide)[..., None]]
-    z, end = in_order(body, W0, tokens, [t.to(wide) for t in (w, b)], options.layout, options.cu_seqlens)
+    body, shared = MiniBatches(mini_batch, eps), [t.to(wide) for t in (w, b)]
+    z, end = in_order(body, W0, tokens, shared, options.layout, options.cu_seqlens)
     o = (z + _normal(z, eps)[0] * w.to(wide) + b.to(wide)).to(v.dtype)
     final: Any = (end[:, :, 0, :-1], end[:, :, 0, -1]) if options.output_final_state else None
     return LinearAttentionOutput(o, final)
@@ -107,26 +108,33 @@ def _normal(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return centred / deviation, deviation
 
 
-def _run(
-    mini_batch: int, eps: float, run: Run, S: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """z of a run of tokens, and the state after it, given that before it ``[B, H, 2, K+1, K]``."""
-    W, G = S.unbind(2)
-    q, k, v, eta = (t.transpose(1, 2) for t in (q, k, v, eta))
-    one = q.new_ones(*q.shape[:3], 1)
-    target, q, k = v - k, torch.cat([q, one], -1), torch.cat([k, one], -1)
-    out, at, n = [], 0, run.stop - run.start
-    while at < n:
-        stop = min(n, at + mini_batch - (run.position + at) % mini_batch)
-        part = slice(at, stop)
-        d = _inner_gradient(k[:, :, part] @ W, target[:, :, part], w, b, eps)
-        read = q[:, :, part] @ G + (q[:, :, part] @ k[:, :, part].mT).tril() @ d
-        out.append(q[:, :, part] @ W - eta[:, :, part] * read)
-        G = G + k[:, :, part].mT @ d
-        at = stop
-        if (run.position + at) % mini_batch == 0 or (run.last and at == n):
-            W, G = W - eta[:, :, at - 1, :, None] * G, torch.zeros_like(G)
-    return torch.cat(out, 2).transpose(1, 2), torch.stack([W, G], 2)
+@dataclass(frozen=True)
+class MiniBatches:
+    """A run of tokens, a mini-batch at a time."""
+
+    size: int
+    eps: float
+
+    def __call__(
+        self, run: DocumentRun, S: Tensor, q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """z of the tokens, and the state after them, given that before them ``[B, H, 2, K+1, K]``."""
+        W, G = S.unbind(2)
+        q, k, v, eta = (t.transpose(1, 2) for t in (q, k, v, eta))
+        one = q.new_ones(*q.shape[:3], 1)
+        target, q, k = v - k, torch.cat([q, one], -1), torch.cat([k, one], -1)
+        out, at, n = [], 0, run.stop - run.start
+        while at < n:
+            stop = min(n, at + self.size - (run.position + at) % self.size)
+            part = slice(at, stop)
+            d = _inner_gradient(k[:, :, part] @ W, target[:, :, part], w, b, self.eps)
+            read = q[:, :, part] @ G + (q[:, :, part] @ k[:, :, part].mT).tril() @ d
+            out.append(q[:, :, part] @ W - eta[:, :, part] * read)
+            G = G + k[:, :, part].mT @ d
+            at = stop
+            if (run.position + at) % self.size == 0 or (run.last and at == n):
+                W, G = W - eta[:, :, at - 1, :, None] * G, torch.zeros_like(G)
+        return torch.cat(out, 2).transpose(1, 2), torch.stack([W, G], 2)
 
 
 def _inner_gradient(x: Tensor, target: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 
 from ring_la.reference.forgetting import forgetting_attention
 from ring_la.reference.latents import mla
-from ring_la.reference.local import grouped_gemm, short_conv, token_shift
 from ring_la.reference.log_linear import log_linear_attention
 from ring_la.reference.nsa import nsa
 from ring_la.reference.recurrences import (
@@ -32,6 +31,7 @@ from ring_la.reference.recurrences import (
 )
 from ring_la.reference.softmax import attention
 from ring_la.reference.sparse import sparse_attention
+from ring_la.reference.token_wise import grouped_gemm, short_conv, token_shift
 from ring_la.reference.ttt import ttt_linear
 
 __all__ = [

@@ -154,7 +154,7 @@ def _scale(low: float, high: float, y: float, left: float = LEFT) -> list[str]:
 
 
 def _cut(text: str, room: float) -> str:
-    letters = int(room / LETTER)
+    letters = int(room / LETTER + 1e-6)  # a label whose room was made for it is not cut by rounding
     return text if len(text) <= letters else text[: letters - 1] + "…"
 
 

@@ -14,6 +14,7 @@ from .model import Hybrid, Served
 from .prefixes import Prefixes
 from .ranks import Ranks
 from .text import Bytes, NoText, Stream, Subwords, Text
+from .tiers import Keep
 from .waiting import Busy, Stopping, Waiting
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Event",
     "Failed",
     "Hybrid",
+    "Keep",
     "Completion",
     "NoText",
     "Overdue",

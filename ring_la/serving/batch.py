@@ -42,6 +42,11 @@ class Batch:
         self._after: Prefilled | None = None
         self._own = False  # whether the states are this batch's to be overwritten
 
+    @property
+    def logits(self) -> torch.Tensor:
+        """Of each row's next token ``[N, vocab_size]``."""
+        return self._after.logits
+
     def add(self, job: Any, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         """A sequence more, from its prompt ``(logits [1, V], states of one row)``, which is not written to."""
         self._after = self._arranged(range(len(self.rows)), [prompt])
@@ -91,7 +96,7 @@ class Batch:
 
     def sample(self) -> list[int | None]:
         """The next token of each row; None where the logits are not finite, which no sampling survives."""
-        logits = self._after.logits
+        logits = self.logits
         finite = logits.isfinite().all(-1, keepdim=True)
         logits = torch.where(finite, logits, 0)
         if all(row.sampler.greedy for row in self.rows):

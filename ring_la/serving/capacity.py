@@ -9,6 +9,7 @@ from ..errors import ArgumentError
 from .completion import Completion, Request
 from .model import Served
 from .text import Text
+from .tiers import Keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +25,23 @@ class Capacity:
     piece: int | None
     batch: int
     waiting: int
-    keep: int
+    keep: Keep
     patience: float
 
     def __post_init__(self) -> None:
-        for name, value, least in (("batch", self.batch, 1), ("waiting", self.waiting, 1), ("keep", self.keep, 0)):
+        for name, value, least in (("batch", self.batch, 1), ("waiting", self.waiting, 1)):
             if not isinstance(value, int) or value < least:
                 raise ArgumentError(name, f"an int ≥ {least}", repr(value))
         for name, value in (("max_tokens", self.max_tokens), ("room", self.room), ("piece", self.piece)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ArgumentError(name, "an int ≥ 1 or None", repr(value))
+        self.keep.checked()
         if not isinstance(self.patience, (int, float)) or not self.patience >= 0:
             raise ArgumentError("patience", "a number ≥ 0", repr(self.patience))
 
     def of(self, model: Served) -> Capacity:
-        """These with a model: no longer than it knows; where its states cannot be joined, one sequence, read at once.
+        """These with a model: no longer than it knows, one sequence where its states cannot be joined, nothing kept
+        where they cannot be read on, and prompts read at once where that is not split.
 
         Raises:
             ArgumentError: more tokens than the model knows.
@@ -48,7 +51,9 @@ class Capacity:
             raise ArgumentError("max_tokens", f"at most {known}, what the model knows", self.max_tokens)
         most = min((n for n in (self.max_tokens, self.room, known) if n is not None), default=None)
         capacity = replace(self, max_tokens=most)
-        return capacity if model.flexible else replace(capacity, batch=1, piece=None, keep=0)
+        capacity = capacity if model.flexible else replace(capacity, batch=1)
+        capacity = capacity if model.resumes else replace(capacity, keep=Keep())
+        return capacity if model.goes_on else replace(capacity, piece=None)
 
     def check(self, request: Request, model: Served, text: Text) -> None:
         """Raises ArgumentError for a request that cannot be completed, by the argument's name."""

@@ -37,6 +37,7 @@ from .ranks import DECODING as OF_THE_BATCH
 from .ranks import PAUSE, Ranks, What, Word
 from .states import FATAL, States
 from .text import Stream, Text
+from .tiers import Keep
 from .waiting import Stopping, Waiting
 
 LOG = logging.getLogger(__name__)
@@ -57,8 +58,10 @@ class Engine:
         piece: the most tokens of a prompt that are read at once; None: any number.
         batch: the most sequences read and decoded side by side (one, where the model's states cannot be joined).
         waiting: the most requests that wait.
-        keep: bytes of states kept for prompts that begin alike, on each rank; 0: none.
+        keep: bytes of states kept for prompts that begin alike, on each rank, on the model's device; `Keep`: in host
+            memory and on disk, too.
         patience: seconds that requests under way get to end after `stop`.
+        capture: decode by `StaticBatch`, on GPUs a CUDA graph a step; of a `HybridLM`. It has not run on GPUs yet.
     """
 
     def __init__(
@@ -72,8 +75,9 @@ class Engine:
         piece: int | None = None,
         batch: int = 8,
         waiting: int = 64,
-        keep: int = 0,
+        keep: int | Keep = 0,
         patience: float = 5.0,
+        capture: bool = False,
     ) -> None:
         capacity = Capacity(
             max_tokens=max_tokens,
@@ -81,14 +85,14 @@ class Engine:
             piece=piece,
             batch=batch,
             waiting=waiting,
-            keep=keep,
+            keep=keep if isinstance(keep, Keep) else Keep(keep),
             patience=patience,
         ).of(model)
         self.model, self.text, self.cp, self._capacity = model, text, cp, capacity
         self.ranks = Ranks(cp)
-        self.states = States(model, cp, self.ranks)
+        self.states = States(model, cp, self.ranks, capacity.keep, capacity.batch if capture else 0)
         self.batch = self.states.batch
-        self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep)
+        self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep.budgets, model.goes_on)
         self._pace = Pace(model.device, 1 if cp is None else cp.size)
         self._prompts = Prompts(self.states, self._prefixes, capacity.piece, self._pace, self._say)
         self._stop_at: float | None = None
@@ -114,7 +118,7 @@ class Engine:
     @property
     def remembered(self) -> tuple[int, int]:
         """States that are kept for prompts that begin alike, and their bytes on this rank."""
-        return len(self._prefixes), self._prefixes.size
+        return len(self._prefixes), self._prefixes.sizes[0]
 
     @property
     def stopping(self) -> bool:
@@ -158,9 +162,11 @@ class Engine:
         """
         try:
             if self.ranks.leads:
+                self._prompts.find()
                 while self._turn():
                     pass
                 self._fail("the server has stopped")
+                self._prompts.store()
                 self.ranks.tell(Word(What.STOP))
             else:
                 self._follow()
@@ -299,7 +305,7 @@ class Engine:
 
     def _fail(self, message: str) -> None:
         """End every request there is."""
-        jobs = [*self._under_way(), *self._waiting.empty()]
+        jobs = [*self._under_way(), *self._waiting.empty()] if self.ranks.leads else []  # the others know of none
         self.batch.clear()
         self._prompts.clear()
         for job in jobs:

@@ -18,7 +18,8 @@ from ..context import ContextParallel
 from ..errors import ArgumentError
 from ..models import HybridLM
 from ..training import stored
-from .model import Hybrid, Pretrained, Served
+from .model import Hybrid, Served
+from .pretrained import Pretrained
 from .text import Bytes, Messages, NoText, Subwords, Text
 
 M = TypeVar("M", bound=nn.Module)

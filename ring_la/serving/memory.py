@@ -49,7 +49,7 @@ def fitting(model: Served, cp: ContextParallel, piece: int | None, keep: int) ->
     a, b = _take(model, cp, few), _take(model, cp, max(many, few + 1))
     torch.cuda.empty_cache()
     room = SHARE * torch.cuda.mem_get_info(model.device)[0] - keep
-    if model.flexible:
+    if model.goes_on:
         copies = 1 if model.shares_keys and cp.size > 1 else COPIES  # what is in blocks is not copied
         each, room = copies * (b.states - a.states) / (many - few), room - b.peak
     else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,8 @@ from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError, UnsupportedError
 from ..inference import KeyStore, Prefilled, key_store, prefill, step
 from ..models import HybridLM
-from ..nn import KVCache, Layer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from ..nn import Attention, KVCache, Layer
+from .tiers import Home
 
 
 class Served(Protocol):
@@ -26,7 +24,9 @@ class Served(Protocol):
         vocab_size: number of tokens. device: where it is.
         model: the module itself.
         max_tokens: the most tokens a sequence may have; None: any number.
-        flexible: whether states can be continued from more than once, and several joined to decode as a batch.
+        flexible: whether several sequences' states can be joined to decode as a batch; they have a row each.
+        resumes: whether a prompt is read on from a state, more than once if need be.
+        goes_on: whether that is split over the ranks, too.
         kind: the layout that `read` splits a prompt by.
         shares_keys: whether keys stay on the rank that reads them where there are several, and all decode together.
     """
@@ -36,6 +36,8 @@ class Served(Protocol):
     device: torch.device
     max_tokens: int | None
     flexible: bool
+    resumes: bool
+    goes_on: bool
     kind: LayoutKind
     shares_keys: bool
 
@@ -45,11 +47,17 @@ class Served(Protocol):
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
         """Read one more token of each sequence, ``tokens [N]``. Collective where keys are shared out over ranks."""
 
+    def home(self, cp: ContextParallel | None) -> Home:
+        """Where its states are, on these ranks."""
+
+    def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
+        """Whether every rank reads all of a piece after `earlier` tokens, of which a layout gives ranks `lengths`."""
+
 
 class Hybrid:
     """A `HybridLM`, whose states are tensors with one row a sequence; under several ranks keys are in a `KeyStore`."""
 
-    flexible = True
+    flexible = resumes = goes_on = True
     max_tokens = None
 
     def __init__(self, model: HybridLM) -> None:
@@ -64,48 +72,25 @@ class Hybrid:
     def read(self, ids: Tensor, states: list[Any] | None, cp: ContextParallel | None) -> Prefilled:
         if cp is None:
             return prefill(self.model, ids, states=states)
-        if self._keys is None and self.shares_keys and cp.size > 1:
-            self._keys = key_store(self.model, cp)
-        layout, keys = cp.layout(ids.shape[1], self.kind), self._keys if states is None else None
+        layout, keys = cp.layout(ids.shape[1], self.kind), self._store(cp) if states is None else None
         return prefill(self.model, layout.shard(ids), states=states, layout=layout, keys=keys)
+
+    def home(self, cp: ContextParallel | None) -> Home:
+        keys = self._store(cp)
+        layers = {i: block.layer for i, block in enumerate(self.model.blocks) if isinstance(block.layer, Attention)}
+        return Home(self.device, keys, {} if keys is None else layers)
+
+    def _store(self, cp: ContextParallel | None) -> KeyStore | None:
+        """Where keys stay on the rank that reads them; None: they do not."""
+        if self._keys is None and self.shares_keys and cp is not None and cp.size > 1:
+            self._keys = key_store(self.model, cp)
+        return self._keys
+
+    def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
+        return False
 
     def step(self, tokens: Tensor, states: list[Any], in_place: bool) -> Prefilled:
         return step(self.model, tokens, states, in_place=in_place)
-
-
-class Pretrained:
-    """A causal model of Transformers, decoded one sequence after the other: its cache is one sequence's, and grows.
-
-    Args:
-        model: as it was loaded. cp: the ranks prompts will be split over; the model is made to run so, collectively.
-    """
-
-    flexible = shares_keys = False
-    kind: LayoutKind = "zigzag"
-
-    def __init__(self, model: PreTrainedModel, cp: ContextParallel | None) -> None:
-        config = model.config.get_text_config()
-        self.vocab_size, self.device = config.vocab_size, model.device
-        self.max_tokens = getattr(config, "max_position_embeddings", None)
-        self.model = model.eval()
-        names = inspect.signature(model.forward).parameters
-        self._cache = "cache_params" if "cache_params" in names else "past_key_values"
-        split = cp is not None and cp.size > 1
-        self._last = {"logits_to_keep": 1} if split or "logits_to_keep" in names else {}
-        if split:
-            from ..integrations.transformers import parallelize
-
-            parallelize(model, cp)
-
-    @torch.no_grad()
-    def read(self, ids: Tensor, states: None, cp: ContextParallel | None) -> Prefilled:
-        out = self.model(input_ids=ids, use_cache=True, **self._last)
-        return Prefilled(out.logits[:, -1], out[self._cache])
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
-        out = self.model(input_ids=tokens[:, None], use_cache=True, **{self._cache: states})
-        return Prefilled(out.logits[:, -1], states)
 
 
 REHEARSED = 4

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .completion import Completion
 from .pace import Pace
-from .prefixes import Prefixes, size_since
+from .prefixes import Move, Prefixes, size_since
 from .ranks import What, Word
 from .states import States
+from .tiers import Stored
 
 LOG = logging.getLogger(__name__)
 OLDEST = 4
@@ -132,6 +133,10 @@ class Prompts:
         """Find what is kept of the prompt's beginning, and where to keep more."""
         job, ids = reading.job, reading.job.request.ids
         reading.kept, job.reused = self._prefixes.longest(ids)
+        if reading.kept and not self._prefixes.ready(reading.kept):
+            self._move(self._prefixes.raised(reading.kept))
+            if not self._prefixes.ready(reading.kept):
+                reading.kept = job.reused = 0
         reading.at = reading.length = job.reused
         job.trail.before = self._read_as.get(reading.kept, ())
         reading.stops = self._prefixes.stops(ids, job.reused)
@@ -147,17 +152,15 @@ class Prompts:
 
     def _keep(self, reading: Reading) -> None:
         """Keep what is read so far for prompts that begin alike, where there is memory."""
-        if not self._prefixes.budget:
+        if not self._prefixes.budgets[0]:
             return
-        if reading.kept not in self._prefixes:  # it has left, for another prompt's
+        if not self._prefixes.ready(reading.kept):  # it has left, for another prompt's
             reading.kept = reading.length = 0
         size = size_since(self._states.before(reading.key), reading.length)
-        gone = self._prefixes.put(reading.job.request.ids[: reading.at], reading.key, size, reading.kept)
-        if gone is None:
+        moves = self._prefixes.put(reading.job.request.ids[: reading.at], reading.key, size, reading.kept)
+        if moves is None:
             return
-        for key in gone:
-            self._say(Word(What.FORGET, key))
-            self._read_as.pop(key, None)
+        self._move(moves)
         error = self._say(Word(What.KEEP, reading.key, reading.kept, reading.at))
         if error is None:
             reading.kept, reading.length = reading.job.trail.kept = reading.key, reading.at
@@ -165,3 +168,48 @@ class Prompts:
         else:
             self._prefixes.remove(reading.key)
             LOG.warning("a state is not kept: %s", error)
+
+    def find(self) -> None:
+        """Know what an earlier server left on disk."""
+        disk = self._states.disk
+        for stored in disk.found(self._states.home) if disk is not None else ():
+            self._last_key += 1
+            name, parent = bytes.fromhex(stored.name), bytes.fromhex(stored.parent)
+            self._prefixes.add(name, self._last_key, stored.size, stored.length, parent)
+
+    def store(self) -> None:
+        """Bring what is kept to disk, as far as there is room: the server is about to end."""
+        self._move(self._prefixes.lowered())
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Have all ranks move what they keep. What cannot be moved is forgotten, and what goes on from it."""
+        lost: set[int] = set()
+        for move in moves:
+            if move.key in lost:
+                continue
+            error = self._say(_word(move))
+            if error is not None:
+                LOG.warning("a state is kept no longer: %s", error)
+                more = self._prefixes.remove(move.key)
+                lost |= {gone.key for gone in more}
+                self._move(more)
+                continue
+            self._note(move)
+
+    def _note(self, move: Move) -> None:
+        """What rank 0 alone does, once all have moved."""
+        disk, name = self._states.disk, move.name.hex()
+        if move.to is None:
+            self._read_as.pop(move.key, None)
+        if move.to == 2:
+            parent = "" if move.entry.parent is None else move.entry.parent.hex()
+            disk.publish(Stored(name, parent, move.entry.length, move.entry.size))
+        elif move.source == 2:
+            disk.remove(name)
+
+
+def _word(move: Move) -> Word:
+    if move.to is None:
+        return Word(What.FORGET, move.key)
+    name = torch.frombuffer(bytearray(move.name), dtype=torch.int64)
+    return Word(What.MOVE, move.key, move.to, ids=torch.cat([name, torch.tensor([move.before])]))

@@ -46,9 +46,12 @@ class What(IntEnum):
     """The sequences of the batch at `ids` stay, the others leave."""
     CLEAR = 9
     """The batch is empty from now on."""
+    MOVE = 10
+    """What is kept as `key` goes to tier `start`: 0 the device, 1 host memory, 2 disk; `ids`: its name there as four
+    numbers, and the key of what it was kept after."""
 
 
-TOKENS = (What.READ, What.STEP, What.STAY)
+TOKENS = (What.READ, What.STEP, What.STAY, What.MOVE)
 """Words with `ids`."""
 DECODING = (What.JOIN, What.STEP, What.STAY, What.CLEAR)
 """Words about the batch, which others than rank 0 have only where all ranks decode."""

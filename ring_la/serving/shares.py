@@ -53,16 +53,16 @@ def _of_pieces(engine: Engine, pieces: Iterable[tuple[int, int]], ranks: int) ->
     """Each rank's runs of pieces that were read one after the other."""
     of_ranks: list[Runs] = [[] for _ in range(ranks)]
     for begin, end in pieces:
-        for runs, more in zip(of_ranks, _split(engine, end - begin, ranks), strict=True):
+        for runs, more in zip(of_ranks, _split(engine, begin, end - begin, ranks), strict=True):
             runs += [(begin + a, begin + b) for a, b in more]
     return of_ranks
 
 
-def _split(engine: Engine, length: int, ranks: int) -> list[Runs]:
-    """Each rank's runs of a piece of so many tokens."""
+def _split(engine: Engine, begin: int, length: int, ranks: int) -> list[Runs]:
+    """Each rank's runs of a piece of so many tokens that begins there."""
     multiple = CANONICAL_CHUNK if engine.cp is not None and engine.cp.deterministic else 1  # as `cp.layout` has it
     layout = Layout(length, engine.model.kind, ranks, multiple_of=multiple)
-    if not engine.model.flexible and min(layout.lengths) == 0:  # read whole by every rank
+    if engine.model.whole(begin, layout.lengths):
         return [[(0, length)]] * ranks
     runs: list[Runs] = [[] for _ in range(ranks)]
     for segment in layout.segments:

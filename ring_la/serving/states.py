@@ -11,6 +11,8 @@ from .batch import NOBODY, Batch, Row
 from .model import Served
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
+from .static import StaticBatch
+from .tiers import Disk, Home, Keep, PackedPrefix, pack, unpack
 
 FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
 """After these nothing can be trusted any more."""
@@ -21,18 +23,29 @@ class States:
 
     Args:
         model: what reads. cp: the ranks a prompt is split over. ranks: where they tell each other what came of it.
+        keep: whether, and where, states are kept on disk. captured: sequences, at most, where a step is one CUDA graph;
+            0: it is not.
 
     Attributes:
-        open: states of prompts that are being read. kept: those for prompts that begin alike.
+        open: states of prompts that are being read. kept: those for prompts that begin alike; packed: those of them in
+            host memory. disk: where more are.
         batch: what is decoded. shared: whether on all ranks together, as keys stay on the rank that read them.
     """
 
-    def __init__(self, model: Served, cp: ContextParallel | None, ranks: Ranks) -> None:
+    def __init__(self, model: Served, cp: ContextParallel | None, ranks: Ranks, keep: Keep, captured: int) -> None:
         self._model, self._cp, self._ranks = model, cp, ranks
         self.open: dict[int, Prefilled] = {}
         self.kept: dict[int, KeptPrefix] = {}
-        self.batch = Batch(model)
+        self.packed: dict[int, PackedPrefix] = {}
+        rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
+        self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
         self.shared = cp is not None and cp.size > 1 and model.shares_keys
+        self.batch = StaticBatch(model, cp if self.shared else None, captured) if captured else Batch(model)
+
+    @property
+    def home(self) -> Home:
+        """Where the model has its states, on these ranks."""
+        return self._model.home(self._cp)
 
     def before(self, key: int) -> Prefilled:
         """A state, or what is kept under that number."""
@@ -47,10 +60,11 @@ class States:
         if word.what == What.DROP:
             del self.open[word.key]
         elif word.what == What.FORGET:
-            del self.kept[word.key]
+            self.kept.pop(word.key, None)
+            self.packed.pop(word.key, None)
         elif word.what == What.CLEAR:
             self.batch.clear()
-        elif word.what in (What.READ, What.KEEP, *DECODING):
+        elif word.what in (What.READ, What.KEEP, What.MOVE, *DECODING):
             error = None
             try:
                 self._try(word, row)
@@ -71,6 +85,8 @@ class States:
             self._read(word)
         elif word.what == What.KEEP:
             self._keep(word)
+        elif word.what == What.MOVE:
+            self._move(word)
         elif word.what == What.JOIN:
             self.batch.add(row.job, self.before(word.start), row.sampler)
         elif word.what == What.STAY:
@@ -84,6 +100,22 @@ class States:
         before = self.before(word.start).states if word.start else None
         ids = word.ids[None].to(self._model.device)
         self.open[word.key] = self._model.read(ids, before, self._cp)
+
+    def _move(self, word: Word) -> None:
+        name, parent = word.ids[:4].numpy().tobytes().hex(), int(word.ids[4])
+        if word.start == 0:
+            home = self.home
+            if word.key in self.packed:
+                packed = self.packed.pop(word.key)
+            else:
+                packed = self.disk.read(name, parent, self.kept[parent].length if parent else 0, home)
+            self.kept[word.key] = unpack(packed, self.kept, home)
+            return
+        packed = pack(self.kept.pop(word.key)) if word.key in self.kept else self.packed.pop(word.key)
+        if word.start == 1:
+            self.packed[word.key] = packed
+        else:
+            self.disk.write(name, packed)
 
     def _keep(self, word: Word) -> None:
         self.kept[word.key] = kept(self.open[word.key], word.length, word.start, self.kept)

@@ -21,7 +21,7 @@ from .geometry import Pair
 from .geometry.placement import Joint, SplitPlacement, WholePlacement
 from .plan import AttentionMoves
 from .scores import Scores
-from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit
+from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit, ring_of, share_sent
 from .strategies.choice import pick, pick_for_chosen
 from .tensors import Tensors
 
@@ -79,11 +79,17 @@ class AttentionCall(NamedTuple):
             place: Any = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
             return self.planned(x, place, "ring")
         if x.chosen is None:
-            name = pick(self.strategy, (x.q.shape[2], x.k.shape[2]), x.moved, self.layout, self.kv_layout)
+            heads, splits = (x.q.shape[2], x.k.shape[2]), (self.layout, self.kv_layout)
+            name = pick(self.strategy, heads, x.moved, *splits, self._share_sent)
         else:
             name = pick_for_chosen(self.strategy, self.layout)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self.planned(x, place, name)
+
+    def _share_sent(self) -> float:
+        """What a ring sends of all keys to all other ranks."""
+        place = KnownCalls.of(self.layout).placement("ring", self.layout, self.kv_layout)
+        return share_sent(place.rows, place.keys, self.scores.reach, place.ring)
 
     def planned(self, x: Tensors, place: Any, name: str) -> AttentionMoves:
         """The plan where it is known how ranks meet."""
@@ -95,10 +101,12 @@ class AttentionCall(NamedTuple):
         form = self._form(x, place)
         backend = self._backend(x, place, joint, form)
         job = AttentionJob(backend, scores, place.rows, place.keys, gathered, order, place.ring)
-        way = "all_gather" if name == "all_gather" else "copied" if place.ring and place.ring.copies else "ring"
-        way = "canonical" if place.repeatable and form is None else way
+        if place.repeatable and form is None:
+            strategy = STRATEGIES["canonical"]
+        else:
+            strategy = STRATEGIES["all_gather"] if name == "all_gather" else ring_of(job)
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
-        return AttentionMoves(job, STRATEGIES[way], met, heads, form, self.kv_comm_dtype)
+        return AttentionMoves(job, strategy, met, heads, form, self.kv_comm_dtype)
 
     def _heads(self, x: Tensors, place: Any) -> Heads | None:
         if place.heads is None:

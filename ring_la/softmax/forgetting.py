@@ -91,10 +91,17 @@ def with_sums(q: Tensor, k: Tensor, c: Tensor, scale: float) -> tuple[Tensor, Te
     near = 2.0 ** round(math.log2(abs(scale))) if scale else 1.0  # sums are divided by it without an error
     parts = _parts(c, q.dtype)
     ones = torch.ones_like(parts) / near
-    rest = q.new_zeros(*q.shape[:3], -(q.shape[-1] + 2 * parts.shape[-1]) % WIDTH if q.dtype.itemsize < 8 else 0)
+    channels = q.shape[-1] + 2 * parts.shape[-1]
+    rest = q.new_zeros(*q.shape[:3], width_with_sums(q.shape[-1], q.dtype) - channels)
     wide_q = torch.cat([q if near == scale else q * (scale / near), parts.detach() / near, ones, rest], -1)
     wide_k = torch.cat([k, torch.ones_like(parts), -parts, rest], -1)
     return wide_q, wide_k, near
+
+
+def width_with_sums(channels: int, dtype: torch.dtype) -> int:
+    """Channels of a key of so many with its sums."""
+    wide = channels + 2 * PARTS[dtype]
+    return wide + (-wide % WIDTH if dtype.itemsize < 8 else 0)
 
 
 def sums_of(k: Tensor, channels: int) -> Tensor:

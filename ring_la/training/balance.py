@@ -115,9 +115,10 @@ def by_rank(lengths: Sequence[int], ranks: int, kind: LayoutKind = "zigzag") -> 
         n = int(torch.searchsorted(ends, t, right=True)) - 1
         return int(triangles[n]) + pairs(t - int(ends[n]))
 
-    layouts = (Layout(total, kind, ranks, r) for r in range(ranks))
-    own = ([s for s in layout.segments if s.owner == r] for r, layout in enumerate(layouts))
-    return torch.tensor([sum(before(s.stop) - before(s.start) for s in mine) for mine in own])
+    out = [0] * ranks
+    for s in Layout(total, kind, ranks, cu_seqlens=ends).segments:
+        out[s.owner] += before(s.stop) - before(s.start)
+    return torch.tensor(out)
 
 
 def spread_over_ranks(

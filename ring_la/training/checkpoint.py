@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ..errors import ArgumentError
-from .reading import METADATA, contents, load
+from ..reading import METADATA, contents, load
 
 
 class Checkpoints:

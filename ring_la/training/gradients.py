@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..context import ContextParallel
 from ..errors import ArgumentError
@@ -18,7 +19,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> No
     """Replace each gradient by the sum over the ranks: from this rank's part to that of one process. Collective.
 
     A rank without a gradient counts as zero; where no rank has one there is none. Gradients of one dtype travel
-    together.
+    together. Of weights cut by tensor parallelism this rank's parts are summed: the ranks of `cp` have the same ones.
 
     Raises:
         ArgumentError: a sparse gradient.
@@ -33,10 +34,18 @@ def sum_gradients(parameters: Iterable[nn.Parameter], cp: ContextParallel) -> No
     present = cp.comm.all_reduce(present).wait().tolist()
     wanted = [p for p, ranks in zip(wanted, present) if ranks]
     for bucket in _buckets(wanted):
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        for p in bucket:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        parts = [_local(p.grad) for p in bucket]
         whole = cp.comm.all_reduce(torch.cat([g.reshape(-1) for g in parts])).wait()
-        for p, grad in zip(bucket, whole.split([p.numel() for p in bucket])):
-            p.grad = grad.view(p.shape) if p.grad is None else p.grad.copy_(grad.view(p.shape))
+        for part, grad in zip(parts, whole.split([g.numel() for g in parts])):
+            part.copy_(grad.view(part.shape))
+
+
+def _local(x: Tensor | None) -> Tensor:
+    """This rank's part of a tensor, in the same memory."""
+    assert x is not None
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -97,6 +97,7 @@ def shard_parameters(
     dtype: torch.dtype | None = None,
     methods: Iterable[str] = ("loss", "loss_in_rounds"),
     experts: Iterable[nn.Module] = (),
+    average: bool = False,
 ) -> nn.Module:
     """FSDP2 (`fully_shard`) over the mesh, with gradients summed over all its ranks in fp32. In place.
 
@@ -107,6 +108,7 @@ def shard_parameters(
         methods: names of methods that are called instead of the forward; those that `model` has not are left out.
         experts: modules whose parameters are spread over the context ranks already (`split_experts`): they are sharded
             over fsdp alone, along dimension 1.
+        average: gradients are averaged over all ranks, as the Trainer wants, and ``parallelize(average=True)`` with it.
     """
     gathered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)  # type: ignore[arg-type]
     ranks = mesh.parameters if mesh.parameters.size(0) > 1 else mesh.parameters["shard"]
@@ -118,7 +120,7 @@ def shard_parameters(
         fully_shard(block, mesh=ranks, mp_policy=gathered)
     fully_shard(model, mesh=ranks, mp_policy=gathered)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and not average:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     for name in filter(partial(hasattr, model), methods):

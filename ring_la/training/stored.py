@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import reading
 from ..errors import ArgumentError, UnsupportedError
 from ..models import HybridConfig, HybridLM
-from . import reading
 
 SINGLE = "model.safetensors"
 

@@ -97,3 +97,7 @@ def test_labels_keep_apart(low, high):
     at = sorted(float(x) for x in re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">', drawn))
     widths = [len(t) * plots.LETTER for t in re.findall(r'text-anchor="middle">([^<]+)<', drawn)]
     assert all(b - a >= max(widths) for a, b in zip(at, at[1:]))
+
+
+def test_a_label_that_has_room_is_not_cut():
+    assert not [n for n in range(1, 50) if "…" in plots.bars([("a" * n, 1.0)], "ms")]

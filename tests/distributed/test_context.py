@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,6 +25,30 @@ H, K, V = 4, 6, 5
 
 def shard(layout, x):
     return {n: layout.shard(t.detach()).requires_grad_() for n, t in x.items()}
+
+
+ENDING = """
+import atexit, pathlib
+
+def threads():
+    return [t.read_text().strip() for t in pathlib.Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop")
+
+atexit.register(lambda: print("left", threads()))  # runs last
+import torch, torch.distributed as dist, ring_la
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+cp = ring_la.ContextParallel()
+for _ in range(4):
+    dist.all_reduce(torch.ones(1))  # by gloo's threads, which are there then
+assert threads() == 2
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_destroyed_group_ends_before_the_interpreter_does():
+    """A thread of gloo's that gives a tensor back later aborts a process whose work is done (2 of 48 quick starts)."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "left 0\n"), done.stderr
 
 
 # -- groups ------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from examples.hybrid_run.options import Config, Optimizer, Run
+from ring_la.reading import contents
 from ring_la.serving.load import load
-from ring_la.training.reading import contents
 from ring_la.training.stored import restore
 from tests.support.pool import RankError, Ranks
 from tests.support.train_example import ROOT, SCRIPT, example

@@ -14,9 +14,11 @@ from ring_la import ContextParallel
 from ring_la.inference import generate
 from ring_la.serving import Engine, Hybrid, NoText
 from ring_la.serving.memory import fitting
+from ring_la.serving.pretrained import Pretrained
 from tests.support import pool
 from tests.support.pool import Ranks
 from tests.support.serving import GIB, Timed, answer, make, prompt
+from tests.support.transformers_models import CASES, VOCABULARY
 
 RANKS = [pytest.param(P, id=f"P{P}", marks=pytest.mark.gpu(needs=P)) for P in (1, 2)]
 
@@ -47,6 +49,54 @@ def test_tokens(servers):
     (found,) = [x for x in servers.run(servers.size, check_tokens) if x is not None]
     assert [served for served, _ in found] == [generated for _, generated in found]
     assert [len(served) for served, _ in found] == [20, 9, 15, 12, 9]
+
+
+def check_transformers(rank: int) -> list[tuple[list[int], list[int]]] | None:
+    """(tokens served, those of `generate`) of each request to a Qwen3-Next whose sequences are rows."""
+    cp = ContextParallel(pool.group(), validate="never", timeout=60)
+    model = CASES["qwen3_next"].make().eval().cuda()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    asked, want = [(1, 20), (90, 9), (37, 15), (70, 12)], []
+    for length, n in asked:
+        ids = torch.tensor([prompt(length)], device="cuda") % VOCABULARY
+        want.append(model.generate(ids, max_new_tokens=n, do_sample=False)[0, length:].tolist())
+    served = Pretrained(model, cp)
+    assert (served.flexible, served.resumes, served.goes_on) == (True, True, True)
+    jobs = [Timed([token % VOCABULARY for token in prompt(length)], n) for length, n in asked]
+    engine = Engine(served, NoText(), cp, piece=32, batch=3, keep=GIB, patience=90)
+    return None if answer(engine, jobs) is None else [(each.tokens, x) for each, x in zip(jobs, want, strict=True)]
+
+
+@pytest.mark.parametrize("servers", RANKS, indirect=True)
+def test_models_of_transformers(servers):
+    (found,) = [x for x in servers.run(servers.size, check_transformers, timeout=240) if x is not None]
+    assert [served for served, _ in found] == [generated for _, generated in found]
+
+
+def check_captured(rank: int) -> tuple[list[tuple[list[int], list[int]]], int, dict[str, float]] | None:
+    """(tokens served by graphs, those of plain steps) of each request, the graphs, and milliseconds a token of each."""
+    cp = ContextParallel(pool.group(), validate="never", timeout=60)
+    model = make(256, 4, ["gdn", "fox", "mamba2", "attention"], torch.float32)
+    asked, tokens, times, graphs = [(1, 200), (300, 90), (37, 150), (3, 120)], {}, {}, 0
+    for captured in (False, True):
+        jobs = [Timed(prompt(length), n) for length, n in asked]
+        engine = Engine(Hybrid(model), NoText(), cp, batch=3, patience=90, capture=captured)
+        if answer(engine, jobs) is not None:
+            tokens[captured] = [each.tokens for each in jobs]
+            gaps = [b - a for each in jobs for a, b in zip(each.times, each.times[1:])]
+            times["captured" if captured else "plain"] = 1000 * sorted(gaps)[len(gaps) // 2]
+        graphs = engine.batch._step.graphs if captured else 0
+    if not tokens:
+        return None
+    return list(zip(tokens[True], tokens[False], strict=True)), graphs, times
+
+
+@pytest.mark.parametrize("servers", RANKS, indirect=True)
+def test_a_step_that_is_one_graph(servers, record_property):
+    [(found, graphs, times)] = [x for x in servers.run(servers.size, check_captured, timeout=240) if x is not None]
+    record_property("milliseconds a token", times)
+    assert [captured for captured, _ in found] == [plain for _, plain in found]
+    assert 2 <= graphs <= 6  # one, two and three seats; 256 columns, then 512
 
 
 def check_memory(rank: int) -> dict[str, float] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -9,10 +11,25 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError
-from ring_la.inference import Sampler, generate
+from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError, UnsupportedError
+from ring_la.inference import Sampler, generate, key_store
 from ring_la.nn import decoding
-from ring_la.serving import Batch, Busy, Completion, Ended, Engine, Event, Failed, Hybrid, NewToken, NoText, Request
+from ring_la.serving import (
+    Batch,
+    Busy,
+    Completion,
+    Ended,
+    Engine,
+    Event,
+    Failed,
+    Hybrid,
+    Keep,
+    NewToken,
+    NoText,
+    Request,
+    static,
+)
+from ring_la.serving.ranks import What
 from tests.support.generation import greedy, make, tokens
 from tests.support.pool import group
 
@@ -68,6 +85,37 @@ def test_requests_on_ranks(ranks, size, piece):
     assert ranks.run(size, check_requests, piece)[0] == [truth(prompt(length), n) for length, n in ASKED]
 
 
+FIXED = ("nsa", "mla")
+"""Layers that have no states of fixed addresses."""
+
+
+def check_captured(rank: int) -> tuple[list[list[int]], int]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    jobs = [Asked(prompt(length), n) for length, n in ASKED] + [Asked(prompt(3), 6, temperature=2.0, seed=1)]
+    serve(server := Engine(Hybrid(make(FIXED)), NoText(), cp, piece=9, batch=3, patience=LONG, capture=True), jobs)
+    return [job.tokens for job in jobs], len(server.batch._step.kinds)
+
+
+def test_a_step_over_states_of_fixed_addresses(ranks):
+    want = [greedy(make(FIXED), torch.tensor([prompt(length)]), n)[0].tolist() for length, n in ASKED]
+    sampler = Sampler(2.0, generator=torch.Generator().manual_seed(1))
+    want.append(generate(make(FIXED), torch.tensor([prompt(3)]), 6, sampler)[0].tolist())
+    got, kinds = ranks.run(3, check_captured)[0]
+    assert got == want
+    assert kinds <= 3  # one, two or four seats, of the same columns
+    with pytest.raises(UnsupportedError, match="capture: expected False for a model with such a layer"):
+        engine(capture=True)
+
+
+def test_states_of_fixed_addresses_grow(monkeypatch):
+    monkeypatch.setattr(static, "COLUMNS", 2)
+    server = Engine(Hybrid(make(FIXED)), NoText(), batch=2, patience=LONG, capture=True)
+    serve(server, jobs := [Asked(prompt(length), n) for length, n in ((1, 9), (2, 3), (7, 20))])
+    for job, (length, n) in zip(jobs, ((1, 9), (2, 3), (7, 20)), strict=True):
+        assert job.tokens == greedy(make(FIXED), torch.tensor([prompt(length)]), n)[0].tolist()
+    assert server.batch._keys.capacity == 32
+
+
 def check_turns(rank: int) -> list[tuple[list[int], int, int]]:
     """A conversation of three turns, a prompt that begins like it, and one asked again."""
     cp = ContextParallel(group(), scan="ring", validate="never")
@@ -92,7 +140,7 @@ def test_states_that_do_not_fit_leave_again():
     ids = prompt(40)
     one = engine(keep=1 << 20)
     serve(one, [Asked(ids)])
-    size = one._prefixes.size
+    size = one._prefixes.sizes[0]
     jobs = [Asked(ids), Asked(ids[::-1]), Asked(ids[::-1]), Asked(ids)]
     few = engine(keep=size + size // 2, batch=1)
     serve(few, jobs)
@@ -102,6 +150,49 @@ def test_states_that_do_not_fit_leave_again():
     serve(none, jobs := [Asked(ids), Asked(ids)])
     assert jobs[1].events[-1].reused_tokens == 0
     assert not none.states.kept
+
+
+TURNS = (prompt(40), prompt(40) + prompt(6), prompt(40)[::-1], prompt(23), prompt(40) + prompt(6), prompt(23))
+"""The second goes on from the first; the last two were asked before, and have left the device since."""
+
+
+def check_tiers(rank: int, folder: str, asked: Sequence[list[int]]) -> tuple[list[list[int]], list[int], list[int]]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    whole = engine(cp, batch=1, keep=1 << 20)
+    serve(whole, [Asked(TURNS[1])])
+    most = cp.comm.all_reduce(torch.tensor(whole._prefixes.sizes[0])).wait().item()  # rank 0's
+    server = engine(cp, batch=1, keep=Keep(most * 5 // 2, most * 5 // 4, 1 << 20, folder))
+    jobs, moved, do = [Asked(x, 3) for x in asked], [], server.states.do
+
+    def noted(word, *row):
+        if word.what == What.MOVE:
+            moved.append(word.start)
+        return do(word, *row)
+
+    server.states.do = noted
+    serve(server, jobs)
+    assert (server.states.kept, server.states.packed) == ({}, {})  # all is on disk
+    return [job.tokens for job in jobs], [job.reused for job in jobs], moved
+
+
+def test_states_go_to_the_host_and_to_disk_and_come_back_on_any_number_of_ranks(ranks, tmp_path):
+    got, reused, moved = ranks.run(2, check_tiers, str(tmp_path), TURNS)[0]
+    assert got == [truth(x, 3) for x in TURNS]
+    assert reused == [0, 40, 0, 0, 46, 23]
+    assert set(moved) == {0, 1, 2}
+    again = [TURNS[1], TURNS[2], prompt(40) + prompt(3)]
+    for size in (1, 3):
+        got, reused, _ = ranks.run(size, check_tiers, str(tmp_path), again)[0]
+        assert got == [truth(x, 3) for x in again]
+        assert reused == [46, 40, 40 if size == 1 else 43]  # what one rank has read and left, three go on from
+    [of_model] = tmp_path.iterdir()
+    (next(of_model.iterdir()) / "about.json").unlink()  # as one that was not written to its end
+    there = len(list(of_model.iterdir()))
+    assert ranks.run(1, check_tiers, str(tmp_path), [[3]])[0][0] == [truth([3], 3)]
+    assert len([x for x in of_model.iterdir() if (x / "about.json").is_file()]) <= there
+    for bad in (Keep(1, disk=1), Keep(1, folder=tmp_path), Keep(-1)):
+        with pytest.raises(ArgumentError, match="keep: expected"):
+            engine(keep=bad)
 
 
 def check_sampling(rank: int) -> list[list[int]]:
@@ -240,17 +331,29 @@ def test_any_rank_may_be_told_to_stop(ranks):
 
 
 def check_death(rank: int) -> tuple[str, str]:
+    """While all ranks decode a sequence, of which the last knows no more than its states."""
     cp = ContextParallel(group(), scan="ring", validate="never", timeout=2)
-    server = engine(cp)
-    if rank == 2:
-        os._exit(1)
+    server, steps = engine(cp), []
+    step, said = server.model.step, io.StringIO()
+    logging.getLogger("ring_la.serving").addHandler(handler := logging.StreamHandler(said))
+
+    def dying(*arguments, **keywords):
+        steps.append(True)
+        if rank == 2 and len(steps) == 3:
+            os._exit(1)
+        return step(*arguments, **keywords)
+
+    server.model.step = dying
     job = Asked(prompt(5), 100_000)
     if rank == 0:
         server.submit(job)
     try:
         server.run()
     except PeerError as error:
+        assert "Traceback" not in said.getvalue()
         return str(error), str(job.events[-1:])
+    finally:
+        logging.getLogger("ring_la.serving").removeHandler(handler)
     raise AssertionError("nobody died")
 
 
@@ -319,8 +422,7 @@ def test_all_ranks_decode_from_their_own_keys(ranks):
     tokens_, _, (_, failed) = found[0]
     assert failed == 2
     assert tokens_[2:] == [truth(prompt(120), 3), truth(prompt(2), 6)]
-    size = make().blocks[0].layer.key_size
-    most = size.heads * (size.key + size.value) * 8 * ((120 + 3) / 3 + 5)
+    most = key_store(make()).token_bytes * ((120 + 3) / 3 + 5)
     assert max(bytes_ for _, _, (bytes_, _) in found) <= most
     assert [left for _, left, _ in found] == [0, 0, 0]
 

@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.cli import serve as serve_command
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.serving import Bytes, Engine, NoText
+from ring_la.serving import Bytes, Ended, Engine, Event, Failed, NoText
 from ring_la.serving.load import load, vocabulary
 from ring_la.serving.model import rehearse
-from tests.serving.test_engine import LONG, Asked, serve
+from tests.serving.test_engine import LONG, Asked
 from tests.support.pool import group
 from tests.support.transformers_models import CASES, SMALL, VOCABULARY
 
@@ -149,28 +149,54 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (21, 2, 1, 5)]
 
 
-def answers(folder: str, cp: ContextParallel | None = None) -> list[list[int]]:
+def answers(folder: str, cp: ContextParallel | None = None) -> tuple[list[list[int]], list[int]]:
+    """Tokens of all prompts side by side, read in pieces; and of the kept ones again, what was not read anew."""
     model, text = load(folder, cp)
-    jobs = [Asked(ids, 5) for ids in prompts()]
-    engine = Engine(model, text, cp, patience=LONG)
-    serve(engine, jobs)
+    jobs, again = [Asked(ids, 5) for ids in prompts()], [Asked(ids, 5) for ids in prompts()[:2]]
+    engine = Engine(model, text, cp, patience=LONG, piece=13, batch=3, keep=1 << 20)
+    sizes, step = [], model.step
+    model.step = lambda tokens, states, in_place: sizes.append(len(tokens)) or step(tokens, states, in_place)
+    hear = jobs[0].emit
+
+    def then(event: Event) -> None:  # when that is answered, it is asked again
+        hear(event)
+        if isinstance(event, (Ended, Failed)):
+            engine.submit(*again)
+            engine.stop()
+
+    jobs[0].emit = then
+    if engine.ranks.leads:
+        engine.submit(*jobs)
+    engine.run()
     assert not engine.states.open
-    return [job.tokens for job in jobs]
+    assert model.resumes
+    assert model.goes_on is (cp is None or "kimi" not in folder)
+    assert max(sizes, default=2) > 1  # side by side, where tokens are decoded
+    return [job.tokens for job in (*jobs, *again)], [job.reused for job in again]
 
 
-def check_transformers(rank: int, folder: str) -> list[list[int]]:
-    return answers(folder, ContextParallel(group(), scan="ring", validate="never"))
+def check_transformers(rank: int, folders: list[str]) -> list[tuple[list[list[int]], list[int]]]:
+    cp = ContextParallel(group(), scan="ring", validate="never")
+    return [answers(folder, cp) for folder in folders]
+
+
+MODELS = ("qwen3_next", "bamba", "llama", "minimax", "kimi_linear")
+"""Of latents a piece after the first is read whole by each rank."""
 
 
 def test_models_of_transformers(ranks, tmp_path: Path):
-    model = CASES["qwen3_next"].make().eval()
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    model.save_pretrained(tmp_path)
-    made = [model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0].tolist() for ids in prompts()]
-    want = [row[-5:] for row in made]
-    assert answers(str(tmp_path)) == want
-    assert ranks.run(2, check_transformers, str(tmp_path))[0] == want
-    assert ranks.run(4, check_transformers, str(tmp_path))[0] == want
+    folders, want = [], []
+    for name in MODELS:
+        model = CASES[name].make().eval()
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+        model.save_pretrained(tmp_path / name)
+        made = [model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0].tolist() for ids in prompts()]
+        said = [row[-5:] for row in made]
+        want.append((said + said[:2], [21, 2]))
+        folders.append(str(tmp_path / name))
+    assert [answers(folder) for folder in folders] == want
+    for size in (2, 3):
+        assert ranks.run(size, check_transformers, folders)[0] == want
 
 
 def check_announcement(rank: int, folder: str) -> str:

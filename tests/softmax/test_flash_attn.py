@@ -18,7 +18,7 @@ import torch
 from ring_la.errors import UnsupportedError
 from ring_la.layout import Layout
 from ring_la.softmax import attention
-from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, choose, varlen
+from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, choose, flash_attn, packs, varlen
 from ring_la.softmax.backends.aten import Flash
 from ring_la.softmax.backends.sage import SageAttention
 from ring_la.softmax.backends.varlen import VarlenBackend
@@ -226,6 +226,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(VarlenBackend, "devices", ("cpu",))
     monkeypatch.setattr(VarlenBackend, "dtypes", (torch.float64,))
     monkeypatch.setitem(BACKENDS, "flash", ExactFlash())
+    monkeypatch.setattr(flash_attn, "cute_beta", lambda: flash_attn.LEAST_BETA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for name, stand_in in (STAND_INS | FORWARDS).items():
         path = BACKENDS[name].module.split(".")
@@ -309,20 +310,28 @@ def test_gradients_of_the_same_bits_only_where_asked(on_the_cpu):
     assert taken == [False, True]
 
 
-def test_one_call_for_all_documents(on_the_cpu):
+@pytest.mark.parametrize("window", [(-1, -1), (6, 0)])
+def test_one_call_for_all_documents(on_the_cpu, window, monkeypatch):
+    """Long ones and short ones, under a window too: each long one took a call, and each one that a window cut."""
+    monkeypatch.setattr(packs, "LARGE", 100)
     cu = torch.tensor([0, 10, 14, 40])
     q = torch.randn(1, 40, 2, 8, dtype=torch.float64)
-    attention(q, q, q, cu_seqlens=cu, backend="flash")
+    got = attention(q, q, q, cu_seqlens=cu, window=window, backend="flash")
     assert calls == ["varlen"]
+    assert error(got.o, attention(q, q, q, cu_seqlens=cu, window=window, backend="reference").o) < 1e-9
 
 
 def test_the_fastest_is_chosen(on_the_cpu, monkeypatch):
     """Among kernels that can do a call: measured on an H200."""
     monkeypatch.setattr(varlen, "has_triton", lambda: True)
     monkeypatch.setattr(BACKENDS["triton"], "unsupported", lambda ask: "")
+    ask = Ask(torch.device("cpu"), torch.float64, 4, 4, 128, 128, windowed=True, rows=4096)
+    capped = dataclasses.replace(ask, beyond=frozenset({"softcap"}))
+    assert {choose(a, None).name for a in (ask, capped)} == {"flash_attn_4"}
+    monkeypatch.setattr(flash_attn, "cute_beta", lambda: flash_attn.LEAST_BETA - 1)
     for width, rows, best in ((128, 4096, "triton"), (128, 8, "flash"), (64, 4096, "flash"), (256, 4096, "flash")):
-        ask = Ask(torch.device("cpu"), torch.float64, 4, 4, width, width, windowed=True, rows=rows)
-        assert choose(ask, None).name == best
+        assert choose(dataclasses.replace(ask, width=width, value_width=width, rows=rows), None).name == best
+    assert choose(capped, None).name == "flash_attn_2"
 
 
 def test_not_installed_is_said(monkeypatch):

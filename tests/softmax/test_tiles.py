@@ -75,17 +75,20 @@ def test_each_visible_pair_once(pair):
         assert all(t.full or (t.hi == 0 and t.q1 - t.q0 == t.k1 - t.k0) for t in small)
 
 
+def shown_by(window: Window, n: int, m: int) -> torch.Tensor:
+    """The pairs FlashAttention lets through of n rows and m keys."""
+    ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
+    right = 0 if window.causal else window.right
+    return ((ahead <= right) | (right < 0)) & ((ahead >= -window.left) | (window.left < 0))
+
+
 @settings(max_examples=200, deadline=None)
 @given(sides())
 def test_flash_windows_and_packs(pair):
     """FlashAttention's way to name a mask, and varlen calls, show the same pairs."""
     want, parts = wanted(pair), tiles(pair)
     for tile in (t for t in parts if t.band):
-        n, m = tile.q1 - tile.q0, tile.k1 - tile.k0
-        window = Window.of(tile)
-        ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
-        right = 0 if window.causal else window.right
-        seen = ((ahead <= right) | (right < 0)) & ((ahead >= -window.left) | (window.left < 0))
+        seen = shown_by(Window.of(tile), tile.q1 - tile.q0, tile.k1 - tile.k0)
         assert torch.equal(seen, shown(tile, want))
     together, single = packs(pair)
     count = covered(single, want)
@@ -93,8 +96,7 @@ def test_flash_windows_and_packs(pair):
         q, k = (torch.arange(len(t))[s.rows] for t, s in ((pair.rows, p.q), (pair.keys, p.k)))
         assert p.q.longest == int(p.q.cu.diff().max())
         for a, b, c, d in zip(p.q.cu, p.q.cu[1:], p.k.cu, p.k.cu[1:]):
-            tile = Tile(0, b - a, 0, d - c, hi=int((d - c) - (b - a)) if p.causal else None)
-            count[q[a:b][:, None], k[c:d][None]] += shown(tile, want)
+            count[q[a:b][:, None], k[c:d][None]] += shown_by(p.window, int(b - a), int(d - c))
         assert q.unique().numel() == q.numel()
     assert torch.equal(count, want.long())
 

@@ -31,7 +31,8 @@ def arguments(definition: Definition) -> str:
 
 def table() -> str:
     """A line for each recurrence."""
-    lines = [f"| `{r.name}` | {arguments(r)} | {r.equation} |" for r in RECURRENCES]
+    bar = r"\|"  # as it is it would end the cell
+    lines = [f"| `{r.name}` | {arguments(r)} | {r.equation.replace('|', bar)} |" for r in RECURRENCES]
     return "\n".join(["| function | inputs | recurrence |", "|---|---|---|", *lines])
 
 

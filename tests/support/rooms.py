@@ -30,6 +30,7 @@ class House:
         files = {f: f.read_text() for f in sorted((root / "ring_la").rglob("*.py"))}
         self.lines = {f: len(text.splitlines()) for f, text in files.items()}
         self.trees = {f: ast.parse(text) for f, text in files.items()}
+        self.nodes = {f: list(ast.walk(tree)) for f, tree in self.trees.items()}
 
     def functions(self) -> Iterator[Function]:
         """Those that run on the host: not in Triton's language, nor inside one that is."""
@@ -48,8 +49,8 @@ class House:
     def classes_twice(self) -> dict[str, list[str]]:
         """Class names that several files or places use, and the files."""
         found: dict[str, list[str]] = defaultdict(list)
-        for file, tree in self.trees.items():
-            for node in ast.walk(tree):
+        for file, nodes in self.nodes.items():
+            for node in nodes:
                 if isinstance(node, ast.ClassDef):
                     found[node.name].append(str(file.relative_to(self.root)))
         return {name: where for name, where in found.items() if len(where) > 1}
@@ -65,7 +66,7 @@ class House:
 
     def _imports(self, file: Path, package: list[str], modules: dict[str, Path]) -> set[str]:
         found: set[str] = set()
-        for node in ast.walk(self.trees[file]):
+        for node in self.nodes[file]:
             if isinstance(node, ast.ImportFrom):
                 base = package[: len(package) - node.level + 1] if node.level else []
                 module = ".".join([*base, *(node.module.split(".") if node.module else [])])

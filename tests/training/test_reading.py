@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 
@@ -9,8 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ring_la import ArgumentError
-from ring_la.training import reading
+from ring_la import ArgumentError, reading
 
 
 class Evil:
@@ -45,6 +45,12 @@ def test_tensors_and_plain_values_are_read(tmp_path, empty):
     reading.load(empty, folder, no_dist=True)
     assert empty["x"].tolist() == [0.0, 1.0, 2.0]
     assert empty["progress"] == {"step": 3, "seeds": [1, 2], "rate": 0.5}
+
+
+def test_a_path_that_python_3_13_wrote_is_read():
+    assert reading._Contents(io.BytesIO(b"cpathlib._local\nPosixPath\n(Vrun\ntR.")).load() == Path("run")
+    with pytest.raises(pickle.UnpicklingError, match=r"pathlib\.os is no part"):
+        reading._Contents(io.BytesIO(b"cpathlib._local\nos\n.")).load()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

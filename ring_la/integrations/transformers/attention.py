@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def attend(
     if indices is not None:
         keywords["chosen"] = _choice(indices, softcap, dropout)
         return _run(sparse_attention, (q, k, v), module, attention_mask, sliding_window, others, keywords), None
-    keywords |= {"softcap": softcap or 0.0, "dropout_p": dropout}
+    keywords |= {"softcap": softcap or 0.0, "dropout_p": dropout} | _before(module, key)
     return _run(attention, (q, k, v), module, attention_mask, sliding_window, others, keywords), None
 
 
@@ -99,6 +100,15 @@ def attend_latents(
     return _run(mla, tensors, module, attention_mask, sliding_window, others, keywords), None
 
 
+def _before(module: Any, key: Tensor) -> dict[str, Any]:
+    """The keys that stand before a call's, where it goes on from earlier tokens."""
+    call = module._ring_la.call
+    if call is None or call.earlier is None:
+        return {}
+    k, v = (x.transpose(1, 2) for x in call.earlier.keys_before(key))
+    return {"joint_k": k, "joint_v": v, "joint": "front"}
+
+
 def _choice(indices: Tensor, softcap: float | None, dropout: float) -> Tensor:
     """Chosen keys ``[B, T, S]`` as our functions take them."""
     for name, value in (("softcap", softcap), ("attention_dropout", dropout)):
@@ -117,19 +127,27 @@ def _run(
     keywords: dict[str, object],
 ) -> Tensor:
     """A function of ours of tensors of this rank's tokens, under the mask and layout of the call."""
-    mask = _refuse(module, given, sliding_window, others)
+    mask = read_mask(module, given, sliding_window, others)
     call = module._ring_la.call
+    if call is None:
+        got = f"one of {_name(module)} or a part around it"
+        raise UnsupportedError("model", "a call of the parallelized model itself", got)
     window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
     if mask.chunk is None:
         return function(*tensors, **keywords, window=window, **call.split).o
+    if call.earlier is not None:
+        raise UnsupportedError("past_key_values", "an empty cache for attention in chunks", "a filled one")
     rows = zip(*(x.split(1) for x in tensors))
     return torch.cat([function(*row, **keywords, window=window, **call.chunked(mask.chunk)).o for row in rows])
 
 
-def _refuse(module: Any, attention_mask: object, sliding_window: int | None, others: dict[str, Any]) -> CausalMask:
-    """The mask, read. Refuse a call of `attend` outside a call of the model, with a mask that is not ours or keywords
-    not known."""
-    where = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
+def _name(module: Any) -> str:
+    return f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
+
+
+def read_mask(module: Any, attention_mask: object, sliding_window: int | None, others: dict[str, Any]) -> CausalMask:
+    """The mask, read. Refuse one that is not ours, and keywords that are not known."""
+    where = _name(module)
     if not isinstance(attention_mask, CausalMask):
         got = "none" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise UnsupportedError("model", f"a mask from the library's mask functions in {where}", got)
@@ -142,10 +160,6 @@ def _refuse(module: Any, attention_mask: object, sliding_window: int | None, oth
     if sliding_window is not None and sliding_window != mask.window:
         got = f"window {sliding_window} with {mask}"
         raise UnsupportedError("model", f"one window in the mask and the keywords of {where}", got)
-    if module._ring_la.call is None:
-        raise UnsupportedError(
-            "model", "a call of the parallelized model itself", f"one of {where} or a part around it"
-        )
     return mask
 
 
@@ -156,11 +170,25 @@ class AttentionNames:
         found = (getattr(module, "config", None) for module in model.modules())  # an adapter's copy has one of its own
         configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
         self._own = [(c, c._attn_implementation) for c in configs.values()]
+        self._whole: str | None = None
+        self._split = False
 
     def use(self, split: bool) -> None:
-        """Name our function, or the one the model came with."""
+        """Name our function, or the one of whole calls: that the model came with, or what `in_whole_calls` says."""
+        self._split = split
         for config, name in self._own:
-            config._attn_implementation = NAME if split else name
+            config._attn_implementation = NAME if split else self._whole or name
+
+    @contextmanager
+    def in_whole_calls(self, name: str) -> Iterator[None]:
+        """Whole calls name this function."""
+        self._whole = name
+        self.use(self._split)
+        try:
+            yield
+        finally:
+            self._whole = None
+            self.use(self._split)
 
     def check(self) -> None:
         """Refuse a call after someone else has named another function, which would see this rank's keys."""

@@ -18,13 +18,13 @@ def refuse_averaging(model: nn.Module, context: set[int]) -> None:
     Args:
         context: the ranks of the context group, as numbered in the job.
     """
-    for wrapper, ranks in _averaging(model):
+    for wrapper, ranks in averaging(model):
         if len(context) > 1 and context <= ranks:
             hint = f"{wrapper} averages gradients over these ranks: parallelize(…, average=True)"
             raise UnsupportedError("average", f"True under {wrapper}", False, hint)
 
 
-def _averaging(model: nn.Module) -> Iterator[tuple[str, set[int]]]:
+def averaging(model: nn.Module) -> Iterator[tuple[str, set[int]]]:
     """The wrappers of a model that average, and over which ranks; a divisor or a hook of one's own may do otherwise."""
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None and not ddp._comm_hooks:

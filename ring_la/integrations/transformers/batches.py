@@ -50,6 +50,10 @@ class Batches:
 
     def too_short(self, seq_len: int, offsets: tuple[int, ...] | None = None) -> bool:
         """Whether a rank would get no token of a whole batch."""
+        return self.least(seq_len, offsets) == 0
+
+    def least(self, seq_len: int, offsets: tuple[int, ...] | None = None) -> int:
+        """The fewest tokens a rank gets of a whole batch."""
         key = (seq_len, offsets)
         if key not in self._layouts:
             try:
@@ -57,4 +61,4 @@ class Batches:
             except DisagreementError as error:
                 raise DisagreementError(f"{error}\n{ROWS}") from None
             self._layouts = {key: layout}
-        return min(self._layouts[key].lengths) == 0
+        return min(self._layouts[key].lengths)

@@ -1,4 +1,5 @@
-"""Prefill: from what each rank's tokens leave in a cache, the cache of one process, or this rank's part of it."""
+"""Prefill: from what each rank's tokens leave in a cache, the cache one process would have, or this rank's part of it;
+and the tokens after that, split in the same way, which find what is in the cache."""
 
 from __future__ import annotations
 
@@ -138,6 +139,52 @@ class RankCache(Cache):
                 self.entries.append(Remembered(layer, "recurrent", 0, args[1]))
             else:
                 raise UnsupportedError("past_key_values", "a RankCache for models without an indexer", name)
+
+
+class ContinuedRecorder(CacheRecorder):
+    """A recorder whose layers find what an earlier call left in a cache.
+
+    Keys stay where they are: the attention function asks for those before the ones it is given. So does a convolution
+    for the inputs before its own.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__()
+        self._cache = cache
+        self._tail: Tensor | None = None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **keywords) -> Tensor:
+        self._tail = self._cache.get_conv_state(layer_idx, state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **keywords)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor:
+        return self._cache.get_linear_cache(layer_idx)  # type: ignore[attr-defined]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._cache.get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._cache.get_recurrent_state(layer_idx, state_idx)
+
+    def has_previous_state(self, *args, **keywords) -> bool:
+        return self._cache.has_previous_state(*args, **keywords)
+
+    def tail(self, width: int) -> Tensor | None:
+        """The last `width` inputs ``[B, D, width]`` of the convolution whose inputs were recorded last, once."""
+        tail, self._tail = self._tail, None
+        return None if tail is None else tail[..., tail.shape[-1] - width :]
+
+    def keys_before(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, H, S, D]`` that stand before those recorded as `key`.
+
+        Raises:
+            UnsupportedError: they are not what was recorded.
+        """
+        for name, tensors, args, keywords in reversed(self.records):
+            if name == "update" and tensors[0] is key:
+                layer = self._cache.layers[args[0] if args else keywords["layer_idx"]]
+                return layer.keys, layer.values
+        raise UnsupportedError("past_key_values", "keys that go into the cache as they are attended to", "others")
 
 
 def _last(x: Tensor, width: int, layout: ShardedLayout, group: Group) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ...context import ShardedLayout
+from .cache import ContinuedRecorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,7 @@ class ModelCall:
         losses: what the loss function answered, each time it was asked.
         head: where the head does not work on all of this rank's tokens at once, what it works on.
         documents: what layers with an index need of the whole sequence, kept from the first of them for the others.
+        earlier: where layers find what they remember of the tokens before these; None: there are none.
     """
 
     layout: ShardedLayout | None
@@ -92,6 +94,7 @@ class ModelCall:
     losses: list[Returned] = field(default_factory=list)
     head: HeadWork | None = None
     documents: object = None
+    earlier: ContinuedRecorder | None = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 
     @property
@@ -132,10 +135,21 @@ class Current:
 
     Attributes:
         call: the split call under way, or whose backward pass is; None in a call that is not split.
+        goes_on: whether calls with a filled cache are split, too, where each rank gets two tokens or more of them.
     """
 
     def __init__(self) -> None:
         self.call: ModelCall | None = None
+        self.goes_on = False
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Calls with a filled cache are split."""
+        self.goes_on = True
+        try:
+            yield
+        finally:
+            self.goes_on = False
 
     @contextmanager
     def during(self, call: ModelCall | None) -> Iterator[None]:

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ...autograd import first_derivative_only, outside_graphs
 from ...errors import UnsupportedError
-from .cache import CacheRecorder
+from .cache import CacheRecorder, ContinuedRecorder
 from .call import Current, ModelCall
 from .checks import refuse_by_places
 from .foreign import told_as_theirs
@@ -55,7 +55,7 @@ def _way(model: PreTrainedModel, split: SplitModel, arguments: dict) -> str:
         arguments.setdefault("output_attentions", True)
     cache = arguments.get(split.cache.name)
     if cache is not None and _filled(cache):
-        return "whole"
+        return "split" if _goes_on(split, arguments["input_ids"]) else "whole"
     if _short_prompt(split, arguments):
         return "prompt"
     split.checks.before(model)
@@ -69,6 +69,12 @@ def _filled(cache: Any) -> bool:
         return cache.get_seq_length() > 0
     except ValueError:  # a cache of recurrent states only
         return cache.has_previous_state()
+
+
+def _goes_on(split: SplitModel, ids: Tensor) -> bool:
+    """Whether tokens after a prefill are split: where that is wanted, and no rank takes its only token for a step of
+    decoding."""
+    return split.current.goes_on and split.batches.least(ids.shape[1]) > 1
 
 
 def _short_prompt(split: SplitModel, arguments: dict) -> bool:
@@ -160,7 +166,13 @@ def _prepared(
     call, local = split.batches.read(arguments)
     if call.targets is None:
         call.agreed = agreed(call.layout.cp.comm, call.fingerprint)
-    recorder = CacheRecorder() if _wants_cache(model, split.cache, arguments, call) else None
+    recorder = None
+    if _wants_cache(model, split.cache, arguments, call):
+        cache = arguments.get(split.cache.name)
+        if cache is not None and _filled(cache):
+            recorder = call.earlier = ContinuedRecorder(cache)
+        else:
+            recorder = CacheRecorder()
     local |= known(original, {"use_cache": recorder is not None, split.cache.name: recorder, "return_dict": True})
     if "position_ids" not in known(original, {"position_ids": None}):
         del local["position_ids"]

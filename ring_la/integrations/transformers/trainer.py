@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import Trainer
 
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
 from .split import SplitModel
+from .trainer_shards import ShardsTrainer
 
 LOGITS = "Ranks have the logits of their own tokens"
 ROWS = "The ranks of a context group need the same rows"
@@ -79,7 +79,7 @@ class DataAccelerator:
         return values[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else values
 
 
-class ContextTrainer(Trainer):
+class ContextTrainer(ShardsTrainer):
     """A Trainer whose sequences are split over the ranks of a context group; the arguments are the Trainer's.
 
     ::
@@ -92,9 +92,13 @@ class ContextTrainer(Trainer):
     a group. Losses are of whole sequences, in training and in `evaluate`. What needs the logits of a whole sequence is
     refused: label smoothing, compute_loss_func, compute_metrics and `predict`, but with prediction_loss_only.
 
+    A model that ``shard_parameters(…, average=True)`` was given, and that `load_weights` has filled, stays on its
+    shards: checkpoints are in Transformers' format beside the optimizer's shards; any other split goes on from them.
+
     Raises:
         ArgumentError: a model that was not parallelized, or without average=True; groups of several sizes.
-        UnsupportedError: an option that needs whole logits, or one that gives out rows in a way of its own.
+        UnsupportedError: an option that needs whole logits, or one that gives out rows in a way of its own; of a
+            sharded model, trained parameters that are no shards, or an option that would wrap or cast it again.
     """
 
     axis: DataAxis

@@ -18,7 +18,7 @@ from ...softmax.backends import Ask, choose
 from ...softmax.geometry import Pair, Run, Tokens
 from ...softmax.options import AttentionOptions
 from ...softmax.plan import AttentionMoves
-from ...softmax.strategies import STRATEGIES, AttentionJob, Heads
+from ...softmax.strategies import AttentionJob, Heads, ring_of
 from ...softmax.tensors import Tensors, check_tensors
 
 KERNELS = {
@@ -137,7 +137,7 @@ class UpstreamCall:
         ask = Ask(*x.kind, scores.beyond, scores.reach.windowed, **facts)
         job = AttentionJob(choose(ask, options.backend), scores, rows, keys, group=group)
         met = None if joint is None else Pair(*joint, scores.reach)
-        return AttentionMoves(job, STRATEGIES["copied" if group.copies else "ring"], met, heads)
+        return AttentionMoves(job, ring_of(job), met, heads)
 
 
 def sides_of(

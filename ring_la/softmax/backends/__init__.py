@@ -17,12 +17,12 @@ from .torch_backend import TorchBackend
 from .triton import TritonBackend, TritonChosen
 
 _KERNELS = (
+    FlashAttnCuTe(),
     CuDNN(),
     Flash(),
     FlashAttnPackage(),
     FlashAttnHopper(),
     FlashAttnHopperForward(),
-    FlashAttnCuTe(),
     SageAttention(),
     TritonBackend(),
     CPUFlash(),

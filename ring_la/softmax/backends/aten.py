@@ -11,7 +11,7 @@ from ..geometry import Tile
 from ..scores import Scores
 from .backend import Ask, QueryRows, TileBackend
 from .packs import Pack
-from .varlen import HALVES, LEAST_ROWS, VarlenBackend, Window
+from .varlen import HALVES, VarlenBackend, Window, enough_rows
 
 aten = torch.ops.aten
 
@@ -87,8 +87,7 @@ class CuDNN(TileBackend):
 
     def suits(self, ask: Ask) -> bool:
         """It builds a plan for each new shape: not for documents of ever new lengths, nor for decoding."""
-        few = ask.rows is not None and ask.rows < LEAST_ROWS
-        return not ask.packed and not few and torch.cuda.get_device_capability(ask.device) >= (9, 0)
+        return not ask.packed and enough_rows(ask) and torch.cuda.get_device_capability(ask.device) >= (9, 0)
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

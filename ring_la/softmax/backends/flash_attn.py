@@ -1,13 +1,16 @@
 """The flash-attn package, versions 2 (2.7 and later), 3 (Hopper build, or its forward alone) and 4 (CuTe DSL), through
 their block functions.
 
-Signatures are those of flash-attn 2.8.3, fa3-fwd 0.0.3 and flash-attn-4 4.0.0b36; the adapters are tested against
-stand-ins with these signatures. Versions 3 and 4 are taken only where a call names them.
+Signatures are those of flash-attn 2.8.3, fa3-fwd 0.0.3 and flash-attn-4 4.0.0b36, which have run on an H200
+(`tests/gpu/test_flash_attn.py`); elsewhere the adapters are tested against stand-ins with these signatures. Version 3's
+Hopper build was not to be had: it is taken only where a call names it.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+import re
+from functools import cache
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -19,7 +22,7 @@ from ...errors import UnsupportedError
 from ..scores import Scores
 from .backend import Ask, QueryRows
 from .packs import Pack
-from .varlen import VarlenBackend, Window
+from .varlen import VarlenBackend, Window, enough_rows
 
 
 class FlashAttnPackage(VarlenBackend):
@@ -73,6 +76,10 @@ class FlashAttnPackage(VarlenBackend):
             inside = (t[0] for t in (*inputs, *grads))
             interface._flash_attn_varlen_backward(*inside, *_lengths(pack), *how)
         return grads
+
+    def suits(self, ask: Ask) -> bool:
+        """Also where a softcap leaves the Triton kernel behind it on Hopper (by 15 to 18 %)."""
+        return super().suits(ask) or "softcap" in ask.beyond
 
     @property
     def interface(self) -> ModuleType:
@@ -139,13 +146,24 @@ class FlashAttnHopperForward(FlashAttnHopper):
 
 
 class FlashAttnCuTe(FlashAttnPackage):
-    """flash_attn.cute.interface."""
+    """flash_attn.cute.interface of the distribution flash-attn-4. (That of flash-attn 2 brings an older one, which has
+    neither varlen nor windows backwards.)
+
+    The first call of a mask and head width compiles for some seconds.
+    """
 
     name = "flash_attn_4"
     module = "flash_attn.cute.interface"
 
+    def unsupported(self, ask: Ask) -> str:
+        if cute_beta() < LEAST_BETA:
+            return f"flash-attn-4 4.0.0b{LEAST_BETA} or later is not installed"
+        return super().unsupported(ask)
+
     def suits(self, ask: Ask) -> bool:
-        return False
+        """On Hopper at K = 128, where it was measured, it is the fastest but for few queries."""
+        hopper = torch.cuda.get_device_capability(ask.device) == (9, 0)
+        return hopper and ask.width == 128 and enough_rows(ask)
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
@@ -162,6 +180,21 @@ class FlashAttnCuTe(FlashAttnPackage):
         how = _named_mask(scores, window) | _offsets(pack)
         dq, dk, dv = self.interface._flash_attn_bwd(*inputs, deterministic=self.repeatable, **how)[:3]
         return (dq, dk, dv) if pack is None else (dq[None], dk[None], dv[None])
+
+
+LEAST_BETA = 36
+"""The beta of flash-attn-4 4.0.0 that has run with ring_la."""
+
+
+@cache
+def cute_beta() -> int:
+    """The number of the beta of flash-attn-4 4.0.0 that is installed, a large one for what came after; −1: none is."""
+    try:
+        release = metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return -1
+    beta = re.fullmatch(r"4\.0\.0b(\d+)", release)
+    return 10**6 if beta is None else int(beta[1])
 
 
 def _named_mask(scores: Scores, window: Window) -> dict[str, Any]:

@@ -1,21 +1,39 @@
 """Several tiles as one varlen call: few, large kernel calls also where documents are many and short.
 
-Varlen kernels take rows of several sequences one after the other with their offsets, under one mask: full, or causal
-with the last row at the last key. Tiles of the same mask are put together; rows that do not already lie one after the
-other are gathered.
+Varlen kernels take rows of several sequences one after the other with their offsets, under one mask, counted from each
+one's last row and key. Tiles of the same mask are put together; rows that do not already lie one after the other are
+gathered.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..geometry import Pair, Tile, once, strips, tiles
 
-LARGE = 1 << 20
-"""Scores of a tile that is worth a call of its own: it fills a GPU, and its rows need not be gathered."""
+LARGE = 1 << 23
+"""Scores of a tile that is worth a call of its own where its rows would be gathered: with 32 heads of 128 channels it
+takes a GPU longer than the host takes for the call (about 0.1 ms)."""
+
+
+class Window(NamedTuple):
+    """A mask as FlashAttention names it: row i of n sees columns from ``i + m − n − left`` to ``i + m − n + right``."""
+
+    causal: bool
+    left: int = -1
+    right: int = -1
+
+    @classmethod
+    def of(cls, t: Tile) -> Window:
+        """The mask of a trimmed tile."""
+        if t.full or bottom_right(t):
+            return cls(not t.full)
+        shift = (t.k1 - t.k0) - (t.q1 - t.q0)
+        return cls(False, -1 if t.lo is None else shift - t.lo, -1 if t.hi is None else t.hi - shift)
 
 
 @dataclass(frozen=True)
@@ -37,10 +55,9 @@ class Side:
         offsets = [0]
         for a, b in spans:
             offsets.append(offsets[-1] + b - a)
-        adjacent = all(x[1] == y[0] for x, y in zip(spans, spans[1:]))
         rows = (
             slice(spans[0][0], spans[-1][1])
-            if adjacent
+            if _adjacent(spans)
             else torch.cat([torch.arange(a, b) for a, b in spans]).to(device)
         )
         return cls(rows, torch.tensor(offsets, dtype=torch.int32, device=device), max(b - a for a, b in spans))
@@ -56,7 +73,7 @@ class Side:
 class Pack:
     """Tiles of one mask, for one varlen call. No row of queries stands in it twice."""
 
-    causal: bool
+    window: Window
     q: Side
     k: Side
 
@@ -64,7 +81,7 @@ class Pack:
 @once
 def packs(pair: Pair) -> tuple[list[Pack], list[Tile]]:
     """(varlen calls, tiles left to single calls) for a block."""
-    return _packs(named(pair), pair.rows.device)
+    return _packs(named(pair), pair.reach.left, pair.rows.device)
 
 
 @once
@@ -89,26 +106,40 @@ def _named(t: Tile) -> list[Tile]:
     return strips(t, m)
 
 
-def _packs(todo: list[Tile], device: torch.device) -> tuple[list[Pack], list[Tile]]:
-    groups: dict[tuple[bool, int], list[Tile]] = {}
-    single: list[Tile] = []
-    for t in todo:
-        large = (t.q1 - t.q0) * (t.k1 - t.k0) >= LARGE
-        if large or not t.band or t.lo is not None or not (t.full or bottom_right(t)):
-            single.append(t)
-            continue
-        layer = 0  # tiles of the same rows go into different calls, whose results merge
-        while any(o.q0 < t.q1 and t.q0 < o.q1 for o in groups.get((not t.full, layer), ())):
+def _packs(todo: list[Tile], left: int | None, device: torch.device) -> tuple[list[Pack], list[Tile]]:
+    groups: dict[tuple[Window, int], list[Tile]] = {}
+    single = [t for t in todo if not t.band]
+    for t in (t for t in todo if t.band):
+        window, layer = _common(t, left), 0  # tiles of the same rows go into different calls, whose results merge
+        while any(o.q0 < t.q1 and t.q0 < o.q1 for o in groups.get((window, layer), ())):
             layer += 1
-        groups.setdefault((not t.full, layer), []).append(t)
+        groups.setdefault((window, layer), []).append(t)
     out = []
-    for (causal, _), members in groups.items():
-        if len(members) == 1:
+    for (window, _), members in groups.items():
+        if not (_adjacent([(t.q0, t.q1) for t in members]) and _adjacent([(t.k0, t.k1) for t in members])):
+            single += [t for t in members if _large(t)]
+            members = [t for t in members if not _large(t)]
+        if len(members) < 2:
             single += members
             continue
         q, k = [(t.q0, t.q1) for t in members], [(t.k0, t.k1) for t in members]
-        out.append(Pack(causal, Side.of(q, device), Side.of(k, device)))
+        out.append(Pack(window, Side.of(q, device), Side.of(k, device)))
     return out, single
+
+
+def _common(t: Tile, left: int | None) -> Window:
+    """The mask of a tile, under which others stand too: of a document shorter than the window, that of longer ones."""
+    if left is not None and t.lo is None and t.hi == 0 and t.q1 - t.q0 == t.k1 - t.k0:
+        return Window(False, left, 0)
+    return Window.of(t)
+
+
+def _large(t: Tile) -> bool:
+    return (t.q1 - t.q0) * (t.k1 - t.k0) >= LARGE
+
+
+def _adjacent(spans: list[tuple[int, int]]) -> bool:
+    return all(x[1] == y[0] for x, y in zip(spans, spans[1:]))
 
 
 def bottom_right(t: Tile) -> bool:

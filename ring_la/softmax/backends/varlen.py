@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,27 +11,16 @@ from ..geometry import Pair, Tile
 from ..merging import Gradients, Partial, has_triton
 from ..scores import Scores
 from .backend import Ask, QueryRows, TileBackend
-from .packs import Pack, bottom_right, named, packs
+from .packs import Pack, Window, named, packs
 
 HALVES = (torch.float16, torch.bfloat16)
 LEAST_ROWS = 512
 """Fewer queries than this are no work for kernels that one takes for many."""
 
 
-class Window(NamedTuple):
-    """A mask as FlashAttention names it: row i of n sees columns from ``i + m − n − left`` to ``i + m − n + right``."""
-
-    causal: bool
-    left: int = -1
-    right: int = -1
-
-    @classmethod
-    def of(cls, t: Tile) -> Window:
-        """The mask of a trimmed tile."""
-        if t.full or bottom_right(t):
-            return cls(not t.full)
-        shift = (t.k1 - t.k0) - (t.q1 - t.q0)
-        return cls(False, -1 if t.lo is None else shift - t.lo, -1 if t.hi is None else t.hi - shift)
+def enough_rows(ask: Ask) -> bool:
+    """Whether a call has many queries, as far as is known."""
+    return ask.rows is None or ask.rows >= LEAST_ROWS
 
 
 class VarlenBackend(TileBackend):
@@ -61,8 +49,12 @@ class VarlenBackend(TileBackend):
 
     def suits(self, ask: Ask) -> bool:
         """On Hopper at K = 128 the Triton kernel is ahead of FlashAttention-2, but for few queries."""
-        few = ask.rows is not None and ask.rows < LEAST_ROWS
-        return few or ask.width != 128 or not has_triton() or torch.cuda.get_device_capability(ask.device) != (9, 0)
+        return (
+            not enough_rows(ask)
+            or ask.width != 128
+            or not has_triton()
+            or torch.cuda.get_device_capability(ask.device) != (9, 0)
+        )
 
     @abstractmethod
     def call(
@@ -91,7 +83,7 @@ class VarlenBackend(TileBackend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         together, single = self._calls(pair, len(q))
         for p in together:
-            parts = self.call(p.q.take(q), p.k.take(k), p.k.take(v), scores, Window(p.causal), p)
+            parts = self.call(p.q.take(q), p.k.take(k), p.k.take(v), scores, p.window, p)
             out.add(*parts, p.q.rows)
         self.add_tiles(single, q, k, v, scores, out)
 
@@ -100,6 +92,6 @@ class VarlenBackend(TileBackend):
         for p in together:
             q, o, do = (p.q.take(t) for t in (x.q, x.o, x.do))
             rows = QueryRows(q, o, do, p.q.take(x.lse, 2).contiguous())
-            parts = self.call_backward(rows, p.k.take(k), p.k.take(v), scores, Window(p.causal), p)
+            parts = self.call_backward(rows, p.k.take(k), p.k.take(v), scores, p.window, p)
             out.add(*parts, p.q.rows, p.k.rows)
         self.add_gradients(single, x, k, v, scores, out)

@@ -4,7 +4,8 @@
     backward   the gradient of these keys moves on to the right one step behind, gathering each rank's part, and goes
                home at the end
 
-The walk ends at the last step at which any rank sees anything (a window, short documents: known on the host).
+The walk ends at the last step at which any rank sees anything (a window, short documents: known on the host). Whole
+shards travel, since those further on may need what a rank does not; `sent.py` sends each rank what it needs.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ ranks, so that no sizes are exchanged."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -10,12 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...comm.memory import Memory
-from ..geometry import Pair, Tile, Tokens, tiles
+from ..geometry import Pair, Reach, Tile, Tokens, tiles
 from .job import AttentionJob
 from .views import Addresses, Views
 
 Shapes = tuple[torch.Size, torch.Size, torch.dtype]
 """Of k and v."""
+Stretches = list[tuple[int, int]]
+"""Rows ``a … b − 1`` of a rank's keys, in order and apart."""
 
 LARGEST = 4
 """Owners whose keys are computed on at once."""
@@ -69,7 +72,7 @@ class Schedule:
         addresses, views: where rooms stand, and tensors in a memory, found and kept by mailboxes.
     """
 
-    def __init__(self, job: AttentionJob, needs: list[list[list[tuple[int, int]]]]) -> None:
+    def __init__(self, job: AttentionJob, needs: list[list[Stretches]]) -> None:
         self.size, self._keys = len(needs), job.keys
         self.spans = [self._rounds(rank, of_rank) for rank, of_rank in enumerate(needs)]
         self.rows = [[sum(map(len, spans)) for spans in rounds] for rounds in self.spans]
@@ -83,12 +86,9 @@ class Schedule:
     @classmethod
     def of(cls, job: AttentionJob) -> Schedule:
         """The schedule of a job, made once for its rows, keys and mask."""
-        reach = job.scores.reach
-
-        def make() -> Schedule:
-            return cls(job, [[_seen(tiles(Pair(rows, keys, reach))) for keys in job.keys] for rows in job.rows])
-
-        return job.against(job.keys[job.rank]).kept(cls, make)
+        return job.against(job.keys[job.rank]).kept(
+            cls, lambda: cls(job, needs_of(job.rows, job.keys, job.scores.reach))
+        )
 
     def rounds(self, rank: int) -> list[Round]:
         """A rank's rounds."""
@@ -100,7 +100,7 @@ class Schedule:
         """The gradients that an owner is sent, by their places in its inbox."""
         return list(self._inboxes[owner].values())
 
-    def _rounds(self, rank: int, needs: list[list[tuple[int, int]]]) -> list[list[Span]]:
+    def _rounds(self, rank: int, needs: list[Stretches]) -> list[list[Span]]:
         """The nearest owner to the left, the next two, the next four …; in each round spans in the sequence's order."""
         owners = [s for n in range(1, self.size) if needs[s := (rank - n) % self.size]]
         out, n = [], 1
@@ -119,7 +119,7 @@ class Schedule:
         runs = self._keys[owner].cut(row, row + 1).runs
         return runs[0].index if runs else 0
 
-    def _inbox(self, owner: int, needs: list[list[list[tuple[int, int]]]]) -> dict[tuple[int, int], Span]:
+    def _inbox(self, owner: int, needs: list[list[Stretches]]) -> dict[tuple[int, int], Span]:
         """Where gradients of an owner's keys meet, by sender and first row."""
         out, place = {}, 0
         for rank in range(self.size):
@@ -134,9 +134,14 @@ class Schedule:
         return Round(number, tuple(spans), letters, keys, sum(1 << s for s in {x.owner for x in spans}))
 
 
-def _seen(met: list[Tile]) -> list[tuple[int, int]]:
+def needs_of(rows: Sequence[Tokens], keys: Sequence[Tokens], reach: Reach) -> list[list[Stretches]]:
+    """For each rank and owner, the stretches of the owner's keys which that rank's queries see."""
+    return [[_seen(tiles(Pair(own, others, reach))) for others in keys] for own in rows]
+
+
+def _seen(met: list[Tile]) -> Stretches:
     """The stretches of keys that tiles hold, joined where they touch."""
-    out: list[tuple[int, int]] = []
+    out: Stretches = []
     for a, b in sorted((t.k0, t.k1) for t in met):
         if out and a <= out[-1][1]:
             out[-1] = out[-1][0], max(b, out[-1][1])

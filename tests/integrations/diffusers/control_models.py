@@ -17,7 +17,10 @@ from diffusers import (
 )
 from torch import nn
 
+from .cross_models import cosmos
 from .inputs import TEXT, B, Case, draw, latents, step
+from .joint_models import JOINT_CASES, flux, qwen, sd3
+from .linear_models import LINEAR_CASES
 
 
 def z_image() -> tuple[nn.Module, dict[str, object]]:
@@ -91,7 +94,6 @@ def animate() -> tuple[nn.Module, dict[str, object]]:
 
 
 def flux_control() -> tuple[nn.Module, dict[str, object]]:
-    from .models import flux
 
     sizes = dict(num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, in_channels=4)
     dims = dict(joint_attention_dim=12, pooled_projection_dim=6, guidance_embeds=True, axes_dims_rope=[4, 4, 8])
@@ -101,7 +103,6 @@ def flux_control() -> tuple[nn.Module, dict[str, object]]:
 
 
 def sd3_control() -> tuple[nn.Module, dict[str, object]]:
-    from .models import sd3
 
     sizes = dict(sample_size=6, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2)
     dims = dict(joint_attention_dim=12, caption_projection_dim=16, pooled_projection_dim=6, pos_embed_max_size=6)
@@ -109,7 +110,6 @@ def sd3_control() -> tuple[nn.Module, dict[str, object]]:
 
 
 def qwen_control() -> tuple[nn.Module, dict[str, object]]:
-    from .models import qwen
 
     sizes = dict(in_channels=16, num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=12)
     model = QwenImageControlNetModel(out_channels=4, axes_dims_rope=(4, 4, 8), **sizes)
@@ -120,16 +120,14 @@ def with_residuals(name: str, argument: str, channels: int, count: int, tokens: 
     """A transformer that is given a ControlNet's residuals."""
 
     def case() -> tuple[nn.Module, dict[str, object]]:
-        from .models import CASES
 
-        model, inputs = CASES[name]()
+        model, inputs = (JOINT_CASES | LINEAR_CASES)[name]()
         return model, inputs | {argument: [draw(B, tokens, channels) for _ in range(count)]}
 
     return case
 
 
 def cosmos_residuals() -> tuple[nn.Module, dict[str, object]]:
-    from .models import cosmos
 
     model, inputs = cosmos(controlnet_block_every_n=1)
     return model, inputs | dict(block_controlnet_hidden_states=[draw(B, 27, 32) for _ in range(2)])

@@ -33,7 +33,9 @@ from tests.support.attention_cases import error
 from tests.support.pool import Ranks, group
 
 from .control_models import flux_control
-from .models import flux, sana, sd3, wan
+from .cross_models import wan
+from .joint_models import flux, sd3
+from .linear_models import sana
 
 RATIOS = [1.0, 1.1, 0.9, 1.0, 1.0, 1.0]
 

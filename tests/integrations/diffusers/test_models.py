@@ -19,7 +19,8 @@ from ring_la.integrations.diffusers.compare import tensors_in
 from tests.support.attention_cases import error
 from tests.support.pool import group
 
-from .models import CASES, limits, make, sana
+from .linear_models import sana
+from .models import CASES, limits, make
 
 
 def leaves_of(model, inputs) -> dict[str, torch.Tensor]:

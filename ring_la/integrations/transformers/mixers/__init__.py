@@ -42,6 +42,10 @@ UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, qwen4_exp, x
 """Classes whose state a split call cannot put into a cache."""
 
 
+CONTINUED = set().union(*(m.MIXERS for m in (convolution, delta, mamba, lightning)))
+"""Classes that go on from a filled cache on split tokens."""
+
+
 def entry_of(kind: type) -> Mapping[str, Callable] | Callable | None:
     """The entry of a class or the nearest of its parents that has one."""
     return next((MIXERS[c.__name__] for c in kind.__mro__ if c.__name__ in MIXERS), None)
@@ -51,6 +55,12 @@ def uncached(model: nn.Module) -> str | None:
     """The name of the first class in a model that is in `UNCACHED`."""
     kinds = (c.__name__ for module in model.modules() for c in type(module).__mro__)
     return next((name for name in kinds if name in UNCACHED), None)
+
+
+def goes_on(model: nn.Module) -> bool:
+    """Whether every mixer of a model with an entry is in `CONTINUED`."""
+    names = (next((c.__name__ for c in type(m).__mro__ if c.__name__ in MIXERS), None) for m in model.modules())
+    return all(name is None or name in CONTINUED for name in names)
 
 
 def make_forward(kind: type, current: Current) -> Callable:

@@ -19,7 +19,9 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """``causal_conv1d_fn`` of causal_conv1d: ``hidden_states [B, D, T]``, ``weight [D, W]`` → ``[B, D, T]``."""
     silu = activation in ("silu", "swish")
-    out = short_conv(hidden_states.transpose(1, 2), weight, bias, "silu" if silu else None, **call.split).o
+    before = None if call.earlier is None else call.earlier.tail(weight.shape[-1] - 1)
+    x = hidden_states.transpose(1, 2)
+    out = short_conv(x, weight, bias, "silu" if silu else None, initial_state=before, **call.split).o
     out = out if silu or activation is None else ACT2FN[activation](out)
     return out.transpose(1, 2)
 

@@ -47,7 +47,7 @@ def latent_attention(call: ModelCall, layer: Any, *args, **keywords):
         layer = Overriding(layer, indexer=functools.partial(pick, call, layer.indexer))
     up, cached = layer.kv_b_proj, keywords.get("past_key_values") is not None
     whole = type(up) is nn.Linear and up.bias is None and not isinstance(up.weight, DTensor)
-    if not whole or not _expands(kind) or (cached and not _caches_latents(kind)):
+    if not whole or not _expands(kind) or (cached and not caches_latents(kind)):
         return inspect.unwrap(kind.forward)(layer, *args, **keywords)
     return forward_with(kind, Latents)(Overriding(layer, expand_kv=as_they_are), *args, **keywords)
 
@@ -59,7 +59,7 @@ def _expands(kind: Any) -> bool:
 
 
 @functools.cache
-def _caches_latents(kind: Any) -> bool:
+def caches_latents(kind: Any) -> bool:
     """Whether what it puts into a cache are latents."""
     source = inspect.getsource(inspect.unwrap(kind.forward))
     return 0 <= source.find("past_key_values.update(") < source.find("self.expand_kv(")

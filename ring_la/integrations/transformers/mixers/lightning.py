@@ -24,7 +24,9 @@ def minimax(
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1))
     q, k, v = qkv.split(layer.head_dim, -1)
     decay = -layer.slope_rate.flatten().float()
-    out = lightning_attention(q, k, v, decay, scale=1.0, output_final_state=past_key_values is not None, **call.split)
+    before = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
+    state: dict[str, Any] = dict(initial_state=before, output_final_state=past_key_values is not None)
+    out = lightning_attention(q, k, v, decay, scale=1.0, **state, **call.split)
     if past_key_values is not None:
         past_key_values.set_linear_cache(layer.layer_idx, out.final_state.to(v.dtype))
     o = layer.norm(out.o.flatten(2)) * F.sigmoid(layer.output_gate(hidden_states))

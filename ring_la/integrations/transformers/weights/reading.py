@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, set_param_for_module
@@ -35,6 +35,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.de
         ArgumentError: no such files; a weight of the model that is not there or has another shape.
     """
     device, read = device_of(device), [0]
+    computed = list(_computed(model))
     with ExitStack() as opened:
         there = slices_of(files_of(Path(folder)), opened, read)
         info, config = _fill(model, folder, there, device)
@@ -46,6 +47,8 @@ def load_weights(model: PreTrainedModel, folder: str | Path, *, device: torch.de
             "folder", "the weights of this model", f"{folder}, without or unlike {', '.join(wrong[:5])}"
         )
     type(model)._finalize_model_loading(model, config, info)
+    for module, name, buffer in computed:
+        module._buffers[name] = buffer.to(device)
     return read[0]
 
 
@@ -69,6 +72,16 @@ def _fill(
         for target, x in converted(model, name, converter, there, sources).items():
             set_param_for_module(model, target, part_of(model.get_parameter(target), x, device), info, None)
     return info, config
+
+
+def _computed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Buffers that no file holds and that are there already: the library computes those of "meta" alone, and empties
+    the others."""
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and not buffer.is_meta:
+                yield module, name, buffer
 
 
 def _not_stored(model: nn.Module) -> Iterator[str]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ..errors import ArgumentError
+from .errors import ArgumentError
 
 METADATA = ".metadata"
 _KNOWN = {
@@ -30,12 +30,15 @@ _KNOWN = {
     "collections": {"OrderedDict"},
 }
 """What a table of contents names, by module; None: all classes that the module defines itself."""
+_MOVED = {"pathlib._local": "pathlib"}
+"""Modules as Python 3.13 writes them, and as all Pythons read them."""
 
 
 class _Contents(pickle.Unpickler):
     """Makes what a table of contents consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _MOVED.get(module, module)
         known: set[str] | frozenset[str] | None = _KNOWN.get(module, frozenset())
         if known is not None and name not in known:
             found = getattr(torch, name, None) if module == "torch" else None

@@ -1,0 +1,150 @@
+"""Keys of sequences decoded side by side at fixed addresses: what a step that is one CUDA graph reads and writes.
+
+    rows = StaticRows(4, 1024, cp, device)          4 sequences, each with room for 1,024 of this rank's tokens
+    keys = StaticKeys(rows, size, dtype)            of one layer
+    rows.seat(2, positions, length)                 the third has these tokens
+    keys.fill(2, k, v)
+    rows.begin(4, 256)                              a step of 4 rows, whose tokens are in the first 256 columns
+    o = keys.decode(q, k, v)                        in each layer
+    rows.advance()
+
+What differs from step to step is in tensors: how many tokens a sequence has, where they stand, which rank takes the
+next one. All rows of a step are read as far as the longest, so this is for sequences of about one length. A column more
+than there is room for takes the tokens that a rank does not keep.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..context import ContextParallel
+from ..softmax.merging import wide
+from .decode import merged
+from .store import KeySize
+
+
+class StaticRows:
+    """Which token is in which column of this rank's memory, one for all layers.
+
+    Args:
+        size: sequences. capacity: tokens of this rank each has room for. cp: the ranks; None: this process alone.
+
+    Attributes:
+        length: tokens of each sequence on all ranks, int64 ``[size]``. here: those on this rank.
+        position: of the token in each column, int64 ``[size, capacity + 1]``; −1: none.
+    """
+
+    def __init__(self, size: int, capacity: int, cp: ContextParallel | None, device: torch.device) -> None:
+        self.size, self.capacity, self.cp = size, capacity, cp
+        self.ranks, self.rank = (1, 0) if cp is None else (cp.size, cp.rank)
+        self.length, self.here = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
+        self.position = torch.full((size, capacity + 1), -1, dtype=torch.int64, device=device)
+        self._each = torch.arange(size, device=device)
+        self.rows, self.columns = size, capacity
+        self._at = self._kept = self.length
+        self._seen: dict[int, Tensor] = {}
+
+    def seat(self, row: int, positions: Tensor, length: int) -> None:
+        """Row `row` is a sequence of `length` tokens, of which this rank has those at `positions`."""
+        self.length[row], self.here[row] = length, len(positions)
+        self.position[row] = -1
+        self.position[row, : len(positions)] = positions.to(self.position.device)
+
+    def take_over(self, old: StaticRows) -> None:
+        """Have the sequences of a smaller one."""
+        self.length[: old.size], self.here[: old.size] = old.length, old.here
+        self.position[: old.size, : old.capacity] = old.position[:, :-1]
+
+    def begin(self, rows: int, columns: int) -> None:
+        """A step of the first rows: each gets a token, within the first columns of the rank it is on."""
+        self.rows, self.columns, self._seen = rows, columns, {}
+        length, here = self.length[:rows], self.here[:rows]
+        self._kept = (length % self.ranks == self.rank) & (here < self.capacity)
+        self._at = torch.where(self._kept, here, self.capacity)
+        self.position[self._each[:rows], self._at] = torch.where(self._kept, length, -1)
+
+    def advance(self) -> None:
+        """The step is done in all layers."""
+        self.length[: self.rows] += 1
+        self.here[: self.rows] += self._kept
+
+    def put(self, memory: Tensor, x: Tensor) -> None:
+        """Write each row's new token ``x [rows, 1, …]`` into ``memory [size, capacity + 1, …]``."""
+        memory[self._each[: self.rows], self._at] = x[:, 0].to(memory.dtype)
+
+    def seen(self, window: int) -> Tensor:
+        """Which columns the new tokens see, bool ``[rows, columns]``."""
+        if window not in self._seen:
+            position = self.position[: self.rows, : self.columns]
+            seen = position >= 0
+            if window >= 0:
+                seen = seen & (self.length[: self.rows, None] - position <= window)
+            self._seen[window] = seen
+        return self._seen[window]
+
+
+class StaticKeys:
+    """One layer's keys and values of `rows`, a layer's state while sequences are decoded.
+
+    Attributes:
+        k: ``[size, capacity + 1, heads, K]``. v: the same with V.
+        carried: what the layer needs of each sequence's last token, with a row each; None: nothing.
+    """
+
+    def __init__(self, rows: StaticRows, size: KeySize, dtype: torch.dtype) -> None:
+        self.rows, device = rows, rows.length.device
+        self.k = torch.zeros(rows.size, rows.capacity + 1, size.heads, size.key, dtype=dtype, device=device)
+        self.v = torch.zeros(rows.size, rows.capacity + 1, size.heads, size.value, dtype=dtype, device=device)
+        self._carried: Tensor | None = None
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens of each sequence before the step under way, int64 ``[rows]``."""
+        return self.rows.length[: self.rows.rows]
+
+    @property
+    def carried(self) -> Tensor | None:
+        return None if self._carried is None else self._carried[: self.rows.rows]
+
+    def carry(self, x: Tensor) -> None:
+        """Know this of each sequence's last token, ``[rows, …]``."""
+        assert self._carried is not None  # a sequence was put in with it
+        self._carried[: len(x)] = x
+
+    def fill(self, row: int, k: Tensor, v: Tensor, carried: Tensor | None = None) -> None:
+        """The tokens of a row: ``[n, heads, ·]``, those of this rank, which may have none."""
+        if len(k):
+            self.k[row, : len(k)], self.v[row, : len(v)] = k, v
+        if carried is not None:
+            if self._carried is None:
+                self._carried = carried.new_zeros(self.rows.size, *carried.shape)
+            self._carried[row] = carried
+
+    def take_over(self, old: StaticKeys) -> None:
+        """Have the sequences of a smaller one."""
+        n, S = old.rows.size, old.rows.capacity
+        self.k[:n, :S], self.v[:n, :S] = old.k[:, :-1], old.v[:, :-1]
+        if old._carried is not None:
+            self._carried = old._carried.new_zeros(self.rows.size, *old._carried.shape[1:])
+            self._carried[:n] = old._carried
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, window: int = -1, scale: float | None = None) -> Tensor:
+        """The new token of each row ``q [rows, 1, H, K]``, whose key and value are written, over all of its sequence on
+        all ranks: ``[rows, 1, H, V]``. One all-gather, as in `decode_attention`."""
+        rows = self.rows
+        rows.put(self.k, k)
+        rows.put(self.v, v)
+        keys, values = (x[: rows.rows, : rows.columns] for x in (self.k, self.v))
+        dtype = wide(q.dtype)
+        grouped = q[:, 0].unflatten(1, (keys.shape[2], -1)).to(dtype)
+        scores = torch.einsum("ngqk,nsgk->ngqs", grouped, keys.to(dtype))
+        scores = scores * (q.shape[3] ** -0.5 if scale is None else scale)
+        scores = scores.masked_fill(~rows.seen(window)[:, None, None], -torch.inf)
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse))
+        o = torch.einsum("ngqs,nsgv->ngqv", weights, values.to(dtype)).flatten(1, 2)
+        if rows.ranks > 1:
+            part = torch.cat([o, lse.flatten(1, 2)], -1)
+            o, _ = merged(rows.cp.comm.all_gather(part).wait(), 0)
+        return o[:, None].to(q.dtype)

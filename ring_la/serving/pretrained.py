@@ -1,0 +1,173 @@
+"""A causal model of Transformers, served.
+
+Its caches become rows (`integrations.transformers.sequences`), so that its sequences are decoded side by side, read in
+pieces and kept like a `HybridLM`'s. Whether that is so of a model is not believed but measured, when it is loaded: two
+short sequences are decoded side by side and one is read in pieces, and the results compared with each read and decoded
+alone. What a model cannot, or does otherwise, is not done with it, and the log says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..choices import LayoutKind
+from ..context import ContextParallel
+from ..errors import DisagreementError, PeerError
+from ..inference import Prefilled
+from .batch import Batch
+from .tiers import Home
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOG = logging.getLogger(__name__)
+PROBED = 5
+"""Tokens a rank reads in the trial, of a first piece."""
+CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""How far logits may be apart, relative to their size, and still be rounding; of other dtypes `CLOSE_OTHERWISE`."""
+CLOSE_OTHERWISE = 0.1
+
+
+class Pretrained:
+    """A causal model of Transformers. Collective.
+
+    Args:
+        model: as it was loaded. cp: the ranks prompts will be split over; the model is made to run so.
+    """
+
+    shares_keys = False
+    kind: LayoutKind = "zigzag"
+
+    def __init__(self, model: PreTrainedModel, cp: ContextParallel | None) -> None:
+        config = model.config.get_text_config()
+        self.vocab_size, self.device = config.vocab_size, model.device
+        self.max_tokens = getattr(config, "max_position_embeddings", None)
+        self.model: Any = model.eval()
+        self._cp = None if cp is None or cp.size == 1 else cp
+        if self._cp is not None:
+            from ..integrations.transformers import parallelize
+
+            parallelize(model, self._cp)
+        self._way: Any = _OneByOne(model, split=self._cp is not None)
+        alone = self._way
+        self.flexible = self._found("decoded alone", lambda: self._try_rows(alone))
+        self.resumes = self.flexible and self._found("read in one piece", lambda: self._try_pieces(alone))
+        self.goes_on = self.resumes and (self._cp is None or self._way.goes_on)
+        if not self.flexible:
+            self._way = alone
+
+    def read(self, ids: Tensor, states: Any, cp: ContextParallel | None) -> Prefilled:
+        return self._way.read(ids, states)
+
+    def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
+        return self._way.step(tokens, states, in_place)
+
+    def home(self, cp: ContextParallel | None) -> Home:
+        return Home(self.device, None, {})
+
+    def whole(self, earlier: int, lengths: Sequence[int]) -> bool:
+        if earlier == 0:
+            return min(lengths) == 0
+        return min(lengths) < 2 or not self.goes_on
+
+    # -- the trial -----------------------------------------------------------------------------------------
+
+    def _found(self, otherwise: str, attempt: Callable[[], None]) -> bool:
+        """Whether something works, on all ranks; else the log says what is done instead."""
+        why = ""
+        try:
+            attempt()
+        except (PeerError, DisagreementError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # a model of somebody else's may fail in its own way
+            why = f"{type(error).__name__}: {error}"
+        if (
+            self._cp is not None
+            and self._cp.comm.all_reduce(torch.tensor([float(bool(why))], device=self.device)).wait()
+        ):
+            why = why or "another rank could not otherwise"
+        if why:
+            LOG.warning("sequences of %s are %s: %s", type(self.model).__name__, otherwise, why)
+        return not why
+
+    def _try_rows(self, alone: _OneByOne) -> None:
+        """Two sequences side by side against each alone."""
+        from ..integrations.transformers.rotary import goes_by_length
+        from ..integrations.transformers.sequences import Sequences
+
+        if any(goes_by_length(module) for module in self.model.modules()):
+            raise ValueError("rotary frequencies go by the longest sequence")
+        rows = self._way = Sequences(self.model)
+        self.flexible = True
+        batch, want = Batch(self), []
+        for length in (self._length(0), 2):
+            ids = self._ids(length)
+            got = rows.read(ids, None)
+            want.append(alone.read(ids, None))
+            _same(got.logits, want[-1].logits)
+            batch.add(None, got, None)
+        tokens = [3 % self.vocab_size, 5 % self.vocab_size]
+        for _ in range(2):
+            batch.step(tokens)
+            for i, token in enumerate(tokens):
+                want[i] = alone.step(torch.tensor([token], device=self.device), want[i].states, False)
+                _same(batch.logits[i : i + 1], want[i].logits)
+
+    def _try_pieces(self, alone: _OneByOne) -> None:
+        """A prompt in three pieces, the last of one token, against the whole."""
+        ranks = 1 if self._cp is None else self._cp.size
+        first, second = self._length(0), self._length(2 * ranks + 1)
+        ids = self._ids(second + 1)
+        states = None
+        for begin, end in ((0, first), (first, second), (second, second + 1)):
+            if begin < end:
+                got = self._way.read(ids[:, begin:end], states)
+                states = got.states
+        _same(got.logits, alone.read(ids, None).logits)
+
+    def _length(self, more: int) -> int:
+        """Tokens of a prompt of the trial, and some more, as far as the model has places for them and three others."""
+        ranks = 1 if self._cp is None else self._cp.size
+        return max(1, min(PROBED * ranks + more, (self.max_tokens or 2**62) - 3))
+
+    def _ids(self, length: int) -> Tensor:
+        return torch.arange(1, length + 1, device=self.device)[None] * 7 % self.vocab_size
+
+
+class _OneByOne:
+    """A model whose cache is one sequence's, and grows: its states are the cache, and how many tokens it has."""
+
+    def __init__(self, model: PreTrainedModel, split: bool) -> None:
+        self._model: Any = model
+        names = inspect.signature(model.forward).parameters
+        self._cache = "cache_params" if "cache_params" in names else "past_key_values"
+        self._last = {"logits_to_keep": 1} if split or "logits_to_keep" in names else {}
+        self._places = "position_ids" in names  # not all models count on from what is in their cache
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, states: None) -> Prefilled:
+        out = self._model(input_ids=ids, use_cache=True, **self._last)
+        return Prefilled(out.logits[:, -1], [out[self._cache], ids.shape[1]])
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
+        cache, length = states
+        keywords: dict[str, Any] = {self._cache: cache}
+        if self._places:
+            keywords["position_ids"] = torch.full_like(tokens[:, None], length)
+        out = self._model(input_ids=tokens[:, None], use_cache=True, **keywords)
+        return Prefilled(out.logits[:, -1], [cache, length + 1])
+
+
+def _same(got: Tensor, want: Tensor) -> None:
+    """Refuse logits that are further apart than rounding brings them."""
+    bound = CLOSE.get(want.dtype, CLOSE_OTHERWISE)
+    apart = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+    if not apart <= bound:
+        raise ValueError(f"else logits are {apart:.1e} of their size apart, more than {bound:.0e}")

@@ -1,0 +1,63 @@
+"""Tensor parallelism by the library's plans beside a context axis: losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("transformers.distributed.tensor_parallel")
+
+from tests.support.transformers_models import CASES
+
+from .test_calls import close, gradients, ids
+
+
+def check(rank: int, names: list[str]) -> dict[str, int]:
+    """In the pool: on 2 tensor × 2 context ranks; how many parameters of each model are cut."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    import ring_la
+    from ring_la.errors import ArgumentError, UnsupportedError
+    from ring_la.integrations.transformers import parallelize
+    from ring_la.integrations.transformers.tensor_parallel import tensor_parallel
+    from ring_la.training import sum_gradients
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    cp = ring_la.ContextParallel(mesh["context"], scan="ring", attention="ring")
+    x, found = ids(2), {}
+    for name in names:
+        alone = CASES[name].make()
+        want = alone(input_ids=x, labels=x, use_cache=False)
+        want.loss.backward()
+        expected = gradients(alone)
+        with pytest.raises(ArgumentError, match="model: expected one that parallelize was given"):
+            tensor_parallel(alone, mesh["tensor"])
+        model = parallelize(CASES[name].make(), cp)
+        with pytest.raises(ArgumentError, match="mesh: expected one axis with at most one of the context ranks"):
+            tensor_parallel(model, mesh["context"])
+        tensor_parallel(model, mesh["tensor"])
+        got = model(input_ids=x, labels=x, use_cache=False)
+        got.loss.backward()
+        close(got.loss, want.loss)
+        sum_gradients(model.parameters(), cp)
+        cut = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        for n, p in model.named_parameters():
+            grad = torch.zeros(p.shape) if p.grad is None else p.grad
+            close(grad.full_tensor() if n in cut else grad, expected[n], msg=lambda m, n=n: f"{n}: {m}")
+        found[name] = len(cut)
+    for name, message in (
+        ("mamba2", "model: expected one with a tensor p"),
+        ("gemma3", "tie_word_embeddings: expected F"),
+    ):
+        other = parallelize(CASES[name].make(), cp, check=False)
+        with pytest.raises(UnsupportedError, match=message):
+            tensor_parallel(other, mesh["tensor"])
+    return found
+
+
+def test_two_by_two_ranks_are_one_process(ranks):
+    for found in ranks.run(4, check, ["qwen3", "qwen3_next"]):
+        assert found["qwen3"] >= 2 * 7  # layers, and q, k, v, o, gate, up and down of each
+        assert found["qwen3_next"] > 3
