@@ -29,6 +29,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("report",): "one HTML file that shows a training run or a benchmark",
     ("export",): "a checkpoint as files that others read: Transformers' folder, or one of safetensors",
     ("serve",): "completions of a model over HTTP, prompts split over the ranks",
+    ("reader",): "long prompts of vLLM, each read by all ranks, decoded by vLLM",
     ("bench", "ops"): "every operator on one GPU beside fla-core and others",
     ("bench", "scan"): "linear recurrences on a split sequence beside the bound and what others do",
     ("bench", "attention"): "softmax attention on a split sequence beside its peers",

@@ -107,6 +107,79 @@ def test_the_served_group_fits_itself():
         assert {m["name"] for m in first["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
+def test_the_reader_beside_vllm_fits_itself():
+    """LeaderWorkerSet's file: the GPUs are shared out, and what refers to something finds it."""
+    yaml = pytest.importorskip("yaml")
+    group, service = yaml.safe_load_all((ROOT / "launch/kubernetes/vllm.yaml").read_text())
+    assert (group["apiVersion"], group["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    worker = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    assert worker["metadata"]["labels"] == service["spec"]["selector"]
+    (container,) = worker["spec"]["containers"]
+    script = ROOT / container["command"][1]
+    options = dict(word.removeprefix("--").split("=") for word in container["args"][1:])
+    said = {variable["name"]: variable.get("value") for variable in container["env"]}
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(options["tensor-parallel-size"]) + int(said["READ_GPUS"]) == gpus
+    assert all(f"${{{name}:-" in script.read_text() for name in ("READ_GPUS", "LEAST"))
+    assert container["ports"] == [{"name": "http", "containerPort": int(options["port"])}]
+    assert service["spec"]["ports"][0]["targetPort"] == "http"
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in worker["spec"]["volumes"]}
+
+
+def test_ray_serve_s_file_fits_its_application():
+    """What the file names is a function of launch/ray_serve.py that knows its arguments, and ours their options."""
+    import argparse
+    import ast
+
+    from ring_la.cli import serve
+
+    yaml = pytest.importorskip("yaml")
+    file = yaml.safe_load((ROOT / "launch/ray_serve.yaml").read_text())
+    tree = ast.parse((ROOT / "launch/ray_serve.py").read_text())
+    functions = {node.name: ast.get_docstring(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found = {each["import_path"]: each["args"] for each in file["applications"]}
+    assert found.keys() == {"launch.ray_serve:server", "launch.ray_serve:reader_and_vllm"}
+    for path, args in found.items():
+        assert all(re.search(rf"\b{name}\b", functions[path.split(":")[1]]) for name in args), path
+    serve.add_arguments(parser := argparse.ArgumentParser())
+    options = found["launch.ray_serve:server"]["options"]
+    assert parser.parse_args(["model", *shlex.split(options)]).name == "model"
+
+
+def test_a_reader_and_vllm_are_started_as_they_are_read(tmp_path):
+    """With stand-ins for Python and vLLM: the reader has the last GPUs first, and ends with vLLM."""
+    from torch.distributed.run import get_args_parser
+
+    said = tmp_path / "said"
+    reader = 'echo "$CUDA_VISIBLE_DEVICES $@" > SAID.new; mv SAID.new SAID; exec sleep 60'.replace("SAID", str(said))
+    stubs = {
+        "python3": f'[ "$1" = -c ] && echo 8 && exit; {reader}',
+        "vllm": f'while ! [ -e {said} ]; do sleep 0.05; done; printf "%s\n" "$@"',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "READ_GPUS": "2",
+        "SOCKET": "/tmp/s",
+        "LEAST": "9",
+    }
+    command = ["bash", str(ROOT / "launch/read_and_decode.sh"), "/models/model", "--port", "8000"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    assert words[:3] == ["serve", "/models/model", "--kv-transfer-config"]
+    assert words[-2:] == ["--port", "8000"]
+    connector = json.loads("\n".join(words[3:-2]))
+    assert connector["kv_connector_extra_config"] == {"reader": "unix:/tmp/s", "least": 9}
+    gpus, *reader = said.read_text().split()
+    assert gpus == "6,7,0,1,2,3,4,5"
+    torchrun = get_args_parser().parse_args(reader[2:])
+    assert torchrun.nproc_per_node == "2"
+    assert torchrun.training_script_args == ["reader", "/models/model", "--listen", "unix:/tmp/s"]
+
+
 def parsed(arguments: list[str]):
     """The example's configuration of a command line, read in the repository."""
     from tests.support.train_example import example

@@ -1,7 +1,9 @@
-"""Prefill: from what each rank's tokens leave in a cache, the cache one process would have; and the tokens after that,
-split in the same way, which find what is in the cache."""
+"""Prefill: from what each rank's tokens leave in a cache, the cache one process would have, or this rank's part of it;
+and the tokens after that, split in the same way, which find what is in the cache."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -68,7 +70,10 @@ class CacheRecorder(Cache):
         return DynamicCache(config=config)
 
     def replay(self, cache: Cache, layout: ShardedLayout) -> None:
-        """Put everything into `cache` as one process would have. Collective."""
+        """Put everything into `cache` as one process would have, or as it is into a `RankCache`. Collective."""
+        if isinstance(cache, RankCache):
+            cache.take(self.records, layout)
+            return
         for name, tensors, args, keywords in self.records:
             if name in ("update", "update_indexer"):
                 tensors = tuple(layout.gather(t, dim=-2) for t in tensors)
@@ -76,6 +81,64 @@ class CacheRecorder(Cache):
                 width = keywords.get("conv_kernel_size") or tensors[0].shape[-1]
                 tensors = (_last(tensors[0], min(width, layout.seq_len), layout, layout.cp.comm),)
             getattr(cache, name)(*tensors, *args, **keywords)
+
+
+class Remembered(NamedTuple):
+    """What one layer remembers: one tensor, and what it is.
+
+    Attributes:
+        layer: the layer's number in the model. kind: "key", "value", "convolution" or "recurrent". place: which of
+            several of that kind.
+        tensor: keys and values of this rank's tokens ``[B, H, T_local, D]``; the inputs of a convolution at the last
+            tokens ``[B, D, W]``, or a recurrence's final state, which are the same on every rank.
+    """
+
+    layer: int
+    kind: str
+    place: int
+    tensor: Tensor
+
+
+class RankCache(Cache):
+    """An empty cache to give to a first, split call: keys and values stay on the rank that read them.
+
+        cache = RankCache()
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for entry in cache.entries: ...
+
+    Nothing can be read on from it here; it is what another engine is given.
+
+    Attributes:
+        entries: what the layers remember, in their order. layout: the tokens of keys and values; None: not filled yet.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.entries: list[Remembered] = []
+        self.layout: ShardedLayout | None = None
+
+    def take(self, records: list[tuple[str, tuple[Tensor, ...], tuple, dict]], layout: ShardedLayout) -> None:
+        """What a `CacheRecorder` has kept. Collective.
+
+        Raises:
+            UnsupportedError: keys of an indexer, for which no other engine has a place.
+        """
+        self.layout = layout
+        for name, tensors, args, keywords in records:
+            layer = args[0] if args else keywords["layer_idx"]
+            place = keywords.get("state_idx", 0)
+            if name == "update":
+                self.entries += [Remembered(layer, kind, 0, x) for kind, x in zip(("key", "value"), tensors)]
+            elif name == "update_conv_state":
+                width = keywords.get("conv_kernel_size") or tensors[0].shape[-1]
+                last = _last(tensors[0], min(width, layout.seq_len), layout, layout.cp.comm)
+                self.entries.append(Remembered(layer, "convolution", place, last))
+            elif name == "update_recurrent_state":
+                self.entries.append(Remembered(layer, "recurrent", place, tensors[0]))
+            elif name == "set_linear_cache":
+                self.entries.append(Remembered(layer, "recurrent", 0, args[1]))
+            else:
+                raise UnsupportedError("past_key_values", "a RankCache for models without an indexer", name)
 
 
 class ContinuedRecorder(CacheRecorder):

@@ -1,0 +1,88 @@
+"""Read long prompts for vLLM: under torchrun all ranks read a prompt, vLLM decodes from what they leave in its memory.
+
+    torchrun --nproc_per_node 4 -m ring_la reader MODEL --listen unix:/tmp/reader.sock
+
+MODEL is the folder of a causal model of Transformers, the one vLLM serves, with the same weights. vLLM finds the reader
+by its connector (docs/users/guides/vllm.md) and runs on the same host. Each rank holds the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..context import ContextParallel
+from ..errors import ArgumentError
+from ..serving.load import DTYPES
+from ..training import stored
+from .job import job
+from .options import count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..serving.reader import Reader
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder of Transformers")
+    parser.add_argument("--listen", default="unix:/tmp/ring-la-reader.sock", help="unix:PATH or HOST:PORT")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (default: as stored)")
+    parser.add_argument("--folder", type=Path, help="for memory of CPUs that vLLM maps (default: /dev/shm)")
+    parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
+
+
+def run(args: argparse.Namespace) -> None:
+    stored.require("transformers", "a model of Transformers")
+    from ..serving.reader import Door, Reader, listen
+
+    logging.basicConfig(level=logging.INFO, format="ring-la reader: %(message)s")
+    listening = listen(args.listen) if os.environ.get("RANK", "0") == "0" else None
+    try:
+        with job():
+            cp = ContextParallel(validate="never", timeout=args.timeout)
+            reader = Reader(model(args, cp), cp, args.folder)
+            with stopped_by_signals(reader):
+                cp.comm.agreement.agree("being ready", True)
+                if listening is None:
+                    reader.run()
+                    return
+                with Door(listening, reader.desk, reader.check, reader.about):
+                    print(f"ring-la reader: {args.model} on {args.listen}, {cp.size} rank(s)", flush=True)
+                    reader.run()
+    finally:
+        if listening is not None and args.listen.startswith("unix:"):
+            Path(args.listen.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+def model(args: argparse.Namespace, cp: ContextParallel) -> PreTrainedModel:
+    """The model of the folder, on this rank's device."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        dtype = DTYPES[args.dtype] or "auto"
+        found = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise ArgumentError("MODEL", "a folder with a causal model of Transformers", f"{args.model} ({e})") from None
+    return found.to(cp.device)  # type: ignore[arg-type]
+
+
+@contextmanager
+def stopped_by_signals(reader: Reader) -> Iterator[None]:
+    """SIGTERM and SIGINT stop the reader after the prompt that is being read."""
+
+    def stop(*_: object) -> None:
+        reader.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,225 @@
+"""From what a reader's ranks hand over into the pages of vLLM's layers, on one of its workers.
+
+Keys and values go through the layer's own ``do_kv_cache_update``, whatever attention kernel keeps them in whatever
+order; a recurrence's states are copied into the block of the sequence. Of a tensor-parallel vLLM each worker takes its
+own heads and channels. Layers are used by their attributes; vLLM itself is not imported here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError, UnsupportedError
+from .memory import mapped
+from .parcels import LaidTensor, places
+
+NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+"""A layer's number in the name vLLM gives it."""
+
+
+@dataclass(frozen=True)
+class WorkerPart:
+    """Which part of its heads and channels a worker has: the `rank`-th of `size`."""
+
+    rank: int
+    size: int
+
+    def cut(self, x: Tensor, dim: int, mine: int) -> Tensor:
+        """This worker's `mine` entries of ``x`` along `dim`; where there are fewer than workers, several have the same.
+
+        Raises:
+            UnsupportedError: they cannot be shared out like that.
+        """
+        whole = x.shape[dim]
+        if mine == whole:
+            return x
+        if mine * self.size == whole:
+            return x.narrow(dim, self.rank * mine, mine)
+        if mine and whole % mine == 0 and self.size % (whole // mine) == 0:
+            return x.narrow(dim, self.rank // (self.size // (whole // mine)) * mine, mine)
+        expected = f"heads and channels that {self.size} workers share evenly"
+        raise UnsupportedError("tensor_parallel_size", expected, f"{mine} of {whole} on each")
+
+
+@dataclass(frozen=True)
+class SequenceBlocks:
+    """A sequence's blocks in one group of layers.
+
+    Attributes:
+        ids: each block's number; −1: there is none (a window has left it behind). size: tokens of a block.
+    """
+
+    ids: Sequence[int]
+    size: int
+
+    def slots(self, tokens: Tensor) -> Tensor:
+        """Where tokens at these places lie, int64 ``[n]``; negative: nowhere."""
+        blocks = torch.tensor(self.ids, dtype=torch.int64)[tokens // self.size]
+        return torch.where(blocks < 0, -1, blocks * self.size + tokens % self.size)
+
+    def state(self, tokens: int) -> int:
+        """The block with what a recurrence remembers of the first `tokens` tokens."""
+        return self.ids[(tokens - 1) // self.size]
+
+
+class HandedOver:
+    """What all ranks of a reader hand over of one prompt, mapped here.
+
+    Args:
+        parcels: as the reader sent them. device: of vLLM's worker.
+
+    Raises:
+        ArgumentError, UnsupportedError: they are no parcels, or out of reach.
+    """
+
+    def __init__(self, parcels: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+        self.keys: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self.states: dict[int, dict[tuple[str, int], Tensor]] = {}
+        for parcel in parcels:
+            memory, tokens = mapped(parcel["memory"], device), places(parcel["tokens"])
+            pieces = [LaidTensor.from_json(said, len(memory)) for said in parcel["pieces"]]
+            keys, values = ({p.layer: p for p in pieces if p.kind == kind} for kind in ("key", "value"))
+            for layer, piece in keys.items():
+                if len(tokens) != piece.shape[0]:
+                    raise ArgumentError("tokens", f"the places of {piece.shape[0]} keys", len(tokens))
+                self.keys.setdefault(layer, []).append((tokens, piece.of(memory), values[layer].of(memory)))
+            for piece in pieces:
+                if piece.kind not in ("key", "value"):
+                    self.states.setdefault(piece.layer, {})[piece.kind, piece.place] = piece.of(memory)
+
+    def numbered(self, layers: Mapping[str, Any]) -> dict[str, int]:
+        """The number in the reader's model of each of vLLM's layers, by name.
+
+        Where a name does not say it (Falcon-H1's mixers, Zamba2's attention) the layers of that kind are those of the
+        reader's in the same order.
+
+        Raises:
+            UnsupportedError: the reader has nothing for such a layer.
+        """
+        numbers: dict[str, int] = {}
+        for kind, known in (("state", self.states), ("keys", self.keys)):
+            names = [name for name, layer in layers.items() if hasattr(layer, "mamba_type") == (kind == "state")]
+            said = {name: NUMBER.search(name) for name in names}
+            numbers |= {name: int(found[1]) for name, found in said.items() if found}
+            silent = sorted((name for name in names if not said[name]), key=_digits)
+            left = sorted(known.keys() - {numbers[name] for name in names if said[name]})
+            if silent and len(silent) != len(left):
+                raise UnsupportedError("reader", f"the model vLLM has, with {kind} of {silent}", f"those of {left}")
+            numbers |= dict(zip(silent, left))
+            absent = next((name for name in names if numbers[name] not in known), None)
+            if absent is not None:
+                raise UnsupportedError("reader", f"the model vLLM has, with {kind} of {absent}", "none")
+        return numbers
+
+    def write(self, number: int, layer: Any, blocks: SequenceBlocks, span: tuple[int, int], part: WorkerPart) -> None:
+        """Into the pages of one layer.
+
+        Args:
+            number: in the reader's model. layer: vLLM's module. blocks: of the layer's group.
+            span: tokens from, to: those before are there already. part: this worker's.
+
+        Raises:
+            UnsupportedError: what the reader has does not have a shape that the layer takes.
+        """
+        if hasattr(layer, "mamba_type"):
+            write_states(layer, self.states[number], blocks.state(span[1]), part)
+            return
+        for tokens, k, v in self.keys[number]:
+            write_keys(layer, (k, v), tokens, blocks, span, part)
+
+
+def _digits(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
+
+
+def write_keys(
+    layer: Any,
+    keys: tuple[Tensor, Tensor],
+    tokens: Tensor,
+    blocks: SequenceBlocks,
+    span: tuple[int, int],
+    part: WorkerPart,
+) -> None:
+    """Keys and values ``[T, H, D]`` of tokens at these places into an attention layer's pages."""
+    if not hasattr(layer, "num_kv_heads") or not hasattr(layer.impl, "do_kv_cache_update"):
+        expected = "layers with keys and values of heads, whose kernels write them apart"
+        raise UnsupportedError("model", expected, type(layer.impl).__name__)
+    slots = blocks.slots(tokens)
+    stay = ((tokens >= span[0]) & (tokens < span[1]) & (slots >= 0)).nonzero().flatten()
+    if not len(stay):
+        return
+    cache = layer.kv_cache
+    dtype = getattr(layer, "dtype", None) or (cache.dtype if cache.dtype.is_floating_point else None)
+    k, v = (
+        part.cut(x, 1, layer.num_kv_heads)[stay.to(x.device)].to(device=cache.device, dtype=dtype or x.dtype)
+        for x in keys
+    )
+    layer.impl.do_kv_cache_update(layer, k, v, cache, slots[stay].to(cache.device))
+
+
+def write_states(layer: Any, states: Mapping[tuple[str, int], Tensor], block: int, part: WorkerPart) -> None:
+    """The states of a recurrence or a convolution into a block of a layer's pages.
+
+    Raises:
+        UnsupportedError: they do not have the shapes of the layer's.
+    """
+    kind = layer.mamba_type.name
+    if kind not in LAYOUTS:
+        raise UnsupportedError("model", f"layers out of {', '.join(LAYOUTS)}", kind)
+    for page, state in zip(layer.kv_cache, LAYOUTS[kind](layer, states, part)):
+        if page[block].shape != state.shape:
+            expected = f"a state {list(page[block].shape)} of {type(layer).__name__}"
+            raise UnsupportedError("reader", expected, list(state.shape))
+        page[block].copy_(state)
+
+
+def _gated_delta(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
+    """Channels of queries, keys and values; states ``[H, V, K]``, where the reader's are ``[H, K, V]``."""
+    if not hasattr(layer, "key_dim"):
+        raise UnsupportedError("model", "gated delta nets with key_dim and value_dim", type(layer).__name__)
+    sections = [(size, size // part.size) for size in (layer.key_dim, layer.key_dim, layer.value_dim)]
+    conv = _convolution(layer, states["convolution", 0], sections, part)
+    return [conv, part.cut(states["recurrent", 0].mT, 0, layer.kv_cache[1].shape[1])]
+
+
+def _mamba2(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
+    """Channels of the inputs, of B's groups and of C's, which workers share where there are too few."""
+    conv, inner = states["convolution", 0], layer.intermediate_size
+    groups = (conv.shape[0] - inner) // 2, layer.groups_ssm_state_size // part.size
+    conv = _convolution(layer, conv, [(inner, inner // part.size), groups, groups], part)
+    return [conv, part.cut(states["recurrent", 0], 0, layer.kv_cache[1].shape[1])]
+
+
+def _short_convolution(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
+    conv = states["convolution", 0]
+    return [_convolution(layer, conv, [(conv.shape[0], conv.shape[0] // part.size)], part)]
+
+
+LAYOUTS = {"GDN_ATTN": _gated_delta, "MAMBA2": _mamba2, "SHORT_CONV": _short_convolution}
+"""By vLLM's name of a kind of layer: the reader's states as that layer keeps this worker's part of them."""
+
+
+def _convolution(layer: Any, x: Tensor, sections: Sequence[tuple[int, int]], part: WorkerPart) -> Tensor:
+    """The inputs ``x [D, W]`` of a convolution at the last tokens, as the layer keeps them; before the first there
+    were zeros.
+
+    Args:
+        sections: channels that are shared out by themselves: of the model, of this worker.
+    """
+    if sum(whole for whole, _ in sections) != x.shape[0]:
+        raise UnsupportedError("reader", f"a convolution of channels {[w for w, _ in sections]}", x.shape[0])
+    split = x.split([whole for whole, _ in sections], 0)
+    out = torch.cat([part.cut(section, 0, mine) for section, (_, mine) in zip(split, sections)])
+    shape = layer.kv_cache[0].shape[1:]  # [W, D] or [D, W], as vLLM is told
+    if out.shape[0] not in shape:
+        raise UnsupportedError("reader", f"a convolution for pages {list(shape)}", f"{out.shape[0]} channels")
+    width = shape[0] if shape[1] == out.shape[0] else shape[1]
+    out = torch.nn.functional.pad(out, (max(0, width - out.shape[1]), 0))
+    out = out[:, out.shape[1] - width :]
+    return out.mT if shape[1] == out.shape[0] else out

@@ -1,0 +1,177 @@
+"""The reader of prompts for vLLM, by the HTTP it is asked by."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ring_la.errors import ArgumentError
+from ring_la.integrations.vllm.asking import Lease, ReaderError, connection, health
+from ring_la.integrations.vllm.pages import HandedOver
+from ring_la.serving.reader import Desk, Door, Unread, listen
+
+IDS = torch.arange(21) % 13
+
+
+def refuse(ids: torch.Tensor) -> None:
+    if len(ids) < 4:
+        raise ArgumentError("prompt", "4 tokens", len(ids))
+
+
+@pytest.fixture
+def door(tmp_path):
+    """A desk, and where it is asked."""
+    desk, address = Desk(waiting=2), f"unix:{tmp_path}/socket"
+    with Door(listen(address), desk, refuse, lambda: {"ranks": 1}):
+        yield desk, address
+
+
+def asking(address: str, name: str, ids: torch.Tensor = IDS, takers: int = 1):
+    """A thread that asks, and what it got."""
+    lease, got = Lease(address, 20.0), []
+
+    def ask() -> None:
+        try:
+            got.append(lease.parcels(name, ids, takers))
+        except ReaderError as error:
+            got.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return lease, thread, got
+
+
+def test_two_workers_have_one_prompt_until_both_are_gone(door):
+    desk, address = door
+    assert health(address) == {"ranks": 1}
+    workers = [asking(address, "a", takers=2)]
+    asked = desk.next(7, 10.0)
+    assert torch.equal(asked.ids, IDS)
+    desk.finish(asked, [{"rank": 0}])
+    workers[0][1].join(10)
+    workers[0][0].close()
+    workers.append(asking(address, "a", takers=2))  # which comes late
+    workers[1][1].join(10)
+    assert [got for *_, got in workers] == [[[{"rank": 0}]]] * 2
+    assert desk.forget() == []
+    workers[1][0].close()
+    assert until(desk.forget) == [7]
+
+
+def until(told):
+    """What it says as soon as that is something, within some seconds."""
+    limit = time.monotonic() + 10
+    while not (said := told()) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return said
+
+
+def test_a_prompt_that_nobody_waits_for_is_not_read(door):
+    desk, address = door
+    lease, thread, got = asking(address, "a")
+    until(lambda: desk.waiting)
+    lease.close()
+    thread.join(10)
+    assert "was given up" in got[0]
+    until(lambda: all(not asked.here for asked in desk._asked.values()))
+    assert desk.next(1, 0.1) is None
+    assert desk.forget() == []
+    assert not desk._asked
+
+
+def test_refusals_say_why(door):
+    desk, address = door
+    for ids, said in ((IDS[:2], "prompt: expected 4 tokens, got 2"), (IDS[:0], "int64 tokens, 1 to")):
+        with pytest.raises(ReaderError, match=said):
+            Lease(address, 5.0).parcels("short", ids)
+    waiting = [asking(address, name) for name in "ab"]
+    until(lambda: desk.waiting == 2)
+    with pytest.raises(ReaderError, match="the tokens it was asked with before, or another name, got a"):
+        Lease(address, 5.0).parcels("a", IDS + 1)
+    with pytest.raises(ReaderError, match="2 prompts wait already"):
+        Lease(address, 5.0).parcels("c", IDS)
+    desk.finish(desk.next(1, 1.0), error="no room")
+    desk.close("the reader has stopped")
+    for _, thread, _ in waiting:
+        thread.join(10)
+    assert "no room" in waiting[0][2][0]
+    assert "the reader has stopped" in waiting[1][2][0]
+    with pytest.raises(Unread, match="has stopped"):
+        desk.ask("d", IDS, 1)
+    with pytest.raises(ReaderError, match="did not answer"):
+        health(f"{address}.not")
+    with pytest.raises(ArgumentError, match=r"reader: expected unix:PATH or HOST:PORT, got 'x'"):
+        connection("x", 1.0)
+
+
+def read_and_compare(rank: int, folder: str) -> dict:
+    """On each rank a reader; on rank 0 who asks it, and what one process has of that prompt."""
+    import copy
+
+    import ring_la
+    from ring_la.serving.reader import Reader
+    from tests.support.pool import group
+    from tests.support.transformers_models import Case, case
+
+    options = dict(
+        layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=4, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16, decoder_sparse_step=1,
+    )  # fmt: skip
+    made: Case = case("Qwen3NextForCausalLM", **options)
+    model = made.make().eval()
+    whole = copy.deepcopy(model)
+    reader = Reader(model, ring_la.ContextParallel(group()), Path(folder))
+    if rank:
+        return reader.run()
+    errors: list = []
+
+    def ask() -> None:
+        try:
+            compare(reader, whole, f"unix:{folder}/socket")
+        except BaseException as error:  # shown by the test
+            errors.append(repr(error))
+        finally:
+            reader.stop()
+
+    with Door(listen(f"unix:{folder}/socket"), reader.desk, reader.check, reader.about):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        reader.run()
+        thread.join()
+    return {"errors": errors, "left": [path.name for path in Path(folder).glob("ring-la-reader-*")]}
+
+
+def compare(reader, whole, address: str) -> None:
+    """What is handed over is the cache of one process, each rank's tokens where they belong."""
+    with pytest.raises(ReaderError, match="prompt: expected token ids from 0 to 63, got 0 to 64"):
+        Lease(address, 20.0).parcels("wrong", torch.arange(65))
+    with torch.no_grad():
+        cache = whole(input_ids=IDS[None], use_cache=True).past_key_values
+    lease = Lease(address, 20.0)
+    parcels = lease.parcels("a", IDS)
+    over = HandedOver(parcels, torch.device("cpu"))
+    assert [parcel["rank"] for parcel in parcels] == list(range(reader.cp.size))
+    keys = torch.empty(2, len(IDS), 2, 8)
+    for tokens, k, v in over.keys[1]:
+        assert len(tokens) < len(IDS)
+        keys[0, tokens], keys[1, tokens] = k, v
+    for found, layer in zip(keys.transpose(1, 2), (cache.layers[1].keys[0], cache.layers[1].values[0])):
+        torch.testing.assert_close(found, layer, rtol=1e-5, atol=1e-5)
+    state, conv = over.states[0]["recurrent", 0], over.states[0]["convolution", 0]
+    torch.testing.assert_close(state, torch.as_tensor(cache.layers[0].recurrent_states[0])[0], rtol=1e-5, atol=1e-5)
+    expected = torch.as_tensor(cache.layers[0].conv_states[0])[0]
+    torch.testing.assert_close(conv[:, -3:], expected[:, -3:], rtol=1e-5, atol=1e-5)
+    assert health(address)["held"]
+    lease.close()
+    assert until(lambda: not health(address)["held"])
+
+
+def test_what_ranks_hand_over_is_one_process_s(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    found = ranks.run(3, read_and_compare, str(tmp_path))[0]
+    assert found == {"errors": [], "left": []}
