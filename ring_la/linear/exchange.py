@@ -75,12 +75,13 @@ class SplitCall:
 
     def crossing(self, inputs: Inputs) -> Crossing:
         """What is known of the exchange for inputs of these shapes, found once."""
-        seams = self.seams
-        key = self.kind, inputs.q.shape[0], *inputs.state, state_dtype(*inputs)
+        seams, rows, dtype = self.seams, inputs.q.shape[0], state_dtype(*inputs)
+        shape = (rows, *inputs.state)
+        key = self.kind, shape, dtype
         found = seams.crossings.get(key)
         if found is None:
-            maps = Affine(self.kind, None, torch.empty(key[1:5], dtype=key[5], device="meta"))
-            apart = self.kind == "dense" and key[1] > 1 and seams.pieces > 1  # pieces' maps do not lie together
+            maps = Affine(self.kind, None, torch.empty(shape, dtype=dtype, device="meta"))
+            apart = self.kind == "dense" and rows > 1 and seams.pieces > 1  # pieces' maps do not lie together
             border = None if apart or seams.alone else self.border(maps)
             seams.crossings[key] = found = Crossing(maps, maps.b.nbytes, border)
         return found
