@@ -49,13 +49,13 @@ def by_block(
         if not isinstance(t, Tensor) or t.dim() < 2:
             raise ArgumentError("x", "tensors [B, T, …]", describe_tensor(t))
         layout.require_local("x", t.shape[1])
-    if type(fn) is nn.Sequential:
+    if isinstance(fn, nn.Sequential) and type(fn) is nn.Sequential:
         for part in fn:
             x = (by_block(part, *x, layout=layout),)
         return x[0]
     if type(fn) is nn.Identity:
         return x[0]
-    if type(fn) is nn.Linear:
+    if isinstance(fn, nn.Linear) and type(fn) is nn.Linear:
         return linear(x[0], fn.weight, fn.bias, layout=layout)
     source = fn if isinstance(fn, nn.Module) else module
     read = [] if source is None else [p for p in source.parameters() if p.requires_grad]

@@ -49,7 +49,8 @@ def block_leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLa
     assert lead is not None
     rows = torch.cat([x, lead.flatten(1, 2).to(x.dtype)], 1)
     before, last = layout.kept(("rows before blocks", width), lambda: _before_blocks(layout, width, x.device))
-    return tuple(rows.index_select(1, i.flatten()).unflatten(1, i.shape) for i in (before, last))
+    at_blocks, at_ends = (rows.index_select(1, i.flatten()).unflatten(1, i.shape) for i in (before, last))
+    return at_blocks, at_ends
 
 
 def _before_blocks(layout: ShardedLayout, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,8 @@ def read_attention(
         AttentionOutput(o ``[B, T_local, H, V]``, lse ``[B, H, T_local]``).
     """
     state.put(k, v)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    o, lse = attention(q, k, v, window=(window, -1), layout=layout, scale=scale)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    o, lse = attention(q, k, v, window=(window, -1), layout=layout, scale=factor)
     if not any(state.rows.earlier):
         return AttentionOutput(o, lse)
     out, comm = Partial(tuple(o.shape), q.dtype, q.device), layout.cp.comm
@@ -57,7 +57,7 @@ def read_attention(
         theirs = q if s == 0 else q.new_empty(q.shape[0], layout.lengths[source], *q.shape[2:])
         if s:
             _swap(comm, {to: q}, {source: theirs})
-        part = _earlier(theirs, state, layout.positions_of(layout.tokens(source)), window, scale)
+        part = _earlier(theirs, state, layout.positions_of(layout.tokens(source)), window, factor)
         if s:
             back = part.new_empty(*q.shape[:3], part.shape[3])
             _swap(comm, {source: part}, {to: back})

@@ -144,7 +144,7 @@ class StaticKeys:
         lse = scores.logsumexp(-1, keepdim=True)
         weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse))
         o = torch.einsum("ngqs,nsgv->ngqv", weights, values.to(dtype)).flatten(1, 2)
-        if rows.ranks > 1:
+        if rows.ranks > 1 and rows.cp is not None:
             part = torch.cat([o, lse.flatten(1, 2)], -1)
             o, _ = merged(rows.cp.comm.all_gather(part).wait(), 0)
         return o[:, None].to(q.dtype)

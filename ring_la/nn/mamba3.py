@@ -94,7 +94,7 @@ class Mamba3(Layer):
         z, u, B, C, dt, a, lam, turn = self.in_proj(x).split(self.widths, -1)
         dt = F.softplus(wide(dt) + self.dt_bias)
         theta = math.pi * dt[..., None] * F.pad(torch.tanh(wide(turn)), (0, self.K // 2 - self.angles))[:, :, None]
-        several = {} if self.rank == 1 else {"up": self.mimo_x}
+        several: dict[str, Any] = {} if self.rank == 1 else {"up": self.mimo_x}
         y, final = (mamba3 if self.rank == 1 else mamba3_mimo)(
             split_heads(u, self.num_heads),
             dt,
@@ -135,7 +135,8 @@ class Mamba3(Layer):
 
     def _parted(self, state: LayerState) -> tuple[Any, ...]:
         """The state as the recurrence has it, views of the layer's."""
-        shapes, tail = [(self.K,), (self.V,), (self.K // 2,)], state.tail
+        shapes: list[tuple[int, ...]] = [(self.K,), (self.V,), (self.K // 2,)]
+        tail = state.tail
         assert tail is not None
         if self.rank > 1:
             shapes[0] = (self.rank, self.K)

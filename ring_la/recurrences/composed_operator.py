@@ -87,7 +87,7 @@ def _run(
     call = functools.partial(known.describe, **own, **others)
     o, after = run_composed(known, call, options, tuple(sorted(others.items())))
     parts = [] if after is None else [*parts_of(after)]
-    return o, *parts, *[o.new_empty(0) for _ in range(PARTS - len(parts))]
+    return o, *parts, *[o.new_empty(0) for _ in range(PARTS - len(parts))]  # pyright: ignore[reportReturnType]
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:

@@ -150,7 +150,7 @@ def _trapezoid(
     )
     c = (1 - lam) * dt
     after = _next(c, options)
-    S0 = None
+    S0: Tensor | None = None
     if start is not None:
         first = _first(c, options).to(start[0].dtype)
         before = _inputs(start[2], _of_one_rank(up, layout))
@@ -168,8 +168,8 @@ def _trapezoid(
     wide = torch.promote_types(S.dtype, torch.float32)
     parts = B.transpose(2, 3), x, phi
     rows = torch.cat([t.to(wide).flatten(2) for t in parts], -1)
-    before = None if start is None else torch.cat([t.to(wide).flatten(1) for t in start[1:]], -1)
-    last: Any = token_shift(rows, initial_state=before, output_final_state=True, **options.inner).final_state
+    tails = None if start is None else torch.cat([t.to(wide).flatten(1) for t in start[1:]], -1)
+    last: Any = token_shift(rows, initial_state=tails, output_final_state=True, **options.inner).final_state
     sizes = [t.shape[2:] for t in parts]
     final = [t.unflatten(-1, size) for t, size in zip(last.split([size.numel() for size in sizes], -1), sizes)]
     return LinearAttentionOutput(o.to(x.dtype), (S, *final))  # type: ignore[arg-type]

@@ -143,6 +143,8 @@ class Pretrained:
 class _OneByOne:
     """A model whose cache is one sequence's, and grows: its states are the cache, and how many tokens it has."""
 
+    goes_on = False
+
     def __init__(self, model: PreTrainedModel, split: bool) -> None:
         self._model: Any = model
         names = inspect.signature(model.forward).parameters

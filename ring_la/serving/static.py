@@ -46,7 +46,7 @@ class StaticBatch(Batch):
         super().__init__(model)
         if not isinstance(model.model, HybridLM):
             raise UnsupportedError("capture", "False for other models than a HybridLM", type(model.model).__name__)
-        self._layers = [block.layer for block in model.model.blocks]
+        self._layers: list[Any] = [block.layer for block in model.model.blocks]
         wrong = [x for x in self._layers if not isinstance(x, Attention) and x.state_type is not LayerState]
         if wrong:
             raise UnsupportedError("capture", "False for a model with such a layer", type(wrong[0]).__name__)
@@ -142,8 +142,8 @@ class StaticBatch(Batch):
         for i, layer in enumerate(self._layers):
             before = self._states[i] if self._states else None
             if isinstance(layer, Attention):
-                dtype = self.model.model.embedding.weight.dtype
-                states.append(StaticKeys(keys, layer.key_size, dtype))
+                embedding: Any = self.model.model.embedding
+                states.append(StaticKeys(keys, layer.key_size, embedding.weight.dtype))
                 if before is not None:
                     states[-1].take_over(before)
             else:

@@ -173,7 +173,8 @@ class BalancedSequences(Dataset):
         if sequences < 1 or sequences % replicas:
             raise ArgumentError("sequences", f"a multiple of replicas = {replicas}", sequences)
         self.corpus, self.seq_len, self.sequences, self.work = corpus, seq_len, sequences, work
-        self.seed, self.replicas, self.ranks, self.kind = seed, replicas, ranks, kind
+        self.seed, self.replicas, self.ranks = seed, replicas, ranks
+        self.kind: LayoutKind = kind
         self.pool, self.begin = pool, begin
         self.lengths: list[int] = corpus.offsets.diff().tolist()
         self._epoch: Callable[[int], list[list[Bin]]] = lru_cache(2)(self._plan)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,7 @@ class _Kept:
         self.device, self.stream, self.place, self.bytes = x.device, stream, place, x.nbytes
         self.source: Tensor | None = x.detach()
         self.back: Tensor | None = None
-        self.event: torch.cuda.Event | None = None
+        self.event: Any = None  # of the last copy
         self.host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
         if stream is None:
             self.host.copy_(x)

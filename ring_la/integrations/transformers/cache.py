@@ -42,18 +42,21 @@ class CacheRecorder(Cache):
         self.records.append(("update_recurrent_state", (recurrent_states,), args, keywords))
         return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> None:
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """There is no earlier state."""
+        return None
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Keep MiniMax's final state, which every rank has."""
         self.records.append(("set_linear_cache", (), (layer_idx, linear_cache), {}))
 
-    def get_conv_state(self, *args, **keywords) -> None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """There is no earlier state."""
+        return None
 
-    def get_recurrent_state(self, *args, **keywords) -> None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """There is no earlier state."""
+        return None
 
     def has_previous_state(self, *args, **keywords) -> bool:
         """There is no earlier state."""

@@ -166,7 +166,7 @@ def _prepared(
     call, local = split.batches.read(arguments)
     if call.targets is None:
         call.agreed = agreed(call.layout.cp.comm, call.fingerprint)
-    recorder = None
+    recorder: CacheRecorder | None = None
     if _wants_cache(model, split.cache, arguments, call):
         cache = arguments.get(split.cache.name)
         if cache is not None and _filled(cache):

@@ -133,7 +133,7 @@ class Sequences:
         self._step, self._padded = KeysOfStep(), set()
         for module in model.modules():
             module._ring_la_rows = self._step  # type: ignore[assignment]
-            if hasattr(module, "expand_kv") and caches_latents(type(module)):
+            if hasattr(module, "expand_kv") and caches_latents(type(module)):  # type: ignore[arg-type]
                 self._padded.add(module.layer_idx)
         out = self._call(torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, None)
         if not isinstance(out[self.name], (DynamicCache, MiniMaxCache)):
@@ -209,7 +209,7 @@ class Sequences:
             else:
                 recurrent, tail = (x if x is None or own else x.clone() for x in (state.recurrent, state.tail))
                 if self._of_minimax:
-                    cache.set_linear_cache(slot.layer, recurrent)
+                    cache.set_linear_cache(slot.layer, recurrent)  # type: ignore[attr-defined]
                 else:
                     _put_state(layer, slot.state, recurrent, tail)
         for layer in cache.layers:  # that are asked how many tokens there are
