@@ -71,7 +71,7 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # in a tuple, too
         shape = ", ".join(map(str, self.shape))
         return f"shape [{shape}], dtype {self.dtype}, requires_grad {self.requires_grad}"
 

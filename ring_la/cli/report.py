@@ -1,6 +1,7 @@
 """One HTML file that shows a run: losses, speed, memory, who holds which tokens, and a step by rank.
 
     ring-la report runs/hybrid                            a run of examples/train_hybrid.py
+    ring-la report runs/demo                              what launch/demo.sh leaves: its losses
     ring-la report bench_scan.json --out scan.html        what a benchmark wrote: times side by side
 
 A run of `train_hybrid.py --run.profile 1` also has a timeline: when each rank computes, when it exchanges, and how much

@@ -26,7 +26,7 @@ def sections(found: Any, name: str) -> list[Section]:
         for case, arm, ms in _times(row):
             cases.setdefault(case, {})[arm] = ms
     if not cases:
-        expected = 'JSON of `ring-la bench` with "rows" of times'
+        expected = 'JSON of `ring-la bench` with "rows" of times, or a training run\'s folder'
         raise ArgumentError("RUN", expected, name)
     machine = found.get("machine") or {k: v for k, v in found.items() if isinstance(v, (str, int, float))}
     cells = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in machine.items())

@@ -9,6 +9,9 @@ from pathlib import Path
 from ..errors import ArgumentError
 from . import benchmark, training
 
+EXPECTED = (
+    "a training run's folder or a benchmark's JSON (metrics.jsonl, the demo's losses.json, `ring-la bench`'s rows)"
+)
 STYLE = """
 :root { --ink: #1c2430; --paper: #fff; --soft: #667; --line: #d9dde3; --lane: #f1f3f6 }
 @media (prefers-color-scheme: dark) {
@@ -33,7 +36,7 @@ def write(run: str | Path, out: str | Path | None = None) -> Path:
     """Write a report.
 
     Args:
-        run: a folder of a training run, or a benchmark's JSON file or a folder with one.
+        run: a folder of a training run or of the demo, or a benchmark's JSON file or a folder with one.
         out: the HTML file; None: report.html beside what is read.
 
     Returns:
@@ -44,12 +47,16 @@ def write(run: str | Path, out: str | Path | None = None) -> Path:
     """
     run = Path(run)
     if not run.exists():
-        raise ArgumentError("RUN", "a training run's folder or a benchmark's JSON", f"{run}, which is not there")
+        raise ArgumentError("RUN", EXPECTED, f"{run}, which is not there")
     folder = run if run.is_dir() else run.parent
     if run.is_dir() and (run / "metrics.jsonl").exists():
         sections = training.sections(run)
+    elif run.is_dir() and (run / "losses.json").exists():
+        sections = training.demo_sections(run)
     else:
-        file = run if run.is_file() else next(iter(sorted(run.glob("*.json"))), run)
+        file = run if run.is_file() else next(iter(sorted(run.glob("*.json"))), None)
+        if file is None:
+            raise ArgumentError("RUN", EXPECTED, f"{run}, a folder with neither")
         sections = benchmark.sections(_read(file), str(file))
     to = folder / "report.html" if out is None else Path(out)
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -73,4 +80,4 @@ def _read(file: Path) -> object:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as e:
-        raise ArgumentError("RUN", "a training run's folder or a benchmark's JSON", f"{file} ({e})") from None
+        raise ArgumentError("RUN", EXPECTED, f"{file} ({e})") from None

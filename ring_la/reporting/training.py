@@ -1,4 +1,4 @@
-"""The sections of a training run's report, from the files that examples/train_hybrid.py leaves."""
+"""The sections of a training run's report, from the files that examples/train_hybrid.py and train_demo.py leave."""
 
 from __future__ import annotations
 
@@ -35,16 +35,37 @@ def sections(run: Path) -> list[Section]:
     for key, title, unit in METRICS:
         points = [(s["step"], s[key]) for s in steps if key in s]
         if points:
-            x, y = zip(*points)
-            series = [plots.Series("each step", x, y)]
-            if key == "loss" and len(y) > 20:
-                series.append(plots.Series("mean of the last tenth", x, _smooth(y)))
-            out.append((title, plots.lines(series, "step", unit)))
+            out.append((title, _curve(points, unit, smooth=key == "loss")))
         elif key == "peak_memory_gib":
             out.append((title, "<p>Not measured: the run was on CPUs.</p>"))
     out.append(("Who holds which tokens", _split(about, starts)))
     out.append(("A step by rank", _timeline(run / "profile")))
     return out
+
+
+def demo_sections(run: Path) -> list[Section]:
+    """Those of a folder that examples/train_demo.py left: it keeps the losses alone.
+
+    Raises:
+        ArgumentError: no losses are there.
+    """
+    losses = _json(run / "losses.json")
+    if not isinstance(losses, list) or not losses or not all(isinstance(loss, (int, float)) for loss in losses):
+        raise ArgumentError("RUN", "a list of losses, one a step, in losses.json", str(run))
+    rows = (("steps", f"{len(losses)}"), ("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    cells = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in rows)
+    kept = "<p>The demo keeps its losses alone; examples/train_hybrid.py also writes down speed, memory and ranks.</p>"
+    curve = _curve(list(enumerate(losses, 1)), "cross-entropy, nats a token", smooth=True)
+    return [("Run", f"<table>{cells}</table>{kept}"), ("Loss", curve)]
+
+
+def _curve(points: list[tuple[int, float]], unit: str, smooth: bool) -> str:
+    """Values by step, and their running mean where there are enough."""
+    x, y = zip(*points)
+    series = [plots.Series("each step", x, y)]
+    if smooth and len(y) > 20:
+        series.append(plots.Series("mean of the last tenth", x, _smooth(y)))
+    return plots.lines(series, "step", unit)
 
 
 def _facts(about: dict[str, Any], steps: list[dict[str, Any]], starts: list[dict[str, Any]]) -> str:

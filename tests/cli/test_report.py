@@ -54,6 +54,23 @@ def test_a_training_run(tmp_path, capsys):
     assert not re.search(r"<script|https?://|src=", page)
 
 
+def test_the_demo_and_folders_without_a_run(tmp_path, capsys):
+    """The demo leaves losses.json, which is no benchmark's."""
+    run = tmp_path / "demo"
+    run.mkdir()
+    assert main(["report", str(run)]) == 2
+    said = f"the demo's losses.json, `ring-la bench`'s rows), got {run}, a folder with neither"
+    assert said in capsys.readouterr().err
+    (run / "losses.json").write_text(json.dumps([5.0 - n / 10 for n in range(30)]))
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "<tr><th>loss</th><td>5.0000 → 2.1000</td></tr>" in page
+    assert "<h2>Loss</h2>" in page
+    (run / "losses.json").write_text("{}")
+    assert main(["report", str(run)]) == 2
+    assert "RUN: expected a list of losses, one a step, in losses.json" in capsys.readouterr().err
+
+
 def test_time_is_cut_to_the_step_and_exchange_that_is_hidden_is_told(tmp_path):
     (one,) = trace.read(a_run(tmp_path / "run", 1) / "profile")
     assert (one.start, one.stop) == (105, 205)

@@ -136,6 +136,7 @@ def check_names(rank: int) -> dict[str, str]:
     x, heads = torch.ones(1, n, 16, dtype=torch.float64 if odd else torch.float32), torch.ones(1, n, 2, 8)
     state, needed = torch.zeros(1, 16, 3, requires_grad=odd), heads.clone().requires_grad_(odd)
     moe = nn.MixtureOfExperts(16, 16, experts=2, top_k=1)
+    own = dict(causal=False, normalize=True, normalizer_q=needed, normalizer_k=heads)
     return {
         "layer": caught(lambda: nn.DeltaNet(16, num_heads=2).to(x.dtype)(x, layout=layout)),
         "moe": caught(lambda: moe.to(x.dtype)(x, layout=layout)),
@@ -143,6 +144,7 @@ def check_names(rank: int) -> dict[str, str]:
         "state": caught(lambda: ring_la.short_conv(x.float(), torch.ones(16, 4), initial_state=state, layout=layout)),
         "recurrence": caught(lambda: ring_la.linear_attention(needed, heads, heads, layout=layout)),
         "attention": caught(lambda: ring_la.attention(needed, heads, heads, layout=layout)),
+        "normalizer": caught(lambda: ring_la.linear_attention(heads, heads, heads, layout=layout, **own)),
         "gather": caught(lambda: layout.gather(x.mT, dim=2)),
     }
 
@@ -156,6 +158,7 @@ def test_what_ranks_differ_in_is_named(ranks):
     of_experts = ["dtype of x=torch.float32", "dtype of x=torch.float64"]
     expected = {"layer": of_x, "moe": of_experts, "convolution": of_x, "state": state}
     expected |= {"recurrence": needed, "attention": needed}
+    expected["normalizer"] = [f"normalizer=({q[2:]}, {needed[0][2:]})" for q in needed]
     expected["gather"] = [line.replace("T, 16", "16, T") for line in of_x]
     for call, message in said.items():
         for rank, line in enumerate(expected[call]):

@@ -84,7 +84,7 @@ def test_mistakes_are_named_on_every_rank(ranks):
     assert "rank 1: refused: x: expected this rank's tokens for a model bound to a layout, got all 36" in here["whole"]
     assert here["whole"] == there["whole"]
     assert "what x was cut from" in here["data"]
-    assert "the same whole sequence" in here["data"]
+    assert "the same whole sequence: they share a seed and a sampler" in here["data"]
     assert f"got one split by the layout of {zigzag}" in here["gather"]
     assert f"expected a tensor split by the layout of {contiguous}" in here["gather"]
     assert "between (Means), the first whose results differ" in here["mixing"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...checks import is_finite
 from ...comm import Entry, Group
-from ...errors import ArgumentError, RingLAError, UnsupportedError, describe_tensor
+from ...errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 from ...softmax.backends import Ask, choose
 from ...softmax.geometry import Pair, Run, Tokens
 from ...softmax.options import AttentionOptions
@@ -30,6 +30,9 @@ KERNELS = {
     "fa3": "flash_attn_3",
 }
 """The backend that each of yunchang's attn_types asks for; None: the fastest."""
+
+NAMES = ("q", "k", "v", "joint query", "joint key", "joint value")
+"""What a call's tensors are called where ranks differ in them."""
 
 COMPARED = 256
 """As many calls a group are remembered: every step of packed training brings other offsets."""
@@ -94,11 +97,11 @@ class UpstreamCall:
     seed: int | None = None
 
     @property
-    def flags(self) -> tuple:
-        """What must be the same on all ranks."""
+    def flags(self) -> dict[str, object]:
+        """What must be the same on all ranks, by name."""
         kernel = str(getattr(self.attn_type, "value", self.attn_type))
-        masks = self.masks._replace(alibi_slopes=self.masks.alibi_slopes is not None)  # type: ignore[arg-type]
-        return (*masks._replace(deterministic=bool(masks.deterministic)), kernel)
+        given = {"alibi_slopes": self.masks.alibi_slopes is not None, "deterministic": bool(self.masks.deterministic)}
+        return self.masks._asdict() | given | {"attn_type": kernel}
 
     @property
     def options(self) -> AttentionOptions:
@@ -167,16 +170,16 @@ def settled(
     groups: Sequence[Group],
     tensors: Sequence[object],
     make: Callable[[], UpstreamCall],
-    *more: Any,
     packed: bool = False,
+    **more: object,
 ) -> UpstreamCall:
     """The call that `make` returns, where it and the shapes are the same on all ranks of `groups`.
 
     What one rank refuses all refuse, and what ranks differ in is an error on each of them; compared the first time.
 
     Args:
-        tensors: what the ranks bring. packed: ``[T, H, D]`` and not ``[B, T, H, D]``.
-        more: what else must be the same.
+        tensors: what the ranks bring, in the order of NAMES. packed: ``[T, H, D]`` and not ``[B, T, H, D]``.
+        more: what else must be the same, by name.
     """
     call = error = signature = None
     try:
@@ -185,8 +188,9 @@ def settled(
                 if not isinstance(t, Tensor) or t.dim() != 3:
                     raise ArgumentError(name, "a tensor [T, H, D]", describe_tensor(t))
         call = make()
-        shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors if t is not None]  # type: ignore[attr-defined]
-        signature = (call.kind, *shapes, *call.flags, torch.is_grad_enabled(), *more)
+        facts = {name: Facts.of(t) for name, t in zip(NAMES, tensors) if isinstance(t, Tensor)}
+        rest = {"gradients": torch.is_grad_enabled(), **more}
+        signature = tuple({"kind": call.kind, **facts, **call.flags, **rest}.items())
     except RingLAError as e:
         error = e
     for group in groups:
@@ -197,7 +201,7 @@ def settled(
             if error is None and signature in known:
                 group.agreement.again(known[signature])
                 continue
-            said = signature if error is None else f"refused: {error}"
+            said = dict(signature) if error is None else f"refused: {error}"
             entry = group.agreement.agree("the arguments of attention", said)
             while len(known) >= COMPARED:  # the oldest, the same on all ranks
                 del known[next(iter(known))]

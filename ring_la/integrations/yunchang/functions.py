@@ -95,7 +95,7 @@ def _varlen_function(name: str, kind: str, doc: str) -> type[torch.autograd.Func
             return call
 
         offsets = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, Tensor) else cu_seqlens
-        call = settled([group_of(group)], (q, k, v), make, offsets, packed=True)
+        call = settled([group_of(group)], (q, k, v), make, packed=True, cu_seqlens=offsets)
         out, lse = varlen_forward(ctx, call, q, k, v, cu_seqlens, max_seqlen, group)
         return (out, lse, None) if return_softmax else out
 
