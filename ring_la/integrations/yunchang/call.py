@@ -140,7 +140,8 @@ class UpstreamCall:
         ask = Ask(*x.kind, scores.beyond, scores.reach.windowed, **facts)
         job = AttentionJob(choose(ask, options.backend), scores, rows, keys, group=group)
         met = None if joint is None else Pair(*joint, scores.reach)
-        return AttentionMoves(job, ring_of(job), met, heads, way_back=group.agreement.way_back)
+        sender = heads.group if heads is not None and group.size == 1 else group
+        return AttentionMoves(job, ring_of(job), met, heads, way_back=sender.agreement.way_back)
 
 
 def sides_of(
