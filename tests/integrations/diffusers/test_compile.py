@@ -26,9 +26,9 @@ def check_compiled(rank: int, name: str) -> dict[str, float]:
     """Breaks in the graph of each block, and the error of a model whose blocks are compiled whole."""
     torch._dynamo.reset()
     model, inputs = make(name)
-    if name == "flux":  # more blocks than one may be compiled for
+    if name == "flux":  # a graph for each block would be six; those of a list have two, the first and the others
         for like in (model.transformer_blocks, model.single_transformer_blocks):
-            like.extend(copy.deepcopy(like[-1]) for _ in range(4))
+            like.append(copy.deepcopy(like[-1]))
     parallelize(model, ring_la.ContextParallel(group(2), scan="ring", timeout=60))
     blocks = [block for path in model._ring_la.plan.blocks for block in getattr(model, path)]
     given: list = []
@@ -44,8 +44,9 @@ def check_compiled(rank: int, name: str) -> dict[str, float]:
         torch._dynamo.reset()
         for block in blocks:
             block.compile(fullgraph=True, backend="aot_eager")
-        for again in ("first", "second"):
-            found[f"error of the {again} call"] = error(model(**inputs).sample, want)
+        with torch._dynamo.config.patch(recompile_limit=5):
+            for again in ("first", "second"):
+                found[f"error of the {again} call"] = error(model(**inputs).sample, want)
     return found
 
 
