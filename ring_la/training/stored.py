@@ -107,5 +107,5 @@ def _single(file: Path) -> dict[str, Tensor]:
 def require(module: str, what: str) -> None:
     """Refuse to go on where a package is not installed."""
     if importlib.util.find_spec(module) is None:
-        hint = f"pip install {module}"
+        hint = "pip install 'ring_la[export]'" if module == "safetensors" else f"pip install {module}"  # with NumPy
         raise UnsupportedError("model", f"an environment with {module} for {what}", "none", hint)
