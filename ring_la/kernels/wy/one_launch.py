@@ -65,6 +65,11 @@ LEAST = 2**18
 many to `gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks; others were not."""
 
 
+def enough(inputs: Inputs) -> bool:
+    """Whether a delta rule's gradients are made in one launch."""
+    return math.prod(inputs.v.shape[:3]) >= LEAST
+
+
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     """The launches that a call might go by: KDA's where a bound of its gate is known, a delta rule's where no backward
     pass follows or there is enough to do."""
@@ -73,7 +78,7 @@ def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
         if not use.saved:
             return DELTA
-        return DELTA if use.alone and math.prod(inputs.v.shape[:3]) >= LEAST else None
+        return DELTA if use.alone and enough(inputs) else None
     return None
 
 
@@ -135,7 +140,7 @@ class OneLaunch:
         adjoint: Adjoint[WYBack] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        in_chunks = bool(_without_kept(backward).saved)
+        in_chunks = bool(_without_kept(backward).saved) or (self.launches is DELTA and not enough(self.inputs))
         if in_chunks or adjoint is not None or border is not None:
             return self.by_chunks.gradients(_without_kept(backward), dS_end, adjoint, border)
         return InputGradients(*self.launches.gradients(self.inputs, self.cu, self.scale, backward, dS_end))
