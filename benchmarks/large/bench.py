@@ -24,6 +24,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -185,17 +186,17 @@ def keep(args: argparse.Namespace, outcome: str, shown: int) -> int:
     for step in steps[shown:]:
         print(f"  {line(step)}", flush=True)
     if args.out:
-        found = {"command": " ".join(words(args)), "outcome": outcome, **known}
+        found = {"command": " ".join(words(args, Path)), "outcome": outcome, **known}
         found |= {"starts": logged(folder / "starts.jsonl"), "steps": steps}
         args.out.write_text(json.dumps(found, indent=1))
     return len(steps)
 
 
-def words(args: argparse.Namespace) -> list[str]:
-    """The command line of a rank."""
+def words(args: argparse.Namespace, place: Callable[[Path], Path] = Path.resolve) -> list[str]:
+    """The command line of a rank; `place` says how it names paths."""
     given = [args.shape, "--length", str(args.length), "--steps", str(args.steps), "--limit", str(args.limit)]
     given += ["--layers", str(args.layers)] if args.layers else []
     given += ["--tiny"] if args.tiny else []
-    given += ["--config", str(args.config.resolve())] if args.config else []
-    given += ["--folder", str(args.folder.resolve())]
+    given += ["--config", str(place(args.config))] if args.config else []
+    given += ["--folder", str(place(args.folder))]
     return [*given, *(["--more", *args.more] if args.more else [])]
