@@ -48,7 +48,7 @@ class Group:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        words = [word.format(port=self._port) for word in command]
+        words = [word.replace("{port}", str(self._port)) for word in command]
         self._start = start
         self._process = subprocess.Popen(
             words, cwd=ROOT, env=os.environ | {"PYTHONPATH": path} | environment, start_new_session=True

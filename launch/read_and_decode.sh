@@ -18,7 +18,9 @@ read_prompts() {  # its GPUs come first, and it sees vLLM's too, whose workers m
     trap '[ "$child" = 0 ] || { kill "$child" && wait "$child"; }; exit 0' TERM
     gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
     if [ "$gpus" -gt 0 ]; then
-        CUDA_VISIBLE_DEVICES="$(seq -s, "$((gpus - ranks))" "$((gpus - 1))"),$(seq -s, 0 "$((gpus - ranks - 1))")"
+        local seen
+        IFS=, read -ra seen <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 "$((gpus - 1))")}"
+        CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${seen[*]:gpus-ranks},${seen[*]:0:gpus-ranks}")"
         export CUDA_VISIBLE_DEVICES
     fi
     while true; do

@@ -35,7 +35,8 @@ KINDS: dict[int, Transition] = {3: "scalar", 4: "diagonal", 5: "dense"}
 def scan(A: Tensor | None, b: Tensor, layout: ShardedLayout | None, reverse: bool, exclusive: bool) -> Tensor:
     """What `ContextParallel.scan` says; within a compiled graph one node."""
     if torch.compiler.is_compiling() and isinstance(b, Tensor):
-        return _operator(A, b, layout.number if isinstance(layout, ShardedLayout) else 0, reverse, exclusive)
+        number = layout.number if isinstance(layout, ShardedLayout) else 0 if layout is None else -1  # no layout's
+        return _operator(A, b, number, reverse, exclusive)
     error: RingLAError | None = None
     facts: tuple[tuple[str, Any], ...] = ()
     try:

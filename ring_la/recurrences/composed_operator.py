@@ -95,7 +95,7 @@ def _fake(*arguments: Any) -> tuple[Tensor, ...]:
     known: Definition = found(definition)
     own = {n: x for n, x in zip(known.arguments, arguments) if x is not None}
     sizes = check_arguments(known.arguments, own)
-    name = next(n for n in own if known.arguments[n].kind == "value")
+    name = next(n for n in own if known.arguments[n].values)
     letters = [letter for letter in known.arguments[name].shape if letter in "BTHVD"]  # tokens, whatever their steps
     o = own[name].new_empty([sizes[letter] for letter in letters])
     shapes = [[documents, *(sizes[letter] for letter in part)] for part in known.states] if final else []

@@ -178,7 +178,7 @@ class Prompts:
             self._prefixes.add(name, self._last_key, stored.size, stored.length, parent)
 
     def store(self) -> None:
-        """Bring what is kept to disk, as far as there is room: the server is about to end."""
+        """Bring what is kept to disk, as far as there is room and time: the server is about to end."""
         self._move(self._prefixes.lowered())
 
     def _move(self, moves: Sequence[Move]) -> None:

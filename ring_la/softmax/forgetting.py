@@ -65,7 +65,12 @@ def forgetting_attention(
     Raises:
         ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
     """
-    if torch.compiler.is_compiling() and isinstance(layout, ShardedLayout) and backend != "reference":
+    if (
+        torch.compiler.is_compiling()
+        and isinstance(layout, ShardedLayout)
+        and cu_seqlens is None
+        and backend != "reference"
+    ):
         return AttentionOutput(*_operator(q, k, v, g, layout.number, scale, window, backend))
     error = None
     try:

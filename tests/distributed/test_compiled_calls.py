@@ -37,7 +37,7 @@ def cases(cp: ring_la.ContextParallel) -> dict[str, tuple[Callable, list[Tensor]
 
         out[feature] = attend, local
     layout = cp.layout(T)
-    for name in ("mamba3", "gated_delta_product", "hgrn"):
+    for name in ("mamba3", "gated_delta_product", "hgrn", "gated_oja_rule"):
         given = {n: t.detach() for n, t in make_inputs(name, 1, T).items()}
         function = getattr(ring_la, name)
         shared = function.definition.shared

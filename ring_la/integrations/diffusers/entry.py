@@ -40,7 +40,7 @@ def parallelize(
 
     Args:
         transformer: a model with an entry in `PLANS`, with its own attention processors. LoRA's layers may be in it,
-            and on its blocks the hooks of First Block Cache and MagCache; offloading by Diffusers may not. Or a
+            and the hooks of Diffusers' step caches that `caches.KNOWN` names; offloading by Diffusers may not. Or a
             pipeline, all of whose transformers are split.
         cp: the group the sequence is split over; its `attention` says how keys travel.
         backend: the kernel of split attention, by `ring_la.attention`'s name; None: the one that is named to Diffusers,

@@ -97,14 +97,14 @@ def sweep(parent: Path) -> None:
     """Remove folders of readers that are gone: nobody holds their lock."""
     for folder in parent.glob(f"{PREFIX}*"):
         lock = folder / "lock"
-        if folder.stat().st_uid != os.getuid() or not lock.is_file():
-            continue
-        with lock.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        try:
+            if folder.stat().st_uid != os.getuid() or not lock.is_file():
                 continue
-            shutil.rmtree(folder, ignore_errors=True)  # another reader may do the same
+            with lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except (BlockingIOError, FileNotFoundError):  # it is held; another reader was faster
+            continue
 
 
 def mapped(handle: dict[str, Any], device: torch.device) -> Tensor:

@@ -136,7 +136,7 @@ def sana_forward(parallel: ModuleType, contexts: Contexts) -> Callable[..., Tens
 
     def forward(self, attn: Any, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
         for name, x in given.items():
-            if x not in (None, 0.0, False, (-1, -1)):
+            if isinstance(x, Tensor) or x not in (None, 0.0, False, "none", (-1, -1)):
                 raise UnsupportedError(name, "its default in linear attention", x)
         if getattr(self, "use_kv_cache", False) and parallel.get_pipeline_parallel_world_size() > 1:
             raise UnsupportedError("use_kv_cache", "no PipeFusion", "a pipeline of several ranks")

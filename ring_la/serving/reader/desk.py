@@ -99,11 +99,12 @@ class Desk:
             if not self._queue and not self._to_forget():
                 self._change.wait(patience)
             while self._queue:
-                asked = self._asked[self._queue.pop(0)]
-                asked.key = key
-                if not asked.unwanted() and asked.here:
+                name = self._queue.pop(0)
+                asked = self._asked[name]
+                if asked.here:
+                    asked.key = key
                     return asked
-                asked.gone = asked.takers  # it was given up while it waited
+                del self._asked[name]  # it was given up while it waited: who asks again is read anew
             return None
 
     def finish(self, asked: AskedPrompt, parcels: Sequence[dict[str, Any]] = (), error: str | None = None) -> None:
