@@ -153,7 +153,8 @@ class CapturedStep:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if self._buckets is not None:
-            bound = self._parameters.bind(*args, **keywords)  # pyright: ignore[reportOptionalMemberAccess]
+            assert self._parameters is not None  # there are buckets
+            bound = self._parameters.bind(*args, **keywords)
             bound.arguments.update(self._buckets.padded(bound.arguments))
             args, keywords = bound.args, bound.kwargs
         leaves, structure = pytree.tree_flatten((args, keywords))
@@ -268,7 +269,8 @@ class CapturedStep:
         with torch.no_grad():
             for mine, given in zip(kind.inputs, tensors, strict=True):
                 mine.copy_(given, non_blocking=True)
-        kind.graph.replay()  # pyright: ignore[reportOptionalMemberAccess]
+        assert kind.graph is not None  # it was captured
+        kind.graph.replay()
         done = torch.cuda.Event()
         done.record()
         self._running.append(done)

@@ -139,7 +139,9 @@ class ContextTrainer(ShardsTrainer):
             _refuse("compute_loss_func", None, "one", LOGITS)
         return super().compute_loss(*args, **keywords)
 
-    def prediction_step(self, model: nn.Module, inputs: dict, prediction_loss_only: bool, *args: Any, **keywords: Any):
+    def prediction_step(
+        self, model: nn.Module, inputs: dict, prediction_loss_only: bool, *args: Any, **keywords: Any
+    ) -> Any:
         if not prediction_loss_only:
             _refuse("prediction_loss_only", True, False, f"{LOGITS}: leave out compute_metrics")
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **keywords)
