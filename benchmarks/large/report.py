@@ -48,6 +48,7 @@ def planned(config: Any, device: str, mesh: Any) -> dict[str, Any]:
         parameters=memory.parameters,
         optimizer=config.optimizer.kind,
         transformers=folder,
+        loss_chunk=memory.loss_chunk,
     )
     said = predict(setting, mesh.axes.size(), mesh.axes.size(2))
     return {"seconds": said.seconds, "gib": said.memory / 2**30, "rates": rates.source}
