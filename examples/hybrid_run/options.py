@@ -68,7 +68,7 @@ class Data:
         seq_len: tokens of a sequence, all ranks' together. sequences: of a step, all replicas' together.
         documents: "packed": none sees another; "joined": a sequence is one document; "balanced": packed by attention's
             work, none cut unless it is longer than a sequence, which may be shorter than seq_len.
-        max_document: longer documents are cut.
+        max_document: longer documents are cut into parts of this many tokens.
         cache: where tokens are kept (default: the run's folder). workers: processes that read ahead.
     """
 

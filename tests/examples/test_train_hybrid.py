@@ -21,9 +21,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from examples.hybrid_run.options import Config, Optimizer, Run
+from examples.hybrid_run.options import Config, Data, Optimizer, Run
 from ring_la.reading import contents
 from ring_la.serving.load import load
+from ring_la.training import Corpus, Work
 from ring_la.training.stored import restore
 from tests.support.pool import RankError, Ranks
 from tests.support.train_example import ROOT, SCRIPT, example
@@ -244,6 +245,19 @@ def test_numbers_that_would_train_nothing_are_refused(name, value):
     setattr(getattr(config, part), option, value)
     with pytest.raises(script.ArgumentError, match=f"{name}: expected"):
         script.Trainer(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("documents", ["packed", "balanced"])
+def test_long_documents_are_cut(documents):
+    script = example()
+    config = script.Config(data=Data(source="", seq_len=64, documents=documents, max_document=10))
+    mesh, flops = SimpleNamespace(replicas=1), SimpleNamespace(work=Work)
+    corpus = Corpus.__new__(Corpus)
+    corpus.tokens, corpus.offsets = torch.arange(90).int(), torch.tensor([0, 85, 90])
+    corpus.documents, corpus.size = 2, 90
+    run = dict(config=config, mesh=mesh, flops=flops, corpus=corpus, cp=SimpleNamespace(size=2), step=0, tokens=0)
+    cu = script.Trainer._sequences(SimpleNamespace(**run))[0][1]
+    assert 10 >= max(b - a for a, b in zip(cu, cu[1:])) > 1
 
 
 def test_warm_up_and_cosine():
