@@ -99,6 +99,7 @@ class Trainer:
             mesh.context,
             scan=parallel.scan,
             attention=parallel.attention,
+            head_groups=parallel.head_groups,
             transport=parallel.transport,
             validate=parallel.validate,
             timeout=parallel.timeout,

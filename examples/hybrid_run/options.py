@@ -89,7 +89,7 @@ class Parallel:
     """Ranks by axis; one may be −1, what is left. Parameters are sharded over fsdp × context, copied over data.
 
     Attributes:
-        layout, scan, attention, transport, validate: as in ContextParallel. scan="auto" measures the group at every
+        layout, scan, attention, head_groups, transport, validate: as in ContextParallel. scan="auto" measures the group at every
             start, so a run started again may pick another strategy, whose rounding differs.
         timeout: seconds after which a rank that does not answer is taken for lost; torchrun then starts all again.
     """
@@ -100,6 +100,7 @@ class Parallel:
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     scan: Literal["auto", "ring", "pipelined", "all_gather", "doubling", "all_to_all"] = "all_to_all"
     attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
+    head_groups: int | Literal["auto"] = 1
     transport: Literal["auto", "torch", "symmetric"] = "auto"
     validate: Literal["first", "always", "never"] = "first"
     timeout: float = 300.0
