@@ -24,6 +24,8 @@ def about(args: argparse.Namespace, trainer: Any) -> dict[str, Any]:
     found = {"shape": args.shape, "tiny": args.tiny, "length": args.length, "axes": str(trainer.mesh)}
     found |= {"device": device, "torch": torch.__version__, "parameters": trainer.flops.parameters}
     found |= {"memory": asdict(trainer.config.memory), "optimizer": trainer.config.optimizer.kind}
+    if args.documents != "joined":  # the plan knows one document
+        return found | {"documents": args.documents}
     return found | ({} if name is None else {"plan": planned(trainer.config, name, trainer.mesh)})
 
 

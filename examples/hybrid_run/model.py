@@ -75,7 +75,8 @@ def _transformers(config: Config, place: Place, vocab_size: int) -> tuple[torch.
         most = model.config.get_text_config().vocab_size
         raise ArgumentError("data.tokenizer", f"at most the model's {most} ids", vocab_size)
     flops = StepFlops.of_weights(model, exclude=model.get_input_embeddings())
-    parallelize(model, place.cp, kind=parallel.layout, loss_chunk=memory.loss_chunk).train()
+    kind = "zigzag" if parallel.layout == "balanced" else parallel.layout  # each call is given its own layout
+    parallelize(model, place.cp, kind=kind, loss_chunk=memory.loss_chunk).train()
     if memory.mlp_chunk:
         tile_mlps(model, memory.mlp_chunk)
     experts = split_experts(model, place.mesh.context) if options.spread_experts else []

@@ -89,15 +89,15 @@ class Parallel:
     """Ranks by axis; one may be −1, what is left. Parameters are sharded over fsdp × context, copied over data.
 
     Attributes:
-        layout, scan, attention, head_groups, transport, validate: as in ContextParallel. scan="auto" measures the group at every
-            start, so a run started again may pick another strategy, whose rounding differs.
+        layout, scan, attention, head_groups, transport, validate: as in ContextParallel. scan="auto" measures the group
+            at every start, so a run started again may pick another strategy, whose rounding differs.
         timeout: seconds after which a rank that does not answer is taken for lost; torchrun then starts all again.
     """
 
     data: int = 1
     fsdp: int = 1
     context: int = -1
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    layout: Literal["zigzag", "contiguous", "balanced"] = "zigzag"
     scan: Literal["auto", "ring", "pipelined", "all_gather", "doubling", "all_to_all"] = "all_to_all"
     attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     head_groups: int | Literal["auto"] = 1

@@ -127,8 +127,9 @@ def by_rank(lengths: Sequence[int], ranks: int, kind: LayoutKind = "zigzag") -> 
 def spread_over_ranks(
     pieces: list[DocumentPart], ranks: int, kind: LayoutKind = "zigzag", seed: int = 0
 ) -> list[DocumentPart]:
-    """The pieces in the order, of those tried, whose dearest rank has the least attention."""
-    if ranks == 1 or len(pieces) < 2:
+    """The pieces in the order, of those tried, whose dearest rank has the least attention; a balanced layout is even
+    in any."""
+    if ranks == 1 or len(pieces) < 2 or kind == "balanced":
         return pieces
     generator = torch.Generator().manual_seed(seed)
     longest = sorted(pieces, key=lambda p: -p.length)

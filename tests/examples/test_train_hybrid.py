@@ -192,7 +192,13 @@ def interrupted(whole: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("axes", [{"parallel__data": 2}, {"parallel__data": 2, "parallel__fsdp": 2}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"parallel__data": 2, "parallel__layout": "balanced", "parallel__attention": "ulysses"},
+        {"parallel__data": 2, "parallel__fsdp": 2},
+    ],
+)
 def test_another_split_of_the_ranks_goes_on(ranks, whole, tmp_path, axes):
     folder = interrupted(whole, tmp_path / "run")
     ranks.run(4, train, arguments(folder, **axes))
@@ -356,7 +362,8 @@ def test_a_mixture_goes_on_over_other_ranks_and_is_written_and_adapted(ranks, tm
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
     ranks.run(4, train, arguments(a, **options, **spread, run__pretrained=out))
     shutil.copytree(a, b, ignore=shutil.ignore_patterns("step-00000002"))
-    ranks.run(4, train, arguments(b, **options, parallel__data=2))
+    grouped = {"parallel__attention": "ulysses", "parallel__head_groups": 2, "parallel__layout": "balanced"}
+    ranks.run(4, train, arguments(b, **options, **grouped, parallel__data=2))
     assert curve(b)[1] == curve(a)[1], "not done again"
     torch.testing.assert_close(torch.tensor(curve(b)[2]), torch.tensor(curve(a)[2]), rtol=1e-4, atol=0)
     weights = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
