@@ -11,6 +11,7 @@ from ring_la.models import HybridLM
 from ring_la.training import (
     StepFlops,
     TrainingMesh,
+    draw_hybrid,
     recompute,
     shard_parameters,
 )
@@ -44,10 +45,11 @@ def _hybrid(config: Config, place: Place, vocab_size: int) -> tuple[torch.nn.Mod
     if shape.vocab_size < vocab_size:
         raise ArgumentError("model.vocab_size", f"at least {vocab_size}, the tokenizer's", shape.vocab_size)
     flops = StepFlops(shape)
-    with place.device:
+    with torch.device("meta"):  # no rank has all of it at any time
         model = HybridLM(shape).to(getattr(torch, memory.parameters))
     recompute(model, memory.recompute, mlp_chunk=memory.mlp_chunk)
-    return shard_parameters(model, place.mesh, dtype=place.dtype), flops
+    shard_parameters(model, place.mesh, dtype=place.dtype)
+    return draw_hybrid(model, place.device), flops
 
 
 def _transformers(config: Config, place: Place, vocab_size: int) -> tuple[torch.nn.Module, StepFlops]:
