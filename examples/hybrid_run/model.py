@@ -98,10 +98,10 @@ def _adapted(config: Config, model: torch.nn.Module) -> torch.nn.Module:
     """The model with adapters, of which every rank has a copy, and nothing else that is trained."""
     from peft import LoraConfig
 
-    from ring_la.integrations.transformers.adapters import add_adapters
+    from ring_la.integrations.transformers.adapters import add_adapters, all_linear
 
     options = config.model
     model.enable_input_require_grads()  # what is computed again in the backward pass needs an input with a gradient
-    targets = options.lora_targets or "all-linear"
-    adapters = LoraConfig(r=options.lora, target_modules=targets, task_type="CAUSAL_LM")
+    targets = {"target_modules": options.lora_targets} if options.lora_targets else all_linear(model)
+    adapters = LoraConfig(r=options.lora, task_type="CAUSAL_LM", **targets)
     return add_adapters(model, adapters, seed=config.run.seed)

@@ -33,7 +33,7 @@ class Model:
             unless `scratch`. Each rank reads its shards of them.
         spread_experts: the experts of its mixtures over the context ranks, tokens to experts by all-to-all.
         lora: rank of adapters of its linear layers, which alone are trained; None: all weights are.
-        lora_targets: names of the layers adapted; none: all linear ones.
+        lora_targets: names of the layers adapted; none: all linear ones that PEFT takes.
     """
 
     dim: int = 128
