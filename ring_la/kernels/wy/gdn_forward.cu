@@ -155,6 +155,7 @@ INLINE void keep_pairs(u16* to, u32 at, int lane) {
 INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int passes, u32 base, int w, int lane) {
   const int total = n * passes, last = total - n;  // the first chunk of the last pass
   float b, G;
+  auto is_empty = [&](int c) { return c < SLOTS || bar_passed(base + BARS + c % SLOTS * 16 + 8, (c / SLOTS - 1) & 1); };
   auto ask = [&](int c) {  // for what chunk c needs, once its slot is empty
     const int slot = c % SLOTS;
     if (c >= SLOTS) bar_wait(base + BARS + slot * 16 + 8, (c / SLOTS - 1) & 1);
@@ -188,8 +189,9 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
 #if !KEEP
     const float mine = b;
 #endif
-    const bool more = c + MAKERS < total, later = c < last && c + MAKERS >= last;
-    if (more && !later) ask(c + MAKERS);
+    const bool more = c + MAKERS < total;
+    const bool now = more && (c >= last || c + MAKERS < last) && uniform(is_empty(c + MAKERS));
+    if (now) ask(c + MAKERS);
 #if KEEP
     invert(1.f, at, triangle, lane);
     __syncwarp();
@@ -201,7 +203,7 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     proxy_fence();
     __syncwarp();
     if (lane == 0) bar_arrive(base + BARS + slot * 16);
-    if (more && later) ask(c + MAKERS);  // which waits for the passes before
+    if (more && !now) ask(c + MAKERS);  // which waits for its slot, or for the passes before
   }
 }
 
