@@ -53,6 +53,7 @@ def test_tokens(servers):
 
 def check_transformers(rank: int) -> list[tuple[list[int], list[int]]] | None:
     """(tokens served, those of `generate`) of each request to a Qwen3-Next whose sequences are rows."""
+    torch.backends.cudnn.allow_tf32 = False  # of convolutions: a thousandth more or less, and a router picks another expert
     cp = ContextParallel(pool.group(), validate="never", timeout=60)
     model = CASES["qwen3_next"].make().eval().cuda()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
