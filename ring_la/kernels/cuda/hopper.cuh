@@ -112,9 +112,6 @@ INLINE int load_acquire(const int* p) {
 INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
-// What was launched before is over, and its stores are seen: kernels are launched before that (see runtime/cuda_kernel), and
-// call this before they read or write anything in memory.
-INLINE void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 INLINE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Registers of each thread of a warpgroup, from here on

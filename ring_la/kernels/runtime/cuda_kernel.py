@@ -41,31 +41,11 @@ MAX_DYNAMIC_SHARED_SIZE = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 BUFFER_POINTER, BUFFER_SIZE = 1, 2
 """CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE: arguments as one structure."""
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
-"""CU_LAUNCH_ATTRIBUTE_…: a kernel is brought to the multiprocessors while what was launched before it ends."""
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        *((f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"),
-        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
-    ]  # fmt: skip
-
-
-_EARLY = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
 
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A ``__global__`` function that takes one structure, and calls ``wait_for_launches`` before it touches memory.
+    """A ``__global__`` function that takes one structure.
 
     Attributes:
         file: its source. name: of the function, ``extern "C"``.
@@ -116,11 +96,14 @@ class LoadedCudaKernel:
         extra = (ctypes.c_void_p * 5)(
             BUFFER_POINTER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), None
         )
+        stream = ctypes.c_void_p(frame[STREAM])
         kernel = self._kernel
-        config = _Config(
-            *frame[:STREAM], kernel.threads, 1, 1, kernel.shared, frame[STREAM], ctypes.addressof(_EARLY), 1
+        _check(
+            "cuLaunchKernel",
+            _driver().cuLaunchKernel(
+                self._function, *frame[:STREAM], kernel.threads, 1, 1, kernel.shared, stream, None, extra
+            ),
         )
-        _check("cuLaunchKernelEx", _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, None, extra))
 
     def __call__(self, grid: int, stream: int, args: Sequence[Any]) -> None:
         frame = self.frame((grid, 1, 1), args)

@@ -531,7 +531,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
     bar_init(base + OPEN, 1);
     bars_ready();
   }
-  wait_for_launches();
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
   const Choice mine = choose(a, false, base + SAID, [&](int s, const Span& x, int h) { return late(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, behind = mine.back;

@@ -450,7 +450,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_forward(const __grid_co
     bar_init(base + OPEN, 1);
     bars_ready();
   }
-  wait_for_launches();
   const int w = uniform((tid >> 5) & 7), lane = tid & 31;
   const Choice mine = choose(a, true, base + SAID, [&](int s, const Span& x, int h) { return early(a, x, s, h, base, lane); });
   const int s = mine.s, h = mine.h, back = mine.back;

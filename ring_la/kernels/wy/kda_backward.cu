@@ -621,9 +621,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) kda_backward(const __grid_c
     }
     bar_init(base + OPEN, 1);
     bars_ready();
+    sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
   }
-  wait_for_launches();
-  if (tid == 0) sts32(base + SAID, a.count * a.heads - 1 - atomicAdd(ticket(a) + DEFERRED, 1));
   __syncthreads();
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);

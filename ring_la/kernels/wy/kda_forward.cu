@@ -463,9 +463,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) kda_forward(const __grid_co
     }
     bar_init(base + OPEN, 1);
     bars_ready();
+    sts32(base + SAID, atomicAdd(ticket(a) + DEFERRED, 1));
   }
-  wait_for_launches();
-  if (tid == 0) sts32(base + SAID, atomicAdd(ticket(a) + DEFERRED, 1));
   __syncthreads();
   int s, h;
   const Span x = work_of(a, base + SAID, s, h);
