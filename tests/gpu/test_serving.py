@@ -53,14 +53,14 @@ def test_tokens(servers):
 
 def check_transformers(rank: int) -> list[tuple[list[int], list[int]]] | None:
     """(tokens served, those of `generate`) of each request to a Qwen3-Next whose sequences are rows."""
-    torch.backends.cudnn.allow_tf32 = False  # of convolutions: a thousandth more or less, and a router picks another expert
     cp = ContextParallel(pool.group(), validate="never", timeout=60)
     model = CASES["qwen3_next"].make().eval().cuda()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     asked, want = [(1, 20), (90, 9), (37, 15), (70, 12)], []
     for length, n in asked:
         ids = torch.tensor([prompt(length)], device="cuda") % VOCABULARY
-        want.append(model.generate(ids, max_new_tokens=n, do_sample=False)[0, length:].tolist())
+        all_of_it = torch.ones_like(ids)  # else tokens that are the padding's are left out
+        want.append(model.generate(ids, attention_mask=all_of_it, max_new_tokens=n, do_sample=False)[0, length:].tolist())
     served = Pretrained(model, cp)
     assert (served.flexible, served.resumes, served.goes_on) == (True, True, True)
     jobs = [Timed([token % VOCABULARY for token in prompt(length)], n) for length, n in asked]
