@@ -56,13 +56,17 @@ def test_ulysses_in_groups_of_heads_is_whole(ranks, P):
 
 
 def bytes_held(rank: int, head_groups: int | str) -> list[float]:
-    """The most that is held forward, what is kept, and the most backward, in units of this rank's queries."""
+    """The most that is held forward, what is kept, and the most backward, in units of this rank's queries: the least
+    of several times, for gloo's threads may let go of a message late."""
     cp = ring_la.ContextParallel(group(2), scan="ring", head_groups=head_groups)
     layout = cp.layout(512)
     x = [torch.randn(1, 256, 16, 16, requires_grad=True) for _ in range(3)]
-    out, forward, kept = peak(lambda: attention(*x, layout=layout, strategy="ulysses").o)
-    _, backward, _ = peak(lambda: torch.autograd.grad(out, x, torch.ones_like(out)))
-    return [n / x[0].nbytes for n in (forward, kept, backward)]
+    found = []
+    for _ in range(6):
+        out, forward, kept = peak(lambda: attention(*x, layout=layout, strategy="ulysses").o)
+        _, backward, _ = peak(lambda out=out: torch.autograd.grad(out, x, torch.ones_like(out)))
+        found.append((forward, kept, backward))
+    return [min(times) / x[0].nbytes for times in zip(*found)]
 
 
 def test_groups_of_heads_hold_less_of_the_whole_sequence(ranks):

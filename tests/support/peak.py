@@ -20,15 +20,16 @@ class PeakBytes(TorchDispatchMode):
         super().__init__()
         self.most = 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._others: set[int] = set()
+        self._others: dict[int, StorageWeakRef] = {}  # which also keep their addresses from being given again
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self._others |= given - self.now.keys()
+        held = self.now
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in held:
+                self._others[storage._cdata] = StorageWeakRef(storage)
         out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._others:
-                storage = t.untyped_storage()
+        for storage in _storages(out):
+            if storage._cdata not in self._others:
                 self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, self.bytes)
         return out
@@ -43,6 +44,10 @@ class PeakBytes(TorchDispatchMode):
     def bytes(self) -> int:
         """Bytes held now."""
         return sum(n for _, n in self.now.values())
+
+
+def _storages(tree) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def peak(step) -> tuple[object, int, int]:
