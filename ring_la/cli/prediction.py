@@ -182,12 +182,17 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
     if not setting.backward:
         return 2 * work.parameters / gpus + 2 * gathered + tokens * max(b.saved for b in work.blocks)
     kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
+    kept += 2 * 2 * work.dim * tokens  # what the last norm and the output projection take
     if setting.offload:
         kept = min(kept, 2 * 2**30 + 2 * max(_kept(setting, block, tokens) for block in work.blocks))
     tokens /= setting.rounds
     again = max(_again(setting, block, tokens) for block in work.blocks)
     logits = 4 * work.vocabulary * min(tokens, setting.loss_chunk)
-    return setting.state_bytes * work.parameters / gpus + 4 * gathered + kept + again + logits
+    share = work.parameters / gpus
+    gradients = (4 if setting.parameters == "float32" else 2) * share
+    at_hand = 4 * (gathered + work.ends)  # weights and gradients of a block, and of both ends through the backward pass
+    lasting = setting.state_bytes * share - gradients
+    return lasting + max(kept, gradients) + at_hand + again + logits  # gradients come as what is kept goes
 
 
 def _kept(setting: Setting, block: BlockWork, tokens: float) -> float:
