@@ -167,9 +167,7 @@ def _crc(x: Tensor) -> int:
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 
-def _checksums(
-    given: Mapping[str, Any], device: torch.device, there: bool = False
-) -> tuple[list[str], Tensor | None]:
+def _checksums(given: Mapping[str, Any], device: torch.device, there: bool = False) -> tuple[list[str], Tensor | None]:
     """The names of inputs that hold tensors, and a checksum of each, int64 on `device`; waits for nothing. With `there`
     those alone that are on the device."""
     found = {name: [t for t in tensors_in(x) if not there or t.device == device] for name, x in given.items()}

@@ -113,7 +113,9 @@ def _parallelize_pipeline(pipe: Any, axes: Axes, parts: tuple[bool, bool], how: 
         for model in transformers_of(pipe).values():
             undo.callback(restore, parallelize(model, axes.sequence, **how))
         for net in controlnets_of(pipe):  # what the transformer's residuals bring back is averaged already
-            undo.callback(restore, parallelize(net, axes.sequence, **how | dict(average=False, plan=None, capture=False)))
+            undo.callback(
+                restore, parallelize(net, axes.sequence, **how | dict(average=False, plan=None, capture=False))
+            )
         split.adopt(pipe, *parts)
         split.undo = undo.pop_all()  # accepted
     return pipe
