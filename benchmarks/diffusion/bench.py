@@ -22,6 +22,7 @@ import os
 import pathlib
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def _measure(arm: str, here: Where, book: Book) -> None:
     named = dict(model=here.model, arm=arm)
     rows = [(mode, size) for mode in MODES if mode in here.options.modes for size in here.sizes]
     rows = [(mode, size) for mode, size in rows if not book.has(**named, mode=mode, size=_word(size))]
-    made: Any = book.attempt(dict(named), lambda: _made(arm, here)) if rows else None
+    made: Any = book.attempt(dict(named), partial(_made, arm, here)) if rows else None
     compiled = False
     for mode, size in rows if made is not None else ():
         model, cp = made
@@ -114,7 +115,7 @@ def _measure(arm: str, here: Where, book: Book) -> None:
             for block in _blocks(model, here.shape):
                 block.compile(dynamic=False)
         row = named | dict(mode=mode, size=_word(size))
-        found = book.attempt(row, lambda: _timed(model, cp, mode, size, here))  # noqa: B023
+        found = book.attempt(row, partial(_timed, model, cp, mode, size, here))
         if found is not None:
             book.add(row | found)
     del made

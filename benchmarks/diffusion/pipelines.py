@@ -11,6 +11,7 @@ import time
 import types
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,11 +97,10 @@ def images(options: argparse.Namespace, group: Group, book: Book) -> None:
             rows = [dict(model="flux pipeline", arm=arm, mode=mode, size="x".join(map(str, s))) for s in sizes]
             if all(book.has(**row) for row in rows):
                 continue
-            pipe = book.attempt(
-                dict(model="flux pipeline", arm=arm, mode=mode), lambda: _prepared(arm, mode, tiny, group)
-            )  # noqa: B023
+            prepared = partial(_prepared, arm, mode, tiny, group)
+            pipe = book.attempt(dict(model="flux pipeline", arm=arm, mode=mode), prepared)
             for row, size in zip(rows, sizes) if pipe is not None else ():
-                found = book.attempt(row, lambda: _image(pipe, size, options.steps, group, wanted))  # noqa: B023
+                found = book.attempt(row, partial(_image, pipe, size, options.steps, group, wanted))
                 if found is not None:
                     book.add(row | found)
             pipe = None
