@@ -109,13 +109,12 @@ def _measure(arm: str, here: Where, book: Book) -> None:
     made: Any = book.attempt(dict(named), partial(_made, arm, here)) if rows else None
     compiled = False
     for mode, size in rows if made is not None else ():
-        model, cp = made
         if mode.startswith("compiled") and not compiled:
             compiled = True
-            for block in _blocks(model, here.shape):
+            for block in _blocks(made[0], here.shape):
                 block.compile(dynamic=False)
         row = named | dict(mode=mode, size=_word(size))
-        found = book.attempt(row, partial(_timed, model, cp, mode, size, here))
+        found = book.attempt(row, partial(_timed, made, mode, size, here, (arm, mode) == ("one", "eager")))
         if found is not None:
             book.add(row | found)
     del made
@@ -135,17 +134,22 @@ def _blocks(model: nn.Module, shape: Shape) -> list[nn.Module]:
 
 
 def _timed(
-    model: nn.Module, cp: ring_la.ContextParallel | None, mode: str, size: tuple[int, ...], here: Where
+    made: tuple[nn.Module, ring_la.ContextParallel | None],
+    mode: str,
+    size: tuple[int, ...],
+    here: Where,
+    reference: bool,
 ) -> dict[str, Any]:
-    """Milliseconds, GiB, what is sent, and the error beside the first arm's output of this size."""
+    """Milliseconds, GiB, what is sent, and the error beside the `reference` output of this size."""
+    model, cp = made
     group, cuda = here.group, here.group.on_cuda
     inputs = draw_inputs(here.shape, size, here.tiny, group.device, here.dtype)
     step = _step(model, inputs, mode.endswith("graph") and cuda)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     out = step().float()
-    if "eager" in mode:
-        here.wanted.setdefault(size, out)
+    if reference:
+        here.wanted[size] = out
     before = 0 if cp is None else cp.comm.bytes_sent
     step()
     sent = 0 if cp is None else cp.comm.bytes_sent - before
