@@ -37,6 +37,7 @@ def ours(size: int, cp: ring_la.ContextParallel) -> int:
     """Bytes that this rank sends for a layer of an image of `size` rows and columns."""
     sent = []
     for layers in (1, 2):
+        torch.manual_seed(0)
         model = parallelize(diffusers.SanaTransformer2DModel(num_layers=layers).bfloat16(), cp)
         inputs = dict(
             hidden_states=torch.randn(BATCH, 32, size // 32, size // 32), timestep=torch.full((BATCH,), 500.0)
