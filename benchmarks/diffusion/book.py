@@ -7,6 +7,7 @@ another in its place (`exec`), which goes on with the rows that are missing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from ..options import earlier
 
 Result = TypeVar("Result")
+_books = itertools.count()
 NAMED = ("model", "arm", "mode", "size")
 """What names a row. One that has no mode or size stands for all."""
 
@@ -33,7 +35,7 @@ class Book:
 
     def __init__(self, options: argparse.Namespace, head: Mapping[str, Any]) -> None:
         self.file: Path | None = options.out
-        self.seconds, self._head, self._met = options.limit, head, 0
+        self.seconds, self._head, self._met, self._number = options.limit, head, 0, next(_books)
         kept = options.resume and self.file is not None and self.file.exists()
         self.rows: list[dict[str, Any]] = earlier(self.file)["rows"] if kept and self.file is not None else []
         self._first = dist.get_rank() == 0
@@ -72,8 +74,9 @@ class Book:
     def _meet(self, word: str) -> Iterable[str]:
         """What every rank says. On the host: a device may be waiting for ever."""
         store, self._met = dist.distributed_c10d._get_default_store(), self._met + 1
-        store.set(f"book/{self._met}/{dist.get_rank()}", word)
-        return [store.get(f"book/{self._met}/{r}").decode() for r in range(dist.get_world_size())]
+        place = f"book {self._number}/{self._met}"
+        store.set(f"{place}/{dist.get_rank()}", word)
+        return [store.get(f"{place}/{r}").decode() for r in range(dist.get_world_size())]
 
     def _again(self, what: dict[str, Any]) -> None:
         """From a thread of its own, on every rank: this process is of no use any more."""
