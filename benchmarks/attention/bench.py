@@ -39,6 +39,8 @@ from ring_la.errors import UnsupportedError
 from ring_la.layout import KINDS
 from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS
+from ring_la.softmax.strategies import STRATEGIES as WAYS
+from ring_la.softmax.strategies import Copied
 
 from ..options import counts, names
 from ..peers.attention import Call, Peers, Wanted
@@ -101,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers-on", type=names((*KERNELS, "none")), default="flash", help="kernels that peers run on, or none"
     )
+    parser.add_argument("--streams", type=counts, default="1", help="streams of a copied ring's blocks: 1, 2 or 1,2")
     parser.add_argument("--seconds", type=count, default=3600, help="begin no row after so many")
     parser.add_argument(
         "--transports", type=names(TRANSPORTS), default="torch,auto", help="of the ring; the others go by the last one"
@@ -163,10 +166,23 @@ def ours(
             for transport in contexts if strategy == "ring" else [*contexts][-1:]:
                 layout, copies = layouts[transport], contexts[transport].comm.copies
                 more = dict(layout=layout, backend=backend, strategy=strategy, **how)
-                way = strategy + (", copied" if copies else ", sent")
-                name = f"ring_la {way} {backend}" + (f" {kind}" if cu else "")
-                out.append(Way(name, backend, lambda *x, more=more: attention(*x, **more).o, tokens_of(layout), copies))
+                for streams in args.streams if copies and strategy in ("ring", "auto") else [1]:
+                    way = strategy + (", copied" if copies else ", sent") + (", two streams" if streams > 1 else "")
+                    name = f"ring_la {way} {backend}" + (f" {kind}" if cu else "")
+                    out.append(Way(name, backend, our_call(more, streams), tokens_of(layout), copies))
     return out
+
+
+def our_call(how: dict, streams: int) -> Call:
+    """A call whose copied rings use so many streams, the backward pass too if no other call is between."""
+    ring = WAYS["copied"]
+    assert isinstance(ring, Copied)
+
+    def run(*tensors: Tensor) -> Tensor:
+        ring.two_streams = streams > 1
+        return attention(*tensors, **how).o
+
+    return run
 
 
 def tokens_of(layout: ring_la.ShardedLayout) -> Tensor:
