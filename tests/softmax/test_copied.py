@@ -70,8 +70,9 @@ def check_copied(rank: int, P: int, folder: str, documents: str, features: tuple
         for kind in KINDS:
             layout = cp.layout(T, kind, cu_seqlens=cu)
             for feature in features:
-                errors = compare(layout, draw(documents, feature), truth(documents, feature), "ring")
-                bad += [f"{kind} {feature} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+                for strategy in ("ring", "ulysses"):
+                    errors = compare(layout, draw(documents, feature), truth(documents, feature), strategy)
+                    bad += [f"{kind} {feature} {strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
     return bad
 
 
