@@ -11,12 +11,14 @@ from collections.abc import MutableMapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...comm import Group
+from ...comm.memory import Memory
 
 WORDS = (torch.complex128, torch.int64, torch.int32, torch.int16)
 """Dtypes to copy in, the widest first."""
@@ -68,28 +70,38 @@ def _runs(places: Tensor) -> list[Stretch]:
     return [Stretch(a, b, int(places[a])) for a, b in pairwise(cuts)]
 
 
-def exchange(
-    group: Group, shapes: Sequence[Sequence[Shape]], dtypes: Sequence[torch.dtype], writes: Sequence[Sequence[Write]]
-) -> list[Tensor]:
-    """The tensors that all ranks have written for this one. Collective.
+class Rooms:
+    """The tensors of every rank in memory that all reach, found once for their shapes.
 
     Args:
-        shapes: for each rank, those of its tensors. writes: for each rank, what this one writes there.
+        shapes: for each rank, those of its tensors.
     """
-    places = [_places(of_rank, dtypes) for of_rank in shapes]
-    memory, me = group.memory.of(max(p[-1] for p in places)), group.rank
-    rooms: list[Tensor] = []
-    for n in range(1, group.size + 1):
-        rank = (me + n) % group.size
-        rooms = [memory.rooms(rank, at, (s,), d)[0] for at, s, d in zip(places[rank], shapes[rank], dtypes)]
-        for w in writes[rank]:
-            _copy(rooms[w.tensor][:, w.rows, w.heads], w.source)
-        if rank != me:
-            memory.tell(rank)
-    memory.arrived((1 << group.size) - 1 - (1 << me), 0, places[me][-1])
-    out = [room.clone() for room in rooms]  # this rank's were the last ones
-    memory.meet()
-    return out
+
+    def __init__(self, group: Group, shapes: Sequence[Sequence[Shape]], dtypes: Sequence[torch.dtype]) -> None:
+        self.group, self.shapes, self.dtypes = group, shapes, dtypes
+        self.places = [_places(of_rank, dtypes) for of_rank in shapes]
+        self._found: WeakKeyDictionary[Memory, list[list[Tensor]]] = WeakKeyDictionary()
+
+    def exchange(self, writes: Sequence[Sequence[Write]]) -> list[Tensor]:
+        """The tensors that all ranks have written for this one; `writes` is what it writes to each. Collective."""
+        memory, me = self.group.memory.of(max(p[-1] for p in self.places)), self.group.rank
+        if memory not in self._found:
+            self._found[memory] = [self._of(memory, rank) for rank in range(self.group.size)]
+        rooms = self._found[memory]
+        for n in range(1, self.group.size + 1):
+            rank = (me + n) % self.group.size
+            for w in writes[rank]:
+                _copy(rooms[rank][w.tensor][:, w.rows, w.heads], w.source)
+            if rank != me:
+                memory.tell(rank)
+        memory.arrived((1 << self.group.size) - 1 - (1 << me), 0, self.places[me][-1])
+        out = [room.clone() for room in rooms[me]]
+        memory.meet()
+        return out
+
+    def _of(self, memory: Memory, rank: int) -> list[Tensor]:
+        parts = zip(self.places[rank], self.shapes[rank], self.dtypes)
+        return [memory.rooms(rank, at, (shape,), dtype)[0] for at, shape, dtype in parts]
 
 
 def _places(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[int]:

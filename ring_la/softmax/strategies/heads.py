@@ -8,7 +8,7 @@ other's memory (`head_rooms`); else, and where gradients of a key head come from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Group, Pending
-from .head_rooms import MOST, Shape, Stretch, Write, exchange, stretches
+from .head_rooms import MOST, Rooms, Shape, Stretch, Write, stretches
 
 
 class HeadSplit:
@@ -62,6 +62,7 @@ class Heads:
     ) -> None:
         self.group, self.split, self.tokens, self.order = group, split, tokens, order
         self.bounds = {"q": split.queries, "k": split.keys}
+        self._known: dict[Hashable, Rooms] = {}
 
     @cached_property
     def query_heads(self) -> slice:
@@ -215,7 +216,11 @@ class Heads:
     def _written(
         self, tensors: Mapping[str, tuple[str, Tensor]], shapes: list[list[Shape]], writes: list[list[Write]]
     ) -> Pending:
-        out = exchange(self.group, shapes, [x.dtype for _, x in tensors.values()], writes)
+        dtypes = [x.dtype for _, x in tensors.values()]
+        name = tuple(map(tuple, shapes)), tuple(dtypes)
+        if name not in self._known:
+            self._known[name] = Rooms(self.group, shapes, dtypes)
+        out = self._known[name].exchange(writes)
         return Pending(lambda: dict(zip(tensors, out)))
 
     def _by_rank(self, side: str, x: Tensor) -> Sequence[Tensor]:
