@@ -106,7 +106,9 @@ class FlashAttnHopper(FlashAttnPackage):
         tensors, descales = self._descales(pack, q, k, v)
         q, k, v = (x if pack is None else x[0] for x in tensors)
         left, right = _sides(window)
-        how: dict[str, Any] = dict(softmax_scale=scores.scale, causal=window.causal, window_size_left=left, window_size_right=right)
+        how: dict[str, Any] = dict(
+            softmax_scale=scores.scale, causal=window.causal, window_size_left=left, window_size_right=right
+        )
         how |= dict(softcap=scores.softcap, **_offsets(pack), **descales)
         o, lse = self.interface._flash_attn_forward(q, k, v, **how)[:2]
         return (o, lse) if pack is None else (o[None], lse[None])
