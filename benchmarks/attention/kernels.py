@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ring_la.softmax.backends import BACKENDS, Ask, AttentionBackend, QueryRows, choose
-from ring_la.softmax.backends.triton import TritonBackend
 from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
@@ -32,8 +31,6 @@ from ..options import counts, names
 from .bench import document_offsets, share_of_scores
 
 WARM, ROUNDS = 2, 9
-DEAREST_FIRST = "triton_dearest_first"
-"""Our kernel with a head's programs started by what they cost."""
 CASES: dict[str, dict] = {
     "causal": dict(right=0),
     "full": dict(),
@@ -112,7 +109,7 @@ def able(work: Work, kernel_names: list[str]) -> dict[str, AttentionBackend]:
     out: dict[str, AttentionBackend] = {}
     for name in kernel_names:
         try:
-            kernel = TritonBackend(dearest_first=True) if name == DEAREST_FIRST else choose(work.ask, name)
+            kernel = choose(work.ask, name)
             (work.forward if kernel.forward_only else work.total)(kernel)
             torch.cuda.synchronize()
         except Exception as e:  # said, so that one package's failure does not hide the others
@@ -155,7 +152,7 @@ def main() -> None:
     parser.add_argument("--widths", type=counts, default="64,128")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--cases", type=names(CASES), default=",".join(CASES))
-    parser.add_argument("--kernels", type=names((*BACKENDS, DEAREST_FIRST)), default=kernels)
+    parser.add_argument("--kernels", type=names(BACKENDS), default=kernels)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_kernels.json"))
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

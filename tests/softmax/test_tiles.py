@@ -132,8 +132,6 @@ def test_lists_of_the_triton_kernels(pair, blocks):
     (bm, bn), want = blocks, wanted(pair)
     for lists, mask, a, b in ((of_queries, want, bm, bn), (of_keys, want.T, bn, bm)):
         side = lists(pair, bm, bn)
-        costs = side.counts[side.order.long(), 1].tolist()
-        assert costs == sorted(side.counts[:, 1].tolist(), reverse=True)
         for i, (order, (whole, count)) in enumerate(zip(side.tiles.tolist(), side.counts.tolist())):
             band = mask[i * a : (i + 1) * a]
             for n, j in enumerate(order):

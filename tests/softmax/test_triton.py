@@ -40,8 +40,7 @@ def on_the_cpu(monkeypatch):
     ("documents", "feature"),
     [*(("uneven", f) for f in FEATURES), *(("packed", f) for f in ("causal", "full", "window", "all", "all rear"))],
 )
-def test_every_feature_is_the_reference(documents, feature, monkeypatch):
-    monkeypatch.setitem(BACKENDS, "triton", launch.TritonBackend(dearest_first=documents == "packed"))
+def test_every_feature_is_the_reference(documents, feature):
     case, want, cu = draw(documents, feature), truth(documents, feature), DOCUMENTS[documents][1]
     leaves = {n: t.float().requires_grad_() for n, t in case.tensors.items()}
     cu = None if cu is None else torch.tensor(cu)

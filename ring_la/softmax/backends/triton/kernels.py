@@ -75,7 +75,7 @@ def load_rows(X, rows, columns, count, width, stride, FULL: tl.constexpr, INSIDE
 
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
-    Q, K, V, O, L, LIST, COUNTS, ORDER, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, O, L, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
@@ -83,12 +83,10 @@ def forward(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, ORDERED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of BM rows of one head."""
     tile, bh = tl.program_id(0), tl.program_id(1)
-    if ORDERED:
-        tile = tl.load(ORDER + tile)
     b, h = bh // H, bh % H
     g = h // (H // groups)
     rows, ck, cv = tile * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
@@ -144,7 +142,7 @@ def forward(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_keys(
-    Q, K, V, DO, L, DELTA, DK, DV, LIST, COUNTS, ORDER, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, DO, L, DELTA, DK, DV, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
@@ -152,12 +150,10 @@ def backward_keys(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, ORDERED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (contiguous ``[B, Tk, groups, ·]``) of BN keys, over all query heads that read them."""
     tile, bg = tl.program_id(0), tl.program_id(1)
-    if ORDERED:
-        tile = tl.load(ORDER + tile)
     b, g = bg // groups, bg % groups
     keys, ck, cv = tile * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BV)
     k = load_rows(K + b.to(tl.int64) * k_b + g * k_h, keys, ck, Tk, KW, k_t, FULL_K)
@@ -213,7 +209,7 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_queries(
-    Q, K, V, DO, L, DELTA, DQ, LIST, COUNTS, ORDER, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, DO, L, DELTA, DQ, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
     Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
@@ -221,12 +217,10 @@ def backward_queries(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, ORDERED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (contiguous ``[B, Tq, H, K]``) of BM rows of one head."""
     tile, bh = tl.program_id(0), tl.program_id(1)
-    if ORDERED:
-        tile = tl.load(ORDER + tile)
     b, h = bh // H, bh % H
     g = h // (H // groups)
     rows, ck, cv = tile * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)

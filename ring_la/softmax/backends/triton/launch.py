@@ -20,19 +20,11 @@ interpreted = False
 
 
 class TritonBackend(AttentionBackend):
-    """Tiles that meet, in one call a block however many documents and runs there are.
-
-    Args:
-        dearest_first: start a head's programs by what they cost, where documents or a mask make them uneven. That was
-            not run on a GPU yet.
-    """
+    """Tiles that meet, in one call a block however many documents and runs there are."""
 
     name = "triton"
     sums_wide = False
     knows = frozenset({"softcap", "alibi_slopes", "dropout_p"})
-
-    def __init__(self, dearest_first: bool = False) -> None:
-        self._dearest_first = dearest_first
 
     def unsupported(self, ask: Ask) -> str:
         if ask.device.type != "cuda" and not interpreted:
@@ -54,7 +46,7 @@ class TritonBackend(AttentionBackend):
         q, k, v = (dense(x) for x in (q[:, met.rows], k[:, met.keys], v[:, met.keys]))
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        block = Launcher(scores, met.pair, q, k, v, o, self._dearest_first)
+        block = Launcher(scores, met.pair, q, k, v, o)
         block.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse)
         out.add(o, lse, met.rows)
 
@@ -65,7 +57,7 @@ class TritonBackend(AttentionBackend):
         if met is None:
             return
         q, do, k, v = (dense(t) for t in (x.q[:, met.rows], x.do[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        block = Launcher(scores, met.pair, q, k, v, do, self._dearest_first)
+        block = Launcher(scores, met.pair, q, k, v, do)
         inputs = (q, k, v, do, *(t[:, :, met.rows].contiguous() for t in (x.lse, x.delta)))
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         block.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv)
@@ -77,14 +69,11 @@ class Launcher:
     """One block's launches, and the arguments that its three kernels have in common.
 
     Args:
-        o: o, or a gradient with its strides. ordered: whether programs start by what they cost.
+        o: o, or a gradient with its strides.
     """
 
-    def __init__(
-        self, scores: Scores, pair: Pair, q: Tensor, k: Tensor, v: Tensor, o: Tensor, ordered: bool = False
-    ) -> None:
+    def __init__(self, scores: Scores, pair: Pair, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
         self.scores, self.pair, self.q, self.k, self.v, self.o = scores, pair, q, k, v, o
-        self.ordered = ordered
 
     def over_queries(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
         """Launch one program for each tile of queries of a head."""
@@ -120,7 +109,7 @@ class Launcher:
             BM=how.rows, BN=how.keys, BK=bk, BV=bv, FULL_K=bk == widths[0], FULL_V=bv == widths[1],
             CAP=s.softcap > 0, ALIBI=s.alibi_slopes is not None, DROP=s.dropout_p > 0,
             LEFT=s.left is not None, RIGHT=s.right is not None,
-            PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32", ORDERED=self.ordered,
+            PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32",
             num_warps=how.warps, num_stages=how.stages, tensors="any",
         )  # fmt: skip
 
