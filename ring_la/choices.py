@@ -30,6 +30,7 @@ SoftmaxBackend = Literal[
     "flash_attn_2",
     "flash_attn_3",
     "fa3_fwd",
+    "fa3_fwd_fp8",
     "flash_attn_4",
     "sage",
     "triton",
