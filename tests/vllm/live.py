@@ -66,7 +66,7 @@ def group(folder: Path, ranks: int):
         reader.process.wait(60)
 
 
-def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", workers: int = 1):
+def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", workers: int = 1, plain: bool = False):
     """A vLLM with the connector to that reader."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -81,6 +81,7 @@ def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", 
     found = LLM(
         str(folder / "model"), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
         max_num_seqs=4, kv_transfer_config=connector, enable_prefix_caching=False, tensor_parallel_size=workers,
+        compilation_config={"custom_ops": ["none"]} if plain else {},
     )  # fmt: skip
     reader.wait()
     return found
@@ -103,11 +104,11 @@ def greedy(by_reader: bool = True):
 def equal(model: str, ranks: str, folder: Path) -> dict:
     """Tokens after prompts that vLLM read itself, that the ranks read, and of states set to zero."""
     from ring_la.integrations.vllm import connector
-    from tests.vllm.models import dtype, save
+    from tests.vllm.models import dtype, plain, save
 
     save(model, folder / "model")
     with group(folder, int(ranks)) as reader:
-        llm = engine(folder, reader, dtype(model))
+        llm = engine(folder, reader, dtype(model), plain=plain(model))
 
         def tokens(by_reader: bool) -> list[list[int]]:
             found = llm.generate(prompts(301, 150, 37), greedy(by_reader), use_tqdm=False)
@@ -119,7 +120,7 @@ def equal(model: str, ranks: str, folder: Path) -> dict:
         class Spoiled(whole):
             def __init__(self, *args) -> None:
                 super().__init__(*args)
-                kept = [x for state in self.states.values() for x in state.values()]
+                kept = [x for state in self.states.values() for x in state.values()]  # latents are keys too
                 for x in (*kept, *(x for layer in self.keys.values() for _, k, v in layer for x in (k, v))):
                     x.zero_()
 
@@ -129,11 +130,11 @@ def equal(model: str, ranks: str, folder: Path) -> dict:
 
 def workers(model: str, folder: Path) -> dict:
     """Tokens after prompts that vLLM's two workers read themselves, and that two ranks read."""
-    from tests.vllm.models import dtype, save
+    from tests.vllm.models import dtype, plain, save
 
     save(model, folder / "model")
     with group(folder, 2) as reader:
-        llm = engine(folder, reader, dtype(model), workers=2)
+        llm = engine(folder, reader, dtype(model), workers=2, plain=plain(model))
         found = [llm.generate(prompts(301, 150), greedy(by), use_tqdm=False) for by in (False, True)]
         own, ours = ([list(each.outputs[0].token_ids) for each in outputs] for outputs in found)
         llm.llm_engine.engine_core.shutdown()
