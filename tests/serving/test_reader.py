@@ -12,6 +12,7 @@ import torch
 
 from ring_la.errors import ArgumentError
 from ring_la.integrations.vllm.asking import Lease, ReaderError, connection, health
+from ring_la.integrations.vllm.hosts import Remote
 from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks, WorkerPart
 from ring_la.serving.reader import Desk, Door, Unread, listen
 
@@ -109,7 +110,7 @@ def test_refusals_say_why(door):
         connection("x", 1.0)
 
 
-def read_and_compare(rank: int, folder: str, name: str) -> dict:
+def read_and_compare(rank: int, folder: str, name: str, hosts: bool) -> dict:
     """On each rank a reader; on rank 0 who asks it, and what one process has of that prompt."""
     import copy
 
@@ -120,7 +121,7 @@ def read_and_compare(rank: int, folder: str, name: str) -> dict:
 
     model = RECURRENT[name].make().eval()
     whole = copy.deepcopy(model)
-    reader = Reader(model, ring_la.ContextParallel(group()), Path(folder))
+    reader = Reader(model, ring_la.ContextParallel(group()), Path(folder), hosts)
     if rank:
         return reader.run()
     errors: list = []
@@ -149,7 +150,7 @@ def compare(reader, whole, address: str) -> None:
         cache = whole(input_ids=IDS[None], use_cache=True).past_key_values
     lease = Lease(address, 20.0)
     parcels = lease.parcels("a", IDS)
-    over = HandedOver(parcels, torch.device("cpu"))
+    over = HandedOver(parcels, torch.device("cpu"), Remote(20.0).read)
     assert [parcel["rank"] for parcel in parcels] == list(range(reader.cp.size))
     for at, want in enumerate((cache.layers[1].keys[0], cache.layers[1].values[0])):
         found = torch.full_like(want.transpose(0, 1), torch.nan)
@@ -173,8 +174,10 @@ def compare(reader, whole, address: str) -> None:
     assert until(lambda: not health(address)["held"])
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
-def test_what_ranks_hand_over_is_one_process_s(ranks, tmp_path, name):
+@pytest.mark.parametrize(("name", "hosts"), [("qwen3_next", False), ("kimi_linear", False), ("qwen3_next", True)])
+def test_what_ranks_hand_over_is_one_process_s(ranks, tmp_path, name, hosts):
     pytest.importorskip("transformers")
-    found = ranks.run(3, read_and_compare, str(tmp_path), name)[0]
+    if hosts:
+        pytest.importorskip("nixl", reason="no NIXL here; bash launch/vllm.sh has it")
+    found = ranks.run(3, read_and_compare, str(tmp_path), name, hosts)[0]
     assert found == {"errors": [], "left": []}

@@ -49,6 +49,15 @@ def test_tokens_are_vllm_s_own(model, ranks, tmp_path):
     assert said["spoiled"][2] == said["own"][2]
 
 
+def test_a_reader_on_another_host(tmp_path):
+    """What both have in common is a network: NIXL over TCP."""
+    pytest.importorskip("nixl")
+    said = live("hosts", "qwen3_next", 2, tmp_path)
+    assert said["ours"] == said["own"], said["stderr"]
+    assert said["read"] == 2
+    assert said["spoiled"][0] != said["own"][0]
+
+
 @pytest.mark.parametrize("model", ["qwen3_next", "granite", "deepseek_v2"])
 def test_each_worker_of_a_tensor_parallel_vllm_has_its_heads(model, tmp_path):
     """One head of keys that both have, one group of B and C, latents; heads and channels that are shared out."""

@@ -40,6 +40,7 @@ from vllm.v1.request import Request
 
 from ...errors import ArgumentError, UnsupportedError
 from .asking import Lease, connection
+from .hosts import Remote
 from .pages import HandedOver, SequenceBlocks, WorkerPart
 
 LOG = logging.getLogger(__name__)
@@ -216,6 +217,7 @@ class Worker:
         self._part = WorkerPart(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
         self._takers = config.parallel_config.world_size
         self._leases: dict[str, Lease] = {}
+        self._remote = Remote(settings.timeout)
         self._results: tuple[set[str], set[str]] = (set(), set())
         self._lock = threading.Lock()
 
@@ -264,7 +266,7 @@ class Worker:
         own = {n: layer for n, layer in named.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
         first = next(iter(own.values())).kv_cache
         device = first.device if isinstance(first, torch.Tensor) else first[0].device
-        over, span = HandedOver(parcels, device), (load.start, len(load.ids))
+        over, span = HandedOver(parcels, device, self._remote.read), (load.start, len(load.ids))
         numbers = over.numbered(own)
         for group, ids in zip(self._groups, load.blocks):
             blocks = SequenceBlocks(ids, group.kv_cache_spec.block_size)

@@ -9,7 +9,7 @@ vLLM itself is not imported here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,18 +79,23 @@ class HandedOver:
     """What all ranks of a reader hand over of one prompt, mapped here.
 
     Args:
-        parcels: as the reader sent them. device: of vLLM's worker.
+        parcels: as the reader sent them. device: of vLLM's worker. reach: from a handle to the memory, seen from here.
 
     Raises:
         ArgumentError, UnsupportedError: they are no parcels, or out of reach.
     """
 
-    def __init__(self, parcels: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    def __init__(
+        self,
+        parcels: Sequence[Mapping[str, Any]],
+        device: torch.device,
+        reach: Callable[[dict[str, Any], torch.device], Tensor] = mapped,
+    ) -> None:
         self.keys: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self.latent: set[int] = set()  # the layers whose keys are latents, and rotary keys in place of values
         self.states: dict[int, dict[tuple[str, int], Tensor]] = {}
         for parcel in parcels:
-            memory, tokens = mapped(parcel["memory"], device), places(parcel["tokens"])
+            memory, tokens = reach(parcel["memory"], device), places(parcel["tokens"])
             pieces = [LaidTensor.from_json(said, len(memory)) for said in parcel["pieces"]]
             key, value, latent, rotary = ({p.layer: p for p in pieces if p.kind == kind} for kind in KEYS)
             self.latent |= latent.keys()

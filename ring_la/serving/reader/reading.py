@@ -24,6 +24,7 @@ from ...errors import ArgumentError, PeerError
 from ...integrations.transformers import parallelize
 from ...integrations.transformers.cache import RankCache, Remembered
 from ...integrations.transformers.mixers.latents import in_pairs, latent_layers
+from ...integrations.vllm.hosts import Registered
 from ...integrations.vllm.memory import Shared
 from ...integrations.vllm.parcels import planned, runs
 from ..ranks import PAUSE, Ranks, What, Word
@@ -42,6 +43,7 @@ class Reader:
     Args:
         model: as it was loaded, with the weights vLLM has; `parallelize` splits its calls.
         cp: the ranks. parent: the folder for CPU memory (`memory.Shared`).
+        hosts: whether vLLM may be on other hosts, which needs NIXL (`hosts.Registered`).
 
     Attributes:
         desk: where rank 0 is asked. least: the fewest tokens that are split over these ranks.
@@ -50,14 +52,17 @@ class Reader:
         ArgumentError, UnsupportedError: the model cannot run split, or leaves what no other engine can take.
     """
 
-    def __init__(self, model: PreTrainedModel, cp: ContextParallel, parent: Path | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cp: ContextParallel, parent: Path | None = None, hosts: bool = False
+    ) -> None:
         config = model.config.get_text_config()
         self.cp, self.desk, self.least = cp, Desk(), 2 * cp.size
         self.vocab_size, self.longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
         self.model = parallelize(model.eval(), cp)
         self._latents = latent_layers(self.model)
         self._device = model.device
-        self.ranks, self._memory = Ranks(cp), Shared(model.device, parent)
+        self.ranks = Ranks(cp)
+        self._memory = Registered(model.device) if hosts else Shared(model.device, parent)
         self._comm = self.ranks.comm
         self._stop, self._last = threading.Event(), 0
         self._rehearse()
