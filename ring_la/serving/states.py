@@ -9,7 +9,7 @@ from ..errors import DisagreementError, PeerError
 from ..inference import Prefilled
 from .batch import NOBODY, Batch, Row
 from .disk import Disk
-from .model import Served
+from .model import Served, keys_stay
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
 from .static import StaticBatch
@@ -40,7 +40,7 @@ class States:
         self.packed: dict[int, PackedPrefix] = {}
         rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
         self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
-        self.shared = cp is not None and cp.size > 1 and model.shares_keys
+        self.shared = keys_stay(model, cp)
         self.batch = StaticBatch(model, cp if self.shared else None, captured) if captured else Batch(model)
 
     @property

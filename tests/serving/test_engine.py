@@ -17,6 +17,7 @@ import torch
 
 from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError, UnsupportedError
 from ring_la.inference import Sampler, generate, key_store
+from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import decoding
 from ring_la.serving import (
     Batch,
@@ -271,6 +272,29 @@ def test_what_does_not_get_to_disk_in_time_is_told(tmp_path, caplog):
     other = make()
     other.config = dataclasses.replace(other.config, norm_eps=1e-3)  # of which no weight tells
     assert fingerprint(other) != fingerprint(make()) == fingerprint(make())
+
+
+BITS = ["gdn", "kda", "mamba2", "lightning", "attention"]
+
+
+def check_bits(rank: int, size: int) -> list[tuple[list[int], list[float]]]:
+    """Tokens, and how likely the model finds them, under a deterministic split."""
+    cp, found = ContextParallel(group(size), validate="never", deterministic=True), []
+    options = {"mamba2": {"state_dim": 16}, "attention": {"num_kv_heads": 1}}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = HybridLM(HybridConfig(50, 48, BITS, 3, mlp_dim=33, options=options)).to(dtype)
+        jobs = [Asked(prompt(n), 6, logprobs=1) for n in (5, 200)]
+        serve(Engine(Hybrid(model), NoText(), cp, batch=2, patience=LONG), jobs)
+        found += [(job.tokens, [e.said.logprob for e in job.events if isinstance(e, NewToken)]) for job in jobs]
+    return found
+
+
+def test_a_deterministic_server_has_the_same_bits_on_any_number_of_ranks(ranks):
+    one = ranks.run(1, check_bits, 1)[0]
+    assert one[0][0] != one[1][0]
+    for size in (2, 3, 4):
+        assert ranks.run(size, check_bits, size)[0] == one, size
 
 
 def check_sampling(rank: int) -> list[list[int]]:
