@@ -29,6 +29,7 @@ class RWKV6(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
     knows_depth = True
 
     def __init__(
@@ -65,14 +66,14 @@ class RWKV6(Layer):
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
         before, tail = token_shift(x, initial_state=state.tail, **call.keywords)
-        away = before - x
-        mixed = x + away * self.mu.to(x.dtype)
-        xr, xk, xv, xg, xw = (x + away * part(mixed).to(x.dtype) for part in self.mixes)
+        mean = call.rows(_toward, x, before, shared=(self.mu,))
+        xr, xk, xv, xg, xw = (call.rows(_toward, x, before, call.rows(part, mean)) for part in self.mixes)
+        r, k, v = call.rows(self.r_proj, xr), call.rows(self.k_proj, xk), call.rows(self.v_proj, xv)
         o, S = rwkv6(
-            self._heads(self.r_proj(xr)),
-            self._heads(self.k_proj(xk)),
-            self._heads(self.v_proj(xv)),
-            self._heads(-torch.exp(wide(self.decay(xw)))),
+            self._heads(r),
+            self._heads(k),
+            self._heads(v),
+            self._heads(call.rows(_log_decay, call.rows(self.decay, xw))),
             self.bonus,
             scale=1.0,
             initial_state=state.recurrent,
@@ -80,8 +81,18 @@ class RWKV6(Layer):
             backend=self.backend,
             **call.keywords,
         )
-        o = merge_heads(self.norm(o)) * F.silu(self.g_proj(xg))
-        return LayerOutput(self.out_proj(o.to(x.dtype)), LayerState(S, tail) if call.output_state else None)
+        gate = call.rows(F.silu, call.rows(self.g_proj, xg))
+        o = (merge_heads(call.rows(self.norm, o)) * gate).to(x.dtype)
+        return LayerOutput(call.rows(self.out_proj, o), LayerState(S, tail) if call.output_state else None)
 
     def _heads(self, x: Tensor) -> Tensor:
         return split_heads(x, self.num_heads)
+
+
+def _toward(x: Tensor, before: Tensor, weight: Tensor) -> Tensor:
+    """A token, moved toward its predecessor."""
+    return x + (before - x) * weight.to(x.dtype)
+
+
+def _log_decay(y: Tensor) -> Tensor:
+    return -torch.exp(wide(y))
