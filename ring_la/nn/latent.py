@@ -82,7 +82,7 @@ class MultiheadLatentAttention(Layer):
         latent, k_rope = call.rows(self.kv_norm, latent).to(q.dtype), k_rope[:, :, 0].to(q.dtype)
         key = torch.cat([latent, k_rope], -1)[:, :, None]
         where: dict[str, Any] = dict(layout=call.layout, cu_seqlens=call.cu_seqlens)
-        if state is None and fixed(call.layout):
+        if state is None and fixed(call.layout):  # of keys made block by block the gradients of k_up and v_up are exact
             o = attention(q, *self._written_out(key, call.layout), **where).o
             state = cache_of(key, key[..., :0], call) if call.output_state else None
         elif state is None:
