@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blockwise import by_block, fixed
-from ..context import ShardedLayout
+from ..blockwise import fixed
 from ..errors import ArgumentError, UnsupportedError
 from ..softmax import attention, mla
 from .decoding import KVCache, KVRows, cache_of, check_rows, decode
@@ -81,11 +80,8 @@ class MultiheadLatentAttention(Layer):
         k_up, v_up = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
         latent, k_rope = call.rows(self.kv_norm, latent).to(q.dtype), k_rope[:, :, 0].to(q.dtype)
         key = torch.cat([latent, k_rope], -1)[:, :, None]
-        where: dict[str, Any] = dict(layout=call.layout, cu_seqlens=call.cu_seqlens)
-        if state is None and fixed(call.layout):  # of keys made block by block the gradients of k_up and v_up are exact
-            o = attention(q, *self._written_out(key, call.layout), **where).o
-            state = cache_of(key, key[..., :0], call) if call.output_state else None
-        elif state is None:
+        if state is None:
+            where: dict[str, Any] = dict(layout=call.layout, cu_seqlens=call.cu_seqlens)
             o = mla(q, latent, k_rope, k_up, v_up, **where).o
             state = cache_of(key, key[..., :0], call) if call.output_state else None
         elif isinstance(state, KVRows) or (call.layout is None and not call.packed):
@@ -118,10 +114,12 @@ class MultiheadLatentAttention(Layer):
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
         layout = call.layout
-        if fixed(layout) and layout.cp.size == 1:
+        if fixed(layout) and layout.cp.size == 1:  # the bits of one call
             cache = cache.extend(key, key[..., :0])
+            latents = cache.k[:, :, 0].split(self.widths, -1)
             whole = layout.cp.layout(cache.k.shape[1], "contiguous")
-            return attention(q, *self._written_out(cache.k, whole), layout=layout, kv_layout=whole).o, cache
+            up = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
+            return mla(q, *latents, *up, layout=layout, kv_layout=whole).o, cache
         (k, v), (joint_k, joint_v) = self._written_out(key), self._written_out(cache.k.to(key.dtype))
         joint: dict[str, Any] = dict(joint_k=joint_k, joint_v=joint_v, joint="front")
         o = attention(q, k, v, layout=call.layout, **joint).o
@@ -130,14 +128,9 @@ class MultiheadLatentAttention(Layer):
         new = cache_of(key, key[..., :0], call)
         return o, cache.extend(new.k, new.v)
 
-    def _written_out(self, key: Tensor, layout: ShardedLayout | None = None) -> tuple[Tensor, Tensor]:
+    def _written_out(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[B, T, H, N + R]`` and values ``[B, T, H, V]`` of latents and rotary parts ``[B, T, 1, L + R]``."""
-        return by_block(_keys_and_values, key[:, :, 0], layout=layout, shared=(self.k_up, self.v_up))
-
-
-def _keys_and_values(key: Tensor, k_up: Tensor, v_up: Tensor) -> tuple[Tensor, Tensor]:
-    """`_written_out` of tokens ``[B, T, L + R]``."""
-    latent, k_rope = key.split([k_up.shape[2], key.shape[-1] - k_up.shape[2]], -1)
-    k = torch.einsum("btl,hnl->bthn", latent, k_up.to(key.dtype))
-    v = torch.einsum("btl,hvl->bthv", latent, v_up.to(key.dtype))
-    return torch.cat([k, k_rope[:, :, None].expand(-1, -1, len(k_up), -1)], -1), v
+        latent, k_rope = key[:, :, 0].split(self.widths, -1)
+        k = torch.einsum("btl,hnl->bthn", latent, self.k_up.to(key.dtype))
+        v = torch.einsum("btl,hvl->bthv", latent, self.v_up.to(key.dtype))
+        return torch.cat([k, k_rope[:, :, None].expand(-1, -1, self.num_heads, -1)], -1), v

@@ -87,8 +87,8 @@ class Layer(nn.Module):
     """Whether each rank must own runs of consecutive tokens."""
     state_type: ClassVar[type] = LayerState
     same_bits: ClassVar[bool] = False
-    """Whether all of `mix` between operators goes through `LayerCall.rows`, so that a deterministic layout gives bits that
-    do not depend on the split; others refuse such a layout. A class with a `mix` of its own says so again."""
+    """Whether all of `mix` between operators goes through `LayerCall.rows`, so that under a deterministic layout bits
+    do not depend on the split; else such a layout is refused. A class with a `mix` of its own says so again."""
     mode: Mode
     """Of the recurrence, in layers that have one; so is `backend`."""
     backend: RecurrenceBackend | None

@@ -66,8 +66,12 @@ def comba(
         v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``.
         p: what is erased, ``[B, T, H, K]`` (or Hk heads); in the paper ``p = b k``, b a learned number a head.
     """
-    written, erased = by_block(lambda rate, *x: tuple(rate[..., None] * t for t in x), beta, v, p, layout=options.layout)
+    written, erased = by_block(_at_rate, beta, v, p, layout=options.layout)
     return erase_and_write(q, k, written, g, erased, options)
+
+
+def _at_rate(rate: Tensor, v: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    return rate[..., None] * v, rate[..., None] * p
 
 
 def gdn2_token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
