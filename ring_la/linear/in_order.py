@@ -50,13 +50,15 @@ Body = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class OrderedCall:
-    """A call but for its tensors: the first `tokens` of them have tokens, the others are shared by all."""
+    """A call but for its tensors: the first `tokens` of them have tokens, the others are shared by all. `final`: are
+    the states after documents wanted?"""
 
     body: Body
     tokens: int
     layout: ShardedLayout | None
     stretches: tuple[Stretch, ...]
     packed: bool
+    final: bool
 
     @property
     def pieces(self) -> int:
@@ -89,8 +91,10 @@ def in_order(
     shared: Sequence[Tensor],
     layout: ShardedLayout | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """o ``[B, T, H, …]`` and the state after each document, given that before each, ``start [N, H, …]``.
+    final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """o ``[B, T, H, …]`` and the state after each document (None unless `final`), given that before each, ``start [N,
+    H, …]``.
 
     Args:
         body: a run of tokens from a state, differentiable.
@@ -99,7 +103,7 @@ def in_order(
     """
     stretches = _one_device(tokens[0], cu_seqlens) if layout is None else tuple(_split(layout))
     packed = cu_seqlens is not None or (layout is not None and layout.packed)
-    call = OrderedCall(body, len(tokens), layout, stretches, packed)
+    call = OrderedCall(body, len(tokens), layout, stretches, packed, final)
     with full_precision(start):
         return _InOrder.apply(call, start, *tokens, *shared)
 
@@ -129,7 +133,7 @@ class _InOrder(torch.autograd.Function):
         B, H = given[0].shape[0], given[0].shape[2]
         rows = with_rows(start, call.packed)
         o = torch.empty_like(given[0])
-        ends = start.new_zeros(B, max(1, call.pieces), *start.shape[1:])
+        ends = start.new_zeros(B, max(1, call.pieces), *start.shape[1:]) if call.final else None
         groups, piece, sends = call.heads(H), 0, []
         arrived: list[Tensor] = []
         left: list[Tensor] = []
@@ -145,7 +149,8 @@ class _InOrder(torch.autograd.Function):
                 for n, run in enumerate(stretch.runs):
                     S = rows[:, run.document, heads] if run.first else S
                     o[:, run.start : run.stop, heads], S = call.body(run, S, *call.part(run, heads, given))
-                    ends[:, piece + n, heads] = S
+                    if ends is not None:
+                        ends[:, piece + n, heads] = S
                 if stretch.target is not None:
                     left.append(S)
                     if stretch.target != rank:
@@ -157,7 +162,7 @@ class _InOrder(torch.autograd.Function):
         ctx.way_back = None if call.layout is None else call.layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(start, *arrived, *given)
         ctx.set_materialize_grads(False)
-        return o, _final(call, ends, start)
+        return o, None if ends is None else _final(call, ends, start)
 
     @staticmethod
     @first_derivative_only
@@ -169,7 +174,8 @@ class _InOrder(torch.autograd.Function):
         dfinal = torch.zeros_like(start) if dfinal is None else dfinal
         if call.layout is not None:
             ctx.way_back()
-            dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
+            if call.final:
+                dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
         dend, rows = with_rows(dfinal, call.packed), with_rows(start, call.packed)
         dstart = start.new_zeros(given[0].shape[0], max(1, call.pieces), *start.shape[1:])
         grads = [torch.zeros_like(t) for t in given]
@@ -200,7 +206,7 @@ class _InOrder(torch.autograd.Function):
                         sends.append(call.send(dS, stretch.source))
         for message in sends:
             message.wait()
-        return None, _start_gradient(call, dstart, dend), *grads
+        return None, _start_gradient(call, dstart, dend) if ctx.needs_input_grad[1] else None, *grads
 
 
 def _back(body: Body, run: DocumentRun, own: Sequence[Tensor], do: Tensor, dS: Tensor) -> list[Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import refuse_transforms, transformed
-from ..blockwise import by_block
+from ..blockwise import by_block, fixed
 from ..checks import check_flag, check_nan, check_scale, check_split
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
@@ -87,6 +87,9 @@ def _check(
     for name in ("use_qk_l2norm", "output_final_state", "in_place"):
         check_flag(name, getattr(options, name))
     check_scale(options.scale)
+    if fixed(options.layout) and not definition.same_bits:
+        expected = f"one without deterministic=True for {definition.name}"
+        raise UnsupportedError("layout", expected, "a deterministic one")
     first = next(n for n, a in definition.arguments.items() if not a.shared)
     x = tensors[first]
     documents = check_split(x.shape[1], x.shape[0], options.layout, options.cu_seqlens, x.device, first)

@@ -55,6 +55,7 @@ def comba_token(
     equation="S ← e^g (I − β k pᵀ) S + β k vᵀ",
     arguments=dict(q=QUERY, k=KEY, v=VALUE, g=DECAY, beta=RATE, p=Argument("BTHK", "unit")),
     token=comba_token,
+    same_bits=True,
 )
 def comba(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor, *, options: CommonOptions
@@ -86,6 +87,7 @@ def gdn2_token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor,
     equation="S ← (I − k (b ⊙ k)ᵀ) diag(e^g) S + k (w ⊙ v)ᵀ",
     arguments=dict(q=QUERY, k=KEY, v=VALUE, g=CHANNEL_DECAY, b=Argument("BTHK", "rate"), w=Argument("BTHV", "rate")),
     token=gdn2_token,
+    same_bits=True,
 )
 def gdn2(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, *, options: CommonOptions

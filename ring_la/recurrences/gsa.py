@@ -48,6 +48,7 @@ def token(
     token=token,
     states=("HKM", "HMV"),
     sizes=dict(M=3),
+    same_bits=True,
 )
 def gated_slot_attention(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, *, options: CommonOptions

@@ -39,6 +39,7 @@ def token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
         q=QUERY, k=KEY, v=Argument("BTHV", "unit value"), g=Argument("BTHV", "log decay"), beta=RATE,
     ),
     token=token,
+    same_bits=True,
 )  # fmt: skip
 def gated_oja_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, options: CommonOptions

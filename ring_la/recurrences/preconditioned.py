@@ -91,6 +91,7 @@ def _preconditioned(
     token=token,
     states=("HKV", "HK"),
     flags=dict(base=1.5),
+    same_bits=True,
 )  # fmt: skip
 def preconditioned_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor,
@@ -117,6 +118,7 @@ def preconditioned_gated_delta_rule(
     token=token,
     states=("HKV", "HK"),
     flags=dict(base=1.5),
+    same_bits=True,
 )  # fmt: skip
 def preconditioned_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor,

@@ -32,6 +32,7 @@ def token(S: Tensor, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> t
     equation="o = (S + diag(u) k vᵀ)ᵀ r, then S ← diag(e^w) S + k vᵀ",
     arguments=dict(r=QUERY, k=KEY, v=VALUE, w=CHANNEL_DECAY, u=Argument("HK")),
     token=token,
+    same_bits=True,
 )
 def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, options: CommonOptions) -> LinearAttentionOutput:
     """RWKV-6 (Finch): o = scale · (S + diag(u) k vᵀ)ᵀ r, then S ← diag(e^w) S + k vᵀ.

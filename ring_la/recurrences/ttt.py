@@ -74,17 +74,15 @@ def ttt_linear(
         raise ArgumentError("mini_batch", "an int ≥ 1", repr(mini_batch))
     if options.backend == "triton":
         raise UnsupportedError("backend", "None, 'torch' or 'reference' for ttt_linear", "'triton'")
-    if options.layout is not None and options.layout.cp.deterministic:
-        raise UnsupportedError("layout", "one without deterministic=True for ttt_linear", "a deterministic one")
     B, _, H, K = q.shape
     wide = functools.reduce(torch.promote_types, (t.dtype for t in (q, k, v, eta, w, b)), torch.float32)
     scaled = q.to(wide) * options.scale  # type: ignore[operator]
     W0 = _start(options, B, H, K, scaled)
     tokens = [scaled, *(t.to(wide) for t in (k, v)), eta.to(wide)[..., None]]
     body, shared = MiniBatches(mini_batch, eps), [t.to(wide) for t in (w, b)]
-    z, end = in_order(body, W0, tokens, shared, options.layout, options.cu_seqlens)
+    z, end = in_order(body, W0, tokens, shared, options.layout, options.cu_seqlens, options.output_final_state)
     o = (z + _normal(z, eps)[0] * w.to(wide) + b.to(wide)).to(v.dtype)
-    final: Any = (end[:, :, 0, :-1], end[:, :, 0, -1]) if options.output_final_state else None
+    final: Any = None if end is None else (end[:, :, 0, :-1], end[:, :, 0, -1])
     return LinearAttentionOutput(o, final)
 
 

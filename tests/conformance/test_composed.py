@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ring_la
-from ring_la.testing.examples import make_arguments
 from ring_la.testing.recurrences import TOLERANCE, Truth, check_recurrence, errors
 from tests.support.pool import group
 from tests.support.recurrence_cases import BY_NAME, COMPOSED
@@ -50,28 +49,3 @@ def test_split_is_whole(ranks, name):
                 bad += [f"P {P} rank {rank} {case} {n}: {e:.1e}" for n, e in worst.items()
                         if not e <= TOLERANCE[torch.float64]]  # fmt: skip
     assert not bad, bad[:12]
-
-
-SPLIT_SUMS = ("mlstm", "mamba3", "mamba3_mimo", "ttt_linear")
-"""Their sums over tokens, or products of runs of tokens, depend on the split in the last bits."""
-
-
-def deterministic(rank: int, name: str) -> list[torch.Tensor]:
-    """o of the whole sequence; two ranks must agree with one, bit for bit."""
-    given = make_arguments(BY_NAME[name], 2, 131, dtype=torch.float32)
-    x = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
-    whole = {n for n, t in x.items() if n in BY_NAME[name].shared or not isinstance(t, torch.Tensor)}
-    cp = ring_la.ContextParallel(group(), deterministic=True)
-    layout = cp.layout(131, "contiguous")
-    local = {n: t if n in whole else layout.shard(t) for n, t in x.items()}
-    if name in SPLIT_SUMS:
-        with pytest.raises(ring_la.UnsupportedError, match=r"^layout: expected one without deterministic"):
-            getattr(ring_la, name)(**local, layout=layout)
-        return []
-    return [layout.gather(getattr(ring_la, name)(**local, layout=layout).o)]
-
-
-@pytest.mark.parametrize("name", ["gated_delta_product", "rwkv6", "gated_oja_rule", *SPLIT_SUMS])
-def test_deterministic_or_refused(ranks, name):
-    one, (two, _) = ranks.run(1, deterministic, name)[0], ranks.run(2, deterministic, name)
-    assert all(map(torch.equal, one, two))
