@@ -19,6 +19,7 @@ from ..autograd import first_derivative_only, full_precision
 from ..comm import Pending
 from ..context import ShardedLayout
 from ..scan import Chain
+from .options import CommonOptions
 from .states import final_states, initial_gradient, with_rows, without_rows
 
 GROUPS = 4
@@ -89,38 +90,39 @@ def in_order(
     start: Tensor,
     tokens: Sequence[Tensor],
     shared: Sequence[Tensor],
-    layout: ShardedLayout | None,
-    cu_seqlens: Tensor | None,
-    final: bool = True,
+    seen: Sequence[int],
+    options: CommonOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """o ``[B, T, H, …]`` and the state after each document (None unless `final`), given that before each, ``start [N,
-    H, …]``.
+    """o ``[B, T, H, …]`` and the state after each document (None unless it is asked for), given that before each,
+    ``start [N, H, …]``.
 
     Args:
         body: a run of tokens from a state, differentiable.
         tokens: ``[B, T, H, …]``, the first of the shape and dtype of o. shared: ``[H, …]``.
-        layout: how the sequence is split over ranks; collective. cu_seqlens: documents on one device, read on the host.
+        seen: the position of each document's first token. options: the call's; collective under a layout, and the host
+            reads offsets.
     """
-    stretches = _one_device(tokens[0], cu_seqlens) if layout is None else tuple(_split(layout))
+    layout, cu_seqlens, final = options.layout, options.cu_seqlens, options.output_final_state
+    stretches = _one_device(tokens[0], cu_seqlens, seen) if layout is None else tuple(_split(layout, seen))
     packed = cu_seqlens is not None or (layout is not None and layout.packed)
     call = OrderedCall(body, len(tokens), layout, stretches, packed, final)
     with full_precision(start):
         return _InOrder.apply(call, start, *tokens, *shared)
 
 
-def _one_device(like: Tensor, cu_seqlens: Tensor | None) -> tuple[Stretch, ...]:
+def _one_device(like: Tensor, cu_seqlens: Tensor | None, seen: Sequence[int]) -> tuple[Stretch, ...]:
     cu = [0, like.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    runs = [DocumentRun(a, b, 0, n, True, True) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
+    runs = [DocumentRun(a, b, seen[n], n, True, True) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
     return (Stretch(tuple(runs), None, None),)
 
 
-def _split(layout: ShardedLayout) -> Iterator[Stretch]:
+def _split(layout: ShardedLayout, seen: Sequence[int]) -> Iterator[Stretch]:
     """This rank's segments, in the order of the sequence."""
     chain, at = Chain.of(layout), 0
     for s in layout.local_segments():
         runs = []
         for p in layout.pieces_of(s):
-            position = p.start - layout.cu_seqlens[p.document]
+            position = seen[p.document] + p.start - layout.cu_seqlens[p.document]
             runs.append(DocumentRun(at, at + len(p), position, p.document, p.first, p.last))
             at += len(p)
         source = chain.owners[s - 1] if chain.needs[s] else None

@@ -4,11 +4,14 @@ split over P = 1 to 4 ranks by every scan."""
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
 
 import ring_la
+from ring_la.outputs import LinearAttentionOutput
+from ring_la.testing.examples import make_arguments
 from ring_la.testing.recurrences import TOLERANCE, Truth, check_recurrence, errors
 from tests.support.pool import group
 from tests.support.recurrence_cases import BY_NAME, COMPOSED
@@ -49,3 +52,35 @@ def test_split_is_whole(ranks, name):
                 bad += [f"P {P} rank {rank} {case} {n}: {e:.1e}" for n, e in worst.items()
                         if not e <= TOLERANCE[torch.float64]]  # fmt: skip
     assert not bad, bad[:12]
+
+
+def ttt_in_two(rank: int) -> tuple[float, list[int]]:
+    """The error of a call that goes on within a mini-batch, of whole results; bytes without and with final states."""
+    given = make_arguments(BY_NAME["ttt_linear"], 1, 21)
+    x = {n: t.detach() for n, t in given.items() if isinstance(t, torch.Tensor)}
+    tokens = {n: t for n, t in x.items() if n not in BY_NAME["ttt_linear"].shared}
+    cp = ring_la.ContextParallel(group())
+
+    def call(a: int, b: int, **more: object) -> LinearAttentionOutput:
+        layout = cp.layout(b - a)
+        own = {n: layout.shard(t[:, a:b]) for n, t in tokens.items()}
+        out = ring_la.ttt_linear(**{**x, **own}, mini_batch=4, layout=layout, **more)
+        return out._replace(o=layout.gather(out.o))
+
+    whole = ring_la.ttt_linear(**x, mini_batch=4, output_final_state=True)
+    one = call(0, 10, output_final_state=True)
+    two = call(10, 21, initial_state=one.final_state, first=10, output_final_state=True)
+    pairs = [(torch.cat([one.o, two.o], 1), whole.o), *zip(two.final_state, whole.final_state)]
+    sent = [cp.comm.bytes_sent]
+    for final in (False, True):
+        call(0, 21, output_final_state=final)
+        sent.append(cp.comm.bytes_sent)
+    with pytest.raises(ring_la.ArgumentError, match=r"^first: expected an int"):
+        ring_la.ttt_linear(**x, first=(1, 2))
+    return max(float((a - b).abs().max()) for a, b in pairs), [b - a for a, b in pairwise(sent)]
+
+
+def test_ttt_goes_on_within_a_mini_batch_and_makes_no_states_unasked(ranks):
+    for error, (without, having) in ranks.run(2, ttt_in_two):
+        assert error < 1e-12
+        assert without < having
