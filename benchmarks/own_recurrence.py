@@ -49,18 +49,19 @@ def inputs(tokens: int, heads: int, channels: int, device: str) -> list[Tensor]:
     return [t.requires_grad_() for t in (q, k, *rest, normal(heads, channels))]
 
 
-def milliseconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    times = []
+def in_turns(calls: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
+    """Milliseconds of each, medians; one after the other in each round, after two rounds that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for n in range(repeats + 2):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if n > 1:
-            times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+        for name, call in calls.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times[name] += [1e3 * (time.perf_counter() - start)] * (n > 1)
+    return {name: round(statistics.median(t), 3) for name, t in times.items()}
 
 
 def main() -> None:
@@ -89,15 +90,15 @@ def main() -> None:
     found |= {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__}
     found["equal"] = torch.equal(a, b)
     found["loop_error"] = float((c.double() - a[:, :FEW].detach().double()).norm() / c.double().norm())
-    for name, call, given, g in (("definition", lambda *x: own(*x).o, x, do), ("by hand", by_hand, x, do),
-                                 (f"loop of {FEW} tokens", loop, few, do[:, :FEW])):  # fmt: skip
-        with torch.no_grad():
-            forward = milliseconds(lambda call=call, given=given: call(*given), device, options.repeats)
-        both = milliseconds(
-            lambda call=call, given=given, g=g: torch.autograd.grad(call(*given), given, g), device, options.repeats
-        )
-        found[name] = {"forward": round(forward, 3), "forward and backward": round(both, 3)}
-        print(f"{name:20} {forward:9.3f} {both:9.3f}", flush=True)
+    arms = {"definition": (lambda *x: own(*x).o, x, do), "by hand": (by_hand, x, do),
+            f"loop of {FEW} tokens": (loop, few, do[:, :FEW])}  # fmt: skip
+    with torch.no_grad():
+        forward = in_turns({n: lambda a=a: a[0](*a[1]) for n, a in arms.items()}, device, options.repeats)
+    steps = {n: lambda a=a: torch.autograd.grad(a[0](*a[1]), a[1], a[2]) for n, a in arms.items()}
+    both = in_turns(steps, device, options.repeats)
+    for name in arms:
+        found[name] = {"forward": forward[name], "forward and backward": both[name]}
+        print(f"{name:20} {forward[name]:9.3f} {both[name]:9.3f}", flush=True)
     print(f"equal bits: {found['equal']}; the loop differs by {found['loop_error']:.1e}")
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
