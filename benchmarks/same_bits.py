@@ -4,8 +4,8 @@ python -m benchmarks.same_bits --tokens 2048 --dim 256
 torchrun --nproc-per-node 2 -m benchmarks.same_bits
 python -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 8192 --repeats 2
 
-The digest is that of the loss and of all gradients of a deterministic step: runs with other numbers of ranks print the
-same one. `--config` is one of examples/configs, in bf16.
+The digest is that of the loss and of all gradients of a step: runs with other numbers of ranks print the same one, of
+deterministic steps. `--config` is one of examples/configs, in bf16.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[floa
     bits = hashlib.sha256()
     for t in found:
         bits.update(t.float().cpu().numpy().tobytes())
-    return out[1:], bits.hexdigest()[:16]
+    return out, bits.hexdigest()[:16]
 
 
 def main() -> None:
@@ -66,6 +66,7 @@ def main() -> None:
     for name, default in (("tokens", 2048), ("dim", 256), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--config", help="of examples/configs, in place of --dim")
+    parser.add_argument("--only", choices=("plain", "same"), help="steps of one kind alone")
     parser.add_argument("--layers", type=int, help="the first so many of them")
     args = parser.parse_args()
     if "RANK" in os.environ:
@@ -74,13 +75,18 @@ def main() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    (plain, _), (same, bits) = ((statistics.median(t), b) for t, b in (seconds(d, args) for d in (False, True)))
+    ways = [d for d in (False, True) if args.only in (None, "same" if d else "plain")]
     if dist.get_rank() == 0:
+        what = args.config or f"dim {args.dim}"
         print(
-            f"{args.tokens} tokens, {args.config or f'dim {args.dim}'}, {dist.get_world_size()} ranks, "
-            f"{torch.get_num_threads()} threads:"
+            f"{args.tokens} tokens, {what}, {dist.get_world_size()} ranks, {torch.get_num_threads()} threads",
+            flush=True,
         )
-        print(f"  {plain:.3f} s a step; deterministic {same:.3f} s, {same / plain:.2f} times; digest {bits}")
+    for deterministic in ways:
+        times, bits = seconds(deterministic, args)
+        if dist.get_rank() == 0:
+            name, middle = "deterministic" if deterministic else "plain", statistics.median(times[1:] or times)
+            print(f"  {name:13} {middle:.3f} s a step, the first {times[0]:.1f}; digest {bits}", flush=True)
     dist.destroy_process_group()
 
 
