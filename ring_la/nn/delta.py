@@ -35,6 +35,8 @@ from .parts import GatedRMSNorm, RMSNorm, ShortConv
 class _DeltaLayer(Layer):
     """q, k, v and β, as the three layers have them in common; arguments as in `DeltaNet`."""
 
+    same_bits = True
+
     def __init__(
         self,
         dim: int,
