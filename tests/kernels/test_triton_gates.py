@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.support.gate_cases import (
     CASES,
     DEVICE,
+    beside_case,
     decay_case,
     draw,
     rms_case,
@@ -51,6 +52,13 @@ def test_discretise(bias: bool, softplus: bool) -> None:
     for got in both:
         assert [g.shape for g in got] == [t.shape for t in true]
         assert len({g.untyped_storage().data_ptr() for g in got}) == len(got)  # an operator's results share no memory
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+def test_a_skip_comes_back_with_the_step() -> None:
+    true, *both = beside_case(20)
+    for got in both:
+        assert [g.shape for g in got] == [t.shape for t in true]
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -100,6 +103,29 @@ def step_case(
 
     ours = results(triton_discretise.forward, triton_discretise.backward)
     return [*out, *grads], ours, results(discretise.plain_discretise, discretise.plain_discretise_backward)
+
+
+def beside_case(V: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple[list[Tensor], list, list]:
+    """(true, by the kernels, by PyTorch): of 2 Δ x + D x and Δ A, and the gradients of x, dt, A, bias and D."""
+    torch.manual_seed(0)
+    x, do = draw(2, T, 3, V + 4, dtype=dtype)[..., :V], draw(2, T, 3, V, dtype=dtype)
+    inputs = [x, draw(2, T, 3, dtype=dtype), -draw(3).abs(), draw(3), draw(3)]
+    dg = draw(2, T, 3)
+
+    def by(what: Callable, wide: torch.dtype | None = None) -> list[Tensor]:
+        leaves = [t.detach().to(wide or t.dtype).requires_grad_() for t in inputs]
+        v, g, readout = what(*leaves, softplus=True)
+        out = (readout(v + v), g)
+        return [*out, *torch.autograd.grad(out, leaves, [do.to(out[0].dtype), dg.to(out[1].dtype)])]
+
+    def plain(x, dt, A, bias, D, softplus):
+        return *discretise.plain_discretise(x, dt, A, bias, softplus), lambda y: skip.plain_skip(y, x, D)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(discretise, "BESIDE", True)
+        patch.setattr(discretise, "kernels_of", lambda step, *tensors: True)
+        ours = by(discretise.discretise_and_skip)
+    return by(plain, torch.float64), ours, by(plain)
 
 
 def skip_case(V: int, whole: bool, dtype: torch.dtype = torch.float32, T: int = 300) -> tuple[list, list, list]:
