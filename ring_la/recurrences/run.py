@@ -82,7 +82,7 @@ def compute(
     inputs = ready(r.inputs, options.use_qk_l2norm)
     if r.causal:
         return linear.run(r.rule, inputs, scale, options, decays)
-    return bidirectional(inputs, scale, options, _unit(r.normalizer, options.use_qk_l2norm))
+    return bidirectional(inputs, scale, options, unit(r.normalizer, options.use_qk_l2norm))
 
 
 def ready(x: Inputs, unit_length: bool) -> Inputs:
@@ -99,6 +99,6 @@ def ready(x: Inputs, unit_length: bool) -> Inputs:
     return Inputs(q, k, x.v, *map(own, x[3:]))
 
 
-def _unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
+def unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
     """A denominator's own q and k, of unit length where that is asked for."""
     return normalizer if normalizer is None or not unit_length else (l2norm(normalizer[0]), l2norm(normalizer[1]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import outside_graphs, refuse_transforms, traced
+from ..autograd import outside_graphs, refuse_transforms, traced, wanting
 from ..checks import check_nan
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
@@ -62,8 +62,9 @@ _outside_graphs = outside_graphs(_split)
 
 
 def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """A split call within a compiled graph: one node, which checks when it runs; keys in FP8 break it."""
-    if options.cu_seqlens is not None or options.kv_comm_dtype is not None:
+    """A split call within a compiled graph: one node, which checks when it runs. What is refused by arguments that the
+    node does not have breaks the graph."""
+    if options.cu_seqlens is not None or (options.kv_comm_dtype is not None and wanting(*x.differentiable)):
         return _outside_graphs(x, options, layout)
     check_options(options)
     scores = options.scores(x.q)
