@@ -102,7 +102,7 @@ def nsa(
         k, v = (both[0], both[1], both[2]), (both[3], both[4], both[5])
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
     how: dict[str, Any] = dict(scale=factor, backend=backend, **where)
-    compressed = _compressed_traced if any(traced(t) for t in (q, *k, *v, gates)) else _compressed
+    compressed = _compressed_traced if traced(q, *k, *v, gates) else _compressed
     o, chosen = compressed(q, k[0], v[0], (compress_k, compress_v), sizes, how)
     read = sparse_attention(q, k[1], v[1], chosen, block=sizes.block, strategy=strategy, **how).o
     near = attention(q, k[2], v[2], window=(window, -1), strategy=strategy, **how).o

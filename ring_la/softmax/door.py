@@ -16,8 +16,10 @@ from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
 from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
+from .geometry.placement import WholePlacement
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
+from .plan import AttentionMoves
 from .tensors import Tensors, check_tensors, name_of
 
 
@@ -27,14 +29,32 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
         refuse_transforms(x.named())
     if isinstance(layout, ShardedLayout):
         return _traced(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
+    if layout is None and not traced(*x) and options.backend != "reference":
+        return AttentionOutput(*_whole(x, options)(x))
     _check(x, options, layout)
     if options.backend == "reference":
         return _reference(x, options)
-    call = AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
     # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
-    if any(traced(t) for t in x if t is not None):
-        return AttentionOutput(*operator.attention(*operator.flat(x, call)))
-    return AttentionOutput(*call.plan(x)(x))
+    return AttentionOutput(*operator.attention(*operator.flat(x, _call(x, options))))
+
+
+def _call(x: Tensors, options: AttentionOptions) -> AttentionCall:
+    """A call on one device, checked."""
+    return AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
+
+
+def _whole(x: Tensors, options: AttentionOptions) -> AttentionMoves:
+    """The plan of a call on one device; one like before is neither checked nor planned again."""
+    kind = _kind_of_call(x, options)
+    if kind is None or x.q.dim() != 4 or x.k.dim() != 4:
+        _check(x, options, None)
+        return _call(x, options).plan(x)
+    plans = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, None).plans
+    found = plans.get(kind)
+    if found is None:
+        _check(x, options, None)
+        plans[kind] = found = _call(x, options).plan(x)
+    return found
 
 
 def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
