@@ -117,8 +117,8 @@ class TritonChosen(ChosenBackend):
 
 
 class TritonChosenRows(TritonChosen):
-    """Keys as the rows of every product (`chosen_rows`). A first version ended with an illegal memory access on an H200,
-    with 64 keys at a time and 8 warps; here there are 32, for which the compiler takes other instructions."""
+    """Keys as the rows of every product (`chosen_rows`). A version with 64 keys at a time and 8 warps ended with an
+    illegal memory access on an H200; here there are 32, for which the compiler takes other instructions."""
 
     name = "triton_rows"
 

@@ -1,10 +1,10 @@
 """Another form of the kernels for chosen keys, which spills fewer registers: keys are the rows of every product, a
 query's heads its columns.
 
-Scores are formed once in the backward pass, not once each way, and of latents one product of ``[ds | p]`` and ``[q ; do]``
-adds to the gradients of keys. Widths are constants, so that masks that hide nothing are none. Nothing that comes from
-accumulators is transposed on the left, which Triton 3.4 to 3.7 miscompiles on Hopper. What a program does is said in
-`chosen_kernels`.
+Scores are formed once in the backward pass, not once each way, and of latents one product of ``[ds | p]`` and
+``[q ; do]`` adds to the gradients of keys. Widths are constants, so that masks that hide nothing are none. Nothing that
+comes from accumulators is transposed on the left, which Triton 3.4 to 3.7 miscompiles on Hopper. What a program does is
+said in `chosen_kernels`.
 """
 
 from __future__ import annotations
