@@ -30,7 +30,7 @@ class Whereabouts(NamedTuple):
 
     Attributes:
         start, stop, step, before: of the runs of positions, and how many tokens stand before each, int64 ``[N, R]``.
-        slab, row, first: of the runs of memory: the slab, its row there, and how many tokens stand before it ``[N, E]``.
+        slab, row, first: of the runs of memory ``[N, E]``: the slab, the row there, and how many tokens stand before.
     """
 
     start: Tensor
@@ -80,7 +80,7 @@ def own_chosen(q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: f
 
 def _strip(q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float, at: int) -> tuple[Tensor, Tensor]:
     """`own_chosen` of sequences from number `at` on."""
-    (heads, key, _), rows = state.size, state.rows
+    heads, rows = state.size.heads, state.rows
     where = Whereabouts(*(x[at : at + len(q)] for x in Whereabouts.of(rows)))
     inside = torch.arange(block, device=q.device)
     lengths = rows.kept("lengths", lambda: torch.tensor(rows.lengths, device=q.device))
@@ -116,8 +116,8 @@ def decode_index(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> Chosen:
     (`ring_la.indexers.lightning_index`), over index keys that stay on their ranks. Collective.
 
     Args:
-        q: ``[N, 1, Hi, D]``, rotated; w: ``[N, 1, Hi]``, scales included: of the last token of each sequence, the same on
-            all ranks. state: index keys, of KeySize(1, D, 0); that token's are among them. topk: how many it reads.
+        q: ``[N, 1, Hi, D]``, rotated; w: ``[N, 1, Hi]``, scales included: of the last token of each sequence, the same
+            on all ranks. state: index keys, of KeySize(1, D, 0); that token's are among them. topk: how many it reads.
 
     Returns:
         Chosen(places int32 ``[N, 1, 1, topk]``, positions in the sequence, the same on all ranks, −1 where there are
@@ -145,7 +145,7 @@ def decode_index(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> Chosen:
 
 
 def _best_here(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> tuple[Tensor, Tensor]:
-    """Of this rank's index keys the best of each sequence ``[N, topk]``: scores, −∞ where there are fewer, and places."""
+    """Of this rank's index keys the best of each sequence ``[N, topk]``: scores, −∞ where there are fewer; places."""
     dtype, rows = wide(q.dtype), state.rows
     scores = torch.full((len(q), topk), -torch.inf, dtype=dtype, device=q.device)
     numbers = torch.zeros(len(q), topk, dtype=torch.int64, device=q.device)
