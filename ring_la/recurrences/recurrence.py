@@ -34,7 +34,7 @@ from .arguments import Argument
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
 from .operator import names_of, split_recurrence
-from .run import agreed, compute, ready
+from .run import agreed, compute, ready, unit
 
 Public = Callable[..., LinearAttentionOutput]
 
@@ -198,13 +198,14 @@ def _traced(
     node has no arguments for breaks the graph."""
     r, layout = call(), options.layout
     beyond = options.backend == "reference" or options.in_place or options.cu_seqlens is not None
-    if beyond or r.normalizer is not None or fixed(layout):
+    if beyond or fixed(layout):
         return _outside_graphs(definition, call, options, flags)
     assert layout is not None
     inputs = ready(r.inputs, options.use_qk_l2norm)
     documents = layout.num_documents if layout.packed else inputs.q.shape[0]
     o, final = split_recurrence(
-        *inputs, options.initial_state, layout.number, documents, definition.name, str(r.rule),
+        *inputs, options.initial_state, *(unit(r.normalizer, options.use_qk_l2norm) or (None, None)),
+        layout.number, documents, definition.name, str(r.rule),
         definition.scale(options, inputs.q.shape[-1]), options.mode, options.backend, r.causal,
         options.output_final_state, names_of(r), ", ".join([f"{n}={x}" for n, x in flags]),
     )  # fmt: skip

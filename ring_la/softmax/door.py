@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import outside_graphs, refuse_transforms, traced
+from ..autograd import outside_graphs, refuse_transforms, traced, wanting
 from ..blockwise import by_block, fixed
 from ..checks import check_nan
 from ..context import ShardedLayout
@@ -17,8 +17,10 @@ from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
 from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
+from .geometry.placement import WholePlacement
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
+from .plan import AttentionMoves
 from .tensors import Tensors, check_tensors, name_of
 
 
@@ -28,14 +30,32 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
         refuse_transforms(x.named())
     if isinstance(layout, ShardedLayout):
         return _traced(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
+    if layout is None and not traced(*x) and options.backend != "reference":
+        return AttentionOutput(*_whole(x, options)(x))
     _check(x, options, layout)
     if options.backend == "reference":
         return _reference(x, options)
-    call = AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
     # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
-    if any(traced(t) for t in x if t is not None):
-        return AttentionOutput(*operator.attention(*operator.flat(x, call)))
-    return AttentionOutput(*call.plan(x)(x))
+    return AttentionOutput(*operator.attention(*operator.flat(x, _call(x, options))))
+
+
+def _call(x: Tensors, options: AttentionOptions) -> AttentionCall:
+    """A call on one device, checked."""
+    return AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
+
+
+def _whole(x: Tensors, options: AttentionOptions) -> AttentionMoves:
+    """The plan of a call on one device; one like before is neither checked nor planned again."""
+    kind = _kind_of_call(x, options)
+    if kind is None or x.q.dim() != 4 or x.k.dim() != 4:
+        _check(x, options, None)
+        return _call(x, options).plan(x)
+    plans = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, None).plans
+    found = plans.get(kind)
+    if found is None:
+        _check(x, options, None)
+        plans[kind] = found = _call(x, options).plan(x)
+    return found
 
 
 def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
@@ -80,9 +100,10 @@ _outside_graphs = outside_graphs(_split)
 
 
 def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """A split call within a compiled graph: one node, which checks when it runs; keys in FP8 and blocks of latents
-    break it."""
-    if options.cu_seqlens is not None or options.kv_comm_dtype is not None or fixed(layout):
+    """A split call within a compiled graph: one node, which checks when it runs. What is refused by arguments that the
+    node does not have breaks the graph, and so do blocks of latents."""
+    refused = options.kv_comm_dtype is not None and wanting(*x.differentiable)
+    if options.cu_seqlens is not None or refused or fixed(layout):
         return _outside_graphs(x, options, layout)
     check_options(options)
     scores = options.scores(x.q)

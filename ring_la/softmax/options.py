@@ -12,7 +12,7 @@ from ..checks import check_flag, check_offsets, check_scale, is_finite
 from ..choices import ChosenChoice, JointPlace, LatentForm
 from ..context import ATTENTION, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError
-from .backends import BACKENDS, FORMS
+from .backends import BACKENDS, CHOSEN, FORMS
 from .merging import wide
 from .scores import Scores
 from .tensors import Tensors
@@ -82,7 +82,7 @@ def check_options(o: AttentionOptions) -> None:
         raise ArgumentError("block", "an int ≥ 1", repr(o.block))
     if o.form not in (None, *FORMS):
         raise ArgumentError("form", f"None or one of {', '.join(FORMS)}", repr(o.form))
-    if o.backend not in (None, "reference", *BACKENDS):
+    if o.backend not in (None, "reference", *BACKENDS, *CHOSEN):
         raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
 
 
