@@ -81,7 +81,7 @@ class AttentionCall(NamedTuple):
             return self.planned(x, place, "ring")
         if x.chosen is None:
             heads, splits = (x.q.shape[2], x.k.shape[2]), (self.layout, self.kv_layout)
-            name = pick(self.strategy, heads, x.moved, *splits, self._share_sent)
+            name = pick(self.strategy, heads, x.moved, *splits, self._share_sent, self.scores.reach)
         else:
             each = x.chosen.shape[0] * x.chosen.shape[2:].numel() * self.scores.block
             name = pick_for_chosen(self.strategy, self.layout, self.kv_layout.seq_len, each)
