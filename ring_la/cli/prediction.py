@@ -25,6 +25,10 @@ PASSES, AGAIN = 8, 3
 """How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
 gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
 
+ROUTED = 3.5
+"""Rows of a token's experts that exist at once in their backward pass, beside those that are kept: counted on CPUs
+(docs/notebook/2026-11-23-models-of-real-size.md)."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -210,6 +214,6 @@ def _again(setting: Setting, block: BlockWork, tokens: float) -> float:
     layer, mlp = _recomputed(setting, block)
     halves = [
         layer * (block.layer_saved + block.norm_saved) * tokens,
-        mlp * (block.mlp_saved + block.norm_saved) * min(tokens, setting.mlp_chunk or tokens),
+        mlp * (block.mlp_saved + block.norm_saved + ROUTED * block.routed) * min(tokens, setting.mlp_chunk or tokens),
     ]
     return sum(halves) if "block" in setting.recompute else max(halves)
