@@ -9,9 +9,9 @@ video's, LATENT_FRAMESxROWSxCOLUMNS. Arms: "one" (the whole step on every rank: 
 strategies (`parallelize`), and those of `benchmarks.peers.diffusion`, where they can run the model. Modes: as it is,
 its blocks compiled, and either as a CUDA graph. Errors are relative to "one" in eager mode, by the norm. Arms run one
 after the other, each in a model of its own; times are medians of the slowest rank's; `sent`, on CPUs, is what a rank
-sends a step. Rows are written as they come; one that takes longer than --limit, building and compiling included, ends, and the
-others go on. --pipeline takes whole images of Flux instead: text, 28 steps, decoder. Without GPUs tiny models run over
-gloo.
+sends a step. Rows are written as they come; one that takes longer than --limit, building and compiling included,
+ends, and the others go on. --pipeline takes whole images of Flux instead: text, 28 steps, decoder. Without GPUs tiny
+models run over gloo.
 """
 
 from __future__ import annotations
