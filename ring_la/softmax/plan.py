@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class AttentionMoves:
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """o and lse of this rank's queries, recorded for gradients."""
-        return self.forward(x)[:2] if bare(*x) else _Planned.apply(self, *x)
+        return recorded(self, x)
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]:
         """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
@@ -138,9 +138,25 @@ class AttentionMoves:
         return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)  # type: ignore[call-arg]
 
 
+class Moves(Protocol):
+    """What an autograd Function asks of a call: `AttentionMoves`, or several of them."""
+
+    @property
+    def way_back(self) -> Callable[[], Callable[[], None]] | None: ...
+
+    def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]: ...
+
+    def backward(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors: ...
+
+
+def recorded(plan: Moves, x: Tensors) -> tuple[Tensor, Tensor]:
+    """o and lse of a call, recorded for gradients where these are wanted."""
+    return plan.forward(x)[:2] if bare(*x) else _Planned.apply(plan, *x)
+
+
 class _Planned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: AttentionMoves, *tensors: Tensor | None):
+    def forward(ctx, plan: Moves, *tensors: Tensor | None):
         o, lse, saved = plan.forward(Tensors(*tensors))
         ctx.plan, ctx.way_back = plan, plan.way_back and plan.way_back()
         ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)

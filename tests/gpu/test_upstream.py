@@ -23,7 +23,7 @@ from ring_la.integrations import ring_flash_attn, xdit
 from ring_la.softmax.backends import Ask, choose
 from tests.support.attention_cases import error
 from tests.support.pool import group
-from tests.support.upstream import DENSE, places
+from tests.support.yunchang_cases import DENSE, places
 
 pytestmark = pytest.mark.gpu(needs=2)
 

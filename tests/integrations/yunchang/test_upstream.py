@@ -14,7 +14,10 @@ import torch
 from ring_la.integrations import ring_flash_attn, yunchang
 from ring_la.integrations.yunchang.ctx import remember
 from ring_la.integrations.yunchang.packed import pad_lse, varlen_forward
-from tests.integrations.yunchang.cases import (
+from tests.support.attention_cases import error
+from tests.support.pool import group
+from tests.support.yunchang_cases import (
+    DENSE,
     DOCUMENTS,
     D,
     H,
@@ -24,9 +27,6 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.support.attention_cases import error
-from tests.support.pool import group
-from tests.support.upstream import DENSE
 
 
 def exact_forward(q, k, v, dropout_p=0.0, softmax_scale=None, causal=True, **ignored):

@@ -6,10 +6,15 @@ from __future__ import annotations
 import torch
 
 from ring_la import reference
-from tests.support import upstream
+from ring_la.integrations import yunchang
 from tests.support.attention_cases import error
 
 B, T, H, D = 2, 48, 4, 8
+DENSE = {
+    "contiguous": (yunchang.RingFlashAttnFunc, yunchang.ring_flash_attn_func),
+    "zigzag": (yunchang.ZigZagRingFlashAttnFunc, yunchang.zigzag_ring_flash_attn_func),
+    "stripe": (yunchang.StripeFlashAttnFunc, yunchang.stripe_flash_attn_func),
+}
 DOCUMENTS = (0, 16, 24, 48)
 """Offsets of packed documents, each a multiple of 2 × 4 tokens."""
 MASKS = {
@@ -29,7 +34,11 @@ def draw(heads: tuple[int, int] = (H, H), dtype: torch.dtype = torch.float64) ->
 
 def places(kind: str, rank: int, P: int, length: int = T, start: int = 0) -> torch.Tensor:
     """Tokens of the sequence that a rank holds."""
-    return upstream.places(kind, rank, P, length, start)
+    t = torch.arange(start, start + length)
+    if kind == "zigzag":
+        halves = t.chunk(2 * P)
+        return torch.cat([halves[rank], halves[2 * P - 1 - rank]])
+    return t[rank::P] if kind == "stripe" else t.chunk(P)[rank]
 
 
 def packed_places(kind: str, rank: int, P: int) -> torch.Tensor:
