@@ -31,12 +31,13 @@ SoftmaxBackend = Literal[
     "flash_attn_4",
     "sage",
     "triton",
-    "triton_rows",
     "cpu_flash",
     "torch",
     "reference",
 ]
 """What computes softmax attention (`softmax.backends`)."""
+SparseBackend = Literal["triton", "triton_rows", "torch", "reference"]
+"""Kernels for queries that choose their keys."""
 Activation = Literal["silu"]
 """What follows a short convolution (`conv`)."""
 JointPlace = Literal["front", "rear", "none"]
