@@ -80,8 +80,7 @@ class SplitRecurrence(torch.autograd.Function):
     def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
         call: SplitCall = ctx.call
         layout = call.layout
-        if not call.seams.alone or call.output_final_state or ctx.has_initial:
-            ctx.way_back()
+        ctx.way_back()
         S0, *rest = ctx.saved_tensors
         transitions, inputs, sent, saved = _cut(rest, ctx.parts)
         inputs = Inputs(*inputs)

@@ -50,6 +50,7 @@ def recurrence(
     states: tuple[str, ...] = ("HKV",),
     flags: Mapping[str, object] = MappingProxyType({}),
     sizes: Mapping[str, int] = MappingProxyType({}),
+    same_bits: bool = False,
 ) -> Callable[[Callable[..., Any]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
@@ -65,6 +66,8 @@ def recurrence(
         default_scale: the scale where the caller gives none; None means K**-0.5.
         states: the parts of its state, the dimensions after N a letter each.
         flags: its own arguments that are no tensors, for examples. sizes: of its own letters, for examples.
+        same_bits: of a whole call: what it does to tokens goes through `ring_la.by_block` with the call's layout. Else
+            deterministic layouts are refused.
     """
 
     def define(describe: Callable[..., Any]) -> Public:
@@ -77,7 +80,8 @@ def recurrence(
             shapes = {n: a.shape for n, a in arguments.items()}
             read = Loop(token, shapes, kinds.get("query", ()), kinds.get("key", ()), states, default_scale)
             loop = by_token(name, read, _own(describe))
-        return public(Definition(name, describe, loop, paper, equation, arguments, default_scale, states, flags, sizes))
+        rest = default_scale, states, flags, sizes, same_bits
+        return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import reference
 from ..autograd import outside_graphs, refuse_transforms, traced, wanting
+from ..blockwise import by_block, fixed
 from ..checks import check_nan
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
@@ -63,19 +64,36 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
     if kind is not None and layout.cp.validate != "always" and kind in known:
         plan, entry = known[kind]
         layout.again(entry)
-        return AttentionOutput(*plan(x))
+        return AttentionOutput(*plan(_written_out(x, options, layout)))
     error = None
     try:
         _check(x, options, layout)
     except RingLAError as e:
         error = e
     entry = layout.agree(name_of(x), None if error else _signature(x, options), error)
+    x = _written_out(x, options, layout)
     split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
-    of_scores = (options.scores(x.q), options.joint, options.backend, None, options.form)
+    of_scores = (options.scores(x.q), options.joint, options.backend, None, options.form if x.latent else None)
     plan = AttentionCall(*of_scores, *split, options.kv_comm_dtype).plan(x)
     if kind is not None:
         known[kind] = plan, entry
     return AttentionOutput(*plan(x))
+
+
+def _written_out(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Tensors:
+    """Latents under a deterministic layout as the keys and values that they make, block by block, so that gradients of
+    what makes them are exact sums."""
+    if not x.latent or not fixed(layout):
+        return x
+    latents = x.k[:, :, 0], x.v[:, :, 0]
+    k, v = by_block(_keys_and_values, *latents, layout=options.kv_layout or layout, shared=(x.up_k, x.up_v))
+    return Tensors(x.q, k, v, x.sinks)
+
+
+def _keys_and_values(latent: Tensor, k_rope: Tensor, up_k: Tensor, up_v: Tensor) -> tuple[Tensor, Tensor]:
+    k = torch.einsum("btl,hnl->bthn", latent, up_k)
+    rotated = k_rope[:, :, None].expand(-1, -1, len(up_k), -1)
+    return torch.cat([k, rotated], -1), torch.einsum("btl,hvl->bthv", latent, up_v)
 
 
 _outside_graphs = outside_graphs(_split)
@@ -83,8 +101,9 @@ _outside_graphs = outside_graphs(_split)
 
 def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
     """A split call within a compiled graph: one node, which checks when it runs. What is refused by arguments that the
-    node does not have breaks the graph."""
-    if options.cu_seqlens is not None or (options.kv_comm_dtype is not None and wanting(*x.differentiable)):
+    node does not have breaks the graph, and so do blocks of latents."""
+    refused = options.kv_comm_dtype is not None and wanting(*x.differentiable)
+    if options.cu_seqlens is not None or refused or fixed(layout):
         return _outside_graphs(x, options, layout)
     check_options(options)
     scores = options.scores(x.q)

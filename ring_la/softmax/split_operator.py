@@ -23,6 +23,7 @@ from ..context.handle import found
 from ..context.operator import own_memory
 from ..errors import Facts, RingLAError
 from .call import AttentionCall, KnownCalls
+from .head_groups import GroupedMoves
 from .merging import wide
 from .operator import declared, differentiable
 from .options import AttentionOptions, check_split
@@ -60,7 +61,7 @@ def _call_of(arguments: Iterable) -> tuple[Tensors, Scores, SplitOthers]:
     return x, scores, SplitOthers(*rest)
 
 
-def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves:
+def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves | GroupedMoves:
     """The plan of a call, made once for each layout and kind of call."""
     layout = found(others.layout)
     shapes = tuple([None if t is None else (t.shape, t.dtype) for t in x])

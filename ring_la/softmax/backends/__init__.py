@@ -10,7 +10,7 @@ from .aten import CuDNN, Flash
 from .backend import Ask, AttentionBackend, QueryRows, TileBackend
 from .chosen import ChosenBackend, TorchChosen
 from .cpu_flash import CPUFlash
-from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, FlashAttnPackage
+from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, FlashAttnHopperFP8, FlashAttnPackage
 from .latents import FORMS, LatentBackend, cheaper_form
 from .sage import SageAttention
 from .torch_backend import TorchBackend
@@ -23,6 +23,7 @@ _KERNELS = (
     FlashAttnPackage(),
     FlashAttnHopper(),
     FlashAttnHopperForward(),
+    FlashAttnHopperFP8(),
     SageAttention(),
     TritonBackend(),
     CPUFlash(),
