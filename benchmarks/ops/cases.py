@@ -119,7 +119,7 @@ class Case:
     def truth(self, x: Inputs) -> Results:
         """The output by the PyTorch kernels, which the suite holds to 1e-9 of the token loop in fp64."""
         x, more = dict(x), self.flags | dict(self.keywords)
-        if self.name != "short_conv":
+        if self.name not in ("short_conv", "log_linear_attention"):
             more["backend"] = "reference" if self.name == "forgetting_attention" else "torch"
         if self.gates:
             return self._packed(x, more)
@@ -142,6 +142,7 @@ CASES: dict[str, Case] = (
         "bidirectional": Case("linear_attention", (("causal", False),)),
         "short_conv": Case("short_conv", (("activation", "silu"),)),
         "forgetting_attention": Case("forgetting_attention"),
+        "log_linear_attention": Case("log_linear_attention", (("scale", 1.0),)),
     }
     | {f"kda_{gates}": Case("kda", (("lower_bound", production.BOUND),), gates=gates) for gates in production.KDA}
     | {"gdn_qwen": Case("gated_delta_rule", gates="qwen")}
@@ -162,9 +163,13 @@ def inputs(case: Case, shape: Shape, device: str, seed: int = 1) -> Inputs:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator)
 
-    if case.name == "forgetting_attention":
+    if case.name in ("forgetting_attention", "log_linear_attention"):
         x = {n: normal(B, T, H, D).to(narrow) for n, D in (("q", K), ("k", K), ("v", V))}
-        return _leaves(x | {"g": logsigmoid(normal(B, T, H) + 3)}, True)
+        x["g"] = logsigmoid(normal(B, T, H) + 3)
+        if case.name == "log_linear_attention":
+            x |= {n: normalize(x[n], dim=-1) for n in ("q", "k")}
+            x["lam"] = normal(B, T, H, (T - 1).bit_length() + 1).sigmoid()
+        return _leaves(x, True)
     if case.definition is None:
         D = H * (2 * K + V)
         return _leaves({"x": normal(B, T, D).to(narrow), "weight": normal(D, 4).to(narrow)}, True)

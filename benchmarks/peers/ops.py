@@ -85,6 +85,11 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
 
         return chunk_ttt_linear(**x | {"eta": x["eta"][..., None]}, chunk_size=16)[0]
 
+    def log_linear(x: Inputs) -> Tensor:
+        from fla.ops.log_linear_attn import chunk_log_linear_attn
+
+        return chunk_log_linear_attn(x["q"], x["k"], x["v"], x["g"], x["lam"], scale=1.0)[0]
+
     return {
         "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],
         "retention": lambda x: chunk_retention(**x)[0],
@@ -109,6 +114,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "hgrn": lambda x: chunk_hgrn(**x)[0],
         "ttt_linear": ttt,
         "gated_oja_rule": oja,
+        "log_linear_attention": log_linear,
         "forgetting_attention": lambda x: parallel_forgetting_attn(**x),
         "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
         "step_simple_gla": step(fused_recurrent_simple_gla),

@@ -37,6 +37,7 @@ from .parts import GatedRMSNorm, RMSNorm, ShortConv
 class _DeltaLayer(Layer):
     """q, k, v and β, as the three layers have them in common; arguments as in `DeltaNet`."""
 
+    same_bits = True
     prepares: ClassVar[bool] = False
     """Whether `prepare` makes what the recurrence takes, which is then `rule`, of decay_proj, A_log and dt_bias."""
 

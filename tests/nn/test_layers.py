@@ -47,6 +47,19 @@ def test_packed_documents_are_kept_apart_and_decoded_as_rows(name):
         close(after.o[n : n + 1], o[:, -2:])
 
 
+def test_rows_at_several_places_of_a_mini_batch_go_on():
+    """Documents of several lengths, packed, then rows of a batch: each at its own place of a mini-batch of 3."""
+    layer, x, more = make("ttt"), random(1, 12, DIM), random(3, 5, DIM)
+    cu = torch.tensor([0, 4, 5, 12])
+    state, steps = layer(x, cu_seqlens=cu, output_state=True).state, []
+    for t in range(5):
+        out = layer(more[:, t : t + 1], state=state, output_state=True)
+        state, steps = out.state, [*steps, out.o]
+    for n in range(3):
+        alone = torch.cat([x[:, cu[n] : cu[n + 1]], more[n : n + 1]], 1)
+        close(torch.cat(steps, 1)[n : n + 1], layer(alone).o[:, -5:])
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_mode_is_chunk_mode(name):
     x = random(2, 9, DIM)

@@ -85,6 +85,12 @@ INLINE void bar_wait(u32 a, u32 phase) {
   asm volatile("{\n.reg .pred p;\nL_%=:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra L_%=;\n}"
                ::"r"(a), "r"(phase) : "memory");
 }
+INLINE bool bar_passed(u32 a, u32 phase) {  // whether bar_wait would not wait
+  u32 x;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(x) : "r"(a), "r"(phase) : "memory");
+  return x;
+}
 INLINE void bar_expect(u32 a, u32 bytes) {  // arrive, and wait for so many bytes of copies
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(a), "r"(bytes) : "memory");
 }

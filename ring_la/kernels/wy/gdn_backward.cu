@@ -18,7 +18,8 @@
 // else it waits for the span after it, going over its tokens three times as the forward does.
 #include "gdn.cuh"
 
-#define SLOTS 2
+#define MAKERS 2 // warps that make what needs a chunk's own tokens alone
+#define SLOTS 3  // chunks under way
 // A slot: q, k, then dq, dk (128-byte swizzle, 64 channels a row); dO and dR; W; N, P; dP, dB; e^G, e^(GL - G), beta, G
 #define SLOT 50176
 #define OFF_Q 0
@@ -31,14 +32,14 @@
 #define OFF_DB 47104
 #define OFF_E 49152
 #define HALF 4096                      // from 64 channels of q and k to the others
-#define STATES (SLOTS * SLOT)          // two, [K half][V row][64 channels]
-#define ADJOINT (STATES + 2 * 32768)   // dS the same way
+#define STATE (SLOTS * SLOT)           // the state before a chunk, [K half][V row][64 channels]
+#define ADJOINT (STATE + 32768)        // dS the same way
 #define SUMS (ADJOINT + 32768)         // of each warp that carries dS: its part of dbeta
 #define DOTS (SUMS + 8 * 128)          // of two chunks: its part of x
 #define ENDS (DOTS + 2 * 8 * 128)      // and of what the chunk's end brings
 #define BARS (ENDS + 2 * 32)           // of each slot: full, empty, dR there, dB there
-#define BARS_S (BARS + SLOTS * 32)     // of each state: full, empty
-#define OPEN (BARS_S + 2 * 16)         // a barrier: the last of several passes may begin
+#define BARS_S (BARS + SLOTS * 32)     // of the state: full, empty
+#define OPEN (BARS_S + 16)         // a barrier: the last of several passes may begin
 #define SAID (OPEN + 16)               // the ticket; three words, of which `leave` takes the last; of 16 chunks, what they leave over
 
 struct BackArgs {
@@ -126,8 +127,8 @@ INLINE void pair_gradients(int m, int from, float by, bool diagonal, u32 to, u32
 // chunk whose gradients are wanted.
 INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int passes, int first, u32 base, int w, int lane) {
   const Args& a = b.a;
-  const u32 at = base + w * SLOT, full = base + BARS + w * 32;
-  for (int c = w; c < n * passes; c += SLOTS) {
+  for (int c = w; c < n * passes; c += MAKERS) {
+    const u32 at = base + c % SLOTS * SLOT, full = base + BARS + c % SLOTS * 32;
     if (c >= SLOTS) bar_wait(full + 8, (c / SLOTS - 1) & 1);
     const int pass = c / n, m = (pass + 1) * n - 1 - c, t = x.begin + m * C;
     const bool own = c >= first;
@@ -161,22 +162,22 @@ INLINE void produce(const BackArgs& b, const Span& x, int h, int lim, int n, int
 // -- two warps: dB, and the first of them states on their way in -----------------------------------------------------
 
 INLINE void fetch(const BackArgs& b, const Span& x, int h, int n, int first, u32 base, int m, int lane) {
-  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own
-    const u32 bar = base + BARS_S + (i & 1) * 16;
-    if (i >= 2) bar_wait(bar + 8, ((i >> 1) - 1) & 1);
+  const u32 bar = base + BARS_S;
+  auto ask = [&](int i) {  // for the state of the i-th chunk of the span's own, once nobody reads the one before it
+    if (i) bar_wait(bar + 8, (i - 1) & 1);
     if (lane == 0) {
       bar_expect(bar, 32768);
-      copy_in(base + STATES + (i & 1) * 32768, b.a.kept_S + kept_at(b.a, x.chunk + n - 1 - first - i, h) * (D * D), 32768, bar);
+      copy_in(base + STATE, b.a.kept_S + kept_at(b.a, x.chunk + n - 1 - first - i, h) * (D * D), 32768, bar);
     }
   };
   if (m == 0 && first < n) ask(0);
   for (int c = first; c < n; c++) {
     const u32 at = base + c % SLOTS * SLOT, bars = base + BARS + c % SLOTS * 32;
-    if (m == 0 && c + 1 < n) ask(c + 1 - first);
     bar_wait(bars + 16, (c - first) / SLOTS & 1);
     pair_gradients(m, C, -1.f, false, at + OFF_DB, at, lane);
     __syncwarp();
     if (lane == 0) bar_arrive(bars + 24);
+    if (m == 0 && c + 1 < n) ask(c + 1 - first);
   }
 }
 
@@ -226,8 +227,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
   };
   for (int c = c0; c < stop; c++) {
     const int slot = c % SLOTS, t = begin + (stop - 1 - c) * C, i = c - first;
-    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATES + (i & 1) * 32768,
-              bar_s = base + BARS_S + (i & 1) * 16;
+    const u32 at = base + slot * SLOT, bars = base + BARS + slot * 32, state = base + STATE, bar_s = base + BARS_S;
     const bool own = uniform(c >= first);
     bar_wait(bars, (c / SLOTS) & 1);
     u32 dout[2][4], dr[2][4];
@@ -330,7 +330,7 @@ INLINE void walk(float (&S)[16][4], const BackArgs& b, int h, int begin, int end
     if (own) {
       between_warps();  // dR and dS of all warps are there
       if (i > 0) write_dg(t + C, i - 1);
-      bar_wait(bar_s, (i >> 1) & 1);
+      bar_wait(bar_s, i & 1);
 #if GATED
 #pragma unroll
       for (int ks = 0; ks < 8; ks++) {
@@ -526,10 +526,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
       bar_init(base + BARS + i * 32 + 16, 8);
       bar_init(base + BARS + i * 32 + 24, 2);
     }
-    for (int i = 0; i < 2; i++) {
-      bar_init(base + BARS_S + i * 16, 1);
-      bar_init(base + BARS_S + i * 16 + 8, 8);
-    }
+    bar_init(base + BARS_S, 1);
+    bar_init(base + BARS_S + 8, 8);
     bar_init(base + OPEN, 1);
     bars_ready();
   }
@@ -544,8 +542,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gdn_backward(const __grid_c
   const int passes = uniform(behind < 0 && !x.first && a.ahead ? 3 : 1), first = n * passes - own;
   if (uniform(tid >> 8)) {
     registers_down<104>();
-    if (w < SLOTS) produce(b, x, h, lim, n, passes, first, base, w, lane);
-    else fetch(b, x, h, n * passes, first, base, w - SLOTS, lane);
+    if (w < MAKERS) produce(b, x, h, lim, n, passes, first, base, w, lane);
+    else fetch(b, x, h, n * passes, first, base, w - MAKERS, lane);
   } else {
     registers_up<200>();
     consume(b, x, s, h, n, first, known, behind < 0, passes, base, w, lane);

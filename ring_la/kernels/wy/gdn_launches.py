@@ -31,7 +31,7 @@ KEPT = 3 * SAVED_STATES // 2
 """Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
 ARGUMENTS = "15Q10if4x"
 SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
-BACKWARD_SHARED = 198656 + 1024 + 2048 + 64 + 2 * 32 + 2 * 16 + 16 + 80 + 1024
+BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 80 + 1024
 KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 16 + 80 + 1024
 
 

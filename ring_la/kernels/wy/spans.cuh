@@ -176,32 +176,35 @@ INLINE void keep_map(const float (&S)[16][4], u32 at, int w, int lane) {
 // the last pass begin. Leaves the state that enters in S.
 template <class Args>
 INLINE void leave_early(float (&S)[16][4], const Args& a, int before, int s, int h, u32 at, u32 open, int w, int lane) {
-  u32 high[8][4], low[8][4];
-  take(S, a, before, h, w, lane);
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float* y = &S[2 * ks + (i >> 1)][2 * (i & 1)];
-      high[ks][i] = pack(y[0], y[1]);
-      low[ks][i] = pack(y[0] - lo(high[ks][i]), y[1] - hi(high[ks][i]));
-    }
+  while (!load_acquire(done(a, before, h))) {}
+  const float4* from = (const float4*)(a.states + ((u64)before * a.H + h) * (D * D)) + w * 32 + lane;
   const float4* own = (const float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
 #pragma unroll
   for (int nt = 0; nt < 16; nt++) {
     const float4 y = __ldcg(own + nt * 256);
     S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
   }
-  wg_fence();
 #pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    const u64 first = descriptor(at + ks * 2048, 16384, 1024);
-    wgmma128(S, high[ks], first);
-    wgmma128(S, low[ks], first);
-    wgmma128(S, high[ks], descriptor(at + 32768 + ks * 2048, 16384, 1024));
+  for (int half = 0; half < 2; half++) {  // of what enters: registers do not hold all of it
+    u32 high[4][4], low[4][4];
+#pragma unroll
+    for (int nt = 0; nt < 8; nt++) {
+      const float4 y = __ldcg(from + (8 * half + nt) * 256);
+      u32 *x = high[nt >> 1] + 2 * (nt & 1), *z = low[nt >> 1] + 2 * (nt & 1);
+      x[0] = pack(y.x, y.y); x[1] = pack(y.z, y.w);
+      z[0] = pack(y.x - lo(x[0]), y.y - hi(x[0])); z[1] = pack(y.z - lo(x[1]), y.w - hi(x[1]));
+    }
+    wg_fence();
+#pragma unroll
+    for (int ks = 0; ks < 4; ks++) {
+      const u64 first = descriptor(at + (4 * half + ks) * 2048, 16384, 1024);
+      wgmma128(S, high[ks], first);
+      wgmma128(S, low[ks], first);
+      wgmma128(S, high[ks], descriptor(at + 32768 + (4 * half + ks) * 2048, 16384, 1024));
+    }
+    wg_commit();
+    wg_wait(S);
   }
-  wg_commit();
-  wg_wait(S);
   store_state(S, a, s, h, w, lane);
   fence_gpu();
   between_warps();

@@ -102,6 +102,7 @@ INLINE void bar_wait(u32 a, u32 phase) {
   machine::Bar& b = machine::bar(a);
   machine::wait_for("mbarrier", [&] { return (b.phase & 1) != (phase & 1); });
 }
+INLINE bool bar_passed(u32 a, u32 phase) { return (machine::bar(a).phase & 1) != (phase & 1); }
 INLINE void bar_expect(u32 a, u32 bytes) {
   machine::Bar& b = machine::bar(a);
   b.bytes += bytes;
