@@ -96,6 +96,14 @@ def mamba2_and_a_skip() -> Question:
     return Question(with_skip, case.truth, (Arm("today", case.ours), beside), ("1x32768x80x128x64",))
 
 
+def kept(name: str) -> Question:
+    """Keys and queries weighed by decays kept for the backward, rather than weighed again."""
+    case = CASES[name]
+    arm = Arm("kept", case.ours, ((table, "SAVED_WEIGHED", 2**30),))
+    shapes = "1x32768x32x128", "1x8192x32x128"
+    return Question(lambda shape: inputs(case, shape, "cuda"), case.truth, (Arm("today", case.ours), arm), shapes)
+
+
 # -- what delta rules' tokens bring ----------------------------------------------------------------------------
 
 
@@ -140,6 +148,8 @@ def preparation(name: str, low: float | None, *shapes: str) -> Question:
 QUESTIONS = {
     "mamba2": mamba2(("1x32768x80x128x64", "1x4096x80x128x64")),
     "skip": mamba2_and_a_skip(),
+    "gla": kept("gla"),
+    "rwkv7": kept("rwkv7"),
     "kda": preparation("kda", None, "1x8192x16x128"),
     "kimi": preparation("kda", -5.0, "1x8192x16x128", "1x1024x16x128"),
     "gdn": preparation("gated_delta_rule", None, "1x8192x32x128", "1x1024x32x128"),
