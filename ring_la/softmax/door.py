@@ -20,7 +20,7 @@ from .call import AttentionCall, KnownCalls
 from .geometry.placement import WholePlacement
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
-from .plan import AttentionMoves
+from .plan import Moves
 from .tensors import Tensors, check_tensors, name_of
 
 
@@ -44,7 +44,7 @@ def _call(x: Tensors, options: AttentionOptions) -> AttentionCall:
     return AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
 
 
-def _whole(x: Tensors, options: AttentionOptions) -> AttentionMoves:
+def _whole(x: Tensors, options: AttentionOptions) -> Moves:
     """The plan of a call on one device; one like before is neither checked nor planned again."""
     kind = _kind_of_call(x, options)
     if kind is None or x.q.dim() != 4 or x.k.dim() != 4:
