@@ -4,8 +4,9 @@
 
 Sequences have seats; one that leaves makes room for the next. A step takes the seats up to the last that is taken, in
 buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in powers of two from `COLUMNS` on and from
-`FINE` on in quarters of them, as all of a bucket's columns are read. For each pair of buckets there is a graph (`ring_la.capture`); where there is no GPU the same step runs as it is. More seats or
-longer sequences take new memory, and new graphs.
+`FINE` on in quarters of them, as all of a bucket's columns are read. For each pair of buckets there is a graph
+(`ring_la.capture`); where there is no GPU the same step runs as it is. More seats or longer sequences take new memory,
+and new graphs.
 """
 
 from __future__ import annotations
