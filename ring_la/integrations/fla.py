@@ -119,6 +119,7 @@ def chunk_kda(
         gate,
         beta,
         scale=scale,
+        lower_bound=lower_bound,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         **_where(cp_context, cu_seqlens, initial_state, output_final_state, state_v_first),
     )

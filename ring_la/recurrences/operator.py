@@ -1,6 +1,7 @@
 """A recurrence on a split sequence as a registered operator, so that torch.compile sees one opaque node.
 
-    ring_la::split_recurrence    tokens, initial states, the layout's number -> (o, final states), and its gradients
+    ring_la::split_recurrence    tokens, initial states, a denominator's own q and k, the layout's number
+                                 -> (o, final states), and its gradients
 
 Bidirectional or not. Registered at import with a fake.
 """
@@ -34,6 +35,8 @@ def _run(
     a: Tensor | None,
     b: Tensor | None,
     initial_state: Tensor | None,
+    normalizer_q: Tensor | None,
+    normalizer_k: Tensor | None,
     layout: int,
     documents: int,
     name: str,
@@ -46,7 +49,8 @@ def _run(
     names: str,
     flags: str,
 ) -> tuple[Tensor, Tensor]:
-    """o ``[B, T, H, V]`` and the final states ``[N, H, K, V]`` of so many documents, empty unless `final`.
+    """o ``[B, T, H, V]`` and the final states ``[N, H, K, V]`` of so many documents, empty unless `final`; with a
+    denominator's own q and k, one more column of both.
 
     `form` is the mode: torch's functionalisation cannot pass on an argument of that name.
     """
@@ -54,8 +58,10 @@ def _run(
     choice = cast(Mode, form), cast("RecurrenceBackend | None", backend)
     options = CommonOptions(scale, initial_state, final, False, found(layout), None, *choice)
 
+    own = None if normalizer_q is None or normalizer_k is None else (normalizer_q, normalizer_k)
+
     def described() -> Recurrence:
-        return Recurrence(Rule.parse(rule), inputs, causal, names=named)
+        return Recurrence(Rule.parse(rule), inputs, causal, names=named, normalizer=own)
 
     r, decays = agreed(name, described, options, (("flags", flags),))
     out = compute(r, scale, options, decays)
@@ -71,14 +77,17 @@ def _fake(
     a: Tensor | None,
     b: Tensor | None,
     initial_state: Tensor | None,
+    normalizer_q: Tensor | None,
+    normalizer_k: Tensor | None,
     layout: int,
     documents: int,
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     final, inputs = rest[-3], Inputs(q, k, v, g, beta, a, b)
-    like = inputs.like_output(Rule.parse(rest[1]))
-    shape = (documents, *inputs.state) if final else (0,)
-    return like.new_empty(like.shape), q.new_empty(shape, dtype=state_dtype(*inputs))
+    like, more = inputs.like_output(Rule.parse(rest[1])), int(normalizer_q is not None)
+    *outer, width = inputs.state
+    shape = (documents, *outer, width + more) if final else (0,)
+    return like.new_empty((*like.shape[:-1], like.shape[-1] + more)), q.new_empty(shape, dtype=state_dtype(*inputs))
 
 
-split_recurrence = SplitOperator("split_recurrence", _run, _fake, 8)
+split_recurrence = SplitOperator("split_recurrence", _run, _fake, 10)

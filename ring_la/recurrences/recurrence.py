@@ -34,7 +34,7 @@ from .arguments import Argument
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
 from .operator import names_of, split_recurrence
-from .run import agreed, compute, ready
+from .run import agreed, compute, ready, unit
 
 Public = Callable[..., LinearAttentionOutput]
 
@@ -50,6 +50,7 @@ def recurrence(
     states: tuple[str, ...] = ("HKV",),
     flags: Mapping[str, object] = MappingProxyType({}),
     sizes: Mapping[str, int] = MappingProxyType({}),
+    same_bits: bool = False,
 ) -> Callable[[Callable[..., Any]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
@@ -65,6 +66,8 @@ def recurrence(
         default_scale: the scale where the caller gives none; None means K**-0.5.
         states: the parts of its state, the dimensions after N a letter each.
         flags: its own arguments that are no tensors, for examples. sizes: of its own letters, for examples.
+        same_bits: of a whole call: what it does to tokens goes through `ring_la.by_block` with the call's layout. Else
+            deterministic layouts are refused.
     """
 
     def define(describe: Callable[..., Any]) -> Public:
@@ -77,7 +80,8 @@ def recurrence(
             shapes = {n: a.shape for n, a in arguments.items()}
             read = Loop(token, shapes, kinds.get("query", ()), kinds.get("key", ()), states, default_scale)
             loop = by_token(name, read, _own(describe))
-        return public(Definition(name, describe, loop, paper, equation, arguments, default_scale, states, flags, sizes))
+        rest = default_scale, states, flags, sizes, same_bits
+        return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define
 
@@ -194,13 +198,14 @@ def _traced(
     node has no arguments for breaks the graph."""
     r, layout = call(), options.layout
     beyond = options.backend == "reference" or options.in_place or options.cu_seqlens is not None
-    if beyond or r.normalizer is not None or fixed(layout):
+    if beyond or fixed(layout):
         return _outside_graphs(definition, call, options, flags)
     assert layout is not None
     inputs = ready(r.inputs, options.use_qk_l2norm)
     documents = layout.num_documents if layout.packed else inputs.q.shape[0]
     o, final = split_recurrence(
-        *inputs, options.initial_state, layout.number, documents, definition.name, str(r.rule),
+        *inputs, options.initial_state, *(unit(r.normalizer, options.use_qk_l2norm) or (None, None)),
+        layout.number, documents, definition.name, str(r.rule),
         definition.scale(options, inputs.q.shape[-1]), options.mode, options.backend, r.causal,
         options.output_final_state, names_of(r), ", ".join([f"{n}={x}" for n, x in flags]),
     )  # fmt: skip

@@ -20,9 +20,10 @@ def ttt_linear(
     b: Tensor,
     mini_batch: int = 16,
     eps: float = 1e-6,
+    first: int | tuple[int, ...] = 0,
     *,
     scale: float | None = None,
-    initial_state: tuple[Tensor, Tensor] | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
     output_final_state: bool = False,
     use_qk_l2norm: bool = False,
     layout: object = None,
@@ -40,8 +41,8 @@ def ttt_linear(
     q = q * (K**-0.5 if scale is None else scale)
     spans = documents(B, T, cu_seqlens)
     N = spans[-1].states.stop
-    zeros = q.new_zeros(N, H, K, K), q.new_zeros(N, H, K)
-    weights, biases = (x.double() for x in (zeros if initial_state is None else initial_state))
+    zeros = (q.new_zeros(N, H, K, K), q.new_zeros(N, H, K)) * 2
+    given = [x.double() for x in (zeros if initial_state is None else initial_state)]
 
     def normal(x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -51,11 +52,11 @@ def ttt_linear(
         return 0.5 * (normal(torch.einsum("nhk,nhkv->nhv", key, W) + c) - target).square().sum()
 
     inner, outputs, states = torch.func.grad(loss, argnums=(0, 1)), [], []
-    for d in spans:
-        W = end = weights[d.states]
-        c = last = biases[d.states]
-        dW, dc = torch.zeros_like(W), torch.zeros_like(c)
-        for n, t in enumerate(range(d.tokens.start, d.tokens.stop)):
+    for number, d in enumerate(spans):
+        W, c, dW, dc = (x[d.states] for x in given)
+        end, last = W, c
+        begin = first[number] if isinstance(first, tuple) else first
+        for n, t in enumerate(range(d.tokens.start, d.tokens.stop), begin):
             if n % mini_batch == 0:
                 W, c, dW, dc = end, last, torch.zeros_like(W), torch.zeros_like(c)
             key = k[d.rows, t]
@@ -65,6 +66,8 @@ def ttt_linear(
             end, last = W - rate[..., None] * dW, c - rate * dc
             z = torch.einsum("nhk,nhkv->nhv", q[d.rows, t], end) + last
             outputs.append(z + normal(z))
-        states.append((end, last))
+        if (begin + d.tokens.stop - d.tokens.start) % mini_batch == 0:
+            W, c, dW, dc = end, last, torch.zeros_like(W), torch.zeros_like(c)
+        states.append((W, c, dW, dc))
     final = tuple(torch.cat(parts) for parts in zip(*states)) if output_final_state else None
     return LinearAttentionOutput(torch.stack(outputs, 1), final)  # type: ignore[arg-type]

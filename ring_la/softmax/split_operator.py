@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +23,19 @@ from ..context.handle import found
 from ..context.operator import own_memory
 from ..errors import Facts, RingLAError
 from .call import AttentionCall, KnownCalls
+from .head_groups import GroupedMoves
 from .merging import wide
 from .operator import declared, differentiable
 from .options import AttentionOptions, check_split
 from .plan import AttentionMoves
 from .scores import Scores
 from .tensors import Tensors, check_tensors, name_of
+from .wire import COMM_NAMES
 
 
 class SplitOthers(NamedTuple):
-    """What a split call has beside tensors and scores; layouts by number, `kv_layout` 0 where it is `layout`."""
+    """What a split call has beside tensors and scores; layouts by number, `kv_layout` 0 where it is `layout`; dtypes by
+    name."""
 
     joint: str
     backend: str | None
@@ -41,13 +44,14 @@ class SplitOthers(NamedTuple):
     layout: int
     kv_layout: int
     gradients: bool
+    kv_comm_dtype: str | None
 
 
 def flat(x: Tensors, scores: Scores, options: AttentionOptions, layout: ShardedLayout) -> tuple:
     """A call's arguments as the operator takes them."""
     kv = 0 if options.kv_layout is None else options.kv_layout.number
     others = options.joint, options.backend, options.strategy or layout.cp.attention, options.form, layout.number, kv
-    return (*x, *scores, *others, torch.is_grad_enabled())
+    return (*x, *scores, *others, torch.is_grad_enabled(), COMM_NAMES.get(options.kv_comm_dtype))
 
 
 def _call_of(arguments: Iterable) -> tuple[Tensors, Scores, SplitOthers]:
@@ -57,7 +61,7 @@ def _call_of(arguments: Iterable) -> tuple[Tensors, Scores, SplitOthers]:
     return x, scores, SplitOthers(*rest)
 
 
-def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves:
+def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves | GroupedMoves:
     """The plan of a call, made once for each layout and kind of call."""
     layout = found(others.layout)
     shapes = tuple([None if t is None else (t.shape, t.dtype) for t in x])
@@ -67,10 +71,14 @@ def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves:
         return known[key]
     kv = found(others.kv_layout) if others.kv_layout else layout
     call = (scores, others.joint, others.backend, None, others.form)
-    plan = AttentionCall(*call, layout, kv, others.strategy).plan(x)
+    plan = AttentionCall(*call, layout, kv, others.strategy, _comm_dtype(others)).plan(x)
     if key is not None:
         known[key] = plan
     return plan
+
+
+def _comm_dtype(others: SplitOthers) -> torch.dtype | None:
+    return None if others.kv_comm_dtype is None else getattr(torch, others.kv_comm_dtype)
 
 
 def _agree(x: Tensors, scores: Scores, others: SplitOthers, backward: bool = False) -> None:
@@ -79,7 +87,10 @@ def _agree(x: Tensors, scores: Scores, others: SplitOthers, backward: bool = Fal
     kv = found(others.kv_layout) if others.kv_layout else None
     try:
         check_tensors(x, others.joint, None)
-        check_split(x, AttentionOptions(kv_layout=kv, strategy=others.strategy, backend=others.backend), layout)
+        given: dict[str, Any] = dict(
+            strategy=others.strategy, backend=others.backend, kv_comm_dtype=_comm_dtype(others)
+        )
+        check_split(x, AttentionOptions(kv_layout=kv, **given), layout)
         if layout.cp.validate == "always":
             for name, t in x.named():
                 if t is not None:

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ....errors import UnsupportedError
 from ....indexers import lightning_index
 from ..attention import attend_latents
 from ..call import ModelCall
-from .indexed import Overriding, forward_with
+from .indexed import Overriding, forward_with, is_matrix
 
 
 class Latents:
@@ -46,9 +45,8 @@ def latent_attention(call: ModelCall, layer: Any, *args, **keywords):
     kind: Any = type(layer)
     if getattr(layer, "indexer", None) is not None:
         layer = Overriding(layer, indexer=functools.partial(pick, call, layer.indexer))
-    up, cached = layer.kv_b_proj, keywords.get("past_key_values") is not None
-    whole = type(up) is nn.Linear and up.bias is None and not isinstance(up.weight, DTensor)
-    if not whole or not _expands(kind) or (cached and not caches_latents(kind)):
+    cached = keywords.get("past_key_values") is not None
+    if not is_matrix(layer.kv_b_proj) or not _expands(kind) or (cached and not caches_latents(kind)):
         return inspect.unwrap(kind.forward)(layer, *args, **keywords)
     return forward_with(kind, Latents)(Overriding(layer, expand_kv=as_they_are), *args, **keywords)
 
@@ -75,8 +73,9 @@ def latent_layers(model: nn.Module) -> dict[int, bool]:
             place.
     """
     layers: dict[int, bool] = {}
+    module: Any
     for module in model.modules():
-        kind = type(module)
+        kind: Any = type(module)
         if kind.__name__ in MIXERS and hasattr(module, "expand_kv"):
             if not caches_latents(kind):
                 raise UnsupportedError("transformers", "a version that keeps latents", "one that keeps keys and values")
