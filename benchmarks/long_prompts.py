@@ -113,7 +113,8 @@ def make(cp: ContextParallel, small: bool) -> HybridLM:
 
 
 def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None:
-    model, rows = Hybrid(make(cp, args.small)), []
+    model = Hybrid(make(cp, args.small))
+    rows: list[dict[str, Any]] = []
     for length in args.lengths:
         if cp.comm.agreement.tell(str(time.perf_counter() - begun > args.limit))[0] == "True":
             return  # rank 0's time
