@@ -1,6 +1,6 @@
 """Attention to chosen keys on a split sequence, beside all keys; and what a layout does to an indexer's load.
 
-    torchrun --nproc-per-node 2 -m benchmarks.sparse --tokens 131072 --forms triton triton_rows --limit 75 --out s.json
+    torchrun --nproc-per-node 2 -m benchmarks.sparse --tokens 131072 --forms triton torch --limit 75 --out s.json
 
 DeepSeek's widths (latents of 512 + 64), bf16, zigzag. Rows as they come, forward + backward of all ranks, milliseconds
 and the peak of memory beside what the tensors take: chosen keys by each strategy and each form of the kernels, all

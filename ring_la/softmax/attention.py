@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_flag
-from ..choices import AttentionChoice, ChosenBackend, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
+from ..choices import AttentionChoice, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError
 from ..outputs import AttentionOutput, MLAOutput
@@ -109,7 +109,7 @@ def mla(
     output_latents: bool = False,
     chosen: Tensor | None = None,
     block: int = 1,
-    backend: ChosenBackend | None = None,
+    backend: SoftmaxBackend | None = None,
 ) -> MLAOutput:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `attention` to keys and values made of latents.
 
@@ -172,7 +172,7 @@ def sparse_attention(
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
     strategy: ChosenChoice | None = None,
-    backend: ChosenBackend | None = None,
+    backend: SoftmaxBackend | None = None,
 ) -> AttentionOutput:
     """Softmax attention of each query over the keys it has chosen, of those that `attention` would show it.
 
@@ -186,9 +186,8 @@ def sparse_attention(
             chosen, and sends these alone where that is fewer bytes over the busiest rank than all; its host waits for
             the counts, forward and backward. None or "auto": rank by rank where GPUs of a host copy from memory to
             memory; else "chosen" where a rank's queries together cannot choose half of all keys; else "all_gather".
-        backend: None, "triton", "triton_rows", "torch" or "reference"; None is PyTorch: the Triton kernels are right on
-            an H200, and their speed was not measured; those of "triton_rows" are another form. Gradients of k and v are
-            summed in an order that varies on a GPU.
+        backend: None, "triton", "torch" or "reference"; None is PyTorch: the Triton kernels are right on an H200, and
+            were not timed beside it. Their gradients of k and v are summed in an order that varies.
         causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.
 
     Returns:
