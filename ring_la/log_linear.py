@@ -171,8 +171,7 @@ def _split(x: LogLinearInputs, layout: ShardedLayout, levels: int) -> Tensor:
         x.v.new_zeros(B, 0, H, levels, K * V) + (x.k.sum() + x.v.sum()),
     )
     A, b = (torch.cat([empty, *(m[i][:, None] for m in maps)], 1) for i, empty in enumerate(none))
-    number, kind = len(layout.segments), layout.kind
-    borders = layout.kept("levels", lambda: cp.layout(number, kind, multiple_of=1))
+    borders = layout.kept(_of_segments, lambda: _of_segments(layout))
     entering = cp.scan(A, b, borders, exclusive=True).unflatten(-1, (K, V))
     out = [x.v[:, :0] + entering.sum()]
     for i, runs in enumerate(segments):
@@ -200,6 +199,11 @@ def _first_of(position: int, level: int) -> int | None:
 
 
 # -- borders ---------------------------------------------------------------------------------------------------
+
+
+def _of_segments(layout: ShardedLayout) -> ShardedLayout:
+    """One place a segment, split as they are."""
+    return layout.cp.layout(len(layout.segments), layout.kind, multiple_of=1)
 
 
 def _map(x: LogLinearInputs, runs: list[LocalRun], levels: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ of the output. They differ in the decay g and in the output gate.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ class _DeltaLayer(Layer):
     def _rates(self, y: Tensor) -> Tensor:
         return self.beta_max * torch.sigmoid(wide(y))
 
+    @abstractmethod
     def make_gates(self) -> None:
         """The modules of the layer's own: its decay, its output gate and its norm."""
-        raise NotImplementedError
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
@@ -91,15 +92,15 @@ class _DeltaLayer(Layer):
         o = call.rows(self.out_proj, merge_heads(self.readout(x, o, call)))
         return LayerOutput(o, LayerState(S, tail) if call.output_state else None)
 
+    @abstractmethod
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         """The recurrence, with the layer's decay of `x`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
         """Heads ``o [B, T, H, V]`` normalised, and gated by `x`."""
-        raise NotImplementedError
 
 
 class DeltaNet(_DeltaLayer):

@@ -38,7 +38,7 @@ def known(decays: Callable[[], tuple[float, ...]] | Tensor | None, layout: Shard
         return decays if decays is None else decays()
     if decays.requires_grad or decays.is_inference():  # nobody tells when these change
         return None
-    read = layout.kept("decays", WeakTensorKeyDictionary)
+    read = layout.kept(WeakTensorKeyDictionary, WeakTensorKeyDictionary)
     version, values = read.get(decays, (None, None))
     if version != decays._version:
         values = tuple(decays.tolist())

@@ -58,7 +58,7 @@ def mamba2(
     return Recurrence(
         Rule("additive", "scalar"),
         Inputs(C, B, v, g),
-        readout=(lambda y: y) if D is None else (lambda y: skip(y, x, D)),
+        readout=None if D is None else (lambda y: skip(y, x, D)),
         names={"q": "C", "k": "B", "v": "x", "g": "dt · A"},
     )
 

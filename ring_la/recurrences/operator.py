@@ -7,7 +7,7 @@ Bidirectional or not. Registered at import with a fake.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from ..choices import Mode, RecurrenceBackend
 from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..kernels import Inputs, state_dtype
+from ..schemas import declared, taken_apart
 from .definition import CommonOptions, Recurrence
 from .run import agreed, compute
 
@@ -25,60 +26,56 @@ def names_of(r: Recurrence) -> str:
     return "\n".join([f"{field}={name}" for field, name in r.names.items()])
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    initial_state: Tensor | None,
-    layout: int,
-    documents: int,
-    name: str,
-    rule: str,
-    scale: float,
-    form: str,
-    backend: str | None,
-    causal: bool,
-    final: bool,
-    names: str,
-    flags: str,
-) -> tuple[Tensor, Tensor]:
-    """o ``[B, T, H, V]`` and the final states ``[N, H, K, V]`` of so many documents, empty unless `final`.
+class RecurrenceOthers(NamedTuple):
+    """What a split call has beside its inputs.
 
-    `form` is the mode: torch's functionalisation cannot pass on an argument of that name.
+    Attributes:
+        layout: its number. documents: how many there are.
+        name: of the definition. names: as `names_of` gives them. flags: of the function's own, for messages.
+        form: the mode: torch's functionalisation cannot pass on an argument of that name.
+        final: whether the final states are wanted.
     """
-    inputs, named = Inputs(q, k, v, g, beta, a, b), dict([n.split("=", 1) for n in names.splitlines()])
-    choice = cast(Mode, form), cast("RecurrenceBackend | None", backend)
-    options = CommonOptions(scale, initial_state, final, False, found(layout), None, *choice)
+
+    initial_state: Tensor | None
+    layout: int
+    documents: int
+    name: str
+    rule: str
+    scale: float
+    form: str
+    backend: str | None
+    causal: bool
+    final: bool
+    names: str
+    flags: str
+
+
+def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """o ``[B, T, H, V]`` and the final states ``[N, H, K, V]`` of so many documents, empty unless `final`."""
+    inputs, call = taken_apart(arguments, Inputs, RecurrenceOthers)
+    named = dict([n.split("=", 1) for n in call.names.splitlines()])
+    choice = cast(Mode, call.form), cast("RecurrenceBackend | None", call.backend)
+    options = CommonOptions(call.scale, call.initial_state, call.final, False, found(call.layout), None, *choice)
 
     def described() -> Recurrence:
-        return Recurrence(Rule.parse(rule), inputs, causal, names=named)
+        return Recurrence(Rule.parse(call.rule), inputs, call.causal, names=named)
 
-    r, decays = agreed(name, described, options, (("flags", flags),))
-    out = compute(r, scale, options, decays)
-    return out.o, q.new_empty(0, dtype=state_dtype(*inputs)) if out.final_state is None else out.final_state
-
-
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    initial_state: Tensor | None,
-    layout: int,
-    documents: int,
-    *rest: Any,
-) -> tuple[Tensor, Tensor]:
-    final, inputs = rest[-3], Inputs(q, k, v, g, beta, a, b)
-    like = inputs.like_output(Rule.parse(rest[1]))
-    shape = (documents, *inputs.state) if final else (0,)
-    return like.new_empty(like.shape), q.new_empty(shape, dtype=state_dtype(*inputs))
+    r, decays = agreed(call.name, described, options, (("flags", call.flags),))
+    out = compute(r, call.scale, options, decays)
+    return out.o, inputs.q.new_empty(0, dtype=state_dtype(*inputs)) if out.final_state is None else out.final_state
 
 
-split_recurrence = SplitOperator("split_recurrence", _run, _fake, 8)
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, call = taken_apart(arguments, Inputs, RecurrenceOthers)
+    like = inputs.like_output(Rule.parse(call.rule))
+    shape = (call.documents, *inputs.state) if call.final else (0,)
+    return like.new_empty(like.shape), inputs.q.new_empty(shape, dtype=state_dtype(*inputs))
+
+
+split_recurrence = SplitOperator(
+    "split_recurrence",
+    _run,
+    _fake,
+    len(Inputs._fields) + 1,
+    schema=f"({declared(Inputs, RecurrenceOthers)}) -> (Tensor, Tensor)",
+)

@@ -33,7 +33,7 @@ from .agreement import Flags
 from .arguments import Argument
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
-from .operator import names_of, split_recurrence
+from .operator import RecurrenceOthers, names_of, split_recurrence
 from .run import agreed, compute, ready
 
 Public = Callable[..., LinearAttentionOutput]
@@ -146,7 +146,7 @@ def _run(
     if fixed(options.layout):
         return _by_block(definition, call, r, options, scale)
     out = compute(r, scale, options, decays)
-    return LinearAttentionOutput(r.readout(out.o), out.final_state)
+    return LinearAttentionOutput(r.read(out.o), out.final_state)
 
 
 def _by_block(
@@ -171,7 +171,7 @@ def _by_block(
         return tuple(t for t in ready(described(*x).inputs, options.use_qk_l2norm) if t is not None)
 
     def behind(o: Tensor, *x: Tensor) -> Tensor:
-        return described(*x).readout(o)
+        return described(*x).read(o)
 
     own, common = [tensors[n] for n in tokens], [tensors[n] for n in shared]
     made = iter(by_block(before, *own, layout=options.layout, shared=common))
@@ -179,7 +179,7 @@ def _by_block(
     inputs = r.inputs._replace(**present)
     out = linear.run(r.rule, inputs, scale, options)
     o = out.o
-    if r.readout is not Recurrence._field_defaults["readout"]:
+    if r.readout is not None:
         o = by_block(behind, o, *own, layout=options.layout, shared=common)
     return LinearAttentionOutput(o, out.final_state)
 
@@ -199,12 +199,14 @@ def _traced(
     assert layout is not None
     inputs = ready(r.inputs, options.use_qk_l2norm)
     documents = layout.num_documents if layout.packed else inputs.q.shape[0]
-    o, final = split_recurrence(
-        *inputs, options.initial_state, layout.number, documents, definition.name, str(r.rule),
-        definition.scale(options, inputs.q.shape[-1]), options.mode, options.backend, r.causal,
-        options.output_final_state, names_of(r), ", ".join([f"{n}={x}" for n, x in flags]),
+    others = RecurrenceOthers(
+        initial_state=options.initial_state, layout=layout.number, documents=documents, name=definition.name,
+        rule=str(r.rule), scale=definition.scale(options, inputs.q.shape[-1]), form=options.mode,
+        backend=options.backend, causal=r.causal, final=options.output_final_state, names=names_of(r),
+        flags=", ".join([f"{n}={x}" for n, x in flags]),
     )  # fmt: skip
-    return LinearAttentionOutput(r.readout(o), final if options.output_final_state else None)
+    o, final = split_recurrence(*inputs, *others)
+    return LinearAttentionOutput(r.read(o), final if options.output_final_state else None)
 
 
 def _given(call: functools.partial[Recurrence], options: CommonOptions) -> Iterator[tuple[str, object]]:

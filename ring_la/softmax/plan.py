@@ -62,7 +62,10 @@ class AttentionMoves:
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """o and lse of this rank's queries, recorded for gradients."""
-        return self.forward(x)[:2] if bare(*x) else _Planned.apply(self, *x)
+        if not bare(*x):
+            return _Planned.apply(self, *x)
+        o, lse, _ = self.forward(x)
+        return o, lse
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]:
         """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
