@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Kept:
+class MadeOnce:
     """Values by their kind, a class or the function that makes them, and by what else they were made for."""
 
     def __init__(self) -> None:

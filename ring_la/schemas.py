@@ -21,6 +21,7 @@ TYPES = {
     "LatentForm | None": "str?",
     "ChosenChoice": "str",
     "bool": "bool",
+    "Sequence[int]": "SymInt[]",
 }
 """The types of fields as operators name them."""
 

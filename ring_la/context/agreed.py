@@ -12,7 +12,7 @@ from ..autograd import outside_graphs
 from ..choices import LayoutKind
 from ..comm import Entry, Route
 from ..errors import ArgumentError, Facts, PeerError, RingLAError
-from ..kept import Kept
+from ..kept import MadeOnce
 from ..layout import Layout
 from . import moves
 from .arguments import check_dim, check_length, describe
@@ -36,7 +36,7 @@ class AgreedLayout(OfThisProcess, Layout):
     ) -> None:
         self.cp = cp
         self.bindings = 0
-        self.kept = Kept()
+        self.kept = MadeOnce()
         self._seen: dict[object, Entry] = {}
         if multiple_of is None:
             multiple_of = CANONICAL_CHUNK if cp.deterministic else 1

@@ -117,7 +117,7 @@ class AttentionCall(NamedTuple):
         if place.repeatable and form is None:
             strategy = STRATEGIES["canonical"]
         else:
-            name = name if name in ("all_gather", "chosen") else "alone" if job.group is None else "ring"
+            name = name if name in ("all_gather", "chosen") else "here" if job.group is None else "ring"
             strategy = ring_of(job) if name == "ring" else STRATEGIES[name]
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
         way_back = None if self.layout is None else self.layout.cp.comm.agreement.way_back

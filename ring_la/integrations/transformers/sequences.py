@@ -25,7 +25,7 @@ from ...errors import UnsupportedError
 from ...inference import Prefilled
 from ...nn import KVCache, LayerState
 from ...nn.decoding import KVRows, one_query
-from .attention import AttentionNames, read_mask
+from .attention import AttentionKeywords, AttentionNames, read_mask
 from .masks import CausalMask, make_mask
 from .mixers import goes_on
 from .mixers.latents import caches_latents
@@ -72,33 +72,24 @@ class KeysOfStep:
 
 
 def attend_rows(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: CausalMask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    **others: object,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: CausalMask, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Softmax attention of the next token of each sequence, ``query [N, H, 1, K]``, to all of it: ``[N, 1, H, V]``.
 
     Args:
         key, value: what `KeysOfStep.put` handed on: the new token's; of latents, what became of all of them.
-        attention_mask, scaling, softcap, s_aux, sliding_window: as in `attention.attend`.
+        attention_mask, keywords: as in `attention.attend`, without indices.
 
     Raises:
         UnsupportedError: a mask or a keyword not known here, or keys that are not those of the cache.
     """
-    mask, step = read_mask(module, attention_mask, sliding_window, others), module._ring_la_rows
+    given, step = AttentionKeywords.of(keywords, "indices"), module._ring_la_rows
+    mask = read_mask(module, attention_mask, given)
     if mask.chunk is not None:
         raise UnsupportedError("model", "attention that is not in chunks", mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     window = -1 if mask.window is None else mask.window - 1
-    options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+    options: dict[str, Any] = dict(scale=given.scaling, softcap=given.softcap or 0.0, sinks=given.s_aux)
     rows = step.rows_of(key)
     if rows is not None:
         return rows.decode(q, k, v, window, **options), None

@@ -8,7 +8,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from ...kept import Kept
+from ...kept import MadeOnce
 from .tokens import ANY_DOCUMENT, Tokens
 
 P = ParamSpec("P")
@@ -43,9 +43,9 @@ class Pair:
         self.rows, self.keys, self.reach = rows, keys, reach
 
     @cached_property
-    def kept(self) -> Kept:
+    def kept(self) -> MadeOnce:
         """What is made once for these sides and this reach."""
-        return self.rows.met.setdefault(self.keys, {}).setdefault(self.reach, Kept())
+        return self.rows.met.setdefault(self.keys, {}).setdefault(self.reach, MadeOnce())
 
 
 def once(make: Callable[Concatenate[Pair, P], T]) -> Callable[Concatenate[Pair, P], T]:

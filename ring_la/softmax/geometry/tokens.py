@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...kept import Kept
+from ...kept import MadeOnce
 from ...layout import Layout
 
 ANY_DOCUMENT = -1
@@ -73,8 +73,8 @@ class Tokens:
     ) -> None:
         self.runs = None if runs is None else tuple(runs)
         self.length, self.device, self._tensors = length, device, tensors
-        self.kept = Kept()
-        self.met: WeakKeyDictionary[Tokens, dict[object, Kept]] = WeakKeyDictionary()
+        self.kept = MadeOnce()
+        self.met: WeakKeyDictionary[Tokens, dict[object, MadeOnce]] = WeakKeyDictionary()
         self.ordered = runs is None or all(
             a.index + (a.length - 1) * a.stride < b.index for a, b in zip(runs, runs[1:])
         )

@@ -5,12 +5,12 @@ from .canonical import CanonicalGather
 from .chosen import KeysAsked
 from .copied import Copied
 from .heads import Heads, HeadSplit
-from .job import Alone, AttentionJob, Strategy
+from .job import AllHere, AttentionJob, Strategy
 from .ring import KeyRing
 from .sent import KeySend, SendPlan, share_sent
 
 STRATEGIES: dict[str, Strategy] = {
-    s.name: s for s in (Alone(), KeyRing(), KeySend(), KeyGather(), Copied(), CanonicalGather(), KeysAsked())
+    s.name: s for s in (AllHere(), KeyRing(), KeySend(), KeyGather(), Copied(), CanonicalGather(), KeysAsked())
 }
 """Ways in which keys travel, by name; Ulysses exchanges heads for tokens around one of them."""
 

@@ -95,10 +95,10 @@ class Strategy(Protocol):
         ...
 
 
-class Alone:
+class AllHere:
     """All keys are here: nothing travels."""
 
-    name = "alone"
+    name = "here"
 
     def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
         job.forward(q, k, v, job.rank, out)
