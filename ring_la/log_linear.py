@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .autograd import full_precision
 from .checks import FLOATS, check_scale, check_split
-from .context import ShardedLayout
+from .context import ShardedLayout, check_together
 from .context.handle import found
 from .context.operator import SplitOperator
-from .errors import ArgumentError, Facts, RingLAError, describe_tensor
+from .errors import ArgumentError, Facts, describe_tensor
 from .outputs import LinearAttentionOutput
 
 BITS = 6
@@ -81,19 +81,11 @@ def log_linear_attention(
     """
     if torch.compiler.is_compiling() and isinstance(layout, ShardedLayout):
         return LinearAttentionOutput(_operator(q, k, v, g, lam, layout.number, scale), None)
-    error, longest = None, 0
-    try:
-        longest = _check(LogLinearInputs(q, k, v, g, lam), scale, layout, cu_seqlens)
-    except RingLAError as e:
-        error = e
-    if isinstance(layout, ShardedLayout):
-        named = zip(LogLinearInputs._fields, (q, k, v, g, lam))
-        signature = None if error else (*((n, Facts.of(x, 1)) for n, x in named), ("scale", scale))
-        layout.agree("log_linear_attention", signature, error)
-    elif error is not None:
-        raise error
+    x = LogLinearInputs(q, k, v, g, lam)
+    facts = lambda: (*((n, Facts.of(t, 1)) for n, t in x._asdict().items()), ("scale", scale))  # noqa: E731
+    longest = check_together("log_linear_attention", layout, lambda: _check(x, scale, layout, cu_seqlens), facts)
     with full_precision(v):
-        return LinearAttentionOutput(_run(LogLinearInputs(q, k, v, g, lam), scale, longest, layout, cu_seqlens), None)
+        return LinearAttentionOutput(_run(x, scale, longest, layout, cu_seqlens), None)
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, layout: int, scale: float | None) -> Tensor:

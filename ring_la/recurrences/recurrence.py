@@ -71,15 +71,16 @@ def recurrence(
         name = describe.__name__
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
-            kinds: dict[Any, list[str]] = {}
-            for n, a in arguments.items():
-                kinds.setdefault(a.kind, []).append(n)
-            shapes = {n: a.shape for n, a in arguments.items()}
-            read = Loop(token, shapes, kinds.get("query", ()), kinds.get("key", ()), states, default_scale)
-            loop = by_token(name, read, _own(describe))
+            loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
         return public(Definition(name, describe, loop, paper, equation, arguments, default_scale, states, flags, sizes))
 
     return define
+
+
+def _loop(token: Token, arguments: Mapping[str, Argument], states: tuple[str, ...], scale: float | None) -> Loop:
+    """The reference that `token` is one token of."""
+    queries, keys = ([n for n, a in arguments.items() if a.kind == kind] for kind in ("query", "key"))
+    return Loop(token, {n: a.shape for n, a in arguments.items()}, queries, keys, states, scale)
 
 
 def _own(describe: Callable[..., Any]) -> inspect.Signature:
@@ -88,18 +89,21 @@ def _own(describe: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "options"])
 
 
+def _common(definition: Definition) -> list[inspect.Parameter]:
+    """The keywords of all recurrences, as they are written in `CommonOptions`."""
+    fields = inspect.signature(CommonOptions).parameters.values()
+    own = {"initial_state": "tuple[Tensor, ...] | None"} if len(definition.states) > 1 else {}
+    return [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own.get(p.name, p.annotation.__forward_arg__))
+        for p in fields
+    ]
+
+
 def public(definition: Definition) -> Public:
     """The function of a definition: its own arguments, then the common keywords."""
     describe = definition.describe
     own = _own(describe)
-    fields = inspect.signature(CommonOptions).parameters.values()
-    common = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)  # as it is written
-        for p in fields
-    ]
-    if len(definition.states) > 1:
-        parts = "tuple[Tensor, ...] | None"
-        common = [p.replace(annotation=parts) if p.name == "initial_state" else p for p in common]
+    common = _common(definition)
     names = frozenset(p.name for p in common)
     composed, names_of_own, number = definition.composed, tuple(own.parameters), enter(definition)
     run = run_composed if composed else _run

@@ -142,7 +142,9 @@ def _run(
     if kernels is not None:
         from ..runtime.replayed_function import replayed_call
 
-        return replayed_call(function, tensors, StepConstants(Primitives(kernels.total, kernels.read), scale, transposed))
+        return replayed_call(
+            function, tensors, StepConstants(Primitives(kernels.total, kernels.read), scale, transposed)
+        )
     out = function(*tensors, StepConstants(PLAIN, scale, transposed))
     return out.contiguous() if isinstance(out, Tensor) else tuple(x.contiguous() for x in out)
 
@@ -175,13 +177,14 @@ def _sum_and_read(
 
 
 def _sum_and_read_backward(
-    do: Tensor | None, dS: Tensor | None, q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None,
-    scale: float, whole: Tensor,
+    grads: Sequence[Tensor | None], q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float,
+    whole: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and S; `whole` is what was read."""
+    do, dS = grads
     do = torch.zeros_like(v, dtype=q.dtype) if do is None else do
-    grads = _run(_sum_then_read_back, (do, dS, q, k, v, whole, cu), scale)
-    return [*grads[: 3 if S is None else 4]]
+    dq, dk, dv, entering = _run(_sum_then_read_back, (do, dS, q, k, v, whole, cu), scale)
+    return [dq, dk, dv] if S is None else [dq, dk, dv, entering]
 
 
 def _fake_outer_sum(k, v, cu):
