@@ -17,6 +17,7 @@ An error in a request fails that request, where it is the same on all ranks; any
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -95,6 +96,8 @@ class Engine:
         self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep.budgets, model.goes_on)
         self._pace = Pace(model.device, 1 if cp is None else cp.size)
         self._prompts = Prompts(self.states, self._prefixes, capacity.piece, self._pace, self._say)
+        self._jobs: dict[int, Completion] = {}  # whose sequences are decoded, by their numbers in the batch
+        self._numbers = itertools.count(1)
         self._stop_at: float | None = None
         self._closed = threading.Event()
 
@@ -109,6 +112,11 @@ class Engine:
     def running(self) -> int:
         """Requests under way."""
         return len(self.batch.rows) + len(self._prompts)
+
+    @property
+    def decoding(self) -> list[Completion]:
+        """Whose sequences are decoded, in the order of the batch's rows (rank 0)."""
+        return [self._jobs[row.number] for row in self.batch.rows]
 
     @property
     def waiting(self) -> int:
@@ -219,23 +227,28 @@ class Engine:
 
     def _let_go(self) -> None:
         """Forget requests that nobody waits for any more."""
-        stay = [i for i, row in enumerate(self.batch.rows) if not row.job.cancelled]
-        if len(stay) < len(self.batch.rows):
-            jobs = [self.batch.rows[i].job for i in stay]
+        jobs = self.decoding
+        stay = [i for i, job in enumerate(jobs) if not job.cancelled]
+        if len(stay) < len(jobs):
             error = self._say(Word(What.STAY, ids=torch.tensor(stay)) if stay else Word(What.CLEAR))
-            self._fail_some(jobs, error)
+            self._fail_some([jobs[i] for i in stay], error)
+        self._jobs = {row.number: self._jobs[row.number] for row in self.batch.rows}
         self._prompts.let_go()
 
     def _begin(self) -> bool:
         """Take the next request, if there is one and room for it; with nothing else to do, wait a little for it."""
         job = self._waiting.first(0.0 if self.running else PAUSE / 2)
-        takes = job is not None and self._capacity.fit([job, *self._under_way()]) and self._waiting.take(job)
+        takes = (
+            job is not None
+            and self._capacity.fit(j.request.total for j in (job, *self._under_way()))
+            and self._waiting.take(job)
+        )
         if takes:
             self._prompts.add(job)
         return takes
 
     def _under_way(self) -> list[Completion]:
-        return [row.job for row in self.batch.rows] + self._prompts.jobs
+        return self.decoding + self._prompts.jobs
 
     def _read(self, reading: Reading) -> None:
         """Read a piece of a prompt; after the last, the sequence joins the batch."""
@@ -257,17 +270,18 @@ class Engine:
             else:
                 generator.manual_seed(request.seed)
             job.sampler = request.sampler(generator)
-            row = Row(job, job.sampler)
+            row = Row(next(self._numbers), job.sampler)
         except FATAL:
             raise
         except Exception as error:
             self._fail_one(job, error)
             return
+        self._jobs[row.number] = job
         self._fail_some([job], self._say(Word(What.JOIN, start=reading.state), row))
 
     def _decode(self) -> None:
         """A token of each sequence."""
-        jobs = [row.job for row in self.batch.rows]
+        jobs = self.decoding
         try:
             tokens = self.batch.sample()
         except FATAL:

@@ -521,7 +521,7 @@ def test_a_long_sequence_costs_short_ones_nothing():
     apart = sum(memory(p.states) for p in prompts)
     batch = Batch(model)
     for p in prompts:
-        batch.add(None, p, Sampler())
+        batch.add(0, p, Sampler())
     assert memory(batch._after.states) < 1.5 * apart
 
 
