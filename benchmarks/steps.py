@@ -25,6 +25,7 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 
 import ring_la
+from benchmarks.options import need_gpus
 from ring_la.models import HybridConfig, HybridLM
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["eager", "captured", "compiled"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_gpus(parser)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import ring_la
 from benchmarks.ops.kda_hopper import graph_ms
+from benchmarks.options import need_gpus
 from ring_la.kernels.wy import one_launch
 
 ROWS = (
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no row of FlashQLA's after so many")
     parser.add_argument("--chunks", action="store_true", help="ours that train by chunks, however large")
     args = parser.parse_args(arguments)
+    need_gpus(parser)
     if args.chunks:
         one_launch.LEAST = 2**60
     start, calls = time.monotonic(), {"ring_la": ours}

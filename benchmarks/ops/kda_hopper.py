@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_la
+from benchmarks.options import need_gpus
 from benchmarks.peers import cudnn
 
 ROWS = (
@@ -173,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", help="JSON of what was found")
     parser.add_argument("--plain", action="store_true", help="without a bound, too")
     args = parser.parse_args(arguments)
+    need_gpus(parser)
     found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": cudnn.unsupported() or "here"}
     found |= {"checks": [], "times": []}
 
