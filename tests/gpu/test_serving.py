@@ -59,7 +59,10 @@ def check_transformers(rank: int) -> list[tuple[list[int], list[int]]] | None:
     asked, want = [(1, 20), (90, 9), (37, 15), (70, 12)], []
     for length, n in asked:
         ids = torch.tensor([prompt(length)], device="cuda") % VOCABULARY
-        want.append(model.generate(ids, max_new_tokens=n, do_sample=False)[0, length:].tolist())
+        all_of_it = torch.ones_like(ids)  # else tokens that are the padding's are left out
+        want.append(
+            model.generate(ids, attention_mask=all_of_it, max_new_tokens=n, do_sample=False)[0, length:].tolist()
+        )
     served = Pretrained(model, cp)
     assert (served.flexible, served.resumes, served.goes_on) == (True, True, True)
     jobs = [Timed([token % VOCABULARY for token in prompt(length)], n) for length, n in asked]

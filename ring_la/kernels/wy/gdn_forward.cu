@@ -98,6 +98,12 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
       mma(P[2 + 2 * j], y, n[j][0], n[j][1]); mma(P[3 + 2 * j], y, n[j][2], n[j][3]);
     }
   }
+  // Of columns 2 (lane % 4) and the one after it, row lane / 4; those of column 8 nt + j lie 64 nt (lane % 4) before a constant
+  // from there. (`triangle_column` of a column that only the lane knows takes registers that there are not.)
+  asm volatile("" : "+r"(lane));  // what is found from here on is not kept from chunk to chunk, for which there are no registers
+  const u32 l = lane & 3, l0 = l >> 1, l1 = (l + 1) >> 1;
+  const u32 even = triangle + (lane >> 2) * 4 + 256 * l - 32 * l0 * (l - l0);
+  const u32 odd = triangle + (lane >> 2) * 4 + 256 * l - 32 * l1 * (l - l1) - 16 * l1;
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -106,15 +112,15 @@ INLINE void make_pairs(float G, float b, u32 at, u32 triangle, int lane) {
       const float Gi = __shfl_sync(~0u, G, i), bi = __shfl_sync(~0u, b, i);
 #pragma unroll
       for (int nt = 0; nt < 2 + 2 * m; nt++) {
-        const int j = nt * 8 + 2 * (lane & 3);
+        const int j = nt * 8 + 2 * (lane & 3), row = (m * 16 + e * 8) * 4, back = nt * 64 * l;
         const float e0 = ex2(Gi - __shfl_sync(~0u, G, j)), e1 = ex2(Gi - __shfl_sync(~0u, G, j + 1));
         const float* x = &A[2 * m + nt][2 * e];
         const float* y = &P[2 * m + nt][2 * e];
 #if KEEP
         sts32(at + OFF_B + pair_place(i, nt) + (lane & 3) * 4, pack(j < i ? x[0] * e0 : 0.f, j + 1 < i ? x[1] * e1 : 0.f));
 #endif
-        if (j < i) sts32(triangle + triangle_column(j) + i * 4, __float_as_uint(x[0] * e0 * bi));
-        if (j + 1 < i) sts32(triangle + triangle_column(j + 1) + i * 4, __float_as_uint(x[1] * e1 * bi));
+        if (j < i) sts32(even - back + nt * (1024 - 128 * nt) + row, __float_as_uint(x[0] * e0 * bi));
+        if (j + 1 < i) sts32(odd - back + 128 + nt * (992 - 128 * nt) + row, __float_as_uint(x[1] * e1 * bi));
         sts32(at + OFF_P + pair_place(i, nt) + (lane & 3) * 4, pack(j <= i ? y[0] * e0 : 0.f, j + 1 <= i ? y[1] * e1 : 0.f));
       }
     }
@@ -166,12 +172,13 @@ INLINE void produce(const Args& a, const Span& x, int h, int t0, int n, int pass
     const u64 i = (u64)(t + lane) * a.H + h;
     const bool live = t + lane < x.end;
     b = live ? beta_at(a, i) : 0.f;
-    G = live ? gate_at(a, i) * LOG2E : 0.f;
+    G = live ? gate_at(a, i) : 0.f;
   };
   if (w < total) ask(w);
   for (int c = w; c < total; c += MAKERS) {
     const int slot = c % SLOTS;
     const u32 at = base + slot * SLOT, factors = base + FACTORS + slot * FACTOR, triangle = base + TRIANGLES + w * TRIANGLE;
+    G *= LOG2E;  // not where it is asked for, which would wait for it
 #pragma unroll
     for (int m = 1; m < C; m *= 2) {
       const float before = __shfl_up_sync(~0u, G, m);
