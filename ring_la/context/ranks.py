@@ -76,7 +76,13 @@ class ContextRanks(OfThisProcess, ABC):
         return f"ContextParallel(rank {self.rank} of {self.size}, {how})"
 
     @abstractmethod
-    def layout(self, seq_len: int, kind: LayoutKind = "zigzag", *rest: Any, **keywords: Any) -> Any:
+    def layout(
+        self,
+        seq_len: int,
+        kind: LayoutKind = "zigzag",
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        multiple_of: int | None = None,
+    ) -> Any:
         """`ContextParallel.layout`: layouts stand above this class."""
 
     @abstractmethod
@@ -84,7 +90,9 @@ class ContextRanks(OfThisProcess, ABC):
         """`ContextParallel.grid`."""
 
     @abstractmethod
-    def scan(self, A: Tensor | None, b: Tensor, layout: Any = None, **ways: bool) -> Tensor:
+    def scan(
+        self, A: Tensor | None, b: Tensor, layout: Any = None, *, reverse: bool = False, exclusive: bool = False
+    ) -> Tensor:
         """`ContextParallel.scan`."""
 
     def strategy(self, chain: Chain, like: Affine) -> Scan:

@@ -173,7 +173,7 @@ class Blocks:
     def of(cls, size: int, rows: Rows) -> Blocks:
         """Made once a layout."""
         make = functools.partial(cls, size, rows)
-        return make() if rows.layout is None else rows.layout.kept((cls, size), make)
+        return make() if rows.layout is None else rows.layout.kept(cls, make, size)
 
     def __len__(self) -> int:
         return len(self.number)

@@ -150,7 +150,7 @@ def _backward(ctx, do: Tensor | None, dS_end: Tensor | None):
     present = iter(linear_recurrence_backward(do, dS_end, *inputs, *call))
     grads = [None if x is None else next(present) for x in _wanted(inputs, gate)]
     dS0 = None if S0 is None else next(present).to(S0.dtype)
-    return (*grads, *ForwardOthers(dS0, None, None, None, None, None))  # type: ignore[arg-type]
+    return (*grads, *ForwardOthers(dS0, None, None, None, None, None))
 
 
 linear_recurrence.register_autograd(_backward, setup_context=_setup)

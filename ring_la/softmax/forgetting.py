@@ -66,8 +66,8 @@ def forgetting_attention(
     Raises:
         ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
     """
-    traced = torch.compiler.is_compiling() and isinstance(layout, ShardedLayout) and cu_seqlens is None
-    if traced and backend != "reference":
+    split = torch.compiler.is_compiling() and cu_seqlens is None and backend != "reference"
+    if split and isinstance(layout, ShardedLayout):
         return AttentionOutput(*_operator(q, k, v, g, layout.number, scale, window, backend))
     facts, check = functools.partial(_facts, g=g, q=q, k=k), functools.partial(_check, q, k, v, g, scale, layout)
     check_together("forgetting_attention", layout, check, facts)

@@ -52,7 +52,7 @@ def convolve_backward(
     """Gradients of `convolve`'s x, weight, bias and lead."""
     if not fused(x):
         return plain_convolve_backward(do, dends, x, weight, bias, lead, cu, silu)
-    grads = iter(_short_conv_backward(do, dends, x, weight, bias, lead, cu, silu, dends is not None))
+    grads = iter(_short_conv_backward((do, dends), x, weight, bias, lead, cu, silu, dends is not None))
     return tuple(None if t is None else next(grads) for t in (x, weight, bias, lead))  # type: ignore[return-value]
 
 
