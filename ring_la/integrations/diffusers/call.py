@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...context import ContextParallel, GridLayout
 from ...errors import ArgumentError
 from .keys import BlockKeys, GivenMask
-from .plans import TokenRows
 from .streams import Layouts, Streams
 
 
@@ -25,7 +24,7 @@ class DenoiserCall:
         residual: a residual that came with the call, and its number of tokens.
         how: keywords of its attention: kernel and wire.
         grid: the layout of the image's tokens where they are a grid.
-        parts: whole tensors that several blocks get, by id and role, and this rank's part of them.
+        parts: of whole tensors that several blocks get, by role, this rank's part.
     """
 
     def __init__(self, cp: ContextParallel, layouts: Layouts, batch: int) -> None:
@@ -36,7 +35,7 @@ class DenoiserCall:
         self.keys = BlockKeys(cp, layouts, self.streams)
         self.grid: GridLayout | None = None
         self.masked: GivenMask | None = None
-        self.parts: dict[tuple[int, TokenRows], tuple[Tensor, Tensor]] = {}
+        self.parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def place(self, grid: GridLayout) -> None:
         """Split the image by slices of `grid`.

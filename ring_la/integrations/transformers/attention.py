@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -58,12 +57,12 @@ class AttentionKeywords:
     s_aux: Tensor | None = None
     sliding_window: int | None = None
     indices: Tensor | None = None
-    others: Mapping[str, object] = MappingProxyType({})
+    others: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *unknown: str) -> AttentionKeywords:
         """Those of a call; what the function does not know, `unknown`, is among the others."""
-        known = {field.name for field in fields(cls)} - {"others", *unknown}
+        known = {f.name for f in fields(cls)} - {"others", *unknown}
         own = {name: value for name, value in given.items() if name in known}
         return cls(**own, others={name: value for name, value in given.items() if name not in known})
 

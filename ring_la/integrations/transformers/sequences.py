@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -51,13 +52,13 @@ class KeysOfStep:
 
     def __init__(self) -> None:
         self.lengths: Tensor | None = None
-        self._put: list[tuple[Tensor, KVRows]] = []
+        self._put: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the rows, by the new keys
 
     def put(self, rows: KVRows, padded: bool, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """In place of a cache layer's ``update``: the new token's ``[N, H, 1, D]`` as they are; `padded`: all tokens'
         of all sequences, padded to the longest."""
         if not padded:
-            self._put.append((k, rows))
+            self._put[k] = rows
             return k, v
         written = zip(*rows.written(k.transpose(1, 2), v.transpose(1, 2)))
         keys, values = (pad_sequence(list(x), batch_first=True).transpose(1, 2) for x in written)
@@ -65,10 +66,11 @@ class KeysOfStep:
 
     def rows_of(self, key: Tensor) -> KVRows | None:
         """The rows whose new keys these are."""
-        return next((rows for k, rows in reversed(self._put) if k is key), None)
+        return self._put.get(key)
 
     def clear(self) -> None:
-        self.lengths, self._put = None, []
+        self.lengths = None
+        self._put.clear()
 
 
 def attend_rows(
