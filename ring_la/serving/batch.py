@@ -14,7 +14,8 @@ import torch
 
 from ..inference import KeyRows, LayerKeys, Prefilled, Sampler
 from ..nn import KVCache
-from ..nn.decoding import KVRows, Seats
+from ..nn.decoding import KVRows
+from ..nn.seats import Seats
 from .model import Served
 from .sampling import Chooser
 

@@ -18,7 +18,6 @@ An error in a request fails that request, where it is the same on all ranks; any
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from ..context import ContextParallel
 from ..errors import PeerError
 from .batch import NOBODY, Row
 from .capacity import Capacity
-from .completion import Completion, Failed
+from .completion import Completion
 from .model import Served
 from .pace import Pace
 from .prefixes import Prefixes
@@ -40,8 +39,6 @@ from .states import FATAL, States
 from .text import Stream, Text
 from .tiers import Keep
 from .waiting import Stopping, Waiting
-
-LOG = logging.getLogger(__name__)
 
 
 class Overdue(BaseException):
@@ -274,7 +271,7 @@ class Engine:
         except FATAL:
             raise
         except Exception as error:
-            self._fail_one(job, error)
+            job.fail("the request has failed", error)
             return
         self._jobs[row.number] = job
         self._fail_some([job], self._say(Word(What.JOIN, start=reading.state), row))
@@ -302,20 +299,15 @@ class Engine:
         try:
             if token is not None:
                 return job.take(token, self.text.end)
-            job.emit(Failed("the model's result is not finite"))
+            job.fail("the model's result is not finite")
         except Exception as error:
-            self._fail_one(job, error)
+            job.fail("the request has failed", error)
         return True
 
     def _fail_some(self, jobs: Sequence[Completion], error: Exception | None) -> None:
         """Requests fail, if there was an error."""
         for job in jobs if error is not None else ():
-            self._fail_one(job, error)
-
-    def _fail_one(self, job: Completion, error: Exception) -> None:
-        """A request fails; the others go on."""
-        LOG.error("a request has failed", exc_info=error)
-        _tell(job, f"the request has failed ({type(error).__name__})")  # the whole of it is the operator's
+            job.fail("the request has failed", error)
 
     def _fail(self, message: str) -> None:
         """End every request there is."""
@@ -323,12 +315,4 @@ class Engine:
         self.batch.clear()
         self._prompts.clear()
         for job in jobs:
-            _tell(job, message)
-
-
-def _tell(job: Completion, message: str) -> None:
-    """A request hears that it has failed."""
-    try:
-        job.emit(Failed(message))
-    except Exception:  # whoever listens may be gone
-        LOG.exception("nobody could be told that %s", message)
+            job.fail(message)
