@@ -1,46 +1,73 @@
-"""What the same bits cost: a step of a hybrid model with and without ``deterministic=True``.
+"""What the same bits cost: a step of a hybrid model with and without ``deterministic=True``; and whether they are.
 
 python -m benchmarks.same_bits --tokens 2048 --dim 256
 torchrun --nproc-per-node 2 -m benchmarks.same_bits
+python -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 8192 --repeats 2
+
+The digest is that of the loss and of all gradients of a step: runs with other numbers of ranks print the same one, of
+deterministic steps. `--config` is one of examples/configs, in bf16.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import statistics
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from ring_la import ContextParallel
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.training import sum_gradients
 
+CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 
-def seconds(deterministic: bool, tokens: int, dim: int, repeats: int) -> list[float]:
-    """Of each step, forward, backward and the sum of the gradients over the ranks."""
+
+def model_of(options: argparse.Namespace) -> HybridLM:
+    """The same on every rank, on its device."""
     torch.manual_seed(0)
+    if options.config is None:
+        return HybridLM(HybridConfig(1024, options.dim, ["gdn", "gdn", "gdn", "attention"], options.dim // 64))
+    fields = yaml.safe_load((CONFIGS / f"{options.config}.yaml").read_text())["model"]
+    fields["layers"] = (fields["layers"] * fields.pop("repeat", 1))[: options.layers]
+    return HybridLM(HybridConfig(**{"vocab_size": 32000, **fields})).bfloat16()
+
+
+def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[float], str]:
+    """Of each step, forward, backward and the sum of the gradients over the ranks; and the last one's digest."""
     cp = ContextParallel(deterministic=deterministic)
-    model = HybridLM(HybridConfig(1024, dim, ["gdn", "gdn", "gdn", "attention"], dim // 64)).to(cp.device)
-    layout = cp.layout(tokens, "zigzag")
-    ids = layout.shard(torch.randint(0, 1024, (1, tokens), device=cp.device))
-    out = []
-    for _ in range(repeats + 1):
+    model = model_of(options).to(cp.device)
+    layout = cp.layout(options.tokens, "zigzag")
+    rng = torch.Generator().manual_seed(1)
+    ids = layout.shard(torch.randint(0, model.config.vocab_size, (1, options.tokens), generator=rng).to(cp.device))
+    out, loss = [], torch.zeros(())
+    for _ in range(options.repeats + 1):
         begin = time.perf_counter()
         model.zero_grad()
-        model.loss(ids, layout=layout).backward()
+        loss = model.loss(ids, layout=layout)
+        loss.backward()
         sum_gradients(model.parameters(), cp)
         float(model.norm.weight.grad.sum())  # waits for a GPU
         out.append(time.perf_counter() - begin)
-    return out[1:]
+    found = [cp.comm.all_reduce(loss.detach()).wait(), *(p.grad for p in model.parameters())]
+    bits = hashlib.sha256()
+    for t in found:
+        bits.update(t.float().cpu().numpy().tobytes())
+    return out, bits.hexdigest()[:16]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("tokens", 2048), ("dim", 256), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--config", help="of examples/configs, in place of --dim")
+    parser.add_argument("--only", choices=("plain", "same"), help="steps of one kind alone")
+    parser.add_argument("--layers", type=int, help="the first so many of them")
     args = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group()
@@ -48,12 +75,18 @@ def main() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    plain, same = (statistics.median(seconds(d, args.tokens, args.dim, args.repeats)) for d in (False, True))
+    ways = [d for d in (False, True) if args.only in (None, "same" if d else "plain")]
     if dist.get_rank() == 0:
+        what = args.config or f"dim {args.dim}"
         print(
-            f"{args.tokens} tokens, dim {args.dim}, {dist.get_world_size()} ranks, {torch.get_num_threads()} threads:"
+            f"{args.tokens} tokens, {what}, {dist.get_world_size()} ranks, {torch.get_num_threads()} threads",
+            flush=True,
         )
-        print(f"  {plain:.3f} s a step; deterministic {same:.3f} s, {same / plain:.2f} times")
+    for deterministic in ways:
+        times, bits = seconds(deterministic, args)
+        if dist.get_rank() == 0:
+            name, middle = "deterministic" if deterministic else "plain", statistics.median(times[1:] or times)
+            print(f"  {name:13} {middle:.3f} s a step, the first {times[0]:.1f}; digest {bits}", flush=True)
     dist.destroy_process_group()
 
 

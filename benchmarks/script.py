@@ -66,9 +66,10 @@ def _part(script: Any, part: str, options: dict[str, Any]) -> Any:
     if part not in kinds:
         raise ArgumentError("options", f"parts out of {', '.join(kinds)}", part)
     known = {f.name: type(f.default) for f in fields(kinds[part])}  # type: ignore[arg-type]
+    several = {f.name for f in fields(kinds[part]) if "|" in str(f.type)}  # type: ignore[arg-type]
     for name, value in options.items():
         if name not in known:
             raise ArgumentError(f"--{part}", f"options out of {', '.join(known)}", name)
-        if known[name] in (int, float, str) and value is not None:
+        if known[name] in (int, float, str) and name not in several and value is not None:
             options[name] = known[name](value)  # 1e-3 is a word in YAML
     return kinds[part](**options)  # type: ignore[misc,call-arg]

@@ -5,13 +5,13 @@ decides no token, and asks from as many clients as are wanted: short and long pr
 whole, texts and chats. Of ten requests one is broken off by its client after some tokens, and one has its connection
 reset. What every request must be answered is known beforehand, from `generate` on the whole prompt in this process.
 
-With `--kills N` a rank is killed (SIGKILL), another one each time, at N moments of the run. The others must end by
-themselves with status 2 within `DEATH` seconds, every request under way must end or break off, and the server is
-started again; what is asked before and after is held to the same answers. States kept on disk outlive it.
+With `--kills N` a rank is killed (SIGKILL), another one each time, at N moments of the run's first third. The others
+must end by themselves with status 2 within `DEATH` seconds, every request under way must end or break off, and the
+server is started again; what is asked before and after is held to the same answers. States kept on disk outlive it.
 
 It fails if an answer is wrong or missing (but where a rank was killed), if the server still works on something when all
-clients are gone, if it does not end with status 0, or if the ranks' memory in the last quarter is more than 5 % above
-that in the second (without kills). Only 127.0.0.1 is asked, and it ends by itself.
+clients are gone, if it does not end with status 0, or if the ranks' memory in the last quarter of the time since the
+last start is more than 5 % above that in the second. Only 127.0.0.1 is asked, and it ends by itself.
 """
 
 from __future__ import annotations
@@ -201,10 +201,11 @@ def soak(seconds: float, number: int, ranks: int, folder: Path, kills: int = 0) 
         begin, ends = time.monotonic(), []
         while any(thread.is_alive() for thread in threads):
             time.sleep(min(2.0, seconds / 40))
-            if len(ends) < kills and time.monotonic() - begin > seconds * (len(ends) + 1) / (kills + 1):
+            if len(ends) < kills and time.monotonic() - begin > seconds / 3 * (len(ends) + 1) / kills:
                 ends.append(kill(clients, started, len(ends) % ranks))
                 started, _ = start(str(folder), ranks, folder / "log.jsonl", str(port))
                 clients.down.clear()
+                sizes.clear()
             sizes.append([memory(process.pid) for process in started])
         done = idle(port)
         started[0].send_signal(signal.SIGTERM)
@@ -235,7 +236,7 @@ def soak(seconds: float, number: int, ranks: int, folder: Path, kills: int = 0) 
         and not clients.errors
         and not any(status)
         and all(code == 2 for left in ends for code in left)
-        and (bool(kills) or all(b <= GROWTH * a for a, b in zip(before, after))),
+        and all(b <= GROWTH * a for a, b in zip(before, after)),
     }
 
 

@@ -1,10 +1,11 @@
 """Attention to chosen keys on a split sequence, beside all keys; and what a layout does to an indexer's load.
 
-    torchrun --nproc-per-node 4 -m benchmarks.sparse [--tokens 262144] [--heads 16] [--chosen 2048] [--out FILE.json]
+    torchrun --nproc-per-node 2 -m benchmarks.sparse --tokens 131072 --forms triton triton_rows --limit 75 --out s.json
 
-DeepSeek's widths (latents of 512 + 64), bf16, zigzag. Lines, forward + backward of all ranks: chosen keys by each
-strategy, all keys, and what a GPU takes for a sequence of its own of as many tokens ("alone": the ideal split). Then
-the lightning indexer at 131,072 tokens under a contiguous and a zigzag layout.
+DeepSeek's widths (latents of 512 + 64), bf16, zigzag. Rows as they come, forward + backward of all ranks, milliseconds
+and the peak of memory beside what the tensors take: chosen keys by each strategy and each form of the kernels, all
+keys, and what a GPU takes for a sequence of its own of as many tokens ("alone": the ideal split). Then the lightning
+indexer at 131,072 tokens under a contiguous and a zigzag layout. --limit: seconds after which no further row is begun.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +43,21 @@ def choose(places: Tensor, S: int) -> Tensor:
     return torch.cat(out)[None, :, None]
 
 
-def arms(cp: ring_la.ContextParallel, tokens: int, heads: int, S: int) -> Iterator[tuple[str, dict[str, float]]]:
+def clock(limit: float) -> Callable[[], bool]:
+    """Whether the ranks have been at it for longer than `limit` seconds, the same on all."""
+    began = time.monotonic()
+
+    def late() -> bool:
+        spent = torch.tensor(time.monotonic() - began, device="cuda")
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        return spent.item() > limit
+
+    return late
+
+
+def arms(
+    cp: ring_la.ContextParallel, tokens: int, heads: int, S: int, forms: list[str], late: Callable[[], bool]
+) -> Iterator[tuple[str, dict[str, float]]]:
     """Milliseconds and memory of each way."""
     layout = cp.layout(tokens * cp.size, "zigzag")
     leaves = [t.requires_grad_() for t in draw(1, tokens, heads, cp.rank)]
@@ -51,13 +67,16 @@ def arms(cp: ring_la.ContextParallel, tokens: int, heads: int, S: int) -> Iterat
     def step(**how: object) -> None:
         torch.autograd.grad(ring_la.mla(*leaves, **how).o, leaves, do)
 
-    ways = {
-        "alone": partial(step, chosen=own, backend="triton"),
-        "ring": partial(step, chosen=chosen, layout=layout, strategy="ring", backend="triton"),
-        "all_gather": partial(step, chosen=chosen, layout=layout, strategy="all_gather", backend="triton"),
-        "all keys": partial(step, layout=layout, form="expanded"),
-    }
+    ways: dict[str, Callable[[], None]] = {}
+    for form in forms:
+        ways[f"alone, {form}"] = partial(step, chosen=own, backend=form)
+        for strategy in ("ring", "all_gather"):
+            ways[f"{strategy}, {form}"] = partial(step, chosen=chosen, layout=layout, strategy=strategy, backend=form)
+    ways["all keys"] = partial(step, layout=layout, form="expanded")
     for name, way in ways.items():
+        if late():
+            yield name, dict(ms="not begun: the limit")  # type: ignore[dict-item]
+            continue
         if name != "all keys":
             way()  # compile
         torch.cuda.reset_peak_memory_stats()
@@ -66,9 +85,11 @@ def arms(cp: ring_la.ContextParallel, tokens: int, heads: int, S: int) -> Iterat
         yield name, dict(ms=ms, GiB=(torch.cuda.max_memory_allocated() - held) / 2**30)
 
 
-def loads(cp: ring_la.ContextParallel) -> Iterator[tuple[str, list[float]]]:
+def loads(cp: ring_la.ContextParallel, late: Callable[[], bool]) -> Iterator[tuple[str, list[float]]]:
     """ms of the lightning indexer on each rank, by layout."""
     for kind in ("contiguous", "zigzag"):
+        if late():
+            return
         layout, T = cp.layout(INDEXED, kind), INDEXED // cp.size
         q, k = (torch.randn(1, T, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 128), (128,)))
         w = torch.rand(1, T, 4, device="cuda")
@@ -91,6 +112,8 @@ def main() -> None:
     for name, default in (("tokens", 262_144), ("heads", 16), ("chosen", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--parts", nargs="+", default=["ways", "loads"])
+    parser.add_argument("--forms", nargs="+", default=["triton"], help="of the kernels for chosen keys")
+    parser.add_argument("--limit", type=float, default=120, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     need_gpus(parser)
@@ -98,9 +121,10 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     cp = ring_la.ContextParallel(attention="ring")
     result: dict[str, dict] = {}
+    late = clock(args.limit)
     parts = {
-        "loads": partial(loads, cp),
-        "ways": partial(arms, cp, args.tokens, args.heads, args.chosen),
+        "loads": partial(loads, cp, late),
+        "ways": partial(arms, cp, args.tokens, args.heads, args.chosen, args.forms, late),
     }
     for name in args.parts:
         for way, found in parts[name]():

@@ -1,17 +1,20 @@
-"""A training step eager, compiled and captured, beside the sum of its kernels' times.
+"""A step eager, compiled and captured, beside the sum of its kernels' times.
 
-    torchrun --nproc_per_node 2 -m benchmarks.steps --config small --tokens 4096 --out steps.json
+    torchrun --nproc-per-node 2 -m benchmarks.steps --case small --tokens 4096 --limit 60 --out steps.json
 
-Forward and backward of a HybridLM of examples/configs (bf16, no recomputation, no optimizer) on this rank's tokens of a
-sequence of `tokens` a rank; medians over the ranks' slowest. The sum of kernels is what the profiler gives of the
-eager step, exchanges among them, so a step may be shorter where two run side by side. --ways also takes "compiled,
-captured" and "reduce-overhead", each in a process of its own: behind a compiled step of the same process a capture
-failed, for a reason that was not found (a guess: gradients are added up on the stream of their first run).
+Cases: `small` and `hybrid_1b`, forward and backward of a HybridLM of examples/configs (bf16, no recomputation, no
+optimizer) on this rank's tokens of a sequence of `tokens` a rank; `qwen3_next`, the same of four of its layers through
+Transformers; `decode`, a token of each of --sequences of `hybrid_1b`. Medians over the ranks' slowest, as many calls as
+fit in 8 s and 20 at most. The sum of kernels is what the profiler gives of the eager step, exchanges among them, so a
+step may be shorter where two run side by side. --limit: seconds after which no further way is begun. --ways also takes
+"compiled, captured" and "reduce-overhead", each in a process of its own: behind a compiled step of the same process a
+capture failed, for a reason that was not found (a guess: gradients are added up on the stream of their first run).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -21,29 +24,29 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch.profiler import ProfilerActivity, profile
 
 import ring_la
 from benchmarks.options import need_gpus
-from ring_la.models import HybridConfig, HybridLM
 
-CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
+from .step_cases import StepCase, decoding, qwen3_next, training
 
-
-def model_of(name: str, layers: int | None) -> HybridLM:
-    """The model of a configuration, with bytes or its own vocabulary, in bf16."""
-    fields = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["model"]
-    fields["layers"] = (fields["layers"] * fields.pop("repeat", 1))[:layers]
-    fields.setdefault("vocab_size", 32000 if name != "small" else 256)
-    with torch.device("cuda"):
-        return HybridLM(HybridConfig(**fields)).bfloat16()
+WARM, SECONDS, MOST = 6, 8.0, 20
+"""Calls before the clock starts; seconds and calls of a median."""
 
 
-def median(run: Callable[[], object], repeats: int = 20) -> float:
+def slowest(seconds: float) -> float:
+    """The largest of all ranks."""
+    x = torch.tensor(seconds, device="cuda")
+    if dist.is_initialized():
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.item()
+
+
+def median(run: Callable[[], object]) -> float:
     """Milliseconds of a call, the slowest rank's."""
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while len(times) < MOST and (len(times) < 3 or slowest(sum(times)) < SECONDS):
         torch.cuda.synchronize()
         if dist.is_initialized():
             dist.barrier()
@@ -52,10 +55,10 @@ def median(run: Callable[[], object], repeats: int = 20) -> float:
         run()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    slowest = torch.tensor(times, device="cuda")
+    each = torch.tensor(times, device="cuda")
     if dist.is_initialized():
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return 1e3 * statistics.median(slowest.tolist())
+        dist.all_reduce(each, dist.ReduceOp.MAX)
+    return 1e3 * statistics.median(each.tolist())
 
 
 def kernels(run: Callable[[], object]) -> float:
@@ -68,44 +71,61 @@ def kernels(run: Callable[[], object]) -> float:
     return sum(e.self_device_time_total for e in p.key_averages()) / 3e3
 
 
+def case_of(options: argparse.Namespace, cp: ring_la.ContextParallel | None) -> StepCase:
+    """The step that is measured."""
+    if options.case == "qwen3_next":
+        return qwen3_next(options.tokens, cp)
+    if options.case == "decode":
+        return decoding("hybrid_1b", options.layers, options.sequences, cp)
+    return training(options.case, options.layers, options.tokens, cp)
+
+
+def ways_of(case: StepCase, cp: ring_la.ContextParallel | None) -> dict[str, Callable[[], Callable]]:
+    """What makes a step, by way."""
+
+    def compiled(**how: str) -> Callable:
+        return case.step(torch.compile(case.function, fullgraph=True, **how))
+
+    return {
+        "eager": lambda: case.step(case.function),
+        "captured": lambda: ring_la.capture(case.step(case.function), cp),
+        "compiled": compiled,
+        "compiled, captured": lambda: ring_la.capture(compiled(), cp),
+        "reduce-overhead": lambda: graph_trees(case, compiled),
+    }
+
+
+def graph_trees(case: StepCase, compiled: Callable[..., Callable]) -> Callable:
+    """A step of PyTorch's graph trees, after an eager one: what ours keeps for later calls must not lie in a graph."""
+    case.step(case.function)(*case.arguments)
+    return compiled(mode="reduce-overhead")
+
+
 def measure(options: argparse.Namespace) -> None:
     """Print and write milliseconds by way, or why there are none."""
+    began = time.monotonic()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    cp = ring_la.ContextParallel() if ranks > 1 else None
+    cp = ring_la.ContextParallel() if dist.is_initialized() and (ranks > 1 or options.case == "qwen3_next") else None
     torch.manual_seed(0)
-    model, T = model_of(options.config, options.layers), options.tokens
-    layout = None if cp is None else cp.layout(T * ranks)
-    ids = torch.randint(256, (1, T), device="cuda")
-
-    def with_loss(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            model.zero_grad()
-            out = loss(ids, targets, layout=layout, total=T * ranks)
-            out.backward()
-            return out.detach()
-
-        return step
-
-    found: dict[str, object] = {"config": options.config, "tokens": T, "ranks": ranks, "torch": torch.__version__}
-    found["device"] = torch.cuda.get_device_name()
-    eager = with_loss(model.loss)
-    ways = {"eager": lambda: eager, "captured": lambda: ring_la.capture(eager, cp)}
-    ways["compiled"] = lambda: with_loss(torch.compile(model.loss, fullgraph=True))
-    ways["compiled, captured"] = lambda: ring_la.capture(ways["compiled"](), cp)
-    ways["reduce-overhead"] = lambda: with_loss(torch.compile(model.loss, fullgraph=True, mode="reduce-overhead"))
-    for name, make in ways.items():
+    case = case_of(options, cp)
+    found: dict[str, object] = {n: getattr(options, n) for n in ("case", "layers", "tokens", "sequences")}
+    found |= {"ranks": ranks, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    for name, make in ways_of(case, cp).items():
         if name not in options.ways:
             continue
         try:
+            if slowest(time.monotonic() - began) > options.limit:
+                raise TimeoutError(f"not begun within {options.limit:.0f} s")
             step = make()
-            began = time.perf_counter()
-            for _ in range(6):
-                step(ids, ids)
+            run = functools.partial(step, *case.arguments)
+            first = time.perf_counter()
+            for _ in range(WARM):
+                run()
             torch.cuda.synchronize()
-            found[f"{name}, first calls, s"] = round(time.perf_counter() - began, 1)
-            found[name] = round(median(lambda step=step: step(ids, ids)), 3)
+            found[f"{name}, first calls, s"] = round(time.perf_counter() - first, 1)
+            found[name] = round(median(run), 3)
             if name in ("eager", "compiled"):
-                found[f"kernels of {name}"] = round(kernels(lambda step=step: step(ids, ids)), 3)
+                found[f"kernels of {name}"] = round(kernels(run), 3)
         except Exception as error:  # a way that fails is a result, and the others are measured
             found[name] = f"{type(error).__name__}: {error}"[:600]
         if int(os.environ.get("RANK", 0)) == 0:
@@ -116,15 +136,19 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default="small")
+    parser.add_argument(
+        "--case", "--config", dest="case", default="small", choices=["small", "hybrid_1b", "qwen3_next", "decode"]
+    )
     parser.add_argument("--layers", type=int, help="the first so many alone")
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
+    parser.add_argument("--sequences", type=int, default=1, help="of a step of decoding")
+    parser.add_argument("--limit", type=float, default=120, help="seconds after which no way is begun")
     parser.add_argument("--ways", nargs="+", default=["eager", "captured", "compiled"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     need_gpus(parser)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if "RANK" in os.environ:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     measure(options)
     if dist.is_initialized():

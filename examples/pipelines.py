@@ -33,6 +33,7 @@ def options(description: str | None, sizes: dict[str, int], out: str) -> argpars
     parser.add_argument("--vae", action="store_true", help="decode by rows, over all ranks")
     parser.add_argument("--text", action="store_true", help="encode prompts on the first rank alone")
     parser.add_argument("--compile", action="store_true", help="compile the transformer's repeated blocks")
+    parser.add_argument("--capture", action="store_true", help="denoising steps as CUDA graphs, on GPUs")
     parser.add_argument("--repeat", type=int, default=1, help="runs; the last one's seconds are without warming up")
     parser.add_argument("--out", type=Path, default=Path(out))
     return parser.parse_args()
@@ -76,7 +77,7 @@ def generate(pipe: Any, cp: ContextParallel, args: argparse.Namespace, call: dic
     if args.compile:
         pipe.transformer.compile_repeated_blocks(fullgraph=True)
     try:
-        parallelize(pipe, cp, cfg=args.cfg, vae=args.vae, text=args.text)
+        parallelize(pipe, cp, cfg=args.cfg, vae=args.vae, text=args.text, capture=args.capture)
     except ArgumentError as error:
         raise SystemExit(f"{type(pipe).__name__}: {error}") from None
     for name, given in (("num_inference_steps", args.steps), ("guidance_scale", args.guidance)):

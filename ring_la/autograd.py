@@ -18,14 +18,15 @@ outside_graphs = torch._disable_dynamo
 not import the compiler."""
 
 
-def traced(x: object) -> bool:
-    """Whether anything (a compiler, a mode, a function transform, a subclass) looks at single operators."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or _in_functorch()
-    )
+def traced(*tensors: object) -> bool:
+    """Whether anything (a compiler, a mode, a function transform, a subclass) looks at single operators of these; None
+    is no tensor."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter and x is not None:
+            return True
+    return _functorch().peek_interpreter_stack() is not None
 
 
 def wanting(*tensors: Tensor | None) -> bool:

@@ -12,6 +12,8 @@ AttentionChoice = Literal["auto", "ring", "all_gather", "ulysses", "usp"]
 """How keys and values do (`softmax`)."""
 ChosenChoice = Literal["auto", "ring", "all_gather", "ulysses", "usp", "chosen"]
 """The same where queries may choose their keys (`softmax.sparse_attention`)."""
+HeadGroups = int | Literal["auto"]
+"""In how many groups of heads Ulysses goes through them (`softmax`)."""
 TransportChoice = Literal["auto", "torch", "symmetric"]
 """What carries messages (`comm`)."""
 ValidateChoice = Literal["first", "always", "never"]
@@ -28,9 +30,11 @@ SoftmaxBackend = Literal[
     "flash_attn_2",
     "flash_attn_3",
     "fa3_fwd",
+    "fa3_fwd_fp8",
     "flash_attn_4",
     "sage",
     "triton",
+    "triton_rows",
     "cpu_flash",
     "torch",
     "reference",

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import full_precision
+from .blockwise import fixed
 from .checks import FLOATS, check_scale, check_split
 from .context import ShardedLayout, check_together
 from .context.handle import found
 from .context.operator import SplitOperator
-from .errors import ArgumentError, Facts, describe_tensor
+from .errors import ArgumentError, Facts, UnsupportedError, describe_tensor
 from .outputs import LinearAttentionOutput
 
 BITS = 6
@@ -105,7 +106,7 @@ def _run(
     x: LogLinearInputs, scale: float | None, longest: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None
 ) -> Tensor:
     """A checked call, in fp32 or wider."""
-    q, k, v = x[:3]
+    q, k, v = x.q, x.k, x.v
     H, K = v.shape[2], q.shape[3]
     dtype = torch.promote_types(v.dtype, torch.float32)
     heads = (x.to(dtype) if x.shape[2] == H else x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q, k))
@@ -127,6 +128,9 @@ def _check(x: LogLinearInputs, scale: object, layout: ShardedLayout | None, cu_s
     for name, t in (("g", x.g), ("lam", x.lam)):
         if t.shape[:3] != (B, T, H):
             raise ArgumentError(name, f"{[B, T, H]} first", list(t.shape))
+    if fixed(layout):
+        expected = "one without deterministic=True for log_linear_attention"
+        raise UnsupportedError("layout", expected, "a deterministic one")
     check_scale(scale)
     check_split(T, B, layout, cu_seqlens, x.v.device, "q")
     cu = [0, T] if cu_seqlens is None else cu_seqlens.tolist()

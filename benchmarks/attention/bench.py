@@ -3,13 +3,15 @@
     torchrun --nproc_per_node 8 -m ring_la bench attention [--lengths 16384,4096] [--out FILE.json]
 
 The bound is one non-causal call of a kernel with the FLOPs that a rank owes: causal attention of T·P tokens is half
-of T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel. Where ring-flash-attn
-and yunchang are installed they run in the cases they can do, on PyTorch's FlashAttention-2 where flash-attn is
-absent. Times are medians of CUDA events, of the slowest rank: of one call, of one in a row of 10 calls (where
-the host runs ahead, as in a model), and of replays of a CUDA graph. The bound is timed in each of these ways too,
-taking turns with the call that is compared with it. All devices start together, behind a sum over the ranks: when
-their hosts come out of a barrier is no part of what is measured, nor of the bound. Every variant's output and gradient
-of q are first compared, token by token, with those of the first one.
+of T × T·P per rank. Ours runs on cuDNN, on PyTorch's FlashAttention-2 and on the Triton kernel, or on others by name.
+ring-flash-attn, yunchang, xDiT, Diffusers and fast-ulysses run where they are installed, in the cases they can do, on
+each of `--peers-on` (see `benchmarks.peers.attention`).
+
+Times are medians of CUDA events, of the slowest rank: of one call, of one in a row of 10 calls (where the host runs
+ahead, as in a model), and of replays of a CUDA graph. The bound is timed in each of these ways too, taking turns with
+the call that is compared with it. All devices start together, behind a sum over the ranks: when their hosts come out of
+a barrier is no part of what is measured, nor of the bound. Every variant's output and gradient of q are first compared,
+token by token, with those of the first one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import os
 import pathlib
 import random
 import sys
+import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,33 +39,42 @@ from ring_la.errors import UnsupportedError
 from ring_la.layout import KINDS
 from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS
+from ring_la.softmax.strategies import STRATEGIES as WAYS
+from ring_la.softmax.strategies import Copied
 
 from ..options import counts, names
-from ..peers.attention import Call, Peers
+from ..peers.attention import Call, Peers, Wanted
 from .measure import Timed, bound_of, measure, peak
 from .table import table
 
 SETTLE = 6
 """Calls of a way before it is compared."""
-STRATEGIES = ("ring", "all_gather", "ulysses")
+KERNELS = ("flash", "cudnn", "flash_attn_2", "flash_attn_4")
+"""What peers may run on."""
+STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
 CASES: dict[str, dict] = {
     "causal": dict(),
+    "full": dict(causal=False),
     "gqa 32:8": dict(groups=8),
-    "packed": dict(packed=True),
+    "packed": dict(packed="log-uniform"),
+    "packed tail": dict(packed="tail"),
     "window 4096": dict(window=(4096, -1)),
     "softcap 30": dict(softcap=30.0),
 }
 
 
-def document_offsets(total: int, unit: int, count: int = 30) -> list[int]:
-    """Lengths drawn log-uniformly, filling the sequence, in multiples of `unit` (some peers take no others)."""
+def document_offsets(total: int, unit: int, count: int = 30, tail: bool = False) -> list[int]:
+    """Lengths drawn log-uniformly, or with a long tail (Pareto's, index 0.9), filling the sequence, in multiples of
+    `unit` (some peers take no others)."""
     draw = random.Random(0)
-    lengths = [math.exp(draw.uniform(math.log(64), math.log(total))) for _ in range(count)]
+    lengths = [
+        draw.paretovariate(0.9) if tail else math.exp(draw.uniform(math.log(64), math.log(total))) for _ in range(count)
+    ]
     cuts, acc = [0], 0.0
     for n in lengths:
         acc += n
         cuts.append(round(acc / sum(lengths) * total / unit) * unit)
-    return cuts
+    return sorted({*cuts})
 
 
 def share_of_scores(cu: list[int], window: int) -> float:
@@ -88,6 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", type=names(KINDS), default="zigzag,striped", help="layouts of packed documents")
     parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs too")
     parser.add_argument(
+        "--peers-on", type=names((*KERNELS, "none")), default="flash", help="kernels that peers run on, or none"
+    )
+    parser.add_argument("--streams", type=counts, default="1", help="streams of a copied ring's blocks: 1, 2 or 1,2")
+    parser.add_argument("--seconds", type=count, default=3600, help="begin no row after so many")
+    parser.add_argument(
         "--transports", type=names(TRANSPORTS), default="torch,auto", help="of the ring; the others go by the last one"
     )
 
@@ -101,18 +119,26 @@ def run(args: argparse.Namespace) -> None:
         raise UnsupportedError("ranks", "some that torchrun started, with a GPU each", got)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    rank, P, rows = dist.get_rank(), dist.get_world_size(), []
+    rank, P, rows, end = dist.get_rank(), dist.get_world_size(), [], time.monotonic() + args.seconds
     contexts = {name: ring_la.ContextParallel(scan="ring", transport=name) for name in args.transports}
-    others = Peers(rank, P)
+    others = Peers(rank, P) if args.peers_on != ["none"] else None
     facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
     if rank == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-    for case in args.cases:
-        for T in args.lengths:
-            rows += bench(case, T, P, args, contexts, others, rank)
+    for case, T in itertools.product(args.cases, args.lengths):
+        for row in bench(Case.of(case, T, P, args), args, contexts, others, end):
+            rows.append(row)
             if rank == 0:
+                print(described(row), flush=True)
                 args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
     dist.destroy_process_group()
+
+
+def over(end: float) -> bool:
+    """Whether any rank's clock is past `end`. Collective."""
+    late = torch.tensor(int(time.monotonic() > end), device="cuda")
+    dist.all_reduce(late, op=dist.ReduceOp.MAX)
+    return bool(late)
 
 
 class Way(NamedTuple):
@@ -138,12 +164,25 @@ def ours(
         layouts = {name: cp.layout(length, kind, cu_seqlens=cu) for name, cp in contexts.items()}
         for backend, strategy in itertools.product(args.backends, args.strategies):
             for transport in contexts if strategy == "ring" else [*contexts][-1:]:
-                layout, copied = layouts[transport], strategy == "ring" and contexts[transport].comm.copies
+                layout, copies = layouts[transport], contexts[transport].comm.copies
                 more = dict(layout=layout, backend=backend, strategy=strategy, **how)
-                way = {"ring": "ring, copied" if copied else "ring, sent"}.get(strategy, strategy)
-                name = f"ring_la {way} {backend}" + (f" {kind}" if cu else "")
-                out.append(Way(name, backend, lambda *x, more=more: attention(*x, **more).o, tokens_of(layout), copied))
+                for streams in args.streams if copies and strategy in ("ring", "auto") else [1]:
+                    way = strategy + (", copied" if copies else ", sent") + (", two streams" if streams > 1 else "")
+                    name = f"ring_la {way} {backend}" + (f" {kind}" if cu else "")
+                    out.append(Way(name, backend, our_call(more, streams), tokens_of(layout), copies))
     return out
+
+
+def our_call(how: dict, streams: int) -> Call:
+    """A call whose copied rings use so many streams, the backward pass too if no other call is between."""
+    ring = WAYS["copied"]
+    assert isinstance(ring, Copied)
+
+    def run(*tensors: Tensor) -> Tensor:
+        ring.two_streams = streams > 1
+        return attention(*tensors, **how).o
+
+    return run
 
 
 def tokens_of(layout: ring_la.ShardedLayout) -> Tensor:
@@ -187,45 +226,75 @@ def described(row: dict) -> str:
     return out
 
 
+class Case(NamedTuple):
+    """What is asked in a row: `how` are keywords of `attention`, `share` the visible pairs of all."""
+
+    name: str
+    T: int
+    P: int
+    heads: tuple[int, int]
+    width: int
+    cu: list[int]
+    how: dict
+    share: float
+
+    @classmethod
+    def of(cls, name: str, T: int, P: int, args: argparse.Namespace) -> Case:
+        how = dict(CASES[name])
+        groups, packed, window = how.pop("groups", args.heads), how.pop("packed", ""), how.get("window", (-1,))[0]
+        cu = document_offsets(T * P, 2 * P, tail=packed == "tail") if packed else [0, T * P]
+        share = share_of_scores(cu, window) if how.get("causal", True) else 1.0
+        return cls(name, T, P, (args.heads, groups), args.width, cu, how, share)
+
+    def peers(self, kernel: str) -> Wanted:
+        """What peers are asked for."""
+        window, softcap = self.how.get("window", (-1,))[0], self.how.get("softcap", 0.0)
+        return Wanted(self.cu, self.how.get("causal", True), window, softcap, self.heads, kernel)
+
+    def bound(self, kernel: str) -> Timed:
+        """One call on one GPU with the FLOPs that a rank owes."""
+        sizes = (self.T, self.P, *self.heads, self.width)
+        return bound_of(*sizes, kernel, self.share, self.how.get("softcap", 0.0))
+
+    def tensors(self, rank: int) -> list[Tensor]:
+        """q, k, v and the gradient of o."""
+        torch.manual_seed(rank)
+        heads = (self.heads[0], self.heads[1], self.heads[1], self.heads[0])
+        shapes = [(1, self.T, h, self.width) for h in heads]
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
 def bench(
-    case: str,
-    T: int,
-    P: int,
+    case: Case,
     args: argparse.Namespace,
     contexts: dict[str, ring_la.ContextParallel],
-    others: Peers,
-    rank: int,
-) -> list[dict]:
-    how = dict(CASES[case])
-    groups, packed, window = how.pop("groups", args.heads), how.pop("packed", False), how.get("window", (-1,))[0]
-    cu = document_offsets(T * P, 2 * P) if packed else [0, T * P]
-    share = share_of_scores(cu, window)
-    torch.manual_seed(rank)
-    q, do = (torch.randn(1, T, args.heads, args.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(1, T, groups, args.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ways = ours(args, contexts, T * P, cu if packed else None, how)
-    ways += [Way(peer.name, "flash", peer.call, peer.tokens) for peer in others.of(cu, window, how.get("softcap", 0.0))]
-    first = next(iter(contexts.values())).layout(T * P, args.kinds[0], cu_seqlens=cu if packed else None)
-    rows, bounds, truth = [], {}, {}
+    others: Peers | None,
+    end: float,
+) -> Iterator[dict]:
+    """The rows of one case, as they come."""
+    rank, length, packed = dist.get_rank(), case.T * case.P, case.cu if len(case.cu) > 2 else None
+    ways = ours(args, contexts, length, packed, case.how)
+    for kernel in args.peers_on if others else ():
+        ways += [Way(f"{p.name} {kernel}", kernel, p.call, p.tokens) for p in others.of(case.peers(kernel))]
+    first = next(iter(contexts.values())).layout(length, args.kinds[0], cu_seqlens=packed)
+    drawn, bounds, truth = case.tensors(rank), {}, {}
     for name, backend, call, tokens, copied in ways:
+        if over(end):
+            return
         try:
             for cp in contexts.values():
                 cp.comm.memory.release()
-            tensors = [relocated(x, first, tokens) for x in (q, k, v, do)]
+            tensors = [relocated(x, first, tokens) for x in drawn]
             apart = distance(call, tensors, first, tokens, truth)
-            if backend not in bounds:
-                softcap = how.get("softcap", 0.0)
-                bounds[backend] = bound_of(T, P, args.heads, groups, args.width, backend, share, softcap)
+            bounds[backend] = bounds.get(backend) or case.bound(backend)
             timed = Timed(call, tensors[:3], tensors[3])
-            row = dict(case=case, T=T, P=P, name=name, backend=backend, apart=apart)
+            row = dict(case=case.name, T=case.T, P=case.P, name=name, backend=backend, apart=apart)
             row |= measure(timed, bounds[backend], args.graphs and copied) | dict(peak=peak(timed))
             if copied:
                 row["peak"] += max(cp.comm.memory.held for cp in contexts.values()) / 2**30
         except Exception as e:  # what cannot run is a line of the table; it fails on all ranks alike
             if rank == 0:
-                print(f"{case:12} {T:6} {name:44} {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
+                why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+                print(f"{case.name:12} {case.T:6} {name:44} {why}", flush=True)
             continue
-        rows.append(row)
-        if rank == 0:
-            print(described(row), flush=True)
-    return rows
+        yield row

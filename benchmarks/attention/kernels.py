@@ -148,7 +148,7 @@ def bench(case: str, T: int, D: int, heads: int, kernel_names: list[str]) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kernels = "cudnn,flash,triton,flash_attn_2,flash_attn_3,fa3_fwd,flash_attn_4"
+    kernels = "cudnn,flash,triton,flash_attn_2,flash_attn_3,fa3_fwd,fa3_fwd_fp8,flash_attn_4"
     parser.add_argument("--lengths", type=counts, default="4096,16384")
     parser.add_argument("--widths", type=counts, default="64,128")
     parser.add_argument("--heads", type=int, default=32)

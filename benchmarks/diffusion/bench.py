@@ -1,42 +1,50 @@
-"""One denoising step of a diffusion transformer, split over the ranks, beside Diffusers' own context parallelism.
+"""One denoising step of diffusion transformers, split over the ranks, beside Diffusers' and xDiT's own ways.
 
-    torchrun --nproc_per_node 4 -m ring_la bench diffusion --model flux --sizes 1024x1024 [--compile] [--out FILE.json]
+    torchrun --nproc_per_node 4 -m ring_la bench diffusion --model flux --sizes 1024x1024 --modes eager,graph
+    torchrun --nproc_per_node 4 -m ring_la bench diffusion --model flux,qwen,wan --out runs/diffusion.json
+    torchrun --nproc_per_node 4 -m ring_la bench diffusion --pipeline --arms one,ours
 
 Models have published shapes and random weights (the same on all ranks); a size is the image's, ROWSxCOLUMNS, or a
-video's, LATENT_FRAMESxROWSxCOLUMNS. Arms: "one" (the whole step on every rank: one GPU's time), "ours", "ours_ring",
-"ours_ulysses" (`parallelize`), and Diffusers' ring and Ulysses where it can run the model. Errors are relative to
-"one", by the norm. Arms run one after the other, each in a model of its own; times are medians of the slowest rank's.
-Without GPUs a tiny model runs over gloo.
+video's, LATENT_FRAMESxROWSxCOLUMNS. Arms: "one" (the whole step on every rank: one GPU's time), "ours" and its
+strategies (`parallelize`), and those of `benchmarks.peers.diffusion`, where they can run the model. Modes: as it is,
+its blocks compiled, and either as a CUDA graph. Errors are relative to "one" in eager mode, by the norm. Arms run one
+after the other, each in a model of its own; times are medians of the slowest rank's, `sent` what a rank sends a step.
+Rows are written as they come; one that takes longer than --limit, building and compiling included, ends, and the
+others go on. --pipeline takes whole images of Flux instead: text, 28 steps, decoder. Without GPUs tiny models run over
+gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import pathlib
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import ring_la
 from ring_la.cli.options import count
 from ring_la.comm import Group
 from ring_la.errors import ArgumentError
-from ring_la.integrations.diffusers import parallelize
+from ring_la.integrations.diffusers import PLANS, parallelize
 
 from ..options import names
-from ..peers.diffusion import PEERS, diffusers_parallel
-from ..timing import in_turns
-from .shapes import SHAPES, build, draw_inputs
+from ..peers.diffusion import PEERS, XDIT, diffusers_parallel, xdit_model
+from ..timing import barrier, in_turns, seconds
+from .book import Book
+from .pipelines import OURS, images
+from .shapes import SHAPES, Shape, build, draw_inputs
 
-OURS = {"ours": "auto", "ours_ring": "ring", "ours_ulysses": "ulysses", "ours_all_gather": "all_gather"}
-ARMS = ("one", *OURS, *PEERS)
+ARMS = ("one", *OURS, "ours_usp", *PEERS, *XDIT)
+MODES = ("eager", "graph", "compiled", "compiled_graph")
 CUDNN = "_native_cudnn"
 
 
@@ -49,103 +57,149 @@ def sizes_of(text: str) -> list[tuple[int, ...]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=SHAPES, default="flux")
-    parser.add_argument("--sizes", type=sizes_of, default=None, help="ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS, …")
-    parser.add_argument("--layers", type=count, default=None, help="num_layers, by default as published")
-    parser.add_argument("--arms", type=names(ARMS), default=None, help=f"out of {', '.join(ARMS)}")
-    parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--compile", action="store_true", help="compile the model's repeated blocks")
+    models = ", ".join(SHAPES)
+    parser.add_argument("--model", type=names(SHAPES), default=["flux"], help=f"out of {models}, comma-separated")
+    parser.add_argument("--sizes", type=sizes_of, default=None, help="of one model: ROWSxCOLUMNS, FRAMESxROWSxCOLUMNS")
+    parser.add_argument("--layers", type=count, default=None, help="num_layers, other lists in proportion")
+    parser.add_argument("--arms", type=names(ARMS), default=list(ARMS), help=f"out of {', '.join(ARMS)}")
+    parser.add_argument("--modes", type=names(MODES), default=["eager"], help=f"out of {', '.join(MODES)}")
+    parser.add_argument("--pipeline", action="store_true", help="whole images of Flux: text, steps, decoder")
+    parser.add_argument("--steps", type=count, default=28, help="denoising steps of --pipeline")
+    parser.add_argument("--rounds", type=count, default=5, help="at most: slow steps are timed less often")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds a row may take")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="also write the figures as JSON")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --out, and add those it lacks")
 
 
 class Where:
-    """What arms have in common: the ranks, whether the model is tiny, its dtype, the options, outputs to compare."""
+    """What arms of a model have in common: ranks, whether it is tiny, its dtype, options, outputs to compare."""
 
-    def __init__(self, group: Group, options: argparse.Namespace) -> None:
-        self.group, self.options, self.tiny = group, options, not group.on_cuda
+    def __init__(self, group: Group, options: argparse.Namespace, model: str) -> None:
+        self.group, self.options, self.model, self.tiny = group, options, model, not group.on_cuda
         self.dtype = torch.bfloat16 if group.on_cuda else torch.float32
-        self.shape = SHAPES[options.model]
-        self.sizes = options.sizes or [self.shape.small if self.tiny else self.shape.size]
+        self.shape: Shape = SHAPES[model]
+        self.sizes = options.sizes or ([self.shape.small] if self.tiny else list(self.shape.sizes))
         self.wanted: dict[tuple[int, ...], Tensor] = {}
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.sizes is not None and len(options.model) > 1:
+        raise ArgumentError("sizes", "one model with it", ", ".join(options.model))
     if not dist.is_initialized():
         _join()
     group = Group(None, timedelta(minutes=5))
-    here = Where(group, options)
-    title = f"{here.shape.model}, {group.size} ranks, {here.dtype}, torch {torch.__version__}"
-    _say(group, title)
-    rows = [row for arm in options.arms or ARMS for row in _measure(arm, here)]
-    if options.out is not None and group.rank == 0:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        device = torch.cuda.get_device_name() if group.on_cuda else "CPU"
-        found = dict(title=title, device=device, compiled=options.compile, rows=rows)
-        options.out.write_text(json.dumps(found, indent=1))
+    device = torch.cuda.get_device_name() if group.on_cuda else "CPU"
+    head = dict(ranks=group.size, device=device, torch=torch.__version__)
+    book = Book(options, head | dict(layers=options.layers or "all"))
+    if options.pipeline:
+        images(options, group, book)
+        return 0
+    for model in options.model:
+        here = Where(group, options, model)
+        for arm in options.arms:
+            _measure(arm, here, book)
     return 0
 
 
-def _measure(arm: str, here: Where) -> list[dict[str, Any]]:
-    """A row of the table for each size, printed as it comes; an arm that cannot run says why."""
-    rows: list[dict[str, Any]] = []
-    model: nn.Module | None = None
-    try:
-        model = build(here.shape, here.options.layers, here.tiny, here.group.device, here.dtype)
-        model = _prepared(arm, model, here)
-        for size in here.sizes:
-            rows.append({"arm": arm, "size": "x".join(map(str, size))} | _timed(arm, model, size, here))
-            _say(
-                here.group,
-                "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()),
-            )
-    except Exception as error:  # a peer's reason is a row of the table
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        rows.append({"arm": arm, "cannot": why})
-        _say(here.group, f"arm {arm}  cannot {why}")
-    finally:
-        del model
-        gc.collect()
-        if here.group.on_cuda:
-            torch.cuda.empty_cache()
-    return rows
+def _measure(arm: str, here: Where, book: Book) -> None:
+    """A row for each mode and size, each written as it comes; an arm that cannot run says why."""
+    named = dict(model=here.model, arm=arm)
+    rows = [(mode, size) for mode in MODES if mode in here.options.modes for size in here.sizes]
+    rows = [(mode, size) for mode, size in rows if not book.has(**named, mode=mode, size=_word(size))]
+    made: Any = book.attempt(dict(named), partial(_made, arm, here)) if rows else None
+    compiled = False
+    for mode, size in rows if made is not None else ():
+        if mode.startswith("compiled") and not compiled:
+            compiled = True
+            for block in _blocks(made[0], here.shape):
+                block.compile(dynamic=False)
+        row = named | dict(mode=mode, size=_word(size))
+        found = book.attempt(row, partial(_timed, made, mode, size, here, (arm, mode) == ("one", "eager")))
+        if found is not None:
+            book.add(row | found)
+    del made
+    gc.collect()
+    if here.group.on_cuda:
+        torch.cuda.empty_cache()
 
 
-def _timed(arm: str, model: nn.Module, size: tuple[int, ...], here: Where) -> dict[str, Any]:
-    """Milliseconds, GiB, and the error beside the first arm's output of this size."""
+def _word(size: tuple[int, ...]) -> str:
+    return "x".join(map(str, size))
+
+
+def _blocks(model: nn.Module, shape: Shape) -> list[nn.Module]:
+    """The blocks that are compiled. Diffusers' compile_repeated_blocks knows none of SANA's."""
+    lists = [getattr(model, path) for path in PLANS[shape.model].blocks]
+    return [block for each in lists if isinstance(each, nn.ModuleList) for block in each]
+
+
+def _timed(
+    made: tuple[nn.Module, ring_la.ContextParallel | None],
+    mode: str,
+    size: tuple[int, ...],
+    here: Where,
+    reference: bool,
+) -> dict[str, Any]:
+    """Milliseconds, GiB, what is sent, and the error beside the `reference` output of this size."""
+    model, cp = made
     group, cuda = here.group, here.group.on_cuda
+    inputs = draw_inputs(here.shape, size, here.tiny, group.device, here.dtype)
+    step = _step(model, inputs, mode.endswith("graph") and cuda)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    step = _step(model, draw_inputs(here.shape, size, here.tiny, group.device, here.dtype))
     out = step().float()
-    seconds = in_turns({arm: step}, group, rounds=here.options.rounds, warm=2)[arm]
-    want = here.wanted.setdefault(size, out)
-    row = {"ms": 1e3 * seconds, "error": float((out - want).norm() / want.norm())}
+    if reference:
+        here.wanted[size] = out
+    before = 0 if cp is None else cp.comm.bytes_sent
+    step()
+    sent = 0 if cp is None else cp.comm.bytes_sent - before
+    barrier(group)
+    took = group.all_reduce(torch.tensor(seconds(step, group, 1), device=group.device), op=dist.ReduceOp.MAX).wait()
+    rounds = max(1, min(here.options.rounds, int(here.options.limit / 8 / float(took))))
+    row = {"ms": 1e3 * in_turns({"it": step}, group, rounds=rounds, warm=0)["it"], "rounds": rounds}
+    want = here.wanted.get(size)
+    if want is not None:
+        row["error"] = float((out - want).norm() / want.norm())
+    if cp is not None and cp.axes is None and not mode.endswith("graph"):
+        row["sent"] = sent
     return row | ({"GiB": torch.cuda.max_memory_allocated() / 2**30} if cuda else {})
 
 
-def _say(group: Group, text: str) -> None:
-    if group.rank == 0:
-        print(text, flush=True)
+def _step(model: nn.Module, inputs: dict[str, Any], graph: bool) -> Callable[[], Tensor]:
+    """One step; as a graph that is captured already, where asked."""
 
-
-def _step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
-    def step() -> Tensor:
+    def step(**inputs: Any) -> Tensor:
         with torch.no_grad():
             return model(**inputs, return_dict=False)[0]
 
-    return step
+    if not graph:
+        return lambda: step(**inputs)
+    captured = ring_la.capture(step, warmup=2)
+    for _ in range(2):
+        captured(**inputs)
+    return lambda: captured(**inputs)
 
 
-def _prepared(arm: str, model: nn.Module, here: Where) -> nn.Module:
-    if arm in OURS:
-        model = parallelize(model, ring_la.ContextParallel(attention=OURS[arm]))
-    elif arm in PEERS:
-        model = diffusers_parallel(model, arm, here.group.size, CUDNN if here.group.on_cuda else None)
-    elif here.group.on_cuda and hasattr(model, "set_attention_backend") and here.options.model in ("flux", "wan"):
-        model.set_attention_backend(CUDNN)
-    if here.options.compile:
-        model.compile_repeated_blocks(dynamic=False)
-    return model
+def _made(arm: str, here: Where) -> tuple[nn.Module, ring_la.ContextParallel | None]:
+    """The model of an arm, and how it is split if that is ours."""
+    group, options = here.group, here.options
+    kind = xdit_model(here.model, arm, group.size, group.on_cuda) if arm in XDIT else None
+    model: Any = build(here.shape, options.layers, here.tiny, group.device, here.dtype, kind)
+    kernel = CUDNN if group.on_cuda and here.shape.kernel else None
+    if arm in PEERS:
+        return diffusers_parallel(model, arm, group.size, kernel), None
+    if kernel is not None and arm not in XDIT:
+        model.set_attention_backend(kernel)
+    if not arm.startswith("ours"):
+        return model, None
+    if arm == "ours_usp":
+        if group.size < 4 or group.size % 2:
+            raise ArgumentError("arms", "ranks that two axes divide, 4 at least, for ours_usp", group.size)
+        mesh = init_device_mesh(group.device.type, (group.size // 2, 2), mesh_dim_names=("ring", "ulysses"))
+        cp = ring_la.ContextParallel(mesh["ring", "ulysses"], attention="usp")
+    else:
+        cp = ring_la.ContextParallel(attention=OURS[arm])
+    return parallelize(model, cp), cp
 
 
 def _join() -> None:

@@ -60,7 +60,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
 
 def told(name: str, fault: str, moment) -> dict[str, Any]:
     """A fault at a moment, then a sound job on the same port."""
-    before = left_behind()
+    before, free = left_behind(), free_memory()
     try:
         said, port = job.run(moment, fault)
     except RuntimeError as error:
@@ -71,7 +71,7 @@ def told(name: str, fault: str, moment) -> dict[str, Any]:
     return {
         "moment": name, "fault": fault, "said": [s._asdict() for s in said],
         "restart": f"{time.monotonic() - start:.1f} s" if sound else str(again),
-        "left behind": sorted(left_behind() - before),
+        "left behind": sorted(left_behind() - before) + held(free),
     }  # fmt: skip
 
 
@@ -79,6 +79,17 @@ def left_behind() -> set[str]:
     """Files of ring_la's and of torch's store and shared memory among temporary ones."""
     ours = re.compile(r"ring_la-|torch_|torch-")
     return {f"{d}/{name}" for d in FOLDERS for name in os.listdir(d) if ours.match(name)}
+
+
+def free_memory() -> list[int]:
+    """MiB of each GPU; its context in this process is made by the first call."""
+    return [torch.cuda.mem_get_info(i)[0] >> 20 for i in range(torch.cuda.device_count())]
+
+
+def held(before: list[int]) -> list[str]:
+    """GPUs with less memory free than before."""
+    found = zip(before, free_memory())
+    return [f"GPU {i}: {a - b} MiB" for i, (a, b) in enumerate(found) if a - b > 64]
 
 
 def row(one: dict[str, Any]) -> str:

@@ -68,6 +68,13 @@ PEERS = {
     "fla gated_delta_rule": Peer(
         "fla-core", Subject(recurrences.gated_delta_rule, "gated_delta_rule", ("contiguous", "zigzag"), **LINEAR), GPU
     ),
+    "flash_qla gated_delta_rule": Peer(  # --sizes 1
+        "flash-qla",
+        Subject(
+            recurrences.flash_qla, "gated_delta_rule", **{**LINEAR, "states": True, "key_dim": 128, "value_dim": 128}
+        ),
+        GPU,
+    ),
     "fla kda": Peer("fla-core", Subject(recurrences.kda, "kda", ("contiguous", "zigzag"), **LINEAR), GPU),
     "fla dplr": Peer("fla-core", Subject(recurrences.dplr, "dplr_delta_rule", ("contiguous",), **LINEAR), GPU),
     "fla conv": Peer(

@@ -1,14 +1,20 @@
-"""Split recurrences of FLA and FlashQLA, on GPUs."""
+"""Split recurrences of FLA, and FlashQLA's, which splits within one GPU; on GPUs."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
+from benchmarks.peers.fla_tuning import settle_for_the_first
 from ring_la.testing import Call, Refused
+
+settle = functools.cache(settle_for_the_first)
 
 
 def _context(call: Call, taps: int | None = None):
+    settle()
     from fla.ops.cp import build_cp_context
 
     cu = torch.tensor(call.cu_seqlens or (0, call.seq_len), dtype=torch.int64, device=call.device)
@@ -29,6 +35,23 @@ def gated_delta_rule(call: Call) -> Tensor:
     return chunk_gated_delta_rule(
         x["q"], x["k"], x["v"], x["g"], x["beta"], cu_seqlens=context.cu_seqlens, cp_context=context
     )[0]
+
+
+def flash_qla(call: Call) -> tuple[Tensor, Tensor | None]:
+    """FlashQLA's chunk_gated_delta_rule, which cuts a sequence between a GPU's multiprocessors by itself."""
+    from flash_qla import chunk_gated_delta_rule
+
+    if call.size > 1:
+        raise Refused("FlashQLA's context parallelism is within one GPU")
+    x, cu = dict(call.tensors), call.cu_seqlens
+    x |= {n: x[n].float() for n in ("g", "beta", "initial_state") if n in x}  # what its own benchmark gives it
+    given = dict(initial_state=x.get("initial_state"), output_final_state=call.output_final_state)
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32, device=call.device)
+    scale = call.options.get("scale") or x["k"].shape[-1] ** -0.5
+    o, final = chunk_gated_delta_rule(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], scale=scale, cu_seqlens=offsets, **given
+    )
+    return o, final
 
 
 def kda(call: Call) -> Tensor:

@@ -14,6 +14,11 @@ seconds the ranks are stopped and what was done is kept. Shapes:
     moe_35b_a3b    Qwen3.5-35B-A3B's text model, of Transformers: 256 experts of which 8 are picked, over the ranks
 
 A plan that `ring-la plan --choose --write` wrote goes in by --config; what follows --more are options of the script.
+
+    ring-la bench large hybrid_1b --gpus 2 --length 131072 --documents balanced --more --parallel.layout balanced
+
+--documents takes drawn documents with a long tail in place of one long one, 8 sequences a step, cut where a sequence is
+full ("packed") or packed by attention's work ("balanced").
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from ring_la.errors import ArgumentError
 
 from .. import ROOT, environment, script
 from ..training import logged, watch
+from .documents import long_tailed
 from .report import about, line
 
 CONFIGS = ROOT / "examples" / "configs"
@@ -43,6 +49,8 @@ SHAPES = {
     "hybrid_1b": ["--config", f"{CONFIGS}/hybrid_1b.yaml"],
     "moe_35b_a3b": ["--config", f"{CONFIGS}/moe_35b_a3b.yaml"],
 }
+SEQUENCES = 8
+"""Of a step, where documents have a long tail."""
 GROUP = 4
 """Layers that repeat: three recurrences and one softmax attention."""
 TINY = ["--model.dim=32", "--model.num_heads=2", "--model.repeat=1", "--model.vocab_size=300", "--memory.mlp_chunk=128"]
@@ -72,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=count, help="of the model, a multiple of 4; default: as published")
     parser.add_argument("--steps", type=count, default=3)
     parser.add_argument("--limit", type=count, default=600, help="seconds after which the ranks are stopped")
+    parser.add_argument("--documents", choices=("joined", "packed", "balanced"), default="joined", help="of a sequence")
     parser.add_argument("--tiny", action="store_true", help="a few channels of the same kind, for CPUs")
     parser.add_argument("--config", type=Path, help="options from `ring-la plan --choose --write`")
     parser.add_argument("--folder", type=Path, default=Path("runs/large"), help="what the run leaves, below it")
@@ -125,6 +134,12 @@ def options(args: argparse.Namespace, folder: Path, first: bool) -> list[str]:
     import torch.distributed as dist
 
     given = [*SHAPES[args.shape], "--data.source", str(ROOT / "ring_la")]
+    if args.documents != "joined":
+        drawn = folder / "documents.jsonl"
+        if first:
+            long_tailed(drawn, (args.steps + 1) * SEQUENCES * args.length, args.length)
+        dist.barrier()
+        given += ["--data.source", str(drawn)]
     given += ["--config", str(args.config)] if args.config else []
     if args.shape.startswith("moe"):
         model = folder / "model"
@@ -139,7 +154,8 @@ def options(args: argparse.Namespace, folder: Path, first: bool) -> list[str]:
         given += TINY if args.tiny else []
         given += [f"--model.repeat={args.layers // GROUP}"] if args.layers else []
     given += ["--memory.dtype=float32", "--run.rehearse=null"] if args.tiny else []
-    given += [f"--data.seq_len={args.length}", "--data.sequences=1", "--data.documents=joined"]
+    sequences = 1 if args.documents == "joined" else SEQUENCES
+    given += [f"--data.seq_len={args.length}", f"--data.sequences={sequences}", f"--data.documents={args.documents}"]
     given += [f"--run.steps={args.steps}", "--run.save_every=0", "--run.resume=false", f"--run.folder={folder}"]
     return [*given, *args.more]
 
@@ -196,6 +212,7 @@ def words(args: argparse.Namespace, place: Callable[[Path], Path] = Path.resolve
     """The command line of a rank; `place` says how it names paths."""
     given = [args.shape, "--length", str(args.length), "--steps", str(args.steps), "--limit", str(args.limit)]
     given += ["--layers", str(args.layers)] if args.layers else []
+    given += ["--documents", args.documents] if args.documents != "joined" else []
     given += ["--tiny"] if args.tiny else []
     given += ["--config", str(place(args.config))] if args.config else []
     given += ["--folder", str(place(args.folder))]

@@ -24,6 +24,8 @@ def about(args: argparse.Namespace, trainer: Any) -> dict[str, Any]:
     found = {"shape": args.shape, "tiny": args.tiny, "length": args.length, "axes": str(trainer.mesh)}
     found |= {"device": device, "torch": torch.__version__, "parameters": trainer.flops.parameters}
     found |= {"memory": asdict(trainer.config.memory), "optimizer": trainer.config.optimizer.kind}
+    if args.documents != "joined":  # the plan knows one document
+        return found | {"documents": args.documents}
     return found | ({} if name is None else {"plan": planned(trainer.config, name, trainer.mesh)})
 
 
@@ -48,6 +50,7 @@ def planned(config: Any, device: str, mesh: Any) -> dict[str, Any]:
         parameters=memory.parameters,
         optimizer=config.optimizer.kind,
         transformers=folder,
+        loss_chunk=memory.loss_chunk,
     )
     said = predict(setting, mesh.axes.size(), mesh.axes.size(2))
     return {"seconds": said.seconds, "gib": said.memory / 2**30, "rates": rates.source}

@@ -1,6 +1,10 @@
 """Every operator on one GPU against its peers in one run: errors first, then times, memory and the host's share.
 
-    ring-la bench ops [--ops gla,kda] [--shapes 1x32768x32x128,…] [--tune SECONDS] [--out FILE.json] [--png FILE.png]
+    ring-la bench ops [--rows kimi,qwen:x16:32x] [--rivals flash_qla,fla,cudnn] [--limit SECONDS] [--ops gla,kda]
+                      [--shapes 1x32768x32x128,…] [--tune SECONDS] [--out FILE.json] [--png FILE.png]
+
+What is trained and served comes first (`production`): --rows says which of it, --rivals beside whom, and no part of it
+starts a row after --limit seconds. With --rows alone nothing else is measured, with --ops or --shapes alone none of it.
 
 Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by name. FLA is tuned first (see
 `peers/fla_tuning.py`), for at most --tune seconds. Each side of an operator is a process of its own. They compile side
@@ -29,7 +33,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +43,8 @@ from ring_la.errors import ArgumentError
 from .. import ROOT, environment
 from ..options import earlier
 from ..peers import fla_tuning
-from ..peers.ops import peers_of, versions
-from . import report, tables
+from ..peers.ops import RIVALS, peers_of, versions
+from . import production, report, tables
 from .cases import CASES, SHARED_INPUTS, Shape
 from .measure import bandwidth
 
@@ -63,6 +67,7 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=environment(**fla_tuning.ENVIRONMENT, OMP_NUM_THREADS="1") | (env or {}),
         )  # fmt: skip
+        self.began: dict[str, float] = {}
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.said: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
@@ -89,6 +94,7 @@ class Worker:
     def ready(self, deadline: float) -> dict[str, dict[str, Any]]:
         """What it says of each shape before it can be measured."""
         said = self.answer(deadline - time.monotonic())  # of its first call
+        self.began = {"first_s": said["first_s"]} if "first_s" in said else {}
         gone = self.process.poll() is not None
         return {shape: said if gone else self.answer(deadline - time.monotonic()) for shape in self.shapes}
 
@@ -105,6 +111,25 @@ class Worker:
         self.process.wait()
 
 
+class Part(NamedTuple):
+    """Rows that have their seconds together."""
+
+    name: str
+    rows: list[tuple[str, str]]
+
+
+def parts_of(args: argparse.Namespace, names: list[str], shapes: list[str], device: str) -> list[Part]:
+    """(operator, shape) part by part, production rows first."""
+    rest = args.ops is not None or args.shapes is not None
+    found = []
+    if args.rows is not None or not rest:
+        by_part: dict[str, list[tuple[str, str]]] = {}
+        for row in production.chosen(args.rows or ",".join(production.PARTS), device):
+            by_part.setdefault(row.part, []).append((row.op, row.shape))
+        found = [Part(*part) for part in by_part.items()]
+    return [*found, Part("operators", plan(names, shapes, device))] if rest or args.rows is None else found
+
+
 def plan(names: Sequence[str], shapes: list[str], device: str) -> list[tuple[str, str]]:
     """(operator, shape), shape by shape; Mamba-2 and the steps, which have shapes of their own, after the first."""
     own = {n: STEPS[device] for n in names if CASES[n].step} | {"mamba2": MAMBA[device]}
@@ -113,7 +138,14 @@ def plan(names: Sequence[str], shapes: list[str], device: str) -> list[tuple[str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ops", default=",".join(CASES), help="comma-separated (default: all)")
+    parser.add_argument(
+        "--rows", metavar="PART[:SHAPE],…", help=f"production rows, out of {', '.join(production.PARTS)}"
+    )
+    parser.add_argument("--rivals", default=",".join(RIVALS), help="peers, comma-separated (default: all)")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, metavar="SECONDS", help="no row of a production part starts after this"
+    )
+    parser.add_argument("--ops", help="comma-separated (default: all)")
     parser.add_argument("--shapes", help="BxTxHxK or BxTxHxKxV, comma-separated")
     parser.add_argument("--tune", type=float, default=300, metavar="SECONDS", help="time to tune fla-core in; 0: don't")
     parser.add_argument("--warm", type=float, default=600, metavar="SECONDS", help="time to compile in (default 600)")
@@ -142,7 +174,8 @@ def run(args: argparse.Namespace) -> int:
     if args.read:
         found = earlier(args.read)
     else:
-        found = measured(args, *_choices(args, device), device)
+        names, shapes, rivals = _choices(args, device)
+        found = measured(args, parts_of(args, names, shapes, device), rivals, device)
     print(*report.notes(found), sep="\n", flush=True)
     if args.png:
         args.png.parent.mkdir(parents=True, exist_ok=True)
@@ -152,19 +185,19 @@ def run(args: argparse.Namespace) -> int:
     return int(any("fwd" not in row["sides"]["ring_la"] for row in found["rows"]))
 
 
-def measured(args: argparse.Namespace, names: list[str], shapes: list[str], device: str) -> dict[str, Any]:
+def measured(args: argparse.Namespace, parts: list[Part], rivals: list[str], device: str) -> dict[str, Any]:
     """All rows, kept in --out as they come."""
-    started, rows = time.monotonic(), []
-    absent: dict[str, str] = {}
+    started, rows_planned = time.monotonic(), [row for part in parts for row in part.rows]
+    absent: dict[str, dict[str, str]] = {}
     sides = {}
-    for name in names:
-        sides[name], missing = peers_of(name, device)
-        absent |= missing
-    found = {"machine": machine(device), "absent": absent, "rows": rows}
-    cold = ColdStart(args.cold.split(",") if args.cold else [], sides, shapes[0])
+    for name in dict.fromkeys(name for name, _ in rows_planned):
+        sides[name], absent[name] = peers_of(name, device, rivals)
+    missing = {peer: why for peers in absent.values() for peer, why in peers.items()}
+    found: dict[str, Any] = {"machine": machine(device), "absent": missing, "rows": []}
+    cold_ops = args.cold.split(",") if args.cold else []
+    cold = ColdStart(cold_ops, sides, {name: next(s for n, s in rows_planned if n == name) for name in cold_ops})
     cold.wait(args.cold_limit)
-    rows_planned = plan(names, shapes, device)
-    theirs = [row for row in rows_planned if "fla" in sides[row[0]]]
+    theirs = [row for part in parts if part.name == "operators" for row in part.rows if "fla" in sides[row[0]]]
     if theirs and args.tune:
         found["tuning"] = fla_tuning.tune(theirs, args.tune, args.jobs)
         print(f"tuning fla-core: {json.dumps(found['tuning'])}", flush=True)
@@ -172,42 +205,57 @@ def measured(args: argparse.Namespace, names: list[str], shapes: list[str], devi
     found["warm_s"] = round(time.monotonic() - started, 1)
     found["cold"] = cold.finish()
     found["copy_bytes_per_second"] = bandwidth(device)
-    for name, shape in rows_planned:
-        if time.monotonic() - started > args.budget:
-            print(f"{name} {shape}: no time left", flush=True)
-            continue
-        row = {"op": name, "shape": shape, "sides": {}}
-        for side in ("ring_la", *sides[name]):
-            key = _key(name, side, shape)
-            row["sides"][side] = side_row(workers[key], ready[key][shape], shape, args.row)
-        moved = row["sides"]["ring_la"].get("floor_bytes")
-        if moved:
-            row["floor_ms"] = round(moved / found["copy_bytes_per_second"] * 1e3, 4)
-        rows.append(row)
-        print(report.line(row), flush=True)
-        save(found, args.out)
+    for part in parts:
+        began = time.monotonic()
+        for name, shape in part.rows:
+            late = part.name != "operators" and time.monotonic() - began > args.limit
+            if late or time.monotonic() - started > args.budget:
+                print(f"{name} {shape}: no time left", flush=True)
+                continue
+            row: dict[str, Any] = {"op": name, "shape": shape, "sides": {}}
+            row |= {} if part.name == "operators" else {"part": part.name}
+            for side in ("ring_la", *sides[name]):
+                worker = workers[_key(name, side, shape)]
+                row["sides"][side] = side_row(worker, ready[_key(name, side, shape)][shape], shape, args.row)
+                row["sides"][side] |= worker.began
+            if "part" in row:
+                row["sides"] |= {peer: {"failed": why} for peer, why in absent[name].items()}
+            moved = row["sides"]["ring_la"].get("floor_bytes")
+            if moved:
+                row["floor_ms"] = round(moved / found["copy_bytes_per_second"] * 1e3, 4)
+            found["rows"].append(row)
+            print(report.line(row), flush=True)
+            save(found, args.out)
     for worker in workers.values():
         worker.stop()
     save(found, args.out)
     return found
 
 
-def _choices(args: argparse.Namespace, device: str) -> tuple[list[str], list[str]]:
-    names = args.ops.split(",")
-    for option, given in (("ops", names), ("cold", args.cold.split(",") if args.cold else [])):
-        unknown = [n for n in given if n not in CASES]
+def _choices(args: argparse.Namespace, device: str) -> tuple[list[str], list[str], list[str]]:
+    names, rivals = (args.ops.split(",") if args.ops else list(CASES)), args.rivals.split(",") if args.rivals else []
+    given = (
+        ("ops", names, CASES),
+        ("cold", args.cold.split(",") if args.cold else [], CASES),
+        ("rivals", rivals, RIVALS),
+    )
+    for option, words, known in given:
+        unknown = [n for n in words if n not in known]
         if unknown:
-            raise ArgumentError(option, f"names out of {', '.join(CASES)}", ", ".join(unknown))
+            raise ArgumentError(option, f"names out of {', '.join(known)}", ", ".join(unknown))
+    if args.ops is None:
+        names = [n for n in names if not CASES[n].gates]  # they have rows of their own
     try:
         shapes = [str(Shape.parse(s)) for s in (args.shapes or SHAPES[device]).split(",")]
     except ValueError:
         raise ArgumentError("shapes", "sizes like 1x32768x32x128, comma-separated", args.shapes) from None
-    return names, shapes
+    return names, shapes, rivals
 
 
 def _key(name: str, side: str, shape: str) -> tuple[str, str, str]:
     """Which worker a row belongs to: ours takes all shapes, a peer has one for each head layout, since it tunes."""
-    return name, side, "" if side == "ring_la" else shape.split("x", 2)[2]
+    size = Shape.parse(shape)
+    return name, side, "" if side == "ring_la" else f"{size.heads}x{size.K}x{size.V}"
 
 
 def prepare(
@@ -240,14 +288,14 @@ def side_row(worker: Worker, ready: dict[str, Any], shape: str, seconds: float) 
 class ColdStart:
     """First forwards and backwards with empty caches of compiled kernels, of these operators, all sides at once."""
 
-    def __init__(self, names: list[str], sides: dict[str, list[str]], shape: str) -> None:
+    def __init__(self, names: list[str], sides: dict[str, list[str]], shapes: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._began = time.monotonic()
         self._workers: dict[str, dict[str, Worker]] = {}
         self._found: dict[str, dict[str, float | str]] = {}
         for name in names:
             env = {s: {"TRITON_CACHE_DIR": f"{self._folder.name}/{name}-{s}"} for s in ("ring_la", *sides[name])}
-            self._workers[name] = {s: Worker(name, s, [shape], e) for s, e in env.items()}
+            self._workers[name] = {s: Worker(name, s, [shapes[name]], e) for s, e in env.items()}
 
     def wait(self, limit: float) -> None:
         """Until ours are done, or for so many seconds."""

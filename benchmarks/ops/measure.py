@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import Case, Inputs, Shape, inputs
+from .cases import Case, Inputs, Results, Shape, inputs, tensors
 
-Op = Callable[[Inputs], Tensor]
+Op = Callable[[Inputs], Results]
 TOKENS = 512
 """At which errors are taken, in one batch row; heads and their sizes are those timed."""
 
@@ -23,24 +23,40 @@ TOKENS = 512
 
 def errors(case: Case, op: Op, shape: Shape, device: str) -> dict[str, float]:
     """‖got − true‖ / ‖true‖ of the output and of every input's gradient, against fp64 on the same inputs."""
-    small = shape._replace(B=1, T=min(shape.T, TOKENS))
-    x = inputs(case, small, device, seed=2)
-    wide = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items()}
-    true = results(case.truth, wide)  # before a step overwrites its state
-    got = results(op, x)
+    x = inputs(case, shape.short(TOKENS), device, seed=2)
+    wide = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items() if t.is_floating_point()}
+    true = results(case.truth, x | wide, trains(op))  # before a step overwrites its state
+    got = results(op, given(op, case, x), trains(op))
     return {n: float(f"{error(got[n], true[n]):.2e}") for n in true}
 
 
-def results(op: Op, x: Inputs) -> Inputs:
-    """The output, and the gradients by ``d`` and the input's name; the output's own is rounded to bf16, the same one in
-    every dtype."""
-    o = op(x)
+def trains(op: Op) -> bool:
+    """Whether a side has gradients."""
+    return getattr(op, "trains", True)
+
+
+def given(op: Op, case: Case, x: Inputs) -> Inputs:
+    """The inputs as a side takes them; what it costs to lay them out is no part of its time."""
+    if getattr(op, "values_first", False):
+        S = x["initial_state"]
+        x = x | {"initial_state": S.detach().mT.contiguous().mT.requires_grad_(S.requires_grad)}
+    more = getattr(op, "more", None)
+    return x if more is None else more(x, case)
+
+
+def results(op: Op, x: Inputs, gradients: bool = True) -> Inputs:
+    """The output (and final states, S), and the gradients by ``d`` and the input's name; the output's own is rounded to
+    bf16, the same one in every dtype."""
+    with torch.set_grad_enabled(gradients):
+        out = tensors(op(x))
+    found = dict(zip(("o", "S"), (t.detach() for t in out)))
     wanted = [n for n, t in x.items() if t.requires_grad]
-    if not wanted:
-        return {"o": o}
-    do = torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(3), device=o.device).bfloat16()
-    grads = torch.autograd.grad(o, [x[n] for n in wanted], do.to(o.dtype))
-    return {"o": o.detach()} | {f"d{n}": g for n, g in zip(wanted, grads)}
+    if not wanted or not gradients:
+        return found
+    generator = torch.Generator(out[0].device).manual_seed(3)
+    do = [torch.randn(t.shape, generator=generator, device=t.device).bfloat16().to(t.dtype) for t in out]
+    grads = torch.autograd.grad(out, [x[n] for n in wanted], do)
+    return found | {f"d{n}": g for n, g in zip(wanted, grads)}
 
 
 def error(got: Tensor, true: Tensor) -> float:
@@ -52,29 +68,32 @@ def error(got: Tensor, true: Tensor) -> float:
 
 def measure(case: Case, op: Op, shape: Shape, device: str) -> dict[str, Any]:
     """ms of a forward (without gradients) and of forward and backward, GiB at the peak beyond the inputs, µs of the
-    host for a forward call without and with gradients, and the same through CUDA graphs. A step has no backward."""
-    x = inputs(case, shape, device)
+    host for a forward call without and with gradients, and the same through CUDA graphs. A step has no backward, nor
+    has a side that does not train."""
+    x = given(op, case, inputs(case, shape, device))
+    budget = 0.05 if case.gates else 0.25  # there are many rows of them
     with torch.no_grad():
-        do = torch.randn_like(op(x))
+        do = [torch.randn_like(t) for t in tensors(op(x))]
 
     def forward() -> None:
         with torch.no_grad():
             op(x)
 
     def both() -> None:
-        torch.autograd.grad(op(x), [t for t in x.values() if t.requires_grad], do)
+        torch.autograd.grad(tensors(op(x)), [t for t in x.values() if t.requires_grad], do)
 
-    row: dict[str, Any] = {"fwd": milliseconds(forward, device)}
-    whole = forward if case.step else both
-    if not case.step:
-        row["fwd_bwd"] = milliseconds(both, device)
+    row: dict[str, Any] = {"fwd": milliseconds(forward, device, budget)}
+    alone = case.step or not trains(op)
+    whole = forward if alone else both
+    if not alone:
+        row["fwd_bwd"] = milliseconds(both, device, budget)
     if device == "cuda":
         row |= {"host_us": host_microseconds(forward), "peak_gib": peak(whole)}
-        if not case.step:
+        if not alone:
             row["host_grad_us"] = host_microseconds(lambda: op(x))
-        row |= graph_times(forward, "fwd")
-        if not case.step:
-            row |= graph_times(both, "fwd_bwd")
+        row |= graph_times(forward, "fwd", min(budget, 0.1))
+        if not alone:
+            row |= graph_times(both, "fwd_bwd", min(budget, 0.1))
     return row
 
 
@@ -126,7 +145,7 @@ def peak(call: Callable[[], Any]) -> float:
     return round((torch.cuda.max_memory_allocated() - held) / 2**30, 3)
 
 
-def graph_times(call: Callable[[], Any], name: str) -> dict[str, Any]:
+def graph_times(call: Callable[[], Any], name: str, budget: float = 0.1) -> dict[str, Any]:
     """A call captured: ms of a replay, µs of the host for one of a forward; or why it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
@@ -136,7 +155,7 @@ def graph_times(call: Callable[[], Any], name: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         return {f"graph_{name}_failed": f"{type(e).__name__}: {e}".splitlines()[0][:120]}
     host = {"graph_host_us": host_microseconds(graph.replay)} if name == "fwd" else {}
-    return {f"graph_{name}": milliseconds(graph.replay, budget=0.1)} | host
+    return {f"graph_{name}": milliseconds(graph.replay, budget=budget)} | host
 
 
 def bandwidth(device: str = "cuda") -> float:

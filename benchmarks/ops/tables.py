@@ -13,6 +13,7 @@ from typing import Any
 from ring_la.errors import ArgumentError
 
 from ..peers.ops import GUARD, GUARDED
+from . import rivals
 from .cases import Shape
 
 BEGIN, END = "<!-- ring-la bench ops -->", "<!-- end of ring-la bench ops -->"
@@ -41,6 +42,8 @@ def markdown(found: Row, link: str) -> str:
     versions = ", ".join(f"{n} {made[n]}" for n in ("torch", "triton", "fla-core") if made.get(n, "absent") != "absent")
     commit = "" if made["commit"] == "unknown" else f", commit {made['commit']}"
     out = [f"{made['device']}, {versions}{commit} ([raw]({link})). ×: the peer's time over ours."]
+    out += rivals.markdown([row for row in found["rows"] if "part" in row])
+    found = found | {"rows": [row for row in found["rows"] if "part" not in row]}
     for shape, rows in itertools.groupby(sorted(found["rows"], key=_order(found["rows"])), key=lambda r: r["shape"]):
         rows = list(rows)
         table = _steps if all(r["op"].startswith("step_") for r in rows) else _calls

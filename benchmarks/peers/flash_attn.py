@@ -1,29 +1,37 @@
-"""flash_attn for peers where it is not installed: its private entry points over PyTorch's FlashAttention-2.
+"""flash_attn as `bench attention` lends it to its peers: its private entry points over any of our kernels.
 
-ring-flash-attn and yunchang take these functions when they are imported. The stand-in can be imported within
-`flash_attn` alone; after it, `import flash_attn` fails in this process as before.
+ring-flash-attn, yunchang and xfuser take these functions when they are imported. The stand-in can be imported within
+`flash_attn` alone; after it, `import flash_attn` is as before. `use` says which kernel the functions run on, so that a
+peer is compared with us on the same one.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import ModuleType
 
-import torch
 from torch import Tensor
+
+from ring_la.softmax.backends import BACKENDS, QueryRows, TileBackend
+from ring_la.softmax.backends.packs import Pack, Side
+from ring_la.softmax.backends.varlen import VarlenBackend, Window
+from ring_la.softmax.geometry import Tile
+from ring_la.softmax.scores import Scores
+
+_used = ["flash"]
+
+
+def use(kernel: str) -> None:
+    """Run the lent functions on this kernel of ours from now on: any that does plain rectangles."""
+    _used[0] = kernel
 
 
 @contextmanager
 def flash_attn() -> Iterator[None]:
-    """Within, flash_attn can be imported: the library, or where it is absent the stand-in."""
-    if importlib.util.find_spec("flash_attn") is not None:
-        yield
-        return
+    """Within, flash_attn is the stand-in."""
     modules = {module.__name__: module for module in stand_ins()}
     before = {name: sys.modules[name] for name in modules if name in sys.modules}
     sys.modules.update(modules)
@@ -57,45 +65,73 @@ def _absent(*_, **__):
     raise NotImplementedError("not part of this benchmark")
 
 
-def _bounds(left: int, right: int) -> dict:
-    return dict(window_size_left=None if left < 0 else left, window_size_right=None if right < 0 else right)
+def _kernel() -> TileBackend:
+    kernel = BACKENDS[_used[0]]
+    assert isinstance(kernel, TileBackend)
+    return kernel
+
+
+def _mask(causal: bool, left: int, right: int) -> Window:
+    """Causal with a bound on the left is a window of nothing on the right."""
+    return Window(False, left, 0) if causal and left >= 0 else Window(causal, left, -1 if causal else right)
+
+
+def _tile(q: Tensor, k: Tensor, window: Window) -> Tile:
+    """For kernels without windows."""
+    if (window.causal and q.shape[1] != k.shape[1]) or max(window.left, window.right) >= 0:
+        raise NotImplementedError(f"{_used[0]} has no such mask")
+    return Tile(0, q.shape[1], 0, k.shape[1], hi=0 if window.causal else None)
+
+
+def _scores(q: Tensor, scale: float | None, softcap: float | None) -> Scores:
+    return Scores(q.shape[-1] ** -0.5 if scale is None else scale, softcap or 0.0)
 
 
 def _forward(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1,
     softcap=0.0, alibi_slopes=None, return_softmax=False,
 ):  # fmt: skip
-    return _varlen_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right,
-    )  # fmt: skip
-
-
-def _varlen_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-):  # fmt: skip
-    o, lse, rng, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, False,
-        scale=softmax_scale, **_bounds(window_size_left, window_size_right),
-    )  # fmt: skip
-    return o, lse, None, rng
+    kernel, window = _kernel(), _mask(causal, window_size_left, window_size_right)
+    tensors, scores = (q, k, v), _scores(q, softmax_scale, softcap)
+    if isinstance(kernel, VarlenBackend):
+        o, lse = kernel.call(*tensors, scores, window, None)
+    else:
+        o, lse = kernel.tile_forward(*tensors, scores, _tile(q, k, window))
+    return o, lse, None, None
 
 
 def _backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left=-1,
     window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
 ):  # fmt: skip
-    _varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, q.shape[1], k.shape[1], dropout_p, softmax_scale,
-        causal, window_size_left, window_size_right,
-    )  # fmt: skip
+    kernel, window = _kernel(), _mask(causal, window_size_left, window_size_right)
+    rows, scores = QueryRows(q, out, dout, softmax_lse.contiguous()), _scores(q, softmax_scale, softcap)
+    if isinstance(kernel, VarlenBackend):
+        grads = kernel.call_backward(rows, k, v, scores, window, None)
+    else:
+        grads = kernel.tile_backward(rows, k, v, scores, _tile(q, k, window))
+    _give(grads, (dq, dk, dv))
 
 
-@cache
-def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The state of a random generator that nothing is drawn from."""
-    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+def _pack(window: Window, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int) -> Pack:
+    return Pack(window, Side(slice(None), cu_q, longest_q), Side(slice(None), cu_k, longest_k))
+
+
+def _varlen(kernel: TileBackend) -> VarlenBackend:
+    if not isinstance(kernel, VarlenBackend):
+        raise NotImplementedError(f"{kernel.name} takes no packed documents")
+    return kernel
+
+
+def _varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+):  # fmt: skip
+    window = _mask(causal, window_size_left, window_size_right)
+    pack = _pack(window, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scores = _scores(q, softmax_scale, softcap)
+    o, lse = _varlen(_kernel()).call(q[None], k[None], v[None], scores, window, pack)
+    return o[0], lse[0], None, None
 
 
 def _varlen_backward(
@@ -103,10 +139,15 @@ def _varlen_backward(
     softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
     deterministic=False, rng_state=None,
 ):  # fmt: skip
-    grads = torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal,
-        *_no_dropout(q.device), scale=softmax_scale,
-        **_bounds(window_size_left, window_size_right),
-    )  # fmt: skip
-    for into, grad in zip((dq, dk, dv), grads):
-        into.copy_(grad)
+    window = _mask(causal, window_size_left, window_size_right)
+    pack = _pack(window, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    rows = QueryRows(q[None], out[None], dout[None], softmax_lse[None].contiguous())
+    scores = _scores(q, softmax_scale, softcap)
+    grads = _varlen(_kernel()).call_backward(rows, k[None], v[None], scores, window, pack)
+    _give([g[0] for g in grads], (dq, dk, dv))
+
+
+def _give(grads, into) -> None:
+    """Gradients where the caller wants them: one more copy than flash-attn's own functions need."""
+    for room, grad in zip(into, grads):
+        room.copy_(grad)

@@ -6,13 +6,14 @@ takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ..ops.cases import Inputs
+from ..ops.cases import Inputs, Results
+from . import delta
 
 GUARD = "FLA's guard against the gated backward on this Triton (its issue #640) is switched off"
 GUARDED = (
@@ -84,6 +85,11 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
 
         return chunk_ttt_linear(**x | {"eta": x["eta"][..., None]}, chunk_size=16)[0]
 
+    def log_linear(x: Inputs) -> Tensor:
+        from fla.ops.log_linear_attn import chunk_log_linear_attn
+
+        return chunk_log_linear_attn(x["q"], x["k"], x["v"], x["g"], x["lam"], scale=1.0)[0]
+
     return {
         "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],
         "retention": lambda x: chunk_retention(**x)[0],
@@ -108,6 +114,7 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
         "hgrn": lambda x: chunk_hgrn(**x)[0],
         "ttt_linear": ttt,
         "gated_oja_rule": oja,
+        "log_linear_attention": log_linear,
         "forgetting_attention": lambda x: parallel_forgetting_attn(**x),
         "short_conv": lambda x: causal_conv1d(x["x"], x["weight"], activation="silu")[0],
         "step_simple_gla": step(fused_recurrent_simple_gla),
@@ -149,19 +156,28 @@ def matmul(name: str) -> Callable[[Inputs], Tensor] | None:
     return call if name == "bidirectional" else None
 
 
-PEERS: dict[str, Callable[[str], Callable[[Inputs], Tensor] | None]] = {
+PEERS: dict[str, Callable[[str], Callable[[Inputs], Results] | None]] = {
     "fla": fla,
     "mamba_ssm": mamba_ssm,
     "causal_conv1d": causal_conv1d,
     "torch": matmul,
 }
 PACKAGES = {"fla": "fla-core", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "torch": "torch"}
+RIVALS = tuple(dict.fromkeys((*PEERS, *delta.PEERS)))
+"""The names of all peers."""
 
 
-def peers_of(name: str, device: str) -> tuple[list[str], dict[str, str]]:
+def loaders(name: str) -> dict[str, Callable[[str], Callable[[Inputs], Results] | None]]:
+    """What gives an operator's peers: those of production rows are their own."""
+    return delta.PEERS if name in delta.KDA + delta.GDN else PEERS
+
+
+def peers_of(name: str, device: str, among: Collection[str] = RIVALS) -> tuple[list[str], dict[str, str]]:
     """Names of the peers an operator has here, and why the others that would have it are absent."""
     found, absent = [], {}
-    for peer, load in PEERS.items():
+    for peer, load in loaders(name).items():
+        if peer not in among:
+            continue
         if peer != "torch" and device != "cuda":
             absent[peer] = "needs a GPU"
             continue
@@ -173,9 +189,9 @@ def peers_of(name: str, device: str) -> tuple[list[str], dict[str, str]]:
     return found, absent
 
 
-def load(side: str, name: str) -> Callable[[Inputs], Tensor]:
+def load(side: str, name: str) -> Callable[[Inputs], Results]:
     """The function of a side that `peers_of` found."""
-    function = PEERS[side](name)
+    function = loaders(name)[side](name)
     assert function is not None
     return function
 
@@ -185,7 +201,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     out = {"torch": torch.__version__}
-    for package in (*PACKAGES.values(), "triton"):
+    for package in (*PACKAGES.values(), *delta.PACKAGES.values(), "triton"):
         try:
             out.setdefault(package, version(package))
         except PackageNotFoundError:

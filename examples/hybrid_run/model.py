@@ -11,6 +11,7 @@ from ring_la.models import HybridLM
 from ring_la.training import (
     StepFlops,
     TrainingMesh,
+    draw_hybrid,
     recompute,
     shard_parameters,
 )
@@ -44,10 +45,11 @@ def _hybrid(config: Config, place: Place, vocab_size: int) -> tuple[torch.nn.Mod
     if shape.vocab_size < vocab_size:
         raise ArgumentError("model.vocab_size", f"at least {vocab_size}, the tokenizer's", shape.vocab_size)
     flops = StepFlops(shape)
-    with place.device:
+    with torch.device("meta"):  # no rank has all of it at any time
         model = HybridLM(shape).to(getattr(torch, memory.parameters))
     recompute(model, memory.recompute, mlp_chunk=memory.mlp_chunk)
-    return shard_parameters(model, place.mesh, dtype=place.dtype), flops
+    shard_parameters(model, place.mesh, dtype=place.dtype)
+    return draw_hybrid(model, place.device), flops
 
 
 def _transformers(config: Config, place: Place, vocab_size: int) -> tuple[torch.nn.Module, StepFlops]:
@@ -75,7 +77,8 @@ def _transformers(config: Config, place: Place, vocab_size: int) -> tuple[torch.
         most = model.config.get_text_config().vocab_size
         raise ArgumentError("data.tokenizer", f"at most the model's {most} ids", vocab_size)
     flops = StepFlops.of_weights(model, exclude=model.get_input_embeddings())
-    parallelize(model, place.cp, kind=parallel.layout, loss_chunk=memory.loss_chunk).train()
+    kind = "zigzag" if parallel.layout == "balanced" else parallel.layout  # each call is given its own layout
+    parallelize(model, place.cp, kind=kind, loss_chunk=memory.loss_chunk).train()
     if memory.mlp_chunk:
         tile_mlps(model, memory.mlp_chunk)
     experts = split_experts(model, place.mesh.context) if options.spread_experts else []
@@ -95,10 +98,10 @@ def _adapted(config: Config, model: torch.nn.Module) -> torch.nn.Module:
     """The model with adapters, of which every rank has a copy, and nothing else that is trained."""
     from peft import LoraConfig
 
-    from ring_la.integrations.transformers.adapters import add_adapters
+    from ring_la.integrations.transformers.adapters import add_adapters, all_linear
 
     options = config.model
     model.enable_input_require_grads()  # what is computed again in the backward pass needs an input with a gradient
-    targets = options.lora_targets or "all-linear"
-    adapters = LoraConfig(r=options.lora, target_modules=targets, task_type="CAUSAL_LM")
+    targets = {"target_modules": options.lora_targets} if options.lora_targets else all_linear(model)
+    adapters = LoraConfig(r=options.lora, task_type="CAUSAL_LM", **targets)
     return add_adapters(model, adapters, seed=config.run.seed)

@@ -33,7 +33,7 @@ class Model:
             unless `scratch`. Each rank reads its shards of them.
         spread_experts: the experts of its mixtures over the context ranks, tokens to experts by all-to-all.
         lora: rank of adapters of its linear layers, which alone are trained; None: all weights are.
-        lora_targets: names of the layers adapted; none: all linear ones.
+        lora_targets: names of the layers adapted; none: all linear ones that PEFT takes.
     """
 
     dim: int = 128
@@ -68,7 +68,7 @@ class Data:
         seq_len: tokens of a sequence, all ranks' together. sequences: of a step, all replicas' together.
         documents: "packed": none sees another; "joined": a sequence is one document; "balanced": packed by attention's
             work, none cut unless it is longer than a sequence, which may be shorter than seq_len.
-        max_document: longer documents are cut.
+        max_document: longer documents are cut into parts of this many tokens.
         cache: where tokens are kept (default: the run's folder). workers: processes that read ahead.
     """
 
@@ -89,17 +89,18 @@ class Parallel:
     """Ranks by axis; one may be −1, what is left. Parameters are sharded over fsdp × context, copied over data.
 
     Attributes:
-        layout, scan, attention, transport, validate: as in ContextParallel. scan="auto" measures the group at every
-            start, so a run started again may pick another strategy, whose rounding differs.
+        layout, scan, attention, head_groups, transport, validate: as in ContextParallel. scan="auto" measures the group
+            at every start, so a run started again may pick another strategy, whose rounding differs.
         timeout: seconds after which a rank that does not answer is taken for lost; torchrun then starts all again.
     """
 
     data: int = 1
     fsdp: int = 1
     context: int = -1
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    layout: Literal["zigzag", "contiguous", "balanced"] = "zigzag"
     scan: Literal["auto", "ring", "pipelined", "all_gather", "doubling", "all_to_all"] = "all_to_all"
     attention: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
+    head_groups: int | Literal["auto"] = 1
     transport: Literal["auto", "torch", "symmetric"] = "auto"
     validate: Literal["first", "always", "never"] = "first"
     timeout: float = 300.0

@@ -148,6 +148,7 @@ class _ByBlock(torch.autograd.Function):
         done = [call.run(x, place, ctx.shared, needs) for place in places]
         outs = (done[0] if done else call.shape_of(x, ctx.shared)).outs
         parts = [[d.outs[i].detach()[0, : d.place.stop - d.place.start] for d in done] for i in range(len(outs))]
+        ctx.way_back = call.layout.cp.comm.agreement.way_back()
         ctx.call, ctx.done, ctx.like = call, done if any(needs) else [], [(t.shape, t.dtype) for t in x]
         ctx.read = tensors[call.tokens + call.shared :]
         ctx.set_materialize_grads(False)
@@ -170,6 +171,7 @@ class _ByBlock(torch.autograd.Function):
         grads: list[Any] = [_joined(g, *like) if w else None for g, like, w in zip(dx, ctx.like, needs)]
         if not common:
             return None, *grads, *[None] * (len(needs) - call.tokens)
+        ctx.way_back()
         flat = torch.stack(sums) if sums else torch.cat([t.detach().flatten() for t in common])[None][:0]
         whole = iter(exact_sum(flat, call.layout).split([t.numel() for t in common]))
         shared = iter([part_of(next(whole).view(t.shape), call.layout, t.detach()) for t in common])

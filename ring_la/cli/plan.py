@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_memory(parser)
     parser.add_argument("--forward", action="store_true", help="prefill: no backward, no optimiser")
     parser.add_argument("--choose", action="store_true", help="the fastest recomputation, chunks and offload that fit")
-    parser.add_argument("--write", type=Path, help="with --choose: the choice as YAML for train_hybrid.py --config")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        help="with --choose: a new file for the choice (of the last --gpus that fit), YAML for train_hybrid.py",
+    )
+    parser.add_argument("--force", action="store_true", help="write over the file of --write")
     parser.add_argument("--out", type=Path, help="also write the table as JSON")
 
 
@@ -82,6 +87,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         " a word), or layers by name, mlp and norm, comma-separated",
     )
     parser.add_argument("--mlp-chunk", type=int, help="tokens an MLP takes at a time; it is then recomputed")
+    parser.add_argument("--loss-chunk", type=int, default=8192, help="tokens whose logits exist at a time")
     parser.add_argument("--rounds", type=int, default=1, help="runs a sequence is worked on in, states handed on")
     parser.add_argument("--offload", action="store_true", help="what backward needs in host memory (an estimate)")
     parser.add_argument("--host-memory", type=float, default=100, help="GiB of the host for one GPU, with --offload")
@@ -114,16 +120,17 @@ def run(args: argparse.Namespace) -> None:
 
 def _choose(args: argparse.Namespace, setting: Setting, clusters: Sequence[int]) -> None:
     """A line for each number of GPUs: whether the model fits them, how, and in how many seconds."""
+    last = None
     for gpus in clusters:
         best = choose(setting, gpus, splits(gpus, setting.length))
         if best is None:
             print(f"{gpus} GPUs: does not fit {setting.memory / 2**30:.0f} GiB with any choice")
             continue
-        chosen, line = best
+        chosen, line = last = best
         print(f"{gpus} GPUs: fits, {line.memory / 2**30:.1f} GiB, {line.seconds:.2f} s a step on P = {line.P}  <- best")
         print(f"  {told(chosen)}")
-        if args.write:
-            write(chosen, line, args.write)
+    if args.write and last:
+        write(*last, args.write)
 
 
 def read(args: argparse.Namespace) -> Setting:
@@ -134,10 +141,14 @@ def read(args: argparse.Namespace) -> Setting:
     """
     config = _config(args)
     numbers = {"--length": args.length, "--per-node": args.per_node}
-    numbers |= {"--mlp-chunk": args.mlp_chunk, "--rounds": args.rounds}
+    numbers |= {"--mlp-chunk": args.mlp_chunk, "--rounds": args.rounds, "--loss-chunk": args.loss_chunk}
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise ArgumentError(name, "a number ≥ 1", value)
+    if args.write and not args.choose:
+        raise ArgumentError("--write", "--choose beside it", args.write)
+    if args.write and args.write.exists() and not args.force:
+        raise ArgumentError("--write", "a new file, or --force", f"{args.write}, which exists")
     if args.memory is not None and not args.memory > 0:
         raise ArgumentError("--memory", "GiB of one GPU, more than 0", args.memory)
     again = tuple(filter(None, args.recompute.split(",")))
@@ -157,7 +168,7 @@ def read(args: argparse.Namespace) -> Setting:
         work, rates, Cluster(args.per_node, *links, **host), args.length, args.layout, not args.forward,
         again, args.memory * 2**30 if args.memory else rates.memory, args.mlp_chunk, args.rounds, args.offload,
         args.spread_experts, args.parameters, args.optimizer, args.transformers,
-        args.host_memory * 2**30,
+        args.host_memory * 2**30, args.loss_chunk,
     )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class Setting:
     optimizer: str = "adamw"
     transformers: Path | None = None
     host_memory: float = 100 * 2**30
+    loss_chunk: int = 8192
 
     @property
     def state_bytes(self) -> float:
@@ -137,7 +138,7 @@ def local(setting: Setting, block: BlockWork, tokens: float) -> float:
         again = rates.recurrence(block.recurrence, tokens * block.heads, block.K, block.V, False)
     else:
         operations = 2 * tokens * setting.length * block.heads * block.K  # causal: half of all pairs, two products
-        mixing, again = rates.attention(operations, backward), rates.attention(operations, False)
+        mixing, again = (rates.attention(operations, way, tokens, block.K) for way in (backward, False))
     if not backward:
         return products + AGAIN * moved + again
     seconds = products + PASSES * moved + mixing
@@ -185,7 +186,7 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
         kept = min(kept, 2 * 2**30 + 2 * max(_kept(setting, block, tokens) for block in work.blocks))
     tokens /= setting.rounds
     again = max(_again(setting, block, tokens) for block in work.blocks)
-    logits = 4 * work.vocabulary * min(tokens, 8192)
+    logits = 4 * work.vocabulary * min(tokens, setting.loss_chunk)
     return setting.state_bytes * work.parameters / gpus + 4 * gathered + kept + again + logits
 
 

@@ -4,6 +4,7 @@ table scaled by the data sheets of two devices."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,12 @@ from ..scan import CostModel
 from ..scan.auto import Line
 
 WIDTH = 128
+SHORT, LONG, GAIN = 8192, 262144, 0.145
+"""Softmax attention over blocks of SHORT tokens, as rates are measured, and over blocks of LONG, so much faster: what
+the runs of whole models in docs/users/guides/planning.md took beyond the rest of a step."""
+FLASH = 0.62
+"""Heads wider than WIDTH, which cuDNN's kernel does not take: FlashAttention-2's speed beside it, as measured at WIDTH
+(benchmarks/results/attention-kernels-h200.json, 16,384 tokens)."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,16 @@ class Rates:
             raise ArgumentError("--rates", f"figures for {name}", f"only for {', '.join(table)}")
         return table[name](token_heads * K * V / self.width**2)
 
-    def attention(self, operations: float, backward: bool) -> float:
-        """Seconds of softmax attention whose forward takes so many operations."""
+    def attention(self, operations: float, backward: bool, rows: float = SHORT, width: int = WIDTH) -> float:
+        """Seconds of softmax attention whose forward takes so many operations, of heads of so many channels.
+
+        Args:
+            rows: tokens of a rank: kernels are faster on long blocks.
+        """
         both = 2.5 * operations / self.attention_backward if backward else 0.0
-        return operations / self.attention_forward + both
+        share = math.log2(min(max(rows, SHORT), LONG) / SHORT) / math.log2(LONG / SHORT)
+        faster = 1 + GAIN * share if width <= WIDTH else FLASH
+        return (operations / self.attention_forward + both) / faster
 
 
 def _line(points: Mapping[int, float]) -> Line:

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 4 -m ring_la reader MODEL --listen unix:/tmp/reader.sock
 
 MODEL is the folder of a causal model of Transformers, the one vLLM serves, with the same weights. vLLM finds the reader
-by its connector (docs/users/guides/vllm.md) and runs on the same host. Each rank holds the whole model.
+by its connector (docs/users/guides/vllm.md) and runs on the same host, or with --hosts on any that reaches this one.
+Each rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", default="unix:/tmp/ring-la-reader.sock", help="unix:PATH or HOST:PORT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (default: as stored)")
     parser.add_argument("--folder", type=Path, help="for memory of CPUs that vLLM maps (default: /dev/shm)")
+    parser.add_argument(
+        "--hosts",
+        action="store_true",
+        help="for vLLM on other hosts, by NIXL (--listen 0.0.0.0:PORT, on your own network)",
+    )
     parser.add_argument("--timeout", type=count, default=300, help="seconds after which a rank is taken for lost")
 
 
@@ -47,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         with job():
             cp = ContextParallel(validate="never", timeout=args.timeout)
-            reader = Reader(model(args, cp), cp, args.folder)
+            reader = Reader(model(args, cp), cp, args.folder, args.hosts)
             with stopped_by_signals(reader):
                 cp.comm.agreement.agree("being ready", True)
                 if listening is None:

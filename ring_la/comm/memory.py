@@ -43,6 +43,7 @@ class Memory:
         device, cuda = seen[members.rank].device, seen[members.rank].device.type == "cuda"
         self._device = device.index
         self._stream, self._busy = torch.cuda.Stream(device, priority=-1) if cuda else None, False
+        self._second, self._beside = torch.cuda.Stream(device) if cuda else None, False
         self._patience = int(members.timeout.total_seconds() * 1e9)
         self._own = seen[members.rank].view(torch.int32)
         self._away = torch.tensor([(x.data_ptr() - self._own.data_ptr()) // UNIT for x in seen], device=device)
@@ -82,6 +83,21 @@ class Memory:
         for x in read:
             x.record_stream(self._stream)
         return self._stream if hasattr(self._stream, "__enter__") else torch.cuda.stream(self._stream)
+
+    def second(self, after: Any) -> AbstractContextManager:
+        """A context on a second stream for kernels, after a point of the current one, until `join_second`. What is made
+        in it may be read and dropped behind that: the stream goes on after the current one alone."""
+        if self._second is None:
+            return nullcontext()
+        self._second.wait_event(after)
+        self._beside = True
+        return torch.cuda.stream(self._second)
+
+    def join_second(self) -> None:
+        """Order the current stream after the second one."""
+        if self._beside:
+            torch.cuda.current_stream(self._device).wait_stream(self._second)
+        self._beside = False
 
     def join(self) -> None:
         """Order the current stream after what the side stream has so far."""

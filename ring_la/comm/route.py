@@ -104,7 +104,6 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Tensor):
-        if not ctx.route.silent:
-            ctx.way_back()
+        ctx.way_back()
         with ctx.route.group.streams.in_order():
             return ctx.route.start_back(grad).wait(), None

@@ -30,6 +30,13 @@ def check_choices(scan: str, attention: str, transport: str, deterministic: bool
         raise ArgumentError("scan", '"auto" or "ring" with deterministic=True', repr(scan), "States fold in one order")
 
 
+def check_head_groups(head_groups: object) -> None:
+    """Refuse what is no number of groups."""
+    number = isinstance(head_groups, int) and not isinstance(head_groups, bool) and head_groups >= 1
+    if not number and head_groups != "auto":
+        raise ArgumentError("head_groups", 'an int ≥ 1 or "auto"', repr(head_groups))
+
+
 def check_dim(x: Tensor, dim: int, name: str = "x") -> None:
     """Refuse what has no dimension `dim`."""
     if not isinstance(dim, int):

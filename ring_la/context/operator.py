@@ -32,6 +32,7 @@ class SplitOperator:
         wanting: so many of the first arguments are tensors (or None) that may want gradients.
         back: of the gradients of the results (none is None) and run's arguments, the gradients of the first `wanting`
             ones; None: the call is made once more, and differentiated.
+        again: what is made once more in place of `run`: its first results, those that have gradients.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class SplitOperator:
         fake: Callable,
         wanting: int,
         back: Callable | None = None,
+        again: Callable[..., Results] | None = None,
         schema: str | None = None,
     ) -> None:
-        self._run, self._wanting, self._back = run, wanting, back or self._again
+        self._differentiated, self._wanting, self._back = again or run, wanting, back or self._again
         self._fake = fake
         schema = schema or torch.library.infer_schema(run, mutates_args=())
         arguments = schema[1 : schema.rindex(") ->")]
@@ -94,7 +96,7 @@ class SplitOperator:
         tensors, rest = arguments[: self._wanting], arguments[self._wanting :]
         leaves = [None if x is None else x.detach().requires_grad_(w) for x, w in zip(tensors, wanted)]
         with _recording():
-            out = self._run(*leaves, *rest)
+            out = self._differentiated(*leaves, *rest)
             out = out if isinstance(out, tuple) else (out,)
             used = [(o, g) for o, g in zip(out, grads) if o.requires_grad]
             of = [x for x, w in zip(leaves, wanted) if w and x is not None]

@@ -28,6 +28,9 @@ class ContextParallel(ContextRanks):
             the GPUs of one host, mapped by all: one small kernel a message; a ring of softmax attention copies keys and
             values from their owner's memory), or "auto": "torch", but for that ring and a ring of states where GPUs
             reach each other's memory.
+        head_groups: Ulysses goes through the heads in about so many groups, one after the other, so that of one group
+            alone a rank has queries, keys and values of the whole sequence, and keeps none of them for the backward
+            pass, where they travel once more. "auto": as many as leave every rank a key head of each group.
         deterministic: results, losses and gradients do not depend on the number of ranks, the layout or the packing,
             bit for bit (docs/users/promises.md says of what): segment borders fall on multiples of 64 tokens of each
             document, each such block is computed by itself, and sums have one order or are exact.

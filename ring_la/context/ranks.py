@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Affine
-from ..choices import AttentionChoice, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
+from ..choices import AttentionChoice, HeadGroups, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
 from ..comm import Group
 from ..errors import ArgumentError
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
 from . import moves
-from .arguments import check_choices, duration
+from .arguments import check_choices, check_head_groups, duration
 from .grid import Grid, process_group
 from .handle import OfThisProcess, enter
 from .marks import Marks
@@ -34,22 +34,26 @@ class ContextRanks(OfThisProcess, ABC):
         scan: ScanChoice = "auto",
         attention: AttentionChoice = "auto",
         transport: TransportChoice = "auto",
+        head_groups: HeadGroups = 1,
         deterministic: bool = False,
         timeout: timedelta | float = 300.0,
         validate: ValidateChoice = "first",
     ) -> None:
         check_choices(scan, attention, transport, deterministic, validate)
+        check_head_groups(head_groups)
         timeout = duration(timeout)
         self.comm = Group(process_group(group), timeout, transport)
         self.axes = Grid.of(group, self.comm, transport) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
         if attention == "usp" and self.axes is None:
             raise ArgumentError("group", 'a DeviceMesh with axes "ulysses" and "ring" for attention="usp"', repr(group))
         self.scan_choice, self.attention, self.transport = scan, attention, transport
+        self.head_groups: HeadGroups = head_groups
         self.deterministic, self.timeout, self.validate = deterministic, timeout, validate
         self.comm.agreement.backwards = validate != "never"
         if validate != "never":
             settings = dict(scan=scan, attention=attention, transport=transport, deterministic=self.deterministic)
-            self.comm.agreement.agree("the settings of ContextParallel", settings | {"validate": validate})
+            settings |= {"head_groups": head_groups, "validate": validate}
+            self.comm.agreement.agree("the settings of ContextParallel", settings)
         self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here
         self.cost = CostModel.measure(self.comm) if scan == "auto" and self.size > 1 and not deterministic else None
         self.marks = Marks()

@@ -8,7 +8,16 @@ prompt = prefill(model, layout.shard(ids), layout=layout, keys=keys)
 for token in decode(model, prompt, max_new_tokens=100): ...      # all ranks together
 """
 
-from ..keystore import KeyRows, KeySize, KeyStore, LayerKeys, decode_attention, decode_latents, read_attention
+from ..keystore import (
+    KeyRows,
+    KeySize,
+    KeyStore,
+    LayerKeys,
+    decode_attention,
+    decode_index,
+    decode_latents,
+    read_attention,
+)
 from .by_block import BlockReader
 from .generate import Prefilled, Sampler, decode, generate, key_store, prefill, step
 from .stored import load_prompt, save_prompt
@@ -23,6 +32,7 @@ __all__ = [
     "Sampler",
     "decode",
     "decode_attention",
+    "decode_index",
     "decode_latents",
     "generate",
     "key_store",

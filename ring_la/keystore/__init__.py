@@ -4,13 +4,24 @@
     store    the memory, a tensor a layer for some blocks; sequences side by side, and one layer's view of them
     plan     where a step finds the keys it reads
     decode   one token of each sequence: partial results of all ranks, merged by their lse in one exchange
+    chosen   one token of each sequence over the keys that it has chosen
     read     more tokens under a layout: queries go from rank to rank, keys stay
 
 docs/developers/sharded_keys.md says why.
 """
 
+from .chosen import decode_index
 from .decode import decode_attention, decode_latents
 from .read import read_attention
 from .store import KeyRows, KeySize, KeyStore, LayerKeys
 
-__all__ = ["KeyRows", "KeySize", "KeyStore", "LayerKeys", "decode_attention", "decode_latents", "read_attention"]
+__all__ = [
+    "KeyRows",
+    "KeySize",
+    "KeyStore",
+    "LayerKeys",
+    "decode_attention",
+    "decode_index",
+    "decode_latents",
+    "read_attention",
+]

@@ -17,6 +17,7 @@ from ..errors import ArgumentError, describe_tensor
 from ..outputs import AttentionOutput
 from ..softmax import attention
 from ..softmax.merging import wide
+from .chosen import own_chosen
 from .plan import SlabBlocks
 from .store import LayerKeys
 
@@ -30,6 +31,8 @@ def decode_attention(
     softcap: float = 0.0,
     window: int = -1,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
 ) -> AttentionOutput:
     """Softmax attention of one token of each sequence to its keys on all ranks. Collective, without gradients.
 
@@ -38,6 +41,9 @@ def decode_attention(
         state: keys and values; that token's are among them.
         scale: multiplies ``qᵀk``; None: K**-0.5. softcap: c > 0 caps scores at ±c; 0: none.
         window: earlier tokens a token sees; −1: all. sinks: ``[H]``, one more logit in each head's denominator.
+        chosen: positions in its sequence of the keys that a token reads, each of the first of `block` keys; −1: none.
+            Int ``[N, 1, heads or 1, S]``, the same on all ranks, as `decode_index` gives them; no window and no softcap
+            then. None: it sees all.
 
     Returns:
         AttentionOutput(o ``[N, 1, H, V]`` in q's dtype, lse fp32 (fp64 for fp64) ``[N, H, 1]``). One message:
@@ -51,7 +57,12 @@ def decode_attention(
         raise ArgumentError("q", f"[{len(state.rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
     if q.shape[3] != key:
         raise ArgumentError("q", f"{key} channels, as the keys have", q.shape[3])
-    o, lse = _own(q[:, 0], state, key**-0.5 if scale is None else scale, softcap, window)
+    factor = key**-0.5 if scale is None else scale
+    if chosen is None:
+        o, lse = _own(q[:, 0], state, factor, softcap, window)
+    else:
+        _check_choice(chosen, block, state, softcap, window)
+        o, lse = own_chosen(q[:, 0], state, chosen[:, 0], block, factor)
     comm = None if state.rows.store.cp is None else state.rows.store.cp.comm
     if comm is not None and comm.size > 1:
         o, lse = merged(comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
@@ -63,13 +74,22 @@ def decode_attention(
 
 @torch.no_grad()
 def decode_latents(
-    q: Tensor, state: LayerKeys, w_uk: Tensor, w_uv: Tensor, *, scale: float | None = None, softcap: float = 0.0
+    q: Tensor,
+    state: LayerKeys,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    chosen: Tensor | None = None,
+    block: int = 1,
 ) -> AttentionOutput:
     """`decode_attention` to latents (`ring_la.mla`, absorbed): every head reads one key ``[c_j ; r_j]``. Collective.
 
     Args:
         q: ``[N, 1, H, D + R]``, in each head first what meets W_uk. state: latents, of KeySize(1, L + R, 0).
-        w_uk: ``[H, D, L]``. w_uv: ``[H, V, L]``. scale: None: (D + R)**-0.5. softcap: as in `decode_attention`.
+        w_uk: ``[H, D, L]``. w_uv: ``[H, V, L]``. scale: None: (D + R)**-0.5. softcap, chosen, block: as in
+            `decode_attention`.
 
     Returns:
         AttentionOutput(o ``[N, 1, H, V]``, lse ``[N, H, 1]``). ``N · H · (L + R + 1)`` numbers to each other rank.
@@ -81,8 +101,21 @@ def decode_latents(
         raise ArgumentError("state", "latents: KeySize(1, L + R, 0)", state.size)
     D, L = w_uk.shape[1:]
     low = torch.cat([torch.einsum("bthd,hdl->bthl", q[..., :D], w_uk), q[..., D:]], -1)
-    o, lse = decode_attention(low, state, scale=q.shape[3] ** -0.5 if scale is None else scale, softcap=softcap)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    o, lse = decode_attention(low, state, scale=factor, softcap=softcap, chosen=chosen, block=block)
     return AttentionOutput(torch.einsum("bthl,hvl->bthv", o[..., :L], w_uv), lse)
+
+
+def _check_choice(chosen: object, block: object, state: LayerKeys, softcap: float, window: int) -> None:
+    heads = state.size.heads
+    fits = isinstance(chosen, Tensor) and chosen.dim() == 4 and chosen.shape[:2] == (len(state.rows), 1)
+    if not fits or not isinstance(chosen, Tensor) or chosen.shape[2] not in (1, heads) or chosen.is_floating_point():
+        raise ArgumentError("chosen", f"int [{len(state.rows)}, 1, {heads} or 1, S]", describe_tensor(chosen))
+    if not isinstance(block, int) or block < 1:
+        raise ArgumentError("block", "an int ≥ 1", repr(block))
+    for name, given, none in (("softcap", softcap, 0.0), ("window", window, -1)):
+        if given != none:
+            raise ArgumentError(name, f"{none} where keys are chosen", given)
 
 
 def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..errors import ArgumentError, describe_tensor
 from .pages import Extent, Held, Pages, SlabTokens
 from .plan import Plan
 
+T = TypeVar("T")
 BLOCK = 256
 """Tokens of a block."""
 
@@ -134,6 +135,7 @@ class KeyRows:
         self.here = [x.here for x in self.held]  # tokens of this rank before the call under way
         self.puts: list[Put] = []
         self._plans: dict[int, Plan] = {}
+        self._kept: dict[object, Any] = {}
         self._seen: Tensor | None = None
 
     def __getitem__(self, layer: int) -> LayerKeys:
@@ -199,6 +201,12 @@ class KeyRows:
             if spans:
                 rows.puts.append(Put(i, slice(None), spans))
         return rows
+
+    def kept(self, name: object, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for all layers."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     def plan(self, window: int) -> Plan:
         """Where one more token of each sequence finds the keys of this rank that it sees; made once for all layers."""

@@ -33,6 +33,11 @@ class SplitCall:
     saves: bool = True
     """Whether a backward pass may follow (within a Function this cannot be asked)."""
 
+    @classmethod
+    def kept(cls, layout: ShardedLayout, rule: Rule, *more: Any) -> SplitCall:
+        """A call on a layout, made once."""
+        return layout.kept(cls, lambda: cls(rule, layout, *more), rule, *more)
+
     @cached_property
     def seams(self) -> Seams:
         return Seams.of(self.layout)

@@ -19,6 +19,7 @@ from ..autograd import first_derivative_only, full_precision
 from ..comm import Pending
 from ..context import ShardedLayout
 from ..scan import Chain
+from .options import CommonOptions
 from .states import final_states, initial_gradient, with_rows, without_rows
 
 GROUPS = 4
@@ -50,13 +51,15 @@ Body = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class OrderedCall:
-    """A call but for its tensors: the first `tokens` of them have tokens, the others are shared by all."""
+    """A call but for its tensors: the first `tokens` of them have tokens, the others are shared by all. `final`: are
+    the states after documents wanted?"""
 
     body: Body
     tokens: int
     layout: ShardedLayout | None
     stretches: tuple[Stretch, ...]
     packed: bool
+    final: bool
 
     @property
     def pieces(self) -> int:
@@ -87,36 +90,39 @@ def in_order(
     start: Tensor,
     tokens: Sequence[Tensor],
     shared: Sequence[Tensor],
-    layout: ShardedLayout | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """o ``[B, T, H, …]`` and the state after each document, given that before each, ``start [N, H, …]``.
+    seen: Sequence[int],
+    options: CommonOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """o ``[B, T, H, …]`` and the state after each document (None unless it is asked for), given that before each,
+    ``start [N, H, …]``.
 
     Args:
         body: a run of tokens from a state, differentiable.
         tokens: ``[B, T, H, …]``, the first of the shape and dtype of o. shared: ``[H, …]``.
-        layout: how the sequence is split over ranks; collective. cu_seqlens: documents on one device, read on the host.
+        seen: the position of each document's first token. options: the call's; collective under a layout, and the host
+            reads offsets.
     """
-    stretches = _one_device(tokens[0], cu_seqlens) if layout is None else tuple(_split(layout))
+    layout, cu_seqlens, final = options.layout, options.cu_seqlens, options.output_final_state
+    stretches = _one_device(tokens[0], cu_seqlens, seen) if layout is None else tuple(_split(layout, seen))
     packed = cu_seqlens is not None or (layout is not None and layout.packed)
-    call = OrderedCall(body, len(tokens), layout, stretches, packed)
+    call = OrderedCall(body, len(tokens), layout, stretches, packed, final)
     with full_precision(start):
         return _InOrder.apply(call, start, *tokens, *shared)
 
 
-def _one_device(like: Tensor, cu_seqlens: Tensor | None) -> tuple[Stretch, ...]:
+def _one_device(like: Tensor, cu_seqlens: Tensor | None, seen: Sequence[int]) -> tuple[Stretch, ...]:
     cu = [0, like.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    runs = [DocumentRun(a, b, 0, n, True, True) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
+    runs = [DocumentRun(a, b, seen[n], n, True, True) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
     return (Stretch(tuple(runs), None, None),)
 
 
-def _split(layout: ShardedLayout) -> Iterator[Stretch]:
+def _split(layout: ShardedLayout, seen: Sequence[int]) -> Iterator[Stretch]:
     """This rank's segments, in the order of the sequence."""
     chain, at = Chain.of(layout), 0
     for s in layout.local_segments():
         runs = []
         for p in layout.pieces_of(s):
-            position = p.start - layout.cu_seqlens[p.document]
+            position = seen[p.document] + p.start - layout.cu_seqlens[p.document]
             runs.append(DocumentRun(at, at + len(p), position, p.document, p.first, p.last))
             at += len(p)
         source = chain.owners[s - 1] if chain.needs[s] else None
@@ -129,7 +135,7 @@ class _InOrder(torch.autograd.Function):
         B, H = given[0].shape[0], given[0].shape[2]
         rows = with_rows(start, call.packed)
         o = torch.empty_like(given[0])
-        ends = start.new_zeros(B, max(1, call.pieces), *start.shape[1:])
+        ends = start.new_zeros(B, max(1, call.pieces), *start.shape[1:]) if call.final else None
         groups, piece, sends = call.heads(H), 0, []
         arrived: list[Tensor] = []
         left: list[Tensor] = []
@@ -145,7 +151,8 @@ class _InOrder(torch.autograd.Function):
                 for n, run in enumerate(stretch.runs):
                     S = rows[:, run.document, heads] if run.first else S
                     o[:, run.start : run.stop, heads], S = call.body(run, S, *call.part(run, heads, given))
-                    ends[:, piece + n, heads] = S
+                    if ends is not None:
+                        ends[:, piece + n, heads] = S
                 if stretch.target is not None:
                     left.append(S)
                     if stretch.target != rank:
@@ -157,7 +164,7 @@ class _InOrder(torch.autograd.Function):
         ctx.way_back = None if call.layout is None else call.layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(start, *arrived, *given)
         ctx.set_materialize_grads(False)
-        return o, _final(call, ends, start)
+        return o, None if ends is None else _final(call, ends, start)
 
     @staticmethod
     @first_derivative_only
@@ -169,7 +176,8 @@ class _InOrder(torch.autograd.Function):
         dfinal = torch.zeros_like(start) if dfinal is None else dfinal
         if call.layout is not None:
             ctx.way_back()
-            dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
+            if call.final:
+                dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
         dend, rows = with_rows(dfinal, call.packed), with_rows(start, call.packed)
         dstart = start.new_zeros(given[0].shape[0], max(1, call.pieces), *start.shape[1:])
         grads = [torch.zeros_like(t) for t in given]
@@ -200,7 +208,7 @@ class _InOrder(torch.autograd.Function):
                         sends.append(call.send(dS, stretch.source))
         for message in sends:
             message.wait()
-        return None, _start_gradient(call, dstart, dend), *grads
+        return None, _start_gradient(call, dstart, dend) if ctx.needs_input_grad[1] else None, *grads
 
 
 def _back(body: Body, run: DocumentRun, own: Sequence[Tensor], do: Tensor, dS: Tensor) -> list[Tensor]:

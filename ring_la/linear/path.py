@@ -9,7 +9,7 @@ from ..outputs import LinearAttentionOutput
 from .exchange import SplitCall
 from .one_device import OneDeviceCall, one_device
 from .options import CommonOptions
-from .split import SplitRecurrence
+from .split import SplitRecurrence, forward
 from .states import with_rows, without_rows
 
 
@@ -32,7 +32,11 @@ def run(
         o, S_end = one_device(call, inputs, S0, cu)
         return LinearAttentionOutput(o, without_rows(S_end, packed) if options.output_final_state else None)
     saves = wanting(*inputs, initial)
-    split = SplitCall(rule, options.layout, scale, mode, backend, options.output_final_state, decays, saves)
+    known = rule, scale, mode, backend, options.output_final_state, decays, saves
+    split = SplitCall.kept(options.layout, *known) if decays is None else SplitCall(rule, options.layout, *known[1:])
     with full_precision(inputs.q):
-        o, final = SplitRecurrence.apply(split, initial, *inputs)
+        if saves:
+            o, final = SplitRecurrence.apply(split, initial, *inputs)
+        else:
+            o, final, *_ = forward(split, initial, inputs)
     return LinearAttentionOutput(o, final if options.output_final_state else None)

@@ -14,14 +14,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only
 from ..kernels import Backward, Inputs
+from ..scan import MailboxBorder
 from .exchange import SplitCall, exchanged, exchanged_back
 from .states import entering_states, final_states, initial_gradient, leaving_gradients, without_rows
+
+
+class Finished(NamedTuple):
+    """What a forward pass gives, and what a backward pass takes of it."""
+
+    o: Tensor
+    final: Tensor | None
+    S0: Tensor | None
+    maps: Sequence[Tensor | None]
+    sent: Sequence[Tensor | None]
+    saved: tuple[Tensor | None, ...]
+    border: MailboxBorder | None
+
+
+def forward(call: SplitCall, initial_state: Tensor | None, inputs: Inputs) -> Finished:
+    """The three moves on this rank's tokens, not recorded."""
+    layout, local = call.layout, call.local(inputs, call.mode)
+    S0 = entering_states(layout, inputs, initial_state)
+    _, size, border = call.crossing(inputs)
+    border = border if local.crosses else None
+    maps: Sequence[Tensor | None] = ()
+    sent: Sequence[Tensor | None] = ()
+    if call.seams.alone:
+        out = local.output(S0)
+    elif border is not None:
+        border.begin(size, reverse=False)
+        out = local.output(S0, border=border)  # type: ignore[arg-type]
+    else:
+        S0, summary, maps, sent = exchanged(call, local, S0, inputs)
+        out = local.output(S0, summary)
+    final = None
+    if call.output_final_state:
+        final = without_rows(final_states(layout, out.leaving, initial_state), layout.packed)
+    return Finished(out.o, final, S0, maps, sent, tuple(out.saved), border)
 
 
 class SplitRecurrence(torch.autograd.Function):
@@ -29,41 +65,22 @@ class SplitRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: SplitCall, initial_state: Tensor | None, *tensors: Tensor | None):
-        inputs, layout = Inputs(*tensors), call.layout
-        local = call.local(inputs, call.mode)
-        S0 = entering_states(layout, inputs, initial_state)
-        _, size, border = call.crossing(inputs)
-        ctx.border = border if local.crosses else None
-        maps: Sequence[Tensor | None] = ()
-        sent: Sequence[Tensor | None] = ()
-        if call.seams.alone:
-            out = local.output(S0)
-        elif ctx.border is not None:
-            border.begin(size, reverse=False)
-            out = local.output(S0, border=border)  # type: ignore[arg-type]
-        else:
-            S0, summary, maps, sent = exchanged(call, local, S0, inputs)
-            out = local.output(S0, summary)
-        final = None
-        if call.output_final_state:
-            final = without_rows(final_states(layout, out.leaving, initial_state), layout.packed)
-            ctx.final_shape = final.shape
-        ctx.way_back = layout.cp.comm.agreement.way_back()
+        done = forward(call, initial_state, Inputs(*tensors))
+        ctx.border, ctx.final_shape = done.border, None if done.final is None else done.final.shape
+        ctx.way_back = call.layout.cp.comm.agreement.way_back()
         ctx.call, ctx.has_initial = call, initial_state is not None
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-        ctx.parts = len(maps), len(inputs), len(sent)
-        if call.saves:
-            ctx.save_for_backward(S0, *maps, *inputs, *sent, *out.saved)
+        ctx.parts = len(done.maps), len(tensors), len(done.sent)
+        ctx.save_for_backward(done.S0, *done.maps, *tensors, *done.sent, *done.saved)
         ctx.set_materialize_grads(False)
-        return out.o, final
+        return done.o, done.final
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
         call: SplitCall = ctx.call
         layout = call.layout
-        if not call.seams.alone or call.output_final_state or ctx.has_initial:
-            ctx.way_back()
+        ctx.way_back()
         S0, *rest = ctx.saved_tensors
         transitions, inputs, sent, saved = _cut(rest, ctx.parts)
         inputs = Inputs(*inputs)

@@ -56,10 +56,15 @@ class HybridLM(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        with torch.no_grad():  # keep the residual stream's variance as depth grows (GPT-2)
-            for name, weight in self.named_parameters():
-                if name.endswith("out_proj.weight"):
-                    weight.mul_((2 * len(config.layers)) ** -0.5)
+        self.scale_residuals(self, len(config.layers))
+
+    @staticmethod
+    @torch.no_grad()
+    def scale_residuals(module: nn.Module, layers: int) -> None:
+        """Keep the residual stream's variance as depth grows (GPT-2)."""
+        for name, weight in module.named_parameters():
+            if name.endswith("out_proj.weight"):
+                weight.mul_((2 * layers) ** -0.5)
 
     def forward(
         self,

@@ -22,6 +22,7 @@ from .retention import LightningAttention, MultiScaleRetention
 from .rwkv6 import RWKV6
 from .rwkv7 import RWKV7
 from .sparse import NativeSparseAttention
+from .ttt import TTTLinear
 from .xlstm import MLSTM
 
 LAYERS: dict[str, type[Layer]] = {
@@ -47,6 +48,7 @@ LAYERS: dict[str, type[Layer]] = {
     "gsa": GatedSlotAttention,
     "mamba3": Mamba3,
     "fox": ForgettingAttention,
+    "ttt": TTTLinear,
 }
 """Names of the layers in a model's list."""
 
@@ -82,4 +84,5 @@ __all__ = [
     "RWKV6",
     "RWKV7",
     "Routing",
+    "TTTLinear",
 ]

@@ -32,6 +32,7 @@ class Attention(Layer):
         window: earlier tokens a token sees; −1: all.
     """
 
+    same_bits = True
     needs_runs = False
     state_type = KVCache
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
+from ..kernels.fused import prepare
 from ..kernels.fused.log_decay import decay_gate
 from ..outputs import LinearAttentionOutput
 from ..recurrences import delta_rule, gated_delta_rule, kda
@@ -35,6 +37,10 @@ from .parts import GatedRMSNorm, RMSNorm, ShortConv
 
 class _DeltaLayer(Layer):
     """q, k, v and β, as the three layers have them in common; arguments as in `DeltaNet`."""
+
+    same_bits = True
+    prepares: ClassVar[bool] = False
+    """Whether `prepare` makes what the recurrence takes, which is then `rule`, of decay_proj, A_log and dt_bias."""
 
     def __init__(
         self,
@@ -76,19 +82,15 @@ class _DeltaLayer(Layer):
         state = state or LayerState()
         qkv, tail = self.conv(call.rows(self.qkv_proj, x), state.tail, call)
         q, k, v = qkv.split(self.widths, -1)
-        o, S = self.recur(
-            x,
-            call,
-            split_heads(q, self.num_heads),
-            split_heads(k, self.num_heads),
-            split_heads(v, self.num_value_heads),
-            call.rows(self._rates, call.rows(self.beta_proj, x)),
-            use_qk_l2norm=True,
-            initial_state=state.recurrent,
-            mode=self.mode,
-            backend=self.backend,
-            **call.keywords,
-        )
+        q, k = split_heads(q, self.num_heads), split_heads(k, self.num_heads)
+        v, b = split_heads(v, self.num_value_heads), call.rows(self.beta_proj, x)
+        keywords = dict(initial_state=state.recurrent, mode=self.mode, backend=self.backend, **call.keywords)
+        if self.prepares and prepare.TOGETHER:
+            a, shared = call.rows(self.decay_proj, x), (self.A_log, self.dt_bias)
+            q, k, g, beta = call.rows(partial(prepare.prepare, most=self.beta_max), q, k, a, b, shared=shared)
+            o, S = self.rule(q, k, v, g, beta, **keywords)
+        else:
+            o, S = self.recur(x, call, q, k, v, call.rows(self._rates, b), use_qk_l2norm=True, **keywords)
         o = call.rows(self.out_proj, merge_heads(self.readout(x, o, call)))
         return LayerOutput(o, LayerState(S, tail) if call.output_state else None)
 
@@ -97,6 +99,10 @@ class _DeltaLayer(Layer):
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         """The recurrence, with the layer's decay of `x`."""
+
+    @abstractmethod
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
+        """The recurrence of prepared tensors, g ``[B, T, …]`` as decay_proj has it."""
 
     @abstractmethod
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
@@ -135,6 +141,8 @@ class GatedDeltaNet(_DeltaLayer):
     Arguments as in `DeltaNet`.
     """
 
+    prepares = True
+
     def make_gates(self) -> None:
         H = self.num_value_heads
         self.decay_proj = nn.Linear(self.dim, H, bias=False)
@@ -146,6 +154,9 @@ class GatedDeltaNet(_DeltaLayer):
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
+        return self.rule(q, k, v, g, beta, **keywords)
+
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         return gated_delta_rule(q, k, v, g, beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
@@ -161,6 +172,8 @@ class KimiDeltaAttention(_DeltaLayer):
     Arguments as in `DeltaNet`. The low ranks W↓ have V columns.
     """
 
+    prepares = True
+
     def make_gates(self) -> None:
         dim, H, K, V = self.dim, self.num_value_heads, self.K, self.V
         self.decay_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * K, bias=False))
@@ -172,6 +185,9 @@ class KimiDeltaAttention(_DeltaLayer):
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
+        return self.rule(q, k, v, g, beta, **keywords)
+
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         return kda(q, k, v, split_heads(g, self.num_value_heads), beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:

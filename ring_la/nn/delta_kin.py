@@ -81,6 +81,8 @@ class GatedDeltaProduct(GatedDeltaNet):
         steps: n. The others as in `DeltaNet`.
     """
 
+    same_bits = True
+
     def __init__(self, dim: int, num_heads: int, *, steps: int = 2, **options: Any) -> None:
         self.steps = positive("steps", steps)
         super().__init__(dim, num_heads, **options)

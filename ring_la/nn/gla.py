@@ -25,6 +25,8 @@ class GatedLinearAttention(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
+
     def __init__(
         self,
         dim: int,
@@ -77,6 +79,8 @@ class HGRN2(Layer):
             the paper lets it grow with depth.
         mode, backend: as in the recurrences.
     """
+
+    same_bits = True
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ class GatedSlotAttention(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
+
     def __init__(
         self,
         dim: int,
@@ -48,8 +50,9 @@ class GatedSlotAttention(Layer):
         self.out_proj = nn.Linear(num_heads * self.K, dim, bias=False)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        q, k, v = (split_heads(y, self.num_heads) for y in F.silu(self.qkv_proj(x)).chunk(3, -1))
-        g = split_heads(decay_gate(self.decay_proj(x), sign=-1.0, factor=1 / self.temperature), self.num_heads)
+        qkv = call.rows(F.silu, call.rows(self.qkv_proj, x))
+        q, k, v = (split_heads(y, self.num_heads) for y in qkv.chunk(3, -1))
+        s, g = (split_heads(y, self.num_heads) for y in call.rows(self._gates, call.rows(self.decay_proj, x)))
         initial = None
         if state is not None:
             S: Any = state.recurrent
@@ -58,17 +61,22 @@ class GatedSlotAttention(Layer):
             q,
             k,
             v,
-            -torch.expm1(g),
+            s,
             g,
             initial_state=initial,
             mode=self.mode,
             backend=self.backend,
             **call.keywords,
         )
-        o = self.out_proj(self.norm(F.silu(merge_heads(o))))
+        o = call.rows(self.out_proj, call.rows(self.norm, call.rows(F.silu, merge_heads(o))))
         if not call.output_state:
             return LayerOutput(o, None)
         if call.in_place:
             return LayerOutput(o, state)
         keys, values = final  # type: ignore[misc]
         return LayerOutput(o, LayerState(torch.cat([keys, values.mT], -2)))
+
+    def _gates(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """What tokens write into slots, and the logarithm of what slots keep."""
+        g = decay_gate(y, sign=-1.0, factor=1 / self.temperature)
+        return -torch.expm1(g), g

@@ -27,6 +27,8 @@ class HGRN(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
+
     def __init__(
         self,
         dim: int,
@@ -45,19 +47,22 @@ class HGRN(Layer):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        i, f, gate = self.ifg_proj(x).chunk(3, -1)
-        g = decay_gate(f, sign=-1.0)  # logsigmoid
-        if self.lower_bound:
-            g = torch.log(self.lower_bound + (1 - self.lower_bound) * g.exp())
+        i, f, gate = call.rows(self.ifg_proj, x).chunk(3, -1)
         o, S = hgrn(
-            (-torch.expm1(g) * F.silu(wide(i))).to(x.dtype),
-            g,
+            *call.rows(self._written, i, f),
             initial_state=None if state is None or state.recurrent is None else state.recurrent[..., 0, 0],
             mode=self.mode,
             backend=self.backend,
             **call.keywords,
         )
-        o = self.out_proj(self.norm(o, gate))
+        o = call.rows(self.out_proj, call.rows(self.norm, o, gate))
         if S is None or not call.output_state:
             return LayerOutput(o, None)
         return LayerOutput(o, state if call.in_place else LayerState(S[..., None, None]))
+
+    def _written(self, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        """What tokens write, and the logarithm of what they keep."""
+        g = decay_gate(f, sign=-1.0)  # logsigmoid
+        if self.lower_bound:
+            g = torch.log(self.lower_bound + (1 - self.lower_bound) * g.exp())
+        return (-torch.expm1(g) * F.silu(wide(i))).to(i.dtype), g

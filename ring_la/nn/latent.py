@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import fixed
 from ..errors import ArgumentError, UnsupportedError
 from ..softmax import attention, mla
 from .decoding import KVCache, KVRows, cache_of, check_rows, decode
 from .layer import Layer, LayerCall, LayerOutput, head_width, merge_heads, positions, positive, split_heads
-from .parts import RMSNorm, rotate
+from .parts import RMSNorm, rotated
 
 
 class MultiheadLatentAttention(Layer):
@@ -28,6 +29,7 @@ class MultiheadLatentAttention(Layer):
         rope_base: base of the rotary positions.
     """
 
+    same_bits = True
     needs_runs = False
     state_type = KVCache
 
@@ -70,13 +72,13 @@ class MultiheadLatentAttention(Layer):
 
     def mix(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> LayerOutput:
         at = positions(x, None if state is None else state.length, call)
-        q = split_heads(self.q_proj(x if self.q_down is None else self.q_down(x)), self.num_heads)
+        q = split_heads(call.rows(self.q_proj, x if self.q_down is None else call.rows(self.q_down, x)), self.num_heads)
         still, turning = q.split(self.q_widths, -1)
-        q = torch.cat([still, rotate(turning, at, self.rope_base)], -1)
-        latent, k_rope = self.kv_down(x).split(self.widths, -1)
-        latent, k_rope = self.kv_norm(latent), rotate(k_rope[:, :, None], at, self.rope_base)[:, :, 0]
+        latent, k_rope = call.rows(self.kv_down, x).split(self.widths, -1)
+        turned, k_rope = rotated(turning, k_rope[:, :, None], at, self.rope_base, call)
+        q = torch.cat([still, turned], -1)
         k_up, v_up = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
-        latent, k_rope = latent.to(q.dtype), k_rope.to(q.dtype)
+        latent, k_rope = call.rows(self.kv_norm, latent).to(q.dtype), k_rope[:, :, 0].to(q.dtype)
         key = torch.cat([latent, k_rope], -1)[:, :, None]
         if state is None:
             where: dict[str, Any] = dict(layout=call.layout, cu_seqlens=call.cu_seqlens)
@@ -86,7 +88,7 @@ class MultiheadLatentAttention(Layer):
             o, state = self._decode(q, key, state, k_up, v_up)
         else:
             o, state = self._continue(q, key, state, call)
-        return LayerOutput(self.out_proj(merge_heads(o)), state if call.output_state else None)
+        return LayerOutput(call.rows(self.out_proj, merge_heads(o)), state if call.output_state else None)
 
     def _decode(
         self, q: Tensor, key: Tensor, state: KVCache | KVRows, k_up: Tensor, v_up: Tensor
@@ -111,6 +113,13 @@ class MultiheadLatentAttention(Layer):
                 "packed documents or a cache of documents of several lengths",
                 "Continue each document as a batch row with layout=None and cu_seqlens=None",
             )
+        layout = call.layout
+        if fixed(layout) and layout.cp.size == 1:  # the bits of one call
+            cache = cache.extend(key, key[..., :0])
+            latents = cache.k[:, :, 0].split(self.widths, -1)
+            whole = layout.cp.layout(cache.k.shape[1], "contiguous")
+            up = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
+            return mla(q, *latents, *up, layout=layout, kv_layout=whole).o, cache
         (k, v), (joint_k, joint_v) = self._written_out(key), self._written_out(cache.k.to(key.dtype))
         joint: dict[str, Any] = dict(joint_k=joint_k, joint_v=joint_v, joint="front")
         o = attention(q, k, v, layout=call.layout, **joint).o

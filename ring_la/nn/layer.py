@@ -19,11 +19,11 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..blockwise import by_block
+from ..blockwise import by_block, fixed
 from ..checks import FLOATS, check_flag, check_split
 from ..choices import Mode, RecurrenceBackend
 from ..context import ShardedLayout
-from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
+from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
 
 
 class LayerState(NamedTuple):
@@ -87,9 +87,17 @@ class Layer(nn.Module, ABC):
     needs_runs: ClassVar[bool] = True
     """Whether each rank must own runs of consecutive tokens."""
     state_type: ClassVar[type] = LayerState
+    same_bits: ClassVar[bool] = False
+    """Whether all of `mix` between operators goes through `LayerCall.rows`, so that under a deterministic layout bits
+    do not depend on the split; else such a layout is refused. A class with a `mix` of its own says so again."""
     mode: Mode
     """Of the recurrence, in layers that have one; so is `backend`."""
     backend: RecurrenceBackend | None
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "mix" in vars(cls) and "same_bits" not in vars(cls):
+            cls.same_bits = False
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -118,6 +126,7 @@ class Layer(nn.Module, ABC):
 
         Raises:
             ArgumentError: a wrong shape, dtype, layout or state, by name; under a layout on every rank.
+            UnsupportedError: a deterministic layout where the layer has not the same bits on it (`same_bits`).
         """
         call = LayerCall(layout, cu_seqlens, output_state, in_place)
         self.check(x, state, call)
@@ -177,6 +186,8 @@ class Layer(nn.Module, ABC):
             check_split(x.shape[1], x.shape[0], layout, call.cu_seqlens, x.device)
         else:
             layout.require_local("x", x.shape[1])
+        if fixed(layout) and not self.same_bits:
+            raise UnsupportedError("layout", f"one without deterministic=True for {name}", "a deterministic one")
         if state is not None and not isinstance(state, self.state_type):
             raise ArgumentError("state", f"a {self.state_type.__name__} or None for {name}", type(state).__name__)
 

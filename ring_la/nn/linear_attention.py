@@ -21,6 +21,8 @@ class LinearAttention(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
+
     def __init__(
         self,
         dim: int,

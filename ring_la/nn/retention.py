@@ -38,6 +38,8 @@ class MultiScaleRetention(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
+
     def __init__(
         self,
         dim: int,
@@ -85,6 +87,7 @@ class LightningAttention(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
     knows_depth = True
     log_decay: Tensor
 

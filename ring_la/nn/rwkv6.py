@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import fixed
 from ..checks import check_depth
 from ..choices import Mode, RecurrenceBackend
 from ..conv import token_shift
+from ..errors import UnsupportedError
 from ..recurrences import rwkv6
 from .layer import Layer, LayerCall, LayerOutput, LayerState, divide, merge_heads, split_heads, wide
 from .parts import HeadNorm
@@ -29,6 +31,7 @@ class RWKV6(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
     knows_depth = True
 
     def __init__(
@@ -62,17 +65,23 @@ class RWKV6(Layer):
         self.norm = HeadNorm(H, V, eps=1e-5 * V)
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
+    def _check(self, x: Tensor, state: LayerState | None, call: LayerCall) -> None:
+        super()._check(x, state, call)
+        if state is not None and fixed(call.layout):
+            hint = "A block's last token is written in the next block, and a state holds it already"
+            raise UnsupportedError("state", "None under a deterministic layout for RWKV6", "a state", hint)
+
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
         before, tail = token_shift(x, initial_state=state.tail, **call.keywords)
-        away = before - x
-        mixed = x + away * self.mu.to(x.dtype)
-        xr, xk, xv, xg, xw = (x + away * part(mixed).to(x.dtype) for part in self.mixes)
+        mean = call.rows(_toward, x, before, shared=(self.mu,))
+        xr, xk, xv, xg, xw = (call.rows(_toward, x, before, call.rows(part, mean)) for part in self.mixes)
+        r, k, v = call.rows(self.r_proj, xr), call.rows(self.k_proj, xk), call.rows(self.v_proj, xv)
         o, S = rwkv6(
-            self._heads(self.r_proj(xr)),
-            self._heads(self.k_proj(xk)),
-            self._heads(self.v_proj(xv)),
-            self._heads(-torch.exp(wide(self.decay(xw)))),
+            self._heads(r),
+            self._heads(k),
+            self._heads(v),
+            self._heads(call.rows(_log_decay, call.rows(self.decay, xw))),
             self.bonus,
             scale=1.0,
             initial_state=state.recurrent,
@@ -80,8 +89,18 @@ class RWKV6(Layer):
             backend=self.backend,
             **call.keywords,
         )
-        o = merge_heads(self.norm(o)) * F.silu(self.g_proj(xg))
-        return LayerOutput(self.out_proj(o.to(x.dtype)), LayerState(S, tail) if call.output_state else None)
+        gate = call.rows(F.silu, call.rows(self.g_proj, xg))
+        o = (merge_heads(call.rows(self.norm, o)) * gate).to(x.dtype)
+        return LayerOutput(call.rows(self.out_proj, o), LayerState(S, tail) if call.output_state else None)
 
     def _heads(self, x: Tensor) -> Tensor:
         return split_heads(x, self.num_heads)
+
+
+def _toward(x: Tensor, before: Tensor, weight: Tensor) -> Tensor:
+    """A token, moved toward its predecessor."""
+    return x + (before - x) * weight.to(x.dtype)
+
+
+def _log_decay(y: Tensor) -> Tensor:
+    return -torch.exp(wide(y))

@@ -51,6 +51,7 @@ class RWKV7(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
     knows_depth = True
 
     def __init__(

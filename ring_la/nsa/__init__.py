@@ -2,6 +2,7 @@
 
 function     nsa, the public function: checks, the three branches, their sum
 compressed   blocks of tokens made one key and value each, wherever the sequence is cut, and attention to them
+operators    what a compiler sees of it
 choice       which blocks of tokens a query reads, by what it gives the compressed ones
 """
 

@@ -88,34 +88,25 @@ class Compressed:
             queries = Tokens.whole(len(rows.last), device, None, rows.total - len(rows.last))
         return WholePlacement((queries,), (keys,), len(counts) > 1, counts)
 
-    def rows(self, k: Tensor, v: Tensor, compress_k: BlockMap, compress_v: BlockMap) -> tuple[Tensor, Tensor]:
-        """The compressed keys ``[B, N, Hk, K]`` and values ``[B, N, Hk, V]`` of all documents, on every rank.
-
-        Gradients of a map's parameters are this rank's part.
-        """
+    def blocks(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The blocks that this rank makes keys of: ``[B, N, length, Hk, K]`` and ``[…, V]``."""
         both = torch.cat([k, v], -1)
         if self.layout is not None:
             name = "compressed", self.length, self.stride
             both = self.layout.route(name, lambda: self._wanted)(both, 1)
         elif len(self._wanted[0]) < both.shape[1]:
             both = both[:, self._wanted[0].to(both.device)]
-        blocks = both[:, self._inside].split([k.shape[3], v.shape[3]], -1)
-        made = []
-        for argument, compress, x in zip(("compress_k", "compress_v"), (compress_k, compress_v), blocks):
-            y = compress(x, self.positions)
-            expected = [*x.shape[:2], *x.shape[3:4]]
-            if not isinstance(y, Tensor) or y.dim() != 4 or list(y.shape[:3]) != expected:
-                got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-                raise ArgumentError(argument, f"a map to [B, N, Hk, ·] = [{', '.join(map(str, expected))}, ·]", got)
-            made.append(y.to(x.dtype))
-        if made[0].shape[3] != k.shape[3]:
-            raise ArgumentError("compress_k", f"a map to {k.shape[3]} channels, those of q", made[0].shape[3])
+        of_k, of_v = both[:, self._inside].split([k.shape[3], v.shape[3]], -1)
+        return of_k, of_v
+
+    def everywhere(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The compressed keys ``[B, N, Hk, K]`` and values ``[B, N, Hk, V]`` of all documents, on every rank, from what
+        this rank has made."""
         if self.layout is None:
-            return made[0], made[1]
-        widths = [y.shape[3] for y in made]
-        whole = Gather.apply(torch.cat(made, -1).movedim(1, 0), self, self.layout.cp.comm).movedim(0, 1)
-        compressed_k, compressed_v = whole.split(widths, -1)
-        return compressed_k, compressed_v
+            return k, v
+        whole = Gather.apply(torch.cat([k, v], -1).movedim(1, 0), self, self.layout.cp.comm).movedim(0, 1)
+        of_k, of_v = whole.split([k.shape[3], v.shape[3]], -1)
+        return of_k, of_v
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str | None = None
@@ -124,3 +115,20 @@ class Compressed:
         x = Tensors(q, k.contiguous(), v.contiguous())
         plan = AttentionCall(Scores(scale=scale, right=0), "none", backend).planned(x, self.place, "ring")
         return plan(x)
+
+
+def mapped(
+    blocks: tuple[Tensor, Tensor], compress_k: BlockMap, compress_v: BlockMap, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One key and one value of each block. Gradients of a map's parameters are this rank's part."""
+    made = []
+    for argument, compress, x in zip(("compress_k", "compress_v"), (compress_k, compress_v), blocks):
+        y = compress(x, positions)
+        expected = [*x.shape[:2], *x.shape[3:4]]
+        if not isinstance(y, Tensor) or y.dim() != 4 or list(y.shape[:3]) != expected:
+            got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ArgumentError(argument, f"a map to [B, N, Hk, ·] = [{', '.join(map(str, expected))}, ·]", got)
+        made.append(y.to(x.dtype))
+    if made[0].shape[3] != blocks[0].shape[4]:
+        raise ArgumentError("compress_k", f"a map to {blocks[0].shape[4]} channels, those of q", made[0].shape[3])
+    return made[0], made[1]

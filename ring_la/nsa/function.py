@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import outside_graphs
+from ..autograd import traced
 from ..checks import FLOATS, check_offsets, check_scale
 from ..choices import AttentionChoice, SoftmaxBackend
 from ..context import ShardedLayout, check_together
@@ -17,8 +17,9 @@ from ..indexers.chosen import Rows
 from ..outputs import NSAOutput
 from ..softmax import attention, sparse_attention
 from ..softmax.door import autocast
+from . import operators
 from .choice import Sizes, choose_blocks
-from .compressed import BlockMap, Compressed
+from .compressed import BlockMap, Compressed, mapped
 
 
 def nsa(
@@ -86,48 +87,54 @@ def nsa(
             if not callable(given):
                 raise ArgumentError(name, "a function of blocks and positions", type(given).__name__)
 
-    check_together("nsa", layout, check, lambda: _signature(q, k, v, gates, sizes, window, scale))
+    together = None if torch.compiler.is_compiling() else layout
+    check_together("nsa", together, check, lambda: _signature(q, k, v, gates, sizes, window, scale))
     where: dict[str, Any] = dict(layout=layout, cu_seqlens=cu_seqlens)
     if backend == "reference":
         more: dict[str, Any] = sizes._asdict() | dict(window=window, scale=scale)
         out = reference.nsa(q, k, v, gates, compress_k, compress_v, **more, **where)
         return NSAOutput(out.o.to(q.dtype), out.chosen)
-    return _branches((q, k, v, gates), (compress_k, compress_v), sizes, window, scale, where, strategy, backend)
-
-
-@outside_graphs
-def _branches(
-    tensors: tuple[Tensor, Any, Any, Tensor],
-    maps: tuple[BlockMap, BlockMap],
-    sizes: Sizes,
-    window: int,
-    scale: float | None,
-    where: dict[str, Any],
-    strategy: AttentionChoice | None,
-    backend: SoftmaxBackend | None,
-) -> NSAOutput:
-    """The three branches and their sum; a compiler's graph breaks around them."""
-    q, k, v, gates = tensors
     if torch.is_autocast_enabled(q.device.type):
         q, *both = autocast(q, *k, *v)
-        k, v = both[:3], both[3:]
+        k, v = (both[0], both[1], both[2]), (both[3], both[4], both[5])
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
-    layout, cu_seqlens, T = where["layout"], where["cu_seqlens"], k[0].shape[1]
-    if layout is None and q.shape[1] < T:
-        rows = Rows(T, None, None, q.device, q.shape[1])
-    else:
-        rows = Rows.of(q, layout, cu_seqlens)
-    compressed = Compressed.of(sizes.length, sizes.stride, rows)
-    few_k, few_v = compressed.rows(k[0], v[0], *maps)
-    o, lse = compressed.attention(q, few_k, few_v, factor, backend)
-    chosen = choose_blocks(q, few_k, lse.detach(), factor, sizes, rows, compressed)
-    how: dict[str, Any] = dict(scale=factor, strategy=strategy, backend=backend, **where)
-    read = sparse_attention(q, k[1], v[1], chosen, block=sizes.block, **how).o
-    near = attention(q, k[2], v[2], window=(window, -1), **how).o
+    how: dict[str, Any] = dict(scale=factor, backend=backend, **where)
+    compressed = _compressed_traced if traced(q, *k, *v, gates) else _compressed
+    o, chosen = compressed(q, k[0], v[0], (compress_k, compress_v), sizes, how)
+    read = sparse_attention(q, k[1], v[1], chosen, block=sizes.block, strategy=strategy, **how).o
+    near = attention(q, k[2], v[2], window=(window, -1), strategy=strategy, **how).o
     weight = gates.to(q.dtype).unsqueeze(-2).unbind(-1)  # each [B, T, H, 1]
-    total = sum(w * branch for w, branch in zip(weight, (o, read, near)))
-    assert isinstance(total, Tensor)
-    return NSAOutput(total, chosen)
+    return NSAOutput(weight[0] * o + weight[1] * read + weight[2] * near, chosen)
+
+
+def _compressed(
+    q: Tensor, k: Tensor, v: Tensor, maps: tuple[BlockMap, BlockMap], sizes: Sizes, how: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """o of the compressed branch, and the choice."""
+    layout, scale = how["layout"], how["scale"]
+    if layout is None and q.shape[1] < k.shape[1]:
+        rows = Rows(k.shape[1], None, None, q.device, q.shape[1])
+    else:
+        rows = Rows.of(q, layout, how["cu_seqlens"])
+    compressed = Compressed.of(sizes.length, sizes.stride, rows)
+    few_k, few_v = compressed.everywhere(*mapped(compressed.blocks(k, v), *maps, compressed.positions))
+    o, lse = compressed.attention(q, few_k, few_v, scale, how["backend"])
+    return o, choose_blocks(q, few_k, lse.detach(), scale, sizes, rows, compressed)
+
+
+def _compressed_traced(
+    q: Tensor, k: Tensor, v: Tensor, maps: tuple[BlockMap, BlockMap], sizes: Sizes, how: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """`_compressed` for who sees single operators: the caller's maps between two of them."""
+    layout, cu_seqlens = how["layout"], how["cu_seqlens"]
+    number, total = 0 if layout is None else layout.number, k.shape[1]
+    most = operators.room(k, sizes.stride, layout, cu_seqlens)
+    *blocks, positions = operators.nsa_blocks(k, v, cu_seqlens, number, q.shape[1], sizes.length, sizes.stride, most)
+    few_k, few_v = mapped((blocks[0], blocks[1]), *maps, positions)
+    o, chosen = operators.nsa_compressed(
+        q, few_k, few_v, cu_seqlens, number, total, list(sizes), how["scale"], how["backend"]
+    )
+    return o, chosen
 
 
 # -- checks and agreement ----------------------------------------------------------------------------------
@@ -158,7 +165,7 @@ def _check(q: Any, k: Any, v: Any, gates: Any, layout: Any, cu_seqlens: Any) -> 
             check_offsets(cu_seqlens, B, T, q.device)
         elif cu_seqlens is not None:
             raise ArgumentError("cu_seqlens", "None with a layout", "offsets", "Give them to ContextParallel.layout")
-        else:
+        elif not torch.compiler.is_compiling():  # within a graph the operator asks
             layout.require_local("q", Tq)
     elif Tq > T:
         raise ArgumentError("q", f"at most the {T} tokens of k", Tq)

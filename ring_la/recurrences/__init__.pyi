@@ -448,6 +448,7 @@ def ttt_linear(
     b: Tensor,
     mini_batch: int = 16,
     eps: float = 1e-06,
+    first: int | tuple[int, ...] = 0,
     *,
     scale: float | None = None,
     initial_state: tuple[Tensor, ...] | None = None,

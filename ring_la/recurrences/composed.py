@@ -3,6 +3,7 @@
 A description with a keyword `options` is the whole call. Before it runs, its arguments are checked by their shapes and
 compared among the ranks here, so that errors carry the caller's names; it gets `options` with the scale as a number and
 q and k of unit length where that is asked for. `options.inner` and `options.scan` are the keywords that its parts take.
+What it does to each token by itself goes through `blockwise.by_block`, so that its parts can keep their bits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import refuse_transforms, transformed
+from ..blockwise import by_block, fixed
 from ..checks import check_flag, check_nan, check_scale, check_split
 from ..context import ShardedLayout
 from ..errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
@@ -23,7 +25,7 @@ from ..kernels import check_choice
 from ..kernels.fused.unit_length import l2norm
 from ..outputs import LinearAttentionOutput
 from .agreement import Flags
-from .arguments import check_arguments, state_dtype_of
+from .arguments import Argument, check_arguments, state_dtype_of
 from .definition import CommonOptions, Definition
 
 
@@ -51,12 +53,7 @@ def run_composed(
         raise error
     if options.backend == "reference":
         return _by_reference(definition, call, options, tensors)
-    kinds = definition.arguments
-    if options.use_qk_l2norm:
-        given |= {n: l2norm(x) for n, x in tensors.items() if kinds[n].kind in ("query", "key")}
-    given |= {
-        n: _to_heads(x, kinds[n].shape, sizes) for n, x in given.items() if n in tensors and "H" in kinds[n].shape
-    }
+    given |= {n: _ready(x, definition.arguments[n], sizes, options) for n, x in tensors.items()}
     ready = options._replace(scale=definition.scale(options, sizes.get("K", 1)), use_qk_l2norm=False, in_place=False)
     if not options.in_place:
         return call.func(**given, options=ready)
@@ -66,10 +63,20 @@ def run_composed(
     return LinearAttentionOutput(o, options.initial_state)
 
 
+def _ready(x: Tensor, kind: Argument, sizes: Mapping[str, int], options: CommonOptions) -> Tensor:
+    """An argument as the call's description takes it: q and k of unit length if that is asked for, value heads written
+    out."""
+    if options.use_qk_l2norm and kind.kind in ("query", "key"):
+        x = by_block(l2norm, x, layout=options.layout)
+    if "H" not in kind.shape or x.shape[kind.shape.index("H")] == sizes["H"]:
+        return x
+    return by_block(lambda x: _to_heads(x, kind.shape, sizes), x, layout=options.layout)
+
+
 def _to_heads(x: Tensor, shape: str, sizes: Mapping[str, int]) -> Tensor:
     """A tensor of value heads that came with the heads of keys."""
     dim = shape.index("H")
-    return x if x.shape[dim] == sizes["H"] else x.repeat_interleave(sizes["H"] // x.shape[dim], dim)
+    return x.repeat_interleave(sizes["H"] // x.shape[dim], dim)
 
 
 def _check(
@@ -80,6 +87,9 @@ def _check(
     for name in ("use_qk_l2norm", "output_final_state", "in_place"):
         check_flag(name, getattr(options, name))
     check_scale(options.scale)
+    if fixed(options.layout) and not definition.same_bits:
+        expected = f"one without deterministic=True for {definition.name}"
+        raise UnsupportedError("layout", expected, "a deterministic one")
     first = next(n for n, a in definition.arguments.items() if not a.shared)
     x = tensors[first]
     documents = check_split(x.shape[1], x.shape[0], options.layout, options.cu_seqlens, x.device, first)

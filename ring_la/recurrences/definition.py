@@ -92,6 +92,8 @@ class Definition:
         states: the parts of its state, the dimensions after N a letter each.
         flags: its own arguments that are no tensors, for examples.
         sizes: for examples, those of its own letters.
+        same_bits: of one made of others: what it does to tokens goes through `ring_la.by_block`, so that under a
+            deterministic layout its bits do not depend on the split; else such a layout is refused.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Definition:
     states: tuple[str, ...] = ("HKV",)
     flags: Mapping[str, object] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    same_bits: bool = False
 
     @property
     def composed(self) -> bool:

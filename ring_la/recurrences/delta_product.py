@@ -39,6 +39,7 @@ def token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     ),
     token=token,
     sizes=dict(N=2),
+    same_bits=True,
 )
 def gated_delta_product(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, options: CommonOptions

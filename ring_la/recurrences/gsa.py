@@ -14,11 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from ..algebra import Rule
+from ..blockwise import by_block
 from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import KEY, QUERY, VALUE, Argument
 from .definition import CommonOptions, Recurrence
+from .erase import keys_of
 from .gla import gla
 from .recurrence import recurrence
 
@@ -46,6 +48,7 @@ def token(
     token=token,
     states=("HKM", "HMV"),
     sizes=dict(M=3),
+    same_bits=True,
 )
 def gated_slot_attention(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, *, options: CommonOptions
@@ -59,12 +62,12 @@ def gated_slot_attention(
     """
     first, second = (None, None) if options.initial_state is None else options.initial_state
     final, heads = options.output_final_state, v.shape[2]
-    q, k = (x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    q, k = by_block(lambda *x: tuple(keys_of(heads, t) for t in x), q, k, layout=options.layout)
     scores, keys = _scores(
         q, k, s.to(q.dtype), g, scale=options.scale, initial_state=None if first is None else first.mT,
         output_final_state=final, **options.scan,
     )  # fmt: skip
-    slots = scores.softmax(-1)
+    slots = by_block(lambda x: x.softmax(-1), scores, layout=options.layout)
     o, values = gla(slots, s.to(slots.dtype), v, g, scale=1.0, initial_state=second,
                     output_final_state=final, **options.scan)  # fmt: skip
     state: Any = (keys.mT, values) if keys is not None else None

@@ -32,6 +32,7 @@ def token(S: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     default_scale=1.0,
     states=("D",),
     sizes=dict(D=7),
+    same_bits=True,
 )
 def hgrn(x: Tensor, g: Tensor, *, options: CommonOptions) -> LinearAttentionOutput:
     """HGRN: S ← e^g ⊙ S + x, o = scale · S, every channel by itself. The paper's x is ``(1 − e^g) ⊙ input``.

@@ -8,8 +8,7 @@ from ..algebra import Rule
 from ..checks import FLOATS, check_flag
 from ..errors import ArgumentError, describe_tensor
 from ..kernels import Inputs
-from ..kernels.fused.discretise import discretise
-from ..kernels.fused.skip import skip
+from ..kernels.fused.discretise import discretise, discretise_and_skip
 from .arguments import KEY, QUERY, VALUE, Argument
 from .definition import Recurrence
 from .recurrence import recurrence
@@ -54,11 +53,14 @@ def mamba2(
     if D is not None:
         _check("D", D, [H, V] if isinstance(D, Tensor) and D.dim() == 2 else [H], x)
     check_flag("dt_softplus", dt_softplus)
-    v, g = discretise(x, dt, A, dt_bias, softplus=dt_softplus)
+    if D is None:
+        (v, g), readout = discretise(x, dt, A, dt_bias, softplus=dt_softplus), None
+    else:
+        v, g, readout = discretise_and_skip(x, dt, A, dt_bias, D, softplus=dt_softplus)
     return Recurrence(
         Rule("additive", "scalar"),
         Inputs(C, B, v, g),
-        readout=None if D is None else (lambda y: skip(y, x, D)),
+        readout=readout,
         names={"q": "C", "k": "B", "v": "x", "g": "dt · A"},
     )
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algebra import Rule
+from ..blockwise import by_block
 from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import KEY, QUERY, RATE, Argument
 from .definition import CommonOptions, Recurrence
+from .erase import keys_of
 from .recurrence import recurrence
 
 
@@ -37,6 +39,7 @@ def token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
         q=QUERY, k=KEY, v=Argument("BTHV", "unit value"), g=Argument("BTHV", "log decay"), beta=RATE,
     ),
     token=token,
+    same_bits=True,
 )  # fmt: skip
 def gated_oja_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, options: CommonOptions
@@ -49,7 +52,7 @@ def gated_oja_rule(
         g: log-decay of each value channel ``[B, T, H, V]``, ≤ 0. beta: ``[B, T, H]``.
     """
     heads, S = v.shape[2], options.initial_state
-    q, k = (x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    q, k = by_block(lambda *x: tuple(keys_of(heads, t) for t in x), q, k, layout=options.layout)
     o, M = _transposed(
         q, k, v, g, beta, scale=options.scale, initial_state=None if S is None else S.mT,
         output_final_state=options.output_final_state, **options.scan,

@@ -1,6 +1,7 @@
 """A recurrence on a split sequence as a registered operator, so that torch.compile sees one opaque node.
 
-    ring_la::split_recurrence    tokens, initial states, the layout's number -> (o, final states), and its gradients
+    ring_la::split_recurrence    tokens, initial states, a denominator's own q and k, the layout's number
+                                 -> (o, final states), and its gradients
 
 Bidirectional or not. Registered at import with a fake.
 """
@@ -30,6 +31,7 @@ class RecurrenceOthers(NamedTuple):
     """What a split call has beside its inputs.
 
     Attributes:
+        normalizer_q, normalizer_k: a denominator's own q and k: o and the states have a column more.
         layout: its number. documents: how many there are.
         name: of the definition. names: as `names_of` gives them. flags: of the function's own, for messages.
         form: the mode: torch's functionalisation cannot pass on an argument of that name.
@@ -37,6 +39,8 @@ class RecurrenceOthers(NamedTuple):
     """
 
     initial_state: Tensor | None
+    normalizer_q: Tensor | None
+    normalizer_k: Tensor | None
     layout: int
     documents: int
     name: str
@@ -57,8 +61,10 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     choice = cast(Mode, call.form), cast("RecurrenceBackend | None", call.backend)
     options = CommonOptions(call.scale, call.initial_state, call.final, False, found(call.layout), None, *choice)
 
+    own = None if call.normalizer_q is None or call.normalizer_k is None else (call.normalizer_q, call.normalizer_k)
+
     def described() -> Recurrence:
-        return Recurrence(Rule.parse(call.rule), inputs, call.causal, names=named)
+        return Recurrence(Rule.parse(call.rule), inputs, call.causal, names=named, normalizer=own)
 
     r, decays = agreed(call.name, described, options, (("flags", call.flags),))
     out = compute(r, call.scale, options, decays)
@@ -67,15 +73,17 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, call = taken_apart(arguments, Inputs, RecurrenceOthers)
-    like = inputs.like_output(Rule.parse(call.rule))
-    shape = (call.documents, *inputs.state) if call.final else (0,)
-    return like.new_empty(like.shape), inputs.q.new_empty(shape, dtype=state_dtype(*inputs))
+    like, more = inputs.like_output(Rule.parse(call.rule)), int(call.normalizer_q is not None)
+    *outer, width = inputs.state
+    shape = (call.documents, *outer, width + more) if call.final else (0,)
+    o = like.new_empty((*like.shape[:-1], like.shape[-1] + more))
+    return o, inputs.q.new_empty(shape, dtype=state_dtype(*inputs))
 
 
 split_recurrence = SplitOperator(
     "split_recurrence",
     _run,
     _fake,
-    len(Inputs._fields) + 1,
+    len(Inputs._fields) + 3,
     schema=f"({declared(Inputs, RecurrenceOthers)}) -> (Tensor, Tensor)",
 )

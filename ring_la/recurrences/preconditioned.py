@@ -15,12 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..blockwise import by_block
 from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE, Argument
 from .definition import CommonOptions
 from .dplr import dplr_delta_rule
+from .erase import keys_of
 from .recurrence import recurrence
 from .retention import simple_gla
 
@@ -65,21 +67,29 @@ def _preconditioned(inputs: Inputs, by: Preconditioner, options: CommonOptions) 
     assert g is not None
     assert beta is not None
     S, A = (None, None) if options.initial_state is None else options.initial_state
-    heads, final = v.shape[2], options.output_final_state
-    q, k_own = (x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    heads, final, layout = v.shape[2], options.output_final_state, options.layout
     wide = torch.promote_types(k.dtype, torch.float32)
-    one = k_own.new_ones(1, 1, 1, 1, dtype=wide).expand(*v.shape[:3], 1)
+
+    def squared(alpha: Tensor, k: Tensor) -> Tensor:
+        return alpha[..., None].to(wide) * keys_of(heads, k).to(wide) ** 2
+
+    one = k.new_ones(1, 1, 1, 1, dtype=wide).expand(*v.shape[:3], 1)
     seen = simple_gla(
-        one, one, alpha[..., None].to(wide) * k_own.to(wide) ** 2, h, scale=1.0,
+        one, one, by_block(squared, alpha, k, layout=layout), h, scale=1.0,
         initial_state=None if A is None else A[..., None, :], output_final_state=final, **options.scan,
     )  # fmt: skip
-    r = torch.log(seen.o + EPS) - center.to(wide)[..., None]
-    written = k_own * torch.exp(-math.log(base) * r / (1 + r.abs()))
-    gates = g if g.dim() == 4 else g[..., None].expand(k_own.shape)
-    b = (beta[..., None] * written).to(k.dtype)
+
+    def low_rank(seen: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, center: Tensor) -> tuple[Tensor, ...]:
+        k = keys_of(heads, k)
+        r = torch.log(seen + EPS) - center.to(wide)[..., None]
+        written = k * torch.exp(-math.log(base) * r / (1 + r.abs()))
+        gates = g if g.dim() == 4 else g[..., None].expand(k.shape)
+        erased = -(gates.exp() * k).to(k.dtype)
+        return keys_of(heads, q), (beta[..., None] * written).to(k.dtype), erased, gates
+
+    q, b, a, gates = by_block(low_rank, seen.o, q, k, g, beta, layout=layout, shared=(center,))
     o, S = dplr_delta_rule(
-        q, b, v, -(gates.exp() * k_own).to(k.dtype), b, gates, scale=options.scale, initial_state=S,
-        output_final_state=final, **options.scan,
+        q, b, v, a, b, gates, scale=options.scale, initial_state=S, output_final_state=final, **options.scan,
     )  # fmt: skip
     return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)  # type: ignore[arg-type, index]
 
@@ -93,6 +103,7 @@ def _preconditioned(inputs: Inputs, by: Preconditioner, options: CommonOptions) 
     token=token,
     states=("HKV", "HK"),
     flags=dict(base=1.5),
+    same_bits=True,
 )  # fmt: skip
 def preconditioned_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor,
@@ -119,6 +130,7 @@ def preconditioned_gated_delta_rule(
     token=token,
     states=("HKV", "HK"),
     flags=dict(base=1.5),
+    same_bits=True,
 )  # fmt: skip
 def preconditioned_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor,

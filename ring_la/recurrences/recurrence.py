@@ -34,7 +34,7 @@ from .arguments import Argument
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
 from .operator import RecurrenceOthers, names_of, split_recurrence
-from .run import agreed, compute, ready
+from .run import agreed, compute, ready, unit
 
 Public = Callable[..., LinearAttentionOutput]
 
@@ -50,6 +50,7 @@ def recurrence(
     states: tuple[str, ...] = ("HKV",),
     flags: Mapping[str, object] = MappingProxyType({}),
     sizes: Mapping[str, int] = MappingProxyType({}),
+    same_bits: bool = False,
 ) -> Callable[[Callable[..., Any]], Public]:
     """Decorator: the public function of a recurrence, by the description of one; `function.definition` is what is
     known of it before any call.
@@ -65,6 +66,8 @@ def recurrence(
         default_scale: the scale where the caller gives none; None means K**-0.5.
         states: the parts of its state, the dimensions after N a letter each.
         flags: its own arguments that are no tensors, for examples. sizes: of its own letters, for examples.
+        same_bits: of a whole call: what it does to tokens goes through `ring_la.by_block` with the call's layout. Else
+            deterministic layouts are refused.
     """
 
     def define(describe: Callable[..., Any]) -> Public:
@@ -72,7 +75,8 @@ def recurrence(
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
             loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
-        return public(Definition(name, describe, loop, paper, equation, arguments, default_scale, states, flags, sizes))
+        rest = default_scale, states, flags, sizes, same_bits
+        return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define
 
@@ -198,13 +202,14 @@ def _traced(
     node has no arguments for breaks the graph."""
     r, layout = call(), options.layout
     beyond = options.backend == "reference" or options.in_place or options.cu_seqlens is not None
-    if beyond or r.normalizer is not None or fixed(layout):
+    if beyond or fixed(layout):
         return _outside_graphs(definition, call, options, flags)
     assert layout is not None
     inputs = ready(r.inputs, options.use_qk_l2norm)
     documents = layout.num_documents if layout.packed else inputs.q.shape[0]
+    own = unit(r.normalizer, options.use_qk_l2norm) or (None, None)
     others = RecurrenceOthers(
-        initial_state=options.initial_state, layout=layout.number, documents=documents, name=definition.name,
+        options.initial_state, *own, layout=layout.number, documents=documents, name=definition.name,
         rule=str(r.rule), scale=definition.scale(options, inputs.q.shape[-1]), form=options.mode,
         backend=options.backend, causal=r.causal, final=options.output_final_state, names=names_of(r),
         flags=", ".join([f"{n}={x}" for n, x in flags]),

@@ -29,7 +29,13 @@ def agreed(
     if isinstance(layout, ShardedLayout):
         return _compared(name, describe, options, flags, layout)
     r = describe()
-    check(r, options)
+    kind = _shapes(r, options) if layout is None and options.cu_seqlens is None and r.normalizer is None else None
+    if kind is None or (name, kind) not in _checked:
+        check(r, options)
+        if kind is not None:
+            if len(_checked) >= MOST_CHECKED:
+                _checked.clear()
+            _checked.add((name, kind))
     return r, None
 
 
@@ -60,6 +66,11 @@ def _compared(
     return r, decays
 
 
+MOST_CHECKED = 1024
+_checked: set[tuple[str, tuple]] = set()
+"""Kinds of calls on one device that were checked before: shapes, dtypes and flags, no tensors."""
+
+
 def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLayout) -> tuple | None:
     """All that checks and the ranks' comparison of a split call depend on; None where that is more: values, static
     decays that the host knows, and what no check has seen to be a tensor."""
@@ -67,13 +78,23 @@ def _kind(r: Recurrence, options: CommonOptions, flags: Flags, layout: ShardedLa
         return None
     if r.decays is not None or r.normalizer is not None:
         return None
+    kind = _shapes(r, options)
+    try:
+        hash(flags)
+    except TypeError:
+        return None
+    return None if kind is None else (*kind, flags)
+
+
+def _shapes(r: Recurrence, options: CommonOptions) -> tuple | None:
+    """What checks look at; None where that cannot be a key."""
     try:
         tensors = [
             x if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
             for x in (*r.inputs, options.initial_state)
         ]
         rest = options._replace(initial_state=None, layout=None)
-        kind = (*tensors, r.rule, r.causal, rest, flags, torch.is_grad_enabled())
+        kind = (*tensors, r.rule, r.causal, rest, torch.is_grad_enabled())
         hash(kind)
     except (AttributeError, TypeError):
         return None
@@ -87,7 +108,7 @@ def compute(
     inputs = ready(r.inputs, options.use_qk_l2norm)
     if r.causal:
         return linear.run(r.rule, inputs, scale, options, decays)
-    return bidirectional(inputs, scale, options, _unit(r.normalizer, options.use_qk_l2norm))
+    return bidirectional(inputs, scale, options, unit(r.normalizer, options.use_qk_l2norm))
 
 
 def ready(x: Inputs, unit_length: bool) -> Inputs:
@@ -104,6 +125,6 @@ def ready(x: Inputs, unit_length: bool) -> Inputs:
     return Inputs(q, k, x.v, *map(own, x[3:]))
 
 
-def _unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
+def unit(normalizer: tuple[Tensor, Tensor] | None, unit_length: bool) -> tuple[Tensor, Tensor] | None:
     """A denominator's own q and k, of unit length where that is asked for."""
     return normalizer if normalizer is None or not unit_length else (l2norm(normalizer[0]), l2norm(normalizer[1]))

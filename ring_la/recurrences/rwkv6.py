@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blockwise import by_block, fixed
 from ..conv import token_shift
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, KEY, QUERY, VALUE, Argument
 from .definition import CommonOptions
+from .erase import keys_of
 from .gla import gla
 from .recurrence import recurrence
 
@@ -30,6 +32,7 @@ def token(S: Tensor, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> t
     equation="o = (S + diag(u) k vᵀ)ᵀ r, then S ← diag(e^w) S + k vᵀ",
     arguments=dict(r=QUERY, k=KEY, v=VALUE, w=CHANNEL_DECAY, u=Argument("HK")),
     token=token,
+    same_bits=True,
 )
 def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, options: CommonOptions) -> LinearAttentionOutput:
     """RWKV-6 (Finch): o = scale · (S + diag(u) k vᵀ)ᵀ r, then S ← diag(e^w) S + k vᵀ.
@@ -40,8 +43,6 @@ def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, options: Com
         r, k: ``[B, T, Hk, K]``, receptance and key. v: ``[B, T, H, V]`` with H a multiple of Hk.
         w: log-decay of each key channel ``[B, T, H, K]``, ≤ 0. u: bonus of the token itself ``[H, K]``.
     """
-    heads = v.shape[2]
-    wide = [x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in (r, k)]
     rows, sizes = _joined(k, v, w)
     before = token_shift(rows, output_final_state=options.output_final_state, **options.inner)
     k_before, v_before, w_before = _parted(before.o, sizes, (k, v, w))
@@ -49,14 +50,26 @@ def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, options: Com
         r, k_before, v_before, w_before, scale=options.scale, initial_state=options.initial_state,
         output_final_state=options.output_final_state, **options.scan,
     )  # fmt: skip
-    own = (wide[0] * wide[1] * u.to(k.dtype)).sum(-1, keepdim=True)
-    o = o + (options.scale * own * v).to(o.dtype)  # type: ignore[operator]
+
+    def with_own(o: Tensor, r: Tensor, k: Tensor, v: Tensor, u: Tensor) -> Tensor:
+        own = (keys_of(v.shape[2], r) * keys_of(v.shape[2], k) * u.to(k.dtype)).sum(-1, keepdim=True)
+        return o + (options.scale * own * v).to(o.dtype)  # type: ignore[operator]
+
+    o = by_block(with_own, o, r, k, v, layout=options.layout, shared=(u,))
     if S is None:
         return LinearAttentionOutput(o, None)
-    last = before.final_state[:, None]  # type: ignore[index]
-    last_k, last_v, last_w = (x[:, 0].to(S.dtype) for x in _parted(last, sizes, (k, v, w)))
-    last_k = last_k.repeat_interleave(heads // last_k.shape[1], 1)
-    return LinearAttentionOutput(o, last_w.exp()[..., None] * S + last_k[..., None] * last_v[..., None, :])
+    last = _parted(before.final_state[:, None], sizes, (k, v, w))  # type: ignore[index]
+    last = [x[:, 0].to(S.dtype) for x in last]
+    if not fixed(options.layout):
+        return LinearAttentionOutput(o, _after(S, *last))
+    each = zip(*(x.split(1) for x in (S, *last)))  # whatever other documents there are
+    return LinearAttentionOutput(o, torch.cat([_after(*(x.clone() for x in document)) for document in each]))
+
+
+def _after(S: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """States after documents' last tokens."""
+    k = k.repeat_interleave(v.shape[1] // k.shape[1], 1)
+    return w.exp()[..., None] * S + k[..., None] * v[..., None, :]
 
 
 def _joined(*tensors: Tensor) -> tuple[Tensor, list[int]]:

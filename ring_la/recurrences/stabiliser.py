@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..comm import Replicated
 from ..context import ShardedLayout
-from ..errors import UnsupportedError
 from ..linear import CommonOptions, Seams
 
 
@@ -26,14 +25,8 @@ class Stabiliser(NamedTuple):
 
 
 def stabiliser(i: Tensor, f: Tensor, initial: Tensor | None, options: CommonOptions) -> Stabiliser:
-    """m of input gates i and forget gates f ``[B, T, H]``, natural logarithms; `initial` ``[N, H]``, None: zero.
-
-    Raises:
-        UnsupportedError: a deterministic layout: sums of f depend on the split.
-    """
+    """m of input gates i and forget gates f ``[B, T, H]``, natural logarithms; `initial` ``[N, H]``, None: zero."""
     layout = options.layout
-    if layout is not None and layout.cp.deterministic:
-        raise UnsupportedError("layout", "one without deterministic=True for mlstm", "a deterministic one")
     N = layout.num_documents if layout is not None and layout.packed else i.shape[0]
     cu = options.cu_seqlens
     if cu is not None:

@@ -9,8 +9,8 @@ of `ring_la.algebra` has no map of a run of tokens that could be made before the
 to rank in order (`linear.in_order`), a group of heads at a time. Without the norms and c, in mini-batches of one token,
 it would be the delta rule with β = η.
 
-c is one more row of W, of a key that is one. A run may end within a mini-batch: then W₀ and the sum of gradients so far
-travel.
+c is one more row of W, of a key that is one. A run may end within a mini-batch, and so may a call: what goes on is W₀
+and the sum of gradients so far.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def _near_one(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape:
         eta=Argument("BTH", _rate), w=Argument("HK", _near_one), b=Argument("HK"),
     ),
     reference=reference.ttt_linear,
-    states=("HKK", "HK"),
+    states=("HKK", "HK", "HKK", "HK"),
     flags=dict(mini_batch=4),
 )  # fmt: skip
 def ttt_linear(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor, mini_batch: int = 16, eps: float = 1e-6,
-    *, options: CommonOptions,
+    first: int | tuple[int, ...] = 0, *, options: CommonOptions,
 ) -> LinearAttentionOutput:  # fmt: skip
     """TTT-Linear: W ← W₀ − η Σ ∂/∂W ½ |norm(W₀ᵀ k + c) − (v − k)|² over the mini-batch so far, o = z + norm(z) with
     z = scale · Wᵀ q + c.
@@ -66,39 +66,62 @@ def ttt_linear(
         w, b: weight and bias of the norm ``[H, K]``. eps: added to its variance.
         mini_batch: tokens whose gradients are taken at one W₀, counted from the start of each document.
 
-    The last mini-batch of a document may be shorter. States are ``(W [N,H,K,K], c [N,H,K])``; an initial state starts a
-    mini-batch, so hand over at multiples of `mini_batch`. In PyTorch on every device, in fp32 or wider; a rank waits
-    for the one before it, a group of heads at a time.
+        first: tokens of its mini-batch that each document's initial state has seen, one int for all or a tuple of N.
+
+    States are ``(W [N,H,K,K], c [N,H,K])`` as the mini-batch began, and the sums of its gradients so far, in the same
+    shapes: zero where one begins, and not read there (``first=0``). Behind a whole mini-batch W and c are those after
+    its step; a shorter one makes it where its last η is known, ``W − η ΣdW``. In PyTorch on every device, in fp32 or
+    wider; a rank waits for the one before it, a group of heads at a time.
     """
     if isinstance(mini_batch, bool) or not isinstance(mini_batch, int) or mini_batch < 1:
         raise ArgumentError("mini_batch", "an int ≥ 1", repr(mini_batch))
+    if isinstance(first, list) or not all(isinstance(n, int) and n >= 0 for n in _each(first)):
+        raise ArgumentError("first", "an int ≥ 0, or a tuple of them", repr(first))
     if options.backend == "triton":
         raise UnsupportedError("backend", "None, 'torch' or 'reference' for ttt_linear", "'triton'")
-    if options.layout is not None and options.layout.cp.deterministic:
-        raise UnsupportedError("layout", "one without deterministic=True for ttt_linear", "a deterministic one")
     B, _, H, K = q.shape
     wide = functools.reduce(torch.promote_types, (t.dtype for t in (q, k, v, eta, w, b)), torch.float32)
     scaled = q.to(wide) * options.scale  # type: ignore[operator]
-    W0 = _start(options, B, H, K, scaled)
+    seen = [n % mini_batch for n in _per_document(first, options, B)]
+    W0 = _start(options, seen, H, K, scaled)
     tokens = [scaled, *(t.to(wide) for t in (k, v)), eta.to(wide)[..., None]]
     body, shared = MiniBatches(mini_batch, eps), [t.to(wide) for t in (w, b)]
-    z, end = in_order(body, W0, tokens, shared, options.layout, options.cu_seqlens)
+    z, end = in_order(body, W0, tokens, shared, seen, options)
     o = (z + _normal(z, eps)[0] * w.to(wide) + b.to(wide)).to(v.dtype)
-    final: Any = (end[:, :, 0, :-1], end[:, :, 0, -1]) if options.output_final_state else None
+    final: Any = None
+    if end is not None:
+        final = (end[:, :, 0, :-1], end[:, :, 0, -1], end[:, :, 1, :-1], end[:, :, 1, -1])
     return LinearAttentionOutput(o, final)
 
 
-def _start(options: CommonOptions, B: int, H: int, K: int, like: Tensor) -> Tensor:
-    """W₀ over c, and gradients of nothing yet ``[N, H, 2, K+1, K]``."""
+def _each(first: object) -> tuple[Any, ...]:
+    return first if isinstance(first, tuple) else (first,)
+
+
+def _per_document(first: int | tuple[int, ...], options: CommonOptions, B: int) -> list[int]:
+    """`first` of every document, or row of a batch."""
     layout, cu = options.layout, options.cu_seqlens
+    packed = cu is not None or (layout is not None and layout.packed)
     N = B if cu is None else cu.numel() - 1
     if layout is not None and layout.packed:
         N = layout.num_documents
+    given = _each(first)
+    if len(given) not in (1, N):
+        raise ArgumentError("first", f"an int, or a tuple of {N}", repr(first))
+    if not packed and len(set(given)) > 1:
+        hint = "Put the rows behind one another, with their offsets"
+        raise UnsupportedError("first", "one number for all rows of a batch that is not packed", repr(first), hint)
+    return [*given] * (N if len(given) == 1 else 1)
+
+
+def _start(options: CommonOptions, seen: list[int], H: int, K: int, like: Tensor) -> Tensor:
+    """W₀ over c, and the gradients so far ``[N, H, 2, K+1, K]``."""
     if options.initial_state is None:
-        return like.new_zeros(N, H, 2, K + 1, K)
-    W, c = options.initial_state
-    W0 = torch.cat([W, c[:, :, None]], 2).to(like.dtype)
-    return torch.stack([W0, torch.zeros_like(W0)], 2)
+        return like.new_zeros(len(seen), H, 2, K + 1, K)
+    W, c, dW, dc = (t.to(like.dtype) for t in options.initial_state)
+    within = torch.tensor([n > 0 for n in seen], device=like.device)[:, None, None, None]
+    before, sums = torch.cat([W, c[:, :, None]], 2), torch.cat([dW, dc[:, :, None]], 2)
+    return torch.stack([before, torch.where(within, sums, 0)], 2)
 
 
 def _normal(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -132,7 +155,7 @@ class MiniBatches:
             out.append(q[:, :, part] @ W - eta[:, :, part] * read)
             G = G + k[:, :, part].mT @ d
             at = stop
-            if (run.position + at) % self.size == 0 or (run.last and at == n):
+            if (run.position + at) % self.size == 0:
                 W, G = W - eta[:, :, at - 1, :, None] * G, torch.zeros_like(G)
         return torch.cat(out, 2).transpose(1, 2), torch.stack([W, G], 2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +20,10 @@ def ttt_linear(
     b: Tensor,
     mini_batch: int = 16,
     eps: float = 1e-6,
+    first: int | tuple[int, ...] = 0,
     *,
     scale: float | None = None,
-    initial_state: tuple[Tensor, Tensor] | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
     output_final_state: bool = False,
     use_qk_l2norm: bool = False,
     layout: object = None,
@@ -40,47 +40,34 @@ def ttt_linear(
         q, k = (x * torch.rsqrt((x**2).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q * (K**-0.5 if scale is None else scale)
     spans = documents(B, T, cu_seqlens)
-    zeros = q.new_zeros(spans[-1].states.stop, H, K, K), q.new_zeros(spans[-1].states.stop, H, K)
-    weights, biases = (x.double() for x in (zeros if initial_state is None else initial_state))
-    parts, states = [], []
-    for d in spans:
-        tokens = [(q[d.rows, t], k[d.rows, t], v[d.rows, t], eta[d.rows, t]) for t in range(T)[d.tokens]]
-        o, end = _document(Inner(w, b, eps), tokens, (weights[d.states], biases[d.states]), mini_batch)
-        parts += o
-        states.append(end)
-    final = tuple(torch.cat(parts) for parts in zip(*states)) if output_final_state else None
-    return LinearAttentionOutput(torch.stack(parts, 1), final)  # type: ignore[arg-type]
+    N = spans[-1].states.stop
+    zeros = (q.new_zeros(N, H, K, K), q.new_zeros(N, H, K)) * 2
+    given = [x.double() for x in (zeros if initial_state is None else initial_state)]
 
-
-class Inner(NamedTuple):
-    """The inner model but for its weights W and c: a norm's weight and bias [H, K], its ε."""
-
-    w: Tensor
-    b: Tensor
-    eps: float
-
-    def normal(self, x: Tensor) -> Tensor:
+    def normal(x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.w + self.b
+        return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * w + b
 
-    def loss(self, W: Tensor, c: Tensor, key: Tensor, target: Tensor) -> Tensor:
-        return 0.5 * (self.normal(torch.einsum("nhk,nhkv->nhv", key, W) + c) - target).square().sum()
+    def loss(W: Tensor, c: Tensor, key: Tensor, target: Tensor) -> Tensor:
+        return 0.5 * (normal(torch.einsum("nhk,nhkv->nhv", key, W) + c) - target).square().sum()
 
-
-def _document(
-    inner: Inner, tokens: Sequence[tuple[Tensor, ...]], state: tuple[Tensor, Tensor], mini_batch: int
-) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """The outputs of a document's tokens (q, k, v, η), and its weights after them."""
-    (W, c), (end, last) = state, state
-    dW, dc = torch.zeros_like(W), torch.zeros_like(c)
-    gradient, outputs = torch.func.grad(inner.loss, argnums=(0, 1)), []
-    for n, (query, key, value, eta) in enumerate(tokens):
-        if n % mini_batch == 0:
+    inner, outputs, states = torch.func.grad(loss, argnums=(0, 1)), [], []
+    for number, d in enumerate(spans):
+        W, c, dW, dc = (x[d.states] for x in given)
+        end, last = W, c
+        begin = first[number] if isinstance(first, tuple) else first
+        for n, t in enumerate(range(d.tokens.start, d.tokens.stop), begin):
+            if n % mini_batch == 0:
+                W, c, dW, dc = end, last, torch.zeros_like(W), torch.zeros_like(c)
+            key = k[d.rows, t]
+            step = inner(W, c, key, v[d.rows, t] - key)
+            dW, dc = dW + step[0], dc + step[1]
+            rate = eta[d.rows, t][..., None]
+            end, last = W - rate[..., None] * dW, c - rate * dc
+            z = torch.einsum("nhk,nhkv->nhv", q[d.rows, t], end) + last
+            outputs.append(z + normal(z))
+        if (begin + d.tokens.stop - d.tokens.start) % mini_batch == 0:
             W, c, dW, dc = end, last, torch.zeros_like(W), torch.zeros_like(c)
-        step = gradient(W, c, key, value - key)
-        dW, dc = dW + step[0], dc + step[1]
-        rate = eta[..., None]
-        end, last = W - rate[..., None] * dW, c - rate * dc
-        z = torch.einsum("nhk,nhkv->nhv", query, end) + last
-        outputs.append(z + inner.normal(z))
-    return outputs, (end, last)
+        states.append((W, c, dW, dc))
+    final = tuple(torch.cat(parts) for parts in zip(*states)) if output_final_state else None
+    return LinearAttentionOutput(torch.stack(outputs, 1), final)  # type: ignore[arg-type]

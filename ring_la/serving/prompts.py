@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from .completion import Completion
+from .disk import Stored
 from .pace import Pace
 from .prefixes import Move, Prefixes, size_since
 from .ranks import What, Word
 from .states import States
-from .tiers import Stored
 
 LOG = logging.getLogger(__name__)
 OLDEST = 4
@@ -166,46 +166,62 @@ class Prompts:
             reading.kept, reading.length = reading.job.trail.kept = reading.key, reading.at
             self._read_as[reading.key] = (*reading.job.trail.before, *reading.job.trail.pieces)
         else:
-            self._prefixes.remove(reading.key)
             LOG.warning("a state is not kept: %s", error)
+            self._move(self._prefixes.remove(reading.key))  # from ranks that could
 
     def find(self) -> None:
-        """Know what an earlier server left on disk."""
+        """Know what an earlier server left on disk; what there is no room for is removed."""
         disk = self._states.disk
         for stored in disk.found(self._states.home) if disk is not None else ():
             self._last_key += 1
             name, parent = bytes.fromhex(stored.name), bytes.fromhex(stored.parent)
-            self._prefixes.add(name, self._last_key, stored.size, stored.length, parent)
+            if not self._prefixes.add(name, self._last_key, stored.size, stored.length, parent):
+                disk.remove(stored.name)
 
     def store(self) -> None:
-        """Bring what is kept to disk, as far as there is room and time: the server is about to end."""
-        self._move(self._prefixes.lowered())
+        """Bring what is kept to disk, as far as there is room and time: the server is about to end. What does not get
+        there is told to the log."""
+        moves = self._prefixes.lowered()
+        left = len(moves)
+        try:
+            for move in moves:
+                self._move([move])
+                left -= 1
+        finally:
+            if left:
+                LOG.warning("%d of %d kept states are not on disk when the server ends", left, len(moves))
 
     def _move(self, moves: Sequence[Move]) -> None:
         """Have all ranks move what they keep. What cannot be moved is forgotten, and what goes on from it."""
-        lost: set[int] = set()
         for move in moves:
-            if move.key in lost:
+            if move.to is not None and move.key not in self._prefixes:  # forgotten since, with the one before it
+                self._remove(move)
                 continue
-            error = self._say(_word(move))
+            error = self._say(_word(move)) or self._note(move)
             if error is not None:
                 LOG.warning("a state is kept no longer: %s", error)
                 more = self._prefixes.remove(move.key)
-                lost |= {gone.key for gone in more}
+                self._remove(move)
                 self._move(more)
-                continue
-            self._note(move)
 
-    def _note(self, move: Move) -> None:
-        """What rank 0 alone does, once all have moved."""
-        disk, name = self._states.disk, move.name.hex()
+    def _note(self, move: Move) -> Exception | None:
+        """What rank 0 alone does, once all have moved; the error it had."""
         if move.to is None:
             self._read_as.pop(move.key, None)
         if move.to == 2:
             parent = "" if move.entry.parent is None else move.entry.parent.hex()
-            disk.publish(Stored(name, parent, move.entry.length, move.entry.size))
-        elif move.source == 2:
-            disk.remove(name)
+            try:
+                self._states.disk.publish(Stored(move.name.hex(), parent, move.entry.length, move.entry.size))
+            except OSError as error:
+                return error
+        else:
+            self._remove(move)
+        return None
+
+    def _remove(self, move: Move) -> None:
+        """What moved is on disk no longer, if it was there or half came there."""
+        if 2 in (move.source, move.to):
+            self._states.disk.remove(move.name.hex())
 
 
 def _word(move: Move) -> Word:

@@ -135,6 +135,17 @@ class Ranks:
         if bool((told != told[0]).any()):
             self.comm.agreement.agree("what came of a request", said)
 
+    def any_error(self, error: Exception | None) -> Exception | None:
+        """On all ranks: the error that the first of them had, if any had one; where no message can be half exchanged.
+
+        Raises:
+            PeerError: a rank died, or did not say so within the timeout.
+        """
+        if self.comm is None or not self.comm.all_gather(torch.tensor([error is not None])).wait().any():
+            return error
+        said = "" if error is None else f"rank {self.comm.rank}: {type(error).__name__}: {error}"
+        return RuntimeError(next(text for text in self.comm.agreement.tell(said) if text))
+
     def _exchange(self, *row: int) -> Tensor:
         """Every rank's four numbers ``[P, 4]``."""
         return self.comm.all_gather(torch.tensor(row)).wait()

@@ -8,11 +8,12 @@ from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError
 from ..inference import Prefilled
 from .batch import NOBODY, Batch, Row
-from .model import Served
+from .disk import Disk
+from .model import Served, keys_stay
 from .prefixes import KeptPrefix, kept, whole
 from .ranks import DECODING, Ranks, What, Word
 from .static import StaticBatch
-from .tiers import Disk, Home, Keep, PackedPrefix, pack, unpack
+from .tiers import Home, Keep, PackedPrefix, pack, unpack
 
 FATAL = (PeerError, DisagreementError, torch.AcceleratorError)
 """After these nothing can be trusted any more."""
@@ -39,7 +40,7 @@ class States:
         self.packed: dict[int, PackedPrefix] = {}
         rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
         self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
-        self.shared = cp is not None and cp.size > 1 and model.shares_keys
+        self.shared = keys_stay(model, cp)
         self.batch = StaticBatch(model, cp if self.shared else None, captured) if captured else Batch(model)
 
     @property
@@ -52,7 +53,8 @@ class States:
         return self.open[key] if key in self.open else whole(key, self.kept)
 
     def do(self, word: Word, row: Row = NOBODY) -> Exception | None:
-        """What all ranks do alike; an error that is the same on all of them is returned. `row`: of who joins.
+        """What all ranks do alike; an error that is the same on all of them is returned, and of what is kept, which
+        takes no messages, any rank's. `row`: of who joins.
 
         Raises:
             PeerError, DisagreementError: it is not the same, or a rank is gone.
@@ -74,6 +76,8 @@ class States:
                 error = e
                 if word.what in (What.STEP, What.STAY):  # what is left of their states is not known
                     self.batch.clear()
+            if word.what in (What.KEEP, What.MOVE):
+                return self._ranks.any_error(error)
             if self.shared or word.what not in DECODING:
                 self._ranks.agree(error)
             return error

@@ -191,8 +191,9 @@ def sparse_attention(
             chosen, and sends these alone where that is fewer bytes over the busiest rank than all; its host waits for
             the counts, forward and backward. None or "auto": rank by rank where GPUs of a host copy from memory to
             memory; else "chosen" where a rank's queries together cannot choose half of all keys; else "all_gather".
-        backend: None, "triton", "torch" or "reference"; None is PyTorch: the Triton kernels are right on an H200, and
-            their speed was not measured. Gradients of k and v are summed in an order that varies on a GPU.
+        backend: None, "triton", "triton_rows", "torch" or "reference"; None is PyTorch: the Triton kernels are right on
+            an H200, and their speed was not measured; those of "triton_rows" are another form. Gradients of k and v are
+            summed in an order that varies on a GPU.
         causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.
 
     Returns:

@@ -19,6 +19,7 @@ from .backends import Ask, AttentionBackend, cheaper_form, choose, choose_for_ch
 from .backends.canonical import Canonical
 from .geometry import Pair
 from .geometry.placement import Joint, SplitPlacement, WholePlacement
+from .head_groups import GroupedMoves, HeadGroup, count, cut_heads, of_heads
 from .options import AttentionOptions
 from .plan import AttentionMoves
 from .scores import Scores
@@ -37,8 +38,8 @@ class KnownCalls:
         placements: how ranks meet, by strategy.
     """
 
-    agreed: dict[Hashable, tuple[AttentionMoves, Entry | None]] = field(default_factory=dict)
-    plans: dict[Hashable, AttentionMoves] = field(default_factory=dict)
+    agreed: dict[Hashable, tuple[AttentionMoves | GroupedMoves, Entry | None]] = field(default_factory=dict)
+    plans: dict[Hashable, AttentionMoves | GroupedMoves] = field(default_factory=dict)
     placements: dict[tuple[str, tuple | None], SplitPlacement] = field(default_factory=dict)
 
     @classmethod
@@ -77,7 +78,8 @@ class AttentionCall(NamedTuple):
     @classmethod
     def of(cls, x: Tensors, options: AttentionOptions, layout: ShardedLayout | None = None) -> AttentionCall:
         """Of checked keywords, whose scores are made here."""
-        call = cls(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
+        form = options.form if x.latent else None
+        call = cls(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, form)
         if layout is None:
             return call
         keys, strategy = options.kv_layout or layout, options.strategy or layout.cp.attention
@@ -85,30 +87,40 @@ class AttentionCall(NamedTuple):
             layout=layout, kv_layout=keys, strategy=strategy, kv_comm_dtype=options.kv_comm_dtype, cu_seqlens=None
         )
 
-    def plan(self, x: Tensors) -> AttentionMoves:
+    def plan(self, x: Tensors) -> AttentionMoves | GroupedMoves:
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
             place: Any = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
             return self.planned(x, place, "ring")
         if x.chosen is None:
             heads, splits = (x.q.shape[2], x.k.shape[2]), (self.layout, self.kv_layout)
-            name = pick(self.strategy, heads, x.moved, *splits, self._share_sent)
+            name = pick(self.strategy, heads, x.moved, *splits, self._share_sent, self.scores.reach)
         else:
             each = x.chosen.shape[0] * x.chosen.shape[2:].numel() * self.scores.block
             name = pick_for_chosen(self.strategy, self.layout, self.kv_layout.seq_len, each)
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
-        return self.planned(x, place, name)
+        return self.planned(x, place, name) if place.heads is None else self._grouped(x, place, name)
+
+    def _grouped(self, x: Tensors, place: SplitPlacement, name: str) -> AttentionMoves | GroupedMoves:
+        """The plan where heads travel, in the groups that were asked for."""
+        (heads, keys), cp = (x.q.shape[2], x.k.shape[2]), self.layout.cp
+        cut = cut_heads(heads, keys, count(cp.head_groups, keys, place.heads.size))
+        if len(cut) == 1:
+            return self.planned(x, place, name)
+        calls = [self.planned(of_heads(x, q, k), place, name, q.start) for q, k in cut]
+        groups = [HeadGroup(*of, moves) for of, moves in zip(cut, calls)]
+        return GroupedMoves(tuple(groups), cp.comm.agreement.way_back)
 
     def _share_sent(self) -> float:
         """What a ring sends of all keys to all other ranks."""
         place = KnownCalls.of(self.layout).placement("ring", self.layout, self.kv_layout)
         return share_sent(place.rows, place.keys, self.scores.reach, place.ring)
 
-    def planned(self, x: Tensors, place: Any, name: str) -> AttentionMoves:
-        """The plan where it is known how ranks meet."""
+    def planned(self, x: Tensors, place: Any, name: str, first: int = 0) -> AttentionMoves:
+        """The plan where it is known how ranks meet, of heads that are numbered from `first` on in the model."""
         heads, scores = self._heads(x, place), self.scores
         if heads is not None:
-            scores = scores.of_heads(heads.query_numbers(x.q.device))
+            scores = scores.of_heads(first + heads.query_numbers(x.q.device))
         joint = None if x.joint_k is None else place.joint(self.joint, x.joint_k.shape[1])
         gathered, order = place.all_keys if name in ("all_gather", "chosen") else (None, None)
         form = self._form(x, place)

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import outside_graphs, refuse_transforms, traced
+from ..autograd import outside_graphs, refuse_transforms, traced, wanting
+from ..blockwise import by_block, fixed
 from ..checks import check_nan
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
 from ..outputs import AttentionOutput
 from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
+from .geometry.placement import WholePlacement
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
+from .plan import AttentionMoves
 from .tensors import Tensors, check_tensors, name_of
 
 
@@ -27,14 +30,27 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
         refuse_transforms(x.named())
     if isinstance(layout, ShardedLayout):
         return _traced(x, options, layout) if torch.compiler.is_compiling() else _split(x, options, layout)
+    if layout is None and not traced(*x) and options.backend != "reference":
+        return AttentionOutput(*_whole(x, options)(x))
     _check(x, options, layout)
     if options.backend == "reference":
         return _reference(x, options)
-    call = AttentionCall.of(x, options)
     # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
-    if any(traced(t) for t in x if t is not None):
-        return AttentionOutput(*operator.attention(*operator.flat(x, call)))
-    return AttentionOutput(*call.plan(x)(x))
+    return AttentionOutput(*operator.attention(*operator.flat(x, AttentionCall.of(x, options))))
+
+
+def _whole(x: Tensors, options: AttentionOptions) -> AttentionMoves:
+    """The plan of a call on one device; one like before is neither checked nor planned again."""
+    kind = _kind_of_call(x, options)
+    if kind is None or x.q.dim() != 4 or x.k.dim() != 4:
+        _check(x, options, None)
+        return AttentionCall.of(x, options).plan(x)
+    plans = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, None).plans
+    found = plans.get(kind)
+    if found is None:
+        _check(x, options, None)
+        plans[kind] = found = AttentionCall.of(x, options).plan(x)
+    return found
 
 
 def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
@@ -43,25 +59,44 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
     if kind is not None and layout.cp.validate != "always" and kind in known:
         plan, entry = known[kind]
         layout.again(entry)
-        return AttentionOutput(*plan(x))
+        return AttentionOutput(*plan(_written_out(x, options, layout)))
     error = None
     try:
         _check(x, options, layout)
     except RingLAError as e:
         error = e
     entry = layout.agree(name_of(x), None if error else _signature(x, options), error)
+    x = _written_out(x, options, layout)
     plan = AttentionCall.of(x, options, layout).plan(x)
     if kind is not None:
         known[kind] = plan, entry
     return AttentionOutput(*plan(x))
 
 
+def _written_out(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Tensors:
+    """Latents under a deterministic layout as the keys and values that they make, block by block, so that gradients of
+    what makes them are exact sums."""
+    if not x.latent or not fixed(layout):
+        return x
+    latents = x.k[:, :, 0], x.v[:, :, 0]
+    k, v = by_block(_keys_and_values, *latents, layout=options.kv_layout or layout, shared=(x.up_k, x.up_v))
+    return Tensors(x.q, k, v, x.sinks)
+
+
+def _keys_and_values(latent: Tensor, k_rope: Tensor, up_k: Tensor, up_v: Tensor) -> tuple[Tensor, Tensor]:
+    k = torch.einsum("btl,hnl->bthn", latent, up_k)
+    rotated = k_rope[:, :, None].expand(-1, -1, len(up_k), -1)
+    return torch.cat([k, rotated], -1), torch.einsum("btl,hvl->bthv", latent, up_v)
+
+
 _outside_graphs = outside_graphs(_split)
 
 
 def _traced(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> AttentionOutput:
-    """A split call within a compiled graph: one node, which checks when it runs; keys in FP8 break it."""
-    if options.cu_seqlens is not None or options.kv_comm_dtype is not None:
+    """A split call within a compiled graph: one node, which checks when it runs. What is refused by arguments that the
+    node does not have breaks the graph, and so do blocks of latents."""
+    refused = options.kv_comm_dtype is not None and wanting(*x.differentiable)
+    if options.cu_seqlens is not None or refused or fixed(layout):
         return _outside_graphs(x, options, layout)
     check_options(options)
     scores = options.scores(x.q)

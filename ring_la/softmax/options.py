@@ -12,7 +12,7 @@ from ..checks import check_flag, check_offsets, check_scale, is_finite
 from ..choices import ChosenChoice, JointPlace, LatentForm
 from ..context import ATTENTION, ShardedLayout
 from ..errors import ArgumentError, UnsupportedError
-from .backends import BACKENDS, FORMS
+from .backends import BACKENDS, CHOSEN, FORMS
 from .merging import wide
 from .scores import Scores
 from .tensors import Tensors
@@ -82,7 +82,7 @@ def check_options(o: AttentionOptions) -> None:
         raise ArgumentError("block", "an int ≥ 1", repr(o.block))
     if o.form not in (None, *FORMS):
         raise ArgumentError("form", f"None or one of {', '.join(FORMS)}", repr(o.form))
-    if o.backend not in (None, "reference", *BACKENDS):
+    if o.backend not in (None, "reference", *BACKENDS, *CHOSEN):
         raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}, reference", repr(o.backend))
 
 
@@ -129,6 +129,8 @@ def check_split(x: Tensors, o: AttentionOptions, layout: Any) -> None:
         raise UnsupportedError(
             "kv_comm_dtype", "None where gradients are wanted", o.kv_comm_dtype, "Use torch.no_grad()"
         )
+    if layout.cp.deterministic:
+        _check_deterministic(x, o)
     if x.chosen is not None:
         _check_split_choice(o, layout)
     elif o.strategy == "chosen":
@@ -144,5 +146,15 @@ def _check_split_choice(o: AttentionOptions, layout: ShardedLayout) -> None:
         raise UnsupportedError(
             "strategy", "ring, all_gather, chosen or auto where queries choose their keys", repr(strategy)
         )
-    if layout.cp.deterministic:
+
+
+def _check_deterministic(x: Tensors, o: AttentionOptions) -> None:
+    """Refuse what has not the same bits on any number of ranks."""
+    if x.chosen is not None:
         raise UnsupportedError("chosen", "None where results must not depend on the ranks", "a choice")
+    if o.form == "absorbed":
+        raise UnsupportedError("form", "None or 'expanded' where results must not depend on the ranks", "'absorbed'")
+    for name, t in (("sinks", x.sinks), ("joint_k", x.joint_k), ("joint_v", x.joint_v)):
+        if wanting(t):
+            expected = "a tensor that wants no gradient, or a layout without deterministic=True"
+            raise UnsupportedError(name, expected, "one that does")

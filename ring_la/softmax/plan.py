@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,10 +62,7 @@ class AttentionMoves:
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """o and lse of this rank's queries, recorded for gradients."""
-        if not bare(*x):
-            return _Planned.apply(self, *x)
-        o, lse, _ = self.forward(x)
-        return o, lse
+        return recorded(self, x)
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]:
         """o ``[B, T, H, V]`` in the inputs' dtype and lse ``[B, H, T]``, wide, and what to save."""
@@ -141,9 +138,28 @@ class AttentionMoves:
         return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)  # type: ignore[call-arg]
 
 
+class Moves(Protocol):
+    """What an autograd Function asks of a call: `AttentionMoves`, or several of them."""
+
+    @property
+    def way_back(self) -> Callable[[], Callable[[], None]] | None: ...
+
+    def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]: ...
+
+    def backward(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors: ...
+
+
+def recorded(plan: Moves, x: Tensors) -> tuple[Tensor, Tensor]:
+    """o and lse of a call, recorded for gradients where these are wanted."""
+    if not bare(*x):
+        return _Planned.apply(plan, *x)
+    o, lse, _ = plan.forward(x)
+    return o, lse
+
+
 class _Planned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: AttentionMoves, *tensors: Tensor | None):
+    def forward(ctx, plan: Moves, *tensors: Tensor | None):
         o, lse, saved = plan.forward(Tensors(*tensors))
         ctx.plan, ctx.way_back = plan, plan.way_back and plan.way_back()
         ctx.save_for_backward(*saved.tensors, saved.o, saved.lse)
@@ -164,11 +180,7 @@ class _Planned(torch.autograd.Function):
 
 def _take_heads(heads: Heads, x: Tensors) -> Tensors:
     """The tensors of this rank's heads, of all tokens."""
-    if x.k.dtype == x.q.dtype:
-        split = heads.to_heads(q=("q", x.q), k=("k", x.k), v=("k", x.v)).wait()
-    else:  # bytes
-        posted = heads.to_heads(q=("q", x.q)), heads.to_heads(k=("k", x.k), v=("k", x.v))
-        split = posted[0].wait() | posted[1].wait()
+    split = heads.to_heads(q=("q", x.q), k=("k", x.k), v=("k", x.v)).wait()
     sinks = None if x.sinks is None else x.sinks[heads.query_heads]
     joint = [None if t is None else heads.repeat(t[:, :, heads.key_heads]) for t in (x.joint_k, x.joint_v)]
     up = [None if t is None else t[heads.query_heads] for t in (x.up_k, x.up_v)]
@@ -177,8 +189,8 @@ def _take_heads(heads: Heads, x: Tensors) -> Tensors:
 
 def _give_heads(heads: Heads, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """All heads of this rank's tokens."""
-    posted = heads.to_tokens(o=("q", o)), heads.to_tokens(lse=("q", lse.mT.unsqueeze(-1)))
-    return posted[0].wait()["o"], posted[1].wait()["lse"].squeeze(-1).mT.contiguous()
+    came = heads.to_tokens(o=("q", o), lse=("q", lse.mT.unsqueeze(-1))).wait()
+    return came["o"], came["lse"].squeeze(-1).mT.contiguous()
 
 
 def _take_gradients(heads: Heads, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -190,11 +202,9 @@ def _take_gradients(heads: Heads, saved: Saved, do: Tensor | None, dlse: Tensor 
 
 def _take_results(heads: Heads, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """o and lse, or their gradients, of this rank's heads."""
-    posted = [heads.to_heads(o=("q", o))]
-    if lse is not None:
-        posted.append(heads.to_heads(lse=("q", lse.mT.unsqueeze(-1))))
-    came = [p.wait() for p in posted]
-    return came[0]["o"], came[1]["lse"].squeeze(-1).mT if lse is not None else None
+    more = {} if lse is None else {"lse": ("q", lse.mT.unsqueeze(-1))}
+    came = heads.to_heads(o=("q", o), **more).wait()
+    return came["o"], came["lse"].squeeze(-1).mT if lse is not None else None
 
 
 def _give_gradients(heads: Heads, grads: Tensors) -> Tensors:

@@ -23,16 +23,19 @@ from ..context.operator import own_memory
 from ..errors import Facts, RingLAError
 from ..schemas import declared, taken_apart
 from .call import AttentionCall, KnownCalls
+from .head_groups import GroupedMoves
 from .merging import wide
 from .operator import differentiable
 from .options import AttentionOptions, check_split
 from .plan import AttentionMoves
 from .scores import Scores
 from .tensors import Tensors, check_tensors, name_of
+from .wire import COMM_NAMES
 
 
 class SplitOthers(NamedTuple):
-    """What a split call has beside tensors and scores; layouts by number, `kv_layout` 0 where it is `layout`."""
+    """What a split call has beside tensors and scores; layouts by number, `kv_layout` 0 where it is `layout`; dtypes by
+    name."""
 
     joint: str
     backend: str | None
@@ -41,6 +44,7 @@ class SplitOthers(NamedTuple):
     layout: int
     kv_layout: int
     gradients: bool
+    kv_comm_dtype: str | None
 
 
 def flat(x: Tensors, scores: Scores, options: AttentionOptions, layout: ShardedLayout) -> tuple:
@@ -53,6 +57,7 @@ def flat(x: Tensors, scores: Scores, options: AttentionOptions, layout: ShardedL
         layout=layout.number,
         kv_layout=0 if options.kv_layout is None else options.kv_layout.number,
         gradients=torch.is_grad_enabled(),
+        kv_comm_dtype=COMM_NAMES.get(options.kv_comm_dtype),
     )
     return (*x, *scores, *others)
 
@@ -63,7 +68,7 @@ def _call_of(arguments: Iterable) -> tuple[Tensors, Scores, SplitOthers]:
     return x, scores, others
 
 
-def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves:
+def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves | GroupedMoves:
     """The plan of a call, made once for each layout and kind of call."""
     layout = found(others.layout)
     shapes = tuple([None if t is None else (t.shape, t.dtype) for t in x])
@@ -73,11 +78,16 @@ def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves:
         return known[key]
     kv = found(others.kv_layout) if others.kv_layout else layout
     plan = AttentionCall(
-        scores, others.joint, others.backend, form=others.form, layout=layout, kv_layout=kv, strategy=others.strategy
-    ).plan(x)
+        scores, others.joint, others.backend, form=others.form, layout=layout, kv_layout=kv, strategy=others.strategy,
+        kv_comm_dtype=_comm_dtype(others),
+    ).plan(x)  # fmt: skip
     if key is not None:
         known[key] = plan
     return plan
+
+
+def _comm_dtype(others: SplitOthers) -> torch.dtype | None:
+    return None if others.kv_comm_dtype is None else getattr(torch, others.kv_comm_dtype)
 
 
 def _agree(x: Tensors, scores: Scores, others: SplitOthers, backward: bool = False) -> None:
@@ -86,7 +96,8 @@ def _agree(x: Tensors, scores: Scores, others: SplitOthers, backward: bool = Fal
     kv = found(others.kv_layout) if others.kv_layout else None
     try:
         check_tensors(x, others.joint, None)
-        check_split(x, AttentionOptions(kv_layout=kv, strategy=others.strategy, backend=others.backend), layout)
+        given = dict(strategy=others.strategy, backend=others.backend, kv_comm_dtype=_comm_dtype(others))
+        check_split(x, AttentionOptions(kv_layout=kv, **given), layout)
         if layout.cp.validate == "always":
             for name, t in x.named():
                 if t is not None:

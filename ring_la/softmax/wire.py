@@ -16,7 +16,9 @@ from .geometry import Pair
 from .merging import Gradients, Partial, wide
 from .scores import Scores
 
-COMM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+COMM_NAMES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+"""As operators, whose arguments may change from call to call but be no dtype, name them."""
+COMM_DTYPES = (*COMM_NAMES,)
 SCALE_BYTES = 4
 
 

@@ -13,6 +13,7 @@ from .balance import BalancedSequences
 from .checkpoint import Checkpoints
 from .clipping import clip_gradients
 from .data import Corpus, PackedSequences, batches
+from .drawing import draw_hybrid
 from .exports import export
 from .flops import StepFlops, Work, peak_flops
 from .gradients import sum_gradients
@@ -34,6 +35,7 @@ __all__ = [
     "axis_sizes",
     "batches",
     "clip_gradients",
+    "draw_hybrid",
     "export",
     "peak_flops",
     "recompute",

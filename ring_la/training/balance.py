@@ -6,7 +6,8 @@ documents cost, and every rank waits for the slowest. So documents are spread ov
 room), sequences of about the same work make a step and are worked on at the same time, and within a sequence documents
 stand in the order that spreads attention best over the ranks of its layout.
 
-No document is cut, unless it is longer than a sequence, none is left out of an epoch, and none sees another.
+No document is cut, unless it is longer than a sequence or than asked for, none is left out of an epoch, and none sees
+another.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,16 +79,17 @@ def plan(
     *,
     before: Sequence[DocumentPart] = (),
     pool: int = 1,
+    longest: int | None = None,
 ) -> list[list[Bin]]:
     """The steps of an epoch, each so many sequences: documents are taken in `order`, as many as fit `pool` steps, and
     packed into all their sequences, of which those that cost about the same make a step.
 
     What finds no room stands first in the next pool, and `before` in the first. Sequences of one step may be empty.
+    Documents of more than `longest` tokens (None: the capacity) are cut into parts of so many.
     """
+    most = min(capacity, longest or capacity)
     waiting = [*before] + [
-        DocumentPart(d, start, min(start + capacity, lengths[d]))
-        for d in order
-        for start in range(0, lengths[d], capacity)
+        DocumentPart(d, start, min(start + most, lengths[d])) for d in order for start in range(0, lengths[d], most)
     ]
     waiting.reverse()
     left_over, steps = sum(piece.length for piece in waiting), []
@@ -124,8 +127,9 @@ def by_rank(lengths: Sequence[int], ranks: int, kind: LayoutKind = "zigzag") -> 
 def spread_over_ranks(
     pieces: list[DocumentPart], ranks: int, kind: LayoutKind = "zigzag", seed: int = 0
 ) -> list[DocumentPart]:
-    """The pieces in the order, of those tried, whose dearest rank has the least attention."""
-    if ranks == 1 or len(pieces) < 2:
+    """The pieces in the order, of those tried, whose dearest rank has the least attention; a balanced layout is even
+    in any."""
+    if ranks == 1 or len(pieces) < 2 or kind == "balanced":
         return pieces
     generator = torch.Generator().manual_seed(seed)
     longest = sorted(pieces, key=lambda p: -p.length)
@@ -148,6 +152,7 @@ class BalancedSequences(Dataset):
         ranks, kind: of the layout each sequence is split by.
         pool: steps whose documents are packed together; the more, the more alike the sequences of a step, and the
             more often long documents meet in one.
+        max_document: longer documents are cut into parts of this many tokens; None: of `seq_len`.
         begin: the sequence that is number 0.
 
     Raises:
@@ -166,16 +171,18 @@ class BalancedSequences(Dataset):
         ranks: int = 1,
         kind: LayoutKind = "zigzag",
         pool: int = 16,
+        max_document: int | None = None,
         begin: int = 0,
     ) -> None:
-        if seq_len < 2:
-            raise ArgumentError("seq_len", "at least 2 tokens", seq_len)
+        for name, value in (("seq_len", seq_len), ("max_document", max_document)):
+            if value is not None and value < 2:
+                raise ArgumentError(name, "at least 2 tokens", value)
         if sequences < 1 or sequences % replicas:
             raise ArgumentError("sequences", f"a multiple of replicas = {replicas}", sequences)
         self.corpus, self.seq_len, self.sequences, self.work = corpus, seq_len, sequences, work
         self.seed, self.replicas, self.ranks = seed, replicas, ranks
         self.kind: LayoutKind = kind
-        self.pool, self.begin = pool, begin
+        self.pool, self.max_document, self.begin = pool, max_document, begin
         self.lengths: list[int] = corpus.offsets.diff().tolist()
         self._epoch: Callable[[int], list[list[Bin]]] = lru_cache(2)(self._plan)
         self._sizes: list[int] = []
@@ -186,7 +193,8 @@ class BalancedSequences(Dataset):
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
         order = torch.randperm(self.corpus.documents, generator=generator).tolist()
         over = self._over.get(epoch, [])
-        steps = plan(self.lengths, order, self.sequences, self.seq_len, self.work, before=over, pool=self.pool)
+        keywords: dict[str, Any] = dict(before=over, pool=self.pool, longest=self.max_document)
+        steps = plan(self.lengths, order, self.sequences, self.seq_len, self.work, **keywords)
         full = [all(b.tokens > 1 for b in step) for step in steps]
         self._over[epoch + 1] = [p for step, whole in zip(steps, full) if not whole for b in step for p in b.pieces]
         steps = [step for step, whole in zip(steps, full) if whole]

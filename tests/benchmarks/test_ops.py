@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.ops import cases, measure, report, tables
-from benchmarks.ops.bench import LIMIT, Worker, plan, side_row
+from benchmarks.ops.bench import LIMIT, Worker, parts_of, plan, side_row
 from ring_la.cli.main import main
 from ring_la.errors import ArgumentError
 
@@ -22,6 +23,28 @@ def test_every_operator_is_right(name):
     assert max(found.values()) < 1e-4
     x = cases.inputs(case, shape, "cpu")
     assert cases.floor_bytes(case, x, case.ours(x)) > 0
+
+
+def test_production_rows_come_first(tmp_path, capsys):
+    out = tmp_path / "ops.json"
+    given = ["--rows", "qwen:1x2048x2:8", "--rivals", "flash_qla", "--out", str(out)]
+    assert main(["bench", "ops", *given]) == 0
+    found = json.loads(out.read_text())
+    (row,) = found["rows"]
+    mine = row["sides"]["ring_la"]
+    assert max(mine["errors"].values()) < 1e-4
+    assert {"o", "S", "dq", "dg", "dinitial_state"} <= set(mine["errors"])
+    assert 0 < mine["fwd"] < mine["fwd_bwd"]
+    assert mine["first_s"] > 0
+    assert row["sides"]["flash_qla"] == {"failed": "needs a GPU"}
+    later = {"op": "gla", "shape": "1x8x2x4", "floor_ms": 1.0, "sides": {"ring_la": {"failed": "it"}}}
+    page = tables.markdown(found | {"rows": [later, row]}, "ops.json")
+    assert page.index("FlashQLA's table") < page.index("| gla |")
+    assert "| 20+13, 1:2 heads |" in page
+    assert "needs a GPU |" in page
+    parts = parts_of(argparse.Namespace(ops=None, shapes=None, rows=None), ["gla"], ["1x8x2x4"], "cuda")
+    assert [part.name for part in parts] == ["kimi", "slow", "mixed", "qwen", "floors", "operators"]
+    assert len(parts[3].rows) == 9 * 19
 
 
 @pytest.mark.slow
@@ -105,7 +128,15 @@ def test_operators_and_shapes_become_rows_without_repeats():
 
 @pytest.mark.parametrize(
     "bad",
-    [("--ops", "banana"), ("--shapes", "1x2"), ("--cold", "pear"), ("--docs", "page.md"), ("--read", "none.json")],
+    [
+        ("--ops", "banana"),
+        ("--shapes", "1x2"),
+        ("--cold", "pear"),
+        ("--rows", "kimi:9x9"),
+        ("--rivals", "plum"),
+        ("--docs", "page.md"),
+        ("--read", "none.json"),
+    ],
 )
 def test_bad_choices_are_named(bad, capsys):
     assert main(["bench", "ops", *bad]) == 2

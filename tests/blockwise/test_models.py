@@ -10,6 +10,7 @@ from torch import Tensor
 import ring_la
 from ring_la.inference import BlockReader
 from ring_la.models import HybridConfig, HybridLM
+from ring_la.nn import LAYERS as KINDS
 from ring_la.training import sum_gradients
 from tests.support.pool import group
 
@@ -20,6 +21,7 @@ PACKED = (0, 70, 71, 170)
 def model(layers: list[str] = LAYERS) -> HybridLM:
     torch.manual_seed(0)
     options = {"mamba2": dict(state_dim=16), "attention": dict(num_kv_heads=1, qk_norm=True, gated=True)}
+    options |= {"hgrn": dict(lower_bound=0.2), "gsa": dict(slots=5), "mla": dict(q_rank=12, value_dim=5)}
     options = {name: o for name, o in options.items() if name in layers}
     # 3 heads and 33 channels: rows of which vector registers are not multiples
     m = HybridLM(HybridConfig(50, 48, layers, 3, mlp_dim=33, options=options))
@@ -65,7 +67,35 @@ def test_training_does_not_depend_on_ranks_or_layouts(ranks):
             assert not differing(one, some), (P, kind)
 
 
-OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2"]
+OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2", "gated_delta_product"]
+OTHERS += ["hgrn", "rwkv6", "gsa", "mla"]
+REFUSED = {"nsa", "mlstm", "mamba3", "fox", "ttt"}
+READ_ON = [name for name in OTHERS if name != "rwkv6"]
+
+
+def read_on(rank: int) -> str:
+    """What a reader says of RWKV-6 behind the first block."""
+    reader = BlockReader(model(["rwkv6"]), ring_la.ContextParallel(group(1), deterministic=True))
+    with pytest.raises(ring_la.UnsupportedError) as caught:
+        reader.prefill(torch.zeros(1, 65, dtype=torch.int64))
+    return str(caught.value)
+
+
+def refused(rank: int, name: str) -> str:
+    layout = ring_la.ContextParallel(group(), deterministic=True).layout(64)
+    with pytest.raises(ring_la.UnsupportedError) as caught:
+        KINDS[name](48, 3)(torch.zeros(1, layout.local_length, 48), layout=layout)
+    return str(caught.value)
+
+
+def test_every_layer_has_the_same_bits_or_is_refused_by_name(ranks):
+    assert set(LAYERS) | set(OTHERS) | REFUSED == set(KINDS)
+    for name in REFUSED:
+        expected = f"one without deterministic=True for {KINDS[name].__name__}"
+        assert ranks.run(2, refused, name) == [f"layout: expected {expected}, got a deterministic one"] * 2
+    assert ranks.run(1, read_on)[0].startswith(
+        "state: expected None under a deterministic layout for RWKV6, got a state"
+    )
 
 
 def test_other_layers_do_not_depend_on_ranks(ranks):
@@ -119,9 +149,9 @@ def test_packing_changes_no_bit(ranks):
             assert not differing(one, some), (P, kind, order, rows)
 
 
-def decoded(rank: int, P: int, T: int, read: int) -> tuple[Tensor, Tensor]:
+def decoded(rank: int, P: int, T: int, read: int, layers: list[str]) -> tuple[Tensor, Tensor]:
     """Logits of two documents from one forward pass over `P` ranks, and token by token after a prefill of `read`."""
-    m, ids = model(), torch.stack(tokens(T, T))
+    m, ids = model(layers), torch.stack(tokens(T, T))
     cp = ring_la.ContextParallel(group(P), deterministic=True)
     alone = dist.new_group([rank], use_local_synchronization=True)
     reader = BlockReader(m, ring_la.ContextParallel(alone, deterministic=True))
@@ -134,7 +164,9 @@ def decoded(rank: int, P: int, T: int, read: int) -> tuple[Tensor, Tensor]:
     return whole[:, read - 1 :], torch.stack(steps, 1)
 
 
-@pytest.mark.parametrize(("P", "T", "read"), [(1, 66, 62), (2, 131, 126)])
-def test_prefill_and_decoding_are_the_forward_pass(ranks, P, T, read):
-    for whole, steps in ranks.run(P, decoded, P, T, read):
+@pytest.mark.parametrize(
+    ("P", "T", "read", "layers"), [(1, 66, 62, LAYERS), (2, 131, 126, LAYERS), (2, 131, 126, READ_ON)]
+)
+def test_prefill_and_decoding_are_the_forward_pass(ranks, P, T, read, layers):
+    for whole, steps in ranks.run(P, decoded, P, T, read, layers):
         assert torch.equal(whole, steps)

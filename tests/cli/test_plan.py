@@ -215,6 +215,7 @@ def test_the_command_prints_and_saves_its_table(tmp_path, capsys):
         (("--layers", "banana"), "layers: expected names out of"),
         (("--config", "/nonexistent.json"), "--config: expected JSON of a HybridConfig"),
         (("--rates", "/nonexistent.json"), "--rates: expected a bench_scan.json"),
+        (("--write", "plan.yaml"), "--write: expected --choose beside it"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_printed(words, message, capsys):
@@ -270,6 +271,34 @@ def test_a_model_of_transformers_is_planned_and_its_choice_applies(tmp_path, cap
     assert config.memory.parameters == "bfloat16"
     assert config.parallel.context * config.parallel.fsdp == 4
     assert config.model.transformers == str(tmp_path / "model")
+    with pytest.raises(ArgumentError, match=r"--write: expected a new file, or --force, got .*plan.yaml, which exists"):
+        plan.run(options(*words))
+
+
+RAN = {
+    "hybrid_1b at a million": (4, 1 << 20, 31.4, 70.3, {}),
+    "hybrid_1b": (4, 1 << 18, 2.86, 21.3, {}),
+    "hybrid_1b on one": (1, 1 << 18, 10.75, 79.1, {}),
+    "linear_1b": (4, 1 << 22, 18.1, 98.3, {"recompute": ("block", "norm"), "rounds": 8}),
+    "linear_1b on one": (1, 1 << 17, 2.27, 30.0, {"recompute": ("block",), "rounds": 2}),
+}
+"""H200, tokens, seconds and GiB of a step, and the choices: what docs/users/guides/planning.md says of whole models."""
+
+
+@pytest.mark.parametrize("run", RAN)
+def test_predictions_are_within_a_tenth_of_what_ran(run):
+    gpus, length, seconds, gib, choices = RAN[run]
+    if run.startswith("hybrid"):
+        few = {"attention": {"num_kv_heads": 4}}
+        model = HybridConfig(32768, 2560, ["gdn", "gdn", "gdn", "attention"] * 3, 20, options=few)
+        choices = {"recompute": ("gdn", "mlp", "norm"), "mlp_chunk": 65536}
+    else:
+        model = HybridConfig(32768, 2048, ["gdn"] * 18, 16)
+    said = prediction.predict(
+        prediction.Setting(Workload.of(model), H200, CLUSTER, length, memory=H200.memory, **choices), gpus, gpus
+    )
+    assert said.seconds == pytest.approx(seconds, rel=0.1)
+    assert said.memory / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 def test_memory_of_states_host_and_spread_experts():

@@ -4,11 +4,13 @@ split over P = 1 to 4 ranks by every scan."""
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
 
 import ring_la
+from ring_la.outputs import LinearAttentionOutput
 from ring_la.testing.examples import make_arguments
 from ring_la.testing.recurrences import TOLERANCE, Truth, check_recurrence, errors
 from tests.support.pool import group
@@ -52,26 +54,33 @@ def test_split_is_whole(ranks, name):
     assert not bad, bad[:12]
 
 
-SPLIT_SUMS = ("mlstm", "mamba3", "mamba3_mimo", "ttt_linear")
-"""Their sums over tokens, or products of runs of tokens, depend on the split in the last bits."""
+def ttt_in_two(rank: int) -> tuple[float, list[int]]:
+    """The error of a call that goes on within a mini-batch, of whole results; bytes without and with final states."""
+    given = make_arguments(BY_NAME["ttt_linear"], 1, 21)
+    x = {n: t.detach() for n, t in given.items() if isinstance(t, torch.Tensor)}
+    tokens = {n: t for n, t in x.items() if n not in BY_NAME["ttt_linear"].shared}
+    cp = ring_la.ContextParallel(group())
+
+    def call(a: int, b: int, **more: object) -> LinearAttentionOutput:
+        layout = cp.layout(b - a)
+        own = {n: layout.shard(t[:, a:b]) for n, t in tokens.items()}
+        out = ring_la.ttt_linear(**{**x, **own}, mini_batch=4, layout=layout, **more)
+        return out._replace(o=layout.gather(out.o))
+
+    whole = ring_la.ttt_linear(**x, mini_batch=4, output_final_state=True)
+    one = call(0, 10, output_final_state=True)
+    two = call(10, 21, initial_state=one.final_state, first=10, output_final_state=True)
+    pairs = [(torch.cat([one.o, two.o], 1), whole.o), *zip(two.final_state, whole.final_state)]
+    sent = [cp.comm.bytes_sent]
+    for final in (False, True):
+        call(0, 21, output_final_state=final)
+        sent.append(cp.comm.bytes_sent)
+    with pytest.raises(ring_la.ArgumentError, match=r"^first: expected an int"):
+        ring_la.ttt_linear(**x, first=(1, 2))
+    return max(float((a - b).abs().max()) for a, b in pairs), [b - a for a, b in pairwise(sent)]
 
 
-def deterministic(rank: int, name: str) -> list[torch.Tensor]:
-    """o of the whole sequence; two ranks must agree with one, bit for bit."""
-    given = make_arguments(BY_NAME[name], 2, 131, dtype=torch.float32)
-    x = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
-    whole = {n for n, t in x.items() if n in BY_NAME[name].shared or not isinstance(t, torch.Tensor)}
-    cp = ring_la.ContextParallel(group(), deterministic=True)
-    layout = cp.layout(131, "contiguous")
-    local = {n: t if n in whole else layout.shard(t) for n, t in x.items()}
-    if name in SPLIT_SUMS:
-        with pytest.raises(ring_la.UnsupportedError, match=r"^layout: expected one without deterministic"):
-            getattr(ring_la, name)(**local, layout=layout)
-        return []
-    return [layout.gather(getattr(ring_la, name)(**local, layout=layout).o)]
-
-
-@pytest.mark.parametrize("name", ["gated_delta_product", "rwkv6", "gated_oja_rule", *SPLIT_SUMS])
-def test_deterministic_or_refused(ranks, name):
-    one, (two, _) = ranks.run(1, deterministic, name)[0], ranks.run(2, deterministic, name)
-    assert all(map(torch.equal, one, two))
+def test_ttt_goes_on_within_a_mini_batch_and_makes_no_states_unasked(ranks):
+    for error, (without, having) in ranks.run(2, ttt_in_two):
+        assert error < 1e-12
+        assert without < having

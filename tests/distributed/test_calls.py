@@ -10,6 +10,7 @@ import torch
 
 import ring_la
 from ring_la import comm
+from ring_la.integrations.ring_flash_attn import ring_flash_attn_func
 from tests.support.pool import group
 from tests.support.recurrence_cases import make_inputs
 
@@ -117,26 +118,39 @@ def test_the_log_goes_round(ranks):
 def check_backward(rank: int, name: str, how: str) -> list[tuple[str, float]]:
     """Rank 1 goes back through another of two equal calls on layouts of their own, or through none."""
     cp = ring_la.ContextParallel(group(), scan="ring", attention="ring", timeout=PATIENCE)
-    calls = []
+    calls, (name, _, silent) = [], name.partition(" ")
     for T in (40, 48):
-        layout = cp.layout(T)
+        layout = cp.layout(T, "contiguous", cu_seqlens=(0, T // 2, T) if silent else None)
         x = {n: layout.shard(t.detach()).requires_grad_() for n, t in make_inputs("gla", 1, T).items()}
+        if name == "ring_flash_attn":
+            q, k = (x[n].to(torch.bfloat16) for n in "qk")
+            calls.append(lambda q=q, k=k: ring_flash_attn_func(q, k, k, group=group()).float().square().sum())
+            continue
         if name == "attention":
             x = {"q": x["q"], "k": x["k"], "v": x["k"]}
+        elif name == "token_shift":
+            x = {"x": x["q"]}
         calls.append(lambda x=x, at=layout: getattr(ring_la, name)(**x, layout=at).o.square().sum())
     for call in calls:
         call().backward()
     first, second = calls[0](), calls[1]()
     if how == "skips" and rank == 1:
         return [caught(calls[0])]
-    return [caught((second if how == "other" and rank == 1 else first).backward), caught(calls[0])]
+    back = caught((second if how == "other" and rank == 1 else first).backward)
+    return [back, caught(lambda: cp.layout(30))]  # new, so that it waits for all
 
 
-@pytest.mark.parametrize(("name", "how"), [("gla", "other"), ("attention", "other"), ("gla", "skips")])
+SILENT = [(f"{name} silent", "other") for name in ("gla", "token_shift")]
+"""Documents end where ranks do: nothing is sent, and the ranks compare themselves all the same."""
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("gla", "other"), ("attention", "other"), ("ring_flash_attn", "other"), ("gla", "skips"), *SILENT]
+)
 def test_backward_passes_that_differ_are_the_same_error(ranks, name, how):
     results = ranks.run(2, check_backward, name, how)
     ranks.stop()  # messages are left in the group
-    messages = [r[0][0] for r in results]
+    messages = [next((m for m, _ in r if m != "nothing raised"), "") for r in results]
     assert messages[0].startswith("DisagreementError: the ranks of this group disagree on"), messages
     assert messages[1] == messages[0]
     assert "rank 0: backward of call" in messages[0]

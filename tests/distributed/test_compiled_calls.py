@@ -57,7 +57,44 @@ def cases(cp: ring_la.ContextParallel) -> dict[str, tuple[Callable, list[Tensor]
     grid = cp.grid((6, 5))
     x = normal(7, 2, *grid.local_shape)
     out["halo"] = partial(halo, grid), [x]
+    out["own normalizer"] = lambda *x: normalized(layout, *x), five(layout)
+    out["keys in FP8"] = lambda *x: ring_la.attention(*x, layout=layout, kv_comm_dtype=torch.float8_e4m3fn)[:1], qkv
+    out["nsa"] = lambda *x: sparse(layout, *x), nsa_tensors(layout)
     return out
+
+
+FORWARD_ONLY = ("keys in FP8",)
+
+
+def normalized(layout, q: Tensor, k: Tensor, v: Tensor, nq: Tensor, nk: Tensor) -> tuple:
+    how = dict(causal=False, normalize=True, normalizer_q=nq.abs(), normalizer_k=nk.abs(), output_final_state=True)
+    return ring_la.linear_attention(q.abs(), k.abs(), v, layout=layout, **how)[:2]
+
+
+def five(layout) -> list[Tensor]:
+    return [layout.shard(normal(n, 1, layout.seq_len, 2, 4)) for n in range(8, 13)]
+
+
+def nsa_tensors(layout) -> list[Tensor]:
+    """Tokens, then the weights of the maps."""
+    shapes = [(4, 4), *[(2, 4)] * 6, (4, 3)]
+    local = [layout.shard(normal(20 + n, 1, layout.seq_len, *shape)) for n, shape in enumerate(shapes)]
+    return [*local, normal(28, 4, 4, 4) / 3, normal(29, 4, 4, 4) / 3]
+
+
+def sparse(layout, q: Tensor, *x: Tensor) -> tuple:
+    """`nsa` with maps of the caller's, which know where a block stands."""
+
+    def of(weight: Tensor) -> Callable:
+        def compress(blocks: Tensor, positions: Tensor) -> Tensor:
+            mixed = torch.einsum("bnlhd,lde->bnhe", blocks, weight)
+            return torch.tanh(mixed) * torch.cos(positions.double() / 9)[:, None, None]
+
+        return compress
+
+    sizes = dict(length=4, stride=2, block=4, topk=4, window=5)
+    out = ring_la.nsa(q, x[:3], x[3:6], x[6].sigmoid(), of(x[7]), of(x[8]), layout=layout, **sizes)
+    return out.o, out.chosen.double()
 
 
 def halo(grid, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,8 +104,11 @@ def halo(grid, x: Tensor) -> tuple[Tensor, Tensor]:
     return before * y[:, :1], after
 
 
-def results(f: Callable, tensors: list[Tensor]) -> list[Tensor]:
+def results(f: Callable, tensors: list[Tensor], gradients: bool = True) -> list[Tensor]:
     """What a call gives, and the gradients of all tensors."""
+    if not gradients:
+        with torch.no_grad():
+            return [*f(*tensors)]
     leaves = [t.clone().requires_grad_() for t in tensors]
     out = f(*leaves)
     used = [o for o in out if o.requires_grad]
@@ -81,13 +121,14 @@ def check(rank: int) -> list[tuple[str, int, float]]:
     cp, found = ring_la.ContextParallel(group(), scan="ring", attention="ring"), []
     for name, (f, tensors) in cases(cp).items():
         torch._dynamo.reset()
-        want, graphs = results(f, tensors), []
+        gradients, graphs = name not in FORWARD_ONLY, []
+        want = results(f, tensors, gradients)
 
         def counted(graph, inputs, graphs=graphs):
             graphs.append(graph)
             return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-        got = results(torch.compile(f, backend=counted), tensors)
+        got = results(torch.compile(f, backend=counted), tensors, gradients)
         found.append((name, len(graphs), max(error(a, b) for a, b in zip(got, want, strict=True))))
     return found
 
@@ -96,3 +137,27 @@ def test_split_calls_are_one_graph_and_the_same(ranks):
     for found in ranks.run(2, check):
         assert {name: graphs for name, graphs, _ in found} == dict.fromkeys([name for name, *_ in found], 1)
         assert all(apart < 1e-9 for *_, apart in found), found
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def check_lengths(rank: int) -> list[tuple[int, float]]:
+    """Graphs of functions whose layout is an argument, over lengths, and how far they are from eager calls."""
+    cp, out = ring_la.ContextParallel(group(), scan="ring", attention="ring"), []
+    for f, make in ((sparse, nsa_tensors), (normalized, five)):
+        torch._dynamo.reset()
+        before, worst = graphs(), 0.0
+        compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
+        for rows in (26, 33):
+            layout = cp.layout(rows)
+            pairs = [results(partial(g, layout), make(layout)) for g in (compiled, f)]
+            worst = max(worst, *(error(a, b) for a, b in zip(*pairs, strict=True)))
+        out.append((graphs() - before, worst))
+    return out
+
+
+def test_one_graph_serves_all_lengths(ranks):
+    for found in ranks.run(2, check_lengths):
+        assert all(count == 1 and apart < 1e-9 for count, apart in found), found

@@ -21,9 +21,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from examples.hybrid_run.options import Config, Optimizer, Run
+from examples.hybrid_run.options import Config, Data, Optimizer, Run
 from ring_la.reading import contents
 from ring_la.serving.load import load
+from ring_la.training import Corpus, Work
 from ring_la.training.stored import restore
 from tests.support.pool import RankError, Ranks
 from tests.support.train_example import ROOT, SCRIPT, example
@@ -191,7 +192,13 @@ def interrupted(whole: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("axes", [{"parallel__data": 2}, {"parallel__data": 2, "parallel__fsdp": 2}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"parallel__data": 2, "parallel__layout": "balanced", "parallel__attention": "ulysses"},
+        {"parallel__data": 2, "parallel__fsdp": 2},
+    ],
+)
 def test_another_split_of_the_ranks_goes_on(ranks, whole, tmp_path, axes):
     folder = interrupted(whole, tmp_path / "run")
     ranks.run(4, train, arguments(folder, **axes))
@@ -244,6 +251,19 @@ def test_numbers_that_would_train_nothing_are_refused(name, value):
     setattr(getattr(config, part), option, value)
     with pytest.raises(script.ArgumentError, match=f"{name}: expected"):
         script.Trainer(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("documents", ["packed", "balanced"])
+def test_long_documents_are_cut(documents):
+    script = example()
+    config = script.Config(data=Data(source="", seq_len=64, documents=documents, max_document=10))
+    mesh, flops = SimpleNamespace(replicas=1), SimpleNamespace(work=Work)
+    corpus = Corpus.__new__(Corpus)
+    corpus.tokens, corpus.offsets = torch.arange(90).int(), torch.tensor([0, 85, 90])
+    corpus.documents, corpus.size = 2, 90
+    run = dict(config=config, mesh=mesh, flops=flops, corpus=corpus, cp=SimpleNamespace(size=2), step=0, tokens=0)
+    cu = script.Trainer._sequences(SimpleNamespace(**run))[0][1]
+    assert 10 >= max(b - a for a, b in zip(cu, cu[1:])) > 1
 
 
 def test_warm_up_and_cosine():
@@ -342,7 +362,8 @@ def test_a_mixture_goes_on_over_other_ranks_and_is_written_and_adapted(ranks, tm
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
     ranks.run(4, train, arguments(a, **options, **spread, run__pretrained=out))
     shutil.copytree(a, b, ignore=shutil.ignore_patterns("step-00000002"))
-    ranks.run(4, train, arguments(b, **options, parallel__data=2))
+    grouped = {"parallel__attention": "ulysses", "parallel__head_groups": 2, "parallel__layout": "balanced"}
+    ranks.run(4, train, arguments(b, **options, **grouped, parallel__data=2))
     assert curve(b)[1] == curve(a)[1], "not done again"
     torch.testing.assert_close(torch.tensor(curve(b)[2]), torch.tensor(curve(a)[2]), rtol=1e-4, atol=0)
     weights = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()

@@ -61,6 +61,11 @@ class Case:
         return self.op in SOFTMAX
 
     @property
+    def head_groups(self) -> int | str:
+        """In how many groups Ulysses goes through the heads; follows from the seed."""
+        return (1, 2, "auto", 3)[self.seed % 4]
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 

@@ -53,10 +53,20 @@ class Truth(NamedTuple):
     error: str = ""
 
 
-@functools.cache
-def context(P: int, scan: str, attention: str, deterministic: bool, validate: str) -> ring_la.ContextParallel:
+def context(case: Case) -> ring_la.ContextParallel:
     """One ContextParallel for each group and strategies."""
-    how: Any = dict(scan=scan, attention=attention, deterministic=deterministic, validate=validate)
+    scan = "ring" if case.is_softmax or case.deterministic else case.scan
+    attention = case.attention if case.op == "forgetting_attention" else "auto"  # others are told with the call
+    how = (scan, attention, case.head_groups if case.is_softmax else 1, case.deterministic, case.validate)
+    return _context(case.P, *how)
+
+
+@functools.cache
+def _context(
+    P: int, scan: str, attention: str, head_groups: int | str, deterministic: bool, validate: str
+) -> ring_la.ContextParallel:
+    how: Any = dict(scan=scan, attention=attention, head_groups=head_groups)
+    how |= dict(deterministic=deterministic, validate=validate)
     return ring_la.ContextParallel(group(P), **how, timeout=20.0)
 
 
@@ -152,9 +162,7 @@ def cotangents(case: Case, problem: Problem, outputs: Tensors) -> Tensors:
 def compare(case: Case, truth: Truth) -> Told:
     """Run a case's split call and hold this rank's tensors to the truth."""
     problem = make(case)
-    scan = "ring" if case.is_softmax or case.deterministic else case.scan
-    attention = case.attention if case.op == "forgetting_attention" else "auto"  # others are told with the call
-    cp = context(case.P, scan, attention, case.deterministic, case.validate)
+    cp = context(case)
     layout = cp.layout(case.T, case.kind, case.cu, case.multiple_of)
     others = {n: cp.layout(T, kind, case.cu) for n, (T, kind) in problem.layouts.items()}
     here = Here(cp, layout, others)

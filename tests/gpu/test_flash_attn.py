@@ -20,7 +20,7 @@ from tests.support.attention_cases import error
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "fa3_fwd", "flash_attn_4", "triton")
+KERNELS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "fa3_fwd", "fa3_fwd_fp8", "flash_attn_4", "triton")
 MASKS: dict[str, dict] = {
     "causal": dict(right=0),
     "full": dict(),
@@ -29,6 +29,8 @@ MASKS: dict[str, dict] = {
     "softcap": dict(right=0, softcap=5.0),
 }
 T, RANKS, FLOOR = 1600, 4, 6e-3
+FLOORS = {"fa3_fwd_fp8": 0.1}
+"""Of kernels that round more."""
 CU = (0, 7, 7, 600, 601, 830, 1600)
 MEETINGS = (("contiguous", 1, 1), ("contiguous", 2, 0), ("zigzag", 1, 1), ("zigzag", 2, 0), ("zigzag", 0, 3))
 
@@ -79,7 +81,7 @@ def test_blocks_of_a_ring(name, D, heads, mask, documents):
         for result, value in got.items():
             if want[result].any():
                 found, limit = (error(x[result], want[result]) for x in (got, near))
-                if not found <= max(FLOOR, 2 * limit):
+                if not found <= max(FLOORS.get(name, FLOOR), 2 * limit):
                     beyond[kind, rank, owner, result] = found, limit
             else:
                 assert not value.any()

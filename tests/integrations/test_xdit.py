@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from ring_la import ContextParallel
 from ring_la.errors import ArgumentError, RingLAError, UnsupportedError
 from ring_la.integrations import xdit
 from tests.support.attention_cases import error
@@ -92,9 +94,16 @@ def check_installed(rank: int) -> dict[str, float | str]:
         joint = torch.randn(2, 1, 2, 3, 8)
         mine = slice(5 * rank, 5 * rank + 5)
         given = dict(joint_strategy="front", joint_key=joint[0], joint_value=joint[1], step=0, total_steps=2)
-        o = usp.ring_attn(None, q[:, :, mine], k[:, :, mine], v[:, :, mine], joint_attn_kwargs=given)
+        for _ in range(2):  # of a shape's second call the layout is there
+            with mock.patch.object(
+                ContextParallel, "layout", autospec=True, side_effect=ContextParallel.layout
+            ) as made:
+                o = usp.ring_attn(None, q[:, :, mine], k[:, :, mine], v[:, :, mine], joint_attn_kwargs=dict(given))
         whole = F.scaled_dot_product_attention(q, torch.cat([joint[0], k], 2), torch.cat([joint[1], v], 2))
-        found: dict[str, float | str] = {"ring": error(o, whole[:, :, mine])}
+        found: dict[str, float | str] = {
+            "ring": error(o, whole[:, :, mine]),
+            "layouts made anew": float(made.call_count),
+        }
         swapped = usp._sdpa_all_to_all_single(torch.arange(8.0).view(4, 2) + 10 * rank)
         want = torch.tensor([[0.0, 1.0], [2.0, 3.0]]) + 4 * rank
         found["exchange"] = error(swapped, torch.cat([want, want + 10]))

@@ -9,8 +9,10 @@ from torch import Tensor
 from tests.support.gate_cases import (
     CASES,
     DEVICE,
+    beside_case,
     decay_case,
     draw,
+    prepare_case,
     rms_case,
     skip_case,
     step_case,
@@ -54,6 +56,13 @@ def test_discretise(bias: bool, softplus: bool) -> None:
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 
+def test_a_skip_comes_back_with_the_step() -> None:
+    true, *both = beside_case(20)
+    for got in both:
+        assert [g.shape for g in got] == [t.shape for t in true]
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
 @pytest.mark.parametrize("gate", [None, "silu", "sigmoid"])
 def test_rms_norm(gate: str | None) -> None:
     true, *both = rms_case(40, gate, rows=70)
@@ -74,6 +83,14 @@ def test_log_decay(name: str) -> None:
 def test_unit_length(D: int) -> None:
     true, *both = unit_case(D)
     for got in both:
+        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
+
+
+@pytest.mark.parametrize(("bound", "channels"), [(-5.0, True), (None, True), (None, False)])
+def test_prepare(bound: float | None, channels: bool) -> None:
+    true, *both = prepare_case(20, bound, channels)
+    for got in both:
+        assert [g.shape for g in got] == [t.shape for t in true]
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 

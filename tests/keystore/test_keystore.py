@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from ring_la import ArgumentError, ContextParallel
-from ring_la.inference import KeyRows, KeySize, KeyStore, decode_attention, decode_latents, read_attention
+from ring_la.inference import (
+    KeyRows,
+    KeySize,
+    KeyStore,
+    decode_attention,
+    decode_index,
+    decode_latents,
+    read_attention,
+)
 from tests.support.pool import group
 
 LENGTHS = (37, 5, 1, 90)
@@ -85,6 +93,57 @@ def check_latents(rank: int) -> None:
 
 def test_latents(ranks):
     ranks.run(2, check_latents)
+
+
+def check_choice(rank: int) -> None:
+    """Sequences that were read split and have been decoded, one of a token among them: blocks of each key head, and
+    latents that an index picks."""
+    cp, n = ContextParallel(group(), scan="ring"), (37, 9, 1)
+    store = KeyStore([KeySize(HK, K, V), KeySize(1, 6, 0), KeySize(1, 4, 0)], cp, dtype=torch.float64, block=BLOCK)
+    shapes = ((HK, K), (HK, V), (1, 6), (1, 4))
+    tensors = [[drawn(7 * i + j, m + 5, *s) for j, s in enumerate(shapes)] for i, m in enumerate(n)]
+    parts = []
+    for x, m, kind in zip(tensors, n, ("zigzag", "striped", "contiguous")):
+        layout = cp.layout(m, kind)
+        k, v, latent, index = (layout.shard(t[None, :m]) for t in x)
+        parts.append(store.open(1).extended(layout))
+        parts[-1][0].put(k, v)
+        parts[-1][1].put(latent)
+        parts[-1][2].put(index)
+    rows = KeyRows.joined(parts)
+    for t in range(5):
+        rows = rows.advanced()
+        k, v, latent, index = (torch.stack([x[j][m + t] for x, m in zip(tensors, n)])[:, None] for j in range(4))
+        rows[0].put(k, v)
+        rows[1].put(latent)
+        rows[2].put(index)
+    q, iq, w = drawn(50, 3, 1, H, K), drawn(51, 3, 1, 2, 4), drawn(52, 3, 1, 2)
+    chosen = torch.tensor([[[0, 16, 40], [4, 36, -1]], [[12, 0, 8], [4, -1, -1]], [[0, 4, -1], [-1, 4, 0]]])
+    o = decode_attention(q, rows[0], chosen=chosen[:, None], block=4).o
+    found = decode_index(iq, w, rows[2], 7)
+    w_uk, w_uv, ql = drawn(53, H, 3, 4), drawn(54, H, V, 4), drawn(55, 3, 1, H, 5)
+    latents = decode_latents(ql, rows[1], w_uk, w_uv, chosen=found.places).o
+    for i, (k, v, latent, index) in enumerate(tensors):
+        for h in range(H):
+            g = h // (H // HK)
+            at = [p for c in chosen[i, g].tolist() if c >= 0 for p in range(c, c + 4) if p < len(k)]
+            p = (k[at, g] @ q[i, 0, h] * K**-0.5).softmax(0)
+            torch.testing.assert_close(o[i, 0, h], p @ v[at, g], rtol=1e-12, atol=1e-12)
+        scores = torch.relu(index[:, 0] @ iq[i, 0].mT) @ w[i, 0]
+        best = scores.topk(min(7, len(scores)))
+        places = found.places[i, 0, 0, : len(best.indices)].long()
+        torch.testing.assert_close(scores[places], best.values, rtol=1e-12, atol=1e-12)
+        assert len(set(places.tolist())) == len(places)
+        assert (found.places[i, 0, 0, len(places) :] == -1).all()
+        c, r = latent[places, 0].split([4, 2], -1)
+        s = (torch.einsum("hd,hdl,sl->hs", ql[i, 0, :, :3], w_uk, c) + ql[i, 0, :, 3:] @ r.mT) * 5**-0.5
+        want = torch.einsum("hs,sl,hvl->hv", s.softmax(1), c, w_uv)
+        torch.testing.assert_close(latents[i, 0], want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_token_over_the_keys_it_has_chosen(ranks, size):
+    ranks.run(size, check_choice)
 
 
 def check_reading(rank: int) -> None:

@@ -21,6 +21,7 @@ OPTIONS = {
     "fox": {"qk_norm": True, "gated": True},
     "lightning": {"layer_idx": 1, "num_layers": 3},
     "rwkv7": {"layer_idx": 1, "num_layers": 3},
+    "ttt": {"mini_batch": 3},
 }
 NAMES = tuple(LAYERS)
 RECURRENT = tuple(name for name, kind in LAYERS.items() if kind.state_type is not KVCache)

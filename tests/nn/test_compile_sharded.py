@@ -52,7 +52,7 @@ def check_model(rank: int, layers: list[str], mlp: str, how: dict, lengths: list
 CASES = {
     "recurrences": (2, ["rwkv7", "lightning"], "swiglu", {"scan": "ring"}, False),
     "attention": (3, ["attention", "mamba2"], "moe", {"scan": "all_gather", "attention": "all_gather"}, True),
-    "heads": (2, ["attention"], "swiglu", {"scan": "doubling", "attention": "ulysses"}, False),
+    "heads": (2, ["attention"], "swiglu", {"scan": "doubling", "attention": "ulysses", "head_groups": 2}, False),
     "one rank": (1, ["gdn"], "swiglu", {}, False),
 }
 

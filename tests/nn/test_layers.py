@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ring_la import ArgumentError, UnsupportedError
+from ring_la.kernels.fused import prepare
 from ring_la.nn import LAYERS, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, MultiheadLatentAttention
 from ring_la.nn.decoding import KVRows
 from ring_la.nn.seats import Seats
@@ -45,6 +46,19 @@ def test_packed_documents_are_kept_apart_and_decoded_as_rows(name):
         o = layer(alone).o
         close(packed.o[:, cu[n] : cu[n + 1]], o[:, :-2])
         close(after.o[n : n + 1], o[:, -2:])
+
+
+def test_rows_at_several_places_of_a_mini_batch_go_on():
+    """Documents of several lengths, packed, then rows of a batch: each at its own place of a mini-batch of 3."""
+    layer, x, more = make("ttt"), random(1, 12, DIM), random(3, 5, DIM)
+    cu = torch.tensor([0, 4, 5, 12])
+    state, steps = layer(x, cu_seqlens=cu, output_state=True).state, []
+    for t in range(5):
+        out = layer(more[:, t : t + 1], state=state, output_state=True)
+        state, steps = out.state, [*steps, out.o]
+    for n in range(3):
+        alone = torch.cat([x[:, cu[n] : cu[n + 1]], more[n : n + 1]], 1)
+        close(torch.cat(steps, 1)[n : n + 1], layer(alone).o[:, -5:])
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -147,6 +161,19 @@ def test_a_packed_continuation_of_a_cache_is_refused():
     state = layer(x, output_state=True).state
     with pytest.raises(UnsupportedError, match="as a batch row"):
         layer(x, state=state, cu_seqlens=torch.tensor([0, 6]))
+
+
+@pytest.mark.parametrize("kind", [GatedDeltaNet, KimiDeltaAttention])
+def test_what_tokens_bring_is_the_same_in_one_step(kind, monkeypatch):
+    torch.manual_seed(0)
+    layer, x = kind(32, 2, num_value_heads=4, negative_eigenvalues=True), torch.randn(1, 9, 32, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    found = []
+    for together in (False, True):
+        monkeypatch.setattr(prepare, "TOGETHER", together)
+        o = layer(x).o
+        found.append([o.detach(), *torch.autograd.grad(o.square().sum(), leaves)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
 # -- the published layers, weights copied ------------------------------------------------------------------

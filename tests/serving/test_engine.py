@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError, UnsupportedError
 from ring_la.inference import Sampler, generate, key_store
+from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import seats
 from ring_la.serving import (
     Batch,
@@ -26,9 +31,11 @@ from ring_la.serving import (
     Keep,
     NewToken,
     NoText,
+    Overdue,
     Request,
     static,
 )
+from ring_la.serving.disk import fingerprint
 from ring_la.serving.ranks import What
 from tests.support.generation import greedy, make, tokens
 from tests.support.pool import group
@@ -193,6 +200,101 @@ def test_states_go_to_the_host_and_to_disk_and_come_back_on_any_number_of_ranks(
     for bad in (Keep(1, disk=1), Keep(1, folder=tmp_path), Keep(-1)):
         with pytest.raises(ArgumentError, match="keep: expected"):
             engine(keep=bad)
+
+
+def spoil(entry: Path, how: str) -> None:
+    """Damage a kept state on disk."""
+    file = entry / "rank-0.safetensors"
+    data = bytearray(file.read_bytes())
+    if how == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        data[-9] ^= 64
+        file.write_bytes(data)
+    elif how == "gone":
+        file.unlink()
+    elif how == "no text":
+        (entry / "about.json").write_text("{")
+    elif how == "another's":  # as all that is of another prompt
+        for other in entry.parent.iterdir():
+            if other != entry:
+                shutil.rmtree(entry)
+                shutil.copytree(other, entry)
+    else:
+        (entry / "about.json").unlink()
+        entry.rename(entry.parent / "lost+found")
+        (entry.parent / "notes.txt").write_text("not ours")
+
+
+def check_spoiled(rank: int, folder: str, flip: bool) -> tuple[list[int], int, list[str]]:
+    """A server that finds what is on disk; on rank 1 alone, `flip`: which cannot be read there."""
+    cp = ContextParallel(group(), scan="ring", validate="never", timeout=20)
+    server, said = engine(cp, batch=1, keep=Keep(1 << 20, 0, 1 << 20, folder)), io.StringIO()
+    if flip and rank == 1:
+        server.states.disk.read = lambda *_: torch.load(f"{folder}/nothing")
+    logging.getLogger("ring_la.serving").addHandler(handler := logging.StreamHandler(said))
+    serve(server, jobs := [Asked(prompt(40), 3)])
+    logging.getLogger("ring_la.serving").removeHandler(handler)
+    return jobs[0].tokens, jobs[0].reused, said.getvalue().splitlines()
+
+
+def test_damaged_states_on_disk_are_read_anew(ranks, tmp_path):
+    asked = [prompt(40), prompt(23)[::-1]]
+    serve(engine(batch=1, keep=Keep(1 << 20, 0, 1 << 20, tmp_path / "whole")), [Asked(x, 1) for x in asked])
+    [of_model] = (tmp_path / "whole").iterdir()
+    name = next(x.name for x in of_model.iterdir() if json.loads((x / "about.json").read_text())["length"] == 40)
+    for how in ("cut", "flipped", "gone", "no text", "another's", "foreign", "seen by one rank"):
+        shutil.copytree(tmp_path / "whole", folder := tmp_path / how)
+        if how != "seen by one rank":
+            spoil(folder / of_model.name / name, how)
+        size = 2 if how in ("seen by one rank", "flipped") else 1
+        got, reused, said = ranks.run(size, check_spoiled, str(folder), how == "seen by one rank")[0]
+        assert (got, reused) == (truth(prompt(40), 3), 0), how
+        assert len(said) == 1, said
+        assert ranks.run(1, check_spoiled, str(folder), False)[0][1:] == (40, said if how == "foreign" else []), how
+    assert (folder.parent / "foreign" / of_model.name / "lost+found").is_dir()
+
+
+def test_what_does_not_get_to_disk_in_time_is_told(tmp_path, caplog):
+    server, moved = engine(batch=1, keep=Keep(1 << 20, 0, 1 << 20, tmp_path)), []
+    do = server.states.do
+
+    def late(word, *row):
+        if word.what == What.MOVE:
+            moved.append(word.key)
+            if len(moved) == 2:
+                raise Overdue  # as `Lookout` has it raised
+        return do(word, *row)
+
+    server.states.do = late
+    serve(server, [Asked(prompt(n), 1) for n in (9, 12, 15)])
+    assert "2 of 3 kept states are not on disk when the server ends" in caplog.text
+    other = make()
+    other.config = dataclasses.replace(other.config, norm_eps=1e-3)  # of which no weight tells
+    assert fingerprint(other) != fingerprint(make()) == fingerprint(make())
+
+
+BITS = ["gdn", "kda", "mamba2", "lightning", "attention"]
+
+
+def check_bits(rank: int, size: int) -> list[tuple[list[int], list[float]]]:
+    """Tokens, and how likely the model finds them, under a deterministic split."""
+    cp, found = ContextParallel(group(size), validate="never", deterministic=True), []
+    options = {"mamba2": {"state_dim": 16}, "attention": {"num_kv_heads": 1}}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = HybridLM(HybridConfig(50, 48, BITS, 3, mlp_dim=33, options=options)).to(dtype)
+        jobs = [Asked(prompt(n), 6, logprobs=1) for n in (5, 200)]
+        serve(Engine(Hybrid(model), NoText(), cp, batch=2, patience=LONG), jobs)
+        found += [(job.tokens, [e.said.logprob for e in job.events if isinstance(e, NewToken)]) for job in jobs]
+    return found
+
+
+def test_a_deterministic_server_has_the_same_bits_on_any_number_of_ranks(ranks):
+    one = ranks.run(1, check_bits, 1)[0]
+    assert one[0][0] != one[1][0]
+    for size in (2, 3, 4):
+        assert ranks.run(size, check_bits, size)[0] == one, size
 
 
 def check_sampling(rank: int) -> list[list[int]]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ring_la.errors import ArgumentError
 from ring_la.integrations.vllm.asking import Lease, ReaderError, connection, health
-from ring_la.integrations.vllm.pages import HandedOver
+from ring_la.integrations.vllm.hosts import Remote
+from ring_la.integrations.vllm.pages import HandedOver, SequenceBlocks, WorkerPart
 from ring_la.serving.reader import Desk, Door, Unread, listen
 
 IDS = torch.arange(21) % 13
@@ -108,24 +110,18 @@ def test_refusals_say_why(door):
         connection("x", 1.0)
 
 
-def read_and_compare(rank: int, folder: str) -> dict:
+def read_and_compare(rank: int, folder: str, name: str, hosts: bool) -> dict:
     """On each rank a reader; on rank 0 who asks it, and what one process has of that prompt."""
     import copy
 
     import ring_la
     from ring_la.serving.reader import Reader
     from tests.support.pool import group
-    from tests.support.transformers_models import Case, case
+    from tests.support.transformers_models import RECURRENT
 
-    options = dict(
-        layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
-        linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=4, num_experts=4,
-        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16, decoder_sparse_step=1,
-    )  # fmt: skip
-    made: Case = case("Qwen3NextForCausalLM", **options)
-    model = made.make().eval()
+    model = RECURRENT[name].make().eval()
     whole = copy.deepcopy(model)
-    reader = Reader(model, ring_la.ContextParallel(group()), Path(folder))
+    reader = Reader(model, ring_la.ContextParallel(group()), Path(folder), hosts)
     if rank:
         return reader.run()
     errors: list = []
@@ -154,24 +150,34 @@ def compare(reader, whole, address: str) -> None:
         cache = whole(input_ids=IDS[None], use_cache=True).past_key_values
     lease = Lease(address, 20.0)
     parcels = lease.parcels("a", IDS)
-    over = HandedOver(parcels, torch.device("cpu"))
+    over = HandedOver(parcels, torch.device("cpu"), Remote(20.0).read)
     assert [parcel["rank"] for parcel in parcels] == list(range(reader.cp.size))
-    keys = torch.empty(2, len(IDS), 2, 8)
-    for tokens, k, v in over.keys[1]:
-        assert len(tokens) < len(IDS)
-        keys[0, tokens], keys[1, tokens] = k, v
-    for found, layer in zip(keys.transpose(1, 2), (cache.layers[1].keys[0], cache.layers[1].values[0])):
-        torch.testing.assert_close(found, layer, rtol=1e-5, atol=1e-5)
+    for at, want in enumerate((cache.layers[1].keys[0], cache.layers[1].values[0])):
+        found = torch.full_like(want.transpose(0, 1), torch.nan)
+        for tokens, *pair in over.keys[1]:
+            assert len(tokens) < len(IDS)
+            found[tokens] = pair[at]
+        torch.testing.assert_close(found, want.transpose(0, 1), rtol=1e-5, atol=1e-5)
     state, conv = over.states[0]["recurrent", 0], over.states[0]["convolution", 0]
-    torch.testing.assert_close(state, torch.as_tensor(cache.layers[0].recurrent_states[0])[0], rtol=1e-5, atol=1e-5)
+    recurrent = torch.as_tensor(cache.layers[0].recurrent_states[0])[0]
+    torch.testing.assert_close(state, recurrent, rtol=1e-5, atol=1e-5)
     expected = torch.as_tensor(cache.layers[0].conv_states[0])[0]
     torch.testing.assert_close(conv[:, -3:], expected[:, -3:], rtol=1e-5, atol=1e-5)
+    if over.latent:  # Kimi-Linear, whose kernels vLLM has for GPUs alone: pages of its shapes
+        pages = [torch.zeros(2, 3, len(conv)), torch.zeros(2, *state.mT.shape)]
+        layer = SimpleNamespace(mamba_type=SimpleNamespace(name="GDN_ATTN"), projection_size=16, kv_cache=pages)
+        over.write(0, layer, SequenceBlocks([1], 32), (0, len(IDS)), WorkerPart(0, 1))
+        torch.testing.assert_close(pages[0][1].mT, expected[:, -3:], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(pages[1][1].mT, recurrent, rtol=1e-5, atol=1e-5)
     assert health(address)["held"]
     lease.close()
     assert until(lambda: not health(address)["held"])
 
 
-def test_what_ranks_hand_over_is_one_process_s(ranks, tmp_path):
+@pytest.mark.parametrize(("name", "hosts"), [("qwen3_next", False), ("kimi_linear", False), ("qwen3_next", True)])
+def test_what_ranks_hand_over_is_one_process_s(ranks, tmp_path, name, hosts):
     pytest.importorskip("transformers")
-    found = ranks.run(3, read_and_compare, str(tmp_path))[0]
+    if hosts:
+        pytest.importorskip("nixl", reason="no NIXL here; bash launch/vllm.sh has it")
+    found = ranks.run(3, read_and_compare, str(tmp_path), name, hosts)[0]
     assert found == {"errors": [], "left": []}

@@ -16,6 +16,10 @@ import ring_la
 from ring_la.comm import memory as module
 from ring_la.comm.memory import SECTOR, Memory
 from ring_la.errors import PeerError
+from ring_la.layout import Layout
+from ring_la.softmax.geometry import Reach, Tokens
+from ring_la.softmax.strategies import STRATEGIES
+from ring_la.softmax.strategies.schedule import Schedule, needs_of
 from tests.support.attention_cases import DOCUMENTS, draw, truth
 from tests.support.pool import group
 from tests.support.split_attention import KINDS, compare
@@ -65,12 +69,13 @@ def check_copied(rank: int, P: int, folder: str, documents: str, features: tuple
     cp, patch = over_files(P, folder, kernels)
     T, cu = DOCUMENTS[documents]
     bad = []
-    with patch:
+    with patch, mock.patch.object(STRATEGIES["copied"], "two_streams", P == 4):
         for kind in KINDS:
             layout = cp.layout(T, kind, cu_seqlens=cu)
             for feature in features:
-                errors = compare(layout, draw(documents, feature), truth(documents, feature), "ring")
-                bad += [f"{kind} {feature} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
+                for strategy in ("ring", "ulysses"):
+                    errors = compare(layout, draw(documents, feature), truth(documents, feature), strategy)
+                    bad += [f"{kind} {feature} {strategy} {n} {e:.1e}" for n, e in errors.items() if e > 1e-9]
     return bad
 
 
@@ -86,6 +91,21 @@ def check_copied(rank: int, P: int, folder: str, documents: str, features: tuple
 def test_copied_is_whole(ranks, tmp_path, P, documents, features):
     bad = ranks.run(P, check_copied, P, str(tmp_path), documents, features, False)
     assert not any(bad), bad
+
+
+def rounds_of(T: int, P: int, reach: Reach, cu=None) -> list[list[int]]:
+    """For each rank, how many owners' keys each of its rounds has."""
+    layout = Layout(T, "zigzag", P, cu_seqlens=cu)
+    tokens = tuple(Tokens.of_ranks(layout, [r], torch.device("cpu")) for r in range(P))
+    schedule = Schedule(mock.Mock(keys=tokens), needs_of(tokens, tokens, reach))
+    return [[len({s.owner for s in spans}) for spans in rounds] for rounds in schedule.spans]
+
+
+def test_few_keys_come_in_one_round():
+    """Of a window a rank sees keys of two neighbours: a call for each took longer to start than to run."""
+    assert rounds_of(256, 4, Reach(None, 0)) == [[1, 2]] * 4
+    assert rounds_of(256, 4, Reach(16, 0)) == [[1], [2], [2], [1]]
+    assert rounds_of(256, 8, Reach(None, 0), cu=tuple(range(0, 257, 8))) == [[]] * 8
 
 
 def test_flags_by_the_kernels(ranks, tmp_path):

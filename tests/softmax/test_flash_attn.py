@@ -145,6 +145,10 @@ class Three:
     ):  # fmt: skip
         calls.append("dense" if cu_seqlens_q is None else "varlen")
         mask = (softmax_scale, causal, window_size_left, window_size_right, softcap)
+        if q.dtype == torch.float8_e4m3fn:
+            assert [len(x) for x in (q_descale, k_descale)] == [len(q) if q.dim() == 4 else len(cu_seqlens_q) - 1] * 2
+            q_descale = q_descale.repeat_interleave(q.shape[-2] // k.shape[-2], 1)  # all sequences have one's
+            q, k, v = (x.double() * s[:1, :, None] for x, s in ((q, q_descale), (k, k_descale), (v, v_descale)))
         if cu_seqlens_q is None:
             return *block(q, k, v, *mask)[:2], torch.empty(0), torch.empty(0)
         return *packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *mask), torch.empty(0), torch.empty(0)
@@ -198,7 +202,7 @@ def sides(left, right):
 
 
 STAND_INS = {"flash_attn_2": Two, "flash_attn_3": Three, "flash_attn_4": Four}
-FORWARDS = {"fa3_fwd": Three}
+FORWARDS = {"fa3_fwd": Three, "fa3_fwd_fp8": Three}
 
 
 class ExactFlash(Flash):
@@ -296,6 +300,17 @@ def test_the_forward_of_version_3_alone(on_the_cpu):
     for refused, leaf in ((dict(window=(4, 0)), q), (dict(), q.clone().requires_grad_())):
         with pytest.raises(UnsupportedError, match=r"windows|gradients"):
             attention(leaf, k, v, **refused, backend="fa3_fwd")
+
+
+@pytest.mark.parametrize("cu", [None, torch.tensor([0, 10, 14, 30])])
+def test_rounded_to_fp8(on_the_cpu, cu):
+    """As exact as three bits of mantissa let it be, whatever a head's size."""
+    q, k, v = (torch.randn(1, 30, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    k[:, :, 1] *= 1e3
+    got, want = (attention(q, k, v, scale=1e-3, cu_seqlens=cu, backend=b).o for b in ("fa3_fwd_fp8", "reference"))
+    assert 1e-3 < error(got, want) < 0.08
+    with pytest.raises(UnsupportedError, match=r"gradients"):
+        attention(q.clone().requires_grad_(), k, v, backend="fa3_fwd_fp8")
 
 
 def test_gradients_of_the_same_bits_only_where_asked(on_the_cpu):

@@ -3,6 +3,7 @@ many ranks see them, from hand to hand."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import ring_la
 from ring_la.comm import Group
 from ring_la.softmax.call import AttentionCall
+from ring_la.softmax.geometry import Reach
 from ring_la.softmax.options import AttentionOptions
+from ring_la.softmax.strategies import choice
 from ring_la.softmax.tensors import Tensors
 from tests.support.attention_cases import DOCUMENTS, draw, truth
 from tests.support.pool import group
@@ -135,3 +138,22 @@ def test_auto_goes_by_what_a_ring_sends(ranks):
         "short documents, few key heads": "sent",
         "a window": "sent",
     }
+
+
+def test_auto_goes_by_time_where_gpus_copy():
+    """A ring hides its copies behind blocks that are long enough; of few tokens on many ranks Ulysses moves less."""
+
+    def taken(P: int, T: int, heads: int = 32, causal: bool = False, groups: int | None = None, cu=None) -> str:
+        comm = SimpleNamespace(copies=True)
+        cp = SimpleNamespace(deterministic=False, size=P, axes=None, comm=comm)
+        layout = SimpleNamespace(cp=cp, seq_len=T * P, cu_seqlens=cu or (0, T * P))
+        keys = heads if groups is None else groups
+        moved, share = (heads * 128, keys * 128), 0.75 if causal else 1.0
+        reach = Reach(None, 0 if causal else None)
+        return choice.pick("auto", (heads, keys), moved, layout, layout, lambda: share, reach)
+
+    rings = [(2, 256), (2, 16384), (4, 1152), (4, 4096), (8, 4096), (8, 16384)]
+    assert {taken(*case) for case in rings} == {"ring"}
+    assert {taken(*case) for case in [(4, 512), (8, 512), (8, 1152)]} == {"ulysses"}
+    assert [taken(8, 1152, heads) for heads in (24, 9, 4)] == ["ulysses", "ring", "ring"]  # 9: one rank has two
+    assert taken(8, 256, groups=8) == "ring"  # a quarter of the keys to send

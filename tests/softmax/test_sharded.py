@@ -9,12 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import ring_la
 from ring_la.softmax import attention
 from tests.support.attention_cases import DOCUMENTS, FEATURES, draw, truth
+from tests.support.peak import peak
 from tests.support.pool import group
 from tests.support.split_attention import KINDS, STRATEGIES, compare
 
 
-def check(rank: int, P: int, strategy: str, documents: str, features: tuple[str, ...], heads=None) -> list[str]:
-    cp = ring_la.ContextParallel(group(P), validate="first", scan="ring")
+def check(
+    rank: int, P: int, strategy: str, documents: str, features: tuple[str, ...], heads=None, head_groups=1
+) -> list[str]:
+    cp = ring_la.ContextParallel(group(P), validate="first", scan="ring", head_groups=head_groups)
     T, cu = DOCUMENTS[documents]
     bad = []
     for kind in KINDS:
@@ -44,10 +47,43 @@ def test_ulysses_where_heads_do_not_divide(ranks, P, heads):
     assert not any(bad), bad
 
 
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+def test_ulysses_in_groups_of_heads_is_whole(ranks, P):
+    """Groups of several key heads, and of an even share of one's queries, which add up its gradients."""
+    for heads, groups in (((8, 4), 2), ((6, 2), 5)):
+        bad = ranks.run(P, check, P, "ulysses", "packed", ("all", "all rear"), heads, groups)
+        assert not any(bad), (heads, groups, bad)
+
+
+def bytes_held(rank: int, head_groups: int | str) -> list[float]:
+    """The most that is held forward, what is kept, and the most backward, in units of this rank's queries: the least
+    of several times, for gloo's threads may let go of a message late."""
+    cp = ring_la.ContextParallel(group(2), scan="ring", head_groups=head_groups)
+    layout = cp.layout(512)
+    x = [torch.randn(1, 256, 16, 16, requires_grad=True) for _ in range(3)]
+    found = []
+    for _ in range(6):
+        out, forward, kept = peak(lambda: attention(*x, layout=layout, strategy="ulysses").o)
+        _, backward, _ = peak(lambda out=out: torch.autograd.grad(out, x, torch.ones_like(out)))
+        found.append((forward, kept, backward))
+    return [min(times) / x[0].nbytes for times in zip(*found)]
+
+
+def test_groups_of_heads_hold_less_of_the_whole_sequence(ranks):
+    """With "auto" there are 8: they hold an eighth, beside the results, and backward beside the gradients."""
+    (forward, kept, backward), groups = (ranks.run(2, bytes_held, n)[0] for n in (1, "auto"))
+    assert kept > 4, "q, k, v and o of the whole sequence"
+    assert groups[1] < 1.1, "o and lse of this rank's tokens"
+    assert groups[0] - groups[1] < 1.01 * forward / 8
+    assert groups[2] - 4 < 1.01 * (kept + backward) / 8
+
+
 def check_mesh(rank: int, axes: tuple[str, str], shape: tuple[int, int], heads) -> list[str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
     cp = ring_la.ContextParallel(mesh, scan="ring", attention="usp")
-    bad = []
+    grouped = ring_la.ContextParallel(mesh, scan="ring", attention="usp", head_groups=2)
+    case, want = draw("uneven", "all", None, heads), truth("uneven", "all", None, heads)
+    bad = [f"groups {n} {e:.1e}" for n, e in compare(grouped.layout(67), case, want, None).items() if e > 1e-9]
     for documents, features in (("dense", tuple(FEATURES)), ("packed", ("two for one", "all", "all rear"))):
         T, cu = DOCUMENTS[documents]
         for kind in KINDS:

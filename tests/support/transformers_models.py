@@ -259,6 +259,7 @@ RECURRENT: dict[str, Case] = {
         attention_hidden_size=64,
         attention_head_dim=16,
     ),
+    "rwkv": case("RwkvForCausalLM", skip=NO_ATTENTION),
     "recurrent_gemma": case(
         "RecurrentGemmaForCausalLM",
         num_hidden_layers=3,

@@ -7,7 +7,9 @@ import torch
 
 from ring_la import ArgumentError, ContextParallel
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.training import TrainingMesh, recompute, shard_parameters
+from ring_la.nn import LAYERS
+from ring_la.training import TrainingMesh, draw_hybrid, recompute, shard_parameters
+from tests.support.peak import peak
 
 TOKENS = 37
 CU = [[0, 5, 5, 30, 37], [0, 37], [0, 18, 37], [0, 1, 37]]
@@ -62,6 +64,37 @@ def check_step(rank: int, axes: dict[str, int], kinds: list[str], mlp_chunk: int
 )
 def test_a_step_is_that_of_one_process(ranks, axes, kinds, mlp_chunk):
     ranks.run(4, check_step, axes, kinds, mlp_chunk)
+
+
+def drawn(rank: int, layers: list[str]) -> tuple[int, int]:
+    """A model whose ranks draw a block at a time is the model made whole; bytes held at most, and of its weights."""
+    config = HybridConfig(300, 32, layers, 2, tie_embeddings=False)
+    mesh = TrainingMesh.make("cpu", context=4)
+    with torch.device("meta"):
+        model = HybridLM(config).bfloat16()
+    shard_parameters(recompute(model, ["block"]), mesh, dtype=torch.float32)
+    torch.manual_seed(5)
+    _, most, _ = peak(lambda: draw_hybrid(model, "cpu"))
+    torch.manual_seed(5)
+    whole = HybridLM(config).bfloat16()
+    expected = dict(whole.named_buffers())
+    assert all(torch.equal(b, expected[n]) for n, b in model.named_buffers())
+    for (n, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q), n
+        assert p.to_local().untyped_storage().nbytes() == p.to_local().nbytes, n
+    layout = ContextParallel(mesh.context, scan="ring").layout(20)
+    ids = torch.arange(20)[None]
+    loss = model.loss(layout.shard(ids), layout=layout)
+    loss.backward()
+    assert torch.isfinite(loss)
+    with pytest.raises(ArgumentError, match="model: expected one made under"):
+        draw_hybrid(whole, "cpu")
+    return most, sum(2 * p.numel() for p in whole.parameters())
+
+
+def test_a_model_is_drawn_a_block_at_a_time(ranks):
+    for most, weights in ranks.run(4, drawn, list(LAYERS)):
+        assert most < 0.6 * weights, "a quarter of all, and a block in fp32"
 
 
 def check_refusals(rank: int) -> None:

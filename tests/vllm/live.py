@@ -1,6 +1,7 @@
 """A reader of some ranks and a vLLM in one process, both on CPUs; prints what vLLM's requests got as JSON.
 
 python -m tests.vllm.live equal MODEL RANKS FOLDER      what both read, and what comes of states that are spoiled
+python -m tests.vllm.live hosts MODEL RANKS FOLDER      the same, as if on two hosts: by NIXL, over TCP alone
 python -m tests.vllm.live faults POLICY FOLDER          a reader that stands still, is given up, and dies
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,10 +35,15 @@ NEW = 12
 class ReaderGroup:
     """The processes of a reader."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, hosts: bool) -> None:
         self.address, self._log = f"unix:{folder}/reader.sock", folder / "reader.log"
+        if hosts:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                self.address = f"127.0.0.1:{free.getsockname()[1]}"
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         command = [sys.executable, *launch, "-m", "ring_la", "reader", str(folder / "model"), "--listen", self.address]
+        command += ["--hosts"] * hosts
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -56,9 +63,9 @@ class ReaderGroup:
 
 
 @contextmanager
-def group(folder: Path, ranks: int):
+def group(folder: Path, ranks: int, hosts: bool = False):
     """A reader, until the block ends."""
-    reader = ReaderGroup(folder, ranks)
+    reader = ReaderGroup(folder, ranks, hosts)
     try:
         yield reader
     finally:
@@ -66,7 +73,7 @@ def group(folder: Path, ranks: int):
         reader.process.wait(60)
 
 
-def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", workers: int = 1):
+def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", workers: int = 1, plain: bool = False):
     """A vLLM with the connector to that reader."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -81,6 +88,7 @@ def engine(folder: Path, reader: ReaderGroup, dtype: str, policy: str = "fail", 
     found = LLM(
         str(folder / "model"), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
         max_num_seqs=4, kv_transfer_config=connector, enable_prefix_caching=False, tensor_parallel_size=workers,
+        compilation_config={"custom_ops": ["none"]} if plain else {},
     )  # fmt: skip
     reader.wait()
     return found
@@ -100,14 +108,20 @@ def greedy(by_reader: bool = True):
     return SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, extra_args=extra)
 
 
-def equal(model: str, ranks: str, folder: Path) -> dict:
+def hosts(model: str, ranks: str, folder: Path) -> dict:
+    """As `equal`."""
+    os.environ["UCX_TLS"] = "tcp"  # no memory of the host, which others do not have
+    return equal(model, ranks, folder, apart=True)
+
+
+def equal(model: str, ranks: str, folder: Path, apart: bool = False) -> dict:
     """Tokens after prompts that vLLM read itself, that the ranks read, and of states set to zero."""
     from ring_la.integrations.vllm import connector
-    from tests.vllm.models import dtype, save
+    from tests.vllm.models import dtype, plain, save
 
     save(model, folder / "model")
-    with group(folder, int(ranks)) as reader:
-        llm = engine(folder, reader, dtype(model))
+    with group(folder, int(ranks), apart) as reader:
+        llm = engine(folder, reader, dtype(model), plain=plain(model))
 
         def tokens(by_reader: bool) -> list[list[int]]:
             found = llm.generate(prompts(301, 150, 37), greedy(by_reader), use_tqdm=False)
@@ -119,7 +133,7 @@ def equal(model: str, ranks: str, folder: Path) -> dict:
         class Spoiled(whole):
             def __init__(self, *args) -> None:
                 super().__init__(*args)
-                kept = [x for state in self.states.values() for x in state.values()]
+                kept = [x for state in self.states.values() for x in state.values()]  # latents are keys too
                 for x in (*kept, *(x for layer in self.keys.values() for _, k, v in layer for x in (k, v))):
                     x.zero_()
 
@@ -129,11 +143,11 @@ def equal(model: str, ranks: str, folder: Path) -> dict:
 
 def workers(model: str, folder: Path) -> dict:
     """Tokens after prompts that vLLM's two workers read themselves, and that two ranks read."""
-    from tests.vllm.models import dtype, save
+    from tests.vllm.models import dtype, plain, save
 
     save(model, folder / "model")
     with group(folder, 2) as reader:
-        llm = engine(folder, reader, dtype(model), workers=2)
+        llm = engine(folder, reader, dtype(model), workers=2, plain=plain(model))
         found = [llm.generate(prompts(301, 150), greedy(by), use_tqdm=False) for by in (False, True)]
         own, ours = ([list(each.outputs[0].token_ids) for each in outputs] for outputs in found)
         llm.llm_engine.engine_core.shutdown()
@@ -190,6 +204,8 @@ if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
     apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     os.environ |= QUIET | (apart if what == "workers" else {})
-    result = {"equal": equal, "faults": faults, "workers": workers}[what](*arguments[:-1], Path(arguments[-1]))
+    result = {"equal": equal, "hosts": hosts, "faults": faults, "workers": workers}[what](
+        *arguments[:-1], Path(arguments[-1])
+    )
     print(json.dumps(result), flush=True)
     os._exit(0)  # vLLM's threads have nothing more to say

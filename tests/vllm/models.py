@@ -33,6 +33,22 @@ MAMBA = dict(
     mamba_expand=2,
     mamba_chunk_size=64,
 )
+LATENT = dict(
+    head_dim=64,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    q_lora_rank=None,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=64,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+"""vLLM's latent attention for CPUs takes these sizes alone."""
 MODELS: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "gemma3": (
@@ -67,6 +83,8 @@ MODELS: dict[str, tuple[str, dict]] = {
             **MAMBA,
         ),
     ),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", LATENT | dict(topk_method="greedy")),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", LATENT | dict(topk_method="noaux_tc")),
     "falcon_h1": ("FalconH1ForCausalLM", dict(mamba_d_ssm=128, **MAMBA)),
     "nemotron_h": (
         "NemotronHForCausalLM",
@@ -99,6 +117,11 @@ MODELS: dict[str, tuple[str, dict]] = {
     ),
 }
 """By name: the class of Transformers, and what its configuration has beyond `SMALL`."""
+
+
+def plain(name: str) -> bool:
+    """Whether vLLM is to rotate in PyTorch: its kernel for CPUs turns strided rotary keys of latents wrongly."""
+    return name.startswith("deepseek")
 
 
 def dtype(name: str) -> str:

@@ -32,6 +32,8 @@ def live(*arguments: object) -> dict:
         ("gemma3", 3),
         ("qwen3_next", 3),
         ("granite", 2),
+        ("deepseek_v2", 2),
+        ("deepseek_v3", 3),
         ("falcon_h1", 3),
         ("nemotron_h", 2),
         ("zamba2", 3),
@@ -47,9 +49,18 @@ def test_tokens_are_vllm_s_own(model, ranks, tmp_path):
     assert said["spoiled"][2] == said["own"][2]
 
 
-@pytest.mark.parametrize("model", ["qwen3_next", "granite"])
+def test_a_reader_on_another_host(tmp_path):
+    """What both have in common is a network: NIXL over TCP."""
+    pytest.importorskip("nixl")
+    said = live("hosts", "qwen3_next", 2, tmp_path)
+    assert said["ours"] == said["own"], said["stderr"]
+    assert said["read"] == 2
+    assert said["spoiled"][0] != said["own"][0]
+
+
+@pytest.mark.parametrize("model", ["qwen3_next", "granite", "deepseek_v2"])
 def test_each_worker_of_a_tensor_parallel_vllm_has_its_heads(model, tmp_path):
-    """One head of keys that both have, and one group of B and C; heads and channels that are shared out."""
+    """One head of keys that both have, one group of B and C, latents; heads and channels that are shared out."""
     said = live("workers", model, tmp_path)
     assert said["ours"] == said["own"], said["stderr"]
     assert said["read"] == 2

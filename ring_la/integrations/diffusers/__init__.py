@@ -20,6 +20,7 @@ text's where text is part of the sequence:
     pipeline    a whole pipeline; guidance on an axis of its own (guidance), its decoder by rows (autoencoder)
     modules     modules that reach beyond their tokens: convolutions with halos, and those
     compare     inputs that differ among the ranks
+    graphs      calls as CUDA graphs
     checks      everything else that is refused
     model       hooks before a block and behind the last layer
     cutting     what a block is given, cut to this rank's tokens

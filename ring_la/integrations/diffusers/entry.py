@@ -14,6 +14,7 @@ from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError, UnsupportedError
 from .catalogue import find_plan
+from .graphs import adopt_captured
 from .kernels import kernel_named
 from .model import SplitDenoiser
 from .pipeline import Axes, SplitPipeline, axes_of, controlnets_of, is_pipeline, transformers_of
@@ -31,6 +32,7 @@ def parallelize(
     cfg: int | dist.ProcessGroup | DeviceMesh = 1,
     vae: bool = False,
     text: bool = False,
+    capture: bool = False,
 ) -> Any:
     """Make a transformer of Diffusers, or a pipeline, run on a split sequence; changed in place and returned.
 
@@ -55,6 +57,10 @@ def parallelize(
             has no gradients.
         vae: for a pipeline: its decoder works by rows of the image, over all ranks.
         text: for a pipeline: prompts are encoded on the first rank alone, and sent.
+        capture: on GPUs calls without gradients become replays of CUDA graphs (`ring_la.capture`): of each kind of call
+            (shapes, values that are no tensors) the first three run as ever, the next is captured. Not with step
+            caches, masks that leave keys out, or validate="always". Inputs' values that differ among the ranks make the
+            output of a replay NaN, and raise nothing.
 
     Raises:
         ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
@@ -66,12 +72,15 @@ def parallelize(
     """
     if not isinstance(cp, ContextParallel):
         raise ArgumentError("cp", "a ContextParallel", type(cp).__name__)
-    for name, flag in (("average", average), ("vae", vae), ("text", text)):
+    for name, flag in (("average", average), ("vae", vae), ("text", text), ("capture", capture)):
         if not isinstance(flag, bool):
             raise ArgumentError(name, "True or False", repr(flag))
+    if capture and cp.validate == "always":
+        raise UnsupportedError("capture", 'False with validate="always", which waits for the device', True)
     how: dict[str, Any] = dict(backend=backend, kv_comm_dtype=kv_comm_dtype)
     if is_pipeline(transformer):
-        return _parallelize_pipeline(transformer, axes_of(cp, cfg), (vae, text), how | dict(average=average, plan=plan))
+        more = dict(average=average, plan=plan, capture=capture)
+        return _parallelize_pipeline(transformer, axes_of(cp, cfg), (vae, text), how | more)
     if (cfg, vae, text) != (1, False, False):
         raise ArgumentError("transformer", "a pipeline with cfg, vae or text", type(transformer).__name__)
     if not isinstance(transformer, nn.Module):
@@ -89,6 +98,8 @@ def parallelize(
     kernel_named((), backend)
     with ExitStack() as undo:
         split.adopt(transformer, undo)
+        if capture:
+            adopt_captured(transformer, undo.callback)
         split.undo = undo.pop_all()  # accepted
     return transformer
 
@@ -102,7 +113,9 @@ def _parallelize_pipeline(pipe: Any, axes: Axes, parts: tuple[bool, bool], how: 
         for model in transformers_of(pipe).values():
             undo.callback(restore, parallelize(model, axes.sequence, **how))
         for net in controlnets_of(pipe):  # what the transformer's residuals bring back is averaged already
-            undo.callback(restore, parallelize(net, axes.sequence, **how | dict(average=False, plan=None)))
+            undo.callback(
+                restore, parallelize(net, axes.sequence, **how | dict(average=False, plan=None, capture=False))
+            )
         split.adopt(pipe, *parts)
         split.undo = undo.pop_all()  # accepted
     return pipe

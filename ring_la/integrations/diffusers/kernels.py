@@ -31,9 +31,7 @@ def kernel_named(processors: Iterable[tuple[str, object]], own: str | None) -> s
     Raises:
         UnsupportedError: there is no such kernel here, there are several, or another one than `own`.
     """
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-
-    active = _word(_AttentionBackendRegistry.get_active_backend()[0])
+    active = active_kernel()
     words: dict[str, str] = {}
     for where, processor in processors:
         words.setdefault(_word(getattr(processor, "_attention_backend", None) or active), where)
@@ -47,6 +45,13 @@ def kernel_named(processors: Iterable[tuple[str, object]], own: str | None) -> s
         got = ", ".join(sorted(words)) + ("" if own is None else f" beside backend={own!r}")
         raise UnsupportedError("attention backend of Diffusers", "one kernel for all split attention", got, HINT)
     return next(iter(named), own)
+
+
+def active_kernel() -> str:
+    """The kernel that is named to Diffusers everywhere."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    return _word(_AttentionBackendRegistry.get_active_backend()[0])
 
 
 def _word(name: object) -> str:

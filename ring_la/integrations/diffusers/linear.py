@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...autograd import outside_graphs
+from ...context import GridLayout
 from ...recurrences import linear_attention
+from . import operators
 from .call import DenoiserCall
 
 EPS = 1e-15
@@ -27,6 +28,7 @@ class Running(Protocol):
     """What knows the call that is under way."""
 
     call: DenoiserCall
+    number: int
 
 
 def linear_class(kind: type, running: Running) -> type:
@@ -49,7 +51,6 @@ def _projected(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return F.relu(q), F.relu(k), v
 
 
-@outside_graphs
 def _attend(
     running: Running,
     q: Tensor,
@@ -58,11 +59,17 @@ def _attend(
     normalizer_q: Tensor | None = None,
     normalizer_k: Tensor | None = None,
 ) -> Tensor:
-    out = linear_attention(
-        q, k, v, causal=False, normalize=True, scale=1.0, eps=EPS, normalizer_q=normalizer_q, normalizer_k=normalizer_k,
-        layout=running.call.grid,
-    )  # fmt: skip
-    return out.o
+    if torch.compiler.is_compiling():
+        return operators.diffusion_linear(q, k, v, normalizer_q, normalizer_k, running.number)
+    return split_linear(running.call.grid, q, k, v, normalizer_q, normalizer_k)
+
+
+def split_linear(
+    grid: GridLayout | None, q: Tensor, k: Tensor, v: Tensor, normalizer_q: Tensor | None, normalizer_k: Tensor | None
+) -> Tensor:
+    """Linear attention ``[B, T, H, D]`` over the tokens of all ranks, by one sum of states."""
+    own: dict[str, Any] = dict(normalizer_q=normalizer_q, normalizer_k=normalizer_k)
+    return linear_attention(q, k, v, causal=False, normalize=True, scale=1.0, eps=EPS, layout=grid, **own).o
 
 
 def sana(

@@ -24,7 +24,7 @@ from .compare import InputComparison, WholeImage, mapped, tensors_in
 from .cutting import cut, part_of, residuals, sizes_of, start
 from .kernels import kernel_named
 from .keys import GivenMask
-from .linear import LINEAR, linear_class
+from .linear import LINEAR, linear_class, split_linear
 from .modules import split_forward
 from .plans import (
     IMAGE,
@@ -260,6 +260,12 @@ class SplitDenoiser:
         """Attention in the call under way, as the registered operator asks for it."""
         given = None if mask is None else GivenMask("the mask of a block", mask, tuple(masked.split(",")))
         return self.call.keys.attend(qkv, tuple(streams.split(",")), tuple(sizes), given, scale, self.call.how)
+
+    def linear_now(
+        self, q: Tensor, k: Tensor, v: Tensor, normalizer_q: Tensor | None, normalizer_k: Tensor | None
+    ) -> Tensor:
+        """Linear attention in the call under way, as the registered operator asks for it."""
+        return split_linear(self.call.grid, q, k, v, normalizer_q, normalizer_k)
 
     def _widen(self, block: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Behind the last block: rows for the text of others, which the model takes off."""

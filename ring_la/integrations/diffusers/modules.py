@@ -57,8 +57,8 @@ def glu_conv(module: Any, running: Running, x: Tensor) -> Tensor:
     residual, coming = x, grid.halo(x, 2)
     inner = module.nonlinearity(module.conv_inverted(x))
     edges = module.nonlinearity(module.conv_inverted(torch.cat(coming.wait(), 2)))
-    beyond = torch.tensor(grid.beyond(), dtype=torch.bool, device=x.device).view(1, 1, 2, 1)
-    above, below = edges.masked_fill(beyond, 0).split(1, 2)  # behind the image's border the convolution reads zeros
+    rows = zip(edges.split(1, 2), grid.beyond())  # behind the image's border the convolution reads zeros
+    above, below = (torch.zeros_like(row) if outside else row for row, outside in rows)
     x = module.conv_depth(torch.cat([above, inner, below], 2))[:, :, 1:-1]
     x, gate = x.chunk(2, 1)
     x = module.conv_point(x * module.nonlinearity(gate))

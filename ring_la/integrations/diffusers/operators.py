@@ -1,6 +1,7 @@
 """What a split transformer exchanges, as registered operators, so that torch.compile sees nodes and no exchange.
 
     ring_la::diffusion_attention    q, k, v of this rank's tokens, whole sizes, the number of the model -> o
+    ring_la::diffusion_linear       the same of linear attention, by one sum of states
     ring_la::whole_image            this rank's tokens of an image -> the image, the same on all ranks
 
 and their gradients. Each finds the model by its number, and the call that is under way when the graph runs.
@@ -44,6 +45,13 @@ def _like_values(q, k, v, *_) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
+def _linear(
+    q: Tensor, k: Tensor, v: Tensor, normalizer_q: Tensor | None, normalizer_k: Tensor | None, model: int
+) -> Tensor:
+    """Linear attention ``[B, T, H, D]`` of this rank's tokens, in the call of `model` that is under way."""
+    return found(model).linear_now(q, k, v, normalizer_q, normalizer_k)
+
+
 def _whole_image(x: Tensor, model: int, dim: int, counts: Sequence[int]) -> Tensor:
     """All rows of the image along `dim`, `counts` of each rank; the checksums of the call's inputs travel with them."""
     return found(model).whole_now(x, counts)
@@ -66,4 +74,5 @@ diffusion_attention = SplitOperator(
     3,
     schema=f"(Tensor q, Tensor k, Tensor v, {declared(AttentionOthers)}) -> Tensor",
 )
+diffusion_linear = SplitOperator("diffusion_linear", _linear, _like_values, 5)
 whole_image = SplitOperator("whole_image", _whole_image, _of_size, 1, _own_rows)

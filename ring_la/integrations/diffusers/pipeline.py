@@ -91,9 +91,9 @@ def _alike(
 ) -> ContextParallel:
     """A ContextParallel of other ranks with the same settings."""
     how: dict[str, Any] = dict(
-        scan=cp.scan_choice, attention=attention or cp.attention, transport=cp.transport, timeout=cp.timeout
+        scan=cp.scan_choice, attention=attention or cp.attention, transport=cp.transport, head_groups=cp.head_groups
     )
-    return ContextParallel(group, **how, validate=cp.validate)
+    return ContextParallel(group, **how, timeout=cp.timeout, validate=cp.validate)
 
 
 class SplitPipeline:

@@ -40,6 +40,16 @@ def add_adapters(model: PreTrainedModel, config: Any, *, seed: int = 0) -> Any:
         return get_peft_model(model, config)
 
 
+MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Types of models whose "out_proj" PEFT refuses (0.21): the library's fused kernels read its weight past an adapter."""
+
+
+def all_linear(model: PreTrainedModel) -> dict[str, Any]:
+    """The keywords of a LoraConfig that adapts every linear layer that PEFT takes."""
+    mamba = model.config.get_text_config().model_type in MAMBAS
+    return {"target_modules": "all-linear"} | ({"exclude_modules": ["out_proj"]} if mamba else {})
+
+
 @contextmanager
 def _whole_weights(model: nn.Module) -> Iterator[None]:
     """Stand-ins for sharded weights: one number, seen as often as the weight has."""

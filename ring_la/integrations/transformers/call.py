@@ -79,7 +79,6 @@ class ModelCall:
         agreed: without labels, whether the fingerprint is the same on all ranks; a bool on this rank's device.
         losses: what the loss function answered, each time it was asked.
         head: where the head does not work on all of this rank's tokens at once, what it works on.
-        documents: what layers with an index need of the whole sequence, kept from the first of them for the others.
         earlier: where layers find what they remember of the tokens before these; None: there are none.
     """
 
@@ -93,7 +92,6 @@ class ModelCall:
     agreed: Tensor | None = None
     losses: list[Returned] = field(default_factory=list)
     head: HeadWork | None = None
-    documents: object = None
     earlier: ContinuedRecorder | None = None
     _chunked: dict[int, dict] = field(default_factory=dict)
 

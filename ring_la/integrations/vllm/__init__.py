@@ -8,6 +8,7 @@
 
     parcels     what a rank hands over, as text
     memory      memory that a rank lays it into and a worker of vLLM maps
+    hosts       the same for workers on other hosts, by NIXL
     asking      HTTP from vLLM's side; `ring_la.serving.reader` is the other
     pages       from what ranks hand over into the pages of vLLM's layers
     connector   vLLM's interface, the only module that imports vLLM

@@ -40,6 +40,7 @@ from vllm.v1.request import Request
 
 from ...errors import ArgumentError, UnsupportedError
 from .asking import Lease, connection
+from .hosts import Remote
 from .pages import HandedOver, SequenceBlocks, WorkerPart
 
 LOG = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class Scheduler:
     def __init__(self, settings: ConnectorSettings) -> None:
         self._settings = settings
         self._said = Loads()
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, bool] = {}  # whether anybody waits for it still
         self._ours: set[str] = set()  # that vLLM is to read itself, after the reader failed
 
     def wanted(self, request: Request) -> int:
@@ -186,7 +187,7 @@ class Scheduler:
         """The workers are to fetch the last `tokens` of those that are wanted, into these blocks."""
         ids = list(request.all_token_ids[: request.num_tokens - 1])
         numbers = [[-1 if block.is_null else block.block_id for block in group] for group in blocks.blocks]
-        self._under_way.add(request.request_id)
+        self._under_way[request.request_id] = True
         self._said.new.append(Load(request.request_id, ids, len(ids) - tokens, numbers))
 
     def said(self) -> Loads:
@@ -196,13 +197,14 @@ class Scheduler:
 
     def ended(self, done: Iterable[str], failed: Iterable[str]) -> None:
         """What workers have fetched, with or without success."""
-        self._under_way.difference_update(done)
-        self._ours.update(failed)
+        waits = {name for name in done if self._under_way.pop(name, False)}
+        self._ours |= waits.intersection(failed)
 
     def forget(self, name: str) -> None:
         """A request is over, or nobody waits for it any more."""
         self._ours.discard(name)
         if name in self._under_way:
+            self._under_way[name] = False
             self._said.given_up.append(name)
 
 
@@ -215,7 +217,7 @@ class Worker:
         self._part = WorkerPart(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
         self._takers = config.parallel_config.world_size
         self._leases: dict[str, Lease] = {}
-        self._given_up: set[str] = set()
+        self._remote = Remote(settings.timeout)
         self._results: tuple[set[str], set[str]] = (set(), set())
         self._lock = threading.Lock()
 
@@ -264,7 +266,7 @@ class Worker:
         own = {n: layer for n, layer in named.items() if not getattr(layer, "kv_sharing_target_layer_name", None)}
         first = next(iter(own.values())).kv_cache
         device = first.device if isinstance(first, torch.Tensor) else first[0].device
-        over, span = HandedOver(parcels, device), (load.start, len(load.ids))
+        over, span = HandedOver(parcels, device, self._remote.read), (load.start, len(load.ids))
         numbers = over.numbered(own)
         for group, ids in zip(self._groups, load.blocks):
             blocks = SequenceBlocks(ids, group.kv_cache_spec.block_size)

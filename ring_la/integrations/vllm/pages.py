@@ -1,14 +1,15 @@
 """From what a reader's ranks hand over into the pages of vLLM's layers, on one of its workers.
 
-Keys and values go through the layer's own ``do_kv_cache_update``, whatever attention kernel keeps them in whatever
-order; a recurrence's states are copied into the block of the sequence. Of a tensor-parallel vLLM each worker takes its
-own heads and channels. Layers are used by their attributes; vLLM itself is not imported here.
+Keys and values, and latents with their rotary keys, go through the layer's own ``do_kv_cache_update``, whatever
+attention kernel keeps them in whatever order; a recurrence's states are copied into the block of the sequence. Of a
+tensor-parallel vLLM each worker takes its own heads and channels, and all latents. Layers are used by their attributes;
+vLLM itself is not imported here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
 from .memory import mapped
-from .parcels import LaidTensor, places
+from .parcels import KEYS, LaidTensor, places
 
 NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 """A layer's number in the name vLLM gives it."""
@@ -63,6 +64,12 @@ class SequenceBlocks:
         blocks = torch.tensor(self.ids, dtype=torch.int64)[tokens // self.size]
         return torch.where(blocks < 0, -1, blocks * self.size + tokens % self.size)
 
+    def of_span(self, tokens: Tensor, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Which of the tokens at these places are in the span and have a block, and where they lie."""
+        slots = self.slots(tokens)
+        stay = ((tokens >= span[0]) & (tokens < span[1]) & (slots >= 0)).nonzero().flatten()
+        return stay, slots[stay]
+
     def state(self, tokens: int) -> int:
         """The block with what a recurrence remembers of the first `tokens` tokens."""
         return self.ids[(tokens - 1) // self.size]
@@ -72,25 +79,33 @@ class HandedOver:
     """What all ranks of a reader hand over of one prompt, mapped here.
 
     Args:
-        parcels: as the reader sent them. device: of vLLM's worker.
+        parcels: as the reader sent them. device: of vLLM's worker. reach: from a handle to the memory, seen from here.
 
     Raises:
         ArgumentError, UnsupportedError: they are no parcels, or out of reach.
     """
 
-    def __init__(self, parcels: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    def __init__(
+        self,
+        parcels: Sequence[Mapping[str, Any]],
+        device: torch.device,
+        reach: Callable[[dict[str, Any], torch.device], Tensor] = mapped,
+    ) -> None:
         self.keys: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self.latent: set[int] = set()  # the layers whose keys are latents, and rotary keys in place of values
         self.states: dict[int, dict[tuple[str, int], Tensor]] = {}
         for parcel in parcels:
-            memory, tokens = mapped(parcel["memory"], device), places(parcel["tokens"])
+            memory, tokens = reach(parcel["memory"], device), places(parcel["tokens"])
             pieces = [LaidTensor.from_json(said, len(memory)) for said in parcel["pieces"]]
-            keys, values = ({p.layer: p for p in pieces if p.kind == kind} for kind in ("key", "value"))
-            for layer, piece in keys.items():
+            key, value, latent, rotary = ({p.layer: p for p in pieces if p.kind == kind} for kind in KEYS)
+            self.latent |= latent.keys()
+            for layer, piece in (key | latent).items():
                 if len(tokens) != piece.shape[0]:
                     raise ArgumentError("tokens", f"the places of {piece.shape[0]} keys", len(tokens))
-                self.keys.setdefault(layer, []).append((tokens, piece.of(memory), values[layer].of(memory)))
+                other = (value | rotary)[layer].of(memory)
+                self.keys.setdefault(layer, []).append((tokens, piece.of(memory), other))
             for piece in pieces:
-                if piece.kind not in ("key", "value"):
+                if piece.kind not in KEYS:
                     self.states.setdefault(piece.layer, {})[piece.kind, piece.place] = piece.of(memory)
 
     def numbered(self, layers: Mapping[str, Any]) -> dict[str, int]:
@@ -131,7 +146,10 @@ class HandedOver:
             write_states(layer, self.states[number], blocks.state(span[1]), part)
             return
         for tokens, k, v in self.keys[number]:
-            write_keys(layer, (k, v), tokens, blocks, span, part)
+            if number in self.latent:
+                write_latents(layer, (k, v), tokens, blocks, span)
+            else:
+                write_keys(layer, (k, v), tokens, blocks, span, part)
 
 
 def _digits(name: str) -> list[int]:
@@ -150,8 +168,7 @@ def write_keys(
     if not hasattr(layer, "num_kv_heads") or not hasattr(layer.impl, "do_kv_cache_update"):
         expected = "layers with keys and values of heads, whose kernels write them apart"
         raise UnsupportedError("model", expected, type(layer.impl).__name__)
-    slots = blocks.slots(tokens)
-    stay = ((tokens >= span[0]) & (tokens < span[1]) & (slots >= 0)).nonzero().flatten()
+    stay, slots = blocks.of_span(tokens, span)
     if not len(stay):
         return
     cache = layer.kv_cache
@@ -160,7 +177,26 @@ def write_keys(
         part.cut(x, 1, layer.num_kv_heads)[stay.to(x.device)].to(device=cache.device, dtype=dtype or x.dtype)
         for x in keys
     )
-    layer.impl.do_kv_cache_update(layer, k, v, cache, slots[stay].to(cache.device))
+    layer.impl.do_kv_cache_update(layer, k, v, cache, slots.to(cache.device))
+
+
+def write_latents(
+    layer: Any, latents: tuple[Tensor, Tensor], tokens: Tensor, blocks: SequenceBlocks, span: tuple[int, int]
+) -> None:
+    """Latents ``[T, 1, L]`` and rotary keys ``[T, 1, R]`` of tokens at these places into a latent attention's pages,
+    which every worker has whole."""
+    sizes = tuple(getattr(layer, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    got = tuple(x.shape[-1] for x in latents)
+    if got != sizes or not hasattr(layer.impl, "do_kv_cache_update"):
+        raise UnsupportedError("model", f"latent attention of {got} channels", f"{type(layer).__name__} of {sizes}")
+    stay, slots = blocks.of_span(tokens, span)
+    if not len(stay):
+        return
+    cache = layer.kv_cache
+    kept = layer.kv_cache_dtype  # "auto": the model's
+    mine = (x[stay.to(x.device)].to(cache.device, cache.dtype if kept == "auto" else x.dtype) for x in latents)
+    latent, rotary = mine
+    layer.impl.do_kv_cache_update(latent[:, 0], rotary, cache, slots.to(cache.device), kept, layer._k_scale)
 
 
 def write_states(layer: Any, states: Mapping[tuple[str, int], Tensor], block: int, part: WorkerPart) -> None:
@@ -180,10 +216,16 @@ def write_states(layer: Any, states: Mapping[tuple[str, int], Tensor], block: in
 
 
 def _gated_delta(layer: Any, states: Mapping[tuple[str, int], Tensor], part: WorkerPart) -> list[Tensor]:
-    """Channels of queries, keys and values; states ``[H, V, K]``, where the reader's are ``[H, K, V]``."""
-    if not hasattr(layer, "key_dim"):
-        raise UnsupportedError("model", "gated delta nets with key_dim and value_dim", type(layer).__name__)
-    sections = [(size, size // part.size) for size in (layer.key_dim, layer.key_dim, layer.value_dim)]
+    """Channels of queries, keys and values; states ``[H, V, K]``, where the reader's are ``[H, K, V]``. Kimi's have as
+    many channels of each."""
+    if hasattr(layer, "key_dim"):
+        sizes = (layer.key_dim, layer.key_dim, layer.value_dim)
+    elif hasattr(layer, "projection_size"):
+        sizes = (layer.projection_size,) * 3
+    else:
+        expected = "gated delta nets with key_dim and value_dim, or projection_size"
+        raise UnsupportedError("model", expected, type(layer).__name__)
+    sections = [(size, size // part.size) for size in sizes]
     conv = _convolution(layer, states["convolution", 0], sections, part)
     return [conv, part.cut(states["recurrent", 0].mT, 0, layer.kv_cache[1].shape[1])]
 

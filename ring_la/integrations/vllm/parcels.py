@@ -3,9 +3,11 @@
     parcel = {"rank": 0, "tokens": [[0, 128], [384, 512]], "memory": {...}, "pieces": [
         {"layer": 3, "kind": "key", "place": 0, "dtype": "bfloat16", "shape": [256, 8, 128], "at": 0}, ...]}
 
-Keys and values are ``[T_local, H, D]``, those of the tokens `tokens` counts (from, to); "convolution" is the inputs of
-a short convolution at the prompt's last tokens ``[D, W]``, "recurrent" a recurrence's state after its last token. These
-two are handed over by the rank that has the last token alone.
+Keys and values are ``[T_local, H, D]``, those of the tokens `tokens` counts (from, to). So are the latents of latent
+attention ``[T_local, 1, L]``, normed, and its "rotary" keys ``[T_local, 1, R]``, turned, in the order of channels that
+their projection has (DeepSeek's pairs). "convolution" is the inputs of a short convolution at the prompt's last tokens
+``[D, W]``, "recurrent" a recurrence's state after its last token. These two are handed over by the rank that has the
+last token alone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from ...errors import ArgumentError
 
 ALIGN = 256
 """Bytes that a tensor begins at a multiple of."""
-KINDS = ("key", "value", "convolution", "recurrent")
+KEYS = ("key", "value", "latent", "rotary")
+"""What each rank has of its own tokens."""
+KINDS = (*KEYS, "convolution", "recurrent")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 

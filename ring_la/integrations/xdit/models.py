@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...context import ContextParallel
+from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
 from ...recurrences import linear_attention
 from ...softmax import attention
@@ -66,16 +66,28 @@ def install() -> Callable[[], None]:
     return back
 
 
+LAYOUTS = 64
+"""As many are kept of a group."""
+
+
 class Contexts:
-    """A ContextParallel for each process group, made when it is first met. Collective over that group."""
+    """Layouts of process groups, and a ContextParallel for each group, made when they are first met. Collective over
+    the group."""
 
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[dist.ProcessGroup, ContextParallel] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, ShardedLayout]] = WeakKeyDictionary()
 
-    def of(self, group: dist.ProcessGroup) -> ContextParallel:
+    def layout(self, group: dist.ProcessGroup, tokens: int) -> ShardedLayout:
+        """The layout of a sequence of which each rank of `group` has `tokens` tokens, in order."""
         if group not in self._made:
-            self._made[group] = ContextParallel(group, scan="ring")
-        return self._made[group]
+            self._made[group], self._layouts[group] = ContextParallel(group, scan="ring"), {}
+        cp, kept = self._made[group], self._layouts[group]
+        if tokens not in kept:
+            if len(kept) == LAYOUTS:
+                del kept[next(iter(kept))]
+            kept[tokens] = cp.layout(cp.size * tokens, "contiguous")
+        return kept[tokens]
 
 
 def ring_attention(usp: ModuleType, contexts: Contexts) -> Callable[..., Tensor]:
@@ -92,9 +104,8 @@ def ring_attention(usp: ModuleType, contexts: Contexts) -> Callable[..., Tensor]
         attention_kwargs: dict[str, Any] | None = None,
     ) -> Tensor:
         scale = _scale(attention_kwargs, key)
-        cp = contexts.of(usp.PROCESS_GROUP.RING_PG)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        layout = cp.layout(cp.size * q.shape[1], "contiguous")
+        layout = contexts.layout(usp.PROCESS_GROUP.RING_PG, q.shape[1])
         how: dict[str, Any] = dict(causal=is_causal, dropout_p=dropout_p, scale=scale, layout=layout)
         if k.shape[1] != q.shape[1]:
             raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
@@ -140,8 +151,7 @@ def sana_forward(parallel: ModuleType, contexts: Contexts) -> Callable[..., Tens
                 raise UnsupportedError(name, "its default in linear attention", x)
         if getattr(self, "use_kv_cache", False) and parallel.get_pipeline_parallel_world_size() > 1:
             raise UnsupportedError("use_kv_cache", "no PipeFusion", "a pipeline of several ranks")
-        cp = contexts.of(parallel.get_sp_group().device_group)
-        layout = cp.layout(cp.size * query.shape[1], "contiguous")
+        layout = contexts.layout(parallel.get_sp_group().device_group, query.shape[1])
         how: dict[str, Any] = dict(
             causal=False, normalize=True, scale=1.0, eps=torch.finfo(torch.float32).eps, layout=layout
         )

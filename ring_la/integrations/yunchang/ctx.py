@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ...errors import UnsupportedError
-from .call import Masks, UpstreamCall
+from .call import Masks, UpstreamCall, group_of
 
 
 def remember(ctx, call: UpstreamCall, group, attn_type, attn_processor) -> None:
@@ -15,18 +15,20 @@ def remember(ctx, call: UpstreamCall, group, attn_type, attn_processor) -> None:
     ctx.window_size, ctx.softcap, ctx.alibi_slopes = masks.window_size, masks.softcap, masks.alibi_slopes
     ctx.deterministic, ctx.group = masks.deterministic, group
     ctx.attn_type, ctx.attn_processor = _upstream_type(attn_type), attn_processor
-    ctx.ring_la = call
+    ctx.ring_la, ctx.ring_la_back = call, group_of(group).agreement.way_back()
     ctx.set_materialize_grads(False)
 
 
 def recall(ctx, kind: str, tensors: int = 3) -> UpstreamCall:
-    """The call of a forward, ours or a subclass's that sets upstream's attributes or some of them.
+    """The call of a forward, ours or a subclass's that sets upstream's attributes or some of them; behind
+    ours the ranks compare the backward pass.
 
     Args:
         tensors: how many of the inputs are tensors, without alibi_slopes.
     """
     own = getattr(ctx, "ring_la", None)
     if own is not None:
+        ctx.ring_la_back()
         return own
     masks = Masks(*(getattr(ctx, name, default) for name, default in Masks._field_defaults.items()))
     unknown = len(ctx.next_functions) - tensors - (masks.alibi_slopes is not None)

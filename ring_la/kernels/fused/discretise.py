@@ -8,13 +8,18 @@ every order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...autograd import first_derivative_only, traced, wanting
 from .operator import Operator, fused, kernels_of
+from .skip import skip
+
+BESIDE = False
+"""Whether gradients through Δ and through a skip come of one pass. It has run in the interpreter alone."""
 
 
 def discretise(
@@ -28,6 +33,61 @@ def discretise(
     if not fused(x):
         return plain_discretise(x, dt, A, bias, softplus)
     return discretise_op(x, dt, A, bias, softplus)
+
+
+def discretise_and_skip(
+    x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor, *, softplus: bool = False
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """What `discretise` gives, and what adds the skip ``D ⊙ x`` to an output.
+
+    Args:
+        D: ``[H]`` or ``[H, V]``.
+    """
+    one_pass = BESIDE and D.dim() == 1 and not traced(x) and wanting(x, dt, A, bias, D)
+    if not one_pass or kernels_of("discretise", x) is None or kernels_of("skip", x, x) is None:
+        v, g = discretise(x, dt, A, bias, softplus=softplus)
+        return v, g, lambda y: skip(y, x, D)
+    v, g, through = _Beside.apply(x, dt, A, bias, D, softplus)
+    return v, g, lambda y: _Added.apply(y, through, D.detach())
+
+
+class _Beside(torch.autograd.Function):
+    """Δ x, Δ A and x, whose gradient comes back from `_Added` as that of D ⊙ x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor, softplus: bool):
+        from .discretise_kernel import forward
+
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, dt, A, bias, D)
+        ctx.softplus = softplus
+        return *forward(x, dt, A, bias, softplus), x.view_as(x)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dv: Tensor | None, dg: Tensor | None, do: Tensor | None):
+        from .discretise_kernel import backward_beside
+
+        x, dt, A, bias, D = ctx.saved_tensors
+        dv, do = (torch.zeros_like(x) if t is None else t for t in (dv, do))
+        dg = torch.zeros_like(dt, dtype=torch.float32) if dg is None else dg
+        return *backward_beside(dv, dg, do, x, dt, A, bias, D, ctx.softplus), None
+
+
+class _Added(torch.autograd.Function):
+    """``y + D ⊙ x``. x gets the output's gradient as it is: what `_Beside` makes of it."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, x: Tensor, D: Tensor) -> Tensor:
+        from .skip_kernel import forward
+
+        ctx.dtypes = y.dtype, x.dtype
+        return forward(y, x, D)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, None]:
+        return do.to(ctx.dtypes[0]), do.to(ctx.dtypes[1]), None
 
 
 def plain_discretise(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:

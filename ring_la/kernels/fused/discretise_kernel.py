@@ -1,6 +1,9 @@
 """Mamba-2's time step: ``Δ = dt + bias``, perhaps through a softplus; ``v = Δ x`` and ``g = Δ A``: one pass each way.
 
 With dΔ = Σ dv x + dg A:  dx = Δ dv,  ddt = dΔ (times the softplus' slope),  dbias = Σ ddt,  dA = Σ dg Δ
+
+A skip D x, one D a head, that is added to the recurrence's output, whose gradient is do, comes back in the same pass:
+dx = Δ dv + D do,  dD = Σ do x
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ def unsupported(x: Tensor) -> str:
 
 @triton.jit(do_not_specialize=("T", "rows", "sb", "st", "sh"))
 def discretise_kernel(
-    x, dt, A, bias, dv, dg, out, g, T, rows, sb, st, sh, H: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
+    x, dt, A, bias, dv, dg, do, skip, out, g, T, rows, sb, st, sh, H: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
     BD: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, BACK: tl.constexpr,
+    SKIP: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of [B, T, H] of D: v and g, or (BACK) dx, and ddt and dg Δ in ``g [2, rows]``."""
+    """BR rows of [B, T, H] of D: v and g, or (BACK) dx, and ddt, dg Δ and (SKIP) do x in ``g [2 or 3, rows]``."""
     i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     d = tl.arange(0, BD)[None, :]
     live = i < rows
@@ -50,7 +54,12 @@ def discretise_kernel(
     if BACK:
         w = tl.load(dv + into, inside, other=0.0).to(tl.float32)
         u = tl.load(dg + i, live, other=0.0).to(tl.float32)
-        tl.store(out + into, (step[:, None] * w).to(out.dtype.element_ty), inside)
+        dx = step[:, None] * w
+        if SKIP:
+            p = tl.load(do + into, inside, other=0.0).to(tl.float32)
+            dx += tl.load(skip + h, live, other=0.0).to(tl.float32)[:, None] * p
+            tl.store(g + 2 * rows + i, tl.sum(p * y, 1), live)
+        tl.store(out + into, dx.to(out.dtype.element_ty), inside)
         to_step = tl.sum(w * y, 1) + u * a
         if SOFTPLUS:
             to_step *= tl.sigmoid(z)
@@ -61,34 +70,48 @@ def discretise_kernel(
         tl.store(g + i, step * a, live)
 
 
-@replayed(6, strided=True)
-def _launch(x, dt, A, bias, dv, dg, softplus: bool) -> tuple[Tensor, Tensor]:
+@replayed(8, strided=True)
+def _launch(x, dt, A, bias, dv, dg, do, skip, softplus: bool) -> tuple[Tensor, Tensor]:
     x, dt, A = rows(x), aligned(dt), aligned(A)
-    bias, dv, dg = (None if t is None else aligned(t) for t in (bias, dv, dg))
+    bias, dv, dg, do, skip = (None if t is None else aligned(t) for t in (bias, dv, dg, do, skip))
     B, T, H, D = x.shape
     unit, steps = strides(x)
     back, count, block = dv is not None, B * T * H, power_of_2(D)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    g = torch.empty(*([2] if back else []), B, T, H, device=x.device)
+    g = torch.empty(*([2 if do is None else 3] if back else []), B, T, H, device=x.device)
     tall = max(1, ELEMENTS // block)
     if count:
         launch(
             discretise_kernel, (cdiv(count, tall),), x, dt, A, A if bias is None else bias, x if dv is None else dv,
-            dt if dg is None else dg, out, g, T, count, *steps, H=H, D=D, BR=tall, BD=block, UNIT=unit,
-            BIAS=bias is not None, SOFTPLUS=softplus, BACK=back, num_warps=WARPS, tensors="strided",
+            dt if dg is None else dg, x if do is None else do, A if skip is None else skip, out, g, T, count, *steps,
+            H=H, D=D, BR=tall, BD=block, UNIT=unit, BIAS=bias is not None, SOFTPLUS=softplus, BACK=back,
+            SKIP=do is not None, num_warps=WARPS, tensors="strided",
         )  # fmt: skip
     return out, g
 
 
 def forward(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
     """(v like x, g ``[B, T, H]`` fp32); see `discretise.discretise`."""
-    return _launch(x, dt, A, bias, None, None, softplus)
+    return _launch(x, dt, A, bias, None, None, None, None, softplus)
 
 
 def backward(
     dv: Tensor, dg: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of x, dt, A and bias."""
-    dx, found = _launch(x, dt, A, bias, dv, dg, softplus)
+    dx, found = _launch(x, dt, A, bias, dv, dg, None, None, softplus)
+    return dx, *_sums(found, dt, A, bias)
+
+
+def backward_beside(
+    dv: Tensor, dg: Tensor, do: Tensor, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, D: Tensor, softplus: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of x, dt, A, bias and D, where ``D [H]`` x is added to the output, whose gradient is `do`."""
+    dx, found = _launch(x, dt, A, bias, dv, dg, do, D, softplus)
+    return dx, *_sums(found, dt, A, bias), found[2].sum((0, 1)).to(D.dtype)
+
+
+def _sums(found: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of dt, A and bias."""
     dbias = None if bias is None else found[0].sum((0, 1)).to(bias.dtype)
-    return dx, found[0].to(dt.dtype), found[1].sum((0, 1)).to(A.dtype), dbias
+    return found[0].to(dt.dtype), found[1].sum((0, 1)).to(A.dtype), dbias

@@ -23,6 +23,8 @@ from ...context import ContextParallel
 from ...errors import ArgumentError, PeerError
 from ...integrations.transformers import parallelize
 from ...integrations.transformers.cache import RankCache, Remembered
+from ...integrations.transformers.mixers.latents import in_pairs, latent_layers
+from ...integrations.vllm.hosts import Registered
 from ...integrations.vllm.memory import Shared
 from ...integrations.vllm.parcels import planned, runs
 from ..ranks import PAUSE, Ranks, What, Word
@@ -41,6 +43,7 @@ class Reader:
     Args:
         model: as it was loaded, with the weights vLLM has; `parallelize` splits its calls.
         cp: the ranks. parent: the folder for CPU memory (`memory.Shared`).
+        hosts: whether vLLM may be on other hosts, which needs NIXL (`hosts.Registered`).
 
     Attributes:
         desk: where rank 0 is asked. least: the fewest tokens that are split over these ranks.
@@ -49,13 +52,17 @@ class Reader:
         ArgumentError, UnsupportedError: the model cannot run split, or leaves what no other engine can take.
     """
 
-    def __init__(self, model: PreTrainedModel, cp: ContextParallel, parent: Path | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cp: ContextParallel, parent: Path | None = None, hosts: bool = False
+    ) -> None:
         config = model.config.get_text_config()
         self.cp, self.desk, self.least = cp, Desk(), 2 * cp.size
         self.vocab_size, self.longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
         self.model = parallelize(model.eval(), cp)
+        self._latents = latent_layers(self.model)
         self._device = model.device
-        self.ranks, self._memory = Ranks(cp), Shared(model.device, parent)
+        self.ranks = Ranks(cp)
+        self._memory = Registered(model.device) if hosts else Shared(model.device, parent)
         self._comm = self.ranks.comm
         self._stop, self._last = threading.Event(), 0
         self._rehearse()
@@ -173,7 +180,7 @@ class Reader:
         layout, rank = cache.layout, self.cp.rank
         last = int(layout.owners_of(torch.tensor([layout.seq_len - 1]))[0])
         try:
-            tensors = [_handed(entry) for entry in cache.entries if _handed_by(entry, rank == last)]
+            tensors = [self._handed(entry) for entry in cache.entries if rank == last or _of_tokens(entry)]
             pieces, size = planned(tensors)
             memory, handle = self._memory.room(key, size)
             for piece, (*_, tensor) in zip(pieces, tensors):
@@ -185,17 +192,22 @@ class Reader:
         tokens = runs(layout.local_tokens.cpu())
         return {"rank": rank, "tokens": tokens, "memory": handle, "pieces": [piece.to_json() for piece in pieces]}
 
+    def _handed(self, entry: Remembered) -> tuple[int, str, int, Tensor]:
+        """An entry as it is laid down: without the batch, keys and values token by token."""
+        x, kind = entry.tensor[0], entry.kind
+        if not _of_tokens(entry):
+            return entry.layer, kind, entry.place, x
+        if entry.layer in self._latents:
+            kind = "latent" if kind == "key" else "rotary"
+            x = in_pairs(x) if kind == "rotary" and self._latents[entry.layer] else x
+        return entry.layer, kind, entry.place, x.transpose(0, 1)
+
     def _rehearse(self) -> None:
         """Read a few tokens, before anybody is told that the reader is there."""
         ids = torch.arange(min(4 * self.cp.size, self.longest or 4 * self.cp.size)) % self.vocab_size
         self._forward(ids, RankCache())
 
 
-def _handed(entry: Remembered) -> tuple[int, str, int, Tensor]:
-    """An entry as it is laid down: without the batch, keys and values token by token."""
-    x = entry.tensor[0]
-    return entry.layer, entry.kind, entry.place, x.transpose(0, 1) if entry.kind in ("key", "value") else x
-
-
-def _handed_by(entry: Remembered, last: bool) -> bool:
-    return last or entry.kind in ("key", "value")
+def _of_tokens(entry: Remembered) -> bool:
+    """Whether it is of this rank's tokens; what is not is the same on every rank."""
+    return entry.kind in ("key", "value")

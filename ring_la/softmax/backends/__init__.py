@@ -10,11 +10,11 @@ from .aten import CuDNN, Flash
 from .backend import Ask, AttentionBackend, QueryRows, TileBackend
 from .chosen import ChosenBackend, TorchChosen
 from .cpu_flash import CPUFlash
-from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, FlashAttnPackage
+from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, FlashAttnHopperFP8, FlashAttnPackage
 from .latents import FORMS, LatentBackend, cheaper_form
 from .sage import SageAttention
 from .torch_backend import TorchBackend
-from .triton import TritonBackend, TritonChosen
+from .triton import TritonBackend, TritonChosen, TritonChosenRows
 
 _KERNELS = (
     FlashAttnCuTe(),
@@ -23,6 +23,7 @@ _KERNELS = (
     FlashAttnPackage(),
     FlashAttnHopper(),
     FlashAttnHopperForward(),
+    FlashAttnHopperFP8(),
     SageAttention(),
     TritonBackend(),
     CPUFlash(),
@@ -34,7 +35,7 @@ BACKENDS: dict[str, AttentionBackend] = {b.name: b for b in _KERNELS}
 """Every kernel by name, the fastest first: a call that names none takes the first that supports it."""
 
 
-CHOSEN: dict[str, ChosenBackend] = {b.name: b for b in (TritonChosen(), TorchChosen())}
+CHOSEN: dict[str, ChosenBackend] = {b.name: b for b in (TritonChosen(), TritonChosenRows(), TorchChosen())}
 """Kernels for queries that choose their keys."""
 
 

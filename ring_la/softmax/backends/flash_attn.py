@@ -9,6 +9,7 @@ Hopper build was not to be had: it is taken only where a call names it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -95,13 +96,20 @@ class FlashAttnHopper(FlashAttnPackage):
     def suits(self, ask: Ask) -> bool:
         return False
 
+    def _descales(self, pack: Pack | None, *tensors: Tensor) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        """The tensors as the kernel takes them, and their scales if they are rounded."""
+        return tensors, {}
+
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (x if pack is None else x[0] for x in (q, k, v))
+        tensors, descales = self._descales(pack, q, k, v)
+        q, k, v = (x if pack is None else x[0] for x in tensors)
         left, right = _sides(window)
-        how = dict(softmax_scale=scores.scale, causal=window.causal, window_size_left=left, window_size_right=right)
-        how |= dict(softcap=scores.softcap, **_offsets(pack))
+        how: dict[str, Any] = dict(
+            softmax_scale=scores.scale, causal=window.causal, window_size_left=left, window_size_right=right
+        )
+        how |= dict(softcap=scores.softcap, **_offsets(pack), **descales)
         o, lse = self.interface._flash_attn_forward(q, k, v, **how)[:2]
         return (o, lse) if pack is None else (o[None], lse[None])
 
@@ -142,7 +150,30 @@ class FlashAttnHopperForward(FlashAttnHopper):
     def call_backward(
         self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, window: Window, pack: Pack | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        raise UnsupportedError("backend", "a kernel with gradients", "'fa3_fwd'")
+        raise UnsupportedError("backend", "a kernel with gradients", repr(self.name))
+
+
+class FlashAttnHopperFP8(FlashAttnHopperForward):
+    """The same kernel on queries, keys and values in FP8 (e4m3), each rounded with a scale for a batch row and key
+    head: ``x ≈ s · round(x / s)``, s = max |x| / 448. Of a block of a ring each rank's keys have their own scales.
+
+    Its fp8 kernels are in the package; it was not run on a GPU by us, so a call takes it only where it names it.
+    """
+
+    name = "fa3_fwd_fp8"
+
+    def _descales(self, pack: Pack | None, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+        groups, low, scales = tensors[1].shape[2], [], {}
+        for name, x in zip("qkv", tensors):
+            by_group = x.unflatten(2, (groups, -1))
+            scale = by_group.abs().amax((1, 3, 4)).float().clamp_min(FP8.tiny) / FP8.max  # [B, Hk]
+            rounded = (by_group / scale[:, None, :, None, None]).clamp(FP8.min, FP8.max).to(torch.float8_e4m3fn)
+            low.append(rounded.flatten(2, 3))
+            scales[f"{name}_descale"] = scale if pack is None else scale.expand(len(pack.q.cu) - 1, -1)
+        return low, scales
+
+
+FP8 = torch.finfo(torch.float8_e4m3fn)
 
 
 class FlashAttnCuTe(FlashAttnPackage):

@@ -6,10 +6,10 @@ other. Either may be absent: a plain ring has no heads axis, Ulysses no ring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class WholePlacement:
         rows, keys: one entry each.
         packed: whether there may be several documents.
         ends: number of keys of each document.
+        plans: of calls that were checked, what was planned for them.
     """
 
     rows: tuple[Tokens]
@@ -53,6 +54,7 @@ class WholePlacement:
     packed: bool
     ends: Sequence[int] | Tensor
     _joint: dict[tuple[str, int], Joint] = field(default_factory=dict)
+    plans: dict[Hashable, Any] = field(default_factory=dict)
 
     rank, ring, heads = 0, None, None
     repeatable = False

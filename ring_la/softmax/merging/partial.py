@@ -33,6 +33,15 @@ class Partial:
         if too_many(self._parts, self.shape[1]):
             self.wide()
 
+    def like(self) -> Partial:
+        """An empty one of the same rows."""
+        return Partial(self.shape, self.dtype, self.device)
+
+    def take(self, other: Partial) -> None:
+        """Add what another has gathered of these rows, over other keys."""
+        for part in other._parts:
+            self.add(part.x, part.lse, slice(part.start, part.stop))
+
     @property
     def empty(self) -> bool:
         """Whether nothing has been added yet."""

@@ -35,6 +35,11 @@ class Sum:
         if too_many(self._parts, self.shape[1]):
             self.wide()
 
+    def take(self, other: Sum) -> None:
+        """Add another sum's parts."""
+        for part in other._parts:
+            self.add(part.x, slice(part.start, part.stop))
+
     def wide(self) -> Tensor:
         """All so far as one wide contiguous accumulator, to be added to."""
         if not self._own or len(self._parts) > 1:

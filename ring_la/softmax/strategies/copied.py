@@ -13,19 +13,30 @@ to it. A group of owners is one block of keys in the order of the sequence: few,
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+
 from torch import Tensor
 
-from ..backends import QueryRows
+from ..backends import LatentBackend, QueryRows
 from ..merging import Gradients, Partial, Sum
 from .job import AttentionJob
 from .mailbox import Mailbox
-from .schedule import Schedule
+from .schedule import Round, Schedule
 
 
 class Copied:
-    """Every owner's keys by its copy engines."""
+    """Every owner's keys by its copy engines.
+
+    Attributes:
+        two_streams: whether every other round is computed on a second stream: kernels whose last blocks leave a GPU
+            half idle then overlap with the next round's first ones.
+    """
 
     name = "copied"
+
+    def __init__(self, two_streams: bool = False) -> None:
+        self.two_streams = two_streams
 
     def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
         schedule = Schedule.of(job)
@@ -36,9 +47,13 @@ class Copied:
         box.deliver(range(1, 2))
         job.forward(q, k, v, job.rank, out)
         box.deliver(range(2, job.size))
-        for r in schedule.rounds(job.rank):
-            kv = box.receive(r)
-            job.forward_to(q, kv.k, kv.v, r.keys, out)
+        other = out.like()
+        for r, beside in self._turns(job, schedule.rounds(job.rank)):
+            with box.beside() if beside else nullcontext():
+                kv = box.receive(r)
+                job.forward_to(q, kv.k, kv.v, r.keys, other if beside else out)
+        box.meet()
+        out.take(other)
         box.close()
 
     def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
@@ -49,13 +64,24 @@ class Copied:
         box = Mailbox(job, schedule, k, v, job.message_dtype(k.dtype))
         job.backward(x, k, v, job.rank, own)
         box.deliver(range(job.size - 1, 0, -1))
-        for r in reversed(schedule.rounds(job.rank)):
-            kv = box.receive(r)
-            grads = Gradients(own.dq, Sum.like(kv.k), Sum.like(kv.v))
-            job.backward_to(x, kv.k, kv.v, r.keys, grads)
-            box.send(r, grads)
+        other = Sum.like(x.q)
+        for r, beside in self._turns(job, reversed(schedule.rounds(job.rank))):
+            with box.beside() if beside else nullcontext():
+                kv = box.receive(r)
+                grads = Gradients(other if beside else own.dq, Sum.like(kv.k), Sum.like(kv.v))
+                job.backward_to(x, kv.k, kv.v, r.keys, grads)
+                box.send(r, grads)
+        box.meet()
+        own.dq.take(other)
         box.close()
         for rows, dk, dv in box.letters():
             own.dk.add(dk, rows)
             own.dv.add(dv, rows)
         return Gradients(own.dq, own.dk.settled(k.dtype), own.dv.settled(v.dtype))
+
+    def _turns(self, job: AttentionJob, rounds: Iterable[Round]) -> Iterator[tuple[Round, bool]]:
+        """Rounds, each with whether it is computed on the second stream: the first one is, beside the own block. A
+        kernel on latents sums the gradients of what raises them over blocks, in one stream's order."""
+        two = self.two_streams and not isinstance(job.backend, LatentBackend)
+        for n, r in enumerate(rounds):
+            yield r, two and n % 2 == 0

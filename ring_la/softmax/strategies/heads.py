@@ -2,18 +2,21 @@
 
 Query heads are split as evenly as they go, together with the key heads they read; with fewer key heads than ranks a key
 head goes to several ranks and its gradients are added up. Where query heads do not fall evenly on the key heads of a
-rank, key heads are repeated for them there. A rank may own no head.
+rank, key heads are repeated for them there. A rank may own no head. On the GPUs of one host ranks write into each
+other's memory (`head_rooms`); else, and where gradients of a key head come from several ranks, messages are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ...comm import Group, Pending
+from .head_rooms import MOST, Rooms, Shape, Stretch, Write, stretches
 
 
 class HeadSplit:
@@ -59,6 +62,7 @@ class Heads:
     ) -> None:
         self.group, self.split, self.tokens, self.order = group, split, tokens, order
         self.bounds = {"q": split.queries, "k": split.keys}
+        self._known: dict[Hashable, Rooms] = {}
 
     @cached_property
     def query_heads(self) -> slice:
@@ -110,22 +114,53 @@ class Heads:
         out[:, :, self.key_heads] = x
         return out
 
+    @cached_property
+    def _stretches(self) -> dict[str, list[list[Stretch]]]:
+        """For "q" and for "k", where each rank's rows stand after the exchange."""
+        return {side: stretches(self.tokens[side], self.order[side]) for side in ("q", "k")}
+
+    @cached_property
+    def _rooms(self) -> bool:
+        """Whether ranks write into each other's memory. The same on all ranks."""
+        return self.group.copies and all(len(x) <= MOST for ranks in self._stretches.values() for x in ranks)
+
+    @cached_property
+    def _apart(self) -> bool:
+        """Whether every key head is of one rank."""
+        owned = [(a, b) for a, b in self.split.keys if b > a]
+        return all(x[1] <= y[0] for x, y in pairwise(owned))
+
     def to_heads(self, **tensors: tuple[str, Tensor]) -> Pending:
-        """Post tensors ``[B, T_local, heads, D]`` of one dtype, each with its side ("q" or "k"), in one message.
+        """Post tensors ``[B, T_local, heads, D]``, each with its side ("q" or "k"), those of one dtype in one message.
 
         The result is a dict of ``[B, tokens of all ranks, heads of this rank, D]``.
         """
         me, ranks = self.group.rank, range(self.group.size)
+
+        def shape(side: str, x: Tensor, rank: int, rows: int) -> Shape:
+            a, b = self.bounds[side][rank]
+            return x.shape[0], rows, b - a, x.shape[3]
+
+        if self._rooms:
+            shapes = [[shape(side, x, r, sum(self.tokens[side])) for side, x in tensors.values()] for r in ranks]
+            writes = [
+                [
+                    Write(i, slice(t.place, t.place + t.stop - t.start), slice(None), x[:, t.start : t.stop, heads])
+                    for i, (side, x) in enumerate(tensors.values())
+                    for heads in [slice(*self.bounds[side][r])]
+                    for t in self._stretches[side][me]
+                ]
+                for r in ranks
+            ]
+            return self._written(tensors, shapes, writes)
+        if len(dtypes := dict.fromkeys(x.dtype for _, x in tensors.values())) > 1:
+            return _together(self.to_heads(**_of(tensors, dtype)) for dtype in dtypes)
         parts = [
             torch.cat([x[:, :, slice(*self.bounds[side][r])].reshape(-1) for side, x in tensors.values()])
             for r in ranks
         ]
-
-        def shape(side: str, x: Tensor, source: int) -> tuple[int, ...]:
-            a, b = self.bounds[side][me]
-            return x.shape[0], self.tokens[side][source], b - a, x.shape[3]
-
-        came_in = self._post(parts, [[shape(*t, r) for t in tensors.values()] for r in ranks])
+        sources = [[shape(side, x, me, self.tokens[side][r]) for side, x in tensors.values()] for r in ranks]
+        came_in = self._post(parts, sources)
 
         def join() -> dict[str, Tensor]:
             out = {}
@@ -139,10 +174,28 @@ class Heads:
     def to_tokens(self, **tensors: tuple[str, Tensor]) -> Pending:
         """Post tensors ``[B, tokens of all ranks, heads of this rank, D]`` back; heads sent to several ranks add up."""
         me, ranks = self.group.rank, range(self.group.size)
+        if self._rooms and (self._apart or all(side == "q" for side, _ in tensors.values())):
+            wide = {"q": self.split.heads, "k": self.split.groups}
+            shapes: list[list[Shape]] = [
+                [(x.shape[0], self.tokens[side][r], wide[side], x.shape[3]) for side, x in tensors.values()]
+                for r in ranks
+            ]
+            writes = [
+                [
+                    Write(i, slice(t.start, t.stop), heads, x[:, t.place : t.place + t.stop - t.start])
+                    for i, (side, x) in enumerate(tensors.values())
+                    for heads in [slice(*self.bounds[side][me])]
+                    for t in self._stretches[side][r]
+                ]
+                for r in ranks
+            ]
+            return self._written(tensors, shapes, writes)
+        if len(dtypes := dict.fromkeys(x.dtype for _, x in tensors.values())) > 1:
+            return _together(self.to_tokens(**_of(tensors, dtype)) for dtype in dtypes)
         split = {name: self._by_rank(side, x) for name, (side, x) in tensors.items()}
         parts = [torch.cat([split[name][r].reshape(-1) for name in tensors]) for r in ranks]
 
-        def shape(side: str, x: Tensor, source: int) -> tuple[int, ...]:
+        def shape(side: str, x: Tensor, source: int) -> Shape:
             a, b = self.bounds[side][source]
             return x.shape[0], self.tokens[side][me], b - a, x.shape[3]
 
@@ -160,6 +213,16 @@ class Heads:
 
         return Pending(join)
 
+    def _written(
+        self, tensors: Mapping[str, tuple[str, Tensor]], shapes: list[list[Shape]], writes: list[list[Write]]
+    ) -> Pending:
+        dtypes = [x.dtype for _, x in tensors.values()]
+        name = tuple(map(tuple, shapes)), tuple(dtypes)
+        if name not in self._known:
+            self._known[name] = Rooms(self.group, shapes, dtypes)
+        out = self._known[name].exchange(writes)
+        return Pending(lambda: dict(zip(tensors, out)))
+
     def _by_rank(self, side: str, x: Tensor) -> Sequence[Tensor]:
         order = self.order[side]
         back = x if order is None else torch.empty_like(x).index_copy_(1, order, x)
@@ -175,3 +238,14 @@ class Heads:
             return [[x.view(s) for x, s in zip(row.split(n), shape)] for row, n, shape in zip(rows, sizes, shapes)]
 
         return Pending(cut)
+
+
+def _of(tensors: Mapping[str, tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, tuple[str, Tensor]]:
+    """Those of one dtype."""
+    return {name: (side, x) for name, (side, x) in tensors.items() if x.dtype == dtype}
+
+
+def _together(posted: Iterable[Pending]) -> Pending:
+    """Several exchanges as one."""
+    every = list(posted)
+    return Pending(lambda: {name: x for p in every for name, x in p.wait().items()})

@@ -9,6 +9,7 @@ current one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -75,6 +76,15 @@ class Mailbox:
                     if first < last:
                         place = slice(letter.place + first - span.place, letter.place + last - span.place)
                         _copy(self._inbox_of(span.owner)[which][:, place], rows[:, first - a : last - a])
+
+    def beside(self) -> AbstractContextManager:
+        """A context in which blocks are computed beside those of the current stream, from when the mailbox was opened
+        on; `meet` ends it."""
+        return self.memory.second(self._there)
+
+    def meet(self) -> None:
+        """What was computed beside is there."""
+        self.memory.join_second()
 
     def close(self) -> None:
         """All ranks have read their keys and sent their gradients. Letters of a rank that is late are NaN."""

@@ -3,8 +3,10 @@ ranks, so that no sizes are exchanged."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,7 +23,9 @@ Stretches = list[tuple[int, int]]
 """Rows ``a … b − 1`` of a rank's keys, in order and apart."""
 
 LARGEST = 4
-"""Owners whose keys are computed on at once."""
+"""Owners whose keys are computed on at once, but where they have few."""
+FEW = 0.5
+"""Keys that are few, over a rank's own: a rank's own block takes longer than they are under way."""
 
 
 class Stretch(NamedTuple):
@@ -101,17 +105,20 @@ class Schedule:
         return list(self._inboxes[owner].values())
 
     def _rounds(self, rank: int, needs: list[Stretches]) -> list[list[Stretch]]:
-        """The nearest owner to the left, the next two, the next four …; in each round spans in the sequence's order."""
+        """The nearest owner to the left, the next two, the next four …, and more in a round while their keys are few
+        (windows, documents); in each round spans in the sequence's order."""
         owners = [s for n in range(1, self.size) if needs[s := (rank - n) % self.size]]
-        out, n = [], 1
+        out, doubling, few = [], 1, len(self._keys[rank]) * FEW
         while owners:
+            keys = list(accumulate(sum(b - a for a, b in needs[s]) for s in owners))
+            n = max(doubling, bisect_right(keys, few))
             spans = [(self._index(s, a), s, a, b) for s in owners[:n] for a, b in needs[s]]
             placed, place = [], 0
             for _, owner, a, b in sorted(spans):
                 placed.append(Stretch(owner, a, b, place))
                 place += b - a
             out.append(placed)
-            owners, n = owners[n:], min(LARGEST, 2 * n)
+            owners, doubling = owners[n:], min(LARGEST, 2 * doubling)
         return out
 
     def _index(self, owner: int, row: int) -> int:

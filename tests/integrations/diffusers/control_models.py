@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers import (
     FluxControlNetModel,
+    HunyuanDiT2DControlNetModel,
     HunyuanVideo15Transformer3DModel,
     LTX2VideoTransformer3DModel,
     MiniMaxH3Transformer3DModel,
@@ -17,7 +18,7 @@ from diffusers import (
 )
 from torch import nn
 
-from .cross_models import cosmos
+from .cross_models import CROSS_CASES, cosmos
 from .inputs import TEXT, B, Case, draw, latents, step
 from .joint_models import JOINT_CASES, flux, qwen, sd3
 from .linear_models import LINEAR_CASES
@@ -121,10 +122,20 @@ def with_residuals(name: str, argument: str, channels: int, count: int, tokens: 
 
     def case() -> tuple[nn.Module, dict[str, object]]:
 
-        model, inputs = (JOINT_CASES | LINEAR_CASES)[name]()
+        model, inputs = (JOINT_CASES | LINEAR_CASES | CROSS_CASES)[name]()
         return model, inputs | {argument: [draw(B, tokens, channels) for _ in range(count)]}
 
     return case
+
+
+def hunyuan_dit_control() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(
+        num_attention_heads=2, attention_head_dim=8, hidden_size=16, in_channels=4, patch_size=2, sample_size=6
+    )
+    text = dict(cross_attention_dim=12, cross_attention_dim_t5=8, text_len=TEXT, text_len_t5=256)
+    more = dict(use_style_cond_and_image_meta_size=False, pooled_projection_dim=8, activation_fn="gelu-approximate")
+    model = HunyuanDiT2DControlNetModel(transformer_num_layers=6, **sizes, **text, **more)
+    return model, CROSS_CASES["hunyuan dit"]()[1] | dict(controlnet_cond=draw(B, 4, 6, 6), conditioning_scale=0.7)
 
 
 def cosmos_residuals() -> tuple[nn.Module, dict[str, object]]:
@@ -149,6 +160,8 @@ CONTROL_CASES: dict[str, Case] = {
     "sana control": sana_control,
     "sana, residuals": with_residuals("sana", "controlnet_block_samples", 16, 1),
     "cosmos, residuals": cosmos_residuals,
+    "hunyuan dit control": hunyuan_dit_control,
+    "hunyuan dit, residuals": with_residuals("hunyuan dit", "controlnet_block_samples", 16, 1, 9),
     "qwen, residuals": with_residuals("qwen, masked", "controlnet_block_samples", 32, 2),
 }
 ROUNDED_CONTROL = ("z-image", "ltx2", "vace", "animate", "minimax")

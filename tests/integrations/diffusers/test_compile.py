@@ -50,7 +50,7 @@ def check_compiled(rank: int, name: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen, masked"])
+@pytest.mark.parametrize("name", ["flux", "qwen, masked", "sana video"])
 def test_blocks_are_one_graph(ranks, name):
     for found in ranks.run(2, check_compiled, name):
         assert all(n < 1e-9 for n in found.values()), found

@@ -16,6 +16,7 @@ from diffusers import (
     AutoencoderKLWan,
     FasterCacheConfig,
     FirstBlockCacheConfig,
+    MagCacheConfig,
     PyramidAttentionBroadcastConfig,
     TaylorSeerCacheConfig,
 )
@@ -30,7 +31,8 @@ from .models import make
 
 
 class Pipeline:
-    """Denoises, with guidance by rows of one call or by two calls, and decodes."""
+    """Denoises, with guidance by rows of one call or by two calls, and decodes. The one by rows begins with a picture,
+    of which it keeps a part (inpainting), and lets a callback change the latents in place."""
 
     def __init__(self, rows: bool) -> None:
         torch.manual_seed(0)
@@ -41,6 +43,8 @@ class Pipeline:
             torch.nn.init.normal_(parameter, std=0.2)
         self.components = {"transformer": self.transformer, "vae": self.vae, "tokenizer": None}
         self.latents = self.given.pop("hidden_states").detach()[:1]
+        self.picture = torch.rand(1, 3, 12, 12).double() if rows else None
+        self.callback = lambda n, x: x[..., n].mul_(0.9)
 
     def encode_prompt(self, prompt: str) -> dict[str, object]:
         self.asked += 1
@@ -49,6 +53,9 @@ class Pipeline:
     @torch.no_grad()
     def __call__(self, prompt: str = "a cat") -> torch.Tensor:
         x, (cond, uncond) = self.latents, (self.encode_prompt(p) for p in (prompt, ""))
+        if self.picture is not None:
+            kept = self.vae.encode(self.picture).latent_dist.mode()
+            x = 0.7 * x + 0.3 * kept
         for n in range(3):
             if self.rows:
                 both = {name: torch.cat([uncond[name], cond[name]]) for name in cond}
@@ -57,6 +64,9 @@ class Pipeline:
                 asked = self.transformer(hidden_states=x, **cond).sample
                 plain = self.transformer(hidden_states=x, **uncond).sample if self.guided or n < 2 else asked
             x = x - 0.01 * (plain + 3 * (asked - plain))
+            if self.picture is not None:
+                x = torch.cat([x[..., :4], kept[..., 4:]], -1)
+                self.callback(n, x)
         return self.vae.decode(x).sample
 
 
@@ -81,7 +91,7 @@ def check_guided(rank: int, rows: bool) -> list[str]:
     cp = ring_la.ContextParallel(group(4), scan="ring", attention="ring", timeout=60)
     want, limit = pipe(), 1e-9 if rows else 1e-4  # Wan rounds to fp32, and its image grows
     hook = pipe.transformer.proj_out.register_forward_hook(lambda layer, x, out: ran.append(len(out)))
-    parallelize(pipe, cp, cfg=2, vae=True)
+    parallelize(pipe, cp, cfg=2, vae=True, capture=True)
     errors = [error(pipe(), want), error(pipe(), want)]
     bad = [] if max(errors) < limit else [f"images {errors}"]
     bad += [] if ran == ([1] * 6 if rows else [1] * 8) else [f"rows of calls: {ran}"]
@@ -133,6 +143,7 @@ RANGES = dict(spatial_attention_block_skip_range=2, spatial_attention_timestep_s
 NOW = {"step": 0}
 STEP_CACHES = {
     "First Block Cache": lambda: FirstBlockCacheConfig(threshold=0.05),  # one rank's tokens alone decide otherwise
+    "MagCache": lambda: MagCacheConfig(0.3, num_inference_steps=5, mag_ratios=[1.0, 1.1, 0.9, 1.0, 1.0]),
     "TaylorSeer": lambda: TaylorSeerCacheConfig(cache_interval=2, **FACTORS),
     "TaylorSeer, lite": lambda: TaylorSeerCacheConfig(cache_interval=2, use_lite_mode=True, **FACTORS),
     "Pyramid Attention Broadcast": lambda: PyramidAttentionBroadcastConfig(

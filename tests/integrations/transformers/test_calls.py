@@ -121,18 +121,18 @@ def checked_late(rank: int, folder: str) -> None:
     from ring_la.integrations.transformers import parallelize
 
     model, cp = parallel("llama")
-    kinds = transformers.RwkvForCausalLM, transformers.LlamaForCausalLM
-    rwkv = kinds[0].config_class(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2)
+    kinds = transformers.BloomForCausalLM, transformers.LlamaForCausalLM
+    bloom = kinds[0].config_class(vocab_size=VOCABULARY, hidden_size=16, n_head=4, num_hidden_layers=2)
     with torch.device("meta"):
-        late = [parallelize(kind(config), cp) for kind, config in zip(kinds, (rwkv, model.config))]
+        late = [parallelize(kind(config), cp) for kind, config in zip(kinds, (bloom, model.config))]
     for m in late:
         m.to_empty(device="cpu")
         m.apply(m._init_weights)
     with torch.device("meta" if rank else "cpu"):  # as FSDP loads weights
-        late.append(parallelize(kinds[0](rwkv), cp))
+        late.append(parallelize(kinds[0](bloom), cp))
     for m in (late[0], late[2].to_empty(device="cpu")):
         m.apply(m._init_weights)
-        with pytest.raises(UnsupportedError, match=r"blocks\.0\.attention"):
+        with pytest.raises(UnsupportedError, match=r"h\.0\.self_attention"):
             m(input_ids=ids())
     late[1].load_state_dict(model.state_dict())
     late[1].model.rotary_emb.load_state_dict(model.model.rotary_emb.state_dict())

@@ -53,7 +53,7 @@ def modules(rank: int, name: str) -> None:
         exact(a if i < 2 else a.full_tensor(), b[mine] if i < 2 else b, f"gradient {i}", 1e-11, 1e-12)
 
 
-@pytest.mark.parametrize(("ranks_", "name"), [(2, "nemotron_h"), (3, "qwen3_next"), (4, "gpt_oss")])
+@pytest.mark.parametrize(("ranks_", "name"), [(1, "qwen3_5_moe"), (2, "nemotron_h"), (3, "qwen3_next"), (4, "gpt_oss")])
 def test_experts_by_themselves_are_exact(ranks, ranks_, name):
     ranks.run(ranks_, modules, name)
 
@@ -91,7 +91,7 @@ def compare(rank: int, name: str) -> int:
     return sum(p.to_local().numel() for module in spread for p in module.parameters())
 
 
-@pytest.mark.parametrize(("ranks_", "name"), [(2, "nemotron_h"), (3, "gpt_oss"), (4, "qwen3_next")])
+@pytest.mark.parametrize(("ranks_", "name"), [(1, "qwen3_5_moe"), (2, "nemotron_h"), (3, "gpt_oss"), (4, "qwen3_next")])
 def test_experts_on_several_ranks_compute_what_one_process_does(ranks, ranks_, name):
     held = ranks.run(ranks_, compare, name)
     assert max(held) <= -(-4 // ranks_) * sum(held) / 4  # of four experts

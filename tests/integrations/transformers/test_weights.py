@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,28 @@ def there_and_back(rank: int, folders: list[str], ranks: int) -> list[tuple[int,
         assert torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
         held = save_weights(model, f"{folder}-by-{ranks}", file_bytes=30_000)
         out.append((read, held))
+        if find_spec("peft"):
+            adapt(rank, model, ids, f"{folder}-adapters-{ranks}")
     return out
+
+
+def adapt(rank: int, model, ids: torch.Tensor, folder: str) -> None:
+    """Adapters of a sharded model, drawn here; they and what the model says with them go to a folder."""
+    from peft import LoraConfig
+
+    from ring_la.integrations.transformers.adapters import add_adapters, all_linear
+
+    adapted = add_adapters(model, LoraConfig(r=2, task_type="CAUSAL_LM", **all_linear(model)))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for n, p in adapted.named_parameters():
+            assert p.requires_grad == ("lora_" in n), n
+            if "lora_B" in n:  # which begin as zeros
+                p.copy_(torch.randn(p.shape, generator=generator))
+        logits = adapted(input_ids=ids, use_cache=False).logits
+    if rank == 0:
+        adapted.save_pretrained(folder)
+        torch.save(logits, f"{folder}/logits.pt")
 
 
 @pytest.mark.parametrize("ranks_", [1, 2, 3, 4])
@@ -90,7 +112,21 @@ def test_weights_go_to_shards_and_back_without_a_whole_copy(ranks, tmp_path, ran
                 assert {n for n, f in index.items() if f == file} == set(opened.keys())
         back = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
         assert all(torch.equal(x, expected[folder][n]) for n, x in back.items())
+        if find_spec("peft"):
+            adapted(folder, f"{folder}-adapters-{ranks_}")
         assert math.isclose(sum(f.stat().st_size for f in out.glob("*.safetensors")), sizes[folder], rel_tol=0.05)
+
+
+def adapted(folder: str, adapters: str) -> None:
+    """PEFT reads them onto the whole model, which then says the same."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), adapters)
+    with torch.no_grad():
+        logits = whole(input_ids=torch.arange(3, 24)[None], use_cache=False).logits
+    expected = torch.load(f"{adapters}/logits.pt", weights_only=True)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def drawn(rank: int, folder: str, ranks: int) -> dict[str, torch.Tensor]:

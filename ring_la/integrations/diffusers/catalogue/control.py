@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..plans import IMAGE, SAME, AttentionPlan, BlockPlan, ModelPlan, TimeSteps, TokenRows
-from .cross import WAN
+from .cross import HUNYUAN_DIT, HUNYUAN_DIT_INPUTS, WAN
 from .joint import COMMON, FLUX, QWEN, SD3
 
 _control = ("controlnet_cond", "conditioning_scale")
@@ -35,6 +35,9 @@ CONTROL: Mapping[str, ModelPlan] = {
         {"QwenImageTransformerBlock": QWEN},
         (*COMMON, *_control, "encoder_hidden_states_mask", "img_shapes"),
         last="",
+    ),
+    "HunyuanDiT2DControlNetModel": ModelPlan(
+        {"blocks": "HunyuanDiTBlock"}, {"HunyuanDiTBlock": HUNYUAN_DIT}, (*HUNYUAN_DIT_INPUTS, *_control), last=""
     ),
     "WanVACETransformer3DModel": ModelPlan(
         {"vace_blocks": "WanVACETransformerBlock", "blocks": "WanTransformerBlock"},

@@ -62,7 +62,7 @@ _allegro = BlockPlan(
         "attn2": AttentionPlan(None, ("AllegroAttnProcessor2_0",)),
     },
 )
-_hunyuan_dit = BlockPlan(
+HUNYUAN_DIT = BlockPlan(
     {
         "hidden_states": TokenRows(IMAGE),
         "encoder_hidden_states": SAME,
@@ -122,6 +122,10 @@ _stable_audio = BlockPlan(
 )
 
 COMMON = ("hidden_states", "encoder_hidden_states", "timestep", "return_dict")
+HUNYUAN_DIT_INPUTS = (
+    *(*COMMON, "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5"),
+    *("image_meta_size", "style", "image_rotary_emb"),
+)
 CROSS: Mapping[str, ModelPlan] = {
     "WanTransformer3DModel": ModelPlan(
         {"blocks": "WanTransformerBlock"},
@@ -162,16 +166,8 @@ CROSS: Mapping[str, ModelPlan] = {
     ),
     "HunyuanDiT2DModel": ModelPlan(
         {"blocks": "HunyuanDiTBlock"},
-        {"HunyuanDiTBlock": _hunyuan_dit},
-        (
-            *COMMON,
-            "text_embedding_mask",
-            "encoder_hidden_states_t5",
-            "text_embedding_mask_t5",
-            "image_meta_size",
-            "style",
-            "image_rotary_emb",
-        ),
+        {"HunyuanDiTBlock": HUNYUAN_DIT},
+        HUNYUAN_DIT_INPUTS,
         residuals=("controlnet_block_samples",),
     ),
     "Kandinsky5Transformer3DModel": ModelPlan(

@@ -21,7 +21,20 @@ from torch import nn
 
 from ....errors import UnsupportedError
 from ..call import Current
-from . import channelwise, convolution, delta, indexed, latents, lightning, mamba, own_attention, qwen4_exp, xlstm, zaya
+from . import (
+    channelwise,
+    convolution,
+    delta,
+    indexed,
+    latents,
+    lightning,
+    mamba,
+    own_attention,
+    qwen4_exp,
+    rwkv,
+    xlstm,
+    zaya,
+)
 
 MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **convolution.MIXERS,
@@ -31,6 +44,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
     **indexed.MIXERS,  # type: ignore[dict-item]
     **latents.MIXERS,
     **qwen4_exp.MIXERS,
+    **rwkv.MIXERS,
     **xlstm.MIXERS,
     **zaya.MIXERS,
     **channelwise.MIXERS,  # type: ignore[dict-item]
@@ -38,7 +52,7 @@ MIXERS: dict[str, Mapping[str, Callable] | Callable] = {
 }
 """Class name → the functions that replace those its forward calls, or the whole forward."""
 
-UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, qwen4_exp, xlstm, zaya)))
+UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, qwen4_exp, rwkv, xlstm, zaya)))
 """Classes whose state a split call cannot put into a cache."""
 
 

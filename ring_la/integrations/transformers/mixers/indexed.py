@@ -1,9 +1,8 @@
 """Sparse attention that picks each token's keys by an index of pools or blocks: GLM-5-Next, Qwen4-Exp, MiniMax-M3.
 
-GLM-5-Next's index vectors and latents are gathered; queries stay. The layers run their own forward: where they ask a
-cache for earlier keys they get the whole sequence's, and what is visible follows from the documents. As in the library,
-the choice is a mask ``[T_local, T]``. The blocks of Qwen4-Exp and MiniMax-M3 are chosen by `ring_la.indexers`, without
-one.
+The layers run their own forward. Where they ask an indexer they get places in the whole sequence, chosen by
+`ring_la.indexers` for some tokens at a time; where they ask for attention, these go to `sparse_attention`, and with
+GLM-5-Next's latents to `mla`. Index vectors go to every rank, and no mask is made.
 """
 
 from __future__ import annotations
@@ -17,88 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
 
 from ....errors import UnsupportedError
 from ....indexers import best_key_index, full_block_index
-from ....layout import Layout
-from ....softmax import sparse_attention
+from ....indexers.blocks import Blocks
+from ....indexers.chosen import Rows, best
+from ....softmax import mla, sparse_attention
 from ..call import ModelCall
-
-
-class Documents:
-    """The whole sequence as an indexed layer needs it.
-
-    Attributes:
-        cu_seqlens: offsets of the documents.
-        tokens, positions: places of this rank's tokens in the sequence and in their documents, ``[T_local]``.
-        every: position of every token in its document, ``[T]``.
-        visible: which tokens each of this rank's may see, bool ``[T_local, T]``: its document's, up to itself.
-    """
-
-    def __init__(self, call: ModelCall, length: int, device: torch.device) -> None:
-        self.call = call
-        layout = call.layout or Layout(length, cu_seqlens=call.cu_seqlens)
-        self.cu_seqlens, tokens, every = layout.cu_seqlens, layout.tokens(), torch.arange(layout.seq_len)
-        same = layout.documents_of(tokens)[:, None] == layout.documents_of(every)
-        self.visible = (same & (every <= tokens[:, None])).to(device)
-        self.tokens, self.positions = tokens.to(device), layout.positions_of(tokens).to(device)
-        self.every = layout.positions_of(every).to(device)
-
-    @classmethod
-    def of(cls, call: ModelCall, hidden_states: Tensor) -> Documents:
-        """Those of a call, made once."""
-        if call.documents is None:
-            call.documents = cls(call, hidden_states.shape[1], hidden_states.device)
-        return call.documents  # type: ignore[return-value]
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' rows of x along `dim`, in order."""
-        return x if self.call.layout is None else self.call.layout.gather(x, dim)
-
-
-class WholeSequence:
-    """What an indexed layer sees as its cache: it answers with the keys of the whole sequence."""
-
-    def __init__(self, documents: Documents) -> None:
-        self.documents, self.keys = documents, None
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, H, T_local, ·]`` → ``[B, H, T, ·]``."""
-        both = self.documents.gather(torch.cat([keys, values], -1), 2)
-        self.keys, values = both.split([keys.shape[-1], values.shape[-1]], -1)
-        return self.keys, values
-
-    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """Index vectors ``[B, T_local, ·]`` → ``[B, T, ·]``. No gradient passes through the choice."""
-        return self.documents.gather(keys.detach(), 1)
-
-    def get_seq_length(self) -> int:
-        return self.documents.cu_seqlens[-1]
-
-    @property
-    def layers(self) -> WholeSequence:
-        return self
-
-    def __getitem__(self, layer_idx: int) -> WholeSequence:
-        return self
-
-
-class Masked:
-    """In place of the registry of attention functions: the keys are whole here and the mask says everything."""
-
-    @staticmethod
-    def get_interface(name: str, eager: Callable) -> Callable:
-        """PyTorch's attention, or the library's plain one where there are sinks."""
-
-        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **keywords) -> tuple[Tensor, ...]:
-            if keywords.get("s_aux") is None:
-                return sdpa_attention_forward(module, q, k, v, mask, **keywords)
-            if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-            return eager(module, q, k, v, mask, **keywords)
-
-        return attend
 
 
 class Overriding:
@@ -120,46 +46,6 @@ def forward_with(kind: type[nn.Module], functions: object) -> types.FunctionType
     own = inspect.unwrap(kind.forward)
     scope = {**own.__globals__, "ALL_ATTENTION_FUNCTIONS": functions}
     return types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
-
-
-# -- GLM-5-Next --------------------------------------------------------------------------------------------
-
-
-def glm5_next_attention(call: ModelCall, layer: Any, hidden_states: Tensor, past_key_values=None, **keywords):
-    """``Glm5NextTextAttention``: latents are gathered, not heads."""
-    documents = Documents.of(call, hidden_states)
-    return forward_with(type(layer), Masked)(layer, hidden_states, past_key_values=WholeSequence(documents), **keywords)
-
-
-@torch.no_grad()
-def glm5_next_indexer(call: ModelCall, layer: Any, *, past_key_values: WholeSequence, **keywords) -> Tensor:
-    """``Glm5NextTextIndexer``: picks pools of `index_kpool` tokens, counted from each document's first."""
-    documents = past_key_values.documents
-
-    def get_visible_tokens(valid_keys: Tensor, q_length: int, current_length: int) -> Tensor:
-        return documents.visible & valid_keys[:, None]
-
-    def get_pooled_states(packed_states: Tensor) -> tuple[Tensor, ...]:
-        parts, cu = [], documents.cu_seqlens
-        for start, stop in zip(cu, cu[1:]):
-            keys, indices, valid = layer.get_pooled_states(packed_states[:, start:stop])
-            parts.append((keys, torch.where(indices < 0, indices, indices + start), valid))
-        return tuple(torch.cat(part, 1) for part in zip(*parts))
-
-    def append_visible_tail(topk_indices: Tensor, token_visible: Tensor, key_valid: Tensor) -> Tensor:
-        count = (documents.positions + 1) % layer.index_kpool  # tokens since the last full pool
-        offsets = torch.arange(layer.index_kpool - 1, device=count.device)
-        tail = (documents.tokens + 1 - count)[:, None] + offsets
-        tail = tail.masked_fill(offsets >= count[:, None], -1)
-        return torch.cat([topk_indices, tail.expand(*topk_indices.shape[:2], -1)], -1)
-
-    own = Overriding(
-        layer,
-        get_visible_tokens=get_visible_tokens,
-        get_pooled_states=get_pooled_states,
-        append_visible_tail=append_visible_tail,
-    )
-    return own.forward(past_key_values=past_key_values, **keywords)
 
 
 # -- Qwen4-Exp ---------------------------------------------------------------------------------------------
@@ -262,10 +148,84 @@ def minimax_m3_indexer(
         return Picked(best_key_index(q.transpose(1, 2), k[:, 0], size, layer.topk_blocks, **how).places, size)
 
 
+# -- GLM-5-Next --------------------------------------------------------------------------------------------
+
+
+class Pooled:
+    """In place of the registry of attention functions: the mask says which pools are read; keys are latents, or what a
+    ``kv_b_proj`` that is more than a matrix made of them."""
+
+    @staticmethod
+    def get_interface(name: str, eager: Callable) -> Callable:
+        def attend(
+            module: Overriding, q: Tensor, k: Tensor, v: Tensor, mask: Picked, dropout: float, scaling: float, **more
+        ) -> tuple[Tensor, None]:
+            if dropout:
+                raise UnsupportedError("attention_dropout", "0 where an index picks the keys", dropout)
+            how: dict[str, Any] = dict(block=mask.size, scale=scaling, sinks=more.get("s_aux"))
+            how |= module._ring_la.call.split
+            if not is_matrix(module.kv_b_proj):
+                heads = (x.transpose(1, 2) for x in (q, k, v))
+                return sparse_attention(*heads, mask.places, **how).o, None  # type: ignore[call-arg]
+            N, V = module.qk_nope_head_dim, module.v_head_dim
+            up = module.kv_b_proj.weight.unflatten(0, (-1, N + V)).split([N, V], 1)
+            return mla(q.transpose(1, 2), k[:, 0], v[:, 0], *up, chosen=mask.places, **how).o, None
+
+        return attend
+
+
+def is_matrix(up: nn.Module) -> bool:
+    """Whether a projection is one whole matrix: no adapter, not quantised, not sharded by itself."""
+    return type(up) is nn.Linear and up.bias is None and not isinstance(up.weight, DTensor)
+
+
+def glm5_next_attention(call: ModelCall, layer: Any, hidden_states: Tensor, past_key_values=None, **keywords):
+    """``Glm5NextTextAttention``: latents travel, and memory is linear in this rank's tokens."""
+    methods: dict[str, Any] = dict(build_attention_mask_from_topk=lambda topk_indices, **_: topk_indices)
+    if layer.indexer is not None:
+        methods["indexer"] = functools.partial(glm5_next_indexer, call, layer.indexer)
+    if is_matrix(layer.kv_b_proj):
+        methods["expand_kv"] = lambda latent, rotary: (latent, rotary)
+    return forward_with(type(layer), Pooled)(Overriding(layer, **methods), hidden_states, **keywords)
+
+
+@torch.no_grad()
+def glm5_next_indexer(call: ModelCall, layer: Any, hidden_states: Tensor, q_resid: Tensor, **_: object) -> Picked:
+    """``Glm5NextTextIndexer``: pools of `index_kpool` tokens, counted from each document's first, whose learned mean
+    key scores highest; and what follows the last full one."""
+    size, few = layer.index_kpool, layer.index_topk // layer.index_kpool
+    q = layer.wq_b(q_resid).unflatten(-1, (-1, layer.head_dim)).float()
+    k, gate = layer.k_norm(layer.wk(hidden_states)), linear(hidden_states, layer.index_kpool_compress_gate)
+    w = layer.weights_proj(hidden_states.to(layer.weights_proj.weight.dtype)).float() * layer.n_heads**-0.5
+    rows = Rows.of(hidden_states, call.layout, call.cu_seqlens)
+    blocks = Blocks.of(size, rows)
+    keys = _learned_means(*rows.gather(torch.cat([k, gate], -1)).chunk(2, -1), layer.index_kpool_compress_ape, blocks)
+
+    def score(strip: slice, some: slice) -> Tensor:
+        s = torch.relu(torch.einsum("bnhd,bmd->bnhm", q[:, strip], keys[:, some]) * layer.softmax_scale)
+        full = (blocks.first[some] + size - 1 <= rows.tokens[strip, None]) & blocks.whole[some]
+        here = blocks.number[some] >= blocks.of_document[strip, None]
+        return (w[:, strip, None] @ s)[:, :, 0].masked_fill(~(full & here), -torch.inf)[:, :, None]
+
+    places = blocks.places(best(score, len(blocks), blocks.ends, (len(q), q.shape[2]), max(1, few)).places)[..., :few]
+    if layer.index_kpool_always_select_tail:
+        own = blocks.first[blocks.own]
+        tail = torch.where(rows.tokens - own == size - 1, -1, own).int()
+        places = torch.cat([places, tail[None, :, None, None].expand(len(q), -1, -1, -1)], -1)
+    return Picked(places, size)
+
+
+def _learned_means(keys: Tensor, gate: Tensor, place: Tensor, blocks: Blocks) -> Tensor:
+    """The key of each pool ``[B, pools, D]``, of the whole sequence's ``[B, T, D]``: a mean with weights of each
+    channel's. Those of pools that are not full are no keys."""
+    at = (blocks.first[:, None] + torch.arange(len(place), device=keys.device)).clamp_(max=keys.shape[1] - 1)
+    weights = (gate[:, at].float() + place.float()).softmax(2).to(keys.dtype)
+    return (weights * keys[:, at]).sum(2).float()
+
+
 MIXERS = {
     "MiniMaxM3VLAttention": minimax_m3_attention,
     "Glm5NextTextAttention": glm5_next_attention,
-    "Glm5NextTextIndexer": glm5_next_indexer,
     "Qwen4ExpTextAttention": qwen4_exp_attention,
 }
 UNCACHED = {"Glm5NextTextAttention", "MiniMaxM3VLAttention", "Qwen4ExpTextAttention"}

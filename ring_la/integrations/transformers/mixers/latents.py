@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from ....errors import UnsupportedError
 from ....indexers import lightning_index
 from ..attention import attend_latents
 from ..call import ModelCall
-from .indexed import Overriding, forward_with
+from .indexed import Overriding, forward_with, is_matrix
 
 
 class Latents:
@@ -45,9 +45,8 @@ def latent_attention(call: ModelCall, layer: Any, *args, **keywords):
     kind: Any = type(layer)
     if getattr(layer, "indexer", None) is not None:
         layer = Overriding(layer, indexer=functools.partial(pick, call, layer.indexer))
-    up, cached = layer.kv_b_proj, keywords.get("past_key_values") is not None
-    whole = type(up) is nn.Linear and up.bias is None and not isinstance(up.weight, DTensor)
-    if not whole or not _expands(kind) or (cached and not caches_latents(kind)):
+    cached = keywords.get("past_key_values") is not None
+    if not is_matrix(layer.kv_b_proj) or not _expands(kind) or (cached and not caches_latents(kind)):
         return inspect.unwrap(kind.forward)(layer, *args, **keywords)
     return forward_with(kind, Latents)(Overriding(layer, expand_kv=as_they_are), *args, **keywords)
 
@@ -63,6 +62,31 @@ def caches_latents(kind: Any) -> bool:
     """Whether what it puts into a cache are latents."""
     source = inspect.getsource(inspect.unwrap(kind.forward))
     return 0 <= source.find("past_key_values.update(") < source.find("self.expand_kv(")
+
+
+def latent_layers(model: nn.Module) -> dict[int, bool]:
+    """The numbers of a model's layers with latents, and whether their rotary keys come out turned by halves though the
+    projection has them in pairs.
+
+    Raises:
+        UnsupportedError: this version of Transformers keeps keys and values of them, of which no other engine has a
+            place.
+    """
+    layers: dict[int, bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ in MIXERS and hasattr(module, "expand_kv"):
+            if not caches_latents(kind):
+                raise UnsupportedError("transformers", "a version that keeps latents", "one that keeps keys and values")
+            halves = "apply_rotary_pos_emb_interleave(" in inspect.getsource(inspect.unwrap(kind.forward))
+            config: Any = module.config
+            layers[int(module.layer_idx)] = halves and getattr(config, "rope_interleave", True) is not False
+    return layers
+
+
+def in_pairs(x: Tensor) -> Tensor:
+    """Rotary keys ``[..., R]`` whose first and second numbers lie in halves, each beside the other."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def pick(

@@ -1,0 +1,149 @@
+"""A long prompt's first token, and tokens after it: `python -m benchmarks.long_prompts`, or under torchrun.
+
+A bf16 model of the shape of examples/configs/hybrid_1b.yaml, random weights. Of each length a prompt is read cold and
+another one warm; then so many sequences go on from the second side by side, each with a question of its own, as its
+state is kept. A row is written as soon as it is known; after --limit seconds nothing new is begun. The bytes a step
+reads are weights and what this rank remembers of the sequences; that the tokens are right is for tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ring_la import ContextParallel
+from ring_la.cli.job import job
+from ring_la.models import HybridConfig, HybridLM
+from ring_la.serving import Completion, Ended, Engine, Event, Hybrid, Keep, NewToken, NoText, Request
+from ring_la.serving.memory import held
+
+from .options import counts
+
+GIB = 2**30
+QUESTION = 16
+"""Tokens that a sequence has of its own."""
+
+
+class Asked(Completion):
+    """A request, when its tokens came, and what follows it."""
+
+    def __init__(self, ids: Sequence[int], tokens: int) -> None:
+        self.times: list[float] = []
+        self.end: Event | None = None
+        self.then = lambda: None
+        super().__init__(Request(list(ids), tokens), self._hear)
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, NewToken):
+            self.times.append(time.perf_counter())
+            return
+        self.end = event
+        self.then()
+
+
+class Runs:
+    """On rank 0: one request, or several at once, after the other, and a row of each."""
+
+    def __init__(self, engine: Engine, args: argparse.Namespace, begun: float, rows: list[dict[str, Any]]) -> None:
+        self._engine, self._args, self._begun, self._rows = engine, args, begun, rows
+
+    def start(self, length: int) -> None:
+        """All of a prompt's length, and the engine's end."""
+        dice = torch.Generator().manual_seed(length)
+        cold, warm = torch.randint(self._engine.model.vocab_size, (2, length), generator=dice).tolist()
+        questions = torch.randint(self._engine.model.vocab_size, (max(self._args.batches), QUESTION), generator=dice)
+        tokens = self._args.tokens
+        steps: list[tuple[str, list[Asked]]] = [("first token, cold", [Asked(cold, 2)])]
+        steps.append(("first token", [Asked(warm, 2)]))
+        for batch in self._args.batches:
+            jobs = [Asked([*warm, *questions[i].tolist()], tokens) for i in range(batch)]
+            steps.append((f"a token of {batch}", jobs))
+        self._next(length, steps)
+
+    def _next(self, length: int, steps: list[tuple[str, list[Asked]]]) -> None:
+        if not steps or time.perf_counter() - self._begun > self._args.limit:
+            self._engine.stop()
+            return
+        (name, jobs), rest = steps[0], steps[1:]
+        asked = time.perf_counter()
+
+        def then() -> None:
+            if all(each.end is not None for each in jobs):
+                self._note(length, name, jobs, asked)
+                self._next(length, rest)
+
+        for each in jobs:
+            each.then = then
+        self._engine.submit(*jobs)
+
+    def _note(self, length: int, name: str, jobs: list[Asked], asked: float) -> None:
+        row: dict[str, Any] = {"prompt": length, "what": name}
+        if not all(isinstance(each.end, Ended) for each in jobs):
+            row["failed"] = str(next(each.end for each in jobs if not isinstance(each.end, Ended)))
+        elif name.startswith("first"):
+            row["seconds"] = jobs[0].times[0] - asked
+        else:  # from where all are side by side until the first of them ends
+            begin, end = max(each.times[0] for each in jobs), min(each.times[-1] for each in jobs)
+            gaps = [b - a for a, b in zip(jobs[-1].times, jobs[-1].times[1:]) if a >= begin and b <= end]
+            row |= {"milliseconds": 1e3 * sorted(gaps)[len(gaps) // 2] if gaps else None, "steps": len(gaps)}
+            row |= {"reused": jobs[0].reused, "all seconds": end - asked, "GiB read a step": self._bytes(jobs) / GIB}
+        self._rows.append(row)
+        print(json.dumps(row), flush=True)
+        if self._args.out:
+            self._args.out.parent.mkdir(parents=True, exist_ok=True)
+            self._args.out.write_text(json.dumps(self._rows, indent=1))
+
+    def _bytes(self, jobs: list[Asked]) -> float:
+        states, key = self._engine.states, jobs[0].trail.kept[0]
+        remembered = held(states.before(key)) if key in states.kept else 0
+        return sum(p.nbytes for p in self._engine.model.model.parameters()) + len(jobs) * remembered
+
+
+def make(cp: ContextParallel, small: bool) -> HybridLM:
+    torch.manual_seed(0)
+    dim, heads, repeat, vocabulary = (64, 2, 1, 257) if small else (2560, 20, 3, 32768)
+    options = {"attention": {"num_kv_heads": max(1, heads // 5)}}
+    with torch.device(cp.device):
+        layers = ["gdn", "gdn", "gdn", "attention"] * repeat
+        model = HybridLM(HybridConfig(vocabulary, dim, layers, heads, options=options))
+    return model.to(torch.float32 if small else torch.bfloat16)
+
+
+def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None:
+    model, rows = Hybrid(make(cp, args.small)), []
+    for length in args.lengths:
+        if cp.comm.agreement.tell(str(time.perf_counter() - begun > args.limit))[0] == "True":
+            return  # rank 0's time
+        keep, most = Keep(64 * GIB if torch.cuda.is_available() else GIB), max(args.batches)
+        engine = Engine(
+            model, NoText(), cp, piece=args.piece * cp.size, batch=most, keep=keep, patience=300, capture=args.capture
+        )
+        if engine.ranks.leads:
+            Runs(engine, args, begun, rows).start(length)
+        engine.run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=counts, default=[65536, 262144])
+    parser.add_argument("--batches", type=counts, default=[1, 8, 64], help="sequences decoded side by side")
+    parser.add_argument("--tokens", type=int, default=48, help="of each of them")
+    parser.add_argument("--piece", type=int, default=65536, help="tokens of a prompt each rank reads at once")
+    parser.add_argument("--capture", action="store_true", help="a step of decoding is one CUDA graph")
+    parser.add_argument("--limit", type=float, default=50, help="seconds after which nothing new is begun")
+    parser.add_argument("--small", action="store_true", help="a model for CPUs")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    begun = time.perf_counter()
+    with job():
+        measure(ContextParallel(validate="never", timeout=120), args, begun)
+
+
+if __name__ == "__main__":
+    main()

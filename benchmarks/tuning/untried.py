@@ -1,0 +1,196 @@
+"""What calls do not take by default, since it has not run on a GPU, beside what they take: `python -m
+benchmarks.tuning.untried [--only mamba2,kda] [--limit SECONDS]`.
+
+A line of JSON an arm: its errors against fp64, whether they stay within 1.3 times those of the first arm, which is
+today's, and ms of forward, and of forward and backward, as CUDA graphs. Ends with 1 if an arm is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import ring_la
+from ring_la.kernels.fused import discretise
+from ring_la.kernels.fused.log_decay import decay_gate
+from ring_la.kernels.fused.prepare import EPS, plain_prepare, prepare
+from ring_la.kernels.scalar_decay import shared_gradients
+from ring_la.kernels.spans import table
+from ring_la.kernels.spans.table import Tiling
+
+from ..ops.cases import CASES, Case, Inputs, Shape, inputs
+from ..ops.measure import error, graph_times, results
+
+Op = Callable[[Inputs], Tensor]
+TOKENS = 512
+"""At which errors are taken."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A function of the inputs, and (object, attribute, value) that are set while it runs."""
+
+    name: str
+    function: Op
+    changes: tuple[tuple[Any, str, Any], ...] = ()
+
+    def set(self) -> ExitStack:
+        """Its changes, until this is closed."""
+        stack = ExitStack()
+        for where, name, value in self.changes:
+            if isinstance(where, dict):
+                stack.enter_context(mock.patch.dict(where, dict.fromkeys(where, value)))
+            else:
+                stack.enter_context(mock.patch.object(where, name, value))
+        return stack
+
+
+@dataclass(frozen=True)
+class Question:
+    """Arms on the same inputs, of which the first is today's, and what is true."""
+
+    draw: Callable[[Shape], Inputs]
+    truth: Op
+    arms: tuple[Arm, ...]
+    shapes: tuple[str, ...]
+
+
+# -- Mamba-2 -------------------------------------------------------------------------------------------------
+
+
+def together(warps: int, stages: int) -> Arm:
+    """Gradients of heads that share keys summed where they are made."""
+    tiling = (table.SHARED_GRADIENT, "", Tiling(64, warps, stages))
+    return Arm(f"together {warps} {stages}", CASES["mamba2"].ours, ((shared_gradients, "TOGETHER", True), tiling))
+
+
+def with_skip(shape: Shape) -> Inputs:
+    x = inputs(CASES["mamba2"], shape, "cuda")
+    return x | {"D": torch.linspace(0.5, 1.5, shape.H, device="cuda").requires_grad_()}
+
+
+def mamba2(shapes: tuple[str, ...]) -> Question:
+    case = CASES["mamba2"]
+    arms = Arm("today", case.ours), together(4, 3), together(4, 2), together(8, 3)
+    return Question(lambda shape: inputs(case, shape, "cuda"), case.truth, arms, shapes)
+
+
+def mamba2_and_a_skip() -> Question:
+    case = CASES["mamba2"]
+    beside = Arm("beside", case.ours, ((discretise, "BESIDE", True),))
+    return Question(with_skip, case.truth, (Arm("today", case.ours), beside), ("1x32768x80x128x64",))
+
+
+# -- what delta rules' tokens bring ----------------------------------------------------------------------------
+
+
+def raw(case: Case, shape: Shape) -> Inputs:
+    """What projections give: q, k and v cut out of one of them, as layers have them."""
+    B, T, H, K, V = shape
+    generator = torch.Generator("cuda").manual_seed(1)
+    wide = torch.randn(B, T, H * (2 * K + V), device="cuda", generator=generator).bfloat16().requires_grad_()
+    C = H * K if case.name == "kda" else H
+    a, b = (torch.randn(B, T, n, device="cuda", generator=generator).bfloat16().requires_grad_() for n in (C, H))
+    A_log, bias = (torch.randn(n, device="cuda", generator=generator).mul(0.1).requires_grad_() for n in (H, C))
+    return {"qkv": wide, "a": a, "b": b, "A_log": A_log, "bias": bias}
+
+
+def prepared(case: Case, H: int, low: float | None, how: str) -> Op:
+    """A recurrence with its preparation, by ``how``: "today", by a kernel each; "pytorch"; "together"."""
+    more: dict[str, Any] = {} if case.name != "kda" else {"lower_bound": low}
+
+    def call(x: Inputs) -> Tensor:
+        K = x["qkv"].shape[-1] // (3 * H)
+        q, k, v = (y.unflatten(2, (H, K)) for y in x["qkv"].split(H * K, -1))
+        a, b, A_log, bias = x["a"], x["b"], x["A_log"], x["bias"]
+        if how == "today" and low is None:
+            g, beta = decay_gate(a, A_log, bias), b.float().sigmoid() if b.dtype != torch.float64 else b.sigmoid()
+        elif how == "together":
+            q, k, g, beta = prepare(q, k, a, b, A_log, bias, lower_bound=low)
+        else:
+            q, k, g, beta = plain_prepare(q, k, a, b, A_log, bias, low, 1.0, EPS)
+        g = g.unflatten(2, (H, K)) if case.name == "kda" else g
+        return getattr(ring_la, case.name)(q, k, v, g, beta, use_qk_l2norm=how == "today" and low is None, **more).o
+
+    return call
+
+
+def preparation(name: str, low: float | None, *shapes: str) -> Question:
+    case, H = CASES[name], Shape.parse(shapes[0]).H
+    arms = tuple(Arm(how, prepared(case, H, low, how)) for how in ("today", "pytorch", "together"))
+    arms = arms if low is None else arms[1:]  # a bounded gate has no kernel of its own
+    return Question(lambda shape: raw(case, shape), prepared(case, H, low, "pytorch"), arms, shapes)
+
+
+QUESTIONS = {
+    "mamba2": mamba2(("1x32768x80x128x64", "1x4096x80x128x64")),
+    "skip": mamba2_and_a_skip(),
+    "kda": preparation("kda", None, "1x8192x16x128"),
+    "kimi": preparation("kda", -5.0, "1x8192x16x128", "1x1024x16x128"),
+    "gdn": preparation("gated_delta_rule", None, "1x8192x32x128", "1x1024x32x128"),
+}
+
+
+def errors(question: Question, arm: Arm, shape: Shape) -> dict[str, float]:
+    x = question.draw(shape._replace(B=1, T=min(shape.T, TOKENS)))
+    true = results(question.truth, {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items()})
+    with arm.set():
+        got = results(arm.function, x)
+    return {n: float(f"{error(got[n], true[n]):.2e}") for n in true}
+
+
+def times(question: Question, arm: Arm, shape: Shape) -> dict[str, Any]:
+    x = question.draw(shape)
+    with torch.no_grad():
+        do = torch.randn_like(arm.function(x))
+
+    def forward() -> None:
+        with torch.no_grad():
+            arm.function(x)
+
+    def both() -> None:
+        torch.autograd.grad(arm.function(x), [t for t in x.values() if t.requires_grad], do)
+
+    found: dict[str, Any] = {}
+    for call, name in ((forward, "fwd"), (both, "fwd_bwd")):
+        with arm.set():
+            for _ in range(3):
+                call()
+            found |= graph_times(call, name)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(QUESTIONS))
+    parser.add_argument("--limit", type=float, default=120, help="seconds: no arm starts after them")
+    args = parser.parse_args()
+    began, right = time.monotonic(), True
+    for name in args.only.split(","):
+        question, today = QUESTIONS[name], {}
+        for text in question.shapes:
+            for arm in question.arms:
+                if time.monotonic() - began > args.limit:
+                    print(f"{name} {text} {arm.name}: no time left", flush=True)
+                    continue
+                off = errors(question, arm, Shape.parse(text))
+                today = off if arm is question.arms[0] else today
+                fine = all(e <= 1.3 * today[n] + 1e-6 for n, e in off.items())
+                right = right and fine
+                row = {"what": name, "shape": text, "arm": arm.name, "right": fine, "errors": off}
+                print(json.dumps(row | times(question, arm, Shape.parse(text))), flush=True)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

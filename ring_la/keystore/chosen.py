@@ -1,0 +1,192 @@
+"""One token of each sequence over the keys it has chosen, which stay on the ranks that read them.
+
+    place of a key   its position in its sequence, the same on all ranks; a rank has those in the runs of its `Held`
+    choice           each rank scores its own index keys and keeps its best; one all-gather of these, and all ranks keep
+                     the same best of all
+
+What a rank reads goes with the choice, whatever the sequences' lengths; what it scores, with its own part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, describe_tensor
+from ..indexers.chosen import Chosen
+from ..softmax.merging import wide
+from .pages import Held
+from .store import KeyRows, LayerKeys
+
+NUMBERS = 1 << 27
+"""Numbers of chosen keys that exist at once, beside one sequence's."""
+
+
+class Whereabouts(NamedTuple):
+    """Where a rank has the tokens of some sequences, for all layers: a row a sequence, filled up with what is empty.
+
+    Attributes:
+        start, stop, step, before: of the runs of positions, and how many tokens stand before each, int64 ``[N, R]``.
+        slab, row, first: of the runs of memory ``[N, E]``: the slab, the row there, and how many tokens stand before.
+    """
+
+    start: Tensor
+    stop: Tensor
+    step: Tensor
+    before: Tensor
+    slab: Tensor
+    row: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, rows: KeyRows) -> Whereabouts:
+        """Of sequences side by side, made once a step."""
+        return rows.kept(cls, lambda: cls(*_table([_runs(x) for x in rows.held], 4, rows), *_memory(rows)))
+
+    def rows_of(self, places: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Of places ``[N, M]`` the numbers of the tokens on this rank, and which of them it has."""
+        at, far = places[..., None], length[:, None, None]
+        start, stop, step = (x[:, None] for x in (self.start, self.stop, self.step))
+        inside = (at >= start) & (at < stop) & (at < far) & ((at - start) % step == 0)
+        number = self.before[:, None] + (at - start) // step
+        return torch.where(inside, number, 0).sum(-1), inside.any(-1)
+
+    def places_of(self, numbers: Tensor) -> Tensor:
+        """Of numbers ``[N, M]`` of tokens on this rank their places."""
+        run = torch.searchsorted(self.before, numbers, right=True) - 1
+        start, step, before = (x.gather(1, run) for x in (self.start, self.step, self.before))
+        return start + (numbers - before) * step
+
+    def memory_of(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Of numbers ``[N, M]`` the slab and the row of each token."""
+        run = torch.searchsorted(self.first, numbers, right=True) - 1
+        slab, row, first = (x.gather(1, run) for x in (self.slab, self.row, self.first))
+        return slab, row + numbers - first
+
+
+def own_chosen(q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor]:
+    """What this rank's keys give ``q [N, H, K]`` of those chosen ``[N, heads or 1, S]``: o ``[N, H, V]`` and lse
+    ``[N, H]``, wide."""
+    heads, key, value = state.size
+    each = chosen.shape[2] * block * heads * (key + value)
+    n = max(1, NUMBERS // max(1, each))
+    parts = [_strip(q[a : a + n], state, chosen[a : a + n], block, scale, a) for a in range(0, len(q), n)]
+    o, lse = (torch.cat(x) for x in zip(*parts))
+    return o, lse
+
+
+def _strip(q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float, at: int) -> tuple[Tensor, Tensor]:
+    """`own_chosen` of sequences from number `at` on."""
+    heads, rows = state.size.heads, state.rows
+    where = Whereabouts(*(x[at : at + len(q)] for x in Whereabouts.of(rows)))
+    inside = torch.arange(block, device=q.device)
+    lengths = rows.kept("lengths", lambda: torch.tensor(rows.lengths, device=q.device))
+    places = torch.where(chosen[..., None] < 0, -1, chosen[..., None].long() + inside).flatten(2)  # [n, h, M]
+    numbers, here = where.rows_of(places.flatten(1), lengths[at : at + len(q)])
+    slab, row = (x.view(places.shape).expand(-1, heads, -1) for x in where.memory_of(numbers))
+    here = here.view(places.shape).expand(-1, heads, -1)
+    k, v = _gathered(state, slab, row, wide(q.dtype))
+    scores = torch.einsum("ngqk,ngmk->ngqm", q.unflatten(1, (heads, -1)).to(k.dtype), k) * scale
+    scores = scores.masked_fill(~here[:, :, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse)[..., None])
+    return torch.einsum("ngqm,ngmv->ngqv", weights, v).flatten(1, 2), lse.flatten(1, 2)
+
+
+def _gathered(state: LayerKeys, slab: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[n, heads, M, ·]`` of tokens in memory, those of no slab zero."""
+    (heads, key, value), store = state.size, state.rows.store
+    head = torch.arange(heads, device=row.device)[:, None]
+    out = [torch.zeros(*row.shape, width, dtype=dtype, device=row.device) for width in (key, value)]
+    for number, k in store.k[state.layer].items():
+        mine = (slab == number)[..., None]
+        at = torch.where(mine[..., 0], row, 0)
+        for x, memory in zip(out, (k, store.v[state.layer][number])):
+            if x.shape[-1]:
+                torch.where(mine, memory[at, head].to(dtype), x, out=x)
+    return out[0], out[1] if value else out[0]
+
+
+@torch.no_grad()
+def decode_index(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> Chosen:
+    """The tokens that the next token of each sequence reads, by DeepSeek-V3.2's lightning indexer
+    (`ring_la.indexers.lightning_index`), over index keys that stay on their ranks. Collective.
+
+    Args:
+        q: ``[N, 1, Hi, D]``, rotated; w: ``[N, 1, Hi]``, scales included: of the last token of each sequence, the same
+            on all ranks. state: index keys, of KeySize(1, D, 0); that token's are among them. topk: how many it reads.
+
+    Returns:
+        Chosen(places int32 ``[N, 1, 1, topk]``, positions in the sequence, the same on all ranks, −1 where there are
+        fewer; scores). Sent: ``2 · N · topk`` numbers to each other rank.
+
+    Raises:
+        ArgumentError: by name.
+    """
+    rows, (heads, key, value) = state.rows, state.size
+    if heads != 1 or value:
+        raise ArgumentError("state", "index keys: KeySize(1, D, 0)", state.size)
+    if not isinstance(q, Tensor) or q.dim() != 4 or (*q.shape[:2], q.shape[3]) != (len(rows), 1, key):
+        raise ArgumentError("q", f"[{len(rows)}, 1, heads, {key}]", describe_tensor(q))
+    if not isinstance(w, Tensor) or w.shape != q.shape[:3]:
+        raise ArgumentError("w", f"{list(q.shape[:3])}", describe_tensor(w))
+    if not isinstance(topk, int) or topk < 1:
+        raise ArgumentError("topk", "an int ≥ 1", repr(topk))
+    scores, places = _best_here(q[:, 0], w[:, 0], state, topk)
+    comm = None if rows.store.cp is None else rows.store.cp.comm
+    if comm is not None and comm.size > 1:
+        scores, places = (torch.cat([*comm.all_gather(x).wait()], 1) for x in (scores, places))
+    scores, order = scores.topk(topk, -1)
+    places = torch.where(torch.isneginf(scores), -1, places.gather(1, order))
+    return Chosen(places[:, None, None].int(), scores[:, None, None])
+
+
+def _best_here(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> tuple[Tensor, Tensor]:
+    """Of this rank's index keys the best of each sequence ``[N, topk]``: scores, −∞ where there are fewer; places."""
+    dtype, rows = wide(q.dtype), state.rows
+    scores = torch.full((len(q), topk), -torch.inf, dtype=dtype, device=q.device)
+    numbers = torch.zeros(len(q), topk, dtype=torch.int64, device=q.device)
+    for n, held in enumerate(rows.held):
+        parts = [state.views(span)[0][:, 0].to(dtype) for span in held.spans(0, held.here)]
+        if parts:
+            s = torch.cat([torch.relu(k @ q[n].to(dtype).mT) @ w[n].to(dtype) for k in parts])
+            best = s.topk(min(topk, len(s)))
+            scores[n, : len(best.values)], numbers[n, : len(best.indices)] = best
+    return scores, Whereabouts.of(rows).places_of(numbers)
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+def _runs(held: Held) -> list[tuple[int, ...]]:
+    """Start, stop and step of each run of positions, and the tokens before it."""
+    out, before = [], 0
+    for run in held.runs:
+        out.append((run.start, run.stop, run.step, before))
+        before += len(run)
+    return out
+
+
+def _memory(rows: KeyRows) -> list[Tensor]:
+    """Slab, row and the tokens before it of each run of memory."""
+    entries = []
+    for held in rows.held:
+        mine, before = [], 0
+        for span in held.spans(0, held.here):
+            mine.append((span.slab, span.start, before))
+            before += span.stop - span.start
+        entries.append(mine)
+    return _table(entries, 3, rows)
+
+
+def _table(entries: Sequence[Sequence[tuple[int, ...]]], fields: int, rows: KeyRows) -> list[Tensor]:
+    """Each field of the entries ``[N, ·]``. Those that are not there begin after all tokens, and hold nothing."""
+    most, end = max(1, *map(len, entries)), 1 << 60
+    empty = (end, 0, 1, end) if fields == 4 else (-1, 0, end)
+    filled = [[*mine, *[empty] * (most - len(mine))] for mine in entries]
+    if any(not mine for mine in entries):  # a number is looked up where there is no run
+        filled = [row if mine else [(*empty[:-1], 0), *row[1:]] for mine, row in zip(entries, filled)]
+    return [x.contiguous() for x in torch.tensor(filled, device=rows.store.device).unbind(-1)]

@@ -1,0 +1,59 @@
+"""What `ring-la bench diffusion` runs: models that take their inputs, and rows that say why they cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from benchmarks.diffusion.book import Book
+from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
+from benchmarks.peers.diffusion import degrees
+from ring_la.errors import ArgumentError
+
+
+def test_models_take_their_inputs():
+    cpu = torch.device("cpu")
+    for name, shape in SHAPES.items():
+        model = build(shape, None, True, cpu, torch.float32)
+        inputs = draw_inputs(shape, shape.small, True, cpu, torch.float32)
+        with torch.no_grad():
+            out = model(**inputs, return_dict=False)[0]
+        assert out.isfinite().all(), name
+        assert all(len(size) == len(shape.small) for size in shape.sizes), name
+
+
+def test_fewer_layers_keep_their_proportion():
+    assert SHAPES["flux"].of_layers(5) == dict(num_layers=5, num_single_layers=10)
+    assert SHAPES["wan"].of_layers(6) == dict(num_layers=6)
+
+
+def test_degrees_of_arms():
+    assert degrees("diffusers_ring", 4) == (1, 4)
+    assert degrees("xdit_ulysses", 2) == (2, 1)
+    assert degrees("diffusers_usp", 8) == (2, 4)
+    with pytest.raises(ArgumentError, match="two axes divide"):
+        degrees("xdit_usp", 2)
+
+
+def check_book(rank: int, file) -> list[dict]:
+    """Rows of which one cannot be on the last rank."""
+    book = Book(argparse.Namespace(out=file, limit=60.0, resume=False), {"ranks": 4})
+    for mode in ("eager", "graph"):
+        what = dict(model="flux", arm="ours", mode=mode, size="8x8")
+        found = book.attempt(what, lambda: 1 / (0 if rank == 3 and mode == "graph" else 2))  # noqa: B023
+        if found is not None:
+            book.add(what | dict(ms=found))
+    assert book.has(model="flux", arm="ours", mode="graph", size="8x8")
+    return book.rows
+
+
+def test_rows_are_there_as_they_come_or_say_why(ranks, tmp_path):
+    rows = ranks.run(4, check_book, tmp_path / "rows.json")
+    assert rows[0] == rows[3] == json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert rows[0][0]["ms"] == 0.5
+    assert rows[0][1]["cannot"].startswith("ZeroDivisionError")
