@@ -34,12 +34,13 @@ SoftmaxBackend = Literal[
     "flash_attn_4",
     "sage",
     "triton",
-    "triton_rows",
     "cpu_flash",
     "torch",
     "reference",
 ]
 """What computes softmax attention (`softmax.backends`)."""
+ChosenBackend = SoftmaxBackend | Literal["triton_rows"]
+"""What computes it over chosen keys."""
 Activation = Literal["silu"]
 """What follows a short convolution (`conv`)."""
 JointPlace = Literal["front", "rear", "none"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_flag
-from ..choices import AttentionChoice, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
+from ..choices import AttentionChoice, ChosenBackend, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError
 from ..outputs import AttentionOutput, MLAOutput
@@ -112,7 +112,7 @@ def mla(
     output_latents: bool = False,
     chosen: Tensor | None = None,
     block: int = 1,
-    backend: SoftmaxBackend | None = None,
+    backend: ChosenBackend | None = None,
 ) -> MLAOutput:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `attention` to keys and values made of latents.
 
@@ -177,7 +177,7 @@ def sparse_attention(
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
     strategy: ChosenChoice | None = None,
-    backend: SoftmaxBackend | None = None,
+    backend: ChosenBackend | None = None,
 ) -> AttentionOutput:
     """Softmax attention of each query over the keys it has chosen, of those that `attention` would show it.
 

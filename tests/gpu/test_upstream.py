@@ -21,9 +21,9 @@ from benchmarks.peers.flash_attn import flash_attn, use
 from ring_la.errors import RingLAError
 from ring_la.integrations import ring_flash_attn, xdit
 from ring_la.softmax.backends import Ask, choose
-from tests.integrations.yunchang.cases import DENSE, places
 from tests.support.attention_cases import error
 from tests.support.pool import group
+from tests.support.yunchang_cases import DENSE, places
 
 pytestmark = pytest.mark.gpu(needs=2)
 

@@ -28,7 +28,7 @@ MOST = 8
 Shape = tuple[int, ...]
 
 
-class Stretch(NamedTuple):
+class Landing(NamedTuple):
     """Rows ``start … stop − 1`` of a rank's, which stand from `place` on among those of all ranks."""
 
     start: int
@@ -45,15 +45,15 @@ class Write(NamedTuple):
     source: Tensor
 
 
-_known: MutableMapping[Tensor, dict[tuple[int, ...], list[list[Stretch]]]] = WeakIdKeyDictionary()
+_known: MutableMapping[Tensor, dict[tuple[int, ...], list[list[Landing]]]] = WeakIdKeyDictionary()
 
 
-def stretches(tokens: Sequence[int], order: Tensor | None) -> list[list[Stretch]]:
+def stretches(tokens: Sequence[int], order: Tensor | None) -> list[list[Landing]]:
     """For each rank, where its rows stand after the exchange; `order` is the row each row comes from. Read from the
     device once."""
     sizes = tuple(tokens)
     if order is None:
-        return [[Stretch(0, n, sum(sizes[:r]))] if n else [] for r, n in enumerate(sizes)]
+        return [[Landing(0, n, sum(sizes[:r]))] if n else [] for r, n in enumerate(sizes)]
     known = _known.setdefault(order, {})
     if sizes not in known:
         places = torch.empty_like(order, device="cpu")
@@ -62,12 +62,12 @@ def stretches(tokens: Sequence[int], order: Tensor | None) -> list[list[Stretch]
     return known[sizes]
 
 
-def _runs(places: Tensor) -> list[Stretch]:
+def _runs(places: Tensor) -> list[Landing]:
     """Where places follow each other."""
     if not len(places):
         return []
     cuts = [0, *places.diff().ne(1).nonzero().flatten().add(1).tolist(), len(places)]
-    return [Stretch(a, b, int(places[a])) for a, b in pairwise(cuts)]
+    return [Landing(a, b, int(places[a])) for a, b in pairwise(cuts)]
 
 
 class Rooms:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Group, Pending
-from .head_rooms import MOST, Rooms, Shape, Stretch, Write, stretches
+from .head_rooms import MOST, Landing, Rooms, Shape, Write, stretches
 
 
 class HeadSplit:
@@ -115,7 +115,7 @@ class Heads:
         return out
 
     @cached_property
-    def _stretches(self) -> dict[str, list[list[Stretch]]]:
+    def _stretches(self) -> dict[str, list[list[Landing]]]:
         """For "q" and for "k", where each rank's rows stand after the exchange."""
         return {side: stretches(self.tokens[side], self.order[side]) for side in ("q", "k")}
 

@@ -10,7 +10,9 @@ from ring_la.integrations import ring_flash_attn, yunchang
 from ring_la.integrations.yunchang.call import Masks, UpstreamCall, group_of
 from ring_la.softmax import attention
 from ring_la.softmax.tensors import Tensors
-from tests.integrations.yunchang.cases import (
+from tests.support.attention_cases import error
+from tests.support.pool import group
+from tests.support.yunchang_cases import (
     H,
     T,
     compare,
@@ -19,8 +21,6 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.support.attention_cases import error
-from tests.support.pool import group
 
 
 def check_packed_arguments(rank: int) -> list[float]:

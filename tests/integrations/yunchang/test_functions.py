@@ -7,7 +7,9 @@ import torch
 
 from ring_la.integrations import ring_flash_attn, yunchang
 from ring_la.integrations.yunchang.packed import flat_lse
-from tests.integrations.yunchang.cases import (
+from tests.support.attention_cases import error
+from tests.support.pool import group
+from tests.support.yunchang_cases import (
     DENSE,
     DOCUMENTS,
     MASKS,
@@ -20,8 +22,6 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.support.attention_cases import error
-from tests.support.pool import group
 
 
 def check_dense(rank: int, P: int) -> list[str]:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from ring_la import reference
 from ring_la.errors import RingLAError
 from ring_la.integrations import xdit, yunchang
-from tests.integrations.yunchang.cases import (
+from tests.support.attention_cases import error
+from tests.support.yunchang_cases import (
     MASKS,
     B,
     D,
@@ -20,7 +21,6 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.support.attention_cases import error
 
 
 def check_layers(rank: int, low: bool) -> list[str]:

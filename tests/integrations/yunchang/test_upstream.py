@@ -14,7 +14,9 @@ import torch
 from ring_la.integrations import ring_flash_attn, yunchang
 from ring_la.integrations.yunchang.ctx import remember
 from ring_la.integrations.yunchang.packed import pad_lse, varlen_forward
-from tests.integrations.yunchang.cases import (
+from tests.support.attention_cases import error
+from tests.support.pool import group
+from tests.support.yunchang_cases import (
     DENSE,
     DOCUMENTS,
     D,
@@ -25,8 +27,6 @@ from tests.integrations.yunchang.cases import (
     places,
     truth,
 )
-from tests.support.attention_cases import error
-from tests.support.pool import group
 
 
 def exact_forward(q, k, v, dropout_p=0.0, softmax_scale=None, causal=True, **ignored):
