@@ -101,8 +101,8 @@ class _DeltaLayer(Layer):
         """The recurrence, with the layer's decay of `x`."""
 
     @abstractmethod
-    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
-        """The recurrence of prepared tensors, g ``[B, T, …]`` as decay_proj has it."""
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
+        """The recurrence of prepared tensors, g ``[B, T, …]`` as decay_proj has it; None: without a decay."""
 
     @abstractmethod
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
@@ -126,6 +126,9 @@ class DeltaNet(_DeltaLayer):
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
+        return self.rule(q, k, v, None, beta, **keywords)
+
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: None, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         return delta_rule(q, k, v, beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:

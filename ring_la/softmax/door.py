@@ -18,6 +18,7 @@ from ..outputs import AttentionOutput
 from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
 from .geometry.placement import WholePlacement
+from .head_groups import GroupedMoves
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
 from .plan import AttentionMoves
@@ -39,7 +40,7 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
     return AttentionOutput(*operator.attention(*operator.flat(x, AttentionCall.of(x, options))))
 
 
-def _whole(x: Tensors, options: AttentionOptions) -> AttentionMoves:
+def _whole(x: Tensors, options: AttentionOptions) -> AttentionMoves | GroupedMoves:
     """The plan of a call on one device; one like before is neither checked nor planned again."""
     kind = _kind_of_call(x, options)
     if kind is None or x.q.dim() != 4 or x.k.dim() != 4:
