@@ -26,7 +26,7 @@ def test_a_module_runs_the_bench_of_its_name(name, monkeypatch):
     assert ("bench", name) in main.COMMANDS
 
 
-GPUS = ["attention.kernels", "decode", "fused", "host", "latents", "ops.gdn_hopper", "ops.kda_hopper", "scan.profile"]
+GPUS = ["attention.kernels", "decode", "fused", "host", "latents", "scan.profile"]
 GPUS += ["scan.warm_fla", "serving", "sparse", "steps", "symmetric"]
 GPUS += [f"tuning.{name}" for name in ("conv", "softmax", "sums", "triton")]
 
