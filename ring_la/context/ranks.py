@@ -51,7 +51,9 @@ class ContextRanks(OfThisProcess, ABC):
         self.deterministic, self.timeout, self.validate = deterministic, timeout, validate
         self.comm.agreement.backwards = validate != "never"
         if validate != "never":
-            settings = dict(scan=scan, attention=attention, transport=transport, deterministic=self.deterministic)
+            settings: dict[str, object] = dict(
+                scan=scan, attention=attention, transport=transport, deterministic=self.deterministic
+            )
             settings |= {"head_groups": head_groups, "validate": validate}
             self.comm.agreement.agree("the settings of ContextParallel", settings)
         self.comm.all_reduce(torch.zeros(1, device=self.device)).wait()  # every rank opens its connections here

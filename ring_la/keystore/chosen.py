@@ -163,7 +163,8 @@ def _best_here(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> tuple[Tenso
 
 def _runs(held: Held) -> list[tuple[int, ...]]:
     """Start, stop and step of each run of positions, and the tokens before it."""
-    out, before = [], 0
+    out: list[tuple[int, ...]] = []
+    before = 0
     for run in held.runs:
         out.append((run.start, run.stop, run.step, before))
         before += len(run)

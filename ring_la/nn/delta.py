@@ -41,6 +41,9 @@ class _DeltaLayer(Layer):
     same_bits = True
     prepares: ClassVar[bool] = False
     """Whether `prepare` makes what the recurrence takes, which is then `rule`, of decay_proj, A_log and dt_bias."""
+    decay_proj: nn.Module
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
 
     def __init__(
         self,

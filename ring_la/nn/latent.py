@@ -116,10 +116,10 @@ class MultiheadLatentAttention(Layer):
         layout = call.layout
         if fixed(layout) and layout.cp.size == 1:  # the bits of one call
             cache = cache.extend(key, key[..., :0])
-            latents = cache.k[:, :, 0].split(self.widths, -1)
+            latent, rotary = cache.k[:, :, 0].split(self.widths, -1)
             whole = layout.cp.layout(cache.k.shape[1], "contiguous")
-            up = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
-            return mla(q, *latents, *up, layout=layout, kv_layout=whole).o, cache
+            k_up, v_up = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
+            return mla(q, latent, rotary, k_up, v_up, layout=layout, kv_layout=whole).o, cache
         (k, v), (joint_k, joint_v) = self._written_out(key), self._written_out(cache.k.to(key.dtype))
         joint: dict[str, Any] = dict(joint_k=joint_k, joint_v=joint_v, joint="front")
         o = attention(q, k, v, layout=call.layout, **joint).o

@@ -77,8 +77,12 @@ class TTTLinear(Layer):
                 T = x.shape[1]
                 tokens = [t.flatten(0, 1)[None] for t in tokens]
                 keywords["cu_seqlens"] = torch.arange(0, x.shape[0] * T + 1, T, device=x.device)
+        q, k, v, rates = tokens
         o, final = ttt_linear(
-            *tokens,
+            q,
+            k,
+            v,
+            rates,
             self.inner_weight,
             self.inner_bias,
             self.mini_batch,

@@ -180,7 +180,7 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in (KVCache, LayerState)}
 
 def checksum(x: Tensor) -> int:
     """Of a CPU tensor's numbers (CRC-32)."""
-    return zlib.crc32(x.contiguous().flatten().view(torch.uint8).numpy())
+    return zlib.crc32(x.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _is_key(name: str, shared: Sequence[str]) -> bool:

@@ -50,7 +50,7 @@ def fitting(model: Served, cp: ContextParallel, piece: int | None, keep: int) ->
     torch.cuda.empty_cache()
     room = SHARE * torch.cuda.mem_get_info(model.device)[0] - keep
     if model.goes_on:
-        copies = 1 if keys_stay(model, cp) else COPIES  # what is in blocks is not copied
+        copies = 1 if keys_stay(model.shares_keys, cp) else COPIES  # what is in blocks is not copied
         each, room = copies * (b.states - a.states) / (many - few), room - b.peak
     else:
         each = (b.peak - a.peak) / (many - few)

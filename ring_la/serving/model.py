@@ -54,10 +54,10 @@ class Served(Protocol):
         """Whether every rank reads all of a piece after `earlier` tokens, of which a layout gives ranks `lengths`."""
 
 
-def keys_stay(model: Served, cp: ContextParallel | None) -> bool:
+def keys_stay(shares_keys: bool, cp: ContextParallel | None) -> bool:
     """Whether keys stay on the rank that reads them, and all ranks decode. Not where bits are to be those of any number
     of ranks: what these attend to is merged, and rounding goes by their number."""
-    return model.shares_keys and cp is not None and cp.size > 1 and not cp.deterministic
+    return shares_keys and cp is not None and cp.size > 1 and not cp.deterministic
 
 
 class Hybrid:
@@ -88,7 +88,7 @@ class Hybrid:
 
     def _store(self, cp: ContextParallel | None) -> KeyStore | None:
         """Where keys stay on the rank that reads them; None: they do not."""
-        if self._keys is None and keys_stay(self, cp):
+        if self._keys is None and keys_stay(self.shares_keys, cp):
             self._keys = key_store(self.model, cp)
         return self._keys
 

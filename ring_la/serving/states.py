@@ -40,7 +40,7 @@ class States:
         self.packed: dict[int, PackedPrefix] = {}
         rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
         self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
-        self.shared = keys_stay(model, cp)
+        self.shared = keys_stay(model.shares_keys, cp)
         self.batch = StaticBatch(model, cp if self.shared else None, captured) if captured else Batch(model)
 
     @property

@@ -18,10 +18,9 @@ from ..outputs import AttentionOutput
 from . import operator, split_operator
 from .call import AttentionCall, KnownCalls
 from .geometry.placement import WholePlacement
-from .head_groups import GroupedMoves
 from .merging import wide
 from .options import AttentionOptions, check_options, check_split, check_whole
-from .plan import AttentionMoves
+from .plan import Moves
 from .tensors import Tensors, check_tensors, name_of
 
 
@@ -40,7 +39,7 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
     return AttentionOutput(*operator.attention(*operator.flat(x, AttentionCall.of(x, options))))
 
 
-def _whole(x: Tensors, options: AttentionOptions) -> AttentionMoves | GroupedMoves:
+def _whole(x: Tensors, options: AttentionOptions) -> Moves:
     """The plan of a call on one device; one like before is neither checked nor planned again."""
     kind = _kind_of_call(x, options)
     if kind is None or x.q.dim() != 4 or x.k.dim() != 4:

@@ -43,9 +43,9 @@ def count(asked: HeadGroups, keys: int, ranks: int) -> int:
 def of_heads(x: Tensors, queries: slice, keys: slice) -> Tensors:
     """What a call of these heads alone would be given."""
     by_query = [None if t is None else t[queries] for t in (x.sinks, x.up_k, x.up_v)]
-    joint = [None if t is None else t[:, :, keys] for t in (x.joint_k, x.joint_v)]
+    joint_k, joint_v = (None if t is None else t[:, :, keys] for t in (x.joint_k, x.joint_v))
     sinks, up_k, up_v = by_query
-    return Tensors(x.q[:, :, queries], x.k[:, :, keys], x.v[:, :, keys], sinks, *joint, up_k, up_v)
+    return Tensors(x.q[:, :, queries], x.k[:, :, keys], x.v[:, :, keys], sinks, joint_k, joint_v, up_k, up_v)
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class GroupedMoves:
         """The gradients, in the inputs' dtypes. Key heads that several groups read have theirs added up wide."""
         x = saved.tensors
         shared = len(self.groups) > x.k.shape[2]
-        out = Tensors(*(None if t is None else _zeros(t, shared) for t in x))  # type: ignore[arg-type]
+        out = Tensors(*(None if t is None else _zeros(t, shared) for t in x))
         for group in self.groups:
             group.add(out, group.gradients(saved, do, dlse))
-        return Tensors(*(None if t is None else grad.to(t.dtype) for grad, t in zip(out, x)))  # type: ignore[arg-type]
+        return Tensors(*(None if t is None else grad.to(t.dtype) for grad, t in zip(out, x)))
 
 
 def _zeros(t: Tensor, sums: bool) -> Tensor:

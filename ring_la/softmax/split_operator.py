@@ -10,7 +10,7 @@ split call has.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,7 +96,9 @@ def _agree(x: Tensors, scores: Scores, others: SplitOthers, backward: bool = Fal
     kv = found(others.kv_layout) if others.kv_layout else None
     try:
         check_tensors(x, others.joint, None)
-        given = dict(strategy=others.strategy, backend=others.backend, kv_comm_dtype=_comm_dtype(others))
+        given: dict[str, Any] = dict(
+            strategy=others.strategy, backend=others.backend, kv_comm_dtype=_comm_dtype(others)
+        )
         check_split(x, AttentionOptions(kv_layout=kv, **given), layout)
         if layout.cp.validate == "always":
             for name, t in x.named():

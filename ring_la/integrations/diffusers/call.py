@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
 from ...context import ContextParallel, GridLayout
 from ...errors import ArgumentError
 from .keys import BlockKeys, GivenMask
+from .plans import TokenRows
 from .streams import Layouts, Streams
 
 
@@ -24,7 +25,7 @@ class DenoiserCall:
         residual: a residual that came with the call, and its number of tokens.
         how: keywords of its attention: kernel and wire.
         grid: the layout of the image's tokens where they are a grid.
-        parts: of whole tensors that several blocks get, by role, this rank's part.
+        parts: whole tensors that several blocks get, by id and role, and this rank's part of them.
     """
 
     def __init__(self, cp: ContextParallel, layouts: Layouts, batch: int) -> None:
@@ -35,7 +36,7 @@ class DenoiserCall:
         self.keys = BlockKeys(cp, layouts, self.streams)
         self.grid: GridLayout | None = None
         self.masked: GivenMask | None = None
-        self.parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.parts: dict[tuple[int, TokenRows], tuple[Tensor, Tensor]] = {}
 
     def place(self, grid: GridLayout) -> None:
         """Split the image by slices of `grid`.

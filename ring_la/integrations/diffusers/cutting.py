@@ -79,10 +79,13 @@ def part_of(call: DenoiserCall, name: str, x: Any, role: Role, keep: bool = Fals
 
 def _kept_rows(call: DenoiserCall, name: str, x: Tensor, role: TokenRows) -> Tensor:
     """This rank's rows of what all blocks are given (rotary embeddings)."""
-    parts: dict[TokenRows, Tensor] = call.parts.setdefault(x, {})
-    if role not in parts:
-        parts[role] = call.streams.shard(name, x, role.streams, role.dim)
-    return parts[role]
+    parts, key = call.parts, (id(x), role)
+    if key not in parts or parts[key][0] is not x:
+        part = call.streams.shard(name, x, role.streams, role.dim)
+        if part is x:
+            return x
+        parts[key] = x, part
+    return parts[key][1]
 
 
 def residuals(call: DenoiserCall, name: str, given: Any) -> Any:

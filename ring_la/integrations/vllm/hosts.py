@@ -32,7 +32,7 @@ def agent(name: str) -> Any:
         UnsupportedError: NIXL is not installed.
     """
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
+        from nixl._api import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         hint = "pip install 'ring_la[nixl]'"
         raise UnsupportedError("hosts", "an environment with NIXL", f"none ({error})", hint) from error

@@ -165,8 +165,8 @@ class Pooled:
             how: dict[str, Any] = dict(block=mask.size, scale=scaling, sinks=more.get("s_aux"))
             how |= module._ring_la.call.split
             if not is_matrix(module.kv_b_proj):
-                heads = (x.transpose(1, 2) for x in (q, k, v))
-                return sparse_attention(*heads, mask.places, **how).o, None  # type: ignore[call-arg]
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                return sparse_attention(q, k, v, mask.places, **how).o, None
             N, V = module.qk_nope_head_dim, module.v_head_dim
             up = module.kv_b_proj.weight.unflatten(0, (-1, N + V)).split([N, V], 1)
             return mla(q.transpose(1, 2), k[:, 0], v[:, 0], *up, chosen=mask.places, **how).o, None
@@ -199,7 +199,8 @@ def glm5_next_indexer(call: ModelCall, layer: Any, hidden_states: Tensor, q_resi
     w = layer.weights_proj(hidden_states.to(layer.weights_proj.weight.dtype)).float() * layer.n_heads**-0.5
     rows = Rows.of(hidden_states, call.layout, call.cu_seqlens)
     blocks = Blocks.of(size, rows)
-    keys = _learned_means(*rows.gather(torch.cat([k, gate], -1)).chunk(2, -1), layer.index_kpool_compress_ape, blocks)
+    k, gate = rows.gather(torch.cat([k, gate], -1)).chunk(2, -1)
+    keys = _learned_means(k, gate, layer.index_kpool_compress_ape, blocks)
 
     def score(strip: slice, some: slice) -> Tensor:
         s = torch.relu(torch.einsum("bnhd,bmd->bnhm", q[:, strip], keys[:, some]) * layer.softmax_scale)

@@ -73,8 +73,9 @@ def latent_layers(model: nn.Module) -> dict[int, bool]:
             place.
     """
     layers: dict[int, bool] = {}
+    module: Any
     for module in model.modules():
-        kind = type(module)
+        kind: Any = type(module)
         if kind.__name__ in MIXERS and hasattr(module, "expand_kv"):
             if not caches_latents(kind):
                 raise UnsupportedError("transformers", "a version that keeps latents", "one that keeps keys and values")

@@ -99,7 +99,7 @@ class TritonChosen(ChosenBackend):
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **options, tensors="any",
         )  # fmt: skip
 
-    def tile(self, G: int, width: int, dtype: torch.dtype, grads: bool, shared: bool) -> tuple[int, dict[str, int]]:
+    def tile(self, G: int, width: int, dtype: torch.dtype, grads: bool, shared: bool) -> tuple[int, dict[str, Any]]:
         """Heads of a program, and the other numbers of a tile."""
         bg = _padded(G) if grads and shared else min(64, _padded(G))
         bg = min(bg, 16 if grads and width > WIDEST else 64)
@@ -111,7 +111,7 @@ class TritonChosen(ChosenBackend):
         """The arguments behind the strides of tensors."""
         return width, K - width, V, *strides
 
-    def constants(self, width: int, K: int, V: int) -> dict[str, int]:
+    def constants(self, width: int, K: int, V: int) -> dict[str, Any]:
         """Widths that are constants of a kernel."""
         return {}
 
@@ -134,7 +134,7 @@ class TritonChosenRows(TritonChosen):
     def sizes(self, width: int, K: int, V: int, strides: tuple[int, ...]) -> tuple[int, ...]:
         return strides
 
-    def constants(self, width: int, K: int, V: int) -> dict[str, int]:
+    def constants(self, width: int, K: int, V: int) -> dict[str, Any]:
         return dict(KW=width, RW=K - width, VW=V)
 
 
