@@ -164,7 +164,7 @@ def ours(
         layouts = {name: cp.layout(length, kind, cu_seqlens=cu) for name, cp in contexts.items()}
         for backend, strategy in itertools.product(args.backends, args.strategies):
             for transport in contexts if strategy == "ring" else [*contexts][-1:]:
-                layout, copies = layouts[transport], contexts[transport].comm.copies
+                layout, copies = layouts[transport], contexts[transport].comm.copies and strategy != "all_gather"
                 more = dict(layout=layout, backend=backend, strategy=strategy, **how)
                 for streams in args.streams if copies and strategy in ("ring", "auto") else [1]:
                     way = strategy + (", copied" if copies else ", sent") + (", two streams" if streams > 1 else "")

@@ -26,47 +26,48 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="moments or parts whose name holds one of these words, by commas")
     parser.add_argument("--faults", default=",".join(FAULTS), help="of these, by commas")
+    parser.add_argument("--ranks", type=int, default=3, help="a GPU each, where there are as many; else on CPUs")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for one in found(options.only.split(","), options.faults.split(",")):
+    for one in found(options.only.split(","), options.faults.split(","), options.ranks):
         rows.append(one)
         print(row(one), flush=True)
         if options.out:
-            write(options.out, rows)
+            write(options.out, rows, options.ranks)
 
 
-def found(only: list[str], faults: list[str]) -> Iterator[dict[str, Any]]:
+def found(only: list[str], faults: list[str], ranks: int) -> Iterator[dict[str, Any]]:
     """A row for every fault at every moment."""
-    for name, moment in (MOMENTS | (ON_GPUS if on_gpus() else {})).items():
+    for name, moment in (MOMENTS | (ON_GPUS if on_gpus(ranks) else {})).items():
         for fault in faults if any(word in name for word in only) else ():
-            yield told(name, fault, moment)
+            yield told(name, fault, moment, ranks)
     for part in (servers, disks):
         if any(word in part.__name__ for word in only):
             yield from part.rows()
 
 
-def on_gpus() -> bool:
-    return torch.cuda.device_count() >= 3
+def on_gpus(ranks: int) -> bool:
+    return torch.cuda.device_count() >= ranks
 
 
-def write(file: Path, rows: list[dict[str, Any]]) -> None:
+def write(file: Path, rows: list[dict[str, Any]], ranks: int) -> None:
     about = {
         "command": "python -m benchmarks.faults", "torch": torch.__version__, "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": round(os.getloadavg()[0], 1),
-        "backend": "nccl" if on_gpus() else "gloo", "timeout": job.TIMEOUT, "ranks": 3, "rows": rows,
+        "backend": "nccl" if on_gpus(ranks) else "gloo", "timeout": job.TIMEOUT, "ranks": ranks, "rows": rows,
     }  # fmt: skip
     file.write_text(json.dumps(about, indent=1) + "\n")
 
 
-def told(name: str, fault: str, moment) -> dict[str, Any]:
+def told(name: str, fault: str, moment, ranks: int) -> dict[str, Any]:
     """A fault at a moment, then a sound job on the same port."""
     before, free = left_behind(), free_memory()
     try:
-        said, port = job.run(moment, fault)
+        said, port = job.run(moment, fault, ranks)
     except RuntimeError as error:
         said, port = [job.Said(0, "not measured", str(error).splitlines()[0], 0.0)], job.free_port()
     start = time.monotonic()
-    again, _ = job.run(recurrence_backward, "none", port=port)
+    again, _ = job.run(recurrence_backward, "none", ranks, port)
     sound = all(s.error == "nothing raised" for s in again)
     return {
         "moment": name, "fault": fault, "said": [s._asdict() for s in said],

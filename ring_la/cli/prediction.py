@@ -25,6 +25,10 @@ PASSES, AGAIN = 8, 3
 """How often what is saved for the backward pass is moved by what is no product and no recurrence (convolutions, norms,
 gates, sums of gradients, copies), forward and backward, and once more where it is computed again; from one profile."""
 
+ROUTED = 3.5
+"""Rows of a token's experts that exist at once in their backward pass, beside those that are kept: counted on CPUs
+(docs/notebook/2026-11-23-models-of-real-size.md)."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -182,12 +186,17 @@ def held(setting: Setting, gpus: int, tokens: float) -> float:
     if not setting.backward:
         return 2 * work.parameters / gpus + 2 * gathered + tokens * max(b.saved for b in work.blocks)
     kept = sum(_kept(setting, block, tokens) for block in work.blocks)  # of all rounds: they are one graph
+    kept += 2 * 2 * work.dim * tokens  # what the last norm and the output projection take
     if setting.offload:
         kept = min(kept, 2 * 2**30 + 2 * max(_kept(setting, block, tokens) for block in work.blocks))
     tokens /= setting.rounds
     again = max(_again(setting, block, tokens) for block in work.blocks)
     logits = 4 * work.vocabulary * min(tokens, setting.loss_chunk)
-    return setting.state_bytes * work.parameters / gpus + 4 * gathered + kept + again + logits
+    share = work.parameters / gpus
+    gradients = (4 if setting.parameters == "float32" else 2) * share
+    at_hand = 4 * (gathered + work.ends)  # weights and gradients of a block, and of both ends through the backward pass
+    lasting = setting.state_bytes * share - gradients
+    return lasting + max(kept, gradients) + at_hand + again + logits  # gradients come as what is kept goes
 
 
 def _kept(setting: Setting, block: BlockWork, tokens: float) -> float:
@@ -205,6 +214,6 @@ def _again(setting: Setting, block: BlockWork, tokens: float) -> float:
     layer, mlp = _recomputed(setting, block)
     halves = [
         layer * (block.layer_saved + block.norm_saved) * tokens,
-        mlp * (block.mlp_saved + block.norm_saved) * min(tokens, setting.mlp_chunk or tokens),
+        mlp * (block.mlp_saved + block.norm_saved + ROUTED * block.routed) * min(tokens, setting.mlp_chunk or tokens),
     ]
     return sum(halves) if "block" in setting.recompute else max(halves)

@@ -53,12 +53,22 @@ class ExpertRanks:
         send, receive = torch.stack(
             [torch.stack([counts[self.group.rank, s].sum() for s in to]), counts[:, self.mine].sum(1)]
         ).tolist()
-        rows = _Exchange.apply(places.spread(x), self.group, send, receive)
         expert = torch.arange(counts[0, self.mine].numel(), device=x.device).repeat(self.group.size)
         order = expert.repeat_interleave(counts[:, self.mine].flatten(), output_size=sum(receive)).argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        y = compute(_Ordered.apply(rows, order, inverse), counts[:, self.mine].sum(0))
-        y = _Exchange.apply(_Ordered.apply(y, inverse, order), self.group, receive, send)
+        # rows have no names here: k times the tokens' bytes, each is gone before the next
+        there = (self.group, send, receive), (self.group, receive, send)
+        y = _Exchange.apply(
+            _Ordered.apply(
+                compute(
+                    _Ordered.apply(_Exchange.apply(places.spread(x), *there[0]), order, inverse),
+                    counts[:, self.mine].sum(0),
+                ),
+                inverse,
+                order,
+            ),
+            *there[1],
+        )
         return places.collect(y * places.arrange(weights)[:, None].to(y.dtype))
 
 

@@ -21,7 +21,7 @@ from .geometry import Pair
 from .geometry.placement import Joint, SplitPlacement, WholePlacement
 from .head_groups import GroupedMoves, HeadGroup, count, cut_heads, of_heads
 from .options import AttentionOptions
-from .plan import AttentionMoves
+from .plan import AttentionMoves, Moves
 from .scores import Scores
 from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit, ring_of, share_sent
 from .strategies.choice import pick, pick_for_chosen
@@ -38,8 +38,8 @@ class KnownCalls:
         placements: how ranks meet, by strategy.
     """
 
-    agreed: dict[Hashable, tuple[AttentionMoves | GroupedMoves, Entry | None]] = field(default_factory=dict)
-    plans: dict[Hashable, AttentionMoves | GroupedMoves] = field(default_factory=dict)
+    agreed: dict[Hashable, tuple[Moves, Entry | None]] = field(default_factory=dict)
+    plans: dict[Hashable, Moves] = field(default_factory=dict)
     placements: dict[tuple[str, tuple | None], SplitPlacement] = field(default_factory=dict)
 
     @classmethod
@@ -87,7 +87,7 @@ class AttentionCall(NamedTuple):
             layout=layout, kv_layout=keys, strategy=strategy, kv_comm_dtype=options.kv_comm_dtype, cu_seqlens=None
         )
 
-    def plan(self, x: Tensors) -> AttentionMoves | GroupedMoves:
+    def plan(self, x: Tensors) -> Moves:
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
             place: Any = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, self.cu_seqlens)
@@ -101,7 +101,7 @@ class AttentionCall(NamedTuple):
         place = KnownCalls.of(self.layout).placement(name, self.layout, self.kv_layout)
         return self.planned(x, place, name) if place.heads is None else self._grouped(x, place, name)
 
-    def _grouped(self, x: Tensors, place: SplitPlacement, name: str) -> AttentionMoves | GroupedMoves:
+    def _grouped(self, x: Tensors, place: SplitPlacement, name: str) -> Moves:
         """The plan where heads travel, in the groups that were asked for."""
         (heads, keys), cp = (x.q.shape[2], x.k.shape[2]), self.layout.cp
         cut = cut_heads(heads, keys, count(cp.head_groups, keys, place.heads.size))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import reference
 from ..autograd import outside_graphs, refuse_transforms, traced, wanting
-from ..blockwise import by_block, fixed
+from ..blockwise import BLOCK, by_block, fixed
 from ..checks import check_nan
 from ..context import ShardedLayout
 from ..errors import Facts, RingLAError
@@ -78,9 +78,33 @@ def _written_out(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -
     what makes them are exact sums."""
     if not x.latent or not fixed(layout):
         return x
-    latents = x.k[:, :, 0], x.v[:, :, 0]
-    k, v = by_block(_keys_and_values, *latents, layout=options.kv_layout or layout, shared=(x.up_k, x.up_v))
+    latents, keys = (x.k[:, :, 0], x.v[:, :, 0]), options.kv_layout or layout
+    if keys.has_runs or wanting(*latents, x.up_k, x.up_v):
+        k, v = by_block(_keys_and_values, *latents, layout=keys, shared=(x.up_k, x.up_v))
+    else:
+        k, v = _in_scattered_blocks(x, keys)
     return Tensors(x.q, k, v, x.sinks)
+
+
+def _in_scattered_blocks(x: Tensors, keys: ShardedLayout) -> tuple[Tensor, Tensor]:
+    """The same without gradients where a rank has some rows of each block: a row does not depend on those beside it."""
+    device, B = x.q.device, x.k.shape[0]
+    document, position = keys.documents.to(device), keys.positions.to(device)
+    block = document * (keys.seq_len // BLOCK + 1) + position // BLOCK
+    up_k, up_v = x.up_k, x.up_v
+    assert up_k is not None
+    assert up_v is not None
+    like = _keys_and_values(x.k[:, :0, 0], x.v[:, :0, 0], up_k, up_v)
+    k, v = (t.new_empty(B, len(block), *t.shape[2:]) for t in like)
+    for number in block.unique().tolist():
+        at = (block == number).nonzero().flatten()
+        slots = position[at] % BLOCK
+        for b in range(B):
+            latent, rotary = (t.new_zeros(1, BLOCK, t.shape[-1]) for t in (x.k, x.v))
+            latent[0, slots], rotary[0, slots] = x.k[b, at, 0], x.v[b, at, 0]
+            made = _keys_and_values(latent, rotary, up_k, up_v)
+            k[b, at], v[b, at] = (t[0, slots] for t in made)
+    return k, v
 
 
 def _keys_and_values(latent: Tensor, k_rope: Tensor, up_k: Tensor, up_v: Tensor) -> tuple[Tensor, Tensor]:

@@ -139,12 +139,16 @@ class AttentionMoves:
 
 
 class Moves(Protocol):
-    """What an autograd Function asks of a call: `AttentionMoves`, or several of them."""
+    """What a call asks of its plan: `AttentionMoves`, or several of them."""
 
     @property
     def way_back(self) -> Callable[[], Callable[[], None]] | None: ...
 
+    def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]: ...
+
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor, Saved]: ...
+
+    def saved(self, x: Tensors, o: Tensor, lse: Tensor) -> Saved: ...
 
     def backward(self, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Tensors: ...
 

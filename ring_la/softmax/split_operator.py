@@ -23,11 +23,10 @@ from ..context.operator import own_memory
 from ..errors import Facts, RingLAError
 from ..schemas import declared, taken_apart
 from .call import AttentionCall, KnownCalls
-from .head_groups import GroupedMoves
 from .merging import wide
 from .operator import differentiable
 from .options import AttentionOptions, check_split
-from .plan import AttentionMoves
+from .plan import Moves
 from .scores import Scores
 from .tensors import Tensors, check_tensors, name_of
 from .wire import COMM_NAMES
@@ -68,7 +67,7 @@ def _call_of(arguments: Iterable) -> tuple[Tensors, Scores, SplitOthers]:
     return x, scores, others
 
 
-def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> AttentionMoves | GroupedMoves:
+def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> Moves:
     """The plan of a call, made once for each layout and kind of call."""
     layout = found(others.layout)
     shapes = tuple([None if t is None else (t.shape, t.dtype) for t in x])

@@ -67,6 +67,7 @@ def matrix(groups: list[str], backends: tuple[str, ...], widths: tuple[int, ...]
         for kind in KINDS:
             yield from ((g, backend, "gqa", D, dtype, kind, "ring") for g in whole)
             yield from ((whole[0], backend, "gqa", D, dtype, kind, s) for s in STRATEGIES[1:])
+            yield from ((g, backend, "gqa", D, dtype, kind, "ulysses") for g in whole[1:])
     turns = itertools.cycle(itertools.product(KINDS, STRATEGIES))
     for D, dtype, backend in kernels:
         yield from ((g, backend, "gqa", D, dtype, "zigzag", None) for g in groups if g == "mesh")
@@ -76,7 +77,7 @@ def matrix(groups: list[str], backends: tuple[str, ...], widths: tuple[int, ...]
     ):  # every feature × strategy × transport × kernel; each width with other layouts
         for turn, (m, feature), backend in itertools.product(range(4), enumerate(FEATURES), backends):
             group, strategy = (
-                [(g, "ring") for g in (whole * 2)[:2]][turn] if turn < 2 else (whole[0], STRATEGIES[turn - 1])
+                [(g, "ring") for g in (whole * 2)[:2]][turn] if turn < 2 else (whole[turn - 4], STRATEGIES[turn - 1])
             )
             if backend != "torch" or D == 64:
                 yield group, backend, feature, D, HALVES[0], KINDS[(m + n + turn) % 3], strategy

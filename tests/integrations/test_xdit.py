@@ -91,17 +91,18 @@ def check_installed(rank: int) -> dict[str, float | str]:
         back = xdit.install()
         torch.manual_seed(0)
         q, k, v = torch.randn(3, 1, 2, 10, 8)
-        joint = torch.randn(2, 1, 2, 3, 8)
+        joint = torch.randn(3, 1, 2, 3, 8)
         mine = slice(5 * rank, 5 * rank + 5)
         given = dict(joint_strategy="front", joint_key=joint[0], joint_value=joint[1], step=0, total_steps=2)
+        wide = torch.cat([joint[2], q[:, :, mine]], 2)  # USP puts joint queries beside the others before it calls
         for _ in range(2):  # of a shape's second call the layout is there
             with mock.patch.object(
                 ContextParallel, "layout", autospec=True, side_effect=ContextParallel.layout
             ) as made:
-                o = usp.ring_attn(None, q[:, :, mine], k[:, :, mine], v[:, :, mine], joint_attn_kwargs=dict(given))
-        whole = F.scaled_dot_product_attention(q, torch.cat([joint[0], k], 2), torch.cat([joint[1], v], 2))
+                o = usp.ring_attn(None, wide, k[:, :, mine], v[:, :, mine], joint_attn_kwargs=dict(given))
+        whole = F.scaled_dot_product_attention(wide, torch.cat([joint[0], k], 2), torch.cat([joint[1], v], 2))
         found: dict[str, float | str] = {
-            "ring": error(o, whole[:, :, mine]),
+            "ring": error(o, whole),
             "layouts made anew": float(made.call_count),
         }
         swapped = usp._sdpa_all_to_all_single(torch.arange(8.0).view(4, 2) + 10 * rank)

@@ -91,7 +91,8 @@ class Contexts:
 
 
 def ring_attention(usp: ModuleType, contexts: Contexts) -> Callable[..., Tensor]:
-    """In place of `usp.ring_attn`: ``[B, H, T, D]`` of the ring's ranks, which have equally many tokens."""
+    """In place of `usp.ring_attn`: ``[B, H, T, D]`` of the ring's ranks, which have equally many tokens. With joint
+    keys the query may have joint tokens more, which every rank has whole; all of them see all keys."""
 
     def ring_attn(
         attention_function: Callable,
@@ -105,12 +106,16 @@ def ring_attention(usp: ModuleType, contexts: Contexts) -> Callable[..., Tensor]
     ) -> Tensor:
         scale = _scale(attention_kwargs, key)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        layout = contexts.layout(usp.PROCESS_GROUP.RING_PG, q.shape[1])
+        layout, keys = (contexts.layout(usp.PROCESS_GROUP.RING_PG, x.shape[1]) for x in (q, k))
         how: dict[str, Any] = dict(causal=is_causal, dropout_p=dropout_p, scale=scale, layout=layout)
-        if k.shape[1] != q.shape[1]:
-            raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", k.shape[1])
         joint = joint_attn_kwargs or {}
-        if joint.get("joint_key") is not None:
+        together = joint.get("joint_key") is not None
+        if keys is not layout:
+            if not together or is_causal:
+                got = f"{k.shape[1]}{', causal' if is_causal else ''}"
+                raise UnsupportedError("key", f"as many tokens as query, {q.shape[1]}", got)
+            how["kv_layout"] = keys
+        if together:
             how |= dict(joint_k=joint["joint_key"].transpose(1, 2), joint_v=joint["joint_value"].transpose(1, 2))
             how["joint"] = joint["joint_strategy"]
         return attention(q, k, v, **how).o.transpose(1, 2)

@@ -35,6 +35,16 @@ class Landing(NamedTuple):
     stop: int
     place: int
 
+    @property
+    def here(self) -> slice:
+        """Among the rank's rows."""
+        return slice(self.start, self.stop)
+
+    @property
+    def there(self) -> slice:
+        """Among those of all ranks."""
+        return slice(self.place, self.place + self.stop - self.start)
+
 
 class Write(NamedTuple):
     """What goes to one rank: into some rows and heads of a tensor there, by its number."""

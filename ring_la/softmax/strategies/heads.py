@@ -115,14 +115,14 @@ class Heads:
         return out
 
     @cached_property
-    def _stretches(self) -> dict[str, list[list[Landing]]]:
+    def _spans(self) -> dict[str, list[list[Landing]]]:
         """For "q" and for "k", where each rank's rows stand after the exchange."""
         return {side: stretches(self.tokens[side], self.order[side]) for side in ("q", "k")}
 
     @cached_property
     def _rooms(self) -> bool:
         """Whether ranks write into each other's memory. The same on all ranks."""
-        return self.group.copies and all(len(x) <= MOST for ranks in self._stretches.values() for x in ranks)
+        return self.group.copies and all(len(x) <= MOST for ranks in self._spans.values() for x in ranks)
 
     @cached_property
     def _apart(self) -> bool:
@@ -135,32 +135,17 @@ class Heads:
 
         The result is a dict of ``[B, tokens of all ranks, heads of this rank, D]``.
         """
-        me, ranks = self.group.rank, range(self.group.size)
-
-        def shape(side: str, x: Tensor, rank: int, rows: int) -> Shape:
-            a, b = self.bounds[side][rank]
-            return x.shape[0], rows, b - a, x.shape[3]
-
         if self._rooms:
-            shapes = [[shape(side, x, r, sum(self.tokens[side])) for side, x in tensors.values()] for r in ranks]
-            writes = [
-                [
-                    Write(i, slice(t.place, t.place + t.stop - t.start), slice(None), x[:, t.start : t.stop, heads])
-                    for i, (side, x) in enumerate(tensors.values())
-                    for heads in [slice(*self.bounds[side][r])]
-                    for t in self._stretches[side][me]
-                ]
-                for r in ranks
-            ]
-            return self._written(tensors, shapes, writes)
+            return self._write_heads(tensors)
         if len(dtypes := dict.fromkeys(x.dtype for _, x in tensors.values())) > 1:
             return _together(self.to_heads(**_of(tensors, dtype)) for dtype in dtypes)
+        me, ranks = self.group.rank, range(self.group.size)
         parts = [
             torch.cat([x[:, :, slice(*self.bounds[side][r])].reshape(-1) for side, x in tensors.values()])
             for r in ranks
         ]
-        sources = [[shape(side, x, me, self.tokens[side][r]) for side, x in tensors.values()] for r in ranks]
-        came_in = self._post(parts, sources)
+        shapes = [[self._shape(side, x, me, self.tokens[side][r]) for side, x in tensors.values()] for r in ranks]
+        came_in = self._post(parts, shapes)
 
         def join() -> dict[str, Tensor]:
             out = {}
@@ -173,45 +158,68 @@ class Heads:
 
     def to_tokens(self, **tensors: tuple[str, Tensor]) -> Pending:
         """Post tensors ``[B, tokens of all ranks, heads of this rank, D]`` back; heads sent to several ranks add up."""
-        me, ranks = self.group.rank, range(self.group.size)
         if self._rooms and (self._apart or all(side == "q" for side, _ in tensors.values())):
-            wide = {"q": self.split.heads, "k": self.split.groups}
-            shapes: list[list[Shape]] = [
-                [(x.shape[0], self.tokens[side][r], wide[side], x.shape[3]) for side, x in tensors.values()]
-                for r in ranks
-            ]
-            writes = [
-                [
-                    Write(i, slice(t.start, t.stop), heads, x[:, t.place : t.place + t.stop - t.start])
-                    for i, (side, x) in enumerate(tensors.values())
-                    for heads in [slice(*self.bounds[side][me])]
-                    for t in self._stretches[side][r]
-                ]
-                for r in ranks
-            ]
-            return self._written(tensors, shapes, writes)
+            return self._write_tokens(tensors)
         if len(dtypes := dict.fromkeys(x.dtype for _, x in tensors.values())) > 1:
             return _together(self.to_tokens(**_of(tensors, dtype)) for dtype in dtypes)
+        me, ranks = self.group.rank, range(self.group.size)
         split = {name: self._by_rank(side, x) for name, (side, x) in tensors.items()}
         parts = [torch.cat([split[name][r].reshape(-1) for name in tensors]) for r in ranks]
-
-        def shape(side: str, x: Tensor, source: int) -> Shape:
-            a, b = self.bounds[side][source]
-            return x.shape[0], self.tokens[side][me], b - a, x.shape[3]
-
-        came_in = self._post(parts, [[shape(*t, r) for t in tensors.values()] for r in ranks])
+        shapes = [[self._shape(side, x, r, self.tokens[side][me]) for side, x in tensors.values()] for r in ranks]
+        came_in = self._post(parts, shapes)
 
         def join() -> dict[str, Tensor]:
             out = {}
             for (name, (side, x)), came in zip(tensors.items(), zip(*came_in.wait())):
-                heads = self.split.heads if side == "q" else self.split.groups
-                whole = x.new_zeros(x.shape[0], self.tokens[side][me], heads, x.shape[3])
+                whole = x.new_zeros(x.shape[0], self.tokens[side][me], self._heads[side], x.shape[3])
                 for bounds, part in zip(self.bounds[side], came):
                     whole[:, :, slice(*bounds)] += part
                 out[name] = whole
             return out
 
         return Pending(join)
+
+    @property
+    def _heads(self) -> dict[str, int]:
+        """All heads of each side."""
+        return {"q": self.split.heads, "k": self.split.groups}
+
+    def _shape(self, side: str, x: Tensor, rank: int, rows: int) -> Shape:
+        """Of so many rows of the heads of a rank."""
+        a, b = self.bounds[side][rank]
+        return x.shape[0], rows, b - a, x.shape[3]
+
+    # -- through memory of all ranks -----------------------------------------------------------------------
+
+    def _write_heads(self, tensors: Mapping[str, tuple[str, Tensor]]) -> Pending:
+        """`to_heads`: this rank's rows to where they stand among those of all ranks."""
+        me = self.group.rank
+        shapes: list[list[Shape]] = []
+        writes: list[list[Write]] = []
+        for r in range(self.group.size):
+            shapes.append([self._shape(side, x, r, sum(self.tokens[side])) for side, x in tensors.values()])
+            writes.append([])
+            for i, (side, x) in enumerate(tensors.values()):
+                of_rank = x[:, :, slice(*self.bounds[side][r])]
+                for t in self._spans[side][me]:
+                    writes[-1].append(Write(i, t.there, slice(None), of_rank[:, t.here]))
+        return self._written(tensors, shapes, writes)
+
+    def _write_tokens(self, tensors: Mapping[str, tuple[str, Tensor]]) -> Pending:
+        """`to_tokens`: this rank's heads among all heads of each rank's rows."""
+        me = self.group.rank
+        shapes: list[list[Shape]] = []
+        writes: list[list[Write]] = []
+        for r in range(self.group.size):
+            shapes.append(
+                [(x.shape[0], self.tokens[side][r], self._heads[side], x.shape[3]) for side, x in tensors.values()]
+            )
+            writes.append([])
+            for i, (side, x) in enumerate(tensors.values()):
+                heads = slice(*self.bounds[side][me])
+                for t in self._spans[side][r]:
+                    writes[-1].append(Write(i, t.here, heads, x[:, t.there]))
+        return self._written(tensors, shapes, writes)
 
     def _written(
         self, tensors: Mapping[str, tuple[str, Tensor]], shapes: list[list[Shape]], writes: list[list[Write]]
@@ -222,6 +230,8 @@ class Heads:
             self._known[name] = Rooms(self.group, shapes, dtypes)
         out = self._known[name].exchange(writes)
         return Pending(lambda: dict(zip(tensors, out)))
+
+    # -- by messages ---------------------------------------------------------------------------------------
 
     def _by_rank(self, side: str, x: Tensor) -> Sequence[Tensor]:
         order = self.order[side]

@@ -14,7 +14,7 @@ from ....recurrences.stabiliser import stabiliser
 from ..call import ModelCall
 from .indexed import Overriding
 
-NEVER = -1e30
+NEVER = -1e4
 """The logarithm of no weight."""
 
 
