@@ -52,6 +52,8 @@ SHAPES = {"cuda": "1x32768x32x128,1x32768x8x128,1x8192x32x128,4x4096x16x64", "cp
 STEPS = {"cuda": "64x1x32x128", "cpu": "4x1x2x16"}
 MAMBA = {"cuda": "1x32768x80x128x64", "cpu": "1x128x2x16x8"}
 LATE = "not ready in time"
+ALONE = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0"}
+"""fla-core calls no other peer."""
 LIMIT, SHARED = 2e-2, 0.1
 """Errors beyond which a side is not timed: of the output or a gradient, and of the gradient of what all tokens share,
 a sum in which most cancels."""
@@ -65,7 +67,7 @@ class Worker:
         command = [sys.executable, "-m", "benchmarks.ops.worker", name, side, ",".join(shapes)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment(**fla_tuning.ENVIRONMENT, OMP_NUM_THREADS="1") | (env or {}),
+            env=environment(**fla_tuning.ENVIRONMENT, **ALONE, OMP_NUM_THREADS="1") | (env or {}),
         )  # fmt: skip
         self.began: dict[str, float] = {}
         self.lines: queue.Queue[str | None] = queue.Queue()

@@ -67,9 +67,7 @@ def test_large_inputs(more: dict, monkeypatch) -> None:
     assert all(e < 1e-4 for e in worst.values()), worst
 
 
-@pytest.mark.parametrize(
-    "more", [dict(T=70, H=3, K=80, V=40, cu=(0, 1, 1, 66, 70)), dict(H=4, Hk=2, static=True, decay=3.0)]
-)
+@pytest.mark.parametrize("more", [dict(T=66, H=3, K=80, V=40, states=False), dict(H=4, Hk=2, static=True, decay=3.0)])
 def test_heads_that_share_keys(more: dict, monkeypatch) -> None:
     """dq and dk summed over them where they are made; an odd number of heads, half of two tiles of channels."""
     compute_bf16()
@@ -142,6 +140,19 @@ def test_a_decays_gradient_adds_up() -> None:
     dg = recurrence(rule, x, None, 1.0).gradients(Backward(None, do, saved), None).inputs.g
     assert error(dg, true) < 3e-4
     assert ((dg - true) * x.g).sum(1).norm() < 1.5e-3 * (true * x.g).norm()
+
+
+@pytest.mark.parametrize("rule", ["additive_diagonal", "delta_diagonal", "dplr_diagonal"])
+def test_weighed_keys_may_be_kept(rule: str, monkeypatch) -> None:
+    monkeypatch.setattr(table, "SAVED_WEIGHED", 2**30)
+    monkeypatch.setattr("ring_la.kernels.wy.recurrence.weighed_again", None)  # nobody weighs again
+    x, do = Case(rule, T=70).inputs(DEVICE), torch.randn(1, 70, 2, 16, device=DEVICE)
+    saved = recurrence(Rule.parse(rule), x, None, 1.0, OutputUse(saved=True)).output(None).saved
+    found = [recurrence(Rule.parse(rule), x, None, 1.0).gradients(Backward(None, do, s), None) for s in (saved, ())]
+    for kept, made in zip(found[0].inputs, found[1].inputs, strict=True):
+        assert (kept is None) == (made is None)
+        if kept is not None:
+            torch.testing.assert_close(kept, made, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rule", ["additive_diagonal", "delta_diagonal", "dplr_diagonal"])

@@ -115,19 +115,19 @@ def prepare_kernel(
     BE: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr, UA: tl.constexpr, UB: tl.constexpr, BIAS: tl.constexpr,
     SCALED: tl.constexpr, BOUNDED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """UNITS programs make q, as many k, GATES g, the others β; BACK: their gradients, into q_, k_, g_ and b_."""
+    """GATES programs make g (first, since they take longest), UNITS q, as many k, the others β; BACK: their gradients,
+    into q_, k_, g_ and b_."""
     n = tl.program_id(0)
-    if n < UNITS:
-        _unit(q, dq, q_, n, T, count, eps, sb, st, sh, HQ, D, BR, BD, UQ, BACK)
-    elif n < 2 * UNITS:
-        _unit(k, dk, k_, n - UNITS, T, count, eps, tb, tt, th, HQ, D, BR, BD, UK, BACK)
-    elif n < 2 * UNITS + GATES:
+    if n < GATES:
         _gate(
-            a, bias, A_log, dg, g_, sums, n - 2 * UNITS, count, stride, low, C, WIDTH, RUN, BT, BC, UA, BIAS, SCALED,
-            BOUNDED, BACK,
+            a, bias, A_log, dg, g_, sums, n, count, stride, low, C, WIDTH, RUN, BT, BC, UA, BIAS, SCALED, BOUNDED, BACK
         )  # fmt: skip
+    elif n < GATES + UNITS:
+        _unit(q, dq, q_, n - GATES, T, count, eps, sb, st, sh, HQ, D, BR, BD, UQ, BACK)
+    elif n < GATES + 2 * UNITS:
+        _unit(k, dk, k_, n - GATES - UNITS, T, count, eps, tb, tt, th, HQ, D, BR, BD, UK, BACK)
     else:
-        _rate(b, db, b_, n - 2 * UNITS - GATES, count, pace, most, H, BE, UB, BACK)
+        _rate(b, db, b_, n - GATES - 2 * UNITS, count, pace, most, H, BE, UB, BACK)
 
 
 @replayed(10, strided=True)
@@ -139,8 +139,9 @@ def _launch(q, k, a, b, A_log, bias, dq, dk, dg, db, lower_bound: float | None, 
     B, T, HQ, D = q.shape
     C, H, count = a.shape[-1], b.shape[-1], B * T
     (UQ, of_q), (UK, of_k), (flat, UA, stride), (thin, UB, pace) = strides(q), strides(k), matrix(a, C), matrix(b, H)
-    wide, block, runs = power_of_2(D), min(128, max(16, power_of_2(C))), cdiv(count, RUN)
-    tall = max(1, ELEMENTS // wide)
+    wide, block = power_of_2(D), min(128, max(16, power_of_2(C)))
+    tall, run = max(1, ELEMENTS // wide), RUN if back else ELEMENTS // block
+    runs = cdiv(count, run)
     kinds = [x.dtype if back else torch.float32 for x in (a, b)]
     out = [torch.empty(x.shape, dtype=kind, device=device) for x, kind in zip((q, k, a, b), (q.dtype, k.dtype, *kinds))]
     sums = torch.empty(runs if back else 0, 2, C, device=device)
@@ -150,7 +151,7 @@ def _launch(q, k, a, b, A_log, bias, dq, dk, dg, db, lower_bound: float | None, 
             prepare_kernel, (2 * units + gates + cdiv(count * H, ELEMENTS),), q, k, flat, thin,
             flat if bias is None else bias, flat if A_log is None else A_log, *(grads if back else (q, k, flat, thin)),
             *out, sums if back else flat, T, count, *of_q, *of_k, stride, pace, units, gates, eps, lower_bound or 0.0,
-            most, HQ=HQ, D=D, C=C, WIDTH=1 if A_log is None else C // A_log.shape[0], H=H, RUN=RUN, BR=tall, BD=wide,
+            most, HQ=HQ, D=D, C=C, WIDTH=1 if A_log is None else C // A_log.shape[0], H=H, RUN=run, BR=tall, BD=wide,
             BT=ELEMENTS // block, BC=block, BE=ELEMENTS, UQ=UQ, UK=UK, UA=UA, UB=UB, BIAS=bias is not None,
             SCALED=A_log is not None, BOUNDED=lower_bound is not None, BACK=back, num_warps=WARPS, tensors="strided",
         )  # fmt: skip

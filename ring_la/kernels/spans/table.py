@@ -90,6 +90,10 @@ LEAST_CHUNKS = 4
 SAVED_STATES = 2**30
 """Bytes of chunks' states that a forward leaves for its backward, at most; above, the backward makes them again."""
 
+SAVED_WEIGHED = 0
+"""The same of keys and queries weighed by decays per key channel; 0: they are always weighed again, from G, which takes
+a launch of 1.5 KB a token and head (2.5 under dplr) and keeps 0.5 KB (1 under dplr) free. Not measured on a GPU."""
+
 WAVES = {"additive": 528, "delta": 264}
 """Programs wanted in a pass over spans: eight a multiprocessor of 132, two where a span's transition is dense."""
 

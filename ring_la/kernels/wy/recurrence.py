@@ -74,7 +74,7 @@ class WYRecurrence:
         (products, maps), dense = found, self.plan.dense
         transition, every = (maps.transition, maps.all) if dense and maps is not None else (None, False)
         return WYSaved(
-            products.saved,
+            products.kept,
             entering=entered.entering,
             transitions=transition if every else None,
             later_transitions=None if every else transition,
@@ -127,6 +127,9 @@ class WYRecurrence:
         if plan.rule.decay != "diagonal":
             known = saved.inverse is not None
             return as_they_are(inputs, saved) if known else scalar_products(plan, inputs, bounded)
+        if saved.weighed_q is not None and saved.weighed_writes is not None:
+            reads, writes, values = saved.weighed_reads, saved.weighed_writes, saved.weighed_values
+            return ChunkProducts(saved.weighed_q, reads, writes, values, saved)
         if saved.pairs is not None:
             return weighed_again(plan, inputs, saved)
         return dplr_products(plan, inputs) if plan.rule.write == "dplr" else diagonal_products(plan, inputs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_la.kernels.protocol import SpanMaps
+from ring_la.kernels.spans import table
 from ring_la.kernels.spans.plan import SpanPlan
 
 
@@ -34,6 +35,11 @@ class SavedProducts(NamedTuple):
     """L, what U has of V, under dplr."""
     bounds: Tensor | None = None
     """What the norms of chunks' transitions are at most (`horizon`) [B, H, NC]."""
+    weighed_q: Tensor | None = None
+    """`ChunkProducts.q` and the three behind it, where they are kept (`table.SAVED_WEIGHED`) and not weighed again."""
+    weighed_reads: Tensor | None = None
+    weighed_writes: Tensor | None = None
+    weighed_values: Tensor | None = None
 
 
 class ChunkProducts(NamedTuple):
@@ -45,6 +51,16 @@ class ChunkProducts(NamedTuple):
     writes: Tensor
     value_writes: Tensor | None
     saved: SavedProducts
+
+    @property
+    def kept(self) -> SavedProducts:
+        """`saved`, with what the passes read if that is to be kept."""
+        weighed = self[:4]
+        size = sum(x.numel() * x.element_size() for x in weighed if x is not None)
+        if self.saved.running is None or size > table.SAVED_WEIGHED:
+            return self.saved
+        q, reads, writes, values = weighed
+        return self.saved._replace(weighed_q=q, weighed_reads=reads, weighed_writes=writes, weighed_values=values)
 
 
 class ChunkStates(NamedTuple):

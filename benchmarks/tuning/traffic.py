@@ -1,0 +1,79 @@
+"""Bytes that a recurrence's launches name: `TRITON_INTERPRET=1 python -m benchmarks.tuning.traffic`, without a GPU.
+
+For each launch of a forward that keeps what its backward wants, and of that backward, the sizes of the tensors it is
+given, per token and value head; under each recurrence the floor that ``ring-la bench ops`` takes. Nothing is computed.
+A tensor of which a kernel reads little (of G, the running decays of channels, the passes over spans read a row a chunk)
+counts whole, one that is read twice once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ring_la.algebra import Rule
+from ring_la.kernels.families import recurrence
+from ring_la.kernels.protocol import Backward, Inputs, OutputUse
+from ring_la.kernels.runtime.launch import launch as plain
+from ring_la.kernels.scalar_decay import shared_gradients
+
+T = 8192
+RULES = {  # rule, value heads, key heads, K, V, and what is set
+    "gla": ("additive_diagonal", 4, 4, 128, 128, False),
+    "rwkv7": ("dplr_diagonal", 4, 4, 128, 128, False),
+    "mamba2": ("additive_scalar", 20, 2, 128, 64, False),
+    "mamba2, together": ("additive_scalar", 20, 2, 128, 64, True),
+    "simple_gla": ("additive_scalar", 4, 4, 128, 128, False),
+}
+
+
+def inputs(rule: Rule, H: int, HK: int, K: int, V: int) -> Inputs:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(1, T, *shape, dtype=torch.bfloat16)
+
+    g = zeros(H, K) if rule.decay == "diagonal" else zeros(H).float()
+    extra = {"a": zeros(H, K), "b": zeros(H, K)} if rule.write == "dplr" else {}
+    return Inputs(zeros(HK, K), zeros(HK, K), zeros(H, V), g, **extra)
+
+
+def launches(rule: Rule, x: Inputs) -> list[tuple[str, list[int]]]:
+    """(kernel, bytes of its tensors) of a forward and its backward."""
+    found: list[tuple[str, list[int]]] = []
+
+    def noted(kernel: Any, grid: tuple, *args: Any, **constants: Any) -> None:
+        tensors = [t.base if isinstance(t, TensorDescriptor) else t for t in args]
+        sizes = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)}
+        found.append((kernel.__name__, list(sizes.values())))
+
+    modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is plain]
+    for module in modules:
+        module.launch = noted
+    try:
+        saved = recurrence(rule, x, None, 1.0, OutputUse(saved=True, final=False)).output(None).saved
+        recurrence(rule, x, None, 1.0).gradients(Backward(None, torch.zeros_like(x.v), saved), None)
+    finally:
+        for module in modules:
+            module.launch = plain
+    return found
+
+
+def main() -> None:
+    for name, (text, H, HK, K, V, together) in RULES.items():
+        shared_gradients.TOGETHER = together
+        rule = Rule.parse(text)
+        x = inputs(rule, H, HK, K, V)
+        held = sum(t.numel() * t.element_size() for t in x if t is not None)
+        out = x.v.numel() * x.v.element_size()
+        found, unit = launches(rule, x), T * H
+        total = sum(sum(sizes) for _, sizes in found)
+        print(f"{name}: {total / unit:.0f} bytes a token and head, floor {(3 * held + 2 * out) / unit:.0f}")
+        for kernel, sizes in found:
+            print(f"  {sum(sizes) / unit:7.0f}  {kernel}  {' '.join(f'{n / unit:.0f}' for n in sizes)}")
+
+
+if __name__ == "__main__":
+    main()
