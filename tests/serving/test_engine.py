@@ -121,6 +121,8 @@ def test_states_of_fixed_addresses_grow(monkeypatch):
     for job, (length, n) in zip(jobs, ((1, 9), (2, 3), (7, 20)), strict=True):
         assert job.tokens == greedy(make(FIXED), torch.tensor([prompt(length)]), n)[0].tolist()
     assert server.batch._keys.capacity == 32
+    for n, columns in ((3, 4), (4096, 4096), (4097, 5120), (65536, 65536), (65537, 81920), (131071, 131072)):
+        assert static.columns_for(n) == columns
 
 
 def check_turns(rank: int) -> list[tuple[list[int], int, int]]:
