@@ -65,7 +65,7 @@ class StaticBatch(Batch):
     def logits(self) -> Tensor:
         return self._logits
 
-    def add(self, job: Any, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
+    def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         seat = next(i for i in range(self._most) if i not in self._seats)
         parts = [self._part(layer, state) for layer, state in zip(self._layers, prompt.states)]
         positions, length = self._positions(prompt)
@@ -85,7 +85,7 @@ class StaticBatch(Batch):
         logits = prompt.logits.to(self.model.device)
         self._logits = torch.cat([self._logits, logits]) if self.rows else logits
         self._seats.append(seat)
-        self.rows.append(Row(job, sampler))
+        self.rows.append(Row(number, sampler))
 
     def keep(self, rows: Sequence[int]) -> None:
         if len(rows) < len(self.rows):

@@ -82,9 +82,12 @@ def attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v, joint_k, joint_v = autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
-    of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
-    how = (strategy, backend, None, 1, kv_comm_dtype)
-    return attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, *how), layout)
+    options = AttentionOptions(
+        causal=causal, scale=scale, softcap=softcap, window=window, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, joint=joint, kv_layout=kv_layout, cu_seqlens=cu_seqlens, strategy=strategy,
+        backend=backend, kv_comm_dtype=kv_comm_dtype,
+    )  # fmt: skip
+    return attend(x, options, layout)
 
 
 def mla(
@@ -147,8 +150,10 @@ def mla(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, latent, k_rope, w_uk, w_uv = autocast(q, latent, k_rope, w_uk, w_uv)
     x = Tensors(q, _of_one_head(latent), _of_one_head(k_rope), sinks, up_k=w_uk, up_v=w_uv, chosen=chosen)
-    of_scores = (causal, scale, softcap, window, None, dropout_p, dropout_seed)
-    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, form, block)
+    options = AttentionOptions(
+        causal=causal, scale=scale, softcap=softcap, window=window, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        kv_layout=kv_layout, cu_seqlens=cu_seqlens, strategy=strategy, backend=backend, form=form, block=block,
+    )  # fmt: skip
     out, latents = attend(x, options, layout), None
     if output_latents:
         latents = torch.cat([latent, k_rope], -1).detach()
@@ -202,9 +207,11 @@ def sparse_attention(
         raise ArgumentError("chosen", "an int32 or int64 tensor [B, Tq, Hk or 1, S]", "None")
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q, k, v)
-    x, of_scores = Tensors(q, k, v, sinks, chosen=chosen), (causal, scale, 0.0, window, None, 0.0, None)
-    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, None, block)
-    return attend(x, options, layout)
+    options = AttentionOptions(
+        causal=causal, scale=scale, window=window, kv_layout=kv_layout, cu_seqlens=cu_seqlens, strategy=strategy,
+        backend=backend, block=block,
+    )  # fmt: skip
+    return attend(Tensors(q, k, v, sinks, chosen=chosen), options, layout)
 
 
 def _of_one_head(t: Tensor) -> Tensor:

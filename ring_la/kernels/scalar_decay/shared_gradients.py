@@ -135,7 +135,7 @@ def shared_gradients(
     dq, dk = (plan.new(B, T, HK, K, dtype=plan.dtype) for _ in range(2))
     parts, dv, dg = cdiv(K, 64), plan.tokens(V), plan.new(B, T, H)
     launch(
-        shared_gradient_kernel, (plan.chunk_count * HK * parts, B), *inputs[:3], do, gates.read, states, adjoints, dq,
+        shared_gradient_kernel, (plan.chunk_count * HK * parts, B), *inputs.qkv, do, gates.read, states, adjoints, dq,
         dk, dv, dg, plan.chunks.table, T, plan.chunk_count, plan.scale, H=H, HK=HK, K=K, V=V, PARTS=parts,
         BV=columns(V), C=plan.chunk, STATIC=gates.constant, PREC=plan.precision, VARLEN=plan.packed, **how.options,
     )  # fmt: skip
