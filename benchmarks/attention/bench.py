@@ -52,6 +52,8 @@ SETTLE = 6
 KERNELS = ("flash", "cudnn", "flash_attn_2", "flash_attn_4")
 """What peers may run on."""
 STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
+STREAMS = {"auto": ("", None), "1": (", one stream", False), "2": (", two streams", True)}
+"""What a row's name says of a copied ring's streams, and `Copied.two_streams`."""
 CASES: dict[str, dict] = {
     "causal": dict(),
     "full": dict(causal=False),
@@ -103,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers-on", type=names((*KERNELS, "none")), default="flash", help="kernels that peers run on, or none"
     )
-    parser.add_argument("--streams", type=counts, default="1", help="streams of a copied ring's blocks: 1, 2 or 1,2")
+    parser.add_argument("--streams", type=names(STREAMS), default="auto", help="of a copied ring: auto, 1, 2 or 1,2")
     parser.add_argument("--seconds", type=count, default=3600, help="begin no row after so many")
     parser.add_argument(
         "--transports", type=names(TRANSPORTS), default="torch,auto", help="of the ring; the others go by the last one"
@@ -166,20 +168,21 @@ def ours(
             for transport in contexts if strategy == "ring" else [*contexts][-1:]:
                 layout, copies = layouts[transport], contexts[transport].comm.copies and strategy != "all_gather"
                 more = dict(layout=layout, backend=backend, strategy=strategy, **how)
-                for streams in args.streams if copies and strategy in ("ring", "auto") else [1]:
-                    way = strategy + (", copied" if copies else ", sent") + (", two streams" if streams > 1 else "")
+                for streams in args.streams if copies and strategy in ("ring", "auto") else ["auto"]:
+                    said, two_streams = STREAMS[streams]
+                    way = strategy + (", copied" if copies else ", sent") + said
                     name = f"ring_la {way} {backend}" + (f" {kind}" if cu else "")
-                    out.append(Way(name, backend, our_call(more, streams), tokens_of(layout), copies))
+                    out.append(Way(name, backend, our_call(more, two_streams), tokens_of(layout), copies))
     return out
 
 
-def our_call(how: dict, streams: int) -> Call:
-    """A call whose copied rings use so many streams, the backward pass too if no other call is between."""
+def our_call(how: dict, two_streams: bool | None) -> Call:
+    """A call with this choice of a copied ring's streams, the backward pass too if no other call is between."""
     ring = WAYS["copied"]
     assert isinstance(ring, Copied)
 
     def run(*tensors: Tensor) -> Tensor:
-        ring.two_streams = streams > 1
+        ring.two_streams = two_streams
         return attention(*tensors, **how).o
 
     return run

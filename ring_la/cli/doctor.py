@@ -32,6 +32,7 @@ from ..kernels.grouped import BACKENDS as GROUPED
 from ..kernels.grouped import GroupedProduct, choose, load
 from ..scan import STRATEGIES, Chain
 from ..softmax.backends import BACKENDS, Ask
+from ..softmax.backends import choose as choose_kernel
 from .job import job
 from .options import count
 from .transitions import TRANSITIONS
@@ -104,9 +105,8 @@ def device_and_dtype() -> tuple[torch.device, torch.dtype]:
     return (torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else (torch.device("cpu"), torch.float32)
 
 
-def verdict(refusals: dict[str, str]) -> list[tuple[str, str]]:
-    """Back ends in the order they are tried: the first that can is used, the others say why not."""
-    used = next(name for name, why in refusals.items() if not why)
+def verdict(refusals: dict[str, str], used: str) -> list[tuple[str, str]]:
+    """Back ends in the order they are tried: which is used, which could be, and why the others could not."""
     return [(name, why or ("used" if name == used else "could")) for name, why in refusals.items()]
 
 
@@ -126,7 +126,7 @@ def linear(width: int) -> list[tuple[str, str]]:
 def softmax(heads: int, width: int) -> list[tuple[str, str]]:
     device, dtype = device_and_dtype()
     ask = Ask(device, dtype, heads, heads, width, width)
-    return verdict({name: backend.unsupported(ask) for name, backend in BACKENDS.items()})
+    return verdict({n: backend.unsupported(ask) for n, backend in BACKENDS.items()}, choose_kernel(ask, None).name)
 
 
 def grouped() -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ SHORT, LONG, GAIN = 8192, 262144, 0.145
 """Softmax attention over blocks of SHORT tokens, as rates are measured, and over blocks of LONG, so much faster: what
 the runs of whole models in docs/users/guides/planning.md took beyond the rest of a step."""
 FLASH = 0.62
-"""Heads wider than WIDTH, which cuDNN's kernel does not take: FlashAttention-2's speed beside it, as measured at WIDTH
+"""Heads wider than WIDTH, which go to cuDNN by name alone: FlashAttention-2's speed beside it, as measured at WIDTH
 (benchmarks/results/attention-kernels-h200.json, 16,384 tokens)."""
 
 

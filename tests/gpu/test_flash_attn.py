@@ -21,6 +21,8 @@ from tests.support.attention_cases import error
 pytestmark = pytest.mark.gpu
 
 KERNELS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "fa3_fwd", "fa3_fwd_fp8", "flash_attn_4", "triton")
+HEADS = ((64, (4, 4), KERNELS), (128, (8, 2), KERNELS), (256, (8, 2), ("cudnn", "flash", "triton")))
+"""Channels, heads of queries and of keys, and the kernels that are asked for them."""
 MASKS: dict[str, dict] = {
     "causal": dict(right=0),
     "full": dict(),
@@ -66,8 +68,10 @@ def chosen(name: str, D: int, heads: tuple[int, int], scores: Scores, repeatable
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one", "packed"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("D", "heads"), [(64, (4, 4)), (128, (8, 2))], ids=["D64", "D128-gqa"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "D", "heads"),
+    [pytest.param(name, D, h, id=f"{name}-D{D}-{h[0]}:{h[1]}") for D, h, some in HEADS for name in some],
+)
 def test_blocks_of_a_ring(name, D, heads, mask, documents):
     scores = Scores(D**-0.5, **MASKS[mask])
     kernel, beyond = chosen(name, D, heads, scores), {}

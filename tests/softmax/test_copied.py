@@ -17,8 +17,10 @@ from ring_la.comm import memory as module
 from ring_la.comm.memory import SECTOR, Memory
 from ring_la.errors import PeerError
 from ring_la.layout import Layout
+from ring_la.softmax.backends import BACKENDS, LatentBackend
 from ring_la.softmax.geometry import Reach, Tokens
-from ring_la.softmax.strategies import STRATEGIES
+from ring_la.softmax.strategies import STRATEGIES, Copied
+from ring_la.softmax.strategies.copied import SHORT
 from ring_la.softmax.strategies.schedule import Schedule, needs_of
 from tests.support.attention_cases import DOCUMENTS, draw, truth
 from tests.support.pool import group
@@ -91,6 +93,24 @@ def check_copied(rank: int, P: int, folder: str, documents: str, features: tuple
 def test_copied_is_whole(ranks, tmp_path, P, documents, features):
     bad = ranks.run(P, check_copied, P, str(tmp_path), documents, features, False)
     assert not any(bad), bad
+
+
+@pytest.mark.parametrize(
+    ("asked", "captured", "tokens", "two"),
+    [
+        (None, True, SHORT, True),
+        (None, True, SHORT + 1, False),
+        (None, False, SHORT, False),
+        (True, False, SHORT + 1, True),
+        (False, True, SHORT, False),
+    ],
+)
+def test_two_streams_where_they_were_faster(asked, captured, tokens, two):
+    """In a CUDA graph of short shards, as measured on two H200; or as one asks for."""
+    q = mock.Mock(is_cuda=True, shape=(1, tokens, 32, 128))
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured):
+        assert Copied(asked).overlaps(mock.Mock(backend=BACKENDS["torch"]), q) is two
+        assert not Copied(asked).overlaps(mock.Mock(backend=mock.Mock(spec=LatentBackend)), q)
 
 
 def rounds_of(T: int, P: int, reach: Reach, cu=None) -> list[list[int]]:

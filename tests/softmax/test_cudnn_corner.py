@@ -1,11 +1,15 @@
-"""The one tile cuDNN's backward refuses ("s_q = s_kv = 1 is not supported"): found by packed documents of one token."""
+"""What cuDNN takes: the one tile its backward refuses ("s_q = s_kv = 1 is not supported"), found by packed documents of
+one token, and heads of up to 256 channels."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
-from ring_la.softmax.backends import QueryRows
+from ring_la.errors import UnsupportedError
+from ring_la.softmax.backends import Ask, QueryRows, aten, choose
 from ring_la.softmax.backends.aten import CuDNN
 from ring_la.softmax.scores import Scores
 
@@ -27,3 +31,20 @@ def test_one_query_one_key_of_a_longer_row(groups):
     torch.testing.assert_close(sum(p[0] for p in parts), dq)
     torch.testing.assert_close(torch.cat([p[1] for p in parts], 1), dk)
     torch.testing.assert_close(torch.cat([p[2] for p in parts], 1), dv)
+
+
+def test_wide_heads_by_name(monkeypatch):
+    """Up to 256 channels on Hopper with a PyTorch that has run them, and never unasked: they were refused."""
+    ask = Ask(torch.device("cuda"), torch.bfloat16, 8, 2, 256, 256, rows=4096)
+    narrow = dataclasses.replace(ask, width=128, value_width=128)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(aten, "WIDE", True)
+    widths = {w: dataclasses.replace(ask, width=w, value_width=w) for w in (192, 256, 252, 264)}
+    assert [w for w, wide in widths.items() if not CuDNN().unsupported(wide)] == [192, 256]
+    assert [choose(ask, "cudnn").name, choose(ask, None).name, choose(narrow, None).name] == ["cudnn", "flash", "cudnn"]
+    for known, capability in ((False, (9, 0)), (True, (10, 0)), (True, (8, 0))):
+        monkeypatch.setattr(aten, "WIDE", known)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        with pytest.raises(UnsupportedError, match="up to 128"):
+            choose(ask, "cudnn")

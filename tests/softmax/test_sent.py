@@ -152,6 +152,7 @@ def test_auto_goes_by_time_where_gpus_copy():
         reach = Reach(None, 0 if causal else None)
         return choice.pick("auto", (heads, keys), moved, layout, layout, lambda: share, reach)
 
+    assert {taken(2, T, h, causal) for T in (64, 1152, 4096) for h in (2, 32) for causal in (True, False)} == {"ring"}
     rings = [(2, 256), (2, 16384), (4, 1152), (4, 4096), (8, 4096), (8, 16384)]
     assert {taken(*case) for case in rings} == {"ring"}
     assert {taken(*case) for case in [(4, 512), (8, 512), (8, 1152)]} == {"ulysses"}

@@ -14,6 +14,8 @@ from .packs import Pack
 from .varlen import HALVES, VarlenBackend, Window, enough_rows
 
 aten = torch.ops.aten
+WIDE = torch.__version__ >= "2.11"
+"""Whether this PyTorch's cuDNN has heads of 256 channels on Hopper: 2.11's has run them, forward and backward."""
 
 
 class Flash(VarlenBackend):
@@ -68,26 +70,35 @@ def _bounds(window: Window) -> dict[str, Any]:
 
 
 class CuDNN(TileBackend):
-    """cuDNN's attention (aten::_scaled_dot_product_cudnn_attention): the fastest on Hopper for large blocks."""
+    """cuDNN's attention (aten::_scaled_dot_product_cudnn_attention): the fastest on Hopper for large blocks.
+
+    Attributes:
+        checked: the widest heads whose errors were compared with fp64 on a GPU.
+    """
 
     name = "cudnn"
+    checked = 128
 
     def unsupported(self, ask: Ask) -> str:
         if ask.device.type != "cuda":
             return "tensors are not on a CUDA device"
         if ask.dtype not in HALVES:
             return f"it needs fp16 or bf16, not {ask.dtype}"
-        if ask.width > 128 or ask.width % 8:
-            return f"it needs K a multiple of 8 up to 128, not {ask.width}"
-        if torch.cuda.get_device_capability(ask.device) < (8, 0) or not torch.backends.cudnn.is_available():
+        capability = torch.cuda.get_device_capability(ask.device)
+        if capability < (8, 0) or not torch.backends.cudnn.is_available():
             return "it needs compute capability 8.0 and cuDNN"
+        if ask.width > (256 if WIDE and capability == (9, 0) else 128) or ask.width % 8:
+            up_to = "up to 128 (256 on compute capability 9.0 from PyTorch 2.11 on)"
+            return f"it needs K a multiple of 8 {up_to}, not {ask.width}"
         if ask.repeatable:
             return "its backward is not repeatable"
         return super().unsupported(ask)
 
     def suits(self, ask: Ask) -> bool:
-        """It builds a plan for each new shape: not for documents of ever new lengths, nor for decoding."""
-        return not ask.packed and enough_rows(ask) and torch.cuda.get_device_capability(ask.device) >= (9, 0)
+        """It builds a plan for each new shape: not for documents of ever new lengths, nor for decoding. Nor for heads
+        wider than were checked."""
+        hopper = torch.cuda.get_device_capability(ask.device) >= (9, 0)
+        return hopper and not ask.packed and enough_rows(ask) and ask.width <= self.checked
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, tile: Tile) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
