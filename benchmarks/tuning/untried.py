@@ -1,5 +1,5 @@
 """What calls do not take by default, since it has not run on a GPU, beside what they take: `python -m
-benchmarks.tuning.untried [--only mamba2,kda] [--limit SECONDS]`.
+benchmarks.tuning.untried [--only gla,kda] [--limit SECONDS]`.
 
 A line of JSON an arm: its errors against fp64 at the first shape, whether they stay within 1.3 times those of the first
 arm, which is today's; ms of forward, and of forward and backward, as CUDA graphs; µs of the host for an eager forward.
@@ -27,9 +27,7 @@ from ring_la.kernels.fused.log_decay import decay_gate
 from ring_la.kernels.fused.prepare import EPS, plain_prepare, prepare
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
-from ring_la.kernels.scalar_decay import shared_gradients
 from ring_la.kernels.spans import table
-from ring_la.kernels.spans.table import Tiling
 
 from ..ops.cases import CASES, Case, Inputs, Shape, inputs
 from ..ops.measure import error, graph_times, host_microseconds, results
@@ -53,10 +51,7 @@ class Arm:
         root.cache_clear()
         record_of.cache_clear()
         for where, name, value in self.changes:
-            if isinstance(where, dict):
-                stack.enter_context(mock.patch.dict(where, dict.fromkeys(where, value)))
-            else:
-                stack.enter_context(mock.patch.object(where, name, value))
+            stack.enter_context(mock.patch.object(where, name, value))
         return stack
 
 
@@ -73,21 +68,9 @@ class Question:
 # -- Mamba-2 -------------------------------------------------------------------------------------------------
 
 
-def together(warps: int, stages: int) -> Arm:
-    """Gradients of heads that share keys summed where they are made."""
-    tiling = (table.SHARED_GRADIENT, "", Tiling(64, warps, stages))
-    return Arm(f"together {warps} {stages}", CASES["mamba2"].ours, ((shared_gradients, "TOGETHER", True), tiling))
-
-
 def with_skip(shape: Shape) -> Inputs:
     x = inputs(CASES["mamba2"], shape, "cuda")
     return x | {"D": torch.linspace(0.5, 1.5, shape.H, device="cuda").requires_grad_()}
-
-
-def mamba2(shapes: tuple[str, ...]) -> Question:
-    case = CASES["mamba2"]
-    arms = Arm("today", case.ours), together(4, 3), together(4, 2), together(8, 3)
-    return Question(lambda shape: inputs(case, shape, "cuda"), case.truth, arms, shapes)
 
 
 def mamba2_and_a_skip() -> Question:
@@ -146,7 +129,6 @@ def preparation(name: str, low: float | None, *shapes: str) -> Question:
 
 
 QUESTIONS = {
-    "mamba2": mamba2(("1x32768x80x128x64", "1x4096x80x128x64")),
     "skip": mamba2_and_a_skip(),
     "gla": kept("gla"),
     "rwkv7": kept("rwkv7"),

@@ -40,7 +40,6 @@ ATTEND_KEEP = Tiling(128, 8, 3)
 WRITES: Table = {64: Tiling(64, 4, 3), 128: Tiling(128, 8, 3)}
 STATES: Table = {64: Tiling(64, 4, 3), 128: Tiling(64, 4, 3)}
 ADDITIVE_GRADIENT: Table = {64: Tiling(32, 4, 3), 128: Tiling(32, 4, 3)}
-SHARED_GRADIENT: Table = {64: Tiling(64, 4, 3), 128: Tiling(64, 4, 3)}  # not measured
 SUMMARY: Table = {
     64: Tiling(64, 4, 2), 128: Tiling(64, 4, 2, 168), 256: Tiling(64, 8, 1), ("delta_none", 128): Tiling(64, 4, 1, 168),
     ("delta_diagonal", 128): Tiling(64, 4, 2), ("additive_diagonal", 128): Tiling(64, 4, 2),
