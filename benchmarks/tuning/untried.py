@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 import ring_la
-from ring_la.kernels.fused import discretise
 from ring_la.kernels.fused.log_decay import decay_gate
 from ring_la.kernels.fused.prepare import EPS, plain_prepare, prepare
 from ring_la.kernels.replay import root
@@ -65,18 +64,7 @@ class Question:
     shapes: tuple[str, ...]
 
 
-# -- Mamba-2 -------------------------------------------------------------------------------------------------
-
-
-def with_skip(shape: Shape) -> Inputs:
-    x = inputs(CASES["mamba2"], shape, "cuda")
-    return x | {"D": torch.linspace(0.5, 1.5, shape.H, device="cuda").requires_grad_()}
-
-
-def mamba2_and_a_skip() -> Question:
-    case = CASES["mamba2"]
-    beside = Arm("beside", case.ours, ((discretise, "BESIDE", True),))
-    return Question(with_skip, case.truth, (Arm("today", case.ours), beside), ("1x32768x80x128x64",))
+# -- decays per key channel ------------------------------------------------------------------------------------
 
 
 def kept(name: str) -> Question:
@@ -129,7 +117,6 @@ def preparation(name: str, low: float | None, *shapes: str) -> Question:
 
 
 QUESTIONS = {
-    "skip": mamba2_and_a_skip(),
     "gla": kept("gla"),
     "rwkv7": kept("rwkv7"),
     "kda": preparation("kda", None, "1x8192x16x128"),
