@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 import ring_la
+from benchmarks.options import need_gpus
 from ring_la.algebra import Rule
 from ring_la.kernels import recurrent as decode
 from tests.support.triton_cases import Case
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--rules", default=",".join(RULES))
     args = parser.parse_args()
+    need_gpus(parser)
     found: dict = {"gpu": torch.cuda.get_device_name(), "copy_bytes_per_second": bandwidth()}
     rules = args.rules.split(",")
     parts = ("one_token", lambda: one_token(found["copy_bytes_per_second"], rules)), ("short", short_sequences)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.options import need_gpus
 from ring_la.kernels.fused import cross_entropy, discretise, log_decay, short_conv, skip, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
@@ -98,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out")
     args = parser.parse_args()
+    need_gpus(parser)
     rows, copy = [], bandwidth()
     for times in (conv_times, gates_times):
         for row in times(copy):

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import ring_la
+from benchmarks.options import need_gpus
 from ring_la.kernels.runtime.triton_version import CompiledKernel
 from tests.support.recurrence_cases import make_inputs
 
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--fla", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
+    need_gpus(parser)
     if "RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))

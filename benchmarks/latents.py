@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
+from benchmarks.options import need_gpus
 from ring_la import reference
 from ring_la.softmax.strategies import mailbox
 
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", default=["16384:16", "65536:16", "262144:8"], help="tokens a rank:heads")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    need_gpus(parser)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     cp = ring_la.ContextParallel(attention="ring")

@@ -1,9 +1,9 @@
 """A long prompt's first token, and tokens after it: `python -m benchmarks.long_prompts`, or under torchrun.
 
 A bf16 model of the shape of examples/configs/hybrid_1b.yaml, random weights. Of each length a prompt is read cold and
-another one warm; then so many sequences go on from the second side by side, each with a question of its own, as its
-state is kept. A row is written as soon as it is known; after --limit seconds nothing new is begun. The bytes a step
-reads are weights and what this rank remembers of the sequences; that the tokens are right is for tests.
+another one warm; then so many sequences go on from the second side by side, as its state is kept, and a token's time is
+taken while all are there. A row is written as soon as it is known; after --limit seconds nothing new is begun. The
+bytes a step reads are weights and what this rank remembers of the sequences; that the tokens are right is for tests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from ring_la.serving.memory import held
 from .options import counts
 
 GIB = 2**30
-QUESTION = 16
-"""Tokens that a sequence has of its own."""
 
 
 class Asked(Completion):
@@ -57,13 +55,11 @@ class Runs:
         """All of a prompt's length, and the engine's end."""
         dice = torch.Generator().manual_seed(length)
         cold, warm = torch.randint(self._engine.model.vocab_size, (2, length), generator=dice).tolist()
-        questions = torch.randint(self._engine.model.vocab_size, (max(self._args.batches), QUESTION), generator=dice)
-        tokens = self._args.tokens
         steps: list[tuple[str, list[Asked]]] = [("first token, cold", [Asked(cold, 2)])]
         steps.append(("first token", [Asked(warm, 2)]))
         for batch in self._args.batches:
-            jobs = [Asked([*warm, *questions[i].tolist()], tokens) for i in range(batch)]
-            steps.append((f"a token of {batch}", jobs))
+            tokens = self._args.tokens + 2 * batch  # they come one after the other
+            steps.append((f"a token of {batch}", [Asked(warm, tokens) for _ in range(batch)]))
         self._next(length, steps)
 
     def _next(self, length: int, steps: list[tuple[str, list[Asked]]]) -> None:
@@ -100,8 +96,9 @@ class Runs:
             self._args.out.write_text(json.dumps(self._rows, indent=1))
 
     def _bytes(self, jobs: list[Asked]) -> float:
-        states, key = self._engine.states, jobs[0].trail.kept[0]
-        remembered = held(states.before(key)) if key in states.kept else 0
+        states = self._engine.states
+        longest = max(states.kept, key=lambda key: states.kept[key].length, default=0)
+        remembered = held(states.before(longest)) if longest else 0
         return sum(p.nbytes for p in self._engine.model.model.parameters()) + len(jobs) * remembered
 
 
@@ -116,7 +113,8 @@ def make(cp: ContextParallel, small: bool) -> HybridLM:
 
 
 def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None:
-    model, rows = Hybrid(make(cp, args.small)), []
+    model = Hybrid(make(cp, args.small))
+    rows: list[dict[str, Any]] = []
     for length in args.lengths:
         if cp.comm.agreement.tell(str(time.perf_counter() - begun > args.limit))[0] == "True":
             return  # rank 0's time

@@ -9,8 +9,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ring_la.cli.options import count
 from ring_la.errors import ArgumentError
+
+
+def need_gpus(parser: argparse.ArgumentParser) -> None:
+    """End with a line where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        parser.error("device: expected a CUDA device, got none")
 
 
 def counts(text: str) -> list[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.options import need_gpus
 from ring_la import ContextParallel
 from ring_la.cli.job import job
 from ring_la.inference import Prefilled
@@ -80,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/serving.json"))
     args = parser.parse_args()
+    need_gpus(parser)
     with job():
         cp = ContextParallel(validate="never")
         found = times(cp)

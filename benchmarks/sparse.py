@@ -1,6 +1,6 @@
 """Attention to chosen keys on a split sequence, beside all keys; and what a layout does to an indexer's load.
 
-    torchrun --nproc-per-node 2 -m benchmarks.sparse --tokens 131072 --forms triton triton_rows --limit 75 --out s.json
+    torchrun --nproc-per-node 2 -m benchmarks.sparse --tokens 131072 --forms triton torch --limit 75 --out s.json
 
 DeepSeek's widths (latents of 512 + 64), bf16, zigzag. Rows as they come, forward + backward of all ranks, milliseconds
 and the peak of memory beside what the tensors take: chosen keys by each strategy and each form of the kernels, all
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_la
+from benchmarks.options import need_gpus
 from ring_la.indexers import lightning_index
 
 from .latents import V, draw, once_each
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120, help="seconds after which no row is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    need_gpus(parser)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     cp = ring_la.ContextParallel(attention="ring")

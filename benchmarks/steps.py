@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import ring_la
+from benchmarks.options import need_gpus
 
 from .step_cases import StepCase, decoding, qwen3_next, training
 
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["eager", "captured", "compiled"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_gpus(parser)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import ring_la
+from benchmarks.options import need_gpus
 from ring_la.algebra import Affine
 from ring_la.comm import Group
 from ring_la.scan import STRATEGIES
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no part is started")
     args = parser.parse_args()
+    need_gpus(parser)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     start = time.monotonic()

@@ -39,8 +39,6 @@ SoftmaxBackend = Literal[
     "reference",
 ]
 """What computes softmax attention (`softmax.backends`)."""
-ChosenBackend = SoftmaxBackend | Literal["triton_rows"]
-"""What computes it over chosen keys."""
 Activation = Literal["silu"]
 """What follows a short convolution (`conv`)."""
 JointPlace = Literal["front", "rear", "none"]

@@ -20,10 +20,10 @@ from torch import Tensor
 from .autograd import full_precision
 from .blockwise import fixed
 from .checks import FLOATS, check_scale, check_split
-from .context import ShardedLayout
+from .context import ShardedLayout, check_together
 from .context.handle import found
 from .context.operator import SplitOperator
-from .errors import ArgumentError, Facts, RingLAError, UnsupportedError, describe_tensor
+from .errors import ArgumentError, Facts, UnsupportedError, describe_tensor
 from .outputs import LinearAttentionOutput
 
 BITS = 6
@@ -82,19 +82,11 @@ def log_linear_attention(
     """
     if torch.compiler.is_compiling() and isinstance(layout, ShardedLayout):
         return LinearAttentionOutput(_operator(q, k, v, g, lam, layout.number, scale), None)
-    error, longest = None, 0
-    try:
-        longest = _check(LogLinearInputs(q, k, v, g, lam), scale, layout, cu_seqlens)
-    except RingLAError as e:
-        error = e
-    if isinstance(layout, ShardedLayout):
-        named = zip(LogLinearInputs._fields, (q, k, v, g, lam))
-        signature = None if error else (*((n, Facts.of(x, 1)) for n, x in named), ("scale", scale))
-        layout.agree("log_linear_attention", signature, error)
-    elif error is not None:
-        raise error
+    x = LogLinearInputs(q, k, v, g, lam)
+    facts = lambda: (*((n, Facts.of(t, 1)) for n, t in x._asdict().items()), ("scale", scale))  # noqa: E731
+    longest = check_together("log_linear_attention", layout, lambda: _check(x, scale, layout, cu_seqlens), facts)
     with full_precision(v):
-        return LinearAttentionOutput(_run(LogLinearInputs(q, k, v, g, lam), scale, longest, layout, cu_seqlens), None)
+        return LinearAttentionOutput(_run(x, scale, longest, layout, cu_seqlens), None)
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, g: Tensor, lam: Tensor, layout: int, scale: float | None) -> Tensor:
@@ -114,7 +106,7 @@ def _run(
     x: LogLinearInputs, scale: float | None, longest: int, layout: ShardedLayout | None, cu_seqlens: Tensor | None
 ) -> Tensor:
     """A checked call, in fp32 or wider."""
-    q, k, v = x[:3]
+    q, k, v = x.q, x.k, x.v
     H, K = v.shape[2], q.shape[3]
     dtype = torch.promote_types(v.dtype, torch.float32)
     heads = (x.to(dtype) if x.shape[2] == H else x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q, k))
@@ -175,8 +167,7 @@ def _split(x: LogLinearInputs, layout: ShardedLayout, levels: int) -> Tensor:
         x.v.new_zeros(B, 0, H, levels, K * V) + (x.k.sum() + x.v.sum()),
     )
     A, b = (torch.cat([empty, *(m[i][:, None] for m in maps)], 1) for i, empty in enumerate(none))
-    number, kind = len(layout.segments), layout.kind
-    borders = layout.kept("levels", lambda: cp.layout(number, kind, multiple_of=1))
+    borders = layout.kept(_of_segments, lambda: _of_segments(layout))
     entering = cp.scan(A, b, borders, exclusive=True).unflatten(-1, (K, V))
     out = [x.v[:, :0] + entering.sum()]
     for i, runs in enumerate(segments):
@@ -204,6 +195,11 @@ def _first_of(position: int, level: int) -> int | None:
 
 
 # -- borders ---------------------------------------------------------------------------------------------------
+
+
+def _of_segments(layout: ShardedLayout) -> ShardedLayout:
+    """One place a segment, split as they are."""
+    return layout.cp.layout(len(layout.segments), layout.kind, multiple_of=1)
 
 
 def _map(x: LogLinearInputs, runs: list[LocalRun], levels: int) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layout: ShardedLayout, totals: Tensor) -> Tensor:
         ctx.layout, ctx.shape, ctx.way_back = layout, totals.shape, layout.cp.comm.agreement.way_back()
-        chain, ends = layout.kept("sums", lambda: (Chain.of(layout), _ends(layout)))
+        chain, ends = _chain(layout)
         mine = [totals[:, last] for _, last in ends]
         everyone = _gather(layout, mine, totals)
         out, total = totals.new_zeros(totals.shape), totals.new_zeros(totals[:, :0].sum(1).shape)
@@ -61,7 +61,7 @@ class _Entering(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         ctx.way_back()
         layout = ctx.layout
-        chain, ends = layout.kept("sums", lambda: (Chain.of(layout), _ends(layout)))
+        chain, ends = _chain(layout)
         everyone = _gather(layout, [grad[:, first] for first, _ in ends], grad)
         out, total = grad.new_zeros(ctx.shape), grad.new_zeros(grad[:, :0].sum(1).shape)
         for s, entering in reversed(list(enumerate(everyone(chain)))):
@@ -69,6 +69,11 @@ class _Entering(torch.autograd.Function):
                 out[:, ends[_place(layout, s)][1]] += total
             total = (entering if chain.needs[s] else 0 * entering) + (total if chain.passes[s] else 0)
         return None, out
+
+
+def _chain(layout: ShardedLayout) -> tuple[Chain, list[tuple[int, int]]]:
+    """The layout's chain, and `_ends`, found once."""
+    return layout.kept(_chain, lambda: (Chain.of(layout), _ends(layout)))
 
 
 def _ends(layout: ShardedLayout) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.options import need_gpus
 from ring_la.softmax.backends import BACKENDS, Ask, AttentionBackend, QueryRows, choose
 from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Gradients, Partial, row_sums
@@ -155,6 +156,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=names(BACKENDS), default=kernels)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_kernels.json"))
     args = parser.parse_args()
+    need_gpus(parser)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     facts, rows = dict(device=torch.cuda.get_device_name(), torch=torch.__version__), []
     for case, D, T in itertools.product(args.cases, args.widths, args.lengths):

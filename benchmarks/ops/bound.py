@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_la
+from benchmarks.options import need_gpus
 from benchmarks.peers import cudnn
 
 NAMES = "o", "S", "dq", "dk", "dv", "dg", "dbeta", "dS0"
@@ -114,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON of what was found")
     args = parser.parse_args(arguments)
+    need_gpus(parser)
     found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": cudnn.unsupported() or "here"}
     found["checks"] = []
     for gate in GATES:

@@ -10,6 +10,7 @@ FLA keeps what it tuned by keys without the length: it is warmed with WARM_TOKEN
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -65,7 +66,12 @@ def side_of(name: str, side: str) -> Op:
 
 
 def main() -> None:
-    name, side, shapes = sys.argv[1:4]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=CASES, metavar="OP")
+    parser.add_argument("side", help="ring_la, or the peer that is measured")
+    parser.add_argument("shapes", help="comma-separated")
+    args = parser.parse_args()
+    name, side, shapes = args.name, args.side, args.shapes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.zeros(1, device=device)
     case, op = CASES[name], side_of(name, side)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ring_la
+from benchmarks.options import need_gpus
 from tests.support.split_calls import both_ways, captured, inputs
 
 from ..symmetric import microseconds
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--traced", default="local,symmetric all_gather,torch all_gather,symmetric ring")
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
+    need_gpus(parser)
     began = time.monotonic()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")

@@ -15,6 +15,8 @@ import types
 
 import torch
 
+from benchmarks.options import need_gpus
+
 from ..peers import fla_tuning
 from ..peers.scan import fla, function
 from .arms import gradients, tokens
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--ops", default="gated_delta_rule,kda")
     parser.add_argument("--seconds", type=float, default=150)
     args = parser.parse_args()
+    need_gpus(parser)
     jobs = min(16, os.cpu_count() or 1)  # each holds a few GiB of the GPU
     rows = [(op, shape) for op in args.ops.split(",") for shape in SHAPES]
     print(fla_tuning.tune(rows, args.seconds, jobs, "benchmarks.scan.warm_fla"), flush=True)

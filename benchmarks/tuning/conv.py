@@ -13,6 +13,7 @@ import multiprocessing
 
 import torch
 
+from benchmarks.options import need_gpus
 from ring_la.kernels.fused import short_conv
 from ring_la.kernels.fused import short_conv_kernel as conv
 from ring_la.kernels.runtime.replayed_function import record_of
@@ -62,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out")
     args = parser.parse_args()
+    need_gpus(parser)
     with multiprocessing.get_context("spawn").Pool(len(SIZES)) as pool:
         pool.map(compile_one, SIZES, 1)
     rows, copy = [], bandwidth()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.options import need_gpus
 from ring_la.softmax.backends import BACKENDS
 from ring_la.softmax.backends.triton import kernels, launch, table
 from ring_la.softmax.backends.triton.table import TileSettings as Tiling
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--compile", type=int, help="compile this part of the settings only")
     parser.add_argument("--out")
     args = parser.parse_args()
+    need_gpus(parser)
     if args.compile is not None:
         sweep(256, args.heads, args.compile, args.jobs, 1)
         return

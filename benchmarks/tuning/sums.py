@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import ring_la
+from benchmarks.options import need_gpus
 from ring_la.kernels.sums import walks
 
 from ..ops.measure import bandwidth, error, milliseconds
@@ -28,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out")
     args = parser.parse_args()
+    need_gpus(parser)
     rows, copy = [], bandwidth()
     for B, T, C in SHAPES:
         torch.manual_seed(0)

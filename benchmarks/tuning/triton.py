@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
+from benchmarks.options import need_gpus
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, OutputUse
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=200, help="seconds after which nothing is started")
     parser.add_argument("--out")
     args = parser.parse_args()
+    need_gpus(parser)
     todo = []
     for what in args.what.split(","):
         for entry in GRID.get(what, [None]):

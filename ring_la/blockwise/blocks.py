@@ -28,7 +28,7 @@ def blocks_of(layout: ShardedLayout) -> list[tuple[int, int]]:
     Raises:
         UnsupportedError: a layout that cuts blocks: a striped one, or one with given numbers of tokens.
     """
-    return layout.kept("blocks", lambda: _found(layout))
+    return layout.kept(_found, lambda: _found(layout))
 
 
 def _found(layout: ShardedLayout) -> list[tuple[int, int]]:

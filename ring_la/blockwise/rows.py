@@ -45,10 +45,7 @@ def by_block(
     """
     if not fixed(layout):
         return fn(*x, *shared)
-    for t in x:
-        if not isinstance(t, Tensor) or t.dim() < 2:
-            raise ArgumentError("x", "tensors [B, T, …]", describe_tensor(t))
-        layout.require_local("x", t.shape[1])
+    _check(x, layout)
     if isinstance(fn, nn.Sequential) and type(fn) is nn.Sequential:
         for part in fn:
             x = (by_block(part, *x, layout=layout),)
@@ -57,9 +54,20 @@ def by_block(
         return x[0]
     if isinstance(fn, nn.Linear) and type(fn) is nn.Linear:
         return linear(x[0], fn.weight, fn.bias, layout=layout)
+    return _apart(BlockwiseCall(fn, layout, len(x), len(shared)), *x, *shared, *_parameters(fn, module))
+
+
+def _check(x: Sequence[object], layout: ShardedLayout) -> None:
+    for t in x:
+        if not isinstance(t, Tensor) or t.dim() < 2:
+            raise ArgumentError("x", "tensors [B, T, …]", describe_tensor(t))
+        layout.require_local("x", t.shape[1])
+
+
+def _parameters(fn: object, module: nn.Module | None) -> list[nn.Parameter]:
+    """Those that `fn` reads and that want gradients."""
     source = fn if isinstance(fn, nn.Module) else module
-    read = [] if source is None else [p for p in source.parameters() if p.requires_grad]
-    return _apart(BlockwiseCall(fn, layout, len(x), len(shared)), *x, *shared, *read)
+    return [] if source is None else [p for p in source.parameters() if p.requires_grad]
 
 
 def led_by_block(

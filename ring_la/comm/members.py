@@ -35,7 +35,7 @@ class Members:
         if self.rank < 0:
             raise ArgumentError("group", "a group this rank belongs to", f"one without global rank {dist.get_rank()}")
         self.global_ranks = dist.get_process_group_ranks(self.group)
-        self.on_cuda = "nccl" in str(dist.get_backend(self.group))
+        self.on_cuda = "nccl" in dist.get_backend_config(self.group)  # which an unnamed backend has a name in, too
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
         self.timeout = timeout
         if not self.on_cuda:

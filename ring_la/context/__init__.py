@@ -6,7 +6,7 @@ from .grid_layout import GridLayout, UnevenLayout
 from .halo import Arrived, Halo
 from .parallel import ContextParallel
 from .ranks import ContextRanks
-from .sharded import ShardedLayout
+from .sharded import ShardedLayout, check_together
 
 __all__ = [
     "ATTENTION",
@@ -18,4 +18,5 @@ __all__ = [
     "Halo",
     "ShardedLayout",
     "UnevenLayout",
+    "check_together",
 ]

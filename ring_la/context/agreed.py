@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from ..autograd import outside_graphs
 from ..choices import LayoutKind
 from ..comm import Entry, Route
 from ..errors import ArgumentError, Facts, PeerError, RingLAError
+from ..kept import MadeOnce
 from ..layout import Layout
 from . import moves
 from .arguments import check_dim, check_length, describe
@@ -36,6 +36,7 @@ class AgreedLayout(OfThisProcess, Layout):
     ) -> None:
         self.cp = cp
         self.bindings = 0
+        self.kept = MadeOnce()
         self._seen: dict[object, Entry] = {}
         if multiple_of is None:
             multiple_of = CANONICAL_CHUNK if cp.deterministic else 1
@@ -77,7 +78,7 @@ class AgreedLayout(OfThisProcess, Layout):
         """An index of this rank's tokens on its device, made once."""
         if torch.compiler.is_compiling():
             return moves.layout_index(self.number, name, self.local_length, self.cp.device)
-        return self.kept(("index", name), lambda: make().to(self.cp.device))
+        return self.kept(Tensor, lambda: make().to(self.cp.device), name)
 
     # -- agreement -----------------------------------------------------------------------------------------
 
@@ -129,16 +130,9 @@ class AgreedLayout(OfThisProcess, Layout):
         self.cp.marks.put(out, self, fingerprint(x) if bound else None)
         return out
 
-    def route(self, name: object, wants: Callable[[], Sequence[Tensor]], neighbours: bool = False) -> Route:
+    def route(self, name: Hashable, wants: Callable[[], Sequence[Tensor]], neighbours: bool = False) -> Route:
         """A route for rows of this layout, made once and kept under `name`."""
-        return self.kept(("route", name), lambda: Route(self, wants(), self.cp.comm, neighbours))
-
-    def kept(self, name: object, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once for this layout and kept under `name`."""
-        kept = self.__dict__.setdefault("_kept", {})
-        if name not in kept:
-            kept[name] = make()
-        return kept[name]
+        return self.kept(Route, lambda: Route(self, wants(), self.cp.comm, neighbours), name)
 
     def _agree_on_tokens(
         self,

@@ -26,8 +26,8 @@ class SplitOperator:
     """``ring_la::name`` and ``ring_la::name_backward``.
 
     Args:
-        run: of tensors, then of other arguments, all positional and annotated as `torch.library.custom_op` wants them;
-            one tensor or a tuple.
+        run: of tensors, then of other arguments, all positional and annotated as `torch.library.custom_op` wants them,
+            or as `schema` says; one tensor or a tuple.
         fake: empty tensors shaped like run's results.
         wanting: so many of the first arguments are tensors (or None) that may want gradients.
         back: of the gradients of the results (none is None) and run's arguments, the gradients of the first `wanting`
@@ -43,10 +43,11 @@ class SplitOperator:
         wanting: int,
         back: Callable | None = None,
         again: Callable[..., Results] | None = None,
+        schema: str | None = None,
     ) -> None:
         self._differentiated, self._wanting, self._back = again or run, wanting, back or self._again
         self._fake = fake
-        schema = torch.library.infer_schema(run, mutates_args=())
+        schema = schema or torch.library.infer_schema(run, mutates_args=())
         arguments = schema[1 : schema.rindex(") ->")]
 
         def forward(*arguments: Any) -> Results:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Affine
-from ..choices import AttentionChoice, HeadGroups, ScanChoice, TransportChoice, ValidateChoice
+from ..choices import AttentionChoice, HeadGroups, LayoutKind, ScanChoice, TransportChoice, ValidateChoice
 from ..comm import Group
 from ..errors import ArgumentError
 from ..scan import CANONICAL, STRATEGIES, Chain, Cost, CostModel, Scan
@@ -22,7 +24,7 @@ from .handle import OfThisProcess, enter
 from .marks import Marks
 
 
-class ContextRanks(OfThisProcess):
+class ContextRanks(OfThisProcess, ABC):
     """What a layout knows of its `ContextParallel`, which makes layouts of it. The arguments are described there."""
 
     def __init__(
@@ -79,17 +81,25 @@ class ContextRanks(OfThisProcess):
         how = f"scan={self.scan_choice!r}, attention={self.attention!r}"
         return f"ContextParallel(rank {self.rank} of {self.size}, {how})"
 
-    def layout(self, *args: Any, **keywords: Any) -> Any:
+    @abstractmethod
+    def layout(
+        self,
+        seq_len: int,
+        kind: LayoutKind = "zigzag",
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        multiple_of: int | None = None,
+    ) -> Any:
         """`ContextParallel.layout`: layouts stand above this class."""
-        raise NotImplementedError
 
-    def grid(self, *args: Any, **keywords: Any) -> Any:
+    @abstractmethod
+    def grid(self, shape: Sequence[int], counts: Sequence[int] | None = None) -> Any:
         """`ContextParallel.grid`."""
-        raise NotImplementedError
 
-    def scan(self, *args: Any, **keywords: Any) -> Tensor:
+    @abstractmethod
+    def scan(
+        self, A: Tensor | None, b: Tensor, layout: Any = None, *, reverse: bool = False, exclusive: bool = False
+    ) -> Tensor:
         """`ContextParallel.scan`."""
-        raise NotImplementedError
 
     def strategy(self, chain: Chain, like: Affine) -> Scan:
         """The scan strategy for maps like `like` over the segments of `chain`."""

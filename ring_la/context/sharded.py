@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, RingLAError
 from . import moves
 from .agreed import AgreedLayout
 from .arguments import check_labels
 from .bound import Bound
 from .gather import Gather
+
+T = TypeVar("T")
 
 
 class ShardedLayout(AgreedLayout):
@@ -87,3 +91,20 @@ class ShardedLayout(AgreedLayout):
         shape = [1] * ids.dim()
         shape[dim] = -1
         return following.masked_fill(last.view(shape), ignore_index)
+
+
+def check_together(
+    call: str, layout: object, check: Callable[[], T], signature: Callable[[], tuple[tuple[str, object], ...]]
+) -> T:
+    """What `check` of a call's arguments returns. Under a layout all refuse what one rank refuses, and they compare
+    what they bring, `signature`, by name."""
+    found, error = None, None
+    try:
+        found = check()
+    except RingLAError as e:
+        error = e
+    if isinstance(layout, ShardedLayout):
+        layout.agree(call, None if error else signature(), error)
+    elif error is not None:
+        raise error
+    return found  # type: ignore[return-value]

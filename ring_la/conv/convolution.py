@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -53,19 +54,32 @@ def short_conv(
         ArgumentError: a wrong shape, dtype, device or choice, by name; under a layout on every rank.
     """
     check_flag("in_place", in_place)
-    if not in_place:
-        options = TailOptions(initial_state, output_final_state, layout, cu_seqlens)
-        if fixed(layout):
-            return _outside_graphs(x, weight, bias, activation, options)
-        if isinstance(layout, ShardedLayout) and cu_seqlens is None and torch.compiler.is_compiling():
-            arguments = initial_state, activation, output_final_state, layout.number, options.counted(x)
-            o, final = split_short_conv(x, weight, bias, *arguments)
-            return ShortConvOutput(o, final if output_final_state else None)
-        return _short_conv(x, weight, bias, activation, options)
-    initial_state = check_in_place(initial_state, layout, x, weight, bias)
-    o, final = _short_conv(x, weight, bias, activation, TailOptions(initial_state, True, layout, cu_seqlens))
-    assert final is not None
-    return ShortConvOutput(o, initial_state.copy_(final))
+    if in_place:
+        state = check_in_place(initial_state, layout, x, weight, bias)
+        o, final = _short_conv(x, weight, bias, activation, TailOptions(state, True, layout, cu_seqlens))
+        assert final is not None
+        return ShortConvOutput(o, state.copy_(final))
+    options = TailOptions(initial_state, output_final_state, layout, cu_seqlens)
+    return _way(options)(x, weight, bias, activation, options)
+
+
+def _way(options: TailOptions) -> Callable[..., ShortConvOutput]:
+    """What does a call that is not in place: where it is traced on a split sequence, one node of the graph."""
+    if fixed(options.layout):
+        return _outside_graphs
+    split = isinstance(options.layout, ShardedLayout) and options.cu_seqlens is None
+    return _traced if split and torch.compiler.is_compiling() else _short_conv
+
+
+def _traced(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, options: TailOptions
+) -> ShortConvOutput:
+    """A split call within a compiled graph: one node."""
+    state, wanted = options.initial_state, options.output_final_state
+    assert options.layout is not None
+    number, count = options.layout.number, options.counted(x)
+    o, final = split_short_conv(x, weight, bias, state, activation, wanted, number, count)
+    return ShortConvOutput(o, final if wanted else None)
 
 
 def _short_conv(

@@ -48,7 +48,7 @@ def block_leads(x: Tensor, width: int, initial: Tensor | None, layout: ShardedLa
     lead, _ = leads(x, width, initial, layout, None)
     assert lead is not None
     rows = torch.cat([x, lead.flatten(1, 2).to(x.dtype)], 1)
-    before, last = layout.kept(("rows before blocks", width), lambda: _before_blocks(layout, width, x.device))
+    before, last = layout.kept(_before_blocks, lambda: _before_blocks(layout, width, x.device), width)
     at_blocks, at_ends = (rows.index_select(1, i.flatten()).unflatten(1, i.shape) for i in (before, last))
     return at_blocks, at_ends
 
@@ -77,7 +77,7 @@ def halo_route(layout: ShardedLayout, width: int) -> Route:
 def initial_rows(x: Tensor, width: int, initial: Tensor, layout: ShardedLayout) -> Tensor:
     """The rows of the initial states ``[N, width, D]`` that stand before this rank's pieces, else zeros."""
     rows = (initial[None] if layout.packed else initial[:, None]).flatten(1, 2)
-    place = layout.kept(("rows before", width), lambda: _before(layout, layout.rank, width)[1].to(x.device))
+    place = layout.kept(Tensor, lambda: _before(layout, layout.rank, width)[1].to(x.device), "rows before", width)
     mine = Replicated.apply(rows, layout.cp.comm).index_select(1, place.clamp(min=0))
     return mine.masked_fill((place < 0)[:, None], 0)
 

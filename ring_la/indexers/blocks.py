@@ -89,26 +89,21 @@ def full_block_index(
     Raises:
         ArgumentError: by the name of the argument.
     """
-    _check_counts(size, topk)
-    if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
-        raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+    _check_one_key(q, k, size, topk)
     rows = Rows.of(q, layout, cu_seqlens)
     blocks = Blocks.of(size, rows)
     means = blocks.means(k[:, :, None])[:, :, 0]
-    wide = means.dtype
-    keys = means if pool is None else pool(means.to(k.dtype), blocks.first).to(wide)
+    keys = means if pool is None else pool(means.to(k.dtype), blocks.first).to(means.dtype)
 
     def score(strip: slice, some: slice) -> Tensor:
-        s = torch.relu(torch.einsum("bnhd,bmd->bnhm", q[:, strip].to(wide), keys[:, some])).sum(2)
+        s = torch.relu(torch.einsum("bnhd,bmd->bnhm", q[:, strip].to(keys.dtype), keys[:, some])).sum(2)
         full = (blocks.first[some] + size - 1 <= rows.tokens[strip, None]) & (blocks.whole[some])
         here = blocks.number[some] >= blocks.of_document[strip, None]
         return s.masked_fill(~(full & here)[None], -torch.inf)[:, :, None]
 
     out = best(score, len(blocks), blocks.ends, (q.shape[0], q.shape[2]), topk)
     own = blocks.first[blocks.own]
-    tail = torch.where(rows.tokens - own == size - 1, -1, own).int()[None, :, None, None].expand(len(q), -1, -1, -1)
-    scores = torch.where(tail < 0, -torch.inf, torch.inf).to(out.scores.dtype)
-    return Chosen(torch.cat([blocks.places(out.places), tail], -1), torch.cat([out.scores, scores], -1))
+    return _with_last(blocks.places(out.places), out.scores, torch.where(rows.tokens - own == size - 1, -1, own))
 
 
 @torch.no_grad()
@@ -136,12 +131,9 @@ def best_key_index(
     Raises:
         ArgumentError: by the name of the argument.
     """
-    _check_counts(size, topk)
-    if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
-        raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+    _check_one_key(q, k, size, topk)
     rows = Rows.of(q, layout, cu_seqlens)
-    blocks, keys = Blocks.of(size, rows), rows.gather(k)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    blocks, keys, wide = Blocks.of(size, rows), rows.gather(k), torch.promote_types(q.dtype, torch.float32)
     of_token = torch.searchsorted(blocks.first, torch.arange(rows.total, device=q.device), right=True) - 1
 
     def score(strip: slice, some: slice) -> Tensor:
@@ -150,11 +142,8 @@ def best_key_index(
         at = torch.arange(tokens.start, tokens.stop, device=q.device)
         seen = (at <= rows.tokens[strip, None]) & (at >= rows.starts[strip, None])
         s = s.masked_fill(~seen[None, :, None], -torch.inf)
-        best_of = s.new_full((*s.shape[:3], some.stop - some.start), -torch.inf)
-        best_of.scatter_reduce_(-1, (of_token[tokens] - some.start).expand_as(s), s, "amax")
-        number, own = blocks.number[some], blocks.own[strip, None]
-        near = (number <= own) & (number > own - local) & (number >= blocks.of_document[strip, None])
-        return best_of.masked_fill(near[None, :, None], torch.inf)
+        largest = _largest(s, of_token[tokens] - some.start, some.stop - some.start)
+        return largest.masked_fill(_near(blocks, strip, some, local)[None, :, None], torch.inf)
 
     out = best(score, len(blocks), blocks.ends, (q.shape[0], q.shape[2]), topk, size)
     return Chosen(blocks.places(out.places), out.scores)
@@ -184,7 +173,7 @@ class Blocks:
     def of(cls, size: int, rows: Rows) -> Blocks:
         """Made once a layout."""
         make = functools.partial(cls, size, rows)
-        return make() if rows.layout is None else rows.layout.kept((cls, size), make)
+        return make() if rows.layout is None else rows.layout.kept(cls, make, size)
 
     def __len__(self) -> int:
         return len(self.number)
@@ -201,6 +190,30 @@ class Blocks:
     def places(self, numbers: Tensor) -> Tensor:
         """The first tokens of blocks by number, int32; −1 for −1."""
         return torch.where(numbers < 0, -1, self.first[numbers.clamp(min=0)]).int()
+
+
+def _check_one_key(q: Tensor, k: Tensor, size: int, topk: int) -> None:
+    _check_counts(size, topk)
+    if q.dim() != 4 or list(k.shape) != [*q.shape[:2], q.shape[3]]:
+        raise ArgumentError("k", f"[B, T, D] for q {list(q.shape)}", list(k.shape))
+
+
+def _with_last(places: Tensor, scores: Tensor, last: Tensor) -> Chosen:
+    """A choice ``[B, T, heads, n]`` and one more place a token, `last` ``[T]`` (−1: none), read in any case."""
+    tail = last.int()[None, :, None, None].expand(len(places), -1, -1, -1)
+    sure = torch.where(tail < 0, -torch.inf, torch.inf).to(scores.dtype)
+    return Chosen(torch.cat([places, tail], -1), torch.cat([scores, sure], -1))
+
+
+def _near(blocks: Blocks, strip: slice, some: slice, local: int) -> Tensor:
+    """Which of the blocks `some` are a query's own or the `local` − 1 before it."""
+    number, own = blocks.number[some], blocks.own[strip, None]
+    return (number <= own) & (number > own - local) & (number >= blocks.of_document[strip, None])
+
+
+def _largest(s: Tensor, block: Tensor, count: int) -> Tensor:
+    """The largest of scores ``[…, keys]`` in each of `count` blocks, the keys' blocks given."""
+    return s.new_full((*s.shape[:3], count), -torch.inf).scatter_reduce_(-1, block.expand_as(s), s, "amax")
 
 
 def _check_counts(size: object, topk: object) -> None:

@@ -62,14 +62,9 @@ def chunk_gated_delta_rule(
     gate = _gate(g, kwargs)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     _refuse(kwargs, {"use_gate_in_kernel", "A_log", "dt_bias"})
+    where = _where(cp_context, cu_seqlens, initial_state, output_final_state, state_v_first)
     out = gated_delta_rule(
-        *_grouped(q, k, v),
-        v,
-        gate,
-        beta,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        **_where(cp_context, cu_seqlens, initial_state, output_final_state, state_v_first),
+        *_grouped(q, k, v), v, gate, beta, scale=scale, use_qk_l2norm=use_qk_l2norm_in_kernel, **where
     )
     return _results(out, state_v_first)
 
@@ -107,22 +102,15 @@ def chunk_kda(
     Raises:
         ArgumentError, UnsupportedError: by name; as upstream, states with a context.
     """
-    for name, value in (("return_intermediate_states", return_intermediate_states), ("use_graph", use_graph)):
-        if value:
-            raise UnsupportedError(name, "False", value)
+    _expect_false(return_intermediate_states=return_intermediate_states, use_graph=use_graph)
     gate = _gate(g, kwargs | {"use_gate_in_kernel": use_gate_in_kernel}, lower_bound)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     _refuse(kwargs, {"A_log", "dt_bias"})
+    where = _where(cp_context, cu_seqlens, initial_state, output_final_state, state_v_first)
     out = kda(
-        *_grouped(q, k, v),
-        v,
-        gate,
-        beta,
-        scale=scale,
-        lower_bound=lower_bound,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        **_where(cp_context, cu_seqlens, initial_state, output_final_state, state_v_first),
-    )
+        *_grouped(q, k, v), v, gate, beta, scale=scale, lower_bound=lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        **where,
+    )  # fmt: skip
     return _results(out, state_v_first)
 
 
@@ -206,6 +194,12 @@ def _where(
 def _results(out: LinearAttentionOutput, v_first: bool) -> tuple[Tensor, Tensor | None]:
     state = out.final_state
     return out.o, state.mT if state is not None and v_first else state
+
+
+def _expect_false(**flags: bool) -> None:
+    for name, value in flags.items():
+        if value:
+            raise UnsupportedError(name, "False", value)
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

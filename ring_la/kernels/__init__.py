@@ -1,7 +1,7 @@
 """Device code of the linear recurrences. Nothing here communicates."""
 
 from .choice import CanonicalChunks, check_choice, make_local
-from .operators import linear_recurrence, linear_recurrence_in_place, state_dtype
+from .operators import ForwardOthers, InPlaceOthers, linear_recurrence, linear_recurrence_in_place, state_dtype
 from .protocol import Adjoint, Backward, Inputs, Local, OutputUse, SpanMaps, Summary
 from .pytorch.chunks import Chunks
 
@@ -10,6 +10,8 @@ __all__ = [
     "Backward",
     "CanonicalChunks",
     "Chunks",
+    "ForwardOthers",
+    "InPlaceOthers",
     "Inputs",
     "Local",
     "SpanMaps",

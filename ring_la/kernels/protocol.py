@@ -44,6 +44,11 @@ class Inputs(NamedTuple):
     b: Tensor | None = None
 
     @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What every rule has."""
+        return self.q, self.k, self.v
+
+    @property
     def state(self) -> tuple[int, int, int]:
         """H, K and V of the states."""
         return self.v.shape[2], self.k.shape[3], self.v.shape[3]

@@ -33,10 +33,10 @@ from ring_la.kernels.protocol import (
     Summary,
 )
 from ring_la.kernels.runtime.contract import Promise
-from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.runtime.launch import aligned, filled, launch
 from ring_la.kernels.runtime.replayed_function import replayed_call
 from ring_la.kernels.runtime.triton_version import ALIGNMENT
-from ring_la.kernels.spans.plan import DECAY, filled
+from ring_la.kernels.spans.plan import DECAY
 from ring_la.kernels.spans.table import cdiv, power_of_2, width
 
 TILE = {"additive": (64, 4), "delta": (64, 4), "dplr": (32, 2)}

@@ -51,9 +51,8 @@ def read_attention(
         return AttentionOutput(o, lse)
     out, comm = Partial(tuple(o.shape), q.dtype, q.device), layout.cp.comm
     out.add(o, lse)
-    P, rank = comm.size, comm.rank
-    for s in range(P):
-        to, source = (rank + s) % P, (rank - s) % P
+    for s in range(comm.size):
+        to, source = (comm.rank + s) % comm.size, (comm.rank - s) % comm.size
         theirs = q if s == 0 else q.new_empty(q.shape[0], layout.lengths[source], *q.shape[2:])
         if s:
             _swap(comm, {to: q}, {source: theirs})

@@ -70,8 +70,8 @@ class StaticRows:
         self.here[: self.rows] += self._kept
 
     def put(self, memory: Tensor, x: Tensor) -> None:
-        """Write each row's new token ``x [rows, 1, …]`` into ``memory [size, capacity + 1, …]``."""
-        memory[self._each[: self.rows], self._at] = x[:, 0].to(memory.dtype)
+        """Write each row's new token ``x [rows, 1, heads, ·]`` into ``memory [size, heads, capacity + 1, ·]``."""
+        memory[self._each[: self.rows], :, self._at] = x[:, 0].to(memory.dtype)
 
     def seen(self, window: int) -> Tensor:
         """Which columns the new tokens see, bool ``[rows, columns]``."""
@@ -88,14 +88,14 @@ class StaticKeys:
     """One layer's keys and values of `rows`, a layer's state while sequences are decoded.
 
     Attributes:
-        k: ``[size, capacity + 1, heads, K]``. v: the same with V.
+        k: ``[size, heads, capacity + 1, K]``, so that a head's are one matrix. v: the same with V.
         carried: what the layer needs of each sequence's last token, with a row each; None: nothing.
     """
 
     def __init__(self, rows: StaticRows, size: KeySize, dtype: torch.dtype) -> None:
         self.rows, device = rows, rows.length.device
-        self.k = torch.zeros(rows.size, rows.capacity + 1, size.heads, size.key, dtype=dtype, device=device)
-        self.v = torch.zeros(rows.size, rows.capacity + 1, size.heads, size.value, dtype=dtype, device=device)
+        self.k = torch.zeros(rows.size, size.heads, rows.capacity + 1, size.key, dtype=dtype, device=device)
+        self.v = torch.zeros(rows.size, size.heads, rows.capacity + 1, size.value, dtype=dtype, device=device)
         self._carried: Tensor | None = None
 
     @property
@@ -115,7 +115,7 @@ class StaticKeys:
     def fill(self, row: int, k: Tensor, v: Tensor, carried: Tensor | None = None) -> None:
         """The tokens of a row: ``[n, heads, ·]``, those of this rank, which may have none."""
         if len(k):
-            self.k[row, : len(k)], self.v[row, : len(v)] = k, v
+            self.k[row, :, : len(k)], self.v[row, :, : len(v)] = k.transpose(0, 1), v.transpose(0, 1)
         if carried is not None:
             if self._carried is None:
                 self._carried = carried.new_zeros(self.rows.size, *carried.shape)
@@ -124,7 +124,7 @@ class StaticKeys:
     def take_over(self, old: StaticKeys) -> None:
         """Have the sequences of a smaller one."""
         n, S = old.rows.size, old.rows.capacity
-        self.k[:n, :S], self.v[:n, :S] = old.k[:, :-1], old.v[:, :-1]
+        self.k[:n, :, :S], self.v[:n, :, :S] = old.k[:, :, :-1], old.v[:, :, :-1]
         if old._carried is not None:
             self._carried = old._carried.new_zeros(self.rows.size, *old._carried.shape[1:])
             self._carried[:n] = old._carried
@@ -132,19 +132,28 @@ class StaticKeys:
     def decode(self, q: Tensor, k: Tensor, v: Tensor, window: int = -1, scale: float | None = None) -> Tensor:
         """The new token of each row ``q [rows, 1, H, K]``, whose key and value are written, over all of its sequence on
         all ranks: ``[rows, 1, H, V]``. One all-gather, as in `decode_attention`."""
-        rows = self.rows
+        rows, N, heads = self.rows, self.rows.rows, self.k.shape[1]
         rows.put(self.k, k)
         rows.put(self.v, v)
-        keys, values = (x[: rows.rows, : rows.columns] for x in (self.k, self.v))
-        dtype = wide(q.dtype)
-        grouped = q[:, 0].unflatten(1, (keys.shape[2], -1)).to(dtype)
-        scores = torch.einsum("ngqk,nsgk->ngqs", grouped, keys.to(dtype))
+        keys, values = (x[:N, :, : rows.columns].flatten(0, 1) for x in (self.k, self.v))  # views
+        scores = product(q[:, 0].unflatten(1, (heads, -1)).flatten(0, 1), keys.mT)  # [N heads, groups, columns]
         scores = scores * (q.shape[3] ** -0.5 if scale is None else scale)
-        scores = scores.masked_fill(~rows.seen(window)[:, None, None], -torch.inf)
+        scores = scores.masked_fill(~rows.seen(window).repeat_interleave(heads, 0)[:, None], -torch.inf)
         lse = scores.logsumexp(-1, keepdim=True)
         weights = torch.exp(scores - torch.where(torch.isneginf(lse), 0.0, lse))
-        o = torch.einsum("ngqs,nsgv->ngqv", weights, values.to(dtype)).flatten(1, 2)
+        o, lse = (x.unflatten(0, (N, heads)).flatten(1, 2) for x in (product(weights, values), lse))
         if rows.ranks > 1 and rows.cp is not None:
-            part = torch.cat([o, lse.flatten(1, 2)], -1)
-            o, _ = merged(rows.cp.comm.all_gather(part).wait(), 0)
+            o, _ = merged(rows.cp.comm.all_gather(torch.cat([o, lse], -1)).wait(), 0)
         return o[:, None].to(q.dtype)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """``x [B, M, K] @ y [B, K, N]``, wide. On GPUs a `y` of 16 bits is read as it is, not copied: of a wide `x` two
+    numbers of 16 bits each are multiplied, what it rounds to and what is left."""
+    if not y.is_cuda or y.dtype not in (torch.bfloat16, torch.float16):
+        return x.to(wide(y.dtype)) @ y.to(wide(y.dtype))
+    if x.dtype == y.dtype:
+        return torch.bmm(x, y, out_dtype=torch.float32)
+    first = x.to(y.dtype)
+    rest = (x - first.to(x.dtype)).to(y.dtype)
+    return torch.bmm(torch.cat([first, rest], 1), y, out_dtype=torch.float32).unflatten(1, (2, -1)).sum(1)

@@ -36,7 +36,7 @@ class SplitCall:
     @classmethod
     def kept(cls, layout: ShardedLayout, rule: Rule, *more: Any) -> SplitCall:
         """A call on a layout, made once."""
-        return layout.kept((cls, rule, *more), lambda: cls(rule, layout, *more))
+        return layout.kept(cls, lambda: cls(rule, layout, *more), rule, *more)
 
     @cached_property
     def seams(self) -> Seams:

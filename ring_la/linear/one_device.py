@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..algebra import Rule
 from ..autograd import first_derivative_only, full_precision, traced, wanting
-from ..kernels import Backward, Inputs, OutputUse, linear_recurrence, make_local
+from ..kernels import Backward, ForwardOthers, Inputs, OutputUse, linear_recurrence, make_local
 
 
 class OneDeviceCall(NamedTuple):
@@ -29,7 +29,7 @@ def one_device(
     one spares its dispatch, and its backward has what the forward made."""
     rule, scale, mode, backend, final = call
     if traced(inputs.q) or inputs.q.shape[1] == 0:
-        return linear_recurrence(*inputs, S0, cu, str(rule), scale, mode, backend)
+        return linear_recurrence(*inputs, *ForwardOthers(S0, cu, str(rule), scale, mode, backend))
     with full_precision(inputs.q):
         if wanting(*inputs, S0):
             return OneDeviceRecurrence.apply(call, cu, S0, *inputs)

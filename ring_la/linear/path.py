@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..algebra import Rule
 from ..autograd import full_precision, wanting
-from ..kernels import Inputs, linear_recurrence_in_place
+from ..kernels import InPlaceOthers, Inputs, linear_recurrence_in_place
 from ..outputs import LinearAttentionOutput
 from .exchange import SplitCall
 from .one_device import OneDeviceCall, one_device
@@ -25,7 +25,8 @@ def run(
         packed = cu is not None
         S0 = None if initial is None else with_rows(initial, packed)
         if options.in_place:
-            o = linear_recurrence_in_place(*inputs, S0, cu, str(rule), scale, mode, backend)
+            assert S0 is not None
+            o = linear_recurrence_in_place(inputs, InPlaceOthers(S0, cu, str(rule), scale, mode, backend))
             return LinearAttentionOutput(o, initial)
         call = OneDeviceCall(rule, scale, mode, backend, options.output_final_state)
         o, S_end = one_device(call, inputs, S0, cu)

@@ -76,4 +76,4 @@ class Seams:
     @classmethod
     def of(cls, layout: ShardedLayout) -> Seams:
         """The seams of a layout, made once."""
-        return layout.kept("seams", lambda: cls(layout))
+        return layout.kept(cls, lambda: cls(layout))

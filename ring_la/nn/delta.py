@@ -7,6 +7,7 @@ of the output. They differ in the decay g and in the output gate.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from functools import partial
 from typing import Any, ClassVar
 
@@ -76,9 +77,9 @@ class _DeltaLayer(Layer):
     def _rates(self, y: Tensor) -> Tensor:
         return self.beta_max * torch.sigmoid(wide(y))
 
+    @abstractmethod
     def make_gates(self) -> None:
         """The modules of the layer's own: its decay, its output gate and its norm."""
-        raise NotImplementedError
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         state = state or LayerState()
@@ -96,19 +97,19 @@ class _DeltaLayer(Layer):
         o = call.rows(self.out_proj, merge_heads(self.readout(x, o, call)))
         return LayerOutput(o, LayerState(S, tail) if call.output_state else None)
 
+    @abstractmethod
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         """The recurrence, with the layer's decay of `x`."""
-        raise NotImplementedError
 
-    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
-        """The recurrence of prepared tensors, g ``[B, T, …]`` as decay_proj has it."""
-        raise NotImplementedError
+    @abstractmethod
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
+        """The recurrence of prepared tensors, g ``[B, T, …]`` as decay_proj has it; None: without a decay."""
 
+    @abstractmethod
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
         """Heads ``o [B, T, H, V]`` normalised, and gated by `x`."""
-        raise NotImplementedError
 
 
 class DeltaNet(_DeltaLayer):
@@ -128,6 +129,9 @@ class DeltaNet(_DeltaLayer):
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
+        return self.rule(q, k, v, None, beta, **keywords)
+
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: None, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         return delta_rule(q, k, v, beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:

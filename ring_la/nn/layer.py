@@ -10,6 +10,7 @@ are therefore decoded as a batch of N rows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -74,7 +75,7 @@ class LayerCall:
         return self.cu_seqlens is not None if self.layout is None else self.layout.packed
 
 
-class Layer(nn.Module):
+class Layer(nn.Module, ABC):
     """A layer along the sequence. Subclasses give `mix`.
 
     Args:
@@ -146,9 +147,9 @@ class Layer(nn.Module):
             in_place: bool = False,
         ) -> LayerOutput: ...
 
+    @abstractmethod
     def mix(self, x: Tensor, state: Any, call: LayerCall) -> LayerOutput:
         """The layer itself, over checked arguments."""
-        raise NotImplementedError
 
     # -- checks --------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Compressed:
     def of(cls, length: int, stride: int, rows: Rows) -> Compressed:
         """Made once a layout."""
         make = functools.partial(cls, length, stride, rows)
-        return make() if rows.layout is None else rows.layout.kept((cls, length, stride), make)
+        return make() if rows.layout is None else rows.layout.kept(cls, make, length, stride)
 
     def __len__(self) -> int:
         return len(self.first)

@@ -11,8 +11,8 @@ from .. import reference
 from ..autograd import traced
 from ..checks import FLOATS, check_offsets, check_scale
 from ..choices import AttentionChoice, SoftmaxBackend
-from ..context import ShardedLayout
-from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
+from ..context import ShardedLayout, check_together
+from ..errors import ArgumentError, Facts, describe_tensor
 from ..indexers.chosen import Rows
 from ..outputs import NSAOutput
 from ..softmax import attention, sparse_attention
@@ -79,19 +79,16 @@ def nsa(
         DisagreementError: the ranks' arguments do not fit together.
     """
     sizes = Sizes(length, stride, block, topk, initial, local)
-    error = None
-    try:
+
+    def check() -> None:
         _check(q, k, v, gates, layout, cu_seqlens)
         check_sizes(sizes, window, scale)
         for name, given in (("compress_k", compress_k), ("compress_v", compress_v)):
             if not callable(given):
                 raise ArgumentError(name, "a function of blocks and positions", type(given).__name__)
-    except RingLAError as e:
-        error = e
-    if isinstance(layout, ShardedLayout) and not torch.compiler.is_compiling():
-        layout.agree("nsa", None if error else _signature(q, k, v, gates, sizes, window, scale), error)
-    elif error is not None:
-        raise error
+
+    together = None if torch.compiler.is_compiling() else layout
+    check_together("nsa", together, check, lambda: _signature(q, k, v, gates, sizes, window, scale))
     where: dict[str, Any] = dict(layout=layout, cu_seqlens=cu_seqlens)
     if backend == "reference":
         more: dict[str, Any] = sizes._asdict() | dict(window=window, scale=scale)

@@ -10,6 +10,9 @@ fewer than there can be: the last block stands in the places that are left, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..errors import Facts
 from ..indexers.chosen import Rows
+from ..schemas import declared
 from .choice import Sizes, choose_blocks
 from .compressed import Compressed
 
@@ -75,60 +79,59 @@ nsa_blocks = SplitOperator("nsa_blocks", _blocks, _blocks_fake, 2)
 
 
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, rows: Rows, sizes: list[int], scale: float, backend: str | None
+    q: Tensor, k: Tensor, v: Tensor, rows: Rows, sizes: Sequence[int], scale: float, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Compressed]:
     """o and lse of the compressed branch, its keys, and where they stand."""
-    compressed = Compressed.of(sizes[0], sizes[1], rows)
+    each = Sizes(*sizes)
+    compressed = Compressed.of(each.length, each.stride, rows)
     n = compressed.local_length
     k, v = compressed.everywhere(k[:, :n], v[:, :n])
     return *compressed.attention(q, k, v, scale, backend), k, compressed
 
 
-def _compressed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    layout: int,
-    total: int,
-    sizes: list[int],
-    scale: float,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """o ``[B, Tq, H, V]``, and the choice, int32 ``[B, Tq, Hk, topk]``. `sizes`: of `Sizes`."""
-    rows = rows_of(q.shape[1], total, q.device, cu_seqlens, layout)
-    o, lse, k, compressed = _attended(q, k, v, rows, sizes, scale, backend)
-    return o, choose_blocks(q, k, lse, scale, Sizes(*sizes), rows, compressed)
+class CompressedOthers(NamedTuple):
+    """What the compressed branch has beside q, k and v.
+
+    Attributes:
+        layout: its number, 0 for none. total: tokens of all keys. sizes: of `Sizes`.
+    """
+
+    cu_seqlens: Tensor | None
+    layout: int
+    total: int
+    sizes: Sequence[int]
+    scale: float
+    backend: str | None
+
+    def rows(self, q: Tensor) -> Rows:
+        return rows_of(q.shape[1], self.total, q.device, self.cu_seqlens, self.layout)
 
 
-def _compressed_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    layout: int,
-    total: int,
-    sizes: list[int],
-    scale: float,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q.shape
-    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, T, k.shape[2], sizes[3], dtype=torch.int32)
+def _compressed(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """o ``[B, Tq, H, V]``, and the choice, int32 ``[B, Tq, Hk, topk]``."""
+    x = CompressedOthers(*others)
+    rows = x.rows(q)
+    o, lse, k, compressed = _attended(q, k, v, rows, x.sizes, x.scale, x.backend)
+    return o, choose_blocks(q, k, lse, x.scale, Sizes(*x.sizes), rows, compressed)
 
 
-def _compressed_again(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    layout: int,
-    total: int,
-    sizes: list[int],
-    scale: float,
-    backend: str | None,
-) -> Tensor:
+def _compressed_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    (B, T, H, _), topk = q.shape, Sizes(*CompressedOthers(*others).sizes).topk
+    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, T, k.shape[2], topk, dtype=torch.int32)
+
+
+def _compressed_again(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     """o alone: the choice has no gradient."""
-    return _attended(q, k, v, rows_of(q.shape[1], total, q.device, cu_seqlens, layout), sizes, scale, backend)[0]
+    x = CompressedOthers(*others)
+    o, _, _, _ = _attended(q, k, v, x.rows(q), x.sizes, x.scale, x.backend)
+    return o
 
 
-nsa_compressed = SplitOperator("nsa_compressed", _compressed, _compressed_fake, 3, again=_compressed_again)
+nsa_compressed = SplitOperator(
+    "nsa_compressed",
+    _compressed,
+    _compressed_fake,
+    3,
+    again=_compressed_again,
+    schema=f"(Tensor q, Tensor k, Tensor v, {declared(CompressedOthers)}) -> (Tensor, Tensor)",
+)

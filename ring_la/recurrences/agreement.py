@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def known(decays: Callable[[], tuple[float, ...]] | Tensor | None, layout: Shard
         return decays if decays is None else decays()
     if decays.requires_grad or decays.is_inference():  # nobody tells when these change
         return None
-    read = layout.kept("decays", WeakTensorKeyDictionary)
+    read: Any = layout.kept(WeakTensorKeyDictionary, WeakTensorKeyDictionary)
     version, values = read.get(decays, (None, None))
     if version != decays._version:
         values = tuple(decays.tolist())

@@ -42,7 +42,7 @@ def bidirectional(
 
 def _local(inputs: Inputs, scale: float, initial: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor]:
     """One device: o, and each document's state."""
-    q, k, v = inputs[:3]
+    q, k, v = inputs.qkv
     if initial is not None:
         initial = (initial[:, None] if cu is None else initial[None]).to(state_dtype(k, v))
     o, S = sum_and_read(q, k, v, initial, cu, scale)
@@ -61,7 +61,7 @@ def _normalized(
 
 def _sums(inputs: Inputs, cu: Tensor | None, normalizer: Normalizer) -> Tensor:
     """What this rank's tokens add to each of its pieces, ``[B, N, H, K, V]``, or with Σ k' as one more column."""
-    k, v = inputs[1:3]
+    k, v = inputs.k, inputs.v
     S = outer_sum(k, v, cu)
     if normalizer is None:
         return S
@@ -86,12 +86,16 @@ def _split(
             S = S + Replicated.apply(initial, layout.cp.comm)[:, None].to(S.dtype)
         return _read(inputs, S, None, scale, normalizer), S[:, 0]
     cu = layout.cu_pieces.to(inputs.q.device) if len(layout.pieces) > 1 else None
-    numbers = [p.document for p in layout.pieces]
-    documents = layout.kept("documents", lambda: torch.tensor(numbers, dtype=torch.int64, device=inputs.q.device))
-    own = _sums(inputs, cu, normalizer)[:, : len(numbers)]
+    documents = layout.kept(_of_pieces, lambda: _of_pieces(layout, inputs.q.device))
+    own = _sums(inputs, cu, normalizer)[:, : len(documents)]
     S = own.new_zeros(1, layout.num_documents, *own.shape[2:]).index_add(1, documents, own)
     S = SumOverRanks.apply(S, layout.cp.comm)
     if initial is not None:
         S = S + Replicated.apply(initial, layout.cp.comm)[None].to(S.dtype)
-    entering = S.index_select(1, documents) if numbers else S[:, :1]
+    entering = S.index_select(1, documents) if len(documents) else S[:, :1]
     return _read(inputs, entering, cu, scale, normalizer), S[0]
+
+
+def _of_pieces(layout: ShardedLayout, device: torch.device) -> Tensor:
+    """The document of each of this rank's pieces."""
+    return torch.tensor([p.document for p in layout.pieces], dtype=torch.int64, device=device)

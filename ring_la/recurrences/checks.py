@@ -84,7 +84,7 @@ def check_tensors(r: Recurrence) -> tuple[int, int, int, int, int]:
 def check_shapes(r: Recurrence) -> tuple[int, int, int, int, int]:
     """Refuse shapes that do not fit together; returns B, T, H, K and V."""
     name = r.name
-    q, k, v = r.inputs[:3]
+    q, k, v = r.inputs.qkv
     for f, x in (("q", q), ("v", v)):
         if x.dim() != 4:
             raise ArgumentError(name(f), "four dimensions [B, T, H, D]", list(x.shape))
@@ -103,7 +103,8 @@ def check_shapes(r: Recurrence) -> tuple[int, int, int, int, int]:
         raise ArgumentError(name("v"), f"[B, T, H, V] with B={B}, T={T}", list(v.shape))
     if H % Hk:
         raise ArgumentError(name("v"), f"a number of heads that is a multiple of the {Hk} of {name('q')}", H)
-    for f, x in zip(Inputs._fields[3:], r.inputs[3:]):  # type: ignore[assignment]
+    for f in ("g", "beta", "a", "b"):
+        x = getattr(r.inputs, f)
         tail = () if f == "beta" or (f == "g" and r.rule.decay != "diagonal") else (K,)
         if x is not None and x.shape != (B, T, H, *tail) and x.shape != (B, T, Hk, *tail):
             raise ArgumentError(name(f), f"{[B, T, H, *tail]}", list(x.shape))

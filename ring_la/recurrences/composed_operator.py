@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 from ast import literal_eval
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..choices import Mode, RecurrenceBackend
 from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..outputs import LinearAttentionOutput
+from ..schemas import declared
 from .arguments import check_arguments, state_dtype_of
 from .composed import parts_of, run_composed
 from .definition import CommonOptions, Definition
@@ -38,69 +39,91 @@ def traced(number: int, definition: Definition, given: Mapping[str, Any], option
     layout, state = options.layout, parts_of(options.initial_state)
     assert layout is not None
     tensors = [given.get(n) for n in definition.arguments]
-    rest = "\n".join([f"{n}={x!r}" for n, x in given.items() if n not in definition.arguments])
-    first = next(x for x in tensors if x is not None)
-    out = split_composed(
-        *tensors, *[None] * (TENSORS - len(tensors)), *state, *[None] * (PARTS - len(state)),
-        layout.number, number, rest, options.scale, options.use_qk_l2norm, options.output_final_state,
-        options.mode, options.backend, layout.num_documents if layout.packed else first.shape[0],
-    )  # fmt: skip
+    others = ComposedOthers(
+        layout=layout.number,
+        definition=number,
+        rest="\n".join([f"{n}={x!r}" for n, x in given.items() if n not in definition.arguments]),
+        scale=options.scale,
+        unit=options.use_qk_l2norm,
+        final=options.output_final_state,
+        form=options.mode,
+        backend=options.backend,
+        documents=layout.num_documents if layout.packed else next(x for x in tensors if x is not None).shape[0],
+    )
+    out = split_composed(*_padded(tensors, TENSORS), *_padded(state, PARTS), *others)
     parts = out[1 : 1 + len(definition.states)]
     final: Any = None if not options.output_final_state else parts[0] if len(parts) == 1 else tuple(parts)
     return LinearAttentionOutput(out[0], final)
 
 
-def _run(
-    t0: Tensor | None,
-    t1: Tensor | None,
-    t2: Tensor | None,
-    t3: Tensor | None,
-    t4: Tensor | None,
-    t5: Tensor | None,
-    t6: Tensor | None,
-    t7: Tensor | None,
-    t8: Tensor | None,
-    t9: Tensor | None,
-    s0: Tensor | None,
-    s1: Tensor | None,
-    s2: Tensor | None,
-    s3: Tensor | None,
-    layout: int,
-    definition: int,
-    rest: str,
-    scale: float | None,
-    unit: bool,
-    final: bool,
-    form: str,
-    backend: str | None,
-    documents: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o and the parts of the final states, empty where there are none. `form` is the mode."""
-    known: Definition = found(definition)
-    tensors = (t0, t1, t2, t3, t4, t5, t6, t7, t8, t9)
-    own = {n: x for n, x in zip(known.arguments, tensors) if x is not None}
-    others = {n: literal_eval(x) for n, x in (line.split("=", 1) for line in rest.splitlines())}
-    given = (s0, s1, s2, s3)[: len(known.states)]
-    state: Any = None if s0 is None else s0 if len(given) == 1 else given
-    choice = cast(Mode, form), cast("RecurrenceBackend | None", backend)
-    options = CommonOptions(scale, state, final, unit, found(layout), None, *choice)
+def _padded(x: Sequence[Tensor | None], places: int) -> list[Tensor | None]:
+    return [*x, *[None] * (places - len(x))]
+
+
+class ComposedOthers(NamedTuple):
+    """What a call has beside its tensors.
+
+    Attributes:
+        layout, definition: their numbers. rest: its own arguments that are no tensors, a line each.
+        unit: whether q and k become of unit length. final: whether the final state is wanted. form: the mode.
+        documents: how many there are.
+    """
+
+    layout: int
+    definition: int
+    rest: str
+    scale: float | None
+    unit: bool
+    final: bool
+    form: str
+    backend: str | None
+    documents: int
+
+
+class ComposedCall(NamedTuple):
+    """An operator's arguments: the tensors by the names of the definition, the parts of the state, and the rest."""
+
+    definition: Definition
+    own: dict[str, Tensor]
+    state: tuple[Tensor | None, ...]
+    others: ComposedOthers
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> ComposedCall:
+        others = ComposedOthers(*arguments[TENSORS + PARTS :])
+        known: Definition = found(others.definition)
+        own = {n: x for n, x in zip(known.arguments, arguments[:TENSORS]) if x is not None}
+        state = arguments[TENSORS : TENSORS + len(known.states)]
+        return cls(known, own, tuple(state), others)
+
+
+def _run(*arguments: Any) -> tuple[Tensor, ...]:
+    """o and the parts of the final states, empty where there are none."""
+    known, own, given, x = ComposedCall.of(arguments)
+    others = {n: literal_eval(value) for n, value in (line.split("=", 1) for line in x.rest.splitlines())}
+    state: Any = None if given[0] is None else given[0] if len(given) == 1 else given
+    choice = cast(Mode, x.form), cast("RecurrenceBackend | None", x.backend)
+    options = CommonOptions(x.scale, state, x.final, x.unit, found(x.layout), None, *choice)
     call = functools.partial(known.describe, **own, **others)
     o, after = run_composed(known, call, options, tuple(sorted(others.items())))
     parts = [] if after is None else [*parts_of(after)]
-    return o, *parts, *[o.new_empty(0) for _ in range(PARTS - len(parts))]  # pyright: ignore[reportReturnType]
+    return o, *parts, *[o.new_empty(0) for _ in range(PARTS - len(parts))]
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:
-    (_, definition, *_), (final, _, _, documents) = arguments[TENSORS + PARTS :], arguments[-4:]
-    known: Definition = found(definition)
-    own = {n: x for n, x in zip(known.arguments, arguments) if x is not None}
+    known, own, _, call = ComposedCall.of(arguments)
     sizes = check_arguments(known.arguments, own)
     name = next(n for n in own if known.arguments[n].values)
     letters = [letter for letter in known.arguments[name].shape if letter in "BTHVD"]  # tokens, whatever their steps
     o = own[name].new_empty([sizes[letter] for letter in letters])
-    shapes = [[documents, *(sizes[letter] for letter in part)] for part in known.states] if final else []
+    shapes = [[call.documents, *(sizes[letter] for letter in part)] for part in known.states] if call.final else []
     parts = [torch.empty(shape, dtype=state_dtype_of(own), device=o.device) for shape in shapes]
     return o, *parts, *[o.new_empty(0) for _ in range(PARTS - len(parts))]
 
 
-split_composed = SplitOperator("split_composed", _run, _fake, TENSORS + PARTS)
+PLACES = ", ".join([*(f"Tensor? t{n}" for n in range(TENSORS)), *(f"Tensor? s{n}" for n in range(PARTS))])
+RESULTS = ", ".join(["Tensor"] * (1 + PARTS))
+
+split_composed = SplitOperator(
+    "split_composed", _run, _fake, TENSORS + PARTS, schema=f"({PLACES}, {declared(ComposedOthers)}) -> ({RESULTS})"
+)

@@ -26,7 +26,7 @@ class Recurrence(NamedTuple):
         rule: how a token changes the state.
         inputs: what tokens bring.
         causal: False: every token reads the state after its document's last token.
-        readout: what becomes of ``scale · Sᵀ q``.
+        readout: what becomes of ``scale · Sᵀ q``; None: it is o.
         names: the caller's names of the inputs where they differ, for messages.
         normalizer: q and k of the denominator's own, whose read-out stands in one more column of the output; without a
             direction only.
@@ -36,10 +36,14 @@ class Recurrence(NamedTuple):
     rule: Rule
     inputs: Inputs
     causal: bool = True
-    readout: Callable[[Tensor], Tensor] = lambda o: o
+    readout: Callable[[Tensor], Tensor] | None = None
     names: Mapping[str, str] = {}
     decays: Callable[[], tuple[float, ...]] | Tensor | None = None
     normalizer: tuple[Tensor, Tensor] | None = None
+
+    def read(self, o: Tensor) -> Tensor:
+        """o, of ``scale · Sᵀ q``."""
+        return o if self.readout is None else self.readout(o)
 
     def name(self, field: str) -> str:
         """What the caller calls an input."""

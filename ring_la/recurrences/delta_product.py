@@ -68,9 +68,9 @@ def steps(options: CommonOptions, n: int) -> dict[str, object]:
         return options.inner
     if layout is None:
         return {"layout": None, "cu_seqlens": None if cu is None else cu * n}
+    return {"layout": layout.kept(_longer, lambda: _longer(layout, n), n), "cu_seqlens": None}
 
-    def longer() -> ShardedLayout:
-        cu = [n * c for c in layout.cu_seqlens] if layout.packed else None
-        return ShardedLayout(layout.cp, n * layout.seq_len, layout.kind, cu, n * layout.multiple_of)
 
-    return {"layout": layout.kept(("steps", n), longer), "cu_seqlens": None}
+def _longer(layout: ShardedLayout, n: int) -> ShardedLayout:
+    cu = [n * c for c in layout.cu_seqlens] if layout.packed else None
+    return ShardedLayout(layout.cp, n * layout.seq_len, layout.kind, cu, n * layout.multiple_of)

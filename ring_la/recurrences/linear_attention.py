@@ -14,6 +14,7 @@ from .definition import Recurrence
 from .recurrence import recurrence
 
 EPS = 1e-10
+RULE = Rule("additive", "none")
 
 
 @recurrence(
@@ -49,24 +50,26 @@ def linear_attention(
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps >= 0:
         raise ArgumentError("eps", "a number >= 0", repr(eps))
     own = _own_normalizer(q, k, normalizer_q, normalizer_k, normalize and not causal)
-    rule = Rule("additive", "none")
     if not normalize or not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-        return Recurrence(rule, Inputs(q, k, v), causal=causal)
+        return Recurrence(RULE, Inputs(q, k, v), causal=causal)
+    return _normalized(q, k, v, eps, causal, own)
+
+
+def _normalized(
+    q: Tensor, k: Tensor, v: Tensor, eps: float, causal: bool, own: tuple[Tensor, Tensor] | None
+) -> Recurrence:
+    """Divided by a denominator that rides as one more value column, of q and k or of its `own`."""
     wide = torch.promote_types(v.dtype, torch.float32)
+    q, k = q.to(wide), k.to(wide)
 
     def readout(o: Tensor) -> Tensor:
         return (o[..., :-1] / (o[..., -1:] + eps)).to(v.dtype)
 
     if own is not None:
-        return Recurrence(
-            rule,
-            Inputs(q.to(wide), k.to(wide), v.to(wide)),
-            causal=False,
-            normalizer=(own[0].to(wide), own[1].to(wide)),
-            readout=readout,
-        )
+        denominator = own[0].to(wide), own[1].to(wide)
+        return Recurrence(RULE, Inputs(q, k, v.to(wide)), causal=False, normalizer=denominator, readout=readout)
     with_one = torch.cat([v.to(wide), v.new_ones(*v.shape[:-1], 1, dtype=wide)], -1)
-    return Recurrence(rule, Inputs(q.to(wide), k.to(wide), with_one), causal=causal, readout=readout)
+    return Recurrence(RULE, Inputs(q, k, with_one), causal=causal, readout=readout)
 
 
 def _own_normalizer(

@@ -60,7 +60,7 @@ def mamba2(
     return Recurrence(
         Rule("additive", "scalar"),
         Inputs(C, B, v, g),
-        readout=readout or (lambda y: y),
+        readout=readout,
         names={"q": "C", "k": "B", "v": "x", "g": "dt · A"},
     )
 

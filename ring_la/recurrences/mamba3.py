@@ -15,7 +15,7 @@ its own token's writes is added behind the scan.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def mamba3(
     start = options.initial_state
     if start is not None:
         options = options._replace(initial_state=(start[0], start[1][:, :, None], *start[2:]))  # type: ignore[arg-type]
-    o, final = _trapezoid(x, dt, g, B[:, :, None], C[:, :, None], lam, theta, D, None, options)
+    o, final = _trapezoid(Trapezoid(x, dt, g, B[:, :, None], C[:, :, None], lam, theta, D), options)
     state: Any = final and (final[0], final[1][:, :, 0], *final[2:])
     return LinearAttentionOutput(o[:, :, 0], state)
 
@@ -131,14 +131,25 @@ def mamba3_mimo(
     o is ``[B, T, n, H, V]``: the paper gates each o_r and sums them up with weights behind it. States are
     ``(S [N,H,K,V], B₋₁ turned [N,H,n,K], x₋₁ [N,H,V], Σ θ [N,H,K/2])``.
     """
-    return _trapezoid(x, dt, g, B, C, lam, theta, D, up, options)
+    return _trapezoid(Trapezoid(x, dt, g, B, C, lam, theta, D, up), options)
 
 
-def _trapezoid(
-    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor, up: Tensor | None,
-    options: CommonOptions,
-) -> LinearAttentionOutput:  # fmt: skip
-    """Either form, B and C ``[B, T, n, Hk, K]``; without `up` x_r is x."""
+class Trapezoid(NamedTuple):
+    """The tensors of either form, B and C ``[B, T, n, Hk, K]``; without `up` x_r is x."""
+
+    x: Tensor
+    dt: Tensor
+    g: Tensor
+    B: Tensor
+    C: Tensor
+    lam: Tensor
+    theta: Tensor
+    D: Tensor
+    up: Tensor | None = None
+
+
+def _trapezoid(tokens: Trapezoid, options: CommonOptions) -> LinearAttentionOutput:
+    x, dt, g, B, C, lam, theta, D, up = tokens
     heads, layout, n = x.shape[2], options.layout, B.shape[2]
     start: Any = options.initial_state
     phi = running_sum(theta, layout, options.cu_seqlens)

@@ -8,7 +8,7 @@ Bidirectional or not. Registered at import with a fake.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from ..choices import Mode, RecurrenceBackend
 from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..kernels import Inputs, state_dtype
+from ..schemas import declared, taken_apart
 from .definition import CommonOptions, Recurrence
 from .run import agreed, compute
 
@@ -26,68 +27,63 @@ def names_of(r: Recurrence) -> str:
     return "\n".join([f"{field}={name}" for field, name in r.names.items()])
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    initial_state: Tensor | None,
-    normalizer_q: Tensor | None,
-    normalizer_k: Tensor | None,
-    layout: int,
-    documents: int,
-    name: str,
-    rule: str,
-    scale: float,
-    form: str,
-    backend: str | None,
-    causal: bool,
-    final: bool,
-    names: str,
-    flags: str,
-) -> tuple[Tensor, Tensor]:
-    """o ``[B, T, H, V]`` and the final states ``[N, H, K, V]`` of so many documents, empty unless `final`; with a
-    denominator's own q and k, one more column of both.
+class RecurrenceOthers(NamedTuple):
+    """What a split call has beside its inputs.
 
-    `form` is the mode: torch's functionalisation cannot pass on an argument of that name.
+    Attributes:
+        normalizer_q, normalizer_k: a denominator's own q and k: o and the states have a column more.
+        layout: its number. documents: how many there are.
+        name: of the definition. names: as `names_of` gives them. flags: of the function's own, for messages.
+        form: the mode: torch's functionalisation cannot pass on an argument of that name.
+        final: whether the final states are wanted.
     """
-    inputs, named = Inputs(q, k, v, g, beta, a, b), dict([n.split("=", 1) for n in names.splitlines()])
-    choice = cast(Mode, form), cast("RecurrenceBackend | None", backend)
-    options = CommonOptions(scale, initial_state, final, False, found(layout), None, *choice)
 
-    own = None if normalizer_q is None or normalizer_k is None else (normalizer_q, normalizer_k)
+    initial_state: Tensor | None
+    normalizer_q: Tensor | None
+    normalizer_k: Tensor | None
+    layout: int
+    documents: int
+    name: str
+    rule: str
+    scale: float
+    form: str
+    backend: str | None
+    causal: bool
+    final: bool
+    names: str
+    flags: str
+
+
+def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """o ``[B, T, H, V]`` and the final states ``[N, H, K, V]`` of so many documents, empty unless `final`."""
+    inputs, call = taken_apart(arguments, Inputs, RecurrenceOthers)
+    named = dict([n.split("=", 1) for n in call.names.splitlines()])
+    choice = cast(Mode, call.form), cast("RecurrenceBackend | None", call.backend)
+    options = CommonOptions(call.scale, call.initial_state, call.final, False, found(call.layout), None, *choice)
+
+    own = None if call.normalizer_q is None or call.normalizer_k is None else (call.normalizer_q, call.normalizer_k)
 
     def described() -> Recurrence:
-        return Recurrence(Rule.parse(rule), inputs, causal, names=named, normalizer=own)
+        return Recurrence(Rule.parse(call.rule), inputs, call.causal, names=named, normalizer=own)
 
-    r, decays = agreed(name, described, options, (("flags", flags),))
-    out = compute(r, scale, options, decays)
-    return out.o, q.new_empty(0, dtype=state_dtype(*inputs)) if out.final_state is None else out.final_state
+    r, decays = agreed(call.name, described, options, (("flags", call.flags),))
+    out = compute(r, call.scale, options, decays)
+    return out.o, inputs.q.new_empty(0, dtype=state_dtype(*inputs)) if out.final_state is None else out.final_state
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    initial_state: Tensor | None,
-    normalizer_q: Tensor | None,
-    normalizer_k: Tensor | None,
-    layout: int,
-    documents: int,
-    *rest: Any,
-) -> tuple[Tensor, Tensor]:
-    final, inputs = rest[-3], Inputs(q, k, v, g, beta, a, b)
-    like, more = inputs.like_output(Rule.parse(rest[1])), int(normalizer_q is not None)
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, call = taken_apart(arguments, Inputs, RecurrenceOthers)
+    like, more = inputs.like_output(Rule.parse(call.rule)), int(call.normalizer_q is not None)
     *outer, width = inputs.state
-    shape = (documents, *outer, width + more) if final else (0,)
-    return like.new_empty((*like.shape[:-1], like.shape[-1] + more)), q.new_empty(shape, dtype=state_dtype(*inputs))
+    shape = (call.documents, *outer, width + more) if call.final else (0,)
+    o = like.new_empty((*like.shape[:-1], like.shape[-1] + more))
+    return o, inputs.q.new_empty(shape, dtype=state_dtype(*inputs))
 
 
-split_recurrence = SplitOperator("split_recurrence", _run, _fake, 10)
+split_recurrence = SplitOperator(
+    "split_recurrence",
+    _run,
+    _fake,
+    len(Inputs._fields) + 3,
+    schema=f"({declared(Inputs, RecurrenceOthers)}) -> (Tensor, Tensor)",
+)

@@ -10,11 +10,13 @@ so that k erases and k̂ writes: in the rule "dplr", b = β k̂ and a = −D k.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..blockwise import by_block
+from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE, Argument
@@ -50,10 +52,20 @@ def token(
     return (S, A), read(S, q)
 
 
-def _preconditioned(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, alpha: Tensor, center: Tensor, base: float,
-    options: CommonOptions,
-) -> LinearAttentionOutput:  # fmt: skip
+class Preconditioner(NamedTuple):
+    """What says how much channels have been written: log-decay h and weight α ``[B, T, H]``, center ``[H]``, base."""
+
+    h: Tensor
+    alpha: Tensor
+    center: Tensor
+    base: float
+
+
+def _preconditioned(inputs: Inputs, by: Preconditioner, options: CommonOptions) -> LinearAttentionOutput:
+    q, k, v, g, beta, *_ = inputs
+    h, alpha, center, base = by
+    assert g is not None
+    assert beta is not None
     S, A = (None, None) if options.initial_state is None else options.initial_state
     heads, final, layout = v.shape[2], options.output_final_state, options.layout
     wide = torch.promote_types(k.dtype, torch.float32)
@@ -106,7 +118,7 @@ def preconditioned_gated_delta_rule(
         v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``.
         h: log-decay of A ``[B, T, H]``, ≤ 0. alpha: ``[B, T, H]``, ≥ 0. center: ``[H]``. base: a number above 1.
     """
-    return _preconditioned(q, k, v, g, beta, h, alpha, center, base, options)
+    return _preconditioned(Inputs(q, k, v, g, beta), Preconditioner(h, alpha, center, base), options)
 
 
 @recurrence(
@@ -125,4 +137,4 @@ def preconditioned_kda(
     base: float = 1.5, *, options: CommonOptions,
 ) -> LinearAttentionOutput:  # fmt: skip
     """Preconditioned KDA: `preconditioned_gated_delta_rule` with a log-decay of each key channel ``g [B, T, H, K]``."""
-    return _preconditioned(q, k, v, g, beta, h, alpha, center, base, options)
+    return _preconditioned(Inputs(q, k, v, g, beta), Preconditioner(h, alpha, center, base), options)

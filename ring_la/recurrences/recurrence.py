@@ -33,7 +33,7 @@ from .agreement import Flags
 from .arguments import Argument
 from .composed import run_composed
 from .definition import CommonOptions, Definition, Recurrence
-from .operator import names_of, split_recurrence
+from .operator import RecurrenceOthers, names_of, split_recurrence
 from .run import agreed, compute, ready, unit
 
 Public = Callable[..., LinearAttentionOutput]
@@ -74,16 +74,17 @@ def recurrence(
         name = describe.__name__
         loop = getattr(references, name, None) if reference is None else reference
         if token is not None:
-            kinds: dict[Any, list[str]] = {}
-            for n, a in arguments.items():
-                kinds.setdefault(a.kind, []).append(n)
-            shapes = {n: a.shape for n, a in arguments.items()}
-            read = Loop(token, shapes, kinds.get("query", ()), kinds.get("key", ()), states, default_scale)
-            loop = by_token(name, read, _own(describe))
+            loop = by_token(name, _loop(token, arguments, states, default_scale), _own(describe))
         rest = default_scale, states, flags, sizes, same_bits
         return public(Definition(name, describe, loop, paper, equation, arguments, *rest))
 
     return define
+
+
+def _loop(token: Token, arguments: Mapping[str, Argument], states: tuple[str, ...], scale: float | None) -> Loop:
+    """The reference that `token` is one token of."""
+    queries, keys = ([n for n, a in arguments.items() if a.kind == kind] for kind in ("query", "key"))
+    return Loop(token, {n: a.shape for n, a in arguments.items()}, queries, keys, states, scale)
 
 
 def _own(describe: Callable[..., Any]) -> inspect.Signature:
@@ -92,18 +93,21 @@ def _own(describe: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "options"])
 
 
+def _common(definition: Definition) -> list[inspect.Parameter]:
+    """The keywords of all recurrences, as they are written in `CommonOptions`."""
+    fields = inspect.signature(CommonOptions).parameters.values()
+    own = {"initial_state": "tuple[Tensor, ...] | None"} if len(definition.states) > 1 else {}
+    return [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own.get(p.name, p.annotation.__forward_arg__))
+        for p in fields
+    ]
+
+
 def public(definition: Definition) -> Public:
     """The function of a definition: its own arguments, then the common keywords."""
     describe = definition.describe
     own = _own(describe)
-    fields = inspect.signature(CommonOptions).parameters.values()
-    common = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)  # as it is written
-        for p in fields
-    ]
-    if len(definition.states) > 1:
-        parts = "tuple[Tensor, ...] | None"
-        common = [p.replace(annotation=parts) if p.name == "initial_state" else p for p in common]
+    common = _common(definition)
     names = frozenset(p.name for p in common)
     composed, names_of_own, number = definition.composed, tuple(own.parameters), enter(definition)
     run = run_composed if composed else _run
@@ -150,7 +154,7 @@ def _run(
     if fixed(options.layout):
         return _by_block(definition, call, r, options, scale)
     out = compute(r, scale, options, decays)
-    return LinearAttentionOutput(r.readout(out.o), out.final_state)
+    return LinearAttentionOutput(r.read(out.o), out.final_state)
 
 
 def _by_block(
@@ -175,7 +179,7 @@ def _by_block(
         return tuple(t for t in ready(described(*x).inputs, options.use_qk_l2norm) if t is not None)
 
     def behind(o: Tensor, *x: Tensor) -> Tensor:
-        return described(*x).readout(o)
+        return described(*x).read(o)
 
     own, common = [tensors[n] for n in tokens], [tensors[n] for n in shared]
     made = iter(by_block(before, *own, layout=options.layout, shared=common))
@@ -183,7 +187,7 @@ def _by_block(
     inputs = r.inputs._replace(**present)
     out = linear.run(r.rule, inputs, scale, options)
     o = out.o
-    if r.readout is not Recurrence._field_defaults["readout"]:
+    if r.readout is not None:
         o = by_block(behind, o, *own, layout=options.layout, shared=common)
     return LinearAttentionOutput(o, out.final_state)
 
@@ -203,13 +207,15 @@ def _traced(
     assert layout is not None
     inputs = ready(r.inputs, options.use_qk_l2norm)
     documents = layout.num_documents if layout.packed else inputs.q.shape[0]
-    o, final = split_recurrence(
-        *inputs, options.initial_state, *(unit(r.normalizer, options.use_qk_l2norm) or (None, None)),
-        layout.number, documents, definition.name, str(r.rule),
-        definition.scale(options, inputs.q.shape[-1]), options.mode, options.backend, r.causal,
-        options.output_final_state, names_of(r), ", ".join([f"{n}={x}" for n, x in flags]),
+    own = unit(r.normalizer, options.use_qk_l2norm) or (None, None)
+    others = RecurrenceOthers(
+        options.initial_state, *own, layout=layout.number, documents=documents, name=definition.name,
+        rule=str(r.rule), scale=definition.scale(options, inputs.q.shape[-1]), form=options.mode,
+        backend=options.backend, causal=r.causal, final=options.output_final_state, names=names_of(r),
+        flags=", ".join([f"{n}={x}" for n, x in flags]),
     )  # fmt: skip
-    return LinearAttentionOutput(r.readout(o), final if options.output_final_state else None)
+    o, final = split_recurrence(*inputs, *others)
+    return LinearAttentionOutput(r.read(o), final if options.output_final_state else None)
 
 
 def _given(call: functools.partial[Recurrence], options: CommonOptions) -> Iterator[tuple[str, object]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
 from .. import linear
+from ..comm import Entry
 from ..context import ShardedLayout
 from ..errors import RingLAError
 from ..kernels import Inputs
@@ -38,11 +39,15 @@ def agreed(
     return r, None
 
 
+class SeenCalls(dict[Hashable, Entry | None]):
+    """What `layout.again` takes, by the kind of call that ranks have compared."""
+
+
 def _compared(
     name: str, describe: Callable[[], Recurrence], options: CommonOptions, flags: Flags, layout: ShardedLayout
 ) -> tuple[Recurrence, tuple[float, ...] | None]:
     """`agreed` on a split sequence. A call like one before is neither checked nor waited for."""
-    seen = layout.kept(("calls", name), dict)
+    seen = layout.kept(SeenCalls, SeenCalls, name)
     try:
         r = describe()
         kind = _kind(r, options, flags, layout)

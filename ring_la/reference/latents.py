@@ -40,33 +40,35 @@ def mla(
     in float64.
     """
     expect_local(layout, backend)
-    _check_shapes(q, latent, k_rope, w_uk, w_uv)
+    _expect_arguments(q, latent, k_rope, w_uk, w_uv, dropout_p)
     B, _, H, K = q.shape
-    if dropout_p:
-        raise UnsupportedError("dropout_p", "0", dropout_p, "The reference is deterministic")
     if chosen is not None:
         keys, values = _expanded(latent, k_rope, w_uk, w_uv)
         how: dict[str, Any] = dict(causal=causal, scale=scale, window=window, sinks=sinks, cu_seqlens=cu_seqlens)
         return MLAOutput(*sparse_attention(q, keys, values, chosen, block=block, **how), None)
     factor = float(K**-0.5) if scale is None else scale
     limits = window[0], 0 if causal else window[1]
-    parts = []
+    outs, sums = [], []
     for _, rows, tokens in documents(B, latent.shape[1], cu_seqlens):
-        of_q = slice(None) if cu_seqlens is None else tokens
-        heads = []
+        of_q, heads = slice(None) if cu_seqlens is None else tokens, []
+        c, r = latent[rows, tokens].double(), k_rope[rows, tokens].double()
         for h in range(H):
-            c = latent[rows, tokens].double()
-            k = torch.cat([c @ w_uk[h].double().T, k_rope[rows, tokens].double()], -1)
-            s = factor * (q[rows, of_q, h].double() @ k.transpose(1, 2))
-            s = softcap * torch.tanh(s / softcap) if softcap else s
+            s = _scores(factor, q[rows, of_q, h].double(), torch.cat([c @ w_uk[h].double().T, r], -1), softcap)
             sink = None if sinks is None else sinks[h].double()
             heads.append(_one_head(s, c @ w_uv[h].double().T, limits, sink))
-        o, lse = zip(*heads)
-        parts.append((torch.stack(o, 2), torch.stack(lse, 1)))
-    return MLAOutput(torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2), None)
+        outs.append(torch.stack([o for o, _ in heads], 2))
+        sums.append(torch.stack([lse for _, lse in heads], 1))
+    return MLAOutput(torch.cat(outs, 1), torch.cat(sums, 2), None)
 
 
-def _check_shapes(q: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
+def _scores(factor: float, q: Tensor, k: Tensor, softcap: float) -> Tensor:
+    s = factor * (q @ k.transpose(1, 2))
+    return softcap * torch.tanh(s / softcap) if softcap else s
+
+
+def _expect_arguments(q: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, dropout_p: float) -> None:
+    if dropout_p:
+        raise UnsupportedError("dropout_p", "0", dropout_p, "The reference is deterministic")
     expect_shape("q", q, B=None, Tq=None, H=None, K=None)
     (B, _, H, K), R = q.shape, k_rope.shape[-1]
     expect_shape("latent", latent, B=B, Tk=None, L=None)

@@ -39,23 +39,25 @@ def sparse_attention(
     expect_shape("chosen", chosen, B=B, Tq=Tq, heads=(1, Hk), S=None)
     borders = [0, Tk] if cu_seqlens is None else torch.as_tensor(cu_seqlens).tolist()
     document = [n for n, (a, b) in enumerate(zip(borders, borders[1:])) for _ in range(a, b)]
-    factor = float(K**-0.5) if scale is None else scale
-    limits = window[0], 0 if causal else window[1]
-    o, lse = q.new_zeros(B, Tq, H, v.shape[3]).double(), []
+    factor, limits = float(K**-0.5) if scale is None else scale, (window[0], 0 if causal else window[1])
     rows = []
     for b in range(B):
         for t in range(Tq):
-            place = t + Tk - Tq
             for h in range(H):
                 g = h // (H // Hk)
-                keys = _read(chosen[b, t, g % chosen.shape[2]].tolist(), block, place, document, limits)
+                choices = chosen[b, t, g % chosen.shape[2]].tolist()
+                keys = _read(choices, block, t + Tk - Tq, document, limits)
                 s = factor * (k[b, keys, g].double() @ q[b, t, h].double())
-                logits = s if sinks is None else torch.cat([s, sinks[h : h + 1].double()])
-                total = torch.logsumexp(logits, 0) if len(logits) else s.new_tensor(-torch.inf)
-                rows.append(torch.exp(s - total) @ v[b, keys, g].double() if keys else o[b, t, h])
-                lse.append(total)
-    o = torch.stack(rows).view(B, Tq, H, -1)
-    return AttentionOutput(o, torch.stack(lse).view(B, Tq, H).transpose(1, 2))
+                rows.append(_row(s, v[b, keys, g].double(), None if sinks is None else sinks[h].double()))
+    o, lse = (torch.stack(x).view(B, Tq, H, *x[0].shape) for x in zip(*rows))
+    return AttentionOutput(o, lse.transpose(1, 2))
+
+
+def _row(s: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o and lse of one query, of its scores [n] and values [n, V]."""
+    logits = s if sink is None else torch.cat([s, sink[None]])
+    lse = torch.logsumexp(logits, 0) if len(logits) else s.new_tensor(-torch.inf)
+    return torch.exp(s - lse) @ v if len(s) else v.new_zeros(v.shape[1]), lse
 
 
 def _read(chosen: Sequence[int], block: int, place: int, document: Sequence[int], limits: tuple[int, int]) -> list[int]:

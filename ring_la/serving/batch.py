@@ -14,15 +14,16 @@ import torch
 
 from ..inference import KeyRows, LayerKeys, Prefilled, Sampler
 from ..nn import KVCache
-from ..nn.decoding import KVRows, Seats
+from ..nn.decoding import KVRows
+from ..nn.seats import Seats
 from .model import Served
 from .sampling import Chooser
 
 
 class Row(NamedTuple):
-    """One sequence of the batch; on ranks that follow without either."""
+    """One sequence of the batch: the number by which rank 0 knows whose it is; on ranks that follow without either."""
 
-    job: Any = None
+    number: int = 0
     sampler: Sampler | Chooser | None = None
 
 
@@ -47,11 +48,11 @@ class Batch:
         """Of each row's next token ``[N, vocab_size]``."""
         return self._after.logits
 
-    def add(self, job: Any, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
+    def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         """A sequence more, from its prompt ``(logits [1, V], states of one row)``, which is not written to."""
         self._after = self._arranged(range(len(self.rows)), [prompt])
         self._own = bool(self.rows)
-        self.rows.append(Row(job, sampler))
+        self.rows.append(Row(number, sampler))
 
     def keep(self, rows: Sequence[int]) -> None:
         """These rows alone, in this order."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..errors import ArgumentError
-from .completion import Completion, Request
+from .completion import Request
 from .model import Served
 from .text import Text
 from .tiers import Keep
@@ -73,6 +73,6 @@ class Capacity:
             raise ArgumentError("stop", "nothing for a model without a tokenizer", list(request.stop))
         request.sampler(None)
 
-    def fit(self, jobs: Iterable[Completion]) -> bool:
-        """Whether there is memory for all of them side by side."""
-        return self.room is None or sum(job.request.total for job in jobs) <= self.room
+    def fit(self, tokens: Iterable[int]) -> bool:
+        """Whether there is memory for requests of so many tokens side by side."""
+        return self.room is None or sum(tokens) <= self.room

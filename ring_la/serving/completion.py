@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +12,8 @@ import torch
 from ..inference import Sampler
 from .sampling import Chooser, Said
 from .text import Stream
+
+LOG = logging.getLogger(__name__)
 
 
 class NewToken(NamedTuple):
@@ -118,6 +121,15 @@ class Completion:
     def cancel(self) -> None:
         """Nobody wants it any more; it hears of nothing further. From any thread."""
         self.cancelled = self.trail.ended = True
+
+    def fail(self, message: str, error: Exception | None = None) -> None:
+        """It ends with a message; the whole of the error is the operator's."""
+        if error is not None:
+            LOG.error("a request has failed", exc_info=error)
+        try:
+            self.emit(Failed(message if error is None else f"{message} ({type(error).__name__})"))
+        except Exception:  # whoever listens may be gone
+            LOG.exception("nobody could be told that %s", message)
 
     def take(self, token: int, end: frozenset[int]) -> bool:
         """Pass on a token; whether it was the last."""

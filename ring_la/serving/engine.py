@@ -17,7 +17,7 @@ An error in a request fails that request, where it is the same on all ranks; any
 
 from __future__ import annotations
 
-import logging
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from ..context import ContextParallel
 from ..errors import PeerError
 from .batch import NOBODY, Row
 from .capacity import Capacity
-from .completion import Completion, Failed
+from .completion import Completion
 from .model import Served
 from .pace import Pace
 from .prefixes import Prefixes
@@ -39,8 +39,6 @@ from .states import FATAL, States
 from .text import Stream, Text
 from .tiers import Keep
 from .waiting import Stopping, Waiting
-
-LOG = logging.getLogger(__name__)
 
 
 class Overdue(BaseException):
@@ -95,6 +93,8 @@ class Engine:
         self._waiting, self._prefixes = Waiting(capacity.waiting), Prefixes(capacity.keep.budgets, model.goes_on)
         self._pace = Pace(model.device, 1 if cp is None else cp.size)
         self._prompts = Prompts(self.states, self._prefixes, capacity.piece, self._pace, self._say)
+        self._jobs: dict[int, Completion] = {}  # whose sequences are decoded, by their numbers in the batch
+        self._numbers = itertools.count(1)
         self._stop_at: float | None = None
         self._closed = threading.Event()
 
@@ -109,6 +109,11 @@ class Engine:
     def running(self) -> int:
         """Requests under way."""
         return len(self.batch.rows) + len(self._prompts)
+
+    @property
+    def decoding(self) -> list[Completion]:
+        """Whose sequences are decoded, in the order of the batch's rows (rank 0)."""
+        return [self._jobs[row.number] for row in self.batch.rows]
 
     @property
     def waiting(self) -> int:
@@ -219,23 +224,28 @@ class Engine:
 
     def _let_go(self) -> None:
         """Forget requests that nobody waits for any more."""
-        stay = [i for i, row in enumerate(self.batch.rows) if not row.job.cancelled]
-        if len(stay) < len(self.batch.rows):
-            jobs = [self.batch.rows[i].job for i in stay]
+        jobs = self.decoding
+        stay = [i for i, job in enumerate(jobs) if not job.cancelled]
+        if len(stay) < len(jobs):
             error = self._say(Word(What.STAY, ids=torch.tensor(stay)) if stay else Word(What.CLEAR))
-            self._fail_some(jobs, error)
+            self._fail_some([jobs[i] for i in stay], error)
+        self._jobs = {row.number: self._jobs[row.number] for row in self.batch.rows}
         self._prompts.let_go()
 
     def _begin(self) -> bool:
         """Take the next request, if there is one and room for it; with nothing else to do, wait a little for it."""
         job = self._waiting.first(0.0 if self.running else PAUSE / 2)
-        takes = job is not None and self._capacity.fit([job, *self._under_way()]) and self._waiting.take(job)
+        takes = (
+            job is not None
+            and self._capacity.fit(j.request.total for j in (job, *self._under_way()))
+            and self._waiting.take(job)
+        )
         if takes:
             self._prompts.add(job)
         return takes
 
     def _under_way(self) -> list[Completion]:
-        return [row.job for row in self.batch.rows] + self._prompts.jobs
+        return self.decoding + self._prompts.jobs
 
     def _read(self, reading: Reading) -> None:
         """Read a piece of a prompt; after the last, the sequence joins the batch."""
@@ -257,17 +267,18 @@ class Engine:
             else:
                 generator.manual_seed(request.seed)
             job.sampler = request.sampler(generator)
-            row = Row(job, job.sampler)
+            row = Row(next(self._numbers), job.sampler)
         except FATAL:
             raise
         except Exception as error:
-            self._fail_one(job, error)
+            job.fail("the request has failed", error)
             return
+        self._jobs[row.number] = job
         self._fail_some([job], self._say(Word(What.JOIN, start=reading.state), row))
 
     def _decode(self) -> None:
         """A token of each sequence."""
-        jobs = [row.job for row in self.batch.rows]
+        jobs = self.decoding
         try:
             tokens = self.batch.sample()
         except FATAL:
@@ -288,20 +299,15 @@ class Engine:
         try:
             if token is not None:
                 return job.take(token, self.text.end)
-            job.emit(Failed("the model's result is not finite"))
+            job.fail("the model's result is not finite")
         except Exception as error:
-            self._fail_one(job, error)
+            job.fail("the request has failed", error)
         return True
 
     def _fail_some(self, jobs: Sequence[Completion], error: Exception | None) -> None:
         """Requests fail, if there was an error."""
         for job in jobs if error is not None else ():
-            self._fail_one(job, error)
-
-    def _fail_one(self, job: Completion, error: Exception) -> None:
-        """A request fails; the others go on."""
-        LOG.error("a request has failed", exc_info=error)
-        _tell(job, f"the request has failed ({type(error).__name__})")  # the whole of it is the operator's
+            job.fail("the request has failed", error)
 
     def _fail(self, message: str) -> None:
         """End every request there is."""
@@ -309,12 +315,4 @@ class Engine:
         self.batch.clear()
         self._prompts.clear()
         for job in jobs:
-            _tell(job, message)
-
-
-def _tell(job: Completion, message: str) -> None:
-    """A request hears that it has failed."""
-    try:
-        job.emit(Failed(message))
-    except Exception:  # whoever listens may be gone
-        LOG.exception("nobody could be told that %s", message)
+            job.fail(message)

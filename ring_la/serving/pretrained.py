@@ -111,7 +111,7 @@ class Pretrained:
             got = rows.read(ids, None)
             want.append(alone.read(ids, None))
             _same(got.logits, want[-1].logits)
-            batch.add(None, got, None)
+            batch.add(0, got, None)
         tokens = [3 % self.vocab_size, 5 % self.vocab_size]
         for _ in range(2):
             batch.step(tokens)

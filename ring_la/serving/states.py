@@ -92,7 +92,7 @@ class States:
         elif word.what == What.MOVE:
             self._move(word)
         elif word.what == What.JOIN:
-            self.batch.add(row.job, self.before(word.start), row.sampler)
+            self.batch.add(row.number, self.before(word.start), row.sampler)
         elif word.what == What.STAY:
             self.batch.keep(word.ids.tolist())
         else:

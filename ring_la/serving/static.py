@@ -3,9 +3,10 @@
     batch = StaticBatch(model, cp, most=8)
 
 Sequences have seats; one that leaves makes room for the next. A step takes the seats up to the last that is taken, in
-buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in powers of two from `COLUMNS` on. For each
-pair of buckets there is a graph (`ring_la.capture`); where there is no GPU the same step runs as it is. More seats or
-longer sequences take new memory, and new graphs.
+buckets of 1, 2, 4 …, and of keys as many columns as the longest needs, in powers of two from `COLUMNS` on and from
+`FINE` on in quarters of them, as all of a bucket's columns are read. For each pair of buckets there is a graph
+(`ring_la.capture`); where there is no GPU the same step runs as it is. More seats or longer sequences take new memory,
+and new graphs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .sampling import Chooser
 
 COLUMNS = 256
 """The fewest columns of keys."""
+FINE = 4096
+"""Columns from which a bucket is at most a quarter larger than what it holds."""
 
 
 class StaticBatch(Batch):
@@ -62,7 +65,7 @@ class StaticBatch(Batch):
     def logits(self) -> Tensor:
         return self._logits
 
-    def add(self, job: Any, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
+    def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         seat = next(i for i in range(self._most) if i not in self._seats)
         parts = [self._part(layer, state) for layer, state in zip(self._layers, prompt.states)]
         positions, length = self._positions(prompt)
@@ -82,7 +85,7 @@ class StaticBatch(Batch):
         logits = prompt.logits.to(self.model.device)
         self._logits = torch.cat([self._logits, logits]) if self.rows else logits
         self._seats.append(seat)
-        self.rows.append(Row(job, sampler))
+        self.rows.append(Row(number, sampler))
 
     def keep(self, rows: Sequence[int]) -> None:
         if len(rows) < len(self.rows):
@@ -98,7 +101,7 @@ class StaticBatch(Batch):
         self._room(1, longest, ())
         ids = torch.zeros(max(self._seats) + 1, dtype=torch.int64)
         ids[self._seats] = torch.tensor(tokens)
-        columns = min(self._keys.capacity, _power(longest, COLUMNS))
+        columns = min(self._keys.capacity, columns_for(longest))
         out = self._step(tokens=ids.to(self.model.device), columns=columns)
         self._step.wait()  # a rank that died is named instead of waited for
         self._logits = out[torch.tensor(self._seats, device=out.device)]
@@ -135,7 +138,7 @@ class StaticBatch(Batch):
         if old is not None and seats <= old.size and columns <= old.capacity:
             return
         size = max(0 if old is None else old.size, min(self._most, _power(seats, 1)))
-        capacity = max(0 if old is None else old.capacity, _power(columns, COLUMNS))
+        capacity = max(0 if old is None else old.capacity, columns_for(columns))
         cp = self._cp if any(isinstance(layer, Attention) for layer in self._layers) else None
         keys = StaticRows(size, capacity, cp, self.model.device)
         states: list[Any] = []
@@ -174,6 +177,15 @@ class StaticBatch(Batch):
 def _first(state: LayerState, n: int) -> LayerState:
     """The first rows of a state."""
     return LayerState(*(x if x is None else x[:n] for x in state))
+
+
+def columns_for(n: int) -> int:
+    """Columns of the bucket that holds n."""
+    power = _power(n, COLUMNS)
+    if power <= FINE:
+        return power
+    quarter = power // 8  # of the power before
+    return -(-n // quarter) * quarter
 
 
 def _power(n: int, least: int) -> int:

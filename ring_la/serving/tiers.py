@@ -91,7 +91,7 @@ def pack(prefix: KeptPrefix) -> PackedPrefix:
         else:
             tensors |= {f"{i}.{name}": x for name, x in state._asdict().items() if x is not None}
     on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in tensors.items()}
-    return PackedPrefix(*prefix[:3], kinds, on_host, runs)
+    return PackedPrefix(prefix.parent, prefix.begin, prefix.length, kinds, on_host, runs)
 
 
 def unpack(packed: PackedPrefix, known: Mapping[int, KeptPrefix], home: Home) -> KeptPrefix:

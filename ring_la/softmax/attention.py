@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_flag
-from ..choices import AttentionChoice, ChosenBackend, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
+from ..choices import AttentionChoice, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError
 from ..outputs import AttentionOutput, MLAOutput
@@ -82,9 +82,12 @@ def attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v, joint_k, joint_v = autocast(q, k, v, joint_k, joint_v)
     x = Tensors(q, k, v, sinks, joint_k, joint_v)
-    of_scores = (causal, scale, softcap, window, alibi_slopes, dropout_p, dropout_seed)
-    how = (strategy, backend, None, 1, kv_comm_dtype)
-    return attend(x, AttentionOptions(*of_scores, joint, kv_layout, cu_seqlens, *how), layout)
+    options = AttentionOptions(
+        causal=causal, scale=scale, softcap=softcap, window=window, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, joint=joint, kv_layout=kv_layout, cu_seqlens=cu_seqlens, strategy=strategy,
+        backend=backend, kv_comm_dtype=kv_comm_dtype,
+    )  # fmt: skip
+    return attend(x, options, layout)
 
 
 def mla(
@@ -109,7 +112,7 @@ def mla(
     output_latents: bool = False,
     chosen: Tensor | None = None,
     block: int = 1,
-    backend: ChosenBackend | None = None,
+    backend: SoftmaxBackend | None = None,
 ) -> MLAOutput:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `attention` to keys and values made of latents.
 
@@ -147,8 +150,10 @@ def mla(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, latent, k_rope, w_uk, w_uv = autocast(q, latent, k_rope, w_uk, w_uv)
     x = Tensors(q, _of_one_head(latent), _of_one_head(k_rope), sinks, up_k=w_uk, up_v=w_uv, chosen=chosen)
-    of_scores = (causal, scale, softcap, window, None, dropout_p, dropout_seed)
-    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, form, block)
+    options = AttentionOptions(
+        causal=causal, scale=scale, softcap=softcap, window=window, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        kv_layout=kv_layout, cu_seqlens=cu_seqlens, strategy=strategy, backend=backend, form=form, block=block,
+    )  # fmt: skip
     out, latents = attend(x, options, layout), None
     if output_latents:
         latents = torch.cat([latent, k_rope], -1).detach()
@@ -172,7 +177,7 @@ def sparse_attention(
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
     strategy: ChosenChoice | None = None,
-    backend: ChosenBackend | None = None,
+    backend: SoftmaxBackend | None = None,
 ) -> AttentionOutput:
     """Softmax attention of each query over the keys it has chosen, of those that `attention` would show it.
 
@@ -186,9 +191,8 @@ def sparse_attention(
             chosen, and sends these alone where that is fewer bytes over the busiest rank than all; its host waits for
             the counts, forward and backward. None or "auto": rank by rank where GPUs of a host copy from memory to
             memory; else "chosen" where a rank's queries together cannot choose half of all keys; else "all_gather".
-        backend: None, "triton", "triton_rows", "torch" or "reference"; None is PyTorch: the Triton kernels are right on
-            an H200, and their speed was not measured; those of "triton_rows" are another form. Gradients of k and v are
-            summed in an order that varies on a GPU.
+        backend: None, "triton", "torch" or "reference"; None is PyTorch: the Triton kernels are right on an H200, and
+            were not timed beside it. Their gradients of k and v are summed in an order that varies.
         causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.
 
     Returns:
@@ -203,9 +207,11 @@ def sparse_attention(
         raise ArgumentError("chosen", "an int32 or int64 tensor [B, Tq, Hk or 1, S]", "None")
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q, k, v)
-    x, of_scores = Tensors(q, k, v, sinks, chosen=chosen), (causal, scale, 0.0, window, None, 0.0, None)
-    options = AttentionOptions(*of_scores, "none", kv_layout, cu_seqlens, strategy, backend, None, block)
-    return attend(x, options, layout)
+    options = AttentionOptions(
+        causal=causal, scale=scale, window=window, kv_layout=kv_layout, cu_seqlens=cu_seqlens, strategy=strategy,
+        backend=backend, block=block,
+    )  # fmt: skip
+    return attend(Tensors(q, k, v, sinks, chosen=chosen), options, layout)
 
 
 def _of_one_head(t: Tensor) -> Tensor:

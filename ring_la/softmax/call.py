@@ -20,6 +20,7 @@ from .backends.canonical import Canonical
 from .geometry import Pair
 from .geometry.placement import Joint, SplitPlacement, WholePlacement
 from .head_groups import GroupedMoves, HeadGroup, count, cut_heads, of_heads
+from .options import AttentionOptions
 from .plan import AttentionMoves, Moves
 from .scores import Scores
 from .strategies import STRATEGIES, AttentionJob, Heads, HeadSplit, ring_of, share_sent
@@ -74,6 +75,18 @@ class AttentionCall(NamedTuple):
     strategy: str = "ring"
     kv_comm_dtype: torch.dtype | None = None
 
+    @classmethod
+    def of(cls, x: Tensors, options: AttentionOptions, layout: ShardedLayout | None = None) -> AttentionCall:
+        """Of checked keywords, whose scores are made here."""
+        form = options.form if x.latent else None
+        call = cls(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, form)
+        if layout is None:
+            return call
+        keys, strategy = options.kv_layout or layout, options.strategy or layout.cp.attention
+        return call._replace(
+            layout=layout, kv_layout=keys, strategy=strategy, kv_comm_dtype=options.kv_comm_dtype, cu_seqlens=None
+        )
+
     def plan(self, x: Tensors) -> Moves:
         """Who holds what, how it travels, and which kernel computes it."""
         if self.layout is None:
@@ -116,7 +129,8 @@ class AttentionCall(NamedTuple):
         if place.repeatable and form is None:
             strategy = STRATEGIES["canonical"]
         else:
-            strategy = STRATEGIES[name] if name in ("all_gather", "chosen") else ring_of(job)
+            name = name if name in ("all_gather", "chosen") else "here" if job.group is None else "ring"
+            strategy = ring_of(job) if name == "ring" else STRATEGIES[name]
         met = None if joint is None else Pair(joint.rows, joint.keys, scores.reach)
         way_back = None if self.layout is None else self.layout.cp.comm.agreement.way_back
         return AttentionMoves(job, strategy, met, heads, form, self.kv_comm_dtype, way_back)

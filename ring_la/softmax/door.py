@@ -36,12 +36,7 @@ def attend(x: Tensors, options: AttentionOptions, layout: ShardedLayout | None) 
     if options.backend == "reference":
         return _reference(x, options)
     # The operator's layers take a host 0.12 of the 0.92 ms of a forward and backward (H200): for who must see one node.
-    return AttentionOutput(*operator.attention(*operator.flat(x, _call(x, options))))
-
-
-def _call(x: Tensors, options: AttentionOptions) -> AttentionCall:
-    """A call on one device, checked."""
-    return AttentionCall(options.scores(x.q), options.joint, options.backend, options.cu_seqlens, options.form)
+    return AttentionOutput(*operator.attention(*operator.flat(x, AttentionCall.of(x, options))))
 
 
 def _whole(x: Tensors, options: AttentionOptions) -> Moves:
@@ -49,12 +44,12 @@ def _whole(x: Tensors, options: AttentionOptions) -> Moves:
     kind = _kind_of_call(x, options)
     if kind is None or x.q.dim() != 4 or x.k.dim() != 4:
         _check(x, options, None)
-        return _call(x, options).plan(x)
+        return AttentionCall.of(x, options).plan(x)
     plans = WholePlacement.of(x.q.shape[1], x.k.shape[1], x.q.device, None).plans
     found = plans.get(kind)
     if found is None:
         _check(x, options, None)
-        plans[kind] = found = _call(x, options).plan(x)
+        plans[kind] = found = AttentionCall.of(x, options).plan(x)
     return found
 
 
@@ -72,9 +67,7 @@ def _split(x: Tensors, options: AttentionOptions, layout: ShardedLayout) -> Atte
         error = e
     entry = layout.agree(name_of(x), None if error else _signature(x, options), error)
     x = _written_out(x, options, layout)
-    split = (layout, options.kv_layout or layout, options.strategy or layout.cp.attention)
-    of_scores = (options.scores(x.q), options.joint, options.backend, None, options.form if x.latent else None)
-    plan = AttentionCall(*of_scores, *split, options.kv_comm_dtype).plan(x)
+    plan = AttentionCall.of(x, options, layout).plan(x)
     if kind is not None:
         known[kind] = plan, entry
     return AttentionOutput(*plan(x))
@@ -147,9 +140,9 @@ def _reference(x: Tensors, options: AttentionOptions) -> AttentionOutput:
         out: Any = reference.mla(x.q, x.k[:, :, 0], x.v[:, :, 0], x.up_k, x.up_v, sinks=x.sinks, **choice, **keywords)
     elif x.chosen is not None:
         del keywords["softcap"], keywords["dropout_p"]
-        out = reference.sparse_attention(*x[:3], x.chosen, sinks=x.sinks, **keywords)
+        out = reference.sparse_attention(*x.qkv, x.chosen, sinks=x.sinks, **keywords)
     else:
-        out = reference.attention(*x[:3], sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
+        out = reference.attention(*x.qkv, sinks=x.sinks, joint_k=x.joint_k, joint_v=x.joint_v, **keywords)
     return AttentionOutput(out.o.to(x.q.dtype), out.lse.to(wide(x.q.dtype)))
 
 
@@ -201,7 +194,7 @@ def _signature(x: Tensors, options: AttentionOptions) -> tuple[tuple[str, object
     def of(name: str, t: Tensor | None) -> tuple[str, object]:
         if t is None:
             return name, None
-        return name, Facts.of(t, 1 if name in (*x.names[:3], "chosen") else None)
+        return name, Facts.of(t, 1 if name in (*x.names_by_token, "chosen") else None)
 
     def flag(name: str, value: object) -> tuple[str, object]:
         if isinstance(value, Tensor):

@@ -9,8 +9,9 @@ a sum along the document of gradients in the dtype of k: in bf16 it is the less 
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from torch import Tensor
 from .. import reference
 from ..checks import FLOATS, check_scale
 from ..choices import SoftmaxBackend
-from ..context import ShardedLayout
+from ..context import ShardedLayout, check_together
 from ..context.handle import found
 from ..context.operator import SplitOperator
-from ..errors import ArgumentError, Facts, RingLAError, describe_tensor
+from ..errors import ArgumentError, Facts, describe_tensor
 from ..outputs import AttentionOutput
 from ..running_sum import running_sum
 from .attention import attention
@@ -65,34 +66,38 @@ def forgetting_attention(
     Raises:
         ArgumentError, UnsupportedError: by the name of the argument; under a layout on every rank.
     """
-    if (
-        torch.compiler.is_compiling()
-        and isinstance(layout, ShardedLayout)
-        and cu_seqlens is None
-        and backend != "reference"
-    ):
+    split = torch.compiler.is_compiling() and cu_seqlens is None and backend != "reference"
+    if split and isinstance(layout, ShardedLayout):
         return AttentionOutput(*_operator(q, k, v, g, layout.number, scale, window, backend))
-    error = None
-    try:
-        _check(q, k, v, g, scale, layout)
-    except RingLAError as e:
-        error = e
-    if isinstance(layout, ShardedLayout):
-        signature = None if error else (("g", Facts.of(g, 1)), ("q", Facts.of(q, 1)), ("k", Facts.of(k, 1)))
-        layout.agree("forgetting_attention", signature, error)
-    elif error is not None:
-        raise error
+    facts, check = functools.partial(_facts, g=g, q=q, k=k), functools.partial(_check, q, k, v, g, scale, layout)
+    check_together("forgetting_attention", layout, check, facts)
+    where = {"layout": layout, "cu_seqlens": cu_seqlens}
     if backend == "reference":
-        out = reference.forgetting_attention(
-            q, k, v, g, scale=scale, window=window, layout=layout, cu_seqlens=cu_seqlens
-        )
-        return AttentionOutput(out.o.to(q.dtype), out.lse.to(torch.promote_types(q.dtype, torch.float32)))
+        return _by_reference(q, k, v, g, dict(scale=scale, window=window) | where)
+    return _with_sums(q, k, v, g, scale, dict(window=(window, -1), backend=backend), where)
+
+
+def _facts(**tensors: Tensor) -> tuple[tuple[str, object], ...]:
+    """What ranks compare of tensors whose tokens are split."""
+    return tuple((name, Facts.of(x, 1)) for name, x in tensors.items())
+
+
+def _by_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, how: dict[str, Any]) -> AttentionOutput:
+    """The fp64 truth, in the dtypes of the other backends."""
+    out = reference.forgetting_attention(q, k, v, g, **how)
+    return AttentionOutput(out.o.to(q.dtype), out.lse.to(torch.promote_types(q.dtype, torch.float32)))
+
+
+def _with_sums(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None, how: dict[str, Any], where: dict[str, Any]
+) -> AttentionOutput:
+    """By `attention`, whose q and k have sums of g in further channels."""
     H, K = q.shape[2:]
     scale = K**-0.5 if scale is None else float(scale)
-    sums = running_sum(g, layout, cu_seqlens)
+    sums = running_sum(g, **where)
     k, v = (x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
     q, k, scale = with_sums(q, k, sums, scale)
-    o, lse = attention(q, k, v, scale=scale, window=(window, -1), layout=layout, cu_seqlens=cu_seqlens, backend=backend)
+    o, lse = attention(q, k, v, scale=scale, **how, **where)
     own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
     return AttentionOutput(o, lse + own)
 

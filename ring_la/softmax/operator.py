@@ -10,64 +10,51 @@ Registered at import with fakes, on every device; kernels are imported when firs
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from ..choices import LatentForm
 from ..context.operator import own_memory
 from ..errors import SecondDerivativeError
+from ..schemas import declared, taken_apart
 from .call import AttentionCall
 from .merging import wide
 from .plan import Saved
 from .scores import Scores
 from .tensors import Tensors
 
-TYPES = {
-    "Tensor": "Tensor",
-    "Tensor | None": "Tensor?",
-    "float": "float",
-    "int": "SymInt",
-    "int | None": "SymInt?",
-    "str": "str",
-    "str | None": "str?",
-    "LatentForm | None": "str?",
-    "ChosenChoice": "str",
-    "bool": "bool",
-}
-"""The types of fields as operators name them."""
 
-OTHERS = ("joint", "backend", "cu_seqlens", "form")
-"""The fields of a call on one device after its scores."""
+class WholeOthers(NamedTuple):
+    """What a call on one device has beside tensors and scores."""
+
+    joint: str
+    backend: str | None
+    cu_seqlens: Tensor | None
+    form: LatentForm | None
 
 
 def flat(x: Tensors, call: AttentionCall) -> tuple:
     """A call's arguments as the operator takes them."""
-    return (*x, *call.scores, *(getattr(call, name) for name in OTHERS))
+    return (*x, *call.scores, *WholeOthers(call.joint, call.backend, call.cu_seqlens, call.form))
 
 
 def _call_of(arguments: Iterable) -> tuple[Tensors, AttentionCall]:
     """What `flat` has taken apart."""
-    rest = iter(arguments)
-    x, scores = Tensors(*islice(rest, len(Tensors._fields))), Scores(*islice(rest, len(Scores._fields)))
-    return x, AttentionCall(scores, **dict(zip(OTHERS, rest)))
+    x, scores, others = taken_apart(arguments, Tensors, Scores, WholeOthers)
+    return x, AttentionCall(scores, **others._asdict())
 
 
-def declared(*kinds: type, **others: Any) -> str:
-    """The names and types of the fields of these, and of others, as a schema has them."""
-    fields = {name: t for kind in kinds for name, t in kind.__annotations__.items()} | others
-    return ", ".join(f"{TYPES[getattr(t, '__forward_arg__', t)]} {name}" for name, t in fields.items())
-
-
-ARGUMENTS = declared(Tensors, Scores, **{name: AttentionCall.__annotations__[name] for name in OTHERS})
+ARGUMENTS = declared(Tensors, Scores, WholeOthers)
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
     """One device's attention: o ``[B, Tq, H, V]`` and lse ``[B, H, Tq]``."""
     x, call = _call_of(arguments)
-    return call.plan(x).forward(x)[:2]
+    o, lse, _ = call.plan(x).forward(x)
+    return o, lse
 
 
 attention = torch.library.custom_op(

@@ -155,7 +155,10 @@ class Moves(Protocol):
 
 def recorded(plan: Moves, x: Tensors) -> tuple[Tensor, Tensor]:
     """o and lse of a call, recorded for gradients where these are wanted."""
-    return plan.forward(x)[:2] if bare(*x) else _Planned.apply(plan, *x)
+    if not bare(*x):
+        return _Planned.apply(plan, *x)
+    o, lse, _ = plan.forward(x)
+    return o, lse
 
 
 class _Planned(torch.autograd.Function):

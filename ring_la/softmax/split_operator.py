@@ -10,7 +10,6 @@ split call has.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,10 @@ from ..context import ShardedLayout
 from ..context.handle import found
 from ..context.operator import own_memory
 from ..errors import Facts, RingLAError
+from ..schemas import declared, taken_apart
 from .call import AttentionCall, KnownCalls
 from .merging import wide
-from .operator import declared, differentiable
+from .operator import differentiable
 from .options import AttentionOptions, check_split
 from .plan import Moves
 from .scores import Scores
@@ -48,16 +48,23 @@ class SplitOthers(NamedTuple):
 
 def flat(x: Tensors, scores: Scores, options: AttentionOptions, layout: ShardedLayout) -> tuple:
     """A call's arguments as the operator takes them."""
-    kv = 0 if options.kv_layout is None else options.kv_layout.number
-    others = options.joint, options.backend, options.strategy or layout.cp.attention, options.form, layout.number, kv
-    return (*x, *scores, *others, torch.is_grad_enabled(), COMM_NAMES.get(options.kv_comm_dtype))
+    others = SplitOthers(
+        joint=options.joint,
+        backend=options.backend,
+        strategy=options.strategy or layout.cp.attention,
+        form=options.form,
+        layout=layout.number,
+        kv_layout=0 if options.kv_layout is None else options.kv_layout.number,
+        gradients=torch.is_grad_enabled(),
+        kv_comm_dtype=COMM_NAMES.get(options.kv_comm_dtype),
+    )
+    return (*x, *scores, *others)
 
 
 def _call_of(arguments: Iterable) -> tuple[Tensors, Scores, SplitOthers]:
     """What `flat` has taken apart."""
-    rest = iter(arguments)
-    x, scores = Tensors(*islice(rest, len(Tensors._fields))), Scores(*islice(rest, len(Scores._fields)))
-    return x, scores, SplitOthers(*rest)
+    x, scores, others = taken_apart(arguments, Tensors, Scores, SplitOthers)
+    return x, scores, others
 
 
 def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> Moves:
@@ -69,8 +76,10 @@ def _planned(x: Tensors, scores: Scores, others: SplitOthers) -> Moves:
     if key is not None and key in known:
         return known[key]
     kv = found(others.kv_layout) if others.kv_layout else layout
-    call = (scores, others.joint, others.backend, None, others.form)
-    plan = AttentionCall(*call, layout, kv, others.strategy, _comm_dtype(others)).plan(x)
+    plan = AttentionCall(
+        scores, others.joint, others.backend, form=others.form, layout=layout, kv_layout=kv, strategy=others.strategy,
+        kv_comm_dtype=_comm_dtype(others),
+    ).plan(x)  # fmt: skip
     if key is not None:
         known[key] = plan
     return plan
@@ -97,7 +106,7 @@ def _agree(x: Tensors, scores: Scores, others: SplitOthers, backward: bool = Fal
     except RingLAError as e:
         error = e
     if error is None:
-        of_tokens = (*x.names[:3], "chosen")
+        of_tokens = (*x.names_by_token, "chosen")
         tensors = [(n, None if t is None else Facts.of(t, 1 if n in of_tokens else None)) for n, t in x.named()]
         flags = [(n, Facts.of(s) if isinstance(s, Tensor) else s) for n, s in scores._asdict().items()]
         rest = [(n, s) for n, s in others._asdict().items() if "layout" not in n]
@@ -108,9 +117,9 @@ def _agree(x: Tensors, scores: Scores, others: SplitOthers, backward: bool = Fal
 
 def _forward(*arguments) -> tuple[Tensor, Tensor]:
     """This rank's queries: o ``[B, Tq, H, V]`` and lse ``[B, H, Tq]``."""
-    call = _call_of(arguments)
-    _agree(*call)
-    o, lse, _ = _planned(*call).forward(call[0])
+    x, scores, others = _call_of(arguments)
+    _agree(x, scores, others)
+    o, lse, _ = _planned(x, scores, others).forward(x)
     return own_memory((o, lse), arguments)
 
 
@@ -123,7 +132,7 @@ split_attention = torch.library.custom_op(
 
 @split_attention.register_fake
 def _(*arguments):
-    x = _call_of(arguments)[0]
+    x, _, _ = _call_of(arguments)
     B, T, H, _ = x.q.shape
     return x.q.new_empty((B, T, H, x.value_width)), x.q.new_empty((B, H, T), dtype=wide(x.q.dtype))
 

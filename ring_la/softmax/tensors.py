@@ -33,6 +33,11 @@ class Tensors(NamedTuple):
     chosen: Tensor | None = None
 
     @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What every call has."""
+        return self.q, self.k, self.v
+
+    @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """All but the last."""
         return self[:-1]
@@ -63,6 +68,11 @@ class Tensors(NamedTuple):
         """What the caller calls them."""
         return OF_LATENTS if self.latent else self._fields
 
+    @property
+    def names_by_token(self) -> tuple[str, str, str]:
+        """What the caller calls q, k and v, or what stands in their places."""
+        return ("q", "latent", "k_rope") if self.latent else ("q", "k", "v")
+
     def named(self) -> zip[tuple[str, Tensor | None]]:
         """Each with its name."""
         return zip(self.names, self)
@@ -79,7 +89,7 @@ def name_of(x: Tensors) -> str:
 def check_tensors(x: Tensors, joint: str, alibi_slopes: Tensor | None) -> None:
     """Refuse what is not a float tensor of the right shape, dtype and device."""
     for name, t in x.named():
-        if (t is None and name not in x.names[:3]) or name == "chosen":
+        if (t is None and name not in x.names_by_token) or name == "chosen":
             continue
         if not isinstance(t, Tensor) or t.dtype not in FLOATS:
             raise ArgumentError(name, "a tensor of fp16, bf16, fp32 or fp64", describe_tensor(t))

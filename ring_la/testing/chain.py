@@ -125,7 +125,7 @@ def _outputs(run: ChainPass, numbers: Numbers, tokens: dict, shared: list, edits
         through = edits.through or (lambda call, own, state: call(own, state))
         run.calls.append(partial(call, own))
         o, left = through(call, own, entering)
-        if edits.inside and entering is not right:
+        if edits.inside and not torch.equal(entering, right):
             left = call(own, right)[1]
         if edits.leaving is not None or edits.entering is not None:
             run.wrote.append(call(own, torch.zeros_like(right))[1])

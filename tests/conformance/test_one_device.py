@@ -258,7 +258,7 @@ def test_operators_have_right_schemas_and_fakes(rule, packed):
     torch.library.opcheck(linear_recurrence, (*tensors, S0, cu, rule, 0.5, "chunk", None))
     plain = [None if t is None else t.detach() for t in tensors]
     do, dS = torch.randn(1, 20, 4, 5), torch.randn_like(S0)
-    torch.library.opcheck(linear_recurrence_backward, (do, dS, *plain, S0.detach(), cu, rule, 0.5, None))
+    torch.library.opcheck(linear_recurrence_backward, (do, dS, *plain, S0.detach(), cu, rule, 0.5, None, True))
 
 
 BAD = [

@@ -6,6 +6,8 @@ import copy
 import pickle
 import subprocess
 import sys
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ring_la
 from ring_la import reference
 from ring_la.algebra import Affine
+from ring_la.comm.members import Members
 from ring_la.scan import STRATEGIES, Chain
 from tests.support.pool import group
 from tests.support.recurrence_cases import DOCUMENTS, error, make_inputs
@@ -316,6 +319,23 @@ def check_handles(rank: int) -> None:
 
 def test_handles_are_copied_as_themselves_and_never_pickled(ranks):
     ranks.run(1, check_handles)
+
+
+def check_unnamed(rank: int) -> list[str]:
+    """Where messages are, of groups of a job that has GPUs: PyTorch calls a backend that nobody named "undefined"."""
+    found = []
+    for name, config in (("undefined", "cuda:nccl"), ("undefined", "cpu:gloo"), ("gloo", "cpu:gloo,cuda:gloo")):
+        with (
+            mock.patch.object(dist, "get_backend", return_value=name),
+            mock.patch.object(dist, "get_backend_config", return_value=config),
+            mock.patch.object(torch.cuda, "current_device", return_value=0),
+        ):
+            found.append(str(Members(group(), timedelta(seconds=9)).device))
+    return found
+
+
+def test_a_backend_that_nobody_named_is_found(ranks):
+    assert ranks.run(1, check_unnamed) == [["cuda:0", "cpu", "cpu"]]
 
 
 def test_without_torch_distributed():

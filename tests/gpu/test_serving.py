@@ -12,6 +12,7 @@ import torch
 
 from ring_la import ContextParallel
 from ring_la.inference import generate
+from ring_la.keystore.static import product
 from ring_la.serving import Engine, Hybrid, NoText
 from ring_la.serving.memory import fitting
 from ring_la.serving.pretrained import Pretrained
@@ -100,6 +101,18 @@ def test_a_step_that_is_one_graph(servers, record_property):
     record_property("milliseconds a token", times)
     assert [captured for captured, _ in found] == [plain for _, plain in found]
     assert 2 <= graphs <= 6  # one, two and three seats; 256 columns, then 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_captured_steps_read_16_bits_as_they_are(dtype):
+    """Of wide weights all but 2^-14 counts; of a query of 16 bits everything, in fp32."""
+    torch.manual_seed(0)
+    x, y = torch.rand(6, 5, 1000, device="cuda"), torch.randn(6, 1000, 64, device="cuda").to(dtype)
+    for left in (x, x.to(dtype)):
+        got, want = product(left, y), left.double() @ y.double()
+        assert got.dtype == torch.float32
+        assert (got - want).norm() <= 2**-14 * want.norm()
 
 
 def check_memory(rank: int) -> dict[str, float] | None:

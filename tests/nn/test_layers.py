@@ -8,7 +8,8 @@ import torch
 from ring_la import ArgumentError, UnsupportedError
 from ring_la.kernels.fused import prepare
 from ring_la.nn import LAYERS, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, MultiheadLatentAttention
-from ring_la.nn.decoding import KVRows, Seats
+from ring_la.nn.decoding import KVRows
+from ring_la.nn.seats import Seats
 from tests.nn.cases import DIM, NAMES, OPTIONS, RECURRENT, make, parts
 
 

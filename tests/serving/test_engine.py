@@ -18,7 +18,7 @@ import torch
 from ring_la import ArgumentError, ContextParallel, DisagreementError, PeerError, UnsupportedError
 from ring_la.inference import Sampler, generate, key_store
 from ring_la.models import HybridConfig, HybridLM
-from ring_la.nn import decoding
+from ring_la.nn import seats
 from ring_la.serving import (
     Batch,
     Busy,
@@ -121,6 +121,8 @@ def test_states_of_fixed_addresses_grow(monkeypatch):
     for job, (length, n) in zip(jobs, ((1, 9), (2, 3), (7, 20)), strict=True):
         assert job.tokens == greedy(make(FIXED), torch.tensor([prompt(length)]), n)[0].tolist()
     assert server.batch._keys.capacity == 32
+    for n, columns in ((3, 4), (4096, 4096), (4097, 5120), (65536, 65536), (65537, 81920), (131071, 131072)):
+        assert static.columns_for(n) == columns
 
 
 def check_turns(rank: int) -> list[tuple[list[int], int, int]]:
@@ -623,13 +625,13 @@ def test_a_long_sequence_costs_short_ones_nothing():
     apart = sum(memory(p.states) for p in prompts)
     batch = Batch(model)
     for p in prompts:
-        batch.add(None, p, Sampler())
+        batch.add(0, p, Sampler())
     assert memory(batch._after.states) < 1.5 * apart
 
 
 def test_sequences_of_any_length_are_decoded_side_by_side(monkeypatch):
-    monkeypatch.setattr(decoding, "ALONE", 24)
-    monkeypatch.setattr(decoding, "SMALLEST", 4)
+    monkeypatch.setattr(seats, "ALONE", 24)
+    monkeypatch.setattr(seats, "SMALLEST", 4)
     asked = [(30, 9), (3, 12), (22, 7), (5, 3), (1, 20), (7, 2)]
     jobs = [Asked(prompt(length), n) for length, n in asked]
     serve(engine(batch=4), jobs)

@@ -145,9 +145,9 @@ def test_a_client_that_goes_away_stops_its_decoding(client, stream, listens):
     fields = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": stream}
     connection = client.open("POST", "/v1/completions", fields)
     deadline = time.monotonic() + 10
-    while not any(row.job.decoded for row in client.engine.batch.rows) and time.monotonic() < deadline:
+    while not any(job.decoded for job in client.engine.decoding) and time.monotonic() < deadline:
         time.sleep(0.001)
-    job = client.engine.batch.rows[0].job
+    (job,) = client.engine.decoding
     if listens:
         answer = connection.getresponse()
         assert answer.readline().startswith(b"data: ")

@@ -197,6 +197,7 @@ def test_models_of_transformers(ranks, tmp_path: Path):
     assert [answers(folder) for folder in folders] == want
     for size in (2, 3):
         assert ranks.run(size, check_transformers, folders)[0] == want
+    assert ranks.run(4, check_transformers, folders[::4])[0] == want[::4]
 
 
 def check_announcement(rank: int, folder: str) -> str:

@@ -13,7 +13,7 @@ from .call import DenoiserCall
 from .compare import mapped, tensors_in
 from .keys import GivenMask
 from .plans import IMAGE, BlockPlan, KeyMask, Role, SliceCount, SliceRows, TokenRows
-from .processors import EVERY_KEY
+from .processors import EveryKey
 
 
 def cut(
@@ -25,7 +25,7 @@ def cut(
         if isinstance(role, KeyMask):
             call.masked = None if x is None else GivenMask(f"{name}: {argument}", x, role.streams)
             if argument in given:
-                given[argument] = EVERY_KEY if role.read else None
+                given[argument] = EveryKey() if role.read else None
         elif x is not None and role is not None:
             given[argument] = part_of(call, f"{name}: {argument}", x, role, keep)
     return tuple([given.pop(n) for n in positional]), given

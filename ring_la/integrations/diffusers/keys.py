@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...context import ContextParallel, ShardedLayout
 from ...errors import ArgumentError, UnsupportedError
@@ -47,8 +48,7 @@ class BlockKeys:
 
     def __init__(self, cp: ContextParallel, layouts: Layouts, streams: Streams) -> None:
         self.cp, self.layouts, self.streams = cp, layouts, streams
-        self._mask: Tensor | None = None
-        self._kept: dict[tuple[str, ...], list[SeenKeys] | None] = {}
+        self._kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by mask, what it leaves of some streams
 
     def attend(
         self,
@@ -94,11 +94,10 @@ class BlockKeys:
         """The keys that are left, or None where that is all."""
         if masked is None or not set(masked.streams) <= set(order):
             return None
-        if masked.mask is not self._mask:
-            self._mask, self._kept = masked.mask, {}
-        if order not in self._kept:
-            self._kept[order] = self._find(order, dict(zip(order, sizes)), masked)
-        return self._kept[order]
+        kept: dict[tuple[str, ...], list[SeenKeys] | None] = self._kept.setdefault(masked.mask, {})
+        if order not in kept:
+            kept[order] = self._find(order, dict(zip(order, sizes)), masked)
+        return kept[order]
 
     def _find(self, order: tuple[str, ...], sizes: dict[str, int], masked: GivenMask) -> list[SeenKeys] | None:
         mask, count = masked.mask, sum(sizes[s] for s in masked.streams)

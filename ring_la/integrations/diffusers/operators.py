@@ -10,27 +10,35 @@ and their gradients. Each finds the model by its number, and the call that is un
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...context.handle import found
 from ...context.operator import SplitOperator
+from ...schemas import declared
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    model: int,
-    streams: str,
-    sizes: Sequence[int],
-    masked: str,
-    scale: float | None,
-) -> Tensor:
-    """Attention ``[B, T, H, D]`` of this rank's tokens of `streams` (names with commas between), of which there are
-    `sizes` on all ranks, in the call of `model` that is under way. `mask` has the streams of `masked`."""
-    return found(model).attend_now((q, k, v), streams, sizes, mask, masked, scale)
+class AttentionOthers(NamedTuple):
+    """What attention has beside q, k and v.
+
+    Attributes:
+        mask: of the streams of `masked`. model: its number. streams: names with commas between, of which there are
+            `sizes` tokens on all ranks.
+    """
+
+    mask: Tensor | None
+    model: int
+    streams: str
+    sizes: Sequence[int]
+    masked: str
+    scale: float | None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    """Attention ``[B, T, H, D]`` of this rank's tokens, in the call of the model that is under way."""
+    x = AttentionOthers(*others)
+    return found(x.model).attend_now((q, k, v), x.streams, x.sizes, x.mask, x.masked, x.scale)
 
 
 def _like_values(q, k, v, *_) -> Tensor:
@@ -59,6 +67,12 @@ def _own_rows(grads: Sequence[Tensor], wanted, x: Tensor, model: int, dim: int, 
     return [found(model).own_gradient(grads[0], counts)]
 
 
-diffusion_attention = SplitOperator("diffusion_attention", _attention, _like_values, 3)
+diffusion_attention = SplitOperator(
+    "diffusion_attention",
+    _attention,
+    _like_values,
+    3,
+    schema=f"(Tensor q, Tensor k, Tensor v, {declared(AttentionOthers)}) -> Tensor",
+)
 diffusion_linear = SplitOperator("diffusion_linear", _linear, _like_values, 5)
 whole_image = SplitOperator("whole_image", _whole_image, _of_size, 1, _own_rows)

@@ -30,7 +30,7 @@ class KeyMask:
     streams are all keys.
 
     Attributes:
-        read: the processor works on the mask itself, and gets `EVERY_KEY` for it, not None.
+        read: the processor works on the mask itself, and gets an `EveryKey` for it, not None.
     """
 
     streams: tuple[str, ...]

@@ -65,7 +65,7 @@ def _dispatch(name: str, attend: Attend) -> Callable:
         given = dict(
             attention_kwargs=attention_kwargs, parallel_config=parallel_config
         )  # the kernel is taken elsewhere
-        _refuse(name, None if attn_mask is EVERY_KEY else attn_mask, dropout_p, is_causal, **given)
+        _refuse(name, None if isinstance(attn_mask, EveryKey) else attn_mask, dropout_p, is_causal, **given)
         return attend(query, key, value, scale)
 
     return dispatch_attention_fn
@@ -81,7 +81,7 @@ class _Functional:
         return getattr(F, name)
 
     def pad(self, x, *args, **keywords):
-        return x if x is EVERY_KEY else F.pad(x, *args, **keywords)
+        return x if isinstance(x, EveryKey) else F.pad(x, *args, **keywords)
 
     def scaled_dot_product_attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
@@ -92,21 +92,18 @@ class _Functional:
         return out.transpose(1, 2)
 
 
-class _EveryKey:
+class EveryKey:
     """In place of a mask that a processor works on before it gives it to attention, which knows the mask otherwise."""
 
     shape = (0, 0)
 
-    def bool(self) -> _EveryKey:
+    def bool(self) -> EveryKey:
         return self
 
-    def view(self, *shape: int) -> _EveryKey:
+    def view(self, *shape: int) -> EveryKey:
         return self
 
     repeat = transpose = __and__ = view
-
-
-EVERY_KEY = _EveryKey()
 
 
 def _refuse(name: str, attn_mask, dropout_p, is_causal, **others: object) -> None:

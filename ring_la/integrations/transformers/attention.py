@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -40,26 +41,40 @@ HARMLESS = {
 """Keywords of other attention functions that do not change the result, or say what `CausalMask` and the layout say."""
 
 
+@dataclass(frozen=True)
+class AttentionKeywords:
+    """What the library gives an attention function by name.
+
+    Attributes:
+        s_aux: attention sinks ``[H]``. sliding_window: must be what the mask says.
+        indices: places of the keys each query reads, ``[B, T, S]``; None: all of them.
+        others: what else came.
+    """
+
+    dropout: float = 0.0
+    scaling: float | None = None
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    sliding_window: int | None = None
+    indices: Tensor | None = None
+    others: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *unknown: str) -> AttentionKeywords:
+        """Those of a call; what the function does not know, `unknown`, is among the others."""
+        known = {f.name for f in fields(cls)} - {"others", *unknown}
+        own = {name: value for name, value in given.items() if name in known}
+        return cls(**own, others={name: value for name, value in given.items() if name not in known})
+
+
 def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: CausalMask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    indices: Tensor | None = None,
-    **others: object,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: CausalMask, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Softmax attention of this rank's queries with the keys of the whole sequence.
 
     Args:
         query: ``[B, H, T, K]``. key, value: ``[B, Hk, T, ·]``. attention_mask: what the mask registry returned.
-        s_aux: attention sinks ``[H]``. sliding_window: must be what the mask says.
-        indices: places of the keys each query reads, ``[B, T, S]``; None: all of them.
+        keywords: see `AttentionKeywords`.
 
     Returns:
         ``[B, T, H, V]``, and no weights.
@@ -67,37 +82,29 @@ def attend(
     Raises:
         UnsupportedError: a mask or a keyword not known here.
     """
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    keywords = {"scale": scaling, "sinks": s_aux}
-    if indices is not None:
-        keywords["chosen"] = _choice(indices, softcap, dropout)
-        return _run(sparse_attention, (q, k, v), module, attention_mask, sliding_window, others, keywords), None
-    keywords |= {"softcap": softcap or 0.0, "dropout_p": dropout} | _before(module, key)
-    return _run(attention, (q, k, v), module, attention_mask, sliding_window, others, keywords), None
+    given = AttentionKeywords.of(keywords)
+    tensors = tuple(x.transpose(1, 2) for x in (query, key, value))
+    ours: dict[str, Any] = {"scale": given.scaling, "sinks": given.s_aux}
+    if given.indices is not None:
+        ours["chosen"] = _choice(given)
+        return _run(sparse_attention, tensors, module, attention_mask, given, ours), None
+    ours |= {"softcap": given.softcap or 0.0, "dropout_p": given.dropout} | _before(module, key)
+    return _run(attention, tensors, module, attention_mask, given, ours), None
 
 
 def attend_latents(
-    module: Any,
-    query: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    attention_mask: CausalMask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    indices: Tensor | None = None,
-    **others: object,
+    module: Any, query: Tensor, latent: Tensor, k_rope: Tensor, attention_mask: CausalMask, **keywords: Any
 ) -> tuple[Tensor, None]:
     """The same where keys are latents ``[B, 1, T, L]`` with rotary parts ``[B, 1, T, R]``; the module's ``kv_b_proj``
     says what they become."""
+    given = AttentionKeywords.of(keywords, "softcap")
     N, V = module.qk_nope_head_dim, module.v_head_dim
     w_uk, w_uv = module.kv_b_proj.weight.unflatten(0, (-1, N + V)).split([N, V], 1)
     tensors = query.transpose(1, 2), latent[:, 0], k_rope[:, 0]
-    keywords = {"scale": scaling, "sinks": s_aux, "dropout_p": dropout, "w_uk": w_uk, "w_uv": w_uv}
-    if indices is not None:
-        keywords["chosen"] = _choice(indices, None, dropout)
-    return _run(mla, tensors, module, attention_mask, sliding_window, others, keywords), None
+    ours = {"scale": given.scaling, "sinks": given.s_aux, "dropout_p": given.dropout, "w_uk": w_uk, "w_uv": w_uv}
+    if given.indices is not None:
+        ours["chosen"] = _choice(given)
+    return _run(mla, tensors, module, attention_mask, given, ours), None
 
 
 def _before(module: Any, key: Tensor) -> dict[str, Any]:
@@ -109,45 +116,45 @@ def _before(module: Any, key: Tensor) -> dict[str, Any]:
     return {"joint_k": k, "joint_v": v, "joint": "front"}
 
 
-def _choice(indices: Tensor, softcap: float | None, dropout: float) -> Tensor:
+def _choice(given: AttentionKeywords) -> Tensor:
     """Chosen keys ``[B, T, S]`` as our functions take them."""
-    for name, value in (("softcap", softcap), ("attention_dropout", dropout)):
+    assert given.indices is not None
+    for name, value in (("softcap", given.softcap), ("attention_dropout", given.dropout)):
         if value:
             raise UnsupportedError(name, "0 where an index picks the keys", value)
-    return indices[:, :, None]
+    return given.indices[:, :, None]
 
 
 def _run(
     function: Callable,
-    tensors: tuple[Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, ...],
     module: Any,
-    given: CausalMask,
-    sliding_window: int | None,
-    others: dict[str, object],
-    keywords: dict[str, object],
+    mask: CausalMask,
+    given: AttentionKeywords,
+    ours: Mapping[str, Any],
 ) -> Tensor:
     """A function of ours of tensors of this rank's tokens, under the mask and layout of the call."""
-    mask = read_mask(module, given, sliding_window, others)
+    mask = read_mask(module, mask, given)
     call = module._ring_la.call
     if call is None:
         got = f"one of {_name(module)} or a part around it"
         raise UnsupportedError("model", "a call of the parallelized model itself", got)
     window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
     if mask.chunk is None:
-        return function(*tensors, **keywords, window=window, **call.split).o
+        return function(*tensors, **ours, window=window, **call.split).o
     if call.earlier is not None:
         raise UnsupportedError("past_key_values", "an empty cache for attention in chunks", "a filled one")
     rows = zip(*(x.split(1) for x in tensors))
-    return torch.cat([function(*row, **keywords, window=window, **call.chunked(mask.chunk)).o for row in rows])
+    return torch.cat([function(*row, **ours, window=window, **call.chunked(mask.chunk)).o for row in rows])
 
 
 def _name(module: Any) -> str:
     return f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
 
 
-def read_mask(module: Any, attention_mask: object, sliding_window: int | None, others: dict[str, Any]) -> CausalMask:
+def read_mask(module: Any, attention_mask: object, given: AttentionKeywords) -> CausalMask:
     """The mask, read. Refuse one that is not ours, and keywords that are not known."""
-    where = _name(module)
+    where, others, sliding_window = _name(module), given.others, given.sliding_window
     if not isinstance(attention_mask, CausalMask):
         got = "none" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise UnsupportedError("model", f"a mask from the library's mask functions in {where}", got)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -25,7 +26,7 @@ from ...errors import UnsupportedError
 from ...inference import Prefilled
 from ...nn import KVCache, LayerState
 from ...nn.decoding import KVRows, one_query
-from .attention import AttentionNames, read_mask
+from .attention import AttentionKeywords, AttentionNames, read_mask
 from .masks import CausalMask, make_mask
 from .mixers import goes_on
 from .mixers.latents import caches_latents
@@ -51,13 +52,13 @@ class KeysOfStep:
 
     def __init__(self) -> None:
         self.lengths: Tensor | None = None
-        self._put: list[tuple[Tensor, KVRows]] = []
+        self._put: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the rows, by the new keys
 
     def put(self, rows: KVRows, padded: bool, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """In place of a cache layer's ``update``: the new token's ``[N, H, 1, D]`` as they are; `padded`: all tokens'
         of all sequences, padded to the longest."""
         if not padded:
-            self._put.append((k, rows))
+            self._put[k] = rows
             return k, v
         written = zip(*rows.written(k.transpose(1, 2), v.transpose(1, 2)))
         keys, values = (pad_sequence(list(x), batch_first=True).transpose(1, 2) for x in written)
@@ -65,40 +66,32 @@ class KeysOfStep:
 
     def rows_of(self, key: Tensor) -> KVRows | None:
         """The rows whose new keys these are."""
-        return next((rows for k, rows in reversed(self._put) if k is key), None)
+        return self._put.get(key)
 
     def clear(self) -> None:
-        self.lengths, self._put = None, []
+        self.lengths = None
+        self._put.clear()
 
 
 def attend_rows(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: CausalMask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    **others: object,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: CausalMask, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Softmax attention of the next token of each sequence, ``query [N, H, 1, K]``, to all of it: ``[N, 1, H, V]``.
 
     Args:
         key, value: what `KeysOfStep.put` handed on: the new token's; of latents, what became of all of them.
-        attention_mask, scaling, softcap, s_aux, sliding_window: as in `attention.attend`.
+        attention_mask, keywords: as in `attention.attend`, without indices.
 
     Raises:
         UnsupportedError: a mask or a keyword not known here, or keys that are not those of the cache.
     """
-    mask, step = read_mask(module, attention_mask, sliding_window, others), module._ring_la_rows
+    given, step = AttentionKeywords.of(keywords, "indices"), module._ring_la_rows
+    mask = read_mask(module, attention_mask, given)
     if mask.chunk is not None:
         raise UnsupportedError("model", "attention that is not in chunks", mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     window = -1 if mask.window is None else mask.window - 1
-    options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+    options: dict[str, Any] = dict(scale=given.scaling, softcap=given.softcap or 0.0, sinks=given.s_aux)
     rows = step.rows_of(key)
     if rows is not None:
         return rows.decode(q, k, v, window, **options), None

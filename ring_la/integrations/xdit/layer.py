@@ -76,7 +76,7 @@ class LongContextAttention(yunchang.LongContextAttention):
         masks = Masks(dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic)
 
         make = partial(self._checked, x, joint, joint_strategy, masks)
-        call, met = settled(groups, (*x[:3], *joint), make, joint_strategy=joint_strategy), None
+        call, met = settled(groups, (*x.qkv, *joint), make, joint_strategy=joint_strategy), None
         if joint_strategy != "none":
             q = torch.cat([joint[0], query] if joint_strategy == "front" else [query, joint[0]], 1)
             x = Tensors(q, key, value, joint_k=joint[1], joint_v=joint[2])

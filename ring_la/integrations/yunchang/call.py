@@ -185,9 +185,7 @@ def settled(
     call = error = signature = None
     try:
         if packed:
-            for name, t in zip(Tensors._fields, tensors):
-                if not isinstance(t, Tensor) or t.dim() != 3:
-                    raise ArgumentError(name, "a tensor [T, H, D]", describe_tensor(t))
+            _check_packed(tensors)
         call = make()
         facts = {name: Facts.of(t) for name, t in zip(NAMES, tensors) if isinstance(t, Tensor)}
         rest = {"gradients": torch.is_grad_enabled(), **more}
@@ -195,23 +193,34 @@ def settled(
     except RingLAError as e:
         error = e
     for group in groups:
-        known = _compared.setdefault(group, {})
-        if group.size == 1:
-            continue
         try:
-            if error is None and signature in known:
-                group.agreement.again(known[signature])
-                continue
-            said = dict(signature) if error is None else f"refused: {error}"
-            entry = group.agreement.agree("the arguments of attention", said)
-            while len(known) >= COMPARED:  # the oldest, the same on all ranks
-                del known[next(iter(known))]
-            known[signature] = entry
+            _compare(group, signature, error)
         except RingLAError as e:
             error = error or e
     if error is not None:
         raise error
     return call
+
+
+def _check_packed(tensors: Sequence[object]) -> None:
+    for name, t in zip(Tensors._fields, tensors):
+        if not isinstance(t, Tensor) or t.dim() != 3:
+            raise ArgumentError(name, "a tensor [T, H, D]", describe_tensor(t))
+
+
+def _compare(group: Group, signature: tuple[tuple[str, object], ...] | None, error: Exception | None) -> None:
+    """With the group's other ranks; a signature like one before is not waited for."""
+    known = _compared.setdefault(group, {})
+    if group.size == 1:
+        return
+    if error is None and signature in known:
+        group.agreement.again(known[signature])
+        return
+    said = dict(signature or ()) if error is None else f"refused: {error}"
+    entry = group.agreement.agree("the arguments of attention", said)
+    while len(known) >= COMPARED:  # the oldest, the same on all ranks
+        del known[next(iter(known))]
+    known[signature] = entry
 
 
 def checked(kind: str, x: Tensors, masks: Masks, attn_type: Any) -> UpstreamCall:

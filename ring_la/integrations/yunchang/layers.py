@@ -163,7 +163,7 @@ class LongContextAttention(nn.Module):
         """Attention of this rank's tokens ``[B, T, H, D]``; as in yunchang, only the output is returned."""
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, groups = Tensors(query, key, value), (group_of(self.ring_pg), group_of(self.ulysses_pg))
-        call = settled(groups, x[:3], lambda: checked(self.kind, x, masks, self.attn_type))
+        call = settled(groups, x.qkv, lambda: checked(self.kind, x, masks, self.attn_type))
         return attend(call, x, *groups)
 
 
@@ -241,7 +241,7 @@ class UlyssesAttention(nn.Module):
         """Attention of this rank's tokens ``[B, T, H, D]``."""
         masks = Masks(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         x, group = Tensors(query, key, value), group_of(self.spg)
-        call = settled([group], x[:3], lambda: checked("contiguous", x, masks, self.attn_type))
+        call = settled([group], x.qkv, lambda: checked("contiguous", x, masks, self.attn_type))
         return attend(call, x, Alone(), group)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ operations, which have derivatives of every order. Heads of v or S may be a mult
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ def sum_and_read(
     """What the tokens read of what they add up to, and that ``[B, N, H, K, V]``; `S` of its dtype is added to it."""
     if q.is_cuda:
         return sum_and_read_op(q, k, v, S, cu, scale)
-    return _sum_then_read(q, k, v, S, cu, scale, PLAIN)  # type: ignore[return-value]
+    return _sum_then_read(q, k, v, S, cu, StepConstants(PLAIN, scale))  # type: ignore[return-value]
 
 
 # -- in PyTorch ----------------------------------------------------------------------------------------------
@@ -82,46 +82,46 @@ class Primitives(NamedTuple):
 PLAIN = Primitives(plain_outer_sum, plain_read_state)
 
 
-def _sum(k: Tensor, v: Tensor, cu: Tensor | None, by: Primitives) -> Tensor:
-    return by.total(k, v, cu, 1.0, None)
+class StepConstants(NamedTuple):
+    """What the steps below have in common: what computes them, the scale, and whether it is ``S q`` that is read."""
+
+    by: Primitives
+    scale: float = 1.0
+    transposed: bool = False
 
 
-def _sum_back(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, by: Primitives) -> tuple[Tensor, ...]:
+def _sum(k: Tensor, v: Tensor, cu: Tensor | None, step: StepConstants) -> Tensor:
+    return step.by.total(k, v, cu, 1.0, None)
+
+
+def _sum_back(dS: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, step: StepConstants) -> tuple[Tensor, ...]:
+    by = step.by
     return _own(by.read(v, dS, cu, 1.0, True), k), by.read(k, dS, cu, 1.0, False).to(v.dtype)
 
 
-def _read(q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: Primitives) -> Tensor:
-    return by.read(q, S, cu, scale, transposed)
+def _read(q: Tensor, S: Tensor, cu: Tensor | None, step: StepConstants) -> Tensor:
+    return step.by.read(q, S, cu, step.scale, step.transposed)
 
 
-def _read_back(
-    do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, scale: float, transposed: bool, by: Primitives
-) -> tuple[Tensor, ...]:
+def _read_back(do: Tensor, q: Tensor, S: Tensor, cu: Tensor | None, step: StepConstants) -> tuple[Tensor, ...]:
+    by, scale, transposed = step
     dS = by.total(q, do, cu, scale, None)
     dS = (dS.mT.contiguous() if transposed else dS).to(S.dtype)
     return _own(by.read(do, S, cu, scale, not transposed), q), dS
 
 
 def _sum_then_read(
-    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float, by: Primitives
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, step: StepConstants
 ) -> tuple[Tensor, ...]:
-    S = by.total(k, v, cu, 1.0, S)
-    return by.read(q, S, cu, scale, False), S
+    S = step.by.total(k, v, cu, 1.0, S)
+    return step.by.read(q, S, cu, step.scale, False), S
 
 
 def _sum_then_read_back(
-    do: Tensor,
-    dS: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    S: Tensor,
-    cu: Tensor | None,
-    scale: float,
-    by: Primitives,
+    do: Tensor, dS: Tensor | None, q: Tensor, k: Tensor, v: Tensor, S: Tensor, cu: Tensor | None, step: StepConstants
 ) -> tuple[Tensor, ...]:
-    dS = by.total(q, do, cu, scale, dS)
-    return _own(by.read(do, S, cu, scale, True), q), *_sum_back(dS, k, v, cu, by), dS
+    dS = step.by.total(q, do, cu, step.scale, dS)
+    return _own(step.by.read(do, S, cu, step.scale, True), q), *_sum_back(dS, k, v, cu, step), dS
 
 
 def _own(grad: Tensor, x: Tensor) -> Tensor:
@@ -134,14 +134,18 @@ def _own(grad: Tensor, x: Tensor) -> Tensor:
 # -- the operators -------------------------------------------------------------------------------------------
 
 
-def _run(step: Callable[..., Any], tensors: Sequence[Tensor | None], *constants: Hashable) -> Any:
+def _run(
+    function: Callable[..., Any], tensors: Sequence[Tensor | None], scale: float = 1.0, transposed: bool = False
+) -> Any:
     """A step by Triton where it can, else by PyTorch."""
     kernels = kernels_of("bidirectional", *tensors)
     if kernels is not None:
         from ..runtime.replayed_function import replayed_call
 
-        return replayed_call(step, tensors, *constants, Primitives(kernels.total, kernels.read))
-    out = step(*tensors, *constants, PLAIN)
+        return replayed_call(
+            function, tensors, StepConstants(Primitives(kernels.total, kernels.read), scale, transposed)
+        )
+    out = function(*tensors, StepConstants(PLAIN, scale, transposed))
     return out.contiguous() if isinstance(out, Tensor) else tuple(x.contiguous() for x in out)
 
 
@@ -173,13 +177,14 @@ def _sum_and_read(
 
 
 def _sum_and_read_backward(
-    do: Tensor | None, dS: Tensor | None, q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None,
-    scale: float, whole: Tensor,
+    grads: Sequence[Tensor | None], q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, cu: Tensor | None, scale: float,
+    whole: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and S; `whole` is what was read."""
+    do, dS = grads
     do = torch.zeros_like(v, dtype=q.dtype) if do is None else do
-    grads = _run(_sum_then_read_back, (do, dS, q, k, v, whole, cu), scale)
-    return [*grads[: 3 if S is None else 4]]
+    dq, dk, dv, entering = _run(_sum_then_read_back, (do, dS, q, k, v, whole, cu), scale)
+    return [dq, dk, dv] if S is None else [dq, dk, dv, entering]
 
 
 def _fake_outer_sum(k, v, cu):

@@ -8,7 +8,7 @@ every order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -120,9 +120,10 @@ def _discretise(x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus:
 
 
 def _discretise_backward(
-    dv: Tensor | None, dg: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
+    grads: Sequence[Tensor | None], x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool
 ) -> list[Tensor]:
     """Gradients of x, dt and A, then of the bias where it is given."""
+    dv, dg = grads
     dv = torch.zeros_like(x) if dv is None else dv
     dg = torch.zeros_like(dt, dtype=torch.promote_types(x.dtype, torch.float32)) if dg is None else dg
     kernels = kernels_of("discretise", x)

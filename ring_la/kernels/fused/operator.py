@@ -48,8 +48,8 @@ class Operator:
     Args:
         forward: of tensors, then of other arguments, all positional and annotated as `torch.library.custom_op` wants
             them; what it returns is contiguous and shares no memory with its arguments.
-        backward: of the gradients of the outputs (None for one that is not used, where there are several), then
-            forward's arguments; a list of the gradients of those of the first `wanting` arguments that are given.
+        backward: of the output's gradient, or a list where there are several (None for one that is not used), then
+            of forward's arguments; a list of the gradients of those of the first `wanting` arguments that are given.
         fake: empty tensors shaped like forward's outputs.
         keeps: which of several outputs the backward takes after forward's arguments.
     """
@@ -63,6 +63,7 @@ class Operator:
         self.registered.register_fake(fake)
         gradients = torch.library.custom_op(f"ring_la::{name}_backward", backward, mutates_args=())
         count = forward.__code__.co_argcount
+        self._several = torch.library.infer_schema(forward, mutates_args=()).rpartition("->")[2].count("Tensor") > 1
 
         @gradients.register_fake
         def _(*arguments):
@@ -92,9 +93,10 @@ class Operator:
         def backward(ctx, *grads: Tensor | None):
             saved, others = ctx.saved_tensors, ctx.others
             arguments = [x if t is None else t for t, x in zip(saved, others)]
-            found = iter(run(*grads, *arguments, *saved[len(others) :]))
-            given = [None if x is None else next(found) for x in self._leaves(arguments)]
-            return (*given, *[None] * (len(arguments) - self.wanting))
+            given = ([*grads],) if self._several else grads
+            found = iter(run(*given, *arguments, *saved[len(others) :]))
+            of_leaves = [None if x is None else next(found) for x in self._leaves(arguments)]
+            return (*of_leaves, *[None] * (len(arguments) - self.wanting))
 
         return backward
 

@@ -8,6 +8,8 @@ have derivatives of every order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -105,10 +107,11 @@ def _prepare(
 
 
 def _prepare_backward(
-    dq: Tensor | None, dk: Tensor | None, dg: Tensor | None, db: Tensor | None, q: Tensor, k: Tensor, a: Tensor,
-    b: Tensor, A_log: Tensor | None, bias: Tensor | None, lower_bound: float | None, most: float, eps: float,
+    grads: Sequence[Tensor | None], q: Tensor, k: Tensor, a: Tensor, b: Tensor, A_log: Tensor | None,
+    bias: Tensor | None, lower_bound: float | None, most: float, eps: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, a and b, then of A_log and the bias where they are given."""
+    dq, dk, dg, db = grads
     dq, dk = (torch.zeros_like(x) if d is None else d for d, x in ((dq, q), (dk, k)))
     dg, db = (torch.zeros_like(_wide(x)) if d is None else d for d, x in ((dg, a), (db, b)))
     kernels = kernels_of("prepare", q, a, b)
@@ -117,7 +120,7 @@ def _prepare_backward(
     return [d.contiguous() for d in found if d is not None]
 
 
-def _fake(q, k, a, b, A_log, bias, lower_bound, most, eps):
+def _fake(q, k, a, b, *_):
     wide = [x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (a, b)]
     return q.new_empty(q.shape), k.new_empty(k.shape), *wide
 

@@ -9,6 +9,7 @@ every order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,7 @@ def convolve_backward(
     """Gradients of `convolve`'s x, weight, bias and lead."""
     if not fused(x):
         return plain_convolve_backward(do, dends, x, weight, bias, lead, cu, silu)
-    grads = iter(_short_conv_backward(do, dends, x, weight, bias, lead, cu, silu, dends is not None))
+    grads = iter(_short_conv_backward((do, dends), x, weight, bias, lead, cu, silu, dends is not None))
     return tuple(None if t is None else next(grads) for t in (x, weight, bias, lead))  # type: ignore[return-value]
 
 
@@ -177,8 +178,7 @@ def _fake(x, weight, bias, lead, cu, silu, ends):
 
 
 def _short_conv_backward(
-    do: Tensor | None,
-    dends: Tensor | None,
+    grads: Sequence[Tensor | None],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -188,12 +188,12 @@ def _short_conv_backward(
     ends: bool,
 ) -> list[Tensor]:
     """Gradients of x and the weight, then of the bias and the lead where they are given."""
+    do, dends = grads
     do = torch.zeros_like(x) if do is None else do
     tensors = do, dends if ends else None, x, weight, bias, lead, cu
     kernels = kernels_of("short_conv", x)
     backward = plain_convolve_backward if kernels is None else kernels.backward
-    grads = backward(*tensors, silu)
-    return [g.contiguous() for g in grads if g is not None]
+    return [g.contiguous() for g in backward(*tensors, silu) if g is not None]
 
 
 short_conv = Operator("short_conv", _short_conv, _short_conv_backward, _fake, 4)

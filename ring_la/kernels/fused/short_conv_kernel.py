@@ -14,7 +14,7 @@ from ring_la.kernels.fused.short_conv_device import (
     conv_sums_kernel,
 )
 from ring_la.kernels.runtime import strided
-from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.runtime.launch import aligned, filled, launch
 from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.spans.table import cdiv, power_of_2
 
@@ -58,10 +58,9 @@ class ConvolutionLaunches:
         return (*self.steps, *lead)
 
     @property
-    def optional(self) -> tuple[Tensor, Tensor, Tensor]:
-        """bias, lead, cu, or any tensor in their place."""
-        bias, lead, cu = (self.x if t is None else t for t in (self.bias, self.lead, self.cu))
-        return bias, lead, cu
+    def inputs(self) -> list[Tensor]:
+        """x, weight, bias, lead and cu, as kernels take them."""
+        return filled(self.x, self.weight, self.bias, self.lead, self.cu)
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class ConvolutionLaunches:
         if o.numel():
             step, run = FORWARD[0], self.run(*FORWARD[1:])
             launch(
-                conv_kernel, (cdiv(self.T, run) * self.columns, self.B), self.x, self.weight, *self.optional, o,
+                conv_kernel, (cdiv(self.T, run) * self.columns, self.B), *self.inputs, o,
                 self.T, self.N, self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, **self.shape,
                 **self.present, **self.capped(REGISTERS[0]), tensors="strided",
             )  # fmt: skip
@@ -110,13 +109,13 @@ class ConvolutionLaunches:
             runs = cdiv(self.T, run)
             sums = torch.empty(self.B * runs, (W + 1) * D, device=do.device)
             launch(
-                conv_backward_kernel, (runs * self.columns, self.B), self.x, self.weight, *self.optional, do,
-                do if dends is None else dends, dx, do if heads is None else heads, sums, self.T, self.N,
+                conv_backward_kernel, (runs * self.columns, self.B), *self.inputs,
+                *filled(do, dends, dx, heads), sums, self.T, self.N,
                 self.N.bit_length(), run, *self.strides, STEP=step, SILU=silu, ENDS=dends is not None, **self.shape,
                 **self.present, **self.capped(REGISTERS[1]), tensors="strided",
             )  # fmt: skip
             launch(
-                conv_sums_kernel, (cdiv((W + 1) * D, SUMS[1]),), sums, dweight, dweight if dbias is None else dbias,
+                conv_sums_kernel, (cdiv((W + 1) * D, SUMS[1]),), sums, *filled(dweight, dbias),
                 self.B * runs, D=D, W=W, ROWS=SUMS[0], BLK=SUMS[1], BIAS=dbias is not None, num_warps=4,
             )  # fmt: skip
         if dlead is not None:
@@ -125,11 +124,10 @@ class ConvolutionLaunches:
 
     def _edges(self, out: Tensor, dz: Tensor, dends: Tensor | None, back: bool) -> Tensor:
         if out.numel():
-            _, lead, cu = self.optional
             launch(
-                conv_edges_kernel, (self.N * self.columns, self.B), self.x, lead, dz, self.weight,
-                dz if dends is None else dends, cu, out, self.T, self.N, *self.strides, WP=power_of_2(self.W),
-                BACK=back, LEAD=self.lead is not None, ENDS=dends is not None, **self.shape,
+                conv_edges_kernel, (self.N * self.columns, self.B), *filled(self.x, self.lead),
+                *filled(dz, self.weight, dends), *filled(self.cu, by=self.x), out, self.T, self.N, *self.strides,
+                WP=power_of_2(self.W), BACK=back, LEAD=self.lead is not None, ENDS=dends is not None, **self.shape,
                 tensors="strided",
             )  # fmt: skip
         return out

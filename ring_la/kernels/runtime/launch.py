@@ -38,6 +38,14 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
+def filled(*tensors: Tensor | TensorDescriptor | None, by: Tensor | None = None) -> list[Tensor | TensorDescriptor]:
+    """The tensors of a launch: in the place of an absent one `by`, or the first, which a constant tells the kernel to
+    leave alone. (A None would be a constant of its own, and the kernel another one.)"""
+    some = tensors[0] if by is None else by
+    some = some.base if isinstance(some, TensorDescriptor) else some
+    return [some if x is None else x for x in tensors]
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],

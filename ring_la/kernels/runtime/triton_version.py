@@ -100,13 +100,20 @@ class DescribedMemory:
         return self._address
 
 
-_bound = threading.local()
+class _Bound(threading.local):
+    """The devices whose contexts this thread has made current."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_bound = _Bound()
 
 
 def bind_device() -> None:
     """Make the device's context current in this thread, once: the driver encodes tensor descriptors, and a thread
     of autograd may not have touched the device yet."""
-    if torch.cuda.is_initialized() and torch.cuda.current_device() not in _bound.__dict__.setdefault("devices", set()):
+    if torch.cuda.is_initialized() and torch.cuda.current_device() not in _bound.devices:
         with _disable_current_modes():
             torch.empty(1, device="cuda").zero_()
         _bound.devices.add(torch.cuda.current_device())

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.scalar_decay.operands import (
     Gates,
     columns,
@@ -37,7 +37,7 @@ from ring_la.kernels.scalar_decay.operands import (
     take,
     tiles,
 )
-from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import ATTEND, ATTEND_GATED, ATTEND_KEEP, ATTEND_SUMS, Tiling, cdiv
 from ring_la.kernels.triton.tiles import SIZES, head, put, span, tile
 

@@ -114,7 +114,7 @@ def chunk_gradients(
     how, (B, T, H, HK, K, V) = plan.pick(ADDITIVE_GRADIENT), plan.sizes
     dq, dk, dv, dg = plan.tokens(K), plan.tokens(K), plan.tokens(V), plan.new(B, T, H)
     args = (
-        *inputs[:3], do, gates.read, states, adjoints, dq, dk, dv, dg, plan.chunks.table, T, plan.chunk_count,
+        *inputs.qkv, do, gates.read, states, adjoints, dq, dk, dv, dg, plan.chunks.table, T, plan.chunk_count,
         plan.scale,
     )  # fmt: skip
     shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, VARLEN=plan.packed)

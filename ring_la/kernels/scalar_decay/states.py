@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.scalar_decay.operands import (
     Gates,
     chunk_states,
@@ -18,7 +18,7 @@ from ring_la.kernels.scalar_decay.operands import (
     take,
     tiles,
 )
-from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import STATES, cdiv
 from ring_la.kernels.triton.tiles import SIZES, span
 

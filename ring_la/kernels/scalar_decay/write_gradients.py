@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.scalar_decay.operands import Gates, columns, constant, rows, shared_constants, take, tiles
-from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import WRITES
 from ring_la.kernels.triton.tiles import SIZES, put, span
 

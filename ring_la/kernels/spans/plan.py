@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_la.algebra import Rule
 from ring_la.kernels.protocol import Inputs
 from ring_la.kernels.runtime.launch import aligned
-from ring_la.kernels.runtime.triton_version import TensorDescriptor, gluon_is_proven
+from ring_la.kernels.runtime.triton_version import gluon_is_proven
 from ring_la.kernels.spans import table
 from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
@@ -64,13 +64,6 @@ def hopper(device: torch.device) -> bool:
     """Whether kernels in Gluon, which is not the same in every version of Triton, are for this device."""
     here = device.type == "cuda" and torch.version.cuda is not None and gluon_is_proven()
     return here and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def filled(*tensors: Tensor | TensorDescriptor | None) -> list[Tensor | TensorDescriptor]:
-    """The tensors of a launch: in the place of an absent one the first, which a constant tells the kernel to leave
-    alone. (A None would be a constant of its own, and the kernel another one.)"""
-    some = tensors[0].base if isinstance(tensors[0], TensorDescriptor) else tensors[0]
-    return [some if x is None else x for x in tensors]
 
 
 class CallSizes(NamedTuple):

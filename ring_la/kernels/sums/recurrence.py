@@ -66,7 +66,7 @@ class GatedSums:
     crosses: ClassVar[bool] = False
 
     def __init__(self, rule: Rule, inputs: Inputs, cu: Tensor | None, scale: float, use: OutputUse = PLAIN) -> None:
-        self.rule, self.scale, self.ones = rule, float(scale), inputs[:2]
+        self.rule, self.scale, self.ones = rule, float(scale), (inputs.q, inputs.k)
         self.v = inputs.v[..., 0].contiguous()
         self.g = None if inputs.g is None else inputs.g.contiguous()
         cu = None if cu is None else aligned(cu.to(device=self.v.device, dtype=torch.int32))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.runtime.launch import launch
+from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import cdiv, power_of_2
 from ring_la.kernels.triton.tiles import SIZES, entry, span
@@ -166,8 +166,8 @@ def forwards(
     out = torch.empty(x.shape, dtype=torch.float32 if kept else x.dtype, device=x.device) if write else None
     ends, totals = (torch.empty(B, NS, C, device=x.device) for _ in range(2))
     launch(
-        forward_kernel, (NS * cdiv(C, CHANNELS), B), x, *_filled(ends, g, S0, out), ends, totals,
-        *_filled(ends, table), T, NS, runs.length, scale, C=C, BT=TOKENS, BC=CHANNELS, VARLEN=table is not None,
+        forward_kernel, (NS * cdiv(C, CHANNELS), B), x, *filled(g, S0, out, by=ends), ends, totals,
+        *filled(table, by=ends), T, NS, runs.length, scale, C=C, BT=TOKENS, BC=CHANNELS, VARLEN=table is not None,
         GATED=g is not None, STATES=S0 is not None, WRITE=write, KEPT=kept, num_warps=WARPS, tensors="any",
     )  # fmt: skip
     return SumsWalk(out, ends, totals)
@@ -193,8 +193,8 @@ def backwards(
     dg = None if dx is None or kept is None or g is None else torch.empty_like(g)
     entering = torch.empty(B, NS, C, device=do.device)
     launch(
-        backward_kernel, (NS * cdiv(C, CHANNELS), B), do, *_filled(entering, g, kept, G, dx, dg), entering,
-        *_filled(entering, table), T, NS, runs.length, scale, C=C, BT=TOKENS, BC=CHANNELS, VARLEN=table is not None,
+        backward_kernel, (NS * cdiv(C, CHANNELS), B), do, *filled(g, kept, G, dx, dg, by=entering), entering,
+        *filled(table, by=entering), T, NS, runs.length, scale, C=C, BT=TOKENS, BC=CHANNELS, VARLEN=table is not None,
         GATED=g is not None, STATES=G is not None, WRITE=dx is not None, GATE=dg is not None, num_warps=WARPS,
         tensors="any",
     )  # fmt: skip
@@ -208,13 +208,8 @@ def over_spans(own: Tensor, totals: Tensor, S0: Tensor | None, runs: Runs, *, re
     before = torch.empty_like(own)
     ends, whole = (torch.empty(B, N, C, device=own.device) for _ in range(2))
     launch(
-        spans_kernel, (N * cdiv(C, CHANNELS), B), own, totals, *_filled(ends, S0), before, ends, whole,
-        *_filled(ends, runs.first), NS, N, C=C, BT=TOKENS, BC=CHANNELS, VARLEN=runs.first is not None,
+        spans_kernel, (N * cdiv(C, CHANNELS), B), own, totals, *filled(S0, by=ends), before, ends, whole,
+        *filled(runs.first, by=ends), NS, N, C=C, BT=TOKENS, BC=CHANNELS, VARLEN=runs.first is not None,
         STATES=S0 is not None, REVERSE=reverse, num_warps=WARPS, tensors="any",
     )  # fmt: skip
     return SumsWalk(before, ends, whole)
-
-
-def _filled(some: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """Tensors of a launch, `some` in the place of absent ones, which a constant tells the kernel to leave alone."""
-    return [some if x is None else x for x in tensors]

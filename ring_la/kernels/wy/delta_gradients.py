@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime.launch import launch
-from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import GRADIENT, VALUE_STEP, cdiv, width
 from ring_la.kernels.triton.gates import divisor, share
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
@@ -115,7 +115,7 @@ def delta_gradients(
     dg = None if decay == "none" else torch.empty_like(dbeta)
     args = (
         *filled(
-            *inputs[:3], products.saved.factors, do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk, dg, dbeta
+            *inputs.qkv, products.saved.factors, do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk, dg, dbeta
         ),
         plan.chunks.table, T, plan.chunk_count, plan.scale,
     )  # fmt: skip

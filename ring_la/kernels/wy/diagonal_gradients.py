@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime.launch import launch
-from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import GRADIENT_DIAGONAL, width
 from ring_la.kernels.triton.gates import divisor, share
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile
@@ -255,7 +255,7 @@ def diagonal_gradients(
         launch(
             gradient_kernel, (plan.chunk_count, plan.rows),
             *filled(
-                *inputs[:3], x.factors, x.running, x.low, do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk,
+                *inputs.qkv, x.factors, x.running, x.low, do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk,
                 dg, dbeta,
             ),
             plan.chunks.table, T, plan.chunk_count, plan.scale, H=H, HK=HK, K=K, V=V,

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ring_la.kernels.protocol import Inputs
-from ring_la.kernels.runtime.launch import launch
-from ring_la.kernels.spans.plan import SpanPlan, filled
+from ring_la.kernels.runtime.launch import filled, launch
+from ring_la.kernels.spans.plan import SpanPlan
 from ring_la.kernels.spans.table import PRODUCTS_DIAGONAL, width
 from ring_la.kernels.triton.gates import chunk_factors, running
 from ring_la.kernels.triton.tiles import SIZES, chunk_of, entry, head, put, tile

@@ -21,7 +21,7 @@ from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.spans.table import SAVED_STATES, cdiv
-from ring_la.kernels.wy.kda_launches import HEAD, by_row, multiprocessors
+from ring_la.kernels.wy.kda_launches import HEAD, as_read, by_row, multiprocessors
 
 CHUNK = 32
 """Tokens a chunk."""
@@ -96,12 +96,11 @@ class GDNCall:
 
     @classmethod
     def of(cls, inputs: Inputs, cu: Tensor | None, scale: float) -> GDNCall:
-        q, k, v, g, beta = (None if x is None else aligned(x) for x in inputs[:5])
-        q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
-        g, beta = (x if x is None or x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
+        inputs = as_read(inputs)
+        v = inputs.v
         B, T, H = v.shape[:3]
         pieces = B if cu is None else cu.numel() - 1
-        length, inputs = span(B * T, H, pieces, multiprocessors(v.device)), Inputs(q, k, v, g, beta)
+        length = span(B * T, H, pieces, multiprocessors(v.device))
         if cu is None:
             return cls(inputs, None, scale, pieces, length, B * cdiv(T, length), B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
@@ -139,14 +138,14 @@ class GDNCall:
         kept: Kept | tuple[None, None, None], further: tuple[Tensor | None, ...] = (),
     ) -> None:  # fmt: skip
         """`states`: those it begins with and those it ends with (gradients, backward)."""
-        T, H = self.inputs.v.shape[1:3]
-        programs, device = self.count * len(heads), self.inputs.v.device
+        x, device = self.inputs, self.inputs.v.device
+        (_, T, H, _), programs = x.v.shape, self.count * len(heads)
         flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
         passed = self.new(self.count, H, HEAD, HEAD)
         table = None if self.runs is None else self.runs.table
         kernel(
-            programs, *self.inputs[:5], o, *states, table, self.cu, flags, passed, *kept,
-            T, H, self.inputs.q.shape[2], self.count, self.length, self.pieces,
+            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, *kept,
+            T, H, x.q.shape[2], self.count, self.length, self.pieces,
             heads.start, len(heads), 1, picks(programs, device), self.scale, *further,
         )  # fmt: skip
 

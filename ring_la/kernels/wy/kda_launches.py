@@ -54,6 +54,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def as_read(inputs: Inputs) -> Inputs:
+    """Inputs as these kernels read them: contiguous, q and k in the dtype of v, gates and steps in fp32 or bf16."""
+    q, k, v, g, beta = (None if x is None else aligned(x) for x in (*inputs.qkv, inputs.g, inputs.beta))
+    q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
+    g, beta = (x if x is None or x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
+    return Inputs(q, k, v, g, beta)
+
+
 @dataclass(frozen=True)
 class KDACall:
     """One device's tokens, as the kernels take them.
@@ -75,14 +83,12 @@ class KDACall:
     @classmethod
     def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, heads: int) -> KDACall:
         """`heads`: of one launch."""
-        q, k, v, g, beta = (aligned(x) for x in inputs[:5])
-        q, k = (x if x.dtype == v.dtype else x.to(v.dtype) for x in (q, k))
-        g, beta = (x if x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (g, beta))
+        inputs = as_read(inputs)
+        v = inputs.v
         B, T = v.shape[:2]
         pieces = B if cu is None else cu.numel() - 1
         wanted = max(1, multiprocessors(v.device) // (heads * pieces))
         length = max(SPAN, cdiv(cdiv(B * T, pieces * wanted), CHUNK) * CHUNK)
-        inputs = Inputs(q, k, v, g, beta)
         if cu is None:
             return cls(inputs, None, scale, pieces, length, B * cdiv(T, length), B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
@@ -91,8 +97,8 @@ class KDACall:
 
     @property
     def defines(self) -> tuple[str, str]:
-        _, _, _, g, beta = self.inputs[:5]
-        gate, step = (f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in (("GATE", g), ("BETA", beta)))
+        read = ("GATE", self.inputs.g), ("BETA", self.inputs.beta)
+        gate, step = (f"{name}_BF16={int(x.dtype == torch.bfloat16)}" for name, x in read)
         return gate, step
 
     @property
@@ -116,9 +122,10 @@ class KDACall:
         H, count = self.inputs.v.shape[2], self.count
         flags = torch.zeros(2 * count * H + 2, dtype=torch.int32, device=self.inputs.v.device)
         passed = self.new(count, H, HEAD, HEAD)
+        x = self.inputs
         arguments: Any = (
-            count * len(heads), *self.inputs[:5], o, *states, self.runs and self.runs.table, self.cu, flags,
-            passed, *kept, self.inputs.v.shape[1], H, self.inputs.q.shape[2], count, self.length, self.pieces,
+            count * len(heads), *x.qkv, x.g, x.beta, o, *states, self.runs and self.runs.table, self.cu, flags,
+            passed, *kept, x.v.shape[1], H, x.q.shape[2], count, self.length, self.pieces,
             heads.start, len(heads), int(self.ahead), self.scale, *further,
         )  # fmt: skip
         for deferred in (False, True) if self.ahead else (False,):

@@ -28,11 +28,18 @@ from ring_la.kernels.wy.saved import WYBack, WYMaps
 class Launches(NamedTuple):
     """What one launch does for a rule.
 
-    `forward` also gives what the gradients take of it, if they are to follow.
+    Attributes:
+        forward: it also gives what the gradients take of it, if they are to follow.
+        least: tokens × heads of the smallest call whose gradients go by one launch.
     """
 
     forward: Callable[[Inputs, Tensor | None, float, Tensor | None, OutputUse], Output]
     gradients: Callable[[Inputs, Tensor | None, float, Backward, Tensor | None], tuple[Inputs, Tensor]]
+    least: int = 0
+
+    def enough(self, inputs: Inputs) -> bool:
+        """Whether gradients go by one launch."""
+        return math.prod(inputs.v.shape[:3]) >= self.least
 
 
 def _kda(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
@@ -58,16 +65,11 @@ def _delta_gradients(
     return gdn_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
 
 
-KDA = Launches(_kda, _kda_gradients)
-DELTA = Launches(_delta, _delta_gradients)
 LEAST = 2**18
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to `gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks; others were not."""
-
-
-def enough(inputs: Inputs) -> bool:
-    """Whether a delta rule's gradients are made in one launch."""
-    return math.prod(inputs.v.shape[:3]) >= LEAST
+KDA = Launches(_kda, _kda_gradients)
+DELTA = Launches(_delta, _delta_gradients, LEAST)
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
@@ -78,7 +80,7 @@ def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
     if rule.plain in (Rule("delta", "none"), Rule("delta", "scalar")):
         if not use.saved:
             return DELTA
-        return DELTA if use.alone and enough(inputs) else None
+        return DELTA if use.alone and DELTA.enough(inputs) else None
     return None
 
 
@@ -140,7 +142,7 @@ class OneLaunch:
         adjoint: Adjoint[WYBack] | None = None,
         border: Border | None = None,
     ) -> InputGradients:
-        in_chunks = bool(_without_kept(backward).saved) or (self.launches is DELTA and not enough(self.inputs))
+        in_chunks = bool(_without_kept(backward).saved) or not self.launches.enough(self.inputs)
         if in_chunks or adjoint is not None or border is not None:
             return self.by_chunks.gradients(_without_kept(backward), dS_end, adjoint, border)
         return InputGradients(*self.launches.gradients(self.inputs, self.cu, self.scale, backward, dS_end))

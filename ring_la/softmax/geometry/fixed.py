@@ -54,10 +54,7 @@ class FixedBlock(NamedTuple):
 
 def fixed_blocks(tokens: Tokens, size: int) -> list[FixedBlock]:
     """The blocks of these rows, by document and position; made once for each size."""
-    kept = tokens.__dict__.setdefault("_fixed", {})
-    if size not in kept:
-        kept[size] = _made(tokens, size)
-    return kept[size]
+    return tokens.kept(_made, lambda: _made(tokens, size), size)
 
 
 def _made(tokens: Tokens, size: int) -> list[FixedBlock]:

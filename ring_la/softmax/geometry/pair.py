@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from ...kept import MadeOnce
 from .tokens import ANY_DOCUMENT, Tokens
 
 P = ParamSpec("P")
@@ -42,16 +43,9 @@ class Pair:
         self.rows, self.keys, self.reach = rows, keys, reach
 
     @cached_property
-    def _made(self) -> dict[object, Any]:
-        return self.rows.met.setdefault(self.keys, {}).setdefault(self.reach, {})
-
-    def kept(self, kind: Callable[..., T], make: Callable[[], T], *more: object) -> T:
-        """What `make` gives, a `kind` or what a function `kind` returns, made once for these sides, this reach, and
-        `more`."""
-        name = (kind, *more)
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+    def kept(self) -> MadeOnce:
+        """What is made once for these sides and this reach."""
+        return self.rows.met.setdefault(self.keys, {}).setdefault(self.reach, MadeOnce())
 
 
 def once(make: Callable[Concatenate[Pair, P], T]) -> Callable[Concatenate[Pair, P], T]:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ...kept import MadeOnce
 from ...layout import Layout
 
 ANY_DOCUMENT = -1
@@ -58,7 +59,8 @@ class Tokens:
         tensors: (positions, documents) where there are no runs.
 
     Attributes:
-        met: what is kept with this side and another, by how far a query sees; see `Pair`.
+        kept: what is made once for these rows.
+        met: what is made once for them and another side, by how far a query sees; see `Pair`.
         ordered: whether rows stand in the order of the sequence.
     """
 
@@ -71,7 +73,8 @@ class Tokens:
     ) -> None:
         self.runs = None if runs is None else tuple(runs)
         self.length, self.device, self._tensors = length, device, tensors
-        self.met: WeakKeyDictionary[Tokens, dict[object, dict]] = WeakKeyDictionary()
+        self.kept = MadeOnce()
+        self.met: WeakKeyDictionary[Tokens, dict[object, MadeOnce]] = WeakKeyDictionary()
         self.ordered = runs is None or all(
             a.index + (a.length - 1) * a.stride < b.index for a, b in zip(runs, runs[1:])
         )

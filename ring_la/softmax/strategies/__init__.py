@@ -5,18 +5,18 @@ from .canonical import CanonicalGather
 from .chosen import KeysAsked
 from .copied import Copied
 from .heads import Heads, HeadSplit
-from .job import AttentionJob, Strategy
+from .job import AllHere, AttentionJob, Strategy
 from .ring import KeyRing
 from .sent import KeySend, SendPlan, share_sent
 
 STRATEGIES: dict[str, Strategy] = {
-    s.name: s for s in (KeyRing(), KeySend(), KeyGather(), Copied(), CanonicalGather(), KeysAsked())
+    s.name: s for s in (AllHere(), KeyRing(), KeySend(), KeyGather(), Copied(), CanonicalGather(), KeysAsked())
 }
 """Ways in which keys travel, by name; Ulysses exchanges heads for tokens around one of them."""
 
 
 def ring_of(job: AttentionJob) -> Strategy:
-    """How keys come rank by rank: copied, else sent to those who need them, else from hand to hand."""
+    """How keys come from a group rank by rank: copied, else sent to those who need them, else from hand to hand."""
     if job.group is not None and job.group.copies:
         return STRATEGIES["copied"]
     return STRATEGIES["sent" if SendPlan.of(job).straight(job) else "ring"]

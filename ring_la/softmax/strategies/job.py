@@ -95,6 +95,20 @@ class Strategy(Protocol):
         ...
 
 
+class AllHere:
+    """All keys are here: nothing travels."""
+
+    name = "here"
+
+    def forward(self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
+        job.forward(q, k, v, job.rank, out)
+
+    def backward(self, job: AttentionJob, x: QueryRows, k: Tensor, v: Tensor) -> Gradients:
+        out = Gradients.of(x.q, k, v)
+        job.backward(x, k, v, job.rank, out)
+        return out
+
+
 class KeyValues:
     """Keys and values of one rank as one flat message; `k` and `v` are views of it."""
 

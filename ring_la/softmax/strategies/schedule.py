@@ -28,7 +28,7 @@ FEW = 0.5
 """Keys that are few, over a rank's own: a rank's own block takes longer than they are under way."""
 
 
-class Span(NamedTuple):
+class KeyRun(NamedTuple):
     """Rows ``start … stop − 1`` of an owner's keys.
 
     Attributes:
@@ -57,8 +57,8 @@ class Round:
     """
 
     number: int
-    spans: tuple[Span, ...]
-    letters: tuple[Span, ...]
+    spans: tuple[KeyRun, ...]
+    letters: tuple[KeyRun, ...]
     keys: Tokens
     owners: int
 
@@ -100,11 +100,11 @@ class Schedule:
             self._own = [self._round(rank, number, spans) for number, spans in enumerate(self.spans[rank])]
         return self._own
 
-    def letters(self, owner: int) -> list[Span]:
+    def letters(self, owner: int) -> list[KeyRun]:
         """The gradients that an owner is sent, by their places in its inbox."""
         return list(self._inboxes[owner].values())
 
-    def _rounds(self, rank: int, needs: list[Stretches]) -> list[list[Span]]:
+    def _rounds(self, rank: int, needs: list[Stretches]) -> list[list[KeyRun]]:
         """The nearest owner to the left, the next two, the next four …, and more in a round while their keys are few
         (windows, documents); in each round spans in the sequence's order."""
         owners = [s for n in range(1, self.size) if needs[s := (rank - n) % self.size]]
@@ -115,7 +115,7 @@ class Schedule:
             spans = [(self._index(s, a), s, a, b) for s in owners[:n] for a, b in needs[s]]
             placed, place = [], 0
             for _, owner, a, b in sorted(spans):
-                placed.append(Span(owner, a, b, place))
+                placed.append(KeyRun(owner, a, b, place))
                 place += b - a
             out.append(placed)
             owners, doubling = owners[n:], min(LARGEST, 2 * doubling)
@@ -126,16 +126,16 @@ class Schedule:
         runs = self._keys[owner].cut(row, row + 1).runs
         return runs[0].index if runs else 0
 
-    def _inbox(self, owner: int, needs: list[list[Stretches]]) -> dict[tuple[int, int], Span]:
+    def _inbox(self, owner: int, needs: list[list[Stretches]]) -> dict[tuple[int, int], KeyRun]:
         """Where gradients of an owner's keys meet, by sender and first row."""
         out, place = {}, 0
         for rank in range(self.size):
             for a, b in needs[rank][owner] if rank != owner else ():
-                out[rank, a] = Span(owner, a, b, place)
+                out[rank, a] = KeyRun(owner, a, b, place)
                 place += b - a
         return out
 
-    def _round(self, rank: int, number: int, spans: list[Span]) -> Round:
+    def _round(self, rank: int, number: int, spans: list[KeyRun]) -> Round:
         keys = Tokens.joined([self._keys[s.owner].cut(s.start, s.stop) for s in spans])
         letters = tuple(self._inboxes[s.owner][rank, s.start] for s in spans)
         return Round(number, tuple(spans), letters, keys, sum(1 << s for s in {x.owner for x in spans}))

@@ -1,6 +1,6 @@
 """Our own kernel: softcap, windows, documents, ALiBi, sinks and dropout at global positions, on any layout."""
 
-from .chosen import TritonChosen, TritonChosenRows
+from .chosen import TritonChosen
 from .launch import TritonBackend
 
-__all__ = ["TritonBackend", "TritonChosen", "TritonChosenRows"]
+__all__ = ["TritonBackend", "TritonChosen"]

@@ -40,31 +40,27 @@ class TritonChosen(ChosenBackend):
         return super().unsupported(ask)
 
     def suits(self, ask: Ask) -> bool:
-        """Only where it is named: on an H200 it is right, and its speed was not measured."""
+        """Only where it is named: beside PyTorch's products its speed was not measured."""
         return False
 
-    def kernels(self) -> Any:
-        """Device code, imported when first run."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from . import chosen_kernels
 
-        return chosen_kernels
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
-        kernels = self.kernels()
         q, k, v, shared = dense(q), dense(k), dense(v), _shared(k, v)
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        self._launch(kernels.forward, (q, k, v, o), (lse,), scores, pair, shared)
+        self._launch(chosen_kernels.forward, (q, k, v, o), (lse,), scores, pair, shared)
         out.add(o, lse)
 
     def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
-        kernels = self.kernels()
+        from . import chosen_kernels
+
         q, k, v, do, shared = dense(x.q), dense(k), dense(v), dense(x.do), _shared(k, v)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
         dv = dk[..., : v.shape[3]] if shared else torch.zeros(v.shape, dtype=torch.float32, device=v.device)
         more = x.lse.contiguous(), x.delta.contiguous(), dq, dk, dv
-        self._launch(kernels.backward, (q, k, v, do), more, scores, pair, shared, (dq, dk, dv))
+        self._launch(chosen_kernels.backward, (q, k, v, do), more, scores, pair, shared, (dq, dk, dv))
         out.dq.add(dq)
         out.dk.add(dk)
         if not shared:
@@ -86,56 +82,28 @@ class TritonChosen(ChosenBackend):
         (B, Tq, H, K), Hk, V = q.shape, k.shape[2], v.shape[3]
         G, (left, right) = H // Hk, pair.reach
         width = V if shared else K
-        bg, options = self.tile(G, width, q.dtype, bool(grads), shared)
+        bg, options = _tile(G, width, q.dtype, bool(grads))
+        widths = dict(KW=width, RW=K - width, VW=V)  # constants going back
+        numbers = tuple(s for x in grads for s in x.stride()[:3]) if grads else tuple(widths.values())
         (q_pos, q_doc, _), (k_pos, k_doc, _) = pair.rows.columns, pair.keys.columns
-        strides = tuple(s for x in grads for s in x.stride()[:3])
+        constants: dict[str, Any] = widths if grads else {}
         launch(
             kernel, (Tq, -(-G // bg) * B * Hk), *tensors, *more, c, places, q_pos, q_doc, k_pos, k_doc,
             scores.scale, left or 0, right or 0, Tq, c.shape[3], len(places), G, c.shape[2],
-            *c.stride()[:3], *(s for x in tensors for s in x.stride()[:3]), *self.sizes(width, K, V, strides),
-            **self.constants(width, K, V), H=H, BG=bg, BK=_padded(width),
-            BR=_padded(K - width) if K > width else 1, BV=_padded(V), BLOCK=scores.block, SHARED=shared,
-            LEFT=left is not None, RIGHT=right is not None,
+            *c.stride()[:3], *(s for x in tensors for s in x.stride()[:3]), *numbers, **constants,
+            H=H, BG=bg, BK=_padded(width), BR=_padded(K - width) if K > width else 1, BV=_padded(V), BLOCK=scores.block,
+            SHARED=shared, LEFT=left is not None, RIGHT=right is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **options, tensors="any",
         )  # fmt: skip
 
-    def tile(self, G: int, width: int, dtype: torch.dtype, grads: bool, shared: bool) -> tuple[int, dict[str, Any]]:
-        """Heads of a program, and the other numbers of a tile."""
-        bg = _padded(G) if grads and shared else min(64, _padded(G))
-        bg = min(bg, 16 if grads and width > WIDEST else 64)
-        few = dtype == torch.float32 or width > 128
-        options = dict(BN=32 if few else 64, num_warps=8 if width > WIDEST else 4)
-        return bg, options | dict(num_stages=2 if width <= WIDEST else 1)
 
-    def sizes(self, width: int, K: int, V: int, strides: tuple[int, ...]) -> tuple[int, ...]:
-        """The arguments behind the strides of tensors."""
-        return width, K - width, V, *strides
-
-    def constants(self, width: int, K: int, V: int) -> dict[str, Any]:
-        """Widths that are constants of a kernel."""
-        return {}
-
-
-class TritonChosenRows(TritonChosen):
-    """Keys as the rows of every product (`chosen_rows`). A version with 64 keys at a time and 8 warps ended with an
-    illegal memory access on an H200; here there are 32, for which the compiler takes other instructions."""
-
-    name = "triton_rows"
-
-    def kernels(self) -> Any:
-        from . import chosen_rows
-
-        return chosen_rows
-
-    def tile(self, G: int, width: int, dtype: torch.dtype, grads: bool, shared: bool) -> tuple[int, dict[str, int]]:
-        bg = min(_padded(G), 16 if grads or width > WIDEST else 64)
-        return bg, dict(BN=32, num_warps=8 if width > 128 else 4, num_stages=1)
-
-    def sizes(self, width: int, K: int, V: int, strides: tuple[int, ...]) -> tuple[int, ...]:
-        return strides
-
-    def constants(self, width: int, K: int, V: int) -> dict[str, Any]:
-        return dict(KW=width, RW=K - width, VW=V)
+def _tile(G: int, width: int, dtype: torch.dtype, back: bool) -> tuple[int, dict[str, Any]]:
+    """Heads of a program, and the other numbers of a tile."""
+    if back:
+        return min(_padded(G), 16), dict(BN=32, num_warps=8 if width > 128 else 4, num_stages=1)
+    few = dtype == torch.float32 or width > 128
+    stages = 2 if width <= WIDEST else 1
+    return min(64, _padded(G)), dict(BN=32 if few else 64, num_warps=8 if width > WIDEST else 4, num_stages=stages)
 
 
 def _shared(k: Tensor, v: Tensor) -> bool:

@@ -115,19 +115,19 @@ class Launcher:
 
     def _common(self, lists: plan.TileLists) -> list:
         """The arguments that follow the lists, in the kernels' order."""
+        from ....kernels.runtime.launch import filled
+
         s, q, k, v = self.scores, self.q, self.k, self.v
-        rows, keys = self.pair.rows.columns, self.pair.keys.columns
-        none = rows[0]  # any tensor, where the kernel reads none
-        slopes = none if s.alibi_slopes is None else s.alibi_slopes.float().contiguous()
-        heads = none
+        slopes = None if s.alibi_slopes is None else s.alibi_slopes.float().contiguous()
+        heads = None
         if s.dropout_p:
             heads = torch.arange(q.shape[2], device=q.device) if s.heads is None else s.heads
             heads = heads.to(torch.int32)
         keep_scale, threshold = 1 / (1 - s.dropout_p), int(s.dropout_p * 2**32)
         return [
-            *rows, *keys, slopes, heads,
+            *filled(*self.pair.rows.columns, *self.pair.keys.columns, slopes, heads),
             s.scale, s.softcap, s.left or 0, s.right or 0, keep_scale, *map(_signed, (threshold, *s.seed_bits)),
-            q.shape[1], k.shape[1], q.shape[2], k.shape[2], lists.tiles.shape[1], 1 if slopes is none else len(slopes),
+            q.shape[1], k.shape[1], q.shape[2], k.shape[2], lists.tiles.shape[1], 1 if slopes is None else len(slopes),
             *(stride for x in (q, k, v, self.o) for stride in x.stride()[:3]),
             q.shape[3], v.shape[3],
         ]  # fmt: skip
