@@ -19,15 +19,16 @@ from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse
 from ring_la.kernels.runtime.launch import launch as plain
-from ring_la.kernels.scalar_decay import shared_gradients
+from ring_la.kernels.spans import table
 
 T = 8192
-RULES = {  # rule, value heads, key heads, K, V, and what is set
-    "gla": ("additive_diagonal", 4, 4, 128, 128, False),
-    "rwkv7": ("dplr_diagonal", 4, 4, 128, 128, False),
-    "mamba2": ("additive_scalar", 20, 2, 128, 64, False),
-    "mamba2, together": ("additive_scalar", 20, 2, 128, 64, True),
-    "simple_gla": ("additive_scalar", 4, 4, 128, 128, False),
+RULES = {  # rule, value heads, key heads, K, V, and bytes of weighed keys and queries that may be kept
+    "gla": ("additive_diagonal", 4, 4, 128, 128, 0),
+    "gla, kept": ("additive_diagonal", 4, 4, 128, 128, 2**26),
+    "rwkv7": ("dplr_diagonal", 4, 4, 128, 128, 0),
+    "rwkv7, kept": ("dplr_diagonal", 4, 4, 128, 128, 2**26),
+    "mamba2": ("additive_scalar", 20, 2, 128, 64, 0),
+    "simple_gla": ("additive_scalar", 4, 4, 128, 128, 0),
 }
 
 
@@ -62,8 +63,8 @@ def launches(rule: Rule, x: Inputs) -> list[tuple[str, list[int]]]:
 
 
 def main() -> None:
-    for name, (text, H, HK, K, V, together) in RULES.items():
-        shared_gradients.TOGETHER = together
+    for name, (text, H, HK, K, V, kept) in RULES.items():
+        table.SAVED_WEIGHED = kept
         rule = Rule.parse(text)
         x = inputs(rule, H, HK, K, V)
         held = sum(t.numel() * t.element_size() for t in x if t is not None)

@@ -1,5 +1,5 @@
-"""What calls do not take by default, since it has not run on a GPU, beside what they take: `python -m
-benchmarks.tuning.untried [--only mamba2,kda] [--limit SECONDS]`.
+"""What calls do not take by default, or take without a GPU's word, beside the other: `python -m
+benchmarks.tuning.untried [--only gla,kda] [--limit SECONDS]`.
 
 A line of JSON an arm: its errors against fp64 at the first shape, whether they stay within 1.3 times those of the first
 arm, which is today's; ms of forward, and of forward and backward, as CUDA graphs; µs of the host for an eager forward.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,14 +23,11 @@ import torch
 from torch import Tensor
 
 import ring_la
-from ring_la.kernels.fused import discretise
 from ring_la.kernels.fused.log_decay import decay_gate
 from ring_la.kernels.fused.prepare import EPS, plain_prepare, prepare
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
-from ring_la.kernels.scalar_decay import shared_gradients
 from ring_la.kernels.spans import table
-from ring_la.kernels.spans.table import Tiling
 
 from ..ops.cases import CASES, Case, Inputs, Shape, inputs
 from ..ops.measure import error, graph_times, host_microseconds, results
@@ -53,10 +51,7 @@ class Arm:
         root.cache_clear()
         record_of.cache_clear()
         for where, name, value in self.changes:
-            if isinstance(where, dict):
-                stack.enter_context(mock.patch.dict(where, dict.fromkeys(where, value)))
-            else:
-                stack.enter_context(mock.patch.object(where, name, value))
+            stack.enter_context(mock.patch.object(where, name, value))
         return stack
 
 
@@ -64,58 +59,37 @@ class Arm:
 class Question:
     """Arms on the same inputs, of which the first is today's, and what is true."""
 
-    draw: Callable[[Shape], Inputs]
+    draw: Callable[[Shape, str], Inputs]
     truth: Op
     arms: tuple[Arm, ...]
     shapes: tuple[str, ...]
 
 
-# -- Mamba-2 -------------------------------------------------------------------------------------------------
-
-
-def together(warps: int, stages: int) -> Arm:
-    """Gradients of heads that share keys summed where they are made."""
-    tiling = (table.SHARED_GRADIENT, "", Tiling(64, warps, stages))
-    return Arm(f"together {warps} {stages}", CASES["mamba2"].ours, ((shared_gradients, "TOGETHER", True), tiling))
-
-
-def with_skip(shape: Shape) -> Inputs:
-    x = inputs(CASES["mamba2"], shape, "cuda")
-    return x | {"D": torch.linspace(0.5, 1.5, shape.H, device="cuda").requires_grad_()}
-
-
-def mamba2(shapes: tuple[str, ...]) -> Question:
-    case = CASES["mamba2"]
-    arms = Arm("today", case.ours), together(4, 3), together(4, 2), together(8, 3)
-    return Question(lambda shape: inputs(case, shape, "cuda"), case.truth, arms, shapes)
-
-
-def mamba2_and_a_skip() -> Question:
-    case = CASES["mamba2"]
-    beside = Arm("beside", case.ours, ((discretise, "BESIDE", True),))
-    return Question(with_skip, case.truth, (Arm("today", case.ours), beside), ("1x32768x80x128x64",))
+# -- decays per key channel ------------------------------------------------------------------------------------
 
 
 def kept(name: str) -> Question:
-    """Keys and queries weighed by decays kept for the backward, rather than weighed again."""
+    """Keys and queries weighed by decays again, where today they are kept for the backward."""
     case = CASES[name]
-    arm = Arm("kept", case.ours, ((table, "SAVED_WEIGHED", 2**30),))
-    shapes = "1x32768x32x128", "1x8192x32x128"
-    return Question(lambda shape: inputs(case, shape, "cuda"), case.truth, (Arm("today", case.ours), arm), shapes)
+    arm = Arm("again", case.ours, ((table, "SAVED_WEIGHED", 0),))
+    shapes = "1x4096x16x128", "1x1024x32x128"
+    return Question(partial(inputs, case), case.truth, (Arm("today", case.ours), arm), shapes)
 
 
 # -- what delta rules' tokens bring ----------------------------------------------------------------------------
 
 
-def raw(case: Case, shape: Shape) -> Inputs:
+def raw(case: Case, shape: Shape, device: str) -> Inputs:
     """What projections give: q, k and v cut out of one of them, as layers have them."""
-    B, T, H, K, V = shape
-    generator = torch.Generator("cuda").manual_seed(1)
-    wide = torch.randn(B, T, H * (2 * K + V), device="cuda", generator=generator).bfloat16().requires_grad_()
+    (B, T, H, K, V, *_), generator = shape, torch.Generator(device).manual_seed(1)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device, generator=generator)
+
     C = H * K if case.name == "kda" else H
-    a, b = (torch.randn(B, T, n, device="cuda", generator=generator).bfloat16().requires_grad_() for n in (C, H))
-    A_log, bias = (torch.randn(n, device="cuda", generator=generator).mul(0.1).requires_grad_() for n in (H, C))
-    return {"qkv": wide, "a": a, "b": b, "A_log": A_log, "bias": bias}
+    tokens = {n: normal(B, T, size).bfloat16() for n, size in (("qkv", H * (2 * K + V)), ("a", C), ("b", H))}
+    shared = {"A_log": normal(H) * 0.1, "bias": normal(C) * 0.1}
+    return {n: x.requires_grad_() for n, x in (tokens | shared).items()}
 
 
 def prepared(case: Case, H: int, low: float | None, how: str) -> Op:
@@ -142,12 +116,10 @@ def preparation(name: str, low: float | None, *shapes: str) -> Question:
     case, H = CASES[name], Shape.parse(shapes[0]).H
     arms = tuple(Arm(how, prepared(case, H, low, how)) for how in ("today", "pytorch", "together"))
     arms = arms if low is None else arms[1:]  # a bounded gate has no kernel of its own
-    return Question(lambda shape: raw(case, shape), prepared(case, H, low, "pytorch"), arms, shapes)
+    return Question(partial(raw, case), prepared(case, H, low, "pytorch"), arms, shapes)
 
 
 QUESTIONS = {
-    "mamba2": mamba2(("1x32768x80x128x64", "1x4096x80x128x64")),
-    "skip": mamba2_and_a_skip(),
     "gla": kept("gla"),
     "rwkv7": kept("rwkv7"),
     "kda": preparation("kda", None, "1x8192x16x128"),
@@ -156,8 +128,8 @@ QUESTIONS = {
 }
 
 
-def errors(question: Question, arm: Arm, shape: Shape) -> dict[str, float]:
-    x = question.draw(shape._replace(B=1, T=min(shape.T, TOKENS)))
+def errors(question: Question, arm: Arm, shape: Shape, device: str = "cuda") -> dict[str, float]:
+    x = question.draw(shape.short(TOKENS), device)
     true = results(question.truth, {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items()})
     with arm.set():
         got = results(arm.function, x)
@@ -165,7 +137,7 @@ def errors(question: Question, arm: Arm, shape: Shape) -> dict[str, float]:
 
 
 def times(question: Question, arm: Arm, shape: Shape) -> dict[str, Any]:
-    x = question.draw(shape)
+    x = question.draw(shape, "cuda")
     with torch.no_grad():
         do = torch.randn_like(arm.function(x))
 

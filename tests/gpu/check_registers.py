@@ -31,7 +31,6 @@ from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Local, OutputUse
 from ring_la.kernels.runtime.launch import launch as plain
 from ring_la.kernels.runtime.triton_version import class_of
-from ring_la.kernels.scalar_decay import shared_gradients
 from ring_la.kernels.spans import plan, table
 from tests.gpu.test_triton import cases
 from tests.support.triton_cases import RULES, Case
@@ -64,7 +63,7 @@ def forms(case: Case) -> dict[str, list]:
     """The launches of a call by the ways it may go: all in one, its backward with what its forward saved and without,
     with an exchange of states between its parts, and with no states."""
     x, rule = case.inputs(), Rule.parse(case.rule)
-    table.DESCRIBED, shared_gradients.TOGETHER = 0 if case.bulk else LARGE, case.together
+    table.DESCRIBED = 0 if case.bulk else LARGE
     pieces = 1 if case.cu is None else len(case.cu) - 1
     S = torch.zeros(case.B, pieces, case.H, case.K, case.V) if case.states else None
     cu = None if case.cu is None else torch.tensor(case.cu)
@@ -103,7 +102,7 @@ def forms(case: Case) -> dict[str, list]:
 
 def prepare() -> None:
     """Small inputs take the ways of large ones, and of an H200."""
-    table.LEAST_CHUNKS, plan.hopper = 1, lambda device: True
+    table.LEAST_CHUNKS, table.SAVED_WEIGHED, plan.hopper = 1, 0, lambda device: True
 
 
 def compiled(kernel, args: tuple, constants: dict):

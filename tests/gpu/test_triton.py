@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 from ring_la.algebra import Rule
 from ring_la.kernels.families import recurrence
 from ring_la.kernels.protocol import Backward, Inputs
-from ring_la.kernels.scalar_decay import shared_gradients
 from ring_la.kernels.spans import plan, table
 from tests.support.triton_cases import RULES, Case, error, errors
 
@@ -42,7 +41,6 @@ def cases(rules: list[str]) -> list[Case]:
             out += by_descriptor(rule)
         if rule == "additive_scalar":
             out += constant(rule)
-            out += together(rule)
         if rule in ("additive_scalar", "delta_scalar"):
             out += forgetful(rule)
         if rule in ("additive_scalar", "delta_none", "delta_scalar"):
@@ -87,26 +85,18 @@ def constant(rule: str) -> list[Case]:
     return [*out, Case(rule, 1, 200, 2, 2, 64, 64, gate=False, static=True)]
 
 
-def together(rule: str) -> list[Case]:
-    """Gradients of heads that share keys summed where they are made."""
-    more = dict(dtype=torch.bfloat16, together=True)
-    sizes = (10, 2, 128, 64), (6, 2, 64, 64), (3, 1, 80, 48)
-    out = [Case(rule, 2, 300, *size, **more) for size in sizes]
-    out += [Case(rule, 1, 300, 10, 1, 128, 64, cu=PACKED, decay=d, **more) for d in (0.1, 30.0)]
-    out.append(Case(rule, 1, 300, 4, 2, 128, 64, torch.float16, together=True))
-    return [*out, Case(rule, 1, 300, 4, 2, 128, 64, static=True, **more)]
-
-
 def title(case: Case) -> str:
     name = f"{case.rule}-B{case.B}T{case.T}H{case.H}/{case.Hk}-{case.K}x{case.V}-{str(case.dtype)[6:]}-g{case.decay}"
     flags = dict(packed=case.cu, stateless=not case.states, gateless=not case.gate, static=case.static, bulk=case.bulk)
-    flags |= {"portable": not case.gluon, "together": case.together, f"waves{case.waves}": case.waves}
+    flags |= {"portable": not case.gluon, f"waves{case.waves}": case.waves}
     return "-".join([name, *(flag for flag, on in flags.items() if on)])
 
 
 @pytest.mark.parametrize(("seed", "case"), [pytest.param(*c, id=title(c[1])) for c in enumerate(cases(list(RULES)))])
 def test_against_the_token_loop(seed, case, monkeypatch, record_property):
     monkeypatch.setattr(table, "LEAST_CHUNKS", 1)
+    if case.states:  # else keys stay weighed for the backward, as in small calls
+        monkeypatch.setattr(table, "SAVED_WEIGHED", 0)
     if case.bulk:
         monkeypatch.setattr(table, "DESCRIBED", 0)
     if case.waves:
@@ -114,7 +104,6 @@ def test_against_the_token_loop(seed, case, monkeypatch, record_property):
         monkeypatch.setattr(table, "SLOTS", dict.fromkeys(table.SLOTS, case.waves))
     if not case.gluon:
         monkeypatch.setattr(plan, "hopper", lambda device: False)
-    monkeypatch.setattr(shared_gradients, "TOGETHER", case.together)
     torch.manual_seed(seed)
     found = errors(case, recurrence, "cuda")
     record_property("errors", found)

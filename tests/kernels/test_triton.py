@@ -19,7 +19,6 @@ interpreted()
 
 from ring_la.kernels.families import recurrence, unsupported  # noqa: E402
 from ring_la.kernels.pytorch.chunked import ChunkedRecurrence  # noqa: E402
-from ring_la.kernels.scalar_decay import shared_gradients  # noqa: E402
 from ring_la.kernels.spans import plan, table  # noqa: E402
 
 SHAPES = {
@@ -37,6 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     monkeypatch.setattr(table, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(table, "SAVED_WEIGHED", 0)  # as where there are many tokens
     torch.manual_seed(0)
 
 
@@ -65,15 +65,6 @@ def test_large_inputs(more: dict, monkeypatch) -> None:
     monkeypatch.setattr(plan, "fits", lambda sizes, dtype: True)
     worst = errors(Case(K=64, V=64, **more), recurrence, DEVICE)
     assert all(e < 1e-4 for e in worst.values()), worst
-
-
-@pytest.mark.parametrize("more", [dict(T=66, H=3, K=80, V=40, states=False), dict(H=4, Hk=2, static=True, decay=3.0)])
-def test_heads_that_share_keys(more: dict, monkeypatch) -> None:
-    """dq and dk summed over them where they are made; an odd number of heads, half of two tiles of channels."""
-    compute_bf16()
-    monkeypatch.setattr(shared_gradients, "TOGETHER", True)
-    worst = errors(Case("additive_scalar", dtype=torch.bfloat16, **more), recurrence, DEVICE)
-    assert all(e < 6e-3 for e in worst.values()), worst
 
 
 @pytest.mark.parametrize("bulk", [False, True])

@@ -123,7 +123,6 @@ def beside_case(V: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple
         return *discretise.plain_discretise(x, dt, A, bias, softplus), lambda y: skip.plain_skip(y, x, D)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(discretise, "BESIDE", True)
         patch.setattr(discretise, "kernels_of", lambda step, *tensors: True)
         ours = by(discretise.discretise_and_skip)
     return by(plain, torch.float64), ours, by(plain)

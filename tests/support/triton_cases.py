@@ -33,7 +33,6 @@ class Case:
     static: bool = False  # a scalar decay is the same at every token
     bulk: bool = False  # tensors go by descriptor, however small
     gluon: bool = True  # kernels in Gluon are used where there are any
-    together: bool = False  # gradients of heads that share keys are summed where they are made
     waves: int = 0  # programs wanted in a pass over segments; 0: as for large inputs, so segments of one chunk
 
     def inputs(self, device: str = "cpu") -> Inputs:

@@ -18,9 +18,6 @@ from ...autograd import first_derivative_only, traced, wanting
 from .operator import Operator, fused, kernels_of
 from .skip import skip
 
-BESIDE = False
-"""Whether gradients through Δ and through a skip come of one pass. It has run in the interpreter alone."""
-
 
 def discretise(
     x: Tensor, dt: Tensor, A: Tensor, bias: Tensor | None = None, *, softplus: bool = False
@@ -40,10 +37,12 @@ def discretise_and_skip(
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """What `discretise` gives, and what adds the skip ``D ⊙ x`` to an output.
 
+    One D a head and kernels for both: gradients through Δ and through the skip come of one pass.
+
     Args:
         D: ``[H]`` or ``[H, V]``.
     """
-    one_pass = BESIDE and D.dim() == 1 and not traced(x) and wanting(x, dt, A, bias, D)
+    one_pass = D.dim() == 1 and not traced(x) and wanting(x, dt, A, bias, D)
     if not one_pass or kernels_of("discretise", x) is None or kernels_of("skip", x, x) is None:
         v, g = discretise(x, dt, A, bias, softplus=softplus)
         return v, g, lambda y: skip(y, x, D)

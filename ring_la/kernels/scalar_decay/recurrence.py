@@ -27,7 +27,6 @@ from ring_la.kernels.scalar_decay.attend import Left, Roles, SpanSums, TokenDots
 from ring_la.kernels.scalar_decay.chunk_gradients import chunk_gradients
 from ring_la.kernels.scalar_decay.gate_gradient import gate_gradient
 from ring_la.kernels.scalar_decay.operands import Gates, by_token, chunk_states, gates_of
-from ring_la.kernels.scalar_decay.shared_gradients import shared_gradients, shares
 from ring_la.kernels.scalar_decay.states import adjoints_after_chunks, states_before_chunks
 from ring_la.kernels.scalar_decay.summarise import maps_back, maps_of_spans
 from ring_la.kernels.scalar_decay.write_gradients import write_gradients
@@ -237,8 +236,7 @@ class ScalarDecayRecurrence:
             grads = self._gradients_by_span(prepared, gates, do, adjoint, dS0)
         else:
             adjoints = adjoints_after_chunks(plan, gates, self.inputs.q, do, adjoint, dS0)
-            made = shared_gradients if shares(plan) else chunk_gradients
-            grads = made(plan, gates, self.inputs, do, prepared, adjoints)
+            grads = chunk_gradients(plan, gates, self.inputs, do, prepared, adjoints)
         grads = grads if backward.gate else grads._replace(g=None)
         return InputGradients(plan.as_given(self.given, grads), None if backward.S0 is None else dS0)
 

@@ -201,15 +201,14 @@ class SpanPlan:
         return aligned(do.to(self.dtype))
 
     def as_given(self, given: Inputs, grads: Inputs) -> Inputs:
-        """Gradients of value heads summed over the heads that share a q/k head, where they are not yet, in the inputs'
-        dtypes."""
+        """Gradients of value heads summed over the heads that share a q/k head, in the inputs' dtypes."""
         B, T, H, HK, K, _ = self.sizes
         out: list[Any] = []
         for name, x, grad in zip(Inputs._fields, given, grads):
             if x is None or grad is None:
                 out.append(None)
                 continue
-            if name in ("q", "k") and grad.shape[2] != HK:
+            if name in ("q", "k") and HK != H:
                 grad = summed(grad.view(B, T, H, K), HK, x.dtype)
             out.append(grad.to(x.dtype))
         return Inputs(*out)

@@ -1,4 +1,4 @@
-"""Keys and queries weighed by a decay per key channel, again: cheaper than their memory from forward to backward."""
+"""Keys and queries weighed by a decay per key channel, again: cheaper than much memory from forward to backward."""
 
 from __future__ import annotations
 
