@@ -31,6 +31,7 @@ from ring_la.kernels.spans import table
 
 from ..ops.cases import CASES, Case, Inputs, Shape, inputs
 from ..ops.measure import error, graph_times, host_microseconds, results
+from ..options import need_gpus
 
 Op = Callable[[Inputs], Tensor]
 TOKENS = 512
@@ -162,6 +163,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(QUESTIONS))
     parser.add_argument("--limit", type=float, default=120, help="seconds: no arm starts after them")
     args = parser.parse_args()
+    need_gpus(parser)
     began, right = time.monotonic(), True
     for name in args.only.split(","):
         question, today = QUESTIONS[name], {}

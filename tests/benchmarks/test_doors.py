@@ -26,7 +26,7 @@ def test_a_module_runs_the_bench_of_its_name(name, monkeypatch):
     assert ("bench", name) in main.COMMANDS
 
 
-GPUS = ["attention.kernels", "decode", "fused", "host", "latents", "scan.profile"]
+GPUS = ["attention.kernels", "decode", "fused", "host", "latents", "ops.bound", "scan.profile", "tuning.untried"]
 GPUS += ["scan.warm_fla", "serving", "sparse", "steps", "symmetric"]
 GPUS += [f"tuning.{name}" for name in ("conv", "softmax", "sums", "triton")]
 
@@ -34,7 +34,7 @@ GPUS += [f"tuning.{name}" for name in ("conv", "softmax", "sums", "triton")]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 @pytest.mark.parametrize("name", GPUS)
 def test_what_needs_a_gpu_says_so(name, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", [name, *([] if name == "scan.warm_fla" else ["--out", "x"])])
+    monkeypatch.setattr("sys.argv", [name, *([] if name in ("scan.warm_fla", "tuning.untried") else ["--out", "x"])])
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(f"benchmarks.{name}").main()
     assert "device: expected a CUDA device, got none" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_an_argument_error_ends_a_command_in_one_line(capsys, monkeypatch):
     [
         ("bench ops --jobs 0", "--jobs: expected a number ≥ 1, got '0'"),
         ("bench attention --lengths 64,none", "--lengths: expected a number ≥ 1, got 'none'"),
-        ("bench attention --cases causal,moon", "--cases: expected names out of causal, gqa 32:8,"),
+        ("bench attention --cases causal,moon", "--cases: expected names out of causal, full, gqa 32:8,"),
         ("doctor --width -1", "--width: expected a number ≥ 1, got '-1'"),
     ],
 )

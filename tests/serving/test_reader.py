@@ -139,6 +139,7 @@ def read_and_compare(rank: int, folder: str, name: str, hosts: bool) -> dict:
         thread.start()
         reader.run()
         thread.join()
+    until(lambda: not list(Path(folder).glob("ring-la-reader-*")))  # the other ranks let go of theirs by themselves
     return {"errors": errors, "left": [path.name for path in Path(folder).glob("ring-la-reader-*")]}
 
 

@@ -62,9 +62,13 @@ class AttentionKeywords:
     @classmethod
     def of(cls, given: Mapping[str, Any], *unknown: str) -> AttentionKeywords:
         """Those of a call; what the function does not know, `unknown`, is among the others."""
-        known = {f.name for f in fields(cls)} - {"others", *unknown}
+        known = KEYWORDS.difference(unknown)
         own = {name: value for name, value in given.items() if name in known}
         return cls(**own, others={name: value for name, value in given.items() if name not in known})
+
+
+KEYWORDS = frozenset(f.name for f in fields(AttentionKeywords)) - {"others"}
+"""Those that have a name here; as a constant, for compilers do not trace `fields`."""
 
 
 def attend(

@@ -11,7 +11,7 @@ from tests.support.transformers_models import CASES, RECURRENT  # noqa: E402
 
 from .test_models import LENGTH, batch  # noqa: E402
 
-UNCACHED = {"glm5_next", "qwen4_exp", "recurrent_gemma", "xlstm", "zaya"}
+UNCACHED = {"glm5_next", "qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zaya"}
 PROMPT = LENGTH - 2
 
 
