@@ -1,5 +1,5 @@
 """What calls do not take by default, or take without a GPU's word, beside the other: `python -m
-benchmarks.tuning.untried [--only gla,kda] [--limit SECONDS]`.
+benchmarks.tuning.untried [--only gla] [--limit SECONDS]`.
 
 A line of JSON an arm: its errors against fp64 at the first shape, whether they stay within 1.3 times those of the first
 arm, which is today's; ms of forward, and of forward and backward, as CUDA graphs; µs of the host for an eager forward.
@@ -22,14 +22,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import ring_la
-from ring_la.kernels.fused.log_decay import decay_gate
-from ring_la.kernels.fused.prepare import EPS, plain_prepare, prepare
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
 from ring_la.kernels.spans import table
 
-from ..ops.cases import CASES, Case, Inputs, Shape, inputs
+from ..ops.cases import CASES, Inputs, Shape, inputs
 from ..ops.measure import error, graph_times, host_microseconds, results
 from ..options import need_gpus
 
@@ -77,55 +74,9 @@ def kept(name: str) -> Question:
     return Question(partial(inputs, case), case.truth, (Arm("today", case.ours), arm), shapes)
 
 
-# -- what delta rules' tokens bring ----------------------------------------------------------------------------
-
-
-def raw(case: Case, shape: Shape, device: str) -> Inputs:
-    """What projections give: q, k and v cut out of one of them, as layers have them."""
-    (B, T, H, K, V, *_), generator = shape, torch.Generator(device).manual_seed(1)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device=device, generator=generator)
-
-    C = H * K if case.name == "kda" else H
-    tokens = {n: normal(B, T, size).bfloat16() for n, size in (("qkv", H * (2 * K + V)), ("a", C), ("b", H))}
-    shared = {"A_log": normal(H) * 0.1, "bias": normal(C) * 0.1}
-    return {n: x.requires_grad_() for n, x in (tokens | shared).items()}
-
-
-def prepared(case: Case, H: int, low: float | None, how: str) -> Op:
-    """A recurrence with its preparation, by ``how``: "today", by a kernel each; "pytorch"; "together"."""
-    more: dict[str, Any] = {} if case.name != "kda" else {"lower_bound": low}
-
-    def call(x: Inputs) -> Tensor:
-        K = x["qkv"].shape[-1] // (3 * H)
-        q, k, v = (y.unflatten(2, (H, K)) for y in x["qkv"].split(H * K, -1))
-        a, b, A_log, bias = x["a"], x["b"], x["A_log"], x["bias"]
-        if how == "today" and low is None:
-            g, beta = decay_gate(a, A_log, bias), b.float().sigmoid() if b.dtype != torch.float64 else b.sigmoid()
-        elif how == "together":
-            q, k, g, beta = prepare(q, k, a, b, A_log, bias, lower_bound=low)
-        else:
-            q, k, g, beta = plain_prepare(q, k, a, b, A_log, bias, low, 1.0, EPS)
-        g = g.unflatten(2, (H, K)) if case.name == "kda" else g
-        return getattr(ring_la, case.name)(q, k, v, g, beta, use_qk_l2norm=how == "today" and low is None, **more).o
-
-    return call
-
-
-def preparation(name: str, low: float | None, *shapes: str) -> Question:
-    case, H = CASES[name], Shape.parse(shapes[0]).H
-    arms = tuple(Arm(how, prepared(case, H, low, how)) for how in ("today", "pytorch", "together"))
-    arms = arms if low is None else arms[1:]  # a bounded gate has no kernel of its own
-    return Question(partial(raw, case), prepared(case, H, low, "pytorch"), arms, shapes)
-
-
 QUESTIONS = {
     "gla": kept("gla"),
     "rwkv7": kept("rwkv7"),
-    "kda": preparation("kda", None, "1x8192x16x128"),
-    "kimi": preparation("kda", -5.0, "1x8192x16x128", "1x1024x16x128"),
-    "gdn": preparation("gated_delta_rule", None, "1x8192x32x128", "1x1024x32x128"),
 }
 
 

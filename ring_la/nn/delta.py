@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
-from ..kernels.fused import prepare
 from ..kernels.fused.log_decay import decay_gate
 from ..outputs import LinearAttentionOutput
 from ..recurrences import delta_rule, gated_delta_rule, kda
@@ -39,11 +37,6 @@ class _DeltaLayer(Layer):
     """q, k, v and β, as the three layers have them in common; arguments as in `DeltaNet`."""
 
     same_bits = True
-    prepares: ClassVar[bool] = False
-    """Whether `prepare` makes what the recurrence takes, which is then `rule`, of decay_proj, A_log and dt_bias."""
-    decay_proj: nn.Module
-    A_log: nn.Parameter
-    dt_bias: nn.Parameter
 
     def __init__(
         self,
@@ -88,12 +81,7 @@ class _DeltaLayer(Layer):
         q, k = split_heads(q, self.num_heads), split_heads(k, self.num_heads)
         v, b = split_heads(v, self.num_value_heads), call.rows(self.beta_proj, x)
         keywords = dict(initial_state=state.recurrent, mode=self.mode, backend=self.backend, **call.keywords)
-        if self.prepares and prepare.TOGETHER:
-            a, shared = call.rows(self.decay_proj, x), (self.A_log, self.dt_bias)
-            q, k, g, beta = call.rows(partial(prepare.prepare, most=self.beta_max), q, k, a, b, shared=shared)
-            o, S = self.rule(q, k, v, g, beta, **keywords)
-        else:
-            o, S = self.recur(x, call, q, k, v, call.rows(self._rates, b), use_qk_l2norm=True, **keywords)
+        o, S = self.recur(x, call, q, k, v, call.rows(self._rates, b), use_qk_l2norm=True, **keywords)
         o = call.rows(self.out_proj, merge_heads(self.readout(x, o, call)))
         return LayerOutput(o, LayerState(S, tail) if call.output_state else None)
 
@@ -102,10 +90,6 @@ class _DeltaLayer(Layer):
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         """The recurrence, with the layer's decay of `x`."""
-
-    @abstractmethod
-    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
-        """The recurrence of prepared tensors, g ``[B, T, …]`` as decay_proj has it; None: without a decay."""
 
     @abstractmethod
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
@@ -129,9 +113,6 @@ class DeltaNet(_DeltaLayer):
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
-        return self.rule(q, k, v, None, beta, **keywords)
-
-    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: None, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         return delta_rule(q, k, v, beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
@@ -147,8 +128,6 @@ class GatedDeltaNet(_DeltaLayer):
     Arguments as in `DeltaNet`.
     """
 
-    prepares = True
-
     def make_gates(self) -> None:
         H = self.num_value_heads
         self.decay_proj = nn.Linear(self.dim, H, bias=False)
@@ -160,9 +139,6 @@ class GatedDeltaNet(_DeltaLayer):
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
-        return self.rule(q, k, v, g, beta, **keywords)
-
-    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         return gated_delta_rule(q, k, v, g, beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:
@@ -178,8 +154,6 @@ class KimiDeltaAttention(_DeltaLayer):
     Arguments as in `DeltaNet`. The low ranks W↓ have V columns.
     """
 
-    prepares = True
-
     def make_gates(self) -> None:
         dim, H, K, V = self.dim, self.num_value_heads, self.K, self.V
         self.decay_proj = nn.Sequential(nn.Linear(dim, V, bias=False), nn.Linear(V, H * K, bias=False))
@@ -191,9 +165,6 @@ class KimiDeltaAttention(_DeltaLayer):
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
         g = call.rows(decay_gate, call.rows(self.decay_proj, x), shared=(self.A_log, self.dt_bias))
-        return self.rule(q, k, v, g, beta, **keywords)
-
-    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **keywords: Any) -> LinearAttentionOutput:
         return kda(q, k, v, split_heads(g, self.num_value_heads), beta, **keywords)
 
     def readout(self, x: Tensor, o: Tensor, call: LayerCall) -> Tensor:

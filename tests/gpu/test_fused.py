@@ -45,10 +45,6 @@ CHECKS: dict[str, Callable[[torch.dtype], tuple[list[Tensor], list[Tensor], list
         for D, gate in ((128, "silu"), (128, "sigmoid"), (80, "silu"), (1, None), (2048, None), (5000, "silu"))
     },
     **{f"discretise {V}": partial(gate_cases.step_case, V, V != 64, V != 80, T=900) for V in (5, 64, 80, 128)},
-    **{
-        f"prepare {D} {low} {channels}": partial(gate_cases.prepare_case, D, low, channels, T=900)
-        for D, low, channels in ((128, -5.0, True), (128, None, True), (80, None, False), (64, None, False))
-    },
     **{f"beside {V}": partial(gate_cases.beside_case, V, T=900) for V in (64, 80)},
     **{f"skip {V} {w}": partial(gate_cases.skip_case, V, w, T=900) for V, w in ((64, False), (80, True), (5, True))},
     **{f"read {name}": partial(read_cases.read_case, name, times=10) for name in read_cases.CASES},

@@ -9,7 +9,7 @@ from torch import Tensor
 from ring_la.errors import SecondDerivativeError
 from ring_la.kernels import operators as ops
 from ring_la.kernels.fused import bidirectional as outer
-from ring_la.kernels.fused import discretise, log_decay, prepare, short_conv, swiglu, unit_length
+from ring_la.kernels.fused import discretise, log_decay, short_conv, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 
 CU = torch.tensor([0, 3, 3, 8])
@@ -40,14 +40,6 @@ CASES = {
     "sum_and_read, bare": (
         outer.sum_and_read_op,
         (leaf(2, 5, 2, 3), leaf(2, 5, 2, 3), leaf(2, 5, 2, 2), None, None, 0.5),
-    ),
-    "prepare": (
-        prepare.prepare_op,
-        (leaf(1, 4, 2, 3), leaf(1, 4, 2, 3), leaf(1, 4, 6), leaf(1, 4, 2), leaf(2), leaf(6), -5.0, 1.0, 1e-6),
-    ),
-    "prepare, bare": (
-        prepare.prepare_op,
-        (leaf(1, 4, 2, 3), leaf(1, 4, 2, 3), leaf(1, 4, 2), leaf(1, 4, 2), None, None, None, 2.0, 1e-6),
     ),
     "logsigmoid": (log_decay.log_decay, (leaf(2, 3, 6), None, None, -1.0, 0.25)),
 }

@@ -12,7 +12,6 @@ from tests.support.gate_cases import (
     beside_case,
     decay_case,
     draw,
-    prepare_case,
     rms_case,
     skip_case,
     step_case,
@@ -83,14 +82,6 @@ def test_log_decay(name: str) -> None:
 def test_unit_length(D: int) -> None:
     true, *both = unit_case(D)
     for got in both:
-        assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
-
-
-@pytest.mark.parametrize(("bound", "channels"), [(-5.0, True), (None, True), (None, False)])
-def test_prepare(bound: float | None, channels: bool) -> None:
-    true, *both = prepare_case(20, bound, channels)
-    for got in both:
-        assert [g.shape for g in got] == [t.shape for t in true]
         assert all(error(g, t) < 1e-5 for g, t in zip(got, true, strict=True))
 
 

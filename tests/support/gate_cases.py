@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_la.kernels.fused import discretise, log_decay, prepare, skip, swiglu, unit_length
+from ring_la.kernels.fused import discretise, log_decay, skip, swiglu, unit_length
 from ring_la.kernels.fused import rms_norm as rms
 from tests.support.interpreter import interpreted
 
@@ -16,7 +16,6 @@ interpreted()
 
 from ring_la.kernels.fused import discretise_kernel as triton_discretise  # noqa: E402
 from ring_la.kernels.fused import log_decay_kernel as decay  # noqa: E402
-from ring_la.kernels.fused import prepare_kernel as triton_prepare  # noqa: E402
 from ring_la.kernels.fused import rms_norm_kernel as triton_rms  # noqa: E402
 from ring_la.kernels.fused import skip_kernel as triton_skip  # noqa: E402
 from ring_la.kernels.fused import swiglu_kernel as triton_swiglu  # noqa: E402
@@ -126,30 +125,6 @@ def beside_case(V: int, dtype: torch.dtype = torch.float32, T: int = 9) -> tuple
         patch.setattr(discretise, "kernels_of", lambda step, *tensors: True)
         ours = by(discretise.discretise_and_skip)
     return by(plain, torch.float64), ours, by(plain)
-
-
-def prepare_case(
-    D: int, bound: float | None, channels: bool, dtype: torch.dtype = torch.float32, T: int = 40
-) -> tuple[list[Tensor], list, list]:
-    """(true, by the kernels, by PyTorch): q, k, g, β and the gradients of what they are made of; decays by channel, or
-    by head without A_log."""
-    torch.manual_seed(0)
-    wide = draw(2, T, 7 * D, dtype=dtype)
-    q, k = wide[..., : 2 * D].unflatten(2, (2, D)), wide[..., 3 * D : 5 * D].unflatten(2, (2, D))
-    C = 4 * D if channels else 4
-    a, b = draw(2, T, C + 3, dtype=dtype, scale=3.0)[..., :C], draw(2, T, 4, dtype=dtype)
-    inputs = [q, k, a, b, *((draw(4), draw(C)) if channels else (None, None))]
-    grads = [draw(*x.shape, dtype=x.dtype if n < 2 else torch.float32) for n, x in enumerate(inputs[:4])]
-    leaves = [None if t is None else t.double().requires_grad_() for t in inputs]
-    out = prepare.plain_prepare(*leaves, bound, 2.0, 1e-6)
-    true = torch.autograd.grad(out, [t for t in leaves if t is not None], [d.double() for d in grads])
-
-    def results(forward, backward) -> list[Tensor]:
-        found = (*forward(*inputs, bound, 2.0, 1e-6), *backward(*grads, *inputs, bound, 2.0, 1e-6))
-        return [t for t in found if t is not None]
-
-    ours = results(triton_prepare.forward, triton_prepare.backward)
-    return [*out, *true], ours, results(prepare.plain_prepare, prepare.plain_prepare_backward)
 
 
 def skip_case(V: int, whole: bool, dtype: torch.dtype = torch.float32, T: int = 300) -> tuple[list, list, list]:
