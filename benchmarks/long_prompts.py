@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,12 +127,16 @@ def make(cp: ContextParallel, small: bool) -> HybridLM:
 
 MIXTURES = {"qwen3_5_35b_a3b": "Qwen3_5MoeForCausalLM", "kimi_linear_48b": "KimiLinearForCausalLM"}
 """Shapes that are their classes' defaults: Qwen3.5-35B-A3B's and Kimi-Linear-48B-A3B's."""
-SMALL: dict[str, Any] = dict(vocab_size=257, hidden_size=64, num_hidden_layers=4, num_attention_heads=2)
+SURE = 8.0
+"""By how much routers are scaled up, so that rounding turns no choice that counts, as in trained ones."""
+SMALL: dict[str, Any] = dict(vocab_size=257, hidden_size=64, num_hidden_layers=5, num_attention_heads=2)
 SMALL |= dict(num_key_value_heads=2, moe_intermediate_size=32, num_experts_per_tok=2, pad_token_id=None)
 
 
 def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Served:
     """A mixture of Transformers, made on "meta" and drawn a module at a time."""
+    if small:
+        sys.modules["fla"] = None  # type: ignore[assignment]  # whose kernels need a GPU
     import transformers
 
     from ring_la.integrations.transformers.sharded import shard_weights
@@ -145,6 +150,8 @@ def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Serve
         model = kind(config).to(config.dtype)
     weights = shard_weights(model, cp) if sharded else None
     draw_weights(model, device=cp.device)
+    for router in (p for n, p in model.named_parameters() if n.endswith("mlp.gate.weight")):
+        router.data.mul_(SURE)
     if weights is not None:
         weights.settle(model)
     return Pretrained(model, cp)
@@ -159,7 +166,7 @@ def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None
     for length in args.lengths:
         if cp.comm.agreement.tell(str(time.perf_counter() - begun > args.limit))[0] == "True":
             return  # rank 0's time
-        keep, most = Keep(64 * GIB if torch.cuda.is_available() else GIB), max(args.batches)
+        keep, most = Keep(args.keep * GIB if torch.cuda.is_available() else GIB), max(args.batches)
         engine = Engine(
             model, NoText(), cp, piece=args.piece * cp.size, batch=most, keep=keep, patience=300, capture=args.capture
         )
@@ -177,6 +184,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of each of them")
     parser.add_argument("--piece", type=int, default=65536, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--capture", action="store_true", help="a step of decoding is one CUDA graph")
+    parser.add_argument("--keep", type=int, default=64, help="GiB of states kept on each GPU")
     parser.add_argument("--limit", type=float, default=50, help="seconds after which nothing new is begun")
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
     parser.add_argument("--out", type=Path)
