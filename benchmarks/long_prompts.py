@@ -131,6 +131,10 @@ SURE = 8.0
 """By how much routers are scaled up, so that rounding turns no choice that counts, as in trained ones."""
 SMALL: dict[str, Any] = dict(vocab_size=257, hidden_size=64, num_hidden_layers=5, num_attention_heads=2)
 SMALL |= dict(num_key_value_heads=2, moe_intermediate_size=32, num_experts_per_tok=2, pad_token_id=None)
+SMALL_HEADS: dict[str, dict[str, Any]] = {
+    "qwen3_5_35b_a3b": dict(linear_num_key_heads=2, linear_num_value_heads=2),
+    "kimi_linear_48b": dict(linear_num_heads=2, linear_head_dim=32),
+}
 
 
 def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Served:
@@ -144,7 +148,7 @@ def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Serve
     from ring_la.serving.pretrained import Pretrained
 
     kind: Any = getattr(transformers, MIXTURES[name])
-    config = kind.config_class(max_position_embeddings=2**21, **(SMALL if small else {}))
+    config = kind.config_class(max_position_embeddings=2**21, **(SMALL | SMALL_HEADS[name] if small else {}))
     config.dtype = torch.float32 if small else torch.bfloat16
     with torch.device("meta"):
         model = kind(config).to(config.dtype)
