@@ -21,7 +21,12 @@ PACKED = (0, 70, 71, 170)
 def model(layers: list[str] = LAYERS) -> HybridLM:
     torch.manual_seed(0)
     options = {"mamba2": dict(state_dim=16), "attention": dict(num_kv_heads=1, qk_norm=True, gated=True)}
-    options |= {"hgrn": dict(lower_bound=0.2), "gsa": dict(slots=5), "mla": dict(q_rank=12, value_dim=5)}
+    options |= {
+        "hgrn": dict(lower_bound=0.2),
+        "gsa": dict(slots=5),
+        "mla": dict(q_rank=12, value_dim=5),
+        "mamba3": dict(state_dim=16),
+    }
     options = {name: o for name, o in options.items() if name in layers}
     # 3 heads and 33 channels: rows of which vector registers are not multiples
     m = HybridLM(HybridConfig(50, 48, layers, 3, mlp_dim=33, options=options))
@@ -68,14 +73,14 @@ def test_training_does_not_depend_on_ranks_or_layouts(ranks):
 
 
 OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2", "gated_delta_product"]
-OTHERS += ["hgrn", "rwkv6", "gsa", "mla"]
-REFUSED = {"nsa", "mlstm", "mamba3", "fox", "ttt"}
-READ_ON = [name for name in OTHERS if name != "rwkv6"]
+OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox"]
+REFUSED = {"nsa", "ttt"}
+READ_ON = [name for name in OTHERS if name not in ("rwkv6", "mamba3")]
 
 
-def read_on(rank: int) -> str:
-    """What a reader says of RWKV-6 behind the first block."""
-    reader = BlockReader(model(["rwkv6"]), ring_la.ContextParallel(group(1), deterministic=True))
+def read_on(rank: int, name: str) -> str:
+    """What a reader says of such a layer behind the first block."""
+    reader = BlockReader(model([name]), ring_la.ContextParallel(group(1), deterministic=True))
     with pytest.raises(ring_la.UnsupportedError) as caught:
         reader.prefill(torch.zeros(1, 65, dtype=torch.int64))
     return str(caught.value)
@@ -93,9 +98,9 @@ def test_every_layer_has_the_same_bits_or_is_refused_by_name(ranks):
     for name in REFUSED:
         expected = f"one without deterministic=True for {KINDS[name].__name__}"
         assert ranks.run(2, refused, name) == [f"layout: expected {expected}, got a deterministic one"] * 2
-    assert ranks.run(1, read_on)[0].startswith(
-        "state: expected None under a deterministic layout for RWKV6, got a state"
-    )
+    for name in ("rwkv6", "mamba3"):
+        expected = f"state: expected None under a deterministic layout for {KINDS[name].__name__}, got a state"
+        assert ranks.run(1, read_on, name)[0].startswith(expected)
 
 
 def test_other_layers_do_not_depend_on_ranks(ranks):

@@ -49,7 +49,7 @@ def test_deterministic_bits_with_a_short_last_shard(ranks, name, T, P):
         assert [torch.equal(a, b) for a, b in zip(one, some, strict=True)] == [True] * len(one)
 
 
-REFUSED = {"mlstm", "mamba3", "mamba3_mimo", "ttt_linear"}
+REFUSED = {"ttt_linear"}
 DOCUMENTS = (0, 70, 71, 171)
 
 
@@ -101,8 +101,10 @@ def operators(rank: int, P: int, kind: str) -> dict[str, Tensor]:
     cp = ring_la.ContextParallel(group(P), deterministic=True)
     layout, rng = cp.layout(171, kind, cu_seqlens=DOCUMENTS), torch.Generator().manual_seed(3)
     shapes = dict(q=(1, 171, 3, 13), latent=(1, 171, 24), k_rope=(1, 171, 4), w_uk=(3, 9, 24), w_uv=(3, 5, 24))
-    x = {n: torch.randn(s, generator=rng) for n, s in shapes.items()}
+    others = dict(fq=(1, 171, 3, 8), fk=(1, 171, 1, 8), fv=(1, 171, 1, 5), fg=(1, 171, 3))
+    x = {n: torch.randn(s, generator=rng) for n, s in (shapes | others).items()}
     x = {n: (t if n[0] == "w" else layout.shard(t)).requires_grad_() for n, t in x.items()}
+    own, x = {n[1:]: x[n] for n in others}, {n: x[n] for n in shapes}
     with pytest.raises(ring_la.UnsupportedError, match=r"^form: "):
         ring_la.mla(**x, form="absorbed", layout=layout)
     q, sinks = x["q"], torch.zeros(3, requires_grad=True)
@@ -116,12 +118,15 @@ def operators(rank: int, P: int, kind: str) -> dict[str, Tensor]:
     gates = dict(g=-q[..., 0].abs(), lam=q)
     with pytest.raises(ring_la.UnsupportedError, match="log_linear_attention"):
         ring_la.log_linear_attention(q, q, q, **gates, layout=layout)
-    with pytest.raises(ring_la.UnsupportedError, match="deterministic"):
-        ring_la.forgetting_attention(q, q, q, gates["g"], layout=layout)
     o = ring_la.mla(**x, layout=layout).o
-    grads = torch.autograd.grad((o * layout.shard(torch.randn(1, 171, 3, 5, generator=rng))).sum(), list(x.values()))
+    do, dlse = torch.randn(1, 171, 3, 5, generator=rng), torch.rand(1, 3, 171, generator=rng)
+    forgot = ring_la.forgetting_attention(**own | {"g": -own["g"].abs()}, layout=layout)
+    loss = (forgot.o * layout.shard(do)).sum() + (forgot.lse * layout.shard(dlse, 2)).sum()
+    x |= {f"forgetting {n}": t for n, t in own.items()}
+    grads = torch.autograd.grad((o * layout.shard(do)).sum() + loss, list(x.values()))
     whole = [cp.comm.all_reduce(d).wait() if n[0] == "w" else layout.gather(d) for n, d in zip(x, grads)]
-    return dict(zip(("o", *x), [layout.gather(o.detach()), *whole]))
+    outs = [layout.gather(o.detach()), layout.gather(forgot.o.detach())]
+    return dict(zip(("o", "forgot", *x), [*outs, *whole]))
 
 
 def test_latents_have_the_same_bits_and_what_has_not_is_refused(ranks):
