@@ -45,8 +45,8 @@ def folded(
     """What enters each of this rank's blocks ``[n, B, …]``, and what leaves each document ``[N, …]``, on every rank.
 
     Args:
-        own: the parts of this rank's blocks ``[n, B, …]``. start: what enters each document ``[N, …]``, its packed
-            ones or the rows of a batch. step: of a value ``[B, …]`` and a part, the next value. back: from last to first.
+        own: the parts of this rank's blocks ``[n, B, …]``. start: what enters each document ``[N, …]``, its
+            packed ones or rows. step: of a value ``[B, …]`` and a part, the next value. back: from last to first.
     """
     order = turns(layout)
     count = max(sum(t.rank == r for t in order) for r in range(layout.world_size))
@@ -84,7 +84,8 @@ class _Summed(torch.autograd.Function):
     def forward(
         ctx: Any, layout: ShardedLayout, held: Callable[..., Tensor] | None, x: Tensor, start: Tensor
     ) -> Tensor:
-        ctx.layout, ctx.way_back, ctx.start = layout, layout.cp.comm.agreement.way_back(), torch.zeros_like(start)
+        ctx.layout, ctx.start = layout, torch.zeros_like(start)
+        ctx.way_back = layout.cp.comm.agreement.way_back()
         keep = held or (lambda v: v)
         return _sums(x, start, lambda v, part: keep(v + part), layout)[0]
 
