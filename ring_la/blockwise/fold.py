@@ -66,8 +66,13 @@ def folded(
 
 def of_tokens(x: Tensor, layout: ShardedLayout) -> Tensor:
     """Numbers of blocks ``[n, B, …]`` as those of their tokens ``[B, T, …]``."""
-    lengths = torch.tensor([stop - start for start, stop in blocks_of(layout)], dtype=torch.int64, device=x.device)
-    return x.transpose(0, 1).repeat_interleave(lengths, 1)
+    return x.transpose(0, 1).index_select(1, layout.kept(_block_of, lambda: _block_of(layout)))
+
+
+def _block_of(layout: ShardedLayout) -> Tensor:
+    """The number of each local token's block."""
+    numbers = [n for n, (start, stop) in enumerate(blocks_of(layout)) for _ in range(start, stop)]
+    return torch.tensor(numbers, dtype=torch.int64, device=layout.cp.device)
 
 
 def summed(
