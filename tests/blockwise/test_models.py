@@ -73,8 +73,8 @@ def test_training_does_not_depend_on_ranks_or_layouts(ranks):
 
 
 OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2", "gated_delta_product"]
-OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox"]
-REFUSED = {"nsa", "ttt"}
+OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox", "ttt"]
+REFUSED = {"nsa"}
 READ_ON = [name for name in OTHERS if name not in ("rwkv6", "mamba3")]
 
 

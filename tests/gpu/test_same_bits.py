@@ -1,4 +1,4 @@
-"""Deterministic steps on GPUs: one GPU and two have the same bits, by NCCL and by mailboxes, eager, compiled and captured.
+"""Deterministic steps on GPUs: the same bits on one and on two, by NCCL and by mailboxes, compiled and captured.
 
 pytest -m gpu tests/gpu/test_same_bits.py
 """
