@@ -103,12 +103,6 @@ def test_every_layer_has_the_same_bits_or_is_refused_by_name(ranks):
         assert ranks.run(1, read_on, name)[0].startswith(expected)
 
 
-def test_other_layers_do_not_depend_on_ranks(ranks):
-    one = ranks.run(1, trained, 1, "contiguous", PACKED, OTHERS, 1)[0]
-    for some in ranks.run(3, trained, 3, "zigzag", PACKED, OTHERS, 1):
-        assert not differing(one, some)
-
-
 def plain(rank: int, layers: list[str]) -> dict[str, Tensor]:
     """The first loss and its gradients, in fp64 and without blocks."""
     m, (ids,) = model(layers).double(), tokens(PACKED[-1])
@@ -124,9 +118,11 @@ def test_values_are_those_of_other_layouts(ranks):
         assert float((got[name] - x).norm() / x.norm()) < 2e-5, name
 
 
-def packed(rank: int, P: int, kind: str, order: tuple[int, ...], rows: bool = False) -> dict[str, Tensor]:
+def packed(
+    rank: int, P: int, kind: str, order: tuple[int, ...], rows: bool = False, layers: list[str] = LAYERS
+) -> dict[str, Tensor]:
     """Loss and gradients of three documents packed in some order, or as rows of a batch, and the logits of each."""
-    m, documents = model(), tokens(70, 70, 70)
+    m, documents = model(layers), tokens(70, 70, 70)
     cp = ring_la.ContextParallel(group(P), deterministic=True)
     if rows:
         layout, ids = cp.layout(70, kind), torch.stack([documents[i] for i in order])
@@ -152,6 +148,31 @@ def test_packing_changes_no_bit(ranks):
     ):
         for some in ranks.run(P, packed, P, kind, order, rows):
             assert not differing(one, some), (P, kind, order, rows)
+
+
+def test_other_layers_do_not_depend_on_ranks_or_packing(ranks):
+    one = ranks.run(1, packed, 1, "contiguous", (0, 1, 2), False, OTHERS)[0]
+    for P, kind, order, rows in ((4, "zigzag", (1, 2, 0), False), (3, "contiguous", (2, 1, 0), True)):
+        for some in ranks.run(P, packed, P, kind, order, rows, OTHERS):
+            assert not differing(one, some), (P, kind, order, rows)
+
+
+def compiled(rank: int, P: int, kind: str, backend: str | None) -> dict[str, Tensor]:
+    """The loss and the gradients of a step, compiled for a backend."""
+    m, (ids,) = model(["gdn"]), tokens(PACKED[-1])
+    cp = ring_la.ContextParallel(group(P), deterministic=True)
+    layout = cp.layout(PACKED[-1], kind, cu_seqlens=PACKED)
+    loss_of = m.loss if backend is None else torch.compile(m.loss, backend=backend)
+    loss = loss_of(layout.shard(ids[None]), layout=layout)
+    loss.backward()
+    sum_gradients(m.parameters(), cp)
+    return {"loss": cp.comm.all_reduce(loss.detach()).wait()} | {n: p.grad for n, p in m.named_parameters()}
+
+
+def test_compiled_steps_have_the_same_bits(ranks):
+    one = ranks.run(1, compiled, 1, "contiguous", None)[0]
+    for some in ranks.run(2, compiled, 2, "zigzag", "aot_eager"):
+        assert not differing(one, some)
 
 
 def decoded(rank: int, P: int, T: int, read: int, layers: list[str]) -> tuple[Tensor, Tensor]:

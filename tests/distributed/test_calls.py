@@ -115,7 +115,6 @@ def check_replays(rank: int) -> tuple[str, float]:
 
 def test_steps_of_other_kinds_are_an_error(ranks):
     results = ranks.run(2, check_replays)
-    ranks.stop()
     assert results[0][0].startswith("DisagreementError: the ranks of this group disagree on the captured step"), results
     assert results[1][0] == results[0][0]
 
@@ -137,8 +136,7 @@ def check_lookout(rank: int, how: str) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("how", ["differs", "died"])
 def test_a_host_that_waits_for_its_device_is_let_go(ranks, how):
-    (again, message), other = ranks.run(2, check_lookout, how)
-    ranks.stop()
+    (again, message), other = ranks.run(2, check_lookout, how)  # nothing was sent
     assert again[0] == message[0]
     if how == "died":
         assert again[0].startswith("PeerError: rank 0 of 2 waits for messages that do not come: rank 1 ")
