@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.options import need_gpus
 from ring_la.layout import KINDS, Layout
 from ring_la.softmax.backends import QueryRows
-from ring_la.softmax.backends.triton import TritonBackend
+from ring_la.softmax.backends.triton import TritonBackend, TritonInPlace
 from ring_la.softmax.geometry import Pair, Reach, Tokens
 from ring_la.softmax.merging import Gradients, Partial, Sum, row_sums
 from ring_la.softmax.scores import Scores
@@ -40,12 +40,23 @@ CASES: dict[str, tuple[str, int]] = {
     "window 4096": ("", 4096),
     "causal": ("", -1),
 }
+
+
+class DearestFirst(TritonBackend):
+    dearest_first = True
+
+
+class OnlyInPlace(TritonBackend):
+    in_place = True
+
+
 WAYS = {
-    "as it was": TritonBackend(),
-    "dearest first": TritonBackend(dearest_first=True),
-    "in place": TritonBackend(in_place=True),
-    "both": TritonBackend(dearest_first=True, in_place=True),
+    "triton": TritonBackend(),
+    "dearest first": DearestFirst(),
+    "in place": OnlyInPlace(),
+    "triton_in_place": TritonInPlace(),
 }
+"""Two changes to our kernel, each alone and both."""
 ROUNDS = 5
 
 

@@ -34,8 +34,8 @@ def test_one_query_one_key_of_a_longer_row(groups):
 
 
 def test_wide_heads(monkeypatch):
-    """Up to 256 channels on Hopper with a PyTorch whose kernel passes our checks there: they were refused, then taken by
-    name alone. Where cuDNN cannot, Triton's kernel is ahead of FlashAttention-2 at 128 and 256."""
+    """256 channels on Hopper with a PyTorch whose kernel passes our checks there: they were refused, then taken by name
+    alone. Where cuDNN cannot, Triton's kernel is ahead of FlashAttention-2 at 128 and 256."""
     ask = Ask(torch.device("cuda"), torch.bfloat16, 8, 2, 256, 256, rows=4096)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -254,7 +254,7 @@ def backward_queries(
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PRECISION: tl.constexpr, DEAREST: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq (``[B, Tq, H, K]``, of contiguous ``[B, d_rows, H, K]``) of BM rows of one head. ADD: added to what stands there."""
+    """dq, rows of contiguous ``[B, d_rows, H, K]``, of BM rows of one head. ADD: added to what stands there."""
     tile, bh = program(ORDER, DEAREST)
     b, h = bh // H, bh % H
     g = h // (H // groups)

@@ -22,7 +22,7 @@ interpreted = False
 class TritonBackend(AttentionBackend):
     """Tiles that meet, in one call a block however many documents and runs there are.
 
-    Args:
+    Attributes:
         dearest_first: whether the dearest tiles of all heads start first, rather than head by head.
         in_place: whether a block is put together with those before it as it is computed, rather than in a pass of its
             own.
@@ -32,8 +32,7 @@ class TritonBackend(AttentionBackend):
     sums_wide = False
     knows = frozenset({"softcap", "alibi_slopes", "dropout_p"})
 
-    def __init__(self, dearest_first: bool = False, in_place: bool = False) -> None:
-        self._dearest_first, self._in_place = dearest_first, in_place
+    dearest_first = in_place = False
 
     def unsupported(self, ask: Ask) -> str:
         if ask.device.type != "cuda" and not interpreted:
@@ -53,13 +52,13 @@ class TritonBackend(AttentionBackend):
         if met is None:
             return
         q, k, v = (dense(x) for x in (q[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        before = out.alone() if self._in_place else None
+        before = out.alone() if self.in_place else None
         if before is None:
             o = q.new_empty(*q.shape[:3], v.shape[3])
             lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         else:
             o, lse = before[0][:, met.rows], before[1][:, :, met.rows]
-        block = Launcher(scores, met.pair, (q, k, v, o), lse, self._dearest_first)
+        block = Launcher(scores, met.pair, (q, k, v, o), lse, self.dearest_first)
         block.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse, ADD=before is not None)
         if before is None:
             out.add(o, lse, met.rows)
@@ -72,13 +71,13 @@ class TritonBackend(AttentionBackend):
             return
         q, do, k, v = (dense(t) for t in (x.q[:, met.rows], x.do[:, met.rows], k[:, met.keys], v[:, met.keys]))
         lse, delta = _alike(x.lse[:, :, met.rows], x.delta[:, :, met.rows])
-        block = Launcher(scores, met.pair, (q, k, v, do), lse, self._dearest_first)
+        block = Launcher(scores, met.pair, (q, k, v, do), lse, self.dearest_first)
         inputs = (q, k, v, do, lse, delta)
         dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (k, v))
         block.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv)
         out.dk.add(dk, met.keys)
         out.dv.add(dv, met.keys)
-        before = out.dq.alone() if self._in_place else None
+        before = out.dq.alone() if self.in_place else None
         dq = torch.empty_like(q, memory_format=torch.contiguous_format) if before is None else before[:, met.rows]
         block.over_queries(
             kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq, ADD=before is not None,
@@ -86,6 +85,20 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
         if before is None:
             out.dq.add(dq, met.rows)
+
+
+class TritonInPlace(TritonBackend):
+    """The same kernels for many blocks of uneven work: packed documents and windows on a ring. Its last programs are
+    the cheapest of all heads, so that a block does not end with a GPU half idle, and no pass over memory follows.
+
+    It has not run on a GPU yet: a call takes it only where it names it.
+    """
+
+    name = "triton_in_place"
+    dearest_first = in_place = True
+
+    def suits(self, ask: Ask) -> bool:
+        return False
 
 
 class Launcher:
