@@ -244,7 +244,7 @@ def in_fp8(rank: int) -> dict[str, tuple[float, float]]:
         out[name] = float(far), sent[1] / sent[0]
     with pytest.raises(UnsupportedError, match="kv_comm_dtype: expected None where gradients are wanted"):
         parallel("llama", check=False, kv_comm_dtype=torch.float8_e4m3fn)[0](input_ids=x)
-    with torch.no_grad(), pytest.raises(UnsupportedError, match="kv_comm_dtype: expected None where an index picks"):
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="expected None where queries choose their keys"):
         parallel("deepseek_v32", check=False, kv_comm_dtype=torch.float8_e4m3fn)[0](input_ids=x)
     for name, wrong in (("kv_comm_dtype", torch.float16), ("backend", "flash_attn")):
         with pytest.raises(ArgumentError, match=f"{name}: expected None or one of"):
