@@ -1,8 +1,9 @@
 """Who owns which segment where packed documents make unequal work: the segments are even in tokens, and spread over the
 ranks so that causal attention within documents is even too, and few keys of others are seen.
 
-More segments make more even work and more keys to send, so a few numbers of segments are tried, and the split is taken
-whose dearest rank has the least of ``pairs + KEY · keys received``.
+More segments make more even work and more keys to send, so a few numbers of segments are tried. Of the splits whose
+dearest rank has at most EVEN of the mean's work, that is taken whose dearest rank has the least of ``pairs + KEY · keys
+received``; where there is none, the most even one.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from itertools import accumulate
 
 PARTS = (2, 3, 4, 6, 8)
 """Segments a rank that are tried. Of 2, as many as in zigzag, the dearest rank has up to 1.7 times the mean's work."""
+EVEN = 1.05
 KEY = 300
 """Pairs of a query and a key, forward and backward, in the time that a key's gradient is under way, which nothing hides
-at the end of a backward pass: 4 · K bytes a head at the 365 GB/s of an H200's copy engines, a pair's 14 · K FLOPs at 400
-TFLOP/s. Keys and values themselves come while blocks are computed."""
+at the end of a backward pass: 4 · K bytes a head at the 365 GB/s of an H200's copy engines, a pair's 14 · K FLOPs at
+400 TFLOP/s. Keys and values themselves come while blocks are computed."""
 
 
 def balanced(borders_of: Callable[[int], list[int]], offsets: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
@@ -35,10 +37,13 @@ def balanced(borders_of: Callable[[int], list[int]], offsets: Sequence[int], ran
         if parts == 2:
             splits.insert(0, [*range(ranks), *reversed(range(ranks))])  # zigzag
         for owners in splits:
-            cost = [KEY * n for n in keys_received(borders, owners, offsets, ranks)]
-            for owner, pairs in zip(owners, work):
-                cost[owner] += pairs
-            tried.append((max(cost), borders, owners))
+            pairs = [0] * ranks
+            for owner, n in zip(owners, work):
+                pairs[owner] += n
+            received = keys_received(borders, owners, offsets, ranks)
+            cost = max(n + KEY * keys for n, keys in zip(pairs, received))
+            uneven = max(0.0, max(pairs) * ranks - EVEN * sum(pairs))
+            tried.append(((uneven, cost), borders, owners))
     _, borders, owners = min(tried, key=lambda split: split[0])
     return borders, owners
 

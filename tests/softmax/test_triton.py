@@ -37,14 +37,19 @@ def on_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("documents", "feature"),
-    [*(("uneven", f) for f in FEATURES), *(("packed", f) for f in ("causal", "full", "window", "all", "all rear"))],
+    ("documents", "feature", "backend"),
+    [
+        *(("uneven", f, "triton") for f in FEATURES),
+        *(("packed", f, "triton") for f in ("causal", "full", "window", "all", "all rear")),
+        ("packed", "all", "triton_in_place"),
+        ("uneven", "all rear", "triton_in_place"),
+    ],
 )
-def test_every_feature_is_the_reference(documents, feature):
+def test_every_feature_is_the_reference(documents, feature, backend):
     case, want, cu = draw(documents, feature), truth(documents, feature), DOCUMENTS[documents][1]
     leaves = {n: t.float().requires_grad_() for n, t in case.tensors.items()}
     cu = None if cu is None else torch.tensor(cu)
-    out = attention(**leaves, **case.keywords, cu_seqlens=cu, backend="triton")
+    out = attention(**leaves, **case.keywords, cu_seqlens=cu, backend=backend)
     loss = (out.o * case.do).sum() + (finite(out.lse) * case.dlse).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()))
     got = dict(o=out.o, lse=out.lse) | {f"d{n}": g for n, g in zip(leaves, grads)}
