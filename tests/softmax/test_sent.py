@@ -161,6 +161,6 @@ def test_auto_goes_by_time_where_gpus_copy():
     # the first length at which Ulysses' exchanges are no longer clearly less than what a ring cannot hide
     lengths = range(64, 4096, 64)
     first = {(P, c): next(T for T in lengths if taken(P, T, causal=c) == "ring") for P in (4, 8) for c in (False, True)}
-    assert first == {(4, False): 960, (4, True): 896, (8, False): 1856, (8, True): 2432}
+    assert first == {(4, False): 1024, (4, True): 896, (8, False): 1920, (8, True): 2496}
     assert {taken(8, T, axes=(2, 4)) for T in (64, 16384)} == {"usp"}  # a mesh says itself how ranks meet
     assert {taken(8, T, deterministic=True) for T in (64, 16384)} == {"all_gather"}
