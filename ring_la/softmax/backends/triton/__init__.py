@@ -1,6 +1,6 @@
 """Our own kernel: softcap, windows, documents, ALiBi, sinks and dropout at global positions, on any layout."""
 
 from .chosen import TritonChosen
-from .launch import TritonBackend
+from .launch import TritonBackend, TritonInPlace
 
-__all__ = ["TritonBackend", "TritonChosen"]
+__all__ = ["TritonBackend", "TritonChosen", "TritonInPlace"]
