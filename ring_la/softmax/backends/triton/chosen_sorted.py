@@ -118,10 +118,11 @@ class SortedChosen(TritonChosen):
 
 
 def _tile(G: int, width: int, dtype: torch.dtype, back: bool) -> tuple[int, dict[str, Any]]:
-    """Heads of a program, and the other numbers of a tile. Three stages: the list, its keys, their products."""
+    """Heads of a program, and the other numbers of a tile. Of four stages the list is one, its keys are two, their
+    products one: with three there is room for one tile of keys, which comes when nothing is multiplied."""
     wide, exact = width > 128, dtype == torch.float32
     if back:
-        return min(padded(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1 if exact else 3)
+        return min(padded(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1 if exact else 4)
     if exact:
         return min(padded(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1)
-    return min(padded(G), 64), dict(BN=64 if G <= 16 or not wide else 32, num_warps=8 if wide else 4, num_stages=3)
+    return min(padded(G), 64), dict(BN=64 if G <= 16 or not wide else 32, num_warps=8 if wide else 4, num_stages=4)
