@@ -110,6 +110,17 @@ class KeyStore:
             ]
 
 
+class KeyPart(NamedTuple):
+    """Some of what a layer keeps of a token, as keys and values of their own.
+
+    Attributes:
+        heads: which. values_are_keys: the values alone, as keys without values, as of latents.
+    """
+
+    heads: slice
+    values_are_keys: bool = False
+
+
 class Put(NamedTuple):
     """Tokens of a call that this rank keeps: those at `tokens` of row `row` go where `spans` says, in order."""
 
@@ -217,10 +228,15 @@ class KeyRows:
 
 
 class LayerKeys(NamedTuple):
-    """One layer's keys and values of `rows`: a layer's state, where keys stay on their ranks."""
+    """One layer's keys and values of `rows`: a layer's state, where keys stay on their ranks.
+
+    With a `part` it reads some of them alone: branches that are kept side by side, or index keys that stand in the
+    place of values.
+    """
 
     rows: KeyRows
     layer: int
+    part: KeyPart | None = None
 
     @property
     def length(self) -> Tensor:
@@ -229,8 +245,34 @@ class LayerKeys(NamedTuple):
 
     @property
     def size(self) -> KeySize:
-        """What a token takes."""
-        return self.rows.store.sizes[self.layer]
+        """What a token takes; of a part, that of it."""
+        size = self.rows.store.sizes[self.layer]
+        if self.part is None:
+            return size
+        heads = len(range(size.heads)[self.part.heads])
+        return KeySize(heads, size.value, 0) if self.part.values_are_keys else KeySize(heads, *size[1:])
+
+    def of(self, heads: slice) -> LayerKeys:
+        """Some heads of it, to read."""
+        return self._replace(part=KeyPart(heads))
+
+    @property
+    def keys_alone(self) -> LayerKeys:
+        """What stands in the place of keys, to read as latents."""
+        return self._replace(part=KeyPart(slice(None), False))
+
+    @property
+    def values_alone(self) -> LayerKeys:
+        """What stands in the place of values, to read as keys that have none."""
+        return self._replace(part=KeyPart(slice(None), True))
+
+    def memory(self, slab: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens of a slab, ``[tokens, heads, ·]``."""
+        k, v = self.rows.store.k[self.layer][slab], self.rows.store.v[self.layer][slab]
+        if self.part is None:
+            return k, v
+        k, v = k[:, self.part.heads], v[:, self.part.heads]
+        return (v, v[..., :0]) if self.part.values_are_keys else (k, v)
 
     @property
     def carried(self) -> Tensor | None:
