@@ -110,17 +110,6 @@ class KeyStore:
             ]
 
 
-class KeyPart(NamedTuple):
-    """Some of what a layer keeps of a token, as keys and values of their own.
-
-    Attributes:
-        heads: which. values_are_keys: the values alone, as keys without values, as of latents.
-    """
-
-    heads: slice
-    values_are_keys: bool = False
-
-
 class Put(NamedTuple):
     """Tokens of a call that this rank keeps: those at `tokens` of row `row` go where `spans` says, in order."""
 
@@ -230,13 +219,12 @@ class KeyRows:
 class LayerKeys(NamedTuple):
     """One layer's keys and values of `rows`: a layer's state, where keys stay on their ranks.
 
-    With a `part` it reads some of them alone: branches that are kept side by side, or index keys that stand in the
-    place of values.
+    heads: those it reads; None: all. Branches of a layer are kept side by side.
     """
 
     rows: KeyRows
     layer: int
-    part: KeyPart | None = None
+    heads: slice | None = None
 
     @property
     def length(self) -> Tensor:
@@ -245,34 +233,18 @@ class LayerKeys(NamedTuple):
 
     @property
     def size(self) -> KeySize:
-        """What a token takes; of a part, that of it."""
+        """What a token takes, in these heads."""
         size = self.rows.store.sizes[self.layer]
-        if self.part is None:
-            return size
-        heads = len(range(size.heads)[self.part.heads])
-        return KeySize(heads, size.value, 0) if self.part.values_are_keys else KeySize(heads, *size[1:])
+        return size if self.heads is None else size._replace(heads=len(range(size.heads)[self.heads]))
 
     def of(self, heads: slice) -> LayerKeys:
-        """Some heads of it, to read."""
-        return self._replace(part=KeyPart(heads))
-
-    @property
-    def keys_alone(self) -> LayerKeys:
-        """What stands in the place of keys, to read as latents."""
-        return self._replace(part=KeyPart(slice(None), False))
-
-    @property
-    def values_alone(self) -> LayerKeys:
-        """What stands in the place of values, to read as keys that have none."""
-        return self._replace(part=KeyPart(slice(None), True))
+        """Some of the heads, to read."""
+        return self._replace(heads=heads)
 
     def memory(self, slab: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens of a slab, ``[tokens, heads, ·]``."""
-        k, v = self.rows.store.k[self.layer][slab], self.rows.store.v[self.layer][slab]
-        if self.part is None:
-            return k, v
-        k, v = k[:, self.part.heads], v[:, self.part.heads]
-        return (v, v[..., :0]) if self.part.values_are_keys else (k, v)
+        store, heads = self.rows.store, slice(None) if self.heads is None else self.heads
+        return store.k[self.layer][slab][:, heads], store.v[self.layer][slab][:, heads]
 
     @property
     def carried(self) -> Tensor | None:
@@ -311,8 +283,8 @@ class LayerKeys(NamedTuple):
 
     def views(self, span: SlabTokens) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, heads, ·]`` of tokens side by side."""
-        k = self.rows.store.k[self.layer][span.slab][span.start : span.stop]
-        return k, self.values(k, self.rows.store.v[self.layer][span.slab][span.start : span.stop])
+        k, v = (x[span.start : span.stop] for x in self.memory(span.slab))
+        return k, self.values(k, v)
 
     def values(self, k: Tensor, v: Tensor) -> Tensor:
         """The values; of latents the keys themselves, of which what comes out is cut."""

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
+from ..keystore import KeySize, LayerKeys
 from .layer import LayerCall, wide
 from .seats import Seats
 
@@ -223,6 +224,29 @@ def check_rows(x: Tensor, N: int, call: LayerCall) -> None:
     if call.layout is not None or call.packed or x.shape[:2] != (N, 1):
         got = f"{list(x.shape)}{', split or packed' if call.layout is not None or call.packed else ''}"
         raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {x.shape[-1]}], on one device", got)
+
+
+@runtime_checkable
+class WithKeys(Protocol):
+    """A layer whose keys a `KeyStore` takes."""
+
+    @property
+    def key_size(self) -> KeySize:
+        """What a token takes."""
+        ...
+
+
+def check_keys(x: Tensor, state: LayerKeys, size: KeySize, call: LayerCall) -> None:
+    """Refuse anything but tokens of a layout, or one token more, of the sequences whose keys are in `state`."""
+    rows = state.rows
+    if state.size != size:
+        raise ArgumentError("state", f"keys of {size}", state.size)
+    if call.layout is None:
+        check_rows(x, len(rows), call)
+    elif (documents := call.layout.num_documents if call.packed else x.shape[0]) != len(rows):
+        raise ArgumentError("state", f"keys of {documents} documents", len(rows))
+    elif call.packed and any(rows.earlier):
+        raise UnsupportedError("state", "no earlier tokens of packed documents", f"{rows.earlier}")
 
 
 def _stacked(rows: Sequence[Tensor], capacity: int) -> Tensor:

@@ -52,7 +52,7 @@ def test_packed_prompts_are_decoded_as_a_batch(ranks):
 def check_shared(rank: int, cu: list[int] | None) -> list[list[int]]:
     """Keys stay on the rank that reads them, and all ranks decode."""
     cp = ContextParallel(group(), scan="ring")
-    model, ids = make(), tokens(1 if cu else 2, 29)
+    model, ids = make(()), tokens(1 if cu else 2, 29)
     keys, layout = key_store(model, cp), cp.layout(29, cu_seqlens=cu)
     if cu:
         return generate(model, layout.shard(ids), NEW, layout=layout, keys=keys).tolist()
@@ -68,7 +68,7 @@ def check_shared(rank: int, cu: list[int] | None) -> list[list[int]]:
 
 @pytest.mark.parametrize(("size", "cu"), [(1, None), (2, None), (3, None), (4, None), (3, [0, 5, 6, 29])])
 def test_keys_stay_on_their_ranks_and_all_decode(ranks, size, cu):
-    got, model, ids = ranks.run(size, check_shared, cu), make(), tokens(1 if cu else 2, 29)
+    got, model, ids = ranks.run(size, check_shared, cu), make(()), tokens(1 if cu else 2, 29)
     documents = [ids] if cu is None else [ids[:, a:b] for a, b in zip(cu, cu[1:])]
     assert got == [[row for x in documents for row in greedy(model, x, NEW).tolist()]] * size
 

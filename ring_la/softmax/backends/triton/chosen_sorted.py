@@ -122,7 +122,7 @@ def _tile(G: int, width: int, dtype: torch.dtype, back: bool) -> tuple[int, dict
     products one: with three there is room for one tile of keys, which comes when nothing is multiplied."""
     wide, exact = width > 128, dtype == torch.float32
     if back:
-        return min(padded(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1 if exact else 4)
+        return min(padded(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1 if exact else 5)
     if exact:
         return min(padded(G), 16), dict(BN=32, num_warps=8 if wide else 4, num_stages=1)
-    return min(padded(G), 64), dict(BN=64 if G <= 16 or not wide else 32, num_warps=8 if wide else 4, num_stages=4)
+    return min(padded(G), 64), dict(BN=64 if G <= 16 or not wide else 32, num_warps=8 if wide else 4, num_stages=5)
