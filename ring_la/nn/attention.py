@@ -16,12 +16,12 @@ from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..keystore.static import StaticKeys
 from ..softmax import attention
-from .decoding import KVCache, KVRows, cache_of, check_keys, check_rows, decode
-from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, decode
+from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import RMSNorm, check_rotation, rotated
 
 
-class Attention(Layer):
+class Attention(KeyedLayer):
     """Multi-head attention (Vaswani et al. 2017, §3.2) with grouped key heads (Ainslie et al. 2023, arXiv 2305.13245).
 
     Args:
@@ -33,8 +33,6 @@ class Attention(Layer):
     """
 
     same_bits = True
-    needs_runs = False
-    state_type = KVCache
 
     def __init__(
         self,
@@ -67,10 +65,6 @@ class Attention(Layer):
         """What a token's key and value take, for a `KeyStore`."""
         width = self.widths[1] // self.num_kv_heads
         return KeySize(self.num_kv_heads, width, width)
-
-    def carried_of(self, k: Tensor) -> Tensor | None:
-        """What a `KeyStore` carries of sequences whose last keys are ``k [N, Hk, ·]``; None: nothing."""
-        return None
 
     def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> None:
         super()._check(x, None if isinstance(state, (KVRows, LayerKeys, StaticKeys)) else state, call)

@@ -16,12 +16,12 @@ from ..blockwise import fixed
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_latents, read_latents
 from ..softmax import attention, mla
-from .decoding import KVCache, KVRows, cache_of, check_keys, check_rows, decode
-from .layer import Layer, LayerCall, LayerOutput, head_width, merge_heads, positions, positive, split_heads
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, decode
+from .layer import LayerCall, LayerOutput, head_width, merge_heads, positions, positive, split_heads
 from .parts import RMSNorm, rotated
 
 
-class MultiheadLatentAttention(Layer):
+class MultiheadLatentAttention(KeyedLayer):
     """Multi-head Latent Attention (DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, §2.1, eq. 9 to 19).
 
     Args:
@@ -32,8 +32,6 @@ class MultiheadLatentAttention(Layer):
     """
 
     same_bits = True
-    needs_runs = False
-    state_type = KVCache
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys
 from ..nsa import Sizes, check_sizes, nsa
 from ..nsa.kept import attend, keep
-from .decoding import KVCache, KVRows, cache_of, check_keys, check_rows
-from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows
+from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import check_rotation, rotate
 
 
@@ -36,7 +36,7 @@ class BlockMLP(nn.Module):
         return y if self.rope_base is None else rotate(y, positions, self.rope_base)
 
 
-class NativeSparseAttention(Layer):
+class NativeSparseAttention(KeyedLayer):
     """Native Sparse Attention (DeepSeek-AI 2025, arXiv 2502.11089) with grouped key heads.
 
     Each branch has keys and values of its own. Compressed keys are made before the rotation and turned by the position
@@ -48,8 +48,7 @@ class NativeSparseAttention(Layer):
         rope_base: base of the rotary positions; None: none.
     """
 
-    needs_runs = False
-    state_type = KVCache
+    kept_alike = False
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class NativeSparseAttention(Layer):
             check_keys(x, state, self.key_size, call)
         elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
-        elif state is not None and (call.layout is not None or call.packed):
+        elif state is not None and (call.packed or (call.layout is not None and call.layout.cp.size > 1)):
             hint = "Read all of a prompt at once, or with a KeyStore, or go on with layout=None and cu_seqlens=None"
             raise UnsupportedError("state", "None where tokens are split or packed", "a KVCache", hint)
         elif state is not None:

@@ -1,8 +1,8 @@
 """NSA over keys that stay on the ranks that read them (`ring_la.keystore`), token by token or for some tokens more.
 
 A layer keeps 3·Hk heads of a token. In those of the first branch stands no key of its own, but the one made of the
-block that ends with the token, or zeros; the others are keys and values of the chosen and of the near ones. Of the first
-branch's own keys the last ``length − 1`` are everywhere (`LayerKeys.carried`): the next blocks are made of them.
+block that ends with the token, or zeros; the others are keys and values of the chosen and of the near ones. Of the
+first branch's own keys the last ``length − 1`` are everywhere (`LayerKeys.carried`): the next blocks are made of them.
 
     own      each rank gives queries, which are everywhere, what its compressed keys give them; one all-gather merges
     choice   with lse of all each rank adds up p of its own, by blocks; one all-gather of ``[n, Hk, blocks]`` sums them

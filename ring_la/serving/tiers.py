@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..inference import KeyRows, KeyStore, LayerKeys, Prefilled
-from ..nn import Attention
+from ..nn.decoding import KeyedLayer
 from .prefixes import KeptPrefix
 
 
@@ -69,11 +69,12 @@ class PackedPrefix(NamedTuple):
 
 class Home(NamedTuple):
     """Where a model keeps prefixes: its device, the store of keys that stay on their ranks (None: they do not), and the
-    layers these are of, by the number of their state."""
+    layers these are of, by the number of their state. apart: states whose keys ranks and one process keep otherwise."""
 
     device: torch.device
     keys: KeyStore | None
-    layers: Mapping[int, Attention]
+    layers: Mapping[int, KeyedLayer]
+    apart: frozenset[int] = frozenset()
 
 
 def pack(prefix: KeptPrefix) -> PackedPrefix:
