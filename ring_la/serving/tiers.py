@@ -86,7 +86,8 @@ def pack(prefix: KeptPrefix) -> PackedPrefix:
             [held] = state.rows.held
             views = [state.views(span) for span in held.spans(held.before(prefix.begin), held.here)]
             parts = zip(*views) if views else [[_nothing(state, state.size.key)], [_nothing(state, state.size.value)]]
-            tensors |= {f"{i}.{name}": torch.cat(list(part)) for name, part in zip("kv", parts)}
+            k, v = (torch.cat(list(part)) for part in parts)
+            tensors |= {f"{i}.k": k, f"{i}.v": v[..., : state.size.value]}  # of latents none
             tensors |= {} if state.carried is None else {f"{i}.carried": state.carried}
             runs = [part for run in held.runs if (part := _from(run, prefix.begin))]
         else:
