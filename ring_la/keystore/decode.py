@@ -140,7 +140,7 @@ def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int)
 def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, softcap: float) -> Tensor:
     """What some blocks give, each its row: ``[M, H, V + 1]``, lse last."""
     heads, n, dtype = state.size.heads, state.rows.store.pages.block, wide(q.dtype)
-    k, v = (memory[state.layer][blocks.slab] for memory in (state.rows.store.k, state.rows.store.v))
+    k, v = state.memory(blocks.slab)
     k = k.unflatten(0, (-1, n))[blocks.block].to(dtype)  # [M, n, heads, K]
     v = state.values(k, v.unflatten(0, (-1, n))[blocks.block].to(dtype) if state.size.value else k)
     scores = torch.einsum("mhgk,mnhk->mhgn", q[blocks.row].unflatten(1, (heads, -1)).to(dtype), k) * scale
