@@ -4,7 +4,7 @@
     k̂ = k ⊙ base^(−s),  s = r / (1 + |r|),  r = log(A + ε) − center
     S ← D S + β k̂ (v − (D S)ᵀ k)ᵀ
 
-so that k erases and k̂ writes: in the rule "dplr", b = β k̂ and a = −D k.
+so that k erases and k̂ writes (`erase`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE, Argument
 from .definition import CommonOptions
-from .dplr import dplr_delta_rule
-from .erase import keys_of
+from .erase import erase_and_write, keys_of
 from .recurrence import recurrence
 from .retention import simple_gla
 
@@ -79,18 +78,14 @@ def _preconditioned(inputs: Inputs, by: Preconditioner, options: CommonOptions) 
         initial_state=None if A is None else A[..., None, :], output_final_state=final, **options.scan,
     )  # fmt: skip
 
-    def low_rank(seen: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, center: Tensor) -> tuple[Tensor, ...]:
+    def scaled(seen: Tensor, k: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
         k = keys_of(heads, k)
         r = torch.log(seen + EPS) - center.to(wide)[..., None]
-        written = k * torch.exp(-math.log(base) * r / (1 + r.abs()))
-        gates = g if g.dim() == 4 else g[..., None].expand(k.shape)
-        erased = -(gates.exp() * k).to(k.dtype)
-        return keys_of(heads, q), (beta[..., None] * written).to(k.dtype), erased, gates
+        return k, (k * torch.exp(-math.log(base) * r / (1 + r.abs()))).to(k.dtype)
 
-    q, b, a, gates = by_block(low_rank, seen.o, q, k, g, beta, layout=layout, shared=(center,))
-    o, S = dplr_delta_rule(
-        q, b, v, a, b, gates, scale=options.scale, initial_state=S, output_final_state=final, **options.scan,
-    )  # fmt: skip
+    erased, written = by_block(scaled, seen.o, k, layout=layout, shared=(center,))
+    q = by_block(lambda q: keys_of(heads, q), q, layout=layout)
+    o, S = erase_and_write(Inputs(q, written, v, g, beta, erased), options._replace(initial_state=S))
     return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)  # type: ignore[arg-type, index]
 
 
