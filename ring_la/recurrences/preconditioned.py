@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..blockwise import by_block
 from ..kernels import Inputs
+from ..kernels.fused.precondition import can_precondition, precondition
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE, Argument
@@ -62,31 +63,42 @@ class Preconditioner(NamedTuple):
 
 def _preconditioned(inputs: Inputs, by: Preconditioner, options: CommonOptions) -> LinearAttentionOutput:
     q, k, v, g, beta, *_ = inputs
-    h, alpha, center, base = by
-    assert g is not None
-    assert beta is not None
     S, A = (None, None) if options.initial_state is None else options.initial_state
-    heads, final, layout = v.shape[2], options.output_final_state, options.layout
-    wide = torch.promote_types(k.dtype, torch.float32)
+    heads, layout = v.shape[2], options.layout
+    alone = layout is None and options.backend in (None, "triton")
+    if alone and can_precondition(k, by.h, by.alpha, by.center):
+        written, A = precondition(k, by.h, by.alpha, by.center, A, options.cu_seqlens, by.base, EPS)
+    else:
+        written, A = _by_parts(k, heads, by, A, options)
+    q, k = by_block(lambda *x: tuple(keys_of(heads, t) for t in x), q, k, layout=layout)
+    o, S = erase_and_write(Inputs(q, written, v, g, beta, k), options._replace(initial_state=S))
+    return LinearAttentionOutput(o, (S, A) if options.output_final_state else None)  # type: ignore[arg-type]
+
+
+def _by_parts(
+    k: Tensor, heads: int, by: Preconditioner, A: Tensor | None, options: CommonOptions
+) -> tuple[Tensor, Tensor | None]:
+    """What `precondition` gives: A as gated linear attention with one key, and PyTorch's operations."""
+    h, alpha, center, base = by
+    wide, layout = torch.promote_types(k.dtype, torch.float32), options.layout
 
     def squared(alpha: Tensor, k: Tensor) -> Tensor:
         return alpha[..., None].to(wide) * keys_of(heads, k).to(wide) ** 2
 
-    one = k.new_ones(1, 1, 1, 1, dtype=wide).expand(*v.shape[:3], 1)
+    one = k.new_ones(1, 1, 1, 1, dtype=wide).expand(*h.shape, 1)
     seen = simple_gla(
         one, one, by_block(squared, alpha, k, layout=layout), h, scale=1.0,
-        initial_state=None if A is None else A[..., None, :], output_final_state=final, **options.scan,
+        initial_state=None if A is None else A[..., None, :], output_final_state=options.output_final_state,
+        **options.scan,
     )  # fmt: skip
 
-    def scaled(seen: Tensor, k: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    def scaled(seen: Tensor, k: Tensor, center: Tensor) -> Tensor:
         k = keys_of(heads, k)
         r = torch.log(seen + EPS) - center.to(wide)[..., None]
-        return k, (k * torch.exp(-math.log(base) * r / (1 + r.abs()))).to(k.dtype)
+        return (k * torch.exp(-math.log(base) * r / (1 + r.abs()))).to(k.dtype)
 
-    erased, written = by_block(scaled, seen.o, k, layout=layout, shared=(center,))
-    q = by_block(lambda q: keys_of(heads, q), q, layout=layout)
-    o, S = erase_and_write(Inputs(q, written, v, g, beta, erased), options._replace(initial_state=S))
-    return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)  # type: ignore[arg-type, index]
+    written = by_block(scaled, seen.o, k, layout=layout, shared=(center,))
+    return written, None if seen.final_state is None else seen.final_state[..., 0, :]
 
 
 @recurrence(

@@ -49,7 +49,8 @@ def low_precision_loop(name: str, x: dict[str, Tensor], scale: float) -> Tensor:
         decay = 1.0 if g is None else g.exp()[..., None, None] if g.dim() == 2 else g.exp()[..., None]
         decayed = decay * S
         if beta is not None:
-            v = beta[..., None] * (v - torch.einsum("bhk,bhkv->bhv", k, decayed))
+            erased = tokens["p"][:, t] if name == "comba" else k
+            v = beta[..., None] * (v - torch.einsum("bhk,bhkv->bhv", erased, decayed))
         if a is not None:
             decayed = decayed + b[..., None] * torch.einsum("bhk,bhkv->bhv", a, S)[..., None, :]
         S = decayed + k[..., None] * v[..., None, :]
