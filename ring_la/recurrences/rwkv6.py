@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..blockwise import by_block, fixed
 from ..conv import token_shift
+from ..kernels.fused.bonus import bonus
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, KEY, QUERY, VALUE, Argument
 from .definition import CommonOptions
-from .erase import keys_of
 from .gla import gla
 from .recurrence import recurrence
 
@@ -50,8 +50,7 @@ def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, options: Com
     )  # fmt: skip
 
     def with_own(o: Tensor, r: Tensor, k: Tensor, v: Tensor, u: Tensor) -> Tensor:
-        own = (keys_of(v.shape[2], r) * keys_of(v.shape[2], k) * u.to(k.dtype)).sum(-1, keepdim=True)
-        return o + (options.scale * own * v).to(o.dtype)  # type: ignore[operator]
+        return bonus(o, r, k, v, u, options.scale)  # type: ignore[arg-type]
 
     o = by_block(with_own, o, r, k, v, layout=options.layout, shared=(u,))
     if S is None:

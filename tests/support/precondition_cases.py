@@ -47,5 +47,5 @@ def errors(T: int, K: int, cu: tuple[int, ...] | None, dtype: torch.dtype, devic
         grads = torch.autograd.grad([o, A], leaves, [do.to(o.dtype), dA.to(A.dtype)])
         for name, d in zip(("dk", "dh", "dalpha", "dcenter", "dA0"), grads):
             pairs[name] = (*pairs.get(name, ()), d)
-    assert math.isfinite(sum(float(a.sum()) for a, _ in pairs.values()))
+    assert math.isfinite(sum(float(a.detach().sum()) for a, _ in pairs.values()))
     return {n: error(a, b) for n, (a, b) in pairs.items()}

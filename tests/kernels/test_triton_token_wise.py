@@ -1,0 +1,38 @@
+"""Kernels around single recurrences, interpreted without a GPU: preconditioned keys, RWKV-6's bonus."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ring_la.kernels.fused.bonus import plain_bonus
+from tests.support.interpreter import interpreted
+from tests.support.precondition_cases import errors
+from tests.support.triton_cases import error
+
+interpreted()
+
+from ring_la.kernels.fused import bonus_kernel  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("cu", [None, (0, 1, 1, 66, 70)])
+def test_preconditioned_keys_are_the_token_loop(cu):
+    """Two tiles of tokens and of channels; packed, an empty document too."""
+    worst = errors(70, 36, cu, torch.float32, DEVICE)
+    assert all(e < 1e-5 for e in worst.values()), worst
+
+
+def test_a_bonus_is_its_plain_form():
+    """More tokens than one program takes; fewer heads of keys than of values."""
+    (B, T, Hk, H, K, V), rng = (2, 70, 1, 2, 20, 12), torch.Generator(DEVICE).manual_seed(0)
+    shapes = (B, T, H, V), (B, T, Hk, K), (B, T, Hk, K), (B, T, H, V), (H, K)
+    x = [torch.randn(*s, device=DEVICE, generator=rng) for s in shapes]
+    do = torch.randn(*shapes[0], device=DEVICE, generator=rng)
+    wide = [t.double().requires_grad_() for t in x]
+    true = plain_bonus(*wide, 0.5)
+    grads = torch.autograd.grad(true, wide[1:], do.double())
+    pairs = [(bonus_kernel.forward(*x, 0.5), true), *zip(bonus_kernel.backward(do, *x[1:], 0.5), grads)]
+    assert [a.shape for a, _ in pairs] == [b.shape for _, b in pairs]
+    assert max(error(a, b) for a, b in pairs) < 1e-5
