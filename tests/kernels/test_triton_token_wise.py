@@ -1,4 +1,4 @@
-"""Kernels around single recurrences, interpreted without a GPU: preconditioned keys, RWKV-6's bonus."""
+"""Kernels around one recurrence each, interpreted without a GPU: preconditioned keys, a bonus, sums that forget."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.support.triton_cases import error
 interpreted()
 
 from ring_la.kernels.fused import bonus_kernel  # noqa: E402
+from ring_la.softmax import forgetting_kernel  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,3 +37,25 @@ def test_a_bonus_is_its_plain_form():
     pairs = [(bonus_kernel.forward(*x, 0.5), true), *zip(bonus_kernel.backward(do, *x[1:], 0.5), grads)]
     assert [a.shape for a, _ in pairs] == [b.shape for _, b in pairs]
     assert max(error(a, b) for a, b in pairs) < 1e-5
+
+
+@pytest.mark.parametrize(("window", "cu"), [(-1, None), (9, (0, 1, 1, 66, 70))])
+def test_sums_of_forgetting_attention_have_their_gradient(window, cu):
+    """Two tiles of keys and of queries; packed, and with a window; lse has a gradient, too."""
+    B, T, H, K, V = 2 if cu is None else 1, 70, 2, 20, 12
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    q, k, v, do = (torch.randn(B, T, H, D, device=DEVICE, generator=rng) for D in (K, K, V, V))
+    dlse, g = (torch.randn(B, H, T, device=DEVICE, generator=rng) for _ in range(2))
+    c = (-g.abs()).double().cumsum(-1).requires_grad_()
+    at = torch.arange(T, device=DEVICE)
+    bounds = torch.tensor((0, T) if cu is None else cu, device=DEVICE)
+    document = torch.searchsorted(bounds[1:].contiguous(), at, right=True)
+    seen = (at[:, None] >= at) & (document[:, None] == document) & ((at[:, None] - at <= window) | (window < 0))
+    s = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * 0.3 + (c.detach()[..., None] - c[..., None, :])
+    s = s.masked_fill(~seen, -torch.inf)
+    lse = s.logsumexp(-1)
+    o = torch.einsum("bhij,bjhd->bihd", (s - lse[..., None]).exp(), v.double())
+    (true,) = torch.autograd.grad([o, lse], c, [do.double(), dlse.double()])
+    delta = (do * o).sum(-1).transpose(1, 2) - dlse
+    rest = c.detach(), lse.detach(), do, delta.detach(), 0.3, window, None if cu is None else bounds
+    assert error(forgetting_kernel.sums_gradient(q, k, v, *rest), true) < 1e-5
