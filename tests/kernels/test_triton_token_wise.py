@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ring_la
 from ring_la.kernels.fused.bonus import plain_bonus
 from tests.support.interpreter import interpreted
 from tests.support.precondition_cases import errors
@@ -12,7 +13,7 @@ from tests.support.triton_cases import error
 
 interpreted()
 
-from ring_la.kernels.fused import bonus_kernel  # noqa: E402
+from ring_la.kernels.fused import bonus_kernel, ttt_kernel  # noqa: E402
 from ring_la.softmax import forgetting_kernel  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,3 +60,29 @@ def test_sums_of_forgetting_attention_have_their_gradient(window, cu):
     delta = (do * o).sum(-1).transpose(1, 2) - dlse
     rest = c.detach(), lse.detach(), do, delta.detach(), 0.3, window, None if cu is None else bounds
     assert error(forgetting_kernel.sums_gradient(q, k, v, *rest), true) < 1e-5
+
+
+@pytest.mark.parametrize("T", [32, 40])
+def test_mini_batches_by_kernel_are_those_of_pytorch(T):
+    """From a model and from none; the last mini-batch may have fewer tokens, of an output that nobody goes on from."""
+    B, H, K, states = 2, 2, 12, T == 32
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device=DEVICE, generator=rng)  # noqa: E731
+    x = [*(draw(B, T, H, K) for _ in "qkv"), 0.1 * draw(B, T, H).sigmoid(), 1 + 0.1 * draw(H, K), draw(H, K)]
+    x += [0.3 * draw(B, H, K, K), draw(B, H, K)] if states else []
+    do, dW, dc = draw(B, T, H, K), draw(B, H, K, K), draw(B, H, K)
+    wide = [t.double().requires_grad_() for t in x]
+    begin = (*wide[6:], dW.double(), dc.double()) if states else None
+    true = ring_la.ttt_linear(
+        *wide[:6], scale=0.5, initial_state=begin, output_final_state=states, backend="torch", mini_batch=16
+    )
+    ends = true.final_state[:2] if states else ()
+    grads = torch.autograd.grad([true.o, *ends], wide, [t.double() for t in (do, dW, dc)[: 1 + len(ends)]])
+    W, c = x[6:] if states else (None, None)
+    o, W_end, c_end, Ws, cs = ttt_kernel.forward(*x[:6], W, c, 16, 0.5, 1e-6, True)
+    back = (dW, dc) if states else (None, None)
+    got = [*ttt_kernel.backward(do, *back, *x[:6], Ws, cs, 16, 0.5, 1e-6)]
+    got[4:6] = [t.sum(0) for t in got[4:6]]
+    pairs = [(o, true.o), *zip((W_end, c_end), ends), *zip(got, grads)]
+    assert [a.shape for a, _ in pairs] == [b.shape for _, b in pairs]
+    assert max(error(a, b) for a, b in pairs) < 1e-4, [error(a, b) for a, b in pairs]
