@@ -45,7 +45,7 @@ def _precondition(
     """k̂, A after each document, and A before each tile of tokens."""
     from .precondition_kernel import forward
 
-    written, final, starts = forward(k, h, alpha, center, A, cu, rate, eps)
+    written, final, starts = forward(k, h, alpha, center, A, cu, rate, eps, CHUNK)
     return written, final, starts
 
 
@@ -59,7 +59,7 @@ def _precondition_backward(
     dwritten, dfinal, _ = grads
     like = (*k.shape[:2], h.shape[2], k.shape[3])
     dwritten = k.new_zeros(like) if dwritten is None else dwritten
-    dk, dh, dalpha, dcenter, dA = backward(dwritten, dfinal, k, h, alpha, center, starts, cu, rate, eps)
+    dk, dh, dalpha, dcenter, dA = backward(dwritten, dfinal, k, h, alpha, center, starts, cu, rate, eps, CHUNK)
     out = [dk, dh.to(h.dtype), dalpha.to(alpha.dtype), dcenter.to(center.dtype)]
     return out if A is None else [*out, dA.to(A.dtype)]
 

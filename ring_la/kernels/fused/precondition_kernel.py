@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_la.kernels.fused.precondition import CHUNK
 from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.spans.table import cdiv, width
@@ -145,23 +144,24 @@ def precondition_backward_kernel(
     tl.store(dcenter + (block.to(tl.int64) * N + p) * H + head, tl.sum(to_center, 0))
 
 
-def _constants(k: Tensor, H: int, cu: Tensor | None) -> dict[str, Any]:
+def _constants(k: Tensor, H: int, cu: Tensor | None, tokens: int) -> dict[str, Any]:
     K = k.shape[3]
     block = min(CHANNELS, width(K))
-    return dict(H=H, HK=k.shape[2], K=K, BK=block, C=CHUNK, PACKED=cu is not None, num_warps=WARPS)
+    return dict(H=H, HK=k.shape[2], K=K, BK=block, C=tokens, PACKED=cu is not None, num_warps=WARPS)
 
 
 @replayed(6)
 def forward(
-    k: Tensor, h: Tensor, alpha: Tensor, center: Tensor, A: Tensor | None, cu: Tensor | None, rate: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """k̂ ``[B, T, H, K]``, A after each document ``[N, H, K]`` and before each tile ``[tiles, H, K]``."""
+    k: Tensor, h: Tensor, alpha: Tensor, center: Tensor, A: Tensor | None, cu: Tensor | None, rate: float, eps: float,
+    tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """k̂ ``[B, T, H, K]``, A after each document ``[N, H, K]`` and before each tile of so many tokens ``[tiles, H, K]``."""
     (B, T, _, K), H = k.shape, h.shape[2]
     N = B if cu is None else cu.shape[0] - 1
-    tiles = B * cdiv(T, CHUNK) if cu is None else T // CHUNK + N
+    tiles = B * cdiv(T, tokens) if cu is None else T // tokens + N
     written = k.new_empty(B, T, H, K)
     final, starts = (k.new_empty(n, H, K, dtype=torch.float32) for n in (N, tiles))
-    how = _constants(k, H, cu)
+    how = _constants(k, H, cu, tokens)
     launch(
         precondition_kernel, (N * H * cdiv(K, how["BK"]),), *filled(k, h, alpha, center, A, cu), written, final, starts,
         T, rate, eps, **how, HAS_STATE=A is not None,
@@ -172,12 +172,12 @@ def forward(
 @replayed(8)
 def _gradients(
     dwritten: Tensor, dfinal: Tensor | None, k: Tensor, h: Tensor, alpha: Tensor, center: Tensor, starts: Tensor,
-    cu: Tensor | None, rate: float, eps: float,
+    cu: Tensor | None, rate: float, eps: float, tokens: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dk by value head, dh, dα and dcenter by block of channels, and dA of the states that enter."""
     (B, T, _, K), H = k.shape, h.shape[2]
     N = B if cu is None else cu.shape[0] - 1
-    how = _constants(k, H, cu)
+    how = _constants(k, H, cu, tokens)
     blocks = cdiv(K, how["BK"])
     dk = torch.empty_like(dwritten)
     dh, dalpha = (k.new_empty(blocks, B, T, H, dtype=torch.float32) for _ in range(2))
@@ -192,11 +192,11 @@ def _gradients(
 
 def backward(
     dwritten: Tensor, dfinal: Tensor | None, k: Tensor, h: Tensor, alpha: Tensor, center: Tensor, starts: Tensor,
-    cu: Tensor | None, rate: float, eps: float,
+    cu: Tensor | None, rate: float, eps: float, tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of k, h, alpha, center and of A before each document, the last four in fp32."""
     given = dwritten.to(k.dtype), dfinal, k, h, alpha, center, starts, cu
-    dk, dh, dalpha, dcenter, dA = _gradients(*given, rate, eps)
+    dk, dh, dalpha, dcenter, dA = _gradients(*given, rate, eps, tokens)
     if k.shape[2] != h.shape[2]:
         dk = dk.unflatten(2, (k.shape[2], -1)).sum(3)
     return dk, dh.sum(0), dalpha.sum(0), dcenter.sum((0, 1)), dA
