@@ -155,7 +155,7 @@ def forward(
     k: Tensor, h: Tensor, alpha: Tensor, center: Tensor, A: Tensor | None, cu: Tensor | None, rate: float, eps: float,
     tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """k̂ ``[B, T, H, K]``, A after each document ``[N, H, K]`` and before each tile of so many tokens ``[tiles, H, K]``."""
+    """k̂ ``[B, T, H, K]``, A after each document ``[N, H, K]``, and before each tile of so many tokens, in order."""
     (B, T, _, K), H = k.shape, h.shape[2]
     N = B if cu is None else cu.shape[0] - 1
     tiles = B * cdiv(T, tokens) if cu is None else T // tokens + N
