@@ -21,6 +21,7 @@ text's where text is part of the sequence:
     modules     modules that reach beyond their tokens: convolutions with halos, and those
     compare     inputs that differ among the ranks
     graphs      calls as CUDA graphs
+    modulation  layers that read the step of time alone, shared out among the ranks
     checks      everything else that is refused
     model       hooks before a block and behind the last layer
     cutting     what a block is given, cut to this rank's tokens
@@ -39,6 +40,7 @@ from .plans import (
     RefinerPlan,
     SliceCount,
     SliceRows,
+    StepPlan,
     TimeSteps,
     TokenRows,
 )
@@ -52,6 +54,7 @@ __all__ = [
     "RefinerPlan",
     "SliceCount",
     "SliceRows",
+    "StepPlan",
     "TimeSteps",
     "TokenRows",
     "parallelize",

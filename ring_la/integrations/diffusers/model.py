@@ -25,6 +25,7 @@ from .cutting import cut, part_of, residuals, sizes_of, start
 from .kernels import kernel_named
 from .keys import GivenMask
 from .linear import LINEAR, linear_class, split_linear
+from .modulation import StepLayers, plain
 from .modules import split_forward
 from .plans import (
     IMAGE,
@@ -32,6 +33,7 @@ from .plans import (
     BlockPlan,
     ModelPlan,
     Role,
+    StepPlan,
     TimeSteps,
 )
 from .processors import split_class
@@ -50,6 +52,7 @@ class SplitDenoiser:
         how: kernel and wire of split attention, as `parallelize` was told.
         signature: of the model's forward.
         modules: the model's, by name.
+        steps: layers that read the step of time alone, shared out among the ranks; None: there are none.
         undo: the way back.
     """
 
@@ -66,6 +69,7 @@ class SplitDenoiser:
         self.deciding = (cp.comm,)
         self.signature = inspect.signature(type(model).forward)
         self.number = enter(self)
+        self.steps: StepLayers | None = None
 
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
@@ -100,6 +104,22 @@ class SplitDenoiser:
             undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
         if self.plan.layers_behind:
             undo.callback(model.register_forward_hook(self._divide_gradient).remove)
+        if self.plan.steps is not None and self.cp.size > 1:
+            self._adopt_steps(model, self.plan.steps, undo)
+
+    def _adopt_steps(self, model: nn.Module, plan: StepPlan, undo: ExitStack) -> None:
+        found = [
+            plain(block.get_submodule(path))
+            for _, block, kind in blocks_of(model, self.plan)
+            for path in plan.layers.get(kind, ())
+            if _has(block, path)
+        ]
+        layers = [layer for layer in found if type(layer) is nn.Linear]
+        if layers:
+            self.steps = StepLayers(self.cp.comm, layers)
+            self.steps.adopt()
+            undo.callback(self.steps.restore)
+            undo.callback(model.get_submodule(plan.embedding).register_forward_hook(self._step).remove)
 
     def _adopt_refiners(self, path: str, blocks: nn.ModuleList, library: str, undo: ExitStack) -> None:
         plan = self.plan.refiners[path]
@@ -164,6 +184,8 @@ class SplitDenoiser:
             self.call.how = {**self.how, "backend": given["kernel"]}
         except (TypeError, RingLAError) as e:
             error = e
+        if self.steps is not None:
+            self.steps.forget()
         self.comparison.begin(given, error)
         if self.plan.grid is not None:
             self.call.place(self.layouts.grid(self.plan.grid(model, given["hidden_states"])))
@@ -176,6 +198,11 @@ class SplitDenoiser:
             return None
         del given["step cache"], given["kernel"]
         return (), given | added
+
+    def _step(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Behind the step's embedding: what blocks make of it alone, of all ranks."""
+        if self.steps is not None and not torch.compiler.is_compiling():
+            self.steps.compute(output[0] if isinstance(output, tuple) else output)
 
     def _checkpointed(self, own: Callable) -> Callable:
         """The model's way to compute a block again in backward, as part of the call it was in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("diffusers")
 
 import ring_la
 from ring_la.errors import RingLAError
-from ring_la.integrations.diffusers import PLANS, parallelize
+from ring_la.integrations.diffusers import PLANS, parallelize, restore
 from ring_la.integrations.diffusers.compare import tensors_in
 from tests.support.attention_cases import error
 from tests.support.pool import group
@@ -115,6 +116,37 @@ def test_bytes_of_a_sana_layer(ranks):
     state, token = 2 * 2 * 8 * 9 * 4 * 2 * 2 // 3, 2 * 16 * 4
     want = [[state + n * columns * token for columns in (3, 3, 12)] for n in (1, 2, 1)]
     assert ranks.run(3, check_layer_bytes) == want
+
+
+def check_steps(rank: int) -> list[str]:
+    """What reads the step of time alone: one process's output, no layer computed by two ranks, two steps one after the
+    other, and layers that go on by themselves with gradients and afterwards."""
+    cp, bad = ring_la.ContextParallel(group(2), scan="ring", timeout=60), []
+    for name in sorted(n for n in CASES if PLANS[type(make(n)[0]).__name__].steps is not None):
+        model, inputs = make(name)
+        ran: list[torch.nn.Module] = []
+        with torch.no_grad():
+            other = inputs | dict(timestep=inputs["timestep"] / 2)
+            want = [model(**given).sample for given in (inputs, other)]
+            parallelize(model, cp)
+            layers = model._ring_la.steps.layers
+            with mock.patch.object(torch.nn.Linear, "forward", autospec=True, side_effect=torch.nn.Linear.forward) as f:
+                got = [model(**given).sample for given in (inputs, other)]
+            ran = [call.args[0] for call in f.call_args_list if any(call.args[0] is x for x in layers)]
+        wrong = max(map(error, got, want))
+        bad += [] if wrong < limits(name)[0] else [f"{name}: {wrong:.1e}"]
+        counts = cp.comm.all_gather(torch.tensor(len(ran))).wait()
+        twice = 2 if name == "qwen, edit" else 0  # the text's layers get a half of the rows, and compute by themselves
+        want_ran = 2 * (len(layers) + 2 * twice)
+        bad += [] if counts.sum() == want_ran and counts.min() > 0 else [f"{name}: {counts} of {len(layers)}"]
+        bad += [] if model(**inputs).sample.requires_grad else [f"{name}: no gradient"]
+        restore(model)
+        bad += [] if all(type(x) is torch.nn.Linear for x in layers) else [f"{name}: not as before"]
+    return bad
+
+
+def test_what_reads_the_step_alone_is_computed_once(ranks):
+    assert ranks.run(2, check_steps) == [[], []]
 
 
 def check_sharded(rank: int) -> list[str]:

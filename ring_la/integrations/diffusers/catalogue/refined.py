@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plans import IMAGE, REAR, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, RefinerPlan, Role, TokenRows
+from ..plans import (
+    IMAGE,
+    REAR,
+    SAME,
+    TEXT,
+    AttentionPlan,
+    BlockPlan,
+    KeyMask,
+    ModelPlan,
+    RefinerPlan,
+    Role,
+    StepPlan,
+    TokenRows,
+)
 from .joint import BOTH, COMMON
 
 NOISE = ("noise",)
@@ -72,5 +85,6 @@ REFINED: Mapping[str, ModelPlan] = {
             *(*COMMON, "encoder_attention_mask", "timestep_r", "encoder_hidden_states_2", "encoder_attention_mask_2"),
             "image_embeds",
         ),
+        steps=StepPlan("time_embed", {"HunyuanVideo15TransformerBlock": ("norm1.linear", "norm1_context.linear")}),
     ),
 }
