@@ -39,7 +39,7 @@ def cache_dit_settings(model: Any, split: Any) -> str:
         manager.similarity = functools.partial(_similar, split, manager.similarity)
         split.undo.callback(_forget, manager)
         for path, kind in split.plan.blocks.items():
-            _mark(getattr(model, path), split, split.plan.classes[kind].arguments)
+            _mark(model.get_submodule(path), split, split.plan.classes[kind].arguments)
     return f"cache-dit, {'' if config is None else sorted((n, str(x)) for n, x in vars(config).items())}"
 
 

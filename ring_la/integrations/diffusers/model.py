@@ -21,7 +21,7 @@ from .caches import check_hooks
 from .call import DenoiserCall
 from .checks import blocks_of, check_block, check_call, other_version, refiners_of
 from .compare import InputComparison, WholeImage, mapped, tensors_in
-from .cutting import cut, part_of, residuals, sizes_of, start
+from .cutting import cut, enough, part_of, residuals, sizes_of, start, whole_streams
 from .kernels import kernel_named
 from .keys import GivenMask
 from .linear import LINEAR, linear_class, split_linear
@@ -35,6 +35,7 @@ from .plans import (
     Role,
     StepPlan,
     TimeSteps,
+    TokenRows,
 )
 from .processors import split_class
 from .streams import Layouts
@@ -86,7 +87,7 @@ class SplitDenoiser:
             self._adopt_attention(block, spec, undo)
             self._adopt_modules(name, block, spec, undo)
             path = name.rpartition(".")[0]  # one for all blocks, so that torch.compile compiles them once
-            hook = functools.partial(self._split, path, spec, names)
+            hook = functools.partial(self._split, path, spec, names, tuple(s for _, s, _ in whole_streams(spec)))
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for path, blocks in refiners_of(model, self.plan):
             self._adopt_refiners(path, blocks, type(model).__module__, undo)
@@ -94,7 +95,9 @@ class SplitDenoiser:
             undo.callback(block.register_forward_hook(self._widen).remove)
         for path, roles in self.plan.outputs.items():
             hook = functools.partial(self._split_output, roles)
-            undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
+            found = model.get_submodule(path)
+            for module in found if isinstance(found, nn.ModuleList) else [found]:
+                undo.callback(module.register_forward_hook(hook).remove)
         last = model.get_submodule(self.plan.last)
         last = last[-1] if isinstance(last, nn.ModuleList) else last
         for module in last.values() if isinstance(last, nn.ModuleDict) else [last]:
@@ -228,13 +231,15 @@ class SplitDenoiser:
         path: str,
         spec: BlockPlan,
         names: tuple[str, ...],
+        needed: tuple[str, ...],
         block: nn.Module,
         args: tuple,
         keywords: Mapping[str, Any],
     ) -> tuple[tuple, dict[str, Any]]:
         """Before a block: this rank's tokens of what is whole. torch.compile traces it."""
         given = {**dict(zip(names, args)), **keywords}
-        first = not self.call.started
+        sizes = self.call.streams.sizes
+        first = not self.call.started or any([stream not in sizes for stream in needed])
         if first:
             start(self.call, spec, given)
         return cut(self.call, path, spec, names[: len(args)], given, not first)
@@ -256,15 +261,21 @@ class SplitDenoiser:
             self.call.refined.add(path)
         return cut(self.call, path, spec, names[: len(args)], given, not first)
 
-    def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: tuple) -> tuple:
-        """Behind a module that makes steps of time: this rank's, where each token has its own."""
-        output = list(output)  # type: ignore[assignment]
+    def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: Any) -> Any:
+        """Behind a module that makes steps of time, where each token has its own, or a stream's tokens: this rank's."""
+        if isinstance(output, Tensor):
+            return self._split_output(roles, module, args, (output,))[0]
+        output = list(output)
         for n, role in roles.items():
+            if isinstance(role, TokenRows):
+                (stream,), tokens = role.streams, output[n].shape[role.dim]
+                self.call.streams.sizes[stream] = enough(self.call, type(module).__name__, stream, tokens)
+                self.call.ahead.add(stream)
             if isinstance(role, TimeSteps):
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
                     self.call.streams.sizes[role.stream] = tokens
-            output[n] = part_of(self.call, f"steps of {type(module).__name__}", output[n], role)  # type: ignore[index]
+            output[n] = part_of(self.call, f"output of {type(module).__name__}", output[n], role)
         return tuple(output)
 
     def attend_image(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

@@ -67,7 +67,7 @@ class SliceCount:
 SAME = None
 """An argument that is the same for all tokens."""
 
-Role = TokenRows | KeyMask | TimeSteps | SliceRows | SliceCount | tuple | None
+Role = TokenRows | KeyMask | TimeSteps | SliceRows | SliceCount | tuple | dict | None
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,11 @@ class ModelPlan:
         parallelize(transformer, cp, plan=plan)
 
     Attributes:
-        blocks: its lists of blocks (or single modules that take tokens), in the order of their calls, and what their
-            classes are called.
+        blocks: its lists of blocks (or single modules that take tokens) by path, in the order of their calls, and what
+            their classes are called.
         classes: these blocks.
         inputs: arguments of its forward that may be given; others must be left as they are by default.
-        outputs: roles of what other modules of it return, by name and index.
+        outputs: roles of what other modules of it, or of lists of them, return, by path and index; 0 is a tensor alone.
         refiners: lists of blocks before these, by name.
         residuals: arguments of its forward, in lists or dicts, that are added to the image's tokens between blocks and
             have them along dimension 1 (a ControlNet's).

@@ -36,6 +36,24 @@ _flux2_single = BlockPlan(
     },
     attention={"attn": AttentionPlan(FRONT, ("Flux2ParallelSelfAttnProcessor",))},
 )
+_flux3_mode = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "temb_mod": TokenRows(IMAGE),
+        "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
+    },
+    {"attn": AttentionPlan(IMAGE, ("Flux3AttnProcessor",))},
+)
+_flux3_single = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": TokenRows(TEXT),
+        "temb_mod": TokenRows(IMAGE),
+        "temb_mod_context": TokenRows(TEXT),
+        "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
+    },
+    {"attn": AttentionPlan(FRONT, ("Flux3AttnProcessor",))},
+)
 SD3 = BlockPlan(
     arguments=BOTH | {"joint_attention_kwargs": SAME},
     attention={
@@ -182,6 +200,20 @@ JOINT: Mapping[str, ModelPlan] = {
         (*COMMON, "img_ids", "txt_ids", "guidance"),
         cuts_whole_text=True,
     ),
+    # the text's own blocks run whole on every rank, as other models' refiners of text do
+    "Flux3Transformer2DModel": ModelPlan(
+        {
+            "mode_blocks.image": "Flux3ModeTransformerBlock",
+            "single_transformer_blocks": "Flux3SingleTransformerBlock",
+            "norm_out": "Flux3AdaLayerNorm",
+        },
+        {
+            "Flux3ModeTransformerBlock": _flux3_mode,
+            "Flux3SingleTransformerBlock": _flux3_single,
+            "Flux3AdaLayerNorm": BlockPlan({"hidden_states": TokenRows(IMAGE), "temb": TokenRows(IMAGE)}, {}),
+        },
+        (*COMMON, "img_ids", "txt_ids", "target_timestep"),
+    ),
     "SD3Transformer2DModel": ModelPlan(
         {"transformer_blocks": "JointTransformerBlock"},
         {"JointTransformerBlock": SD3},
@@ -211,6 +243,27 @@ JOINT: Mapping[str, ModelPlan] = {
         "LongCatImage", "joint_attention_kwargs", "guidance", embedding="time_embed"
     ),
     "OvisImageTransformer2DModel": _flux_family("OvisImage", "joint_attention_kwargs", embedding="timestep_embedder"),
+    # every block gets another layer of the text encoder beside what the last one made of the text
+    "BriaFiboTransformer2DModel": ModelPlan(
+        {
+            "transformer_blocks": "BriaFiboTransformerBlock",
+            "single_transformer_blocks": "BriaFiboSingleTransformerBlock",
+        },
+        {
+            "BriaFiboTransformerBlock": _like_flux("BriaFiboAttnProcessor", "joint_attention_kwargs"),
+            "BriaFiboSingleTransformerBlock": BlockPlan(
+                {
+                    "hidden_states": TokenRows(FRONT),
+                    "temb": SAME,
+                    "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
+                    "joint_attention_kwargs": SAME,
+                },
+                {"attn": AttentionPlan(FRONT, ("BriaAttnProcessor",))},
+            ),
+        },
+        (*COMMON, "text_encoder_layers", "pooled_projections", "img_ids", "txt_ids", "guidance"),
+        outputs={"context_embedder": {0: TokenRows(TEXT)}, "caption_projection": {0: TokenRows(TEXT)}},
+    ),
     "ChromaTransformer2DModel": ModelPlan(
         {"transformer_blocks": "ChromaTransformerBlock", "single_transformer_blocks": "ChromaSingleTransformerBlock"},
         {

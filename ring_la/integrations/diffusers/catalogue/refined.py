@@ -50,6 +50,22 @@ def _z_image(streams: tuple[str, ...]) -> BlockPlan:
     return BlockPlan(arguments, {"attention": AttentionPlan(streams, ("ZSingleStreamAttnProcessor",))})
 
 
+def _fibo2(streams: tuple[str, ...]) -> BlockPlan:
+    arguments: dict[str, Role] = {
+        "x": TokenRows(streams),
+        "attn_mask": KeyMask(streams),
+        "freqs_cis": TokenRows(streams),
+        "adaln_input": SAME,
+        "noise_mask": TokenRows(streams),
+        "adaln_noisy": SAME,
+        "adaln_clean": SAME,
+        "encoder_hidden_states": SAME,
+        "encoder_attention_mask": SAME,
+    }
+    attention = {"attention": AttentionPlan(streams, ("BriaFibo2AttnProcessor",))}
+    return BlockPlan(arguments, attention | {"cross_attention": AttentionPlan(None, ("BriaFibo2AttnProcessor",))})
+
+
 _z_final = {"x": TokenRows(IMAGE), "c": SAME, "noise_mask": TokenRows(IMAGE), "c_noisy": SAME, "c_clean": SAME}
 _hunyuan_video15 = BlockPlan(
     {
@@ -66,6 +82,14 @@ REFINED: Mapping[str, ModelPlan] = {
         {"Lumina2TransformerBlock": _lumina2(IMAGE)},
         (*COMMON, "encoder_attention_mask"),
         refiners={"noise_refiner": RefinerPlan("Lumina2TransformerBlock", _lumina2(NOISE))},
+        last="layers",
+        layers_behind=True,
+    ),
+    "BriaFibo2Transformer2DModel": ModelPlan(
+        {"layers": "BriaFibo2TransformerBlock"},
+        {"BriaFibo2TransformerBlock": _fibo2(IMAGE)},
+        (*COMMON, "encoder_attention_mask", "context_latents"),
+        refiners={"noise_refiner": RefinerPlan("BriaFibo2TransformerBlock", _fibo2(NOISE))},
         last="layers",
         layers_behind=True,
     ),
