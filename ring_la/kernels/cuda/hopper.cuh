@@ -112,7 +112,6 @@ INLINE int load_acquire(const int* p) {
 INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
-INLINE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Registers of each thread of a warpgroup, from here on
 template <int N> INLINE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -409,13 +409,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
     const bool last = pass == passes - 1;
     walk(S, a, h, t0, last ? uniform(x.begin) : end, end, KEEP ? uniform(x.chunk) : 0, pass * n, n, base, w, lane);
     if (last) break;
-    if (pass == 0) {
-      store_state(S, a, s, h, w, lane);
-      identity(S, w, lane);
-    } else {
-      keep_map(S, base, w, lane);
-      leave_early(S, a, s - 1, s, h, base, base + OPEN, w, lane);
-    }
+    between_passes(S, a, true, pass, s, h, base, base + OPEN, w, lane);
   }
   if (passes == 1) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }

@@ -27,9 +27,13 @@ CHUNK = 32
 """Tokens a chunk."""
 SHORTEST, LONGEST = 512, 4096
 """Tokens a span, where pieces are cut: those of another span that one may begin with are 512 at most."""
+TOGETHER = 1
+"""Spans that wait for each other and combine what they leave first, so that a state is handed on once for all of them."""
+PARTS = 2**28
+"""Bytes of what they leave, in a call."""
 KEPT = 3 * SAVED_STATES // 2
 """Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
-ARGUMENTS = "15Q10if4x"
+ARGUMENTS = "16Q11if"
 SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 80 + 1024
 KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 16 + 80 + 1024
@@ -73,6 +77,12 @@ def span(tokens: int, heads: int, pieces: int, programs: int) -> int:
 def picks(programs: int, device: torch.device) -> bool:
     """Whether programs take spans that wait first: where all run at once that is the same."""
     return programs > multiprocessors(device)
+
+
+def combined(length: int, tokens: int, states: int) -> int:
+    """How many spans combine, where a row of `tokens` has enough of them and all `states` have room."""
+    fits = states * 2 * HEAD * HEAD * 4 <= PARTS
+    return TOGETHER if fits and tokens >= 2 * TOGETHER * length else 1
 
 
 @dataclass(frozen=True)
@@ -141,12 +151,13 @@ class GDNCall:
         x, device = self.inputs, self.inputs.v.device
         (_, T, H, _), programs = x.v.shape, self.count * len(heads)
         flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
-        passed = self.new(self.count, H, HEAD, HEAD)
+        passed, together = self.new(self.count, H, HEAD, HEAD), combined(self.length, T, self.count * H)
+        parts = self.new(self.count, H, 2, HEAD, HEAD) if together > 1 else None
         table = None if self.runs is None else self.runs.table
         kernel(
-            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, *kept,
+            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, parts, *kept,
             T, H, x.q.shape[2], self.count, self.length, self.pieces,
-            heads.start, len(heads), 1, picks(programs, device), self.scale, *further,
+            heads.start, len(heads), 1, picks(programs, device), together, self.scale, *further,
         )  # fmt: skip
 
 

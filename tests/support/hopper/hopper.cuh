@@ -123,7 +123,6 @@ INLINE int load_acquire(const int* p) {
   return *(volatile const int*)p;
 }
 INLINE void store_release(int* p, int x) { *(volatile int*)p = x; machine::it().progress++; }
-INLINE void fence_gpu() {}
 template <int N> INLINE void registers_down() {}
 template <int N> INLINE void registers_up() {}
 
