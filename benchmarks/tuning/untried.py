@@ -20,19 +20,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from ring_la.kernels.replay import root
 from ring_la.kernels.runtime.replayed_function import record_of
 from ring_la.kernels.spans import table
+from ring_la.kernels.wy import gdn_launches
 
-from ..ops.cases import CASES, Inputs, Shape, inputs
+from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
 from ..ops.measure import error, graph_times, host_microseconds, results
 from ..options import need_gpus
 
-Op = Callable[[Inputs], Tensor]
-TOKENS = 512
-"""At which errors are taken."""
+Op = Callable[[Inputs], Results]
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Question:
-    """Arms on the same inputs, of which the first is today's, and what is true."""
+    """Arms on the same inputs, of which the first is today's, and what is true. `tokens`: at which errors are taken."""
 
     draw: Callable[[Shape, str], Inputs]
     truth: Op
     arms: tuple[Arm, ...]
     shapes: tuple[str, ...]
+    tokens: int = 512
 
 
 # -- decays per key channel ------------------------------------------------------------------------------------
@@ -74,15 +73,34 @@ def kept(name: str) -> Question:
     return Question(partial(inputs, case), case.truth, (Arm("today", case.ours), arm), shapes)
 
 
+# -- a delta rule in one launch each way -------------------------------------------------------------------------
+
+
+def together() -> Question:
+    """Spans that wait and combine what they leave, so that a state is handed on once for so many of them; a span has
+    1,024 tokens at 2:8 heads and 32,768 tokens, 4,096 at 16:32."""
+    case = CASES["gdn_qwen"]
+
+    def arm(n: int, span: int = 0) -> Arm:
+        name, length = (gdn_launches, "TOGETHER", n), (gdn_launches, "span", lambda *sizes: span)
+        return Arm(f"{n} together" + f", {span} tokens" * bool(span), case.ours, (name, length) if span else (name,))
+
+    arms = arm(1), arm(2), arm(4), arm(8), arm(8, 512), arm(4, 2048)
+    shapes = "1x32768x2:8x128", "1x8192x2:8x128", "1x32768x16:32x128"
+    return Question(partial(inputs, case), case.truth, arms, shapes, 16384)
+
+
 QUESTIONS = {
     "gla": kept("gla"),
     "rwkv7": kept("rwkv7"),
+    "gdn": together(),
 }
 
 
 def errors(question: Question, arm: Arm, shape: Shape, device: str = "cuda") -> dict[str, float]:
-    x = question.draw(shape.short(TOKENS), device)
-    true = results(question.truth, {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items()})
+    x = question.draw(shape.short(question.tokens), device)
+    wide = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items() if t.is_floating_point()}
+    true = results(question.truth, x | wide)
     with arm.set():
         got = results(arm.function, x)
     return {n: float(f"{error(got[n], true[n]):.2e}") for n in true}
@@ -91,14 +109,14 @@ def errors(question: Question, arm: Arm, shape: Shape, device: str = "cuda") -> 
 def times(question: Question, arm: Arm, shape: Shape) -> dict[str, Any]:
     x = question.draw(shape, "cuda")
     with torch.no_grad():
-        do = torch.randn_like(arm.function(x))
+        do = [torch.randn_like(t) for t in tensors(arm.function(x))]
 
     def forward() -> None:
         with torch.no_grad():
             arm.function(x)
 
     def both() -> None:
-        torch.autograd.grad(arm.function(x), [t for t in x.values() if t.requires_grad], do)
+        torch.autograd.grad(tensors(arm.function(x)), [t for t in x.values() if t.requires_grad], do)
 
     found: dict[str, Any] = {}
     for call, name in ((forward, "fwd"), (both, "fwd_bwd")):

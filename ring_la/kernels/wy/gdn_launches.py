@@ -28,7 +28,7 @@ CHUNK = 32
 SHORTEST, LONGEST = 512, 4096
 """Tokens a span, where pieces are cut: those of another span that one may begin with are 512 at most."""
 TOGETHER = 1
-"""Spans that wait for each other and combine what they leave first, so that a state is handed on once for all of them."""
+"""Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
 PARTS = 2**28
 """Bytes of what they leave, in a call."""
 KEPT = 3 * SAVED_STATES // 2
