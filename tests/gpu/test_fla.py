@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -78,9 +79,20 @@ def hold(ours: dict[str, float], theirs: Any, record: Callable[[str, object], No
     assert not worse, worse
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fla():
+    """fla-core, which tests/support/without_fla.py keeps from all others."""
+    kept_out = "fla" in sys.modules and sys.modules["fla"] is None
+    if kept_out:
+        del sys.modules["fla"]
+    pytest.importorskip("fla")
+    yield
+    if kept_out:
+        sys.modules["fla"] = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_beside_fla(name, record_property):
-    pytest.importorskip("fla")
     case = CASES[name]
     theirs = within(SECONDS, lambda: PEERS["fla"](name))
     if theirs is None:
@@ -93,7 +105,6 @@ def test_beside_fla(name, record_property):
 @pytest.mark.parametrize("name", STATES)
 def test_states_beside_fla(name, record_property):
     """Three packed documents, each from a state of its own."""
-    pytest.importorskip("fla")
     case = CASES[name]
     x = inputs(case, SHAPE, "cuda", seed=4)
     rng = torch.Generator("cuda").manual_seed(5)
