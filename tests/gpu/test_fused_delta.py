@@ -48,8 +48,9 @@ def launches(monkeypatch) -> list:
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(gdn_launches, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
-    monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
+    monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
+    monkeypatch.setattr(gdn_launches, "GROUPED", 6)
     record_of.cache_clear()
     made, plain = [], gdn_launches.forward_kernel
     monkeypatch.setattr(gdn_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))

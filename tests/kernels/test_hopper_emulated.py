@@ -37,8 +37,9 @@ def emulated(monkeypatch):
         made = functools.cache(lambda *how, made=made: Emulated(made(*how), seed=1))
         monkeypatch.setattr(module, name, made)
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
-    monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
+    monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
     monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
+    monkeypatch.setattr(gdn_launches, "GROUPED", 6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
     monkeypatch.setattr(kda_launches, "TOKENS", 0)
 

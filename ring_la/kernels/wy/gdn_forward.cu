@@ -417,8 +417,9 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
 // How many chunks early a span begins, or -1: it waits. By all warps.
 INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.first) return 0;
+  const int before = x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T);  // tokens of the piece
   for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
-    const float left = (i + 1) * C <= a.length ? left_over(a, x.begin - (i + 1) * C, h, lane) : 0.f;
+    const float left = (i + 1) * C <= before ? left_over(a, x.begin - (i + 1) * C, h, lane) : 0.f;
     if (lane == 0) sts32(base + SAID + 16 + i * 4, __float_as_uint(left));
   }
   __syncthreads();
