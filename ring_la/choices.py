@@ -34,6 +34,8 @@ SoftmaxBackend = Literal[
     "flash_attn_4",
     "sage",
     "triton",
+    "triton_in_place",
+    "triton_sorted",
     "cpu_flash",
     "torch",
     "reference",

@@ -148,8 +148,9 @@ def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, sof
         x.masked_fill_(~seen.mT, 0)  # what is left of others may be no number
         return x.double() if q.dtype == torch.float64 else x
 
-    k = read(state.rows.store.k[state.layer][blocks.slab])
-    v = read(state.rows.store.v[state.layer][blocks.slab]) if state.size.value else k
+    keys, values = state.memory(blocks.slab)
+    k = read(keys)
+    v = read(values) if state.size.value else k
     scores = product(q[blocks.row].unflatten(1, (heads, -1)).flatten(0, 1), k.mT) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

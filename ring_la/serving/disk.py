@@ -127,6 +127,8 @@ class Disk:
         kinds, tensors = [], {"logits": files[0].get_tensor("logits")}
         for i, kind in enumerate(said[0]["kinds"]):
             shared = isinstance(kind, int)
+            if i in home.apart and shared != (i in layers):
+                raise DamagedPrefix(f"{name}: keys of state {i}, which ranks keep otherwise than one process")
             kinds.append(layers.get(i, KVCache if shared else KINDS[kind]))
             for n in (n for n in files[0].keys() if n.startswith(f"{i}.")):
                 x, key = files[0].get_tensor(n), n.endswith((".k", ".v"))

@@ -13,7 +13,8 @@ from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError, UnsupportedError
 from ..inference import KeyStore, Prefilled, key_store, prefill, step
 from ..models import HybridLM
-from ..nn import Attention, KVCache, Layer
+from ..nn import KVCache, Layer
+from ..nn.decoding import KeyedLayer
 from .tiers import Home
 
 
@@ -87,8 +88,9 @@ class Hybrid:
 
     def home(self, cp: ContextParallel | None) -> Home:
         keys = self._store(cp)
-        layers = {i: block.layer for i, block in enumerate(self.model.blocks) if isinstance(block.layer, Attention)}
-        return Home(self.device, keys, {} if keys is None else layers)
+        layers = {i: block.layer for i, block in enumerate(self.model.blocks) if isinstance(block.layer, KeyedLayer)}
+        apart = frozenset(i for i, layer in layers.items() if not layer.kept_alike)
+        return Home(self.device, keys, {} if keys is None else layers, apart)
 
     def _store(self, cp: ContextParallel | None) -> KeyStore | None:
         """Where keys stay on the rank that reads them; None: they do not."""
