@@ -25,7 +25,7 @@ from ring_la.cli.job import job
 from ring_la.inference.sharded_weights import held_weights
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Completion, Ended, Engine, Event, Hybrid, Keep, NewToken, NoText, Request
-from ring_la.serving.memory import held
+from ring_la.serving.memory import fitting, held
 from ring_la.serving.model import Served
 
 from .options import counts
@@ -167,6 +167,11 @@ def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None
     else:
         model = mixture(cp, args.model, args.small, args.sharded)
     rows: list[dict[str, Any]] = []
+    if args.longest:
+        tokens = fitting(model, cp, args.piece * cp.size if model.goes_on else None, 0)
+        rows.append({"what": "longest context", "ranks": cp.size, "tokens": tokens})
+        if cp.rank == 0:
+            print(json.dumps(rows[0]), flush=True)
     for length in args.lengths:
         if cp.comm.agreement.tell(str(time.perf_counter() - begun > args.limit))[0] == "True":
             return  # rank 0's time
@@ -188,6 +193,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of each of them")
     parser.add_argument("--piece", type=int, default=65536, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--capture", action="store_true", help="a step of decoding is one CUDA graph")
+    parser.add_argument(
+        "--longest", action="store_true", help="first, the tokens that fit, as the server finds at its start (GPUs)"
+    )
     parser.add_argument("--keep", type=int, default=64, help="GiB of states kept on each GPU")
     parser.add_argument("--limit", type=float, default=50, help="seconds after which nothing new is begun")
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
