@@ -181,8 +181,7 @@ class _InOrder(torch.autograd.Function):
         dend, rows = with_rows(dfinal, call.packed), with_rows(start, call.packed)
         dstart = start.new_zeros(given[0].shape[0], max(1, call.pieces), *start.shape[1:])
         grads = [torch.zeros_like(t) for t in given]
-        groups, piece, sends, at = call.heads(given[0].shape[2]), call.pieces, [], ctx.count
-        right: list[Tensor] = []
+        groups, piece, at, sends, right = call.heads(given[0].shape[2]), call.pieces, ctx.count, [], []
         rank = None if call.layout is None else call.layout.rank
         for stretch in reversed(call.stretches):
             piece -= len(stretch.runs)
