@@ -34,6 +34,7 @@ SoftmaxBackend = Literal[
     "flash_attn_4",
     "sage",
     "triton",
+    "triton_in_place",
     "triton_sorted",
     "cpu_flash",
     "torch",

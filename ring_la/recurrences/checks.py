@@ -35,7 +35,7 @@ def check(r: Recurrence, options: CommonOptions) -> None:
         raise UnsupportedError("backend", expected, "'reference'", "It runs on one device")
     state = options.initial_state
     if state is not None:
-        shape = [documents, H, K, V + (r.normalizer is not None)]
+        shape = [documents, H, K, V if r.normalizer is None else V + 1]
         if not isinstance(state, Tensor) or list(state.shape) != shape or state.dtype not in FLOATS:
             raise ArgumentError("initial_state", f"a float tensor [N, H, K, V] = {shape}", describe_tensor(state))
         if state.device != r.inputs.q.device:

@@ -113,6 +113,7 @@ def mla(
     chosen: Tensor | None = None,
     block: int = 1,
     backend: SoftmaxBackend | None = None,
+    kv_comm_dtype: torch.dtype | None = None,
 ) -> MLAOutput:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `attention` to keys and values made of latents.
 
@@ -134,6 +135,7 @@ def mla(
         chosen, block: as in `sparse_attention`; latents have one head.
         output_latents: return the latents and rotary parts of the whole sequence, on every rank, for decoding.
         causal, softcap, window, sinks, dropout_p, dropout_seed, layout, kv_layout, cu_seqlens, backend: as `attention`.
+        kv_comm_dtype: as `attention`, of latents and rotary parts, each with a scale a token; not with chosen ones.
 
     Returns:
         MLAOutput(o ``[B, Tq, H, V]``, lse ``[B, H, Tq]``, latents ``[B, T, L + R]``, without a gradient, or
@@ -153,6 +155,7 @@ def mla(
     options = AttentionOptions(
         causal=causal, scale=scale, softcap=softcap, window=window, dropout_p=dropout_p, dropout_seed=dropout_seed,
         kv_layout=kv_layout, cu_seqlens=cu_seqlens, strategy=strategy, backend=backend, form=form, block=block,
+        kv_comm_dtype=kv_comm_dtype,
     )  # fmt: skip
     out, latents = attend(x, options, layout), None
     if output_latents:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import importlib
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +50,17 @@ STATES: dict[str, tuple[str, str, dict[str, str]]] = {
 settle = functools.cache(settle_for_the_first)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _peer() -> Iterator[None]:
+    """fla-core, which `tests.support.without_fla` keeps from all other tests."""
+    kept = {n: sys.modules.pop(n) for n in [*sys.modules] if n == "fla" and sys.modules[n] is None}
+    try:
+        pytest.importorskip("fla", exc_type=ImportError)
+        yield
+    finally:
+        sys.modules.update(kept)
+
+
 def within(seconds: int, call: Callable[[], Any]) -> Any:
     """What a call gives; why there is nothing (a string) if it fails or takes longer."""
 
@@ -78,9 +90,20 @@ def hold(ours: dict[str, float], theirs: Any, record: Callable[[str, object], No
     assert not worse, worse
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fla():
+    """fla-core, which tests/support/without_fla.py keeps from all others."""
+    kept_out = "fla" in sys.modules and sys.modules["fla"] is None
+    if kept_out:
+        del sys.modules["fla"]
+    pytest.importorskip("fla")
+    yield
+    if kept_out:
+        sys.modules["fla"] = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_beside_fla(name, record_property):
-    pytest.importorskip("fla")
     case = CASES[name]
     theirs = within(SECONDS, lambda: PEERS["fla"](name))
     if theirs is None:
@@ -93,7 +116,6 @@ def test_beside_fla(name, record_property):
 @pytest.mark.parametrize("name", STATES)
 def test_states_beside_fla(name, record_property):
     """Three packed documents, each from a state of its own."""
-    pytest.importorskip("fla")
     case = CASES[name]
     x = inputs(case, SHAPE, "cuda", seed=4)
     rng = torch.Generator("cuda").manual_seed(5)

@@ -114,3 +114,17 @@ def test_a_faulty_kernel_is_told(tmp_path):
         with pytest.raises(KernelError, match=said):
             kernel(1, torch.zeros(1, dtype=torch.int32), which)
     kernel(1, torch.zeros(1, dtype=torch.int32), 4)
+
+
+def test_the_smallest_call_that_trains_by_one_launch_is_a_knob(monkeypatch):
+    """It is read at each call: tests on GPUs and benchmarks set it."""
+    from ring_la.algebra import Rule
+    from ring_la.kernels.protocol import OutputUse
+    from ring_la.kernels.wy import one_launch
+
+    x = torch.empty(1, 64, 2, 128, device="meta")
+    rule, call = Rule("delta", "none"), Inputs(x, x, x, beta=x[..., 0])
+    assert one_launch.choice(rule, call, OutputUse(saved=False)) is one_launch.DELTA
+    for least, found in ((0, one_launch.DELTA), (129, None), (128, one_launch.DELTA)):
+        monkeypatch.setattr(one_launch, "LEAST", least)
+        assert one_launch.choice(rule, call, OutputUse(saved=True, alone=True)) is found

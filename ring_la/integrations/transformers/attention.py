@@ -90,9 +90,14 @@ def attend(
     tensors = tuple(x.transpose(1, 2) for x in (query, key, value))
     ours: dict[str, Any] = {"scale": given.scaling, "sinks": given.s_aux}
     if given.indices is not None:
+        refuse_narrow_keys(module)
         ours["chosen"] = _choice(given)
         return _run(sparse_attention, tensors, module, attention_mask, given, ours), None
-    ours |= {"softcap": given.softcap or 0.0, "dropout_p": given.dropout} | _before(module, key)
+    ours |= (
+        {"softcap": given.softcap or 0.0, "dropout_p": given.dropout}
+        | _before(module, key)
+        | asked_of_attention(module)
+    )
     return _run(attention, tensors, module, attention_mask, given, ours), None
 
 
@@ -106,9 +111,23 @@ def attend_latents(
     w_uk, w_uv = module.kv_b_proj.weight.unflatten(0, (-1, N + V)).split([N, V], 1)
     tensors = query.transpose(1, 2), latent[:, 0], k_rope[:, 0]
     ours = {"scale": given.scaling, "sinks": given.s_aux, "dropout_p": given.dropout, "w_uk": w_uk, "w_uv": w_uv}
+    ours |= asked_of_attention(module)
     if given.indices is not None:
         ours["chosen"] = _choice(given)
     return _run(mla, tensors, module, attention_mask, given, ours), None
+
+
+def asked_of_attention(module: Any) -> dict[str, Any]:
+    """What the caller of `parallelize` chose for attention in split calls; a probe is none."""
+    split = module._ring_la
+    return {} if split.call is None or split.call.layout is None else split.settings.of_attention
+
+
+def refuse_narrow_keys(module: Any) -> None:
+    """Refuse a narrower dtype of keys that travel for a module whose index picks them."""
+    dtype = asked_of_attention(module).get("kv_comm_dtype")
+    if dtype is not None:
+        raise UnsupportedError("kv_comm_dtype", f"None where an index picks the keys of {_name(module)}", dtype)
 
 
 def _before(module: Any, key: Tensor) -> dict[str, Any]:

@@ -30,16 +30,12 @@ class Launches(NamedTuple):
 
     Attributes:
         forward: it also gives what the gradients take of it, if they are to follow.
-        least: tokens × heads of the smallest call whose gradients go by one launch.
+        enough: whether there is enough to do for gradients by one launch.
     """
 
     forward: Callable[[Inputs, Tensor | None, float, Tensor | None, OutputUse], Output]
     gradients: Callable[[Inputs, Tensor | None, float, Backward, Tensor | None], tuple[Inputs, Tensor]]
-    least: int = 0
-
-    def enough(self, inputs: Inputs) -> bool:
-        """Whether gradients go by one launch."""
-        return math.prod(inputs.v.shape[:3]) >= self.least
+    enough: Callable[[Inputs], bool] = lambda inputs: True
 
 
 def _kda(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, use: OutputUse) -> Output:
@@ -69,7 +65,7 @@ LEAST = 2**18
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
 many to `gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks; others were not."""
 KDA = Launches(_kda, _kda_gradients)
-DELTA = Launches(_delta, _delta_gradients, LEAST)
+DELTA = Launches(_delta, _delta_gradients, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:

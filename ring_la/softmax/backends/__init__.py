@@ -14,7 +14,7 @@ from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, 
 from .latents import FORMS, LatentBackend, cheaper_form
 from .sage import SageAttention
 from .torch_backend import TorchBackend
-from .triton import SortedChosen, TritonBackend, TritonChosen
+from .triton import SortedChosen, TritonBackend, TritonChosen, TritonInPlace
 
 _KERNELS = (
     FlashAttnCuTe(),
@@ -26,6 +26,7 @@ _KERNELS = (
     FlashAttnHopperFP8(),
     SageAttention(),
     TritonBackend(),
+    TritonInPlace(),
     CPUFlash(),
     TorchBackend(),
 )

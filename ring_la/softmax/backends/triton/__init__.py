@@ -2,6 +2,6 @@
 
 from .chosen import TritonChosen
 from .chosen_sorted import SortedChosen
-from .launch import TritonBackend
+from .launch import TritonBackend, TritonInPlace
 
-__all__ = ["SortedChosen", "TritonBackend", "TritonChosen"]
+__all__ = ["SortedChosen", "TritonBackend", "TritonChosen", "TritonInPlace"]
