@@ -103,6 +103,32 @@ def test_keys_are_expanded_some_at_a_time(monkeypatch):
     assert sum(sizes) == 2 * (64 + 3 + 20)  # keys that a window of 20 shows to the last 67 queries, there and back
 
 
+def check_bytes(rank: int) -> list[float]:
+    """How many times as many bytes written-out keys send as DeepSeek's latents, both ways."""
+    cp, found = ring_la.ContextParallel(group(), scan="ring"), []
+    layout, H, L, R, N = cp.layout(16, "zigzag"), 16, 512, 64, 128
+    shapes = (1, 8, H, N + R), (1, 8, L), (1, 8, R), (H, N, L), (H, N, L)
+    q, latent, k_rope, w_uk, w_uv = x = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    for strategy in ("ring", "all_gather"):
+        sent = []
+        for name in ("latents", "keys"):
+            before = cp.comm.bytes_sent
+            if name == "latents":
+                o = ring_la.mla(*x, layout=layout, form="expanded", strategy=strategy).o
+            else:
+                rotary = k_rope[:, :, None].expand(-1, -1, H, -1)
+                k, v = (torch.einsum("btl,hnl->bthn", latent, w) for w in (w_uk, w_uv))
+                o = ring_la.attention(q, torch.cat([k, rotary], -1), v, layout=layout, strategy=strategy).o
+            torch.autograd.grad(o.sum(), x)
+            sent.append(cp.comm.bytes_sent - before)
+        found.append(sent[1] / sent[0])
+    return found
+
+
+def test_latents_are_a_ninth_of_the_keys_they_make(ranks):
+    assert all(ratio > 8.8 for ratio in ranks.run(2, check_bytes)[0])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_score_of_an_only_key_has_no_gradient(form):
     """In bf16, too: what Δ and its terms are rounded from is the same, and so each other's rounding is no gradient."""
