@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys
-from .layer import Layer, LayerCall, wide
+from ..softmax.products import product
+from .layer import Layer, LayerCall
 from .seats import Seats
 
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -191,17 +192,18 @@ def _by_scores(
     sinks: Tensor | None,
 ) -> Tensor:
     """What PyTorch's function cannot: ``q [N, Hk, H / Hk, K]``, ``k, v [N, Hk, S, ·]``, scores in fp32 or fp64."""
-    high = wide(q)
-    scores = high @ k.mT.to(high.dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    (N, heads), (keys, values) = q.shape[:2], (x.flatten(0, 1) for x in (k, v))  # of one sequence as they lie
+    scores = product(q.flatten(0, 1), keys.mT).unflatten(0, (N, heads))
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
-        more = sinks.to(high.dtype).view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, -1)
+        more = sinks.to(scores.dtype).view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, -1)
         scores = torch.cat([scores, more], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights @ v.to(high.dtype)).to(q.dtype)
+    return product(weights.flatten(0, 1), values).unflatten(0, (N, heads)).to(q.dtype)
 
 
 def decode(q: Tensor, cache: KVCache, window: int, scale: float | None = None) -> Tensor:

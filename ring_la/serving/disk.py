@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..nn import KVCache, LayerState
 from .tiers import Home, PackedPrefix
@@ -219,6 +220,7 @@ def fingerprint(model: nn.Module) -> str:
     config: Any = getattr(model, "config", None)
     digest = hashlib.sha256(json.dumps(_lasting(config.to_dict()) if config else {}, default=str).encode())
     for name, x in model.state_dict().items():
+        x = x.full_tensor() if isinstance(x, DTensor) else x  # one weight at a time
         digest.update(f"{name} {list(x.shape)} {x.dtype}".encode())
         some = x.flatten()[:: max(1, x.numel() // SAMPLED)][: SAMPLED + 1]
         digest.update(some.double().cpu().numpy().tobytes())

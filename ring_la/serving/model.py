@@ -30,6 +30,7 @@ class Served(Protocol):
         goes_on: whether that is split over the ranks, too.
         kind: the layout that `read` splits a prompt by.
         shares_keys: whether keys stay on the rank that reads them where there are several, and all decode together.
+        shares_weights: whether each rank has a part of the weights, so that all decode together.
     """
 
     model: nn.Module
@@ -41,12 +42,14 @@ class Served(Protocol):
     goes_on: bool
     kind: LayoutKind
     shares_keys: bool
+    shares_weights: bool
 
     def read(self, ids: Tensor, states: Any, cp: ContextParallel | None) -> Prefilled:
         """Read a prompt ``ids [1, T]``, which every rank has whole. Collective."""
 
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
-        """Read one more token of each sequence, ``tokens [N]``. Collective where keys are shared out over ranks."""
+        """Read one more token of each sequence, ``tokens [N]``. Collective where keys or weights are shared out over
+        ranks."""
 
     def home(self, cp: ContextParallel | None) -> Home:
         """Where its states are, on these ranks."""
@@ -66,6 +69,7 @@ class Hybrid:
 
     flexible = resumes = goes_on = True
     max_tokens = None
+    shares_weights = False
 
     def __init__(self, model: HybridLM) -> None:
         self.model = model.eval()
