@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .comm import Entry
 from .context import ContextParallel
 from .errors import ArgumentError, RingLAError, UnsupportedError
 
@@ -116,10 +117,11 @@ def capture(
 
 @dataclass
 class Kind:
-    """Calls that one graph is for: how many there were, and once it is captured the graph, the tensors it reads and
-    what it returns."""
+    """Calls that one graph is for: how many there were, what ranks compare of each, and once it is captured the graph,
+    the tensors it reads and what it returns."""
 
     calls: int = 0
+    entry: Entry | None = None
     graph: torch.cuda.CUDAGraph | None = None
     inputs: list[Tensor] = field(default_factory=list)
     output: Any = None
@@ -197,8 +199,10 @@ class CapturedStep:
             if self._cp is not None and self._cp.validate != "never":
                 shown = [f"{len(x[0])} dimensions of {x[1]}" if isinstance(x, tuple) else str(x) for x in seen]
                 what = {"kind": len(self.kinds), "arguments": "; ".join(shown), "warmup": self._warmup}
-                self._cp.comm.agreement.agree("the captured step", what)
+                kind.entry = self._cp.comm.agreement.agree("the captured step", what)
             self.kinds[key] = kind
+        elif kind.entry is not None and self._cp is not None:  # a replay enters none of its calls
+            self._cp.comm.agreement.again(kind.entry)
         kind.calls += 1
         return kind
 
@@ -280,6 +284,8 @@ class CapturedStep:
         """Wait for a replay as long as a peer may take."""
         deadline = time.monotonic() + self._seconds
         while not event.query():
+            if self._cp is not None:
+                self._cp.comm.refuse_late("the end of a captured step")
             if time.monotonic() > deadline:
                 late = TimeoutError(f"a captured step has not ended within {self._seconds:g} s")
                 raise late if self._cp is None else self._cp.comm.watch.error("running a captured step", late)

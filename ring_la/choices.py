@@ -35,6 +35,7 @@ SoftmaxBackend = Literal[
     "sage",
     "triton",
     "triton_in_place",
+    "triton_sorted",
     "cpu_flash",
     "torch",
     "reference",

@@ -12,7 +12,7 @@ docs/developers/sharded_keys.md says why.
 
 from .chosen import decode_index
 from .decode import decode_attention, decode_latents
-from .read import read_attention
+from .read import read_attention, read_latents
 from .store import KeyRows, KeySize, KeyStore, LayerKeys
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "decode_index",
     "decode_latents",
     "read_attention",
+    "read_latents",
 ]

@@ -17,6 +17,7 @@ from ..errors import ArgumentError, describe_tensor
 from ..outputs import AttentionOutput
 from ..softmax import attention
 from ..softmax.merging import wide
+from ..softmax.products import product
 from .chosen import own_chosen
 from .plan import SlabBlocks
 from .store import LayerKeys
@@ -139,18 +140,24 @@ def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int)
 
 def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, softcap: float) -> Tensor:
     """What some blocks give, each its row: ``[M, H, V + 1]``, lse last."""
-    heads, n, dtype = state.size.heads, state.rows.store.pages.block, wide(q.dtype)
-    k, v = (memory[state.layer][blocks.slab] for memory in (state.rows.store.k, state.rows.store.v))
-    k = k.unflatten(0, (-1, n))[blocks.block].to(dtype)  # [M, n, heads, K]
-    v = state.values(k, v.unflatten(0, (-1, n))[blocks.block].to(dtype) if state.size.value else k)
-    scores = torch.einsum("mhgk,mnhk->mhgn", q[blocks.row].unflatten(1, (heads, -1)).to(dtype), k) * scale
+    heads, n = state.size.heads, state.rows.store.pages.block
+    seen = blocks.seen.repeat_interleave(heads, 0)[:, None]  # [M heads, 1, n]
+
+    def read(memory: Tensor) -> Tensor:  # as it is stored, a head's keys in one matrix: [M heads, n, ·]
+        x = memory.unflatten(0, (-1, n)).transpose(1, 2).index_select(0, blocks.block).flatten(0, 1)
+        x.masked_fill_(~seen.mT, 0)  # what is left of others may be no number
+        return x.double() if q.dtype == torch.float64 else x
+
+    keys, values = state.memory(blocks.slab)
+    k = read(keys)
+    v = read(values) if state.size.value else k
+    scores = product(q[blocks.row].unflatten(1, (heads, -1)).flatten(0, 1), k.mT) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~blocks.seen[:, None, None], -torch.inf)
+    scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)
-    v = v.masked_fill(~blocks.seen[..., None, None], 0)  # what is left of others may be no number
-    o = torch.einsum("mhgn,mnhv->mhgv", torch.exp(scores - lse), v)
-    return torch.cat([o, lse], -1).flatten(1, 2)
+    o = product(torch.exp(scores - lse), v)
+    return torch.cat([o, lse], -1).unflatten(0, (-1, heads)).flatten(1, 2)
 
 
 def merged(parts: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedError
 from ...softmax import attention, mla, sparse_attention
+from ...softmax.merging import Partial
 from .masks import CausalMask, mask_of
 
 NAME = "ring_la"
 """The name in the registries of attention and mask functions."""
+
+EARLIER = 32768
+"""Latents of earlier tokens of which keys and values exist at once."""
 
 HARMLESS = {
     "cache_position",
@@ -114,7 +118,30 @@ def attend_latents(
     ours |= asked_of_attention(module)
     if given.indices is not None:
         ours["chosen"] = _choice(given)
-    return _run(mla, tensors, module, attention_mask, given, ours), None
+    call = module._ring_la.call
+    if call is None or call.earlier is None:
+        return _run(mla, tensors, module, attention_mask, given, ours), None
+    mask = read_mask(module, attention_mask, given)
+    if given.indices is not None or given.s_aux is not None or mask.window is not None or mask.chunk is not None:
+        raise UnsupportedError(
+            "past_key_values", "an empty cache for latents with windows, sinks or indices", "a filled one"
+        )
+    return _go_on(tensors, call, ours, *call.earlier.keys_before(latent)), None
+
+
+def _go_on(tensors: tuple[Tensor, ...], call: Any, ours: dict[str, Any], latent: Tensor, rotary: Tensor) -> Tensor:
+    """Latents after earlier ones ``[B, 1, S, ·]``, which every rank has: keys and values of these are made of some
+    tokens at a time."""
+    q, (w_uk, w_uv) = tensors[0], (ours["w_uk"], ours["w_uv"])
+    B, T, H, _ = q.shape
+    part = Partial((B, T, H, w_uv.shape[1]), q.dtype, q.device)
+    part.add(*mla(*tensors, **ours, **call.split)[:2])
+    factor = q.shape[-1] ** -0.5 if ours["scale"] is None else ours["scale"]
+    for low, turned in zip(latent[:, 0].split(EARLIER, 1), rotary[:, 0].split(EARLIER, 1)):
+        k = torch.einsum("btl,hdl->bthd", low, w_uk)
+        k = torch.cat([k, turned[:, :, None].expand(-1, -1, H, -1)], -1)
+        part.add(*attention(q, k, torch.einsum("btl,hvl->bthv", low, w_uv), causal=False, scale=factor)[:2])
+    return part.result()[0]
 
 
 def asked_of_attention(module: Any) -> dict[str, Any]:
