@@ -29,8 +29,8 @@ from ..comm import Group, Pending
 from ..context import ContextParallel
 from ..errors import UnsupportedError
 
-LEAST = 2**20
-"""Bytes from which a weight is sharded: a smaller one would cost a message more than it spares."""
+LEAST = 2**23
+"""Bytes from which a weight is sharded: each costs a token a message, which is more time than reading so many bytes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from ring_la import ArgumentError, ContextParallel, UnsupportedError
 from ring_la.cli import serve as serve_command
 from ring_la.inference import sharded_weights
 from ring_la.inference.sharded_weights import held_weights
+from ring_la.integrations.transformers import sharded
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Bytes, Ended, Engine, Event, Failed, NoText
 from ring_la.serving.load import load, vocabulary
@@ -152,10 +153,10 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (21, 2, 1, 5)]
 
 
-def answers(folder: str, cp: ContextParallel | None = None, sharded: bool = False) -> tuple[list[list[int]], list[int]]:
+def answers(folder: str, cp: ContextParallel | None = None, parts: bool = False) -> tuple[list[list[int]], list[int]]:
     """Tokens of all prompts side by side, read in pieces; and of the kept ones again, what was not read anew. Where
     weights are sharded another prompt fails among them."""
-    model, text = load(folder, cp, sharded=sharded)
+    model, text = load(folder, cp, sharded=parts)
     bad = Asked([5, 6, 7, 8, 9, 1], 5)
     jobs, again = [Asked(ids, 5) for ids in prompts()], [Asked(ids, 5) for ids in prompts()[:2]]
     engine = Engine(model, text, cp, patience=LONG, piece=13, batch=3, keep=1 << 20)
@@ -170,16 +171,16 @@ def answers(folder: str, cp: ContextParallel | None = None, sharded: bool = Fals
             engine.stop()
 
     jobs[0].emit = then
-    if sharded:
+    if parts:
         break_inside(model, bad.request.ids[-1])
     if engine.ranks.leads:
-        engine.submit(*jobs[:1], *[bad] * sharded, *jobs[1:])
+        engine.submit(*jobs[:1], *[bad] * parts, *jobs[1:])
     engine.run()
     assert not engine.states.open
     assert model.resumes
     assert model.goes_on
     assert max(sizes, default=2) > 1  # side by side, where tokens are decoded
-    if sharded:
+    if parts:
         assert sizes  # on every rank
         assert_shared(model.model, cp.size)
         assert bad.events == [Failed("the request has failed (RuntimeError)")] or not engine.ranks.leads
@@ -208,17 +209,18 @@ def break_inside(model: Served, token: int) -> None:
 def assert_shared(model: torch.nn.Module, ranks: int) -> None:
     """A rank has its part of what is large, in rows, and all of the rest."""
     parts = [(isinstance(p, DTensor), p.numel() * p.element_size(), p.shape[0]) for p in model.parameters()]
-    whole = sum(size for sharded, size, _ in parts if not sharded) + sum(b.nbytes for b in model.buffers())
-    bound = whole + sum(size // rows * -(-rows // ranks) for sharded, size, rows in parts if sharded)
+    whole = sum(size for shared, size, _ in parts if not shared) + sum(b.nbytes for b in model.buffers())
+    bound = whole + sum(size // rows * -(-rows // ranks) for shared, size, rows in parts if shared)
     assert held_weights(model) <= bound
     assert ranks == 1 or held_weights(model) < 0.8 * sum(size for _, size, _ in parts)
 
 
-def check_transformers(rank: int, folders: list[str], sharded: bool = False) -> list[tuple[list[list[int]], list[int]]]:
+def check_transformers(rank: int, folders: list[str], parts: bool = False) -> list[tuple[list[list[int]], list[int]]]:
     cp = ContextParallel(group(), scan="ring", validate="never")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_weights, "LEAST", LARGE)
-        return [answers(folder, cp, sharded) for folder in folders]
+        patch.setattr(sharded, "STRIP", 4)
+        return [answers(folder, cp, parts) for folder in folders]
 
 
 LARGE = 512

@@ -13,6 +13,7 @@ nets ("colwise_gather_output"): every model has such a split, and nobody's sums 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from .weights import load_weights
 
 CUT = 1024
 """Tokens that all ranks have alike, up to which products are cut: to gather all weights would take longer."""
+
+
+STRIP = 16384
+"""Tokens of a rank that go through a layer's experts at once: k rows of each exist several times."""
 
 
 def load_sharded(folder: str | Path, cp: ContextParallel, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -88,9 +93,16 @@ def shard_weights(model: PreTrainedModel, cp: ContextParallel) -> ShardedWeights
     for module in model.modules():
         if is_experts(module) and len({p.shape[0] for p in module.parameters(recurse=False)}) == 1:
             names = [name for name, _ in module.named_parameters(recurse=False)]
+            changed: Any = module
+            changed.forward = partial(_in_strips, module.forward)
             weights.take(module, names, partial(_cut_experts, weights, module))
     model._ring_la_weights = weights  # type: ignore[assignment]
     return weights
+
+
+def _in_strips(own: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """A mixture's experts on ``(tokens [N, D], chosen [N, k], weights [N, k])``, some tokens at a time."""
+    return torch.cat([own(*strip) for strip in zip(*(x.split(STRIP) for x in given))])
 
 
 def _cut_experts(
