@@ -9,6 +9,8 @@ Ends with 1 if an arm is off.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import sys
 import time
@@ -20,19 +22,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from ring_la.kernels.replay import root
+from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.replayed_function import record_of
 from ring_la.kernels.spans import table
+from ring_la.kernels.wy import gdn_launches, one_launch
+from ring_la.kernels.wy.gdn_launches import forward_kernel
 
-from ..ops.cases import CASES, Inputs, Shape, inputs
+from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
 from ..ops.measure import error, graph_times, host_microseconds, results
 from ..options import need_gpus
 
-Op = Callable[[Inputs], Tensor]
-TOKENS = 512
-"""At which errors are taken."""
+Op = Callable[[Inputs], Results]
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Question:
-    """Arms on the same inputs, of which the first is today's, and what is true."""
+    """Arms on the same inputs, of which the first is today's, and what is true. `tokens`: at which errors are taken."""
 
     draw: Callable[[Shape, str], Inputs]
     truth: Op
     arms: tuple[Arm, ...]
     shapes: tuple[str, ...]
+    tokens: int = 512
 
 
 # -- decays per key channel ------------------------------------------------------------------------------------
@@ -74,15 +77,39 @@ def kept(name: str) -> Question:
     return Question(partial(inputs, case), case.truth, (Arm("today", case.ours), arm), shapes)
 
 
+# -- a delta rule in one launch each way -------------------------------------------------------------------------
+
+
+@functools.cache
+def next_forward(keep: bool, *defines: str) -> CudaKernel:
+    found = forward_kernel(keep, *defines)
+    return dataclasses.replace(found, file=found.file.with_name("gdn_forward_next.cu"))
+
+
+def spans() -> Question:
+    """A forward whose outputs wait, spans by cost that combine, and other calls that train in one launch."""
+    case = CASES["gdn_qwen"]
+    kernel = ((gdn_launches, "forward_kernel", next_forward),)
+    cut = ((gdn_launches, "span", gdn_launches.span_by_cost), (gdn_launches, "TOGETHER", 4))
+    trained = ((gdn_launches, "KEPT", 3 * 2**30), (one_launch, "LEAST", 2**15))
+    changes = {"today": (), "next": kernel, "cut": cut, "all": kernel + cut + trained}
+    arms = tuple(Arm(name, case.ours, change) for name, change in changes.items())
+    heads = {"1x32768": ("2:8", "16:32", "16:64"), "1x2048": ("4:16", "16:32", "16:64"), "8x4096": ("4:16", "16:32")}
+    shapes = tuple(f"{length}x{n}x128" for length, many in heads.items() for n in many)
+    return Question(partial(inputs, case), case.truth, arms, shapes, 16384)
+
+
 QUESTIONS = {
     "gla": kept("gla"),
     "rwkv7": kept("rwkv7"),
+    "gdn": spans(),
 }
 
 
 def errors(question: Question, arm: Arm, shape: Shape, device: str = "cuda") -> dict[str, float]:
-    x = question.draw(shape.short(TOKENS), device)
-    true = results(question.truth, {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items()})
+    x = question.draw(shape.short(question.tokens), device)
+    wide = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in x.items() if t.is_floating_point()}
+    true = results(question.truth, x | wide)
     with arm.set():
         got = results(arm.function, x)
     return {n: float(f"{error(got[n], true[n]):.2e}") for n in true}
@@ -91,14 +118,14 @@ def errors(question: Question, arm: Arm, shape: Shape, device: str = "cuda") -> 
 def times(question: Question, arm: Arm, shape: Shape) -> dict[str, Any]:
     x = question.draw(shape, "cuda")
     with torch.no_grad():
-        do = torch.randn_like(arm.function(x))
+        do = [torch.randn_like(t) for t in tensors(arm.function(x))]
 
     def forward() -> None:
         with torch.no_grad():
             arm.function(x)
 
     def both() -> None:
-        torch.autograd.grad(arm.function(x), [t for t in x.values() if t.requires_grad], do)
+        torch.autograd.grad(tensors(arm.function(x)), [t for t in x.values() if t.requires_grad], do)
 
     found: dict[str, Any] = {}
     for call, name in ((forward, "fwd"), (both, "fwd_bwd")):

@@ -39,7 +39,8 @@ def none(*shape: int) -> None:
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch) -> list:
-    """Spans of 64 tokens, of which those that wait go first; the launches that were made, none replayed before."""
+    """Spans of 64 tokens; those that wait go first, and combine by three in rows of 384 tokens. The launches that
+    were made, none replayed before."""
     from ring_la.kernels.runtime.replayed_function import record_of
     from ring_la.kernels.wy import gdn_launches
 
@@ -47,7 +48,9 @@ def launches(monkeypatch) -> list:
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(gdn_launches, "multiprocessors", lambda device: 10**6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
-    monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
+    monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
+    monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
+    monkeypatch.setattr(gdn_launches, "GROUPED", 6)
     record_of.cache_clear()
     made, plain = [], gdn_launches.forward_kernel
     monkeypatch.setattr(gdn_launches, "forward_kernel", lambda *how: made.append(how) or plain(*how))
@@ -79,7 +82,7 @@ def errors(x: list[Tensor | None], cu: Tensor | None, states: bool = True) -> di
 @pytest.mark.parametrize("gate", [mild, strong, hard, none])
 @pytest.mark.parametrize(
     ("B", "T", "H", "HK", "cu"),
-    [(1, 700, 4, 4, None), (1, 300, 4, 2, (0, 1, 1, 130, 257, 300, 300)), (3, 200, 2, 1, None), (1, 20, 2, 2, None)],
+    [(1, 700, 4, 4, None), (1, 900, 4, 2, (0, 1, 1, 130, 257, 900, 900)), (3, 200, 2, 1, None), (1, 20, 2, 2, None)],
 )
 def test_outputs_and_states(B, T, H, HK, cu, gate, record_property):
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32, device="cuda")
@@ -169,7 +172,7 @@ def within(found: tuple[dict[str, float], dict[str, float]]) -> bool:
 @pytest.mark.parametrize("gate", [mild, strong, hard, none])
 @pytest.mark.parametrize(
     ("B", "T", "H", "HK", "cu"),
-    [(1, 1500, 4, 4, None), (1, 300, 4, 2, (0, 1, 1, 130, 257, 300, 300)), (3, 200, 2, 1, None), (1, 20, 2, 2, None)],
+    [(1, 1500, 4, 4, None), (1, 900, 4, 2, (0, 1, 1, 130, 257, 900, 900)), (3, 200, 2, 1, None), (1, 20, 2, 2, None)],
 )
 def test_gradients(gradients_in_one_launch, launches, monkeypatch, B, T, H, HK, cu, gate, record_property):
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32, device="cuda")

@@ -31,13 +31,15 @@ LIMIT = 6e-3
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    """The kernels run here, their threads in an order that is drawn; spans are short."""
+    """The kernels run here, their threads in an order that is drawn; spans are short, and combine in long rows."""
     for module, name in ((gdn_launches, "forward_kernel"), (gdn_launches, "backward_kernel"), (kda_launches, "kernel")):
         made = getattr(module, name)
         made = functools.cache(lambda *how, made=made: Emulated(made(*how), seed=1))
         monkeypatch.setattr(module, name, made)
         monkeypatch.setattr(module, "multiprocessors", lambda device: 10**6)
-    monkeypatch.setattr(gdn_launches, "SHORTEST", 64)
+    monkeypatch.setattr(gdn_launches, "span", lambda *sizes: 64)
+    monkeypatch.setattr(gdn_launches, "TOGETHER", 3)
+    monkeypatch.setattr(gdn_launches, "GROUPED", 6)
     monkeypatch.setattr(gdn_launches, "picks", lambda programs, device: True)
     monkeypatch.setattr(kda_launches, "TOKENS", 0)
 
@@ -61,7 +63,7 @@ def check(function, x: list[Tensor], cu, got: dict[str, Tensor], S0: Tensor, do:
 
 @pytest.mark.parametrize(
     ("T", "H", "HK", "cu", "fall"),
-    [(150, 2, 1, (0, 0, 30, 131, 150), 1.0), (720, 1, 1, None, 0.02), (70, 1, 1, None, None)],
+    [(150, 2, 1, (0, 0, 30, 131, 150), 1.0), (720, 1, 1, None, 0.02), (140, 1, 1, None, None)],
     ids=["packed and forgetting", "waiting", "no gates"],
 )
 def test_delta_rules(monkeypatch, T, H, HK, cu, fall):

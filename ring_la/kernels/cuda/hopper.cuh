@@ -52,6 +52,10 @@ INLINE void sts128(u32 a, const float* x) {
 INLINE void stg128(void* p, const u32* x) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
+INLINE void stg128_if(void* p, const u32* x, bool live) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1,%2,%3,%4};\n}"
+               ::"l"(p), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"((int)live) : "memory");
+}
 INLINE void cp16(u32 to, const void* from, bool live) {  // 16 bytes beside the computation; zeros where not live
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
 }
@@ -112,7 +116,6 @@ INLINE int load_acquire(const int* p) {
 INLINE void store_release(int* p, int x) {
   asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
-INLINE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Registers of each thread of a warpgroup, from here on
 template <int N> INLINE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -483,13 +483,7 @@ INLINE void consume(const BackArgs& b, const Span& x, int s, int h, int n, int f
   for (int pass = 0; pass < passes; pass++) {
     walk(S, b, h, begin, end, pass * n, (pass + 1) * n, min(first, (pass + 1) * n), base, w, lane);
     if (pass == passes - 1) break;
-    if (pass == 0) {
-      store_state(S, a, s, h, w, lane);
-      identity(S, w, lane);
-    } else {
-      keep_map(S, base, w, lane);
-      leave_early(S, a, s + 1, s, h, base, base + OPEN, w, lane);
-    }
+    between_passes(S, a, false, pass, s, h, base, base + OPEN, w, lane);
   }
   if (passes == 1) leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
 }

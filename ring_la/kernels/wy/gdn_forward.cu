@@ -409,13 +409,7 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
     const bool last = pass == passes - 1;
     walk(S, a, h, t0, last ? uniform(x.begin) : end, end, KEEP ? uniform(x.chunk) : 0, pass * n, n, base, w, lane);
     if (last) break;
-    if (pass == 0) {
-      store_state(S, a, s, h, w, lane);
-      identity(S, w, lane);
-    } else {
-      keep_map(S, base, w, lane);
-      leave_early(S, a, s - 1, s, h, base, base + OPEN, w, lane);
-    }
+    between_passes(S, a, true, pass, s, h, base, base + OPEN, w, lane);
   }
   if (passes == 1) leave(S, a, x.piece, x.last, s, s + 1, h, base + SAID, w, lane);
 }
@@ -423,8 +417,9 @@ INLINE void consume(const Args& a, const Span& x, int s, int h, int t0, int n, b
 // How many chunks early a span begins, or -1: it waits. By all warps.
 INLINE int early(const Args& a, const Span& x, int s, int h, u32 base, int lane) {
   if (x.first) return 0;
+  const int before = x.begin - (a.table ? a.cu[x.piece] : x.piece * a.T);  // tokens of the piece
   for (int i = uniform(threadIdx.x >> 5); i < BACK; i += 12) {
-    const float left = (i + 1) * C <= a.length ? left_over(a, x.begin - (i + 1) * C, h, lane) : 0.f;
+    const float left = (i + 1) * C <= before ? left_over(a, x.begin - (i + 1) * C, h, lane) : 0.f;
     if (lane == 0) sts32(base + SAID + 16 + i * 4, __float_as_uint(left));
   }
   __syncthreads();

@@ -27,9 +27,17 @@ CHUNK = 32
 """Tokens a chunk."""
 SHORTEST, LONGEST = 512, 4096
 """Tokens a span, where pieces are cut: those of another span that one may begin with are 512 at most."""
+LINK, EARLY = 3, 12
+"""Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
+TOGETHER = 1
+"""Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
+GROUPED = 16
+"""Spans of a row from which on they do."""
+PARTS = 2**28
+"""Bytes of what they leave, in a call."""
 KEPT = 3 * SAVED_STATES // 2
 """Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
-ARGUMENTS = "15Q10if4x"
+ARGUMENTS = "16Q11if"
 SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 80 + 1024
 KEEPING_SHARED = 6 * 30720 + 32768 + 4 * 2304 + 6 * 384 + 6 * 16 + 16 + 80 + 1024
@@ -61,7 +69,7 @@ def backward_kernel(*defines: str) -> CudaKernel:
     return CudaKernel(file, "gdn_backward", ARGUMENTS + "6Q", 384, BACKWARD_SHARED, defines)
 
 
-def span(tokens: int, heads: int, pieces: int, programs: int) -> int:
+def span(tokens: int, heads: int, pieces: int, programs: int, equal: bool = False) -> int:
     """Tokens a span, of `programs` that run at a time: pieces stay whole where there are as many. Else a program gets
     about two spans, a power of two, since one that waits for the state of another goes over its tokens three times."""
     if pieces * heads >= programs:
@@ -70,9 +78,36 @@ def span(tokens: int, heads: int, pieces: int, programs: int) -> int:
     return min(max(1 << round(math.log2(each)), SHORTEST), LONGEST)
 
 
+def span_by_cost(tokens: int, heads: int, pieces: int, programs: int, equal: bool = False) -> int:
+    """Tokens a span by what a forward costs, in chunks that a program works through: a line of spans that wait, or what
+    all spans take of `programs` at a time where a quarter of the heads wait and the others start early. Pieces that may
+    not be `equal` stay whole only where there are several."""
+    each = cdiv(cdiv(tokens, pieces), CHUNK) * CHUNK
+    lengths = {min(n, each) for n in (256, 512, 1024, 2048, 4096)} | ({each} if equal or pieces > 3 else set())
+    best, least = each, math.inf
+    for length in sorted(lengths, reverse=True):
+        count, c = cdiv(each, length), length // CHUNK
+        share = pieces * heads * count / programs
+        if count == 1:
+            cost = math.ceil(share) * c
+        else:
+            links = count - 1 if count < GROUPED else TOGETHER + 1 + count // TOGETHER
+            line = 2 * c if count == 2 else 3 * c + LINK * links
+            cost = max(line, c + EARLY if share <= 1 else share * (1.5 * c + EARLY) + c / 2)
+        if cost < 0.95 * least:
+            best, least = length, cost
+    return best
+
+
 def picks(programs: int, device: torch.device) -> bool:
     """Whether programs take spans that wait first: where all run at once that is the same."""
     return programs > multiprocessors(device)
+
+
+def combined(length: int, tokens: int, states: int) -> int:
+    """How many spans combine, where a row of `tokens` has enough of them and all `states` have room."""
+    fits = states * 2 * HEAD * HEAD * 4 <= PARTS
+    return TOGETHER if fits and tokens >= GROUPED * length else 1
 
 
 @dataclass(frozen=True)
@@ -100,7 +135,7 @@ class GDNCall:
         v = inputs.v
         B, T, H = v.shape[:3]
         pieces = B if cu is None else cu.numel() - 1
-        length = span(B * T, H, pieces, multiprocessors(v.device))
+        length = span(B * T, H, pieces, multiprocessors(v.device), cu is None)
         if cu is None:
             return cls(inputs, None, scale, pieces, length, B * cdiv(T, length), B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
@@ -141,12 +176,13 @@ class GDNCall:
         x, device = self.inputs, self.inputs.v.device
         (_, T, H, _), programs = x.v.shape, self.count * len(heads)
         flags = torch.zeros(2 * self.count * H + 3 + programs, dtype=torch.int32, device=device)
-        passed = self.new(self.count, H, HEAD, HEAD)
+        passed, together = self.new(self.count, H, HEAD, HEAD), combined(self.length, T, self.count * H)
+        parts = self.new(self.count, H, 2, HEAD, HEAD) if together > 1 else None
         table = None if self.runs is None else self.runs.table
         kernel(
-            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, *kept,
+            programs, *x.qkv, x.g, x.beta, o, *states, table, self.cu, flags, passed, parts, *kept,
             T, H, x.q.shape[2], self.count, self.length, self.pieces,
-            heads.start, len(heads), 1, picks(programs, device), self.scale, *further,
+            heads.start, len(heads), 1, picks(programs, device), together, self.scale, *further,
         )  # fmt: skip
 
 

@@ -578,11 +578,11 @@ INLINE void consume(const BackArgs& b, bool alone, int n, u32 base, int w, int l
     }
     const Span x = work_of(a, base + SAID, s, h);
     if (pass == 0) {
-      store_state(S, a, s, h, w, lane);
+      store(S, held(a.states, (u64)s * a.H + h, w, lane));
       identity(S, w, lane);
     } else if (pass == 1) {
       keep_map(S, base, w, lane);
-      leave_early(S, a, s + 1, s, h, base, base + OPEN, w, lane);
+      leave_early(S, a, held(a.states, (u64)s * a.H + h, w, lane), s + 1, s + 1, s, h, base, base + OPEN, w, lane);
     } else if (alone) {
       leave(S, a, x.piece, x.first, s, s - 1, h, base + SAID, w, lane);
     }

@@ -21,7 +21,7 @@ template <class Args> INLINE Span span_of(const Args& a, int s) {
 
 // 1: a span starts from zero; 2: it waits
 template <class Args> INLINE int* decided(const Args& a, int s, int h) { return a.flags + s * a.H + h; }
-// Whether `states` holds what a span leaves
+// 1: `states` holds what a span leaves; -1: `parts` holds what it leaves early, see `combine`
 template <class Args> INLINE int* done(const Args& a, int s, int h) { return a.flags + (a.count + s) * a.H + h; }
 // The number of the next program; what `choose` keeps follows.
 template <class Args> INLINE int* ticket(const Args& a) { return a.flags + 2 * a.count * a.H; }
@@ -102,15 +102,24 @@ INLINE void begin_with(float (&S)[16][4], const float* from, int w, int lane) { 
     for (int e = 0; e < 4; e++) S[nt][e] = from ? from[(nt * 8 + 2 * tq + (e & 1)) * D + v + (e >> 1) * 8] : 0.f;
 }
 
-// What span s leaves, once it has
-template <class Args> INLINE void take(float (&S)[16][4], const Args& a, int s, int h, int w, int lane) {
-  while (!load_acquire(done(a, s, h))) {}
-  const float4* from = (const float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+// Where state i of many lies, as these warps hold it
+INLINE float4* held(const float* all, u64 i, int w, int lane) { return (float4*)(all + i * (D * D)) + w * 32 + lane; }
+INLINE void store(const float (&S)[16][4], float4* to) {
+#pragma unroll
+  for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
+}
+INLINE void load(float (&S)[16][4], const float4* from) {
 #pragma unroll
   for (int nt = 0; nt < 16; nt++) {
     const float4 y = __ldcg(from + nt * 256);
     S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
   }
+}
+
+// What span s leaves, once it has
+template <class Args> INLINE void take(float (&S)[16][4], const Args& a, int s, int h, int w, int lane) {
+  while (load_acquire(done(a, s, h)) <= 0) {}
+  load(S, held(a.states, (u64)s * a.H + h, w, lane));
 }
 
 // Hand the state that span s leaves on: to span `next` if that waits or has not decided yet, or where the piece is `over` to
@@ -122,10 +131,7 @@ INLINE void leave(const float (&S)[16][4], const Args& a, int piece, int over, i
     if (w == 0 && lane == 0) sts32(said + 12, load_acquire(decided(a, next, h)) != 1);
     between_warps();  // one thread asks, so that all do the same
     if (lds32(said + 12)) {
-      float4* to = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-      for (int nt = 0; nt < 16; nt++) to[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
-      fence_gpu();
+      store(S, held(a.states, (u64)s * a.H + h, w, lane));
       between_warps();
       if (w == 0 && lane == 0) store_release(done(a, s, h), 1);
     }
@@ -143,11 +149,6 @@ INLINE void leave(const float (&S)[16][4], const Args& a, int piece, int over, i
 // A span that waits goes over its tokens from zero (what it leaves then is S') and from the identity (Phi) before the state
 // that enters is there, so that the state it leaves is a product once it is.
 
-template <class Args> INLINE void store_state(const float (&S)[16][4], const Args& a, int s, int h, int w, int lane) {
-  float4* own = (float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
-#pragma unroll
-  for (int nt = 0; nt < 16; nt++) own[nt * 256] = make_float4(S[nt][0], S[nt][1], S[nt][2], S[nt][3]);
-}
 INLINE void identity(float (&S)[16][4], int w, int lane) {
   const int row = w * 16 + (lane >> 2), column = 2 * (lane & 3);
 #pragma unroll
@@ -172,20 +173,10 @@ INLINE void keep_map(const float (&S)[16][4], u32 at, int w, int lane) {
   between_warps();
 }
 
-// What span s leaves, S' (in `states`) + S Phi (at `at`), to `states`, S being what span `before` leaves; `open` then lets
-// the last pass begin. Leaves the state that enters in S.
-template <class Args>
-INLINE void leave_early(float (&S)[16][4], const Args& a, int before, int s, int h, u32 at, u32 open, int w, int lane) {
-  while (!load_acquire(done(a, before, h))) {}
-  const float4* from = (const float4*)(a.states + ((u64)before * a.H + h) * (D * D)) + w * 32 + lane;
-  const float4* own = (const float4*)(a.states + ((u64)s * a.H + h) * (D * D)) + w * 32 + lane;
+// S += what lies at `from`, a state or a map, times the map at `at`
+INLINE void add_mapped(float (&S)[16][4], const float4* from, u32 at) {
 #pragma unroll
-  for (int nt = 0; nt < 16; nt++) {
-    const float4 y = __ldcg(own + nt * 256);
-    S[nt][0] = y.x; S[nt][1] = y.y; S[nt][2] = y.z; S[nt][3] = y.w;
-  }
-#pragma unroll
-  for (int half = 0; half < 2; half++) {  // of what enters: registers do not hold all of it
+  for (int half = 0; half < 2; half++) {  // of what lies there: registers do not hold all of it
     u32 high[4][4], low[4][4];
 #pragma unroll
     for (int nt = 0; nt < 8; nt++) {
@@ -205,12 +196,66 @@ INLINE void leave_early(float (&S)[16][4], const Args& a, int before, int s, int
     wg_commit();
     wg_wait(S);
   }
-  store_state(S, a, s, h, w, lane);
-  fence_gpu();
+}
+
+// What span s leaves, S' (at `own`) + S Phi (Phi at `at`), to `states`, S being what span `from` leaves; `open` then lets the
+// last pass begin, from what span `before` leaves, which S is then.
+template <class Args>
+INLINE void leave_early(float (&S)[16][4], const Args& a, const float4* own, int from, int before, int s, int h, u32 at, u32 open,
+                        int w, int lane) {
+  load(S, own);  // while it waits
+  while (load_acquire(done(a, from, h)) <= 0) {}
+  add_mapped(S, held(a.states, (u64)from * a.H + h, w, lane), at);
+  store(S, held(a.states, (u64)s * a.H + h, w, lane));
   between_warps();
   if (w == 0 && lane == 0) {
     store_release(done(a, s, h), 1);
     bar_arrive(open);
   }
   take(S, a, before, h, w, lane);
+}
+
+// -- spans that combine ----------------------------------------------------------------------------------------------
+// Of spans that wait one behind another, those with one s / a.together combine S' and Phi first, each with those before it, beside
+// all others. So a state is handed on once for all of them, and each finds what it leaves of the state that enters the first.
+
+template <class Args> INLINE bool waits(const Args& a, bool forward, int s, int h) {
+  const Span x = span_of(a, s);
+  if (forward ? x.first : x.last) return false;
+  int found;
+  while (!(found = load_acquire(decided(a, s, h)))) {}
+  return found == 2;
+}
+// The span whose state enters those that combine with span s, which waits.
+template <class Args> INLINE int enters(const Args& a, bool forward, int s, int h) {
+  const int step = forward ? -1 : 1;
+  int i = s + step;
+  while (i / a.together == s / a.together && waits(a, forward, i, h)) i += step;
+  return i;
+}
+// Span s, whose Phi is S, with those before it (`joins`: there are): S' and Phi of all of them to `parts`, Phi also to `at`.
+template <class Args>
+INLINE void combine(float (&S)[16][4], const Args& a, bool joins, int before, int s, int h, u32 at, int w, int lane) {
+  float4* const own = held(a.parts, 2 * ((u64)s * a.H + h), w, lane);
+  const int map = D * D / 4;  // from S' to Phi
+  if (joins) {
+    const float4* const others = held(a.parts, 2 * ((u64)before * a.H + h), w, lane);
+    keep_map(S, at, w, lane);
+    load(S, own);
+    while (!load_acquire(done(a, before, h))) {}
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+      add_mapped(S, others + i * map, at);
+      if (i == 0) {
+        store(S, own);
+#pragma unroll
+        for (int nt = 0; nt < 16; nt++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) S[nt][e] = 0.f;
+      }
+    }
+  }
+  store(S, own + map);
+  keep_map(S, at, w, lane);
+  if (w == 0 && lane == 0) store_release(done(a, s, h), -1);
 }

@@ -49,6 +49,9 @@ INLINE void sts32(u32 a, u32 x) { memcpy(machine::at(a, 4, 4), &x, 4); }
 INLINE void sts64(u32 a, u32 x, u32 y) { const u32 z[2] = {x, y}; memcpy(machine::at(a, 8, 8), z, 8); }
 INLINE void sts128(u32 a, const float* x) { memcpy(machine::at(a, 16, 16), x, 16); }
 INLINE void stg128(void* p, const u32* x) { memcpy(p, x, 16); }
+INLINE void stg128_if(void* p, const u32* x, bool live) {
+  if (live) stg128(p, x);
+}
 INLINE void cp16(u32 to, const void* from, bool live) {
   char* place = machine::at(to, 16, 16);
   if (live) memcpy(place, from, 16); else memset(place, 0, 16);
@@ -123,7 +126,6 @@ INLINE int load_acquire(const int* p) {
   return *(volatile const int*)p;
 }
 INLINE void store_release(int* p, int x) { *(volatile int*)p = x; machine::it().progress++; }
-INLINE void fence_gpu() {}
 template <int N> INLINE void registers_down() {}
 template <int N> INLINE void registers_up() {}
 
