@@ -209,8 +209,8 @@ def _entering(start: Any, c: Tensor, up: Tensor | None, layout: ShardedLayout | 
     if not fixed(layout):
         return _after_first(S, B, x, c.to(S.dtype), _of_one_rank(up, layout))
     ups = [None] * len(S) if up is None else _ForDocuments.apply(up, len(S), layout).unbind(0)
-    states = zip(*(t.split(1) for t in (S, B, x, c.to(S.dtype))))  # one by one, whatever others there are
-    return torch.cat([_after_first(*(t.clone() for t in of), up=u) for of, u in zip(states, ups)])
+    one_by_one = zip(*(t.split(1) for t in (S, B, x, c.to(S.dtype))), ups)  # whatever others there are
+    return torch.cat([_after_first(S.clone(), B.clone(), x.clone(), c.clone(), u) for S, B, x, c, u in one_by_one])
 
 
 def _after_first(S: Tensor, B: Tensor, x: Tensor, c: Tensor, up: Tensor | None) -> Tensor:
