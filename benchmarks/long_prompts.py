@@ -1,15 +1,18 @@
 """A long prompt's first token, and tokens after it: `python -m benchmarks.long_prompts`, or under torchrun.
 
-A bf16 model of the shape of examples/configs/hybrid_1b.yaml, random weights. Of each length a prompt is read cold and
-another one warm; then so many sequences go on from the second side by side, as its state is kept, and a token's time is
-taken while all are there. A row is written as soon as it is known; after --limit seconds nothing new is begun. The
-bytes a step reads are weights and what this rank remembers of the sequences; that the tokens are right is for tests.
+A bf16 model with random weights: of the shape of examples/configs/hybrid_1b.yaml, or a mixture of Transformers. Of
+each length a prompt is read cold and another one warm; then so many sequences go on from the second side by side, as
+its state is kept, and a token's time is taken while all are there. With --sharded each rank has a part of the weights.
+A row is written as soon as it is known, with the most memory rank 0 had; after --limit seconds nothing new is begun.
+The bytes a step reads are weights and what this rank remembers of the sequences; that the tokens are right is for
+tests.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +22,11 @@ import torch
 
 from ring_la import ContextParallel
 from ring_la.cli.job import job
+from ring_la.inference.sharded_weights import held_weights
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Completion, Ended, Engine, Event, Hybrid, Keep, NewToken, NoText, Request
-from ring_la.serving.memory import held
+from ring_la.serving.memory import fitting, held
+from ring_la.serving.model import Served
 
 from .options import counts
 
@@ -76,10 +81,18 @@ class Runs:
 
         for each in jobs:
             each.then = then
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         self._engine.submit(*jobs)
 
     def _note(self, length: int, name: str, jobs: list[Asked], asked: float) -> None:
-        row: dict[str, Any] = {"prompt": length, "what": name}
+        row: dict[str, Any] = {
+            "prompt": length,
+            "what": name,
+            "GiB weights": held_weights(self._engine.model.model) / GIB,
+        }
+        if torch.cuda.is_available():
+            row["GiB"] = torch.cuda.max_memory_allocated() / GIB
         if not all(isinstance(each.end, Ended) for each in jobs):
             row["failed"] = str(next(each.end for each in jobs if not isinstance(each.end, Ended)))
         elif name.startswith("first"):
@@ -99,7 +112,7 @@ class Runs:
         states = self._engine.states
         longest = max(states.kept, key=lambda key: states.kept[key].length, default=0)
         remembered = held(states.before(longest)) if longest else 0
-        return sum(p.nbytes for p in self._engine.model.model.parameters()) + len(jobs) * remembered
+        return held_weights(self._engine.model.model) + len(jobs) * remembered
 
 
 def make(cp: ContextParallel, small: bool) -> HybridLM:
@@ -112,13 +125,57 @@ def make(cp: ContextParallel, small: bool) -> HybridLM:
     return model.to(torch.float32 if small else torch.bfloat16)
 
 
+MIXTURES = {"qwen3_5_35b_a3b": "Qwen3_5MoeForCausalLM", "kimi_linear_48b": "KimiLinearForCausalLM"}
+"""Shapes that are their classes' defaults: Qwen3.5-35B-A3B's and Kimi-Linear-48B-A3B's."""
+SURE = 8.0
+"""By how much routers are scaled up, so that rounding turns no choice that counts, as in trained ones."""
+SMALL: dict[str, Any] = dict(vocab_size=257, hidden_size=64, num_hidden_layers=5, num_attention_heads=2)
+SMALL |= dict(num_key_value_heads=2, moe_intermediate_size=32, num_experts_per_tok=2, pad_token_id=None)
+SMALL_HEADS: dict[str, dict[str, Any]] = {
+    "qwen3_5_35b_a3b": dict(linear_num_key_heads=2, linear_num_value_heads=2),
+    "kimi_linear_48b": dict(linear_num_heads=2, linear_head_dim=32),
+}
+
+
+def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Served:
+    """A mixture of Transformers, made on "meta" and drawn a module at a time."""
+    if small:
+        sys.modules["fla"] = None  # type: ignore[assignment]  # whose kernels need a GPU
+    import transformers
+
+    from ring_la.integrations.transformers.sharded import shard_weights
+    from ring_la.integrations.transformers.weights import draw_weights
+    from ring_la.serving.pretrained import Pretrained
+
+    kind: Any = getattr(transformers, MIXTURES[name])
+    config = kind.config_class(max_position_embeddings=2**21, **(SMALL | SMALL_HEADS[name] if small else {}))
+    config.dtype = torch.float32 if small else torch.bfloat16
+    with torch.device("meta"):
+        model = kind(config).to(config.dtype)
+    weights = shard_weights(model, cp) if sharded else None
+    draw_weights(model, device=cp.device)
+    for router in (p for n, p in model.named_parameters() if n.endswith("mlp.gate.weight")):
+        router.data.mul_(SURE)
+    if weights is not None:
+        weights.settle(model)
+    return Pretrained(model, cp)
+
+
 def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None:
-    model = Hybrid(make(cp, args.small))
+    if args.model == "hybrid_1b":
+        model: Served = Hybrid(make(cp, args.small))
+    else:
+        model = mixture(cp, args.model, args.small, args.sharded)
     rows: list[dict[str, Any]] = []
+    if args.longest:
+        tokens = fitting(model, cp, args.piece * cp.size if model.goes_on else None, 0)
+        rows.append({"what": "longest context", "ranks": cp.size, "tokens": tokens})
+        if cp.rank == 0:
+            print(json.dumps(rows[0]), flush=True)
     for length in args.lengths:
         if cp.comm.agreement.tell(str(time.perf_counter() - begun > args.limit))[0] == "True":
             return  # rank 0's time
-        keep, most = Keep(64 * GIB if torch.cuda.is_available() else GIB), max(args.batches)
+        keep, most = Keep(args.keep * GIB if torch.cuda.is_available() else GIB), max(args.batches)
         engine = Engine(
             model, NoText(), cp, piece=args.piece * cp.size, batch=most, keep=keep, patience=300, capture=args.capture
         )
@@ -129,15 +186,23 @@ def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["hybrid_1b", *MIXTURES], default="hybrid_1b", help="whose shape")
+    parser.add_argument("--sharded", action="store_true", help="each rank has a part of a mixture's weights")
     parser.add_argument("--lengths", type=counts, default=[65536, 262144])
     parser.add_argument("--batches", type=counts, default=[1, 8, 64], help="sequences decoded side by side")
     parser.add_argument("--tokens", type=int, default=48, help="of each of them")
     parser.add_argument("--piece", type=int, default=65536, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--capture", action="store_true", help="a step of decoding is one CUDA graph")
+    parser.add_argument(
+        "--longest", action="store_true", help="first, the tokens that fit, as the server finds at its start (GPUs)"
+    )
+    parser.add_argument("--keep", type=int, default=64, help="GiB of states kept on each GPU")
     parser.add_argument("--limit", type=float, default=50, help="seconds after which nothing new is begun")
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.sharded and args.model == "hybrid_1b":
+        parser.error("--sharded: expected a mixture, got hybrid_1b")
     begun = time.perf_counter()
     with job():
         measure(ContextParallel(validate="never", timeout=120), args, begun)

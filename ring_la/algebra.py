@@ -10,7 +10,7 @@ shapes, and the backward pass is the same scan, right to left, with ``Aᵀ``:
     identity   no tensor          linear attention
     scalar     [..., H]           retention, lightning attention, simple GLA, Mamba-2
     diagonal   [..., H, K]        GLA, HGRN-2
-    dense      [..., H, K, K]     delta rule, gated delta rule, KDA, RWKV-7 / DPLR
+    dense      [..., H, K, K]     delta rule, gated delta rule, KDA, Comba, GDN-2, RWKV-7 / DPLR
 
 `Rule` is how one token changes the state; the shape of its transition follows from it. What a token reads does not: to
 read the other side of the state, ``o = S q``, needs no scan of its own, since that is a gradient of ``cᵀ S q``.
@@ -28,11 +28,13 @@ from torch import Tensor
 from .errors import ArgumentError
 
 Transition = Literal["identity", "scalar", "diagonal", "dense"]
-Write = Literal["additive", "sum", "delta", "dplr"]
+Write = Literal["additive", "sum", "delta", "erase", "dplr"]
 Decay = Literal["none", "scalar", "diagonal"]
 Side = Literal["keys", "values"]
 _GATE: dict[Decay, tuple[str, ...]] = {"none": (), "scalar": ("g",), "diagonal": ("g",)}
-_BROUGHT: dict[Write, tuple[str, ...]] = {"additive": (), "sum": (), "delta": ("beta",), "dplr": ("a", "b")}
+_BROUGHT: dict[Write, tuple[str, ...]] = {
+    "additive": (), "sum": (), "delta": ("beta",), "erase": ("beta", "a"), "dplr": ("a", "b"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Rule:
     additive   S ← D S + k vᵀ
     sum        S ← D S + v                              (heads of one number; q and k are ones)
     delta      S ← (I − β k kᵀ) D S + β k vᵀ
+    erase      S ← (I − β k aᵀ) D S + β k vᵀ            (a delta rule that erases along a key of its own)
     dplr       S ← (D + b aᵀ) S + k vᵀ                 (a reads the state before the decay)
 
     and then reads ``o = scale · Sᵀ q``, or by `reads` = "values" ``o = scale · S q``, with q as wide as v and o as k

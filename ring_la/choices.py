@@ -34,11 +34,14 @@ SoftmaxBackend = Literal[
     "flash_attn_4",
     "sage",
     "triton",
+    "triton_in_place",
     "cpu_flash",
     "torch",
     "reference",
 ]
 """What computes softmax attention (`softmax.backends`)."""
+ChosenBackendName = Literal["triton", "triton_sorted", "torch", "reference"]
+"""The same where queries choose their keys (`softmax.sparse_attention`)."""
 Activation = Literal["silu"]
 """What follows a short convolution (`conv`)."""
 JointPlace = Literal["front", "rear", "none"]

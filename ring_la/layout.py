@@ -4,7 +4,8 @@ A sequence of ``seq_len`` tokens is cut into ordered *segments*, each a run of t
 
     contiguous   P segments,  rank r owns segment r
     zigzag       2P segments, rank r owns segments r and 2P−1−r (balances causal attention)
-    balanced     8P segments, as many a rank, so that causal attention within packed documents is even (`balanced.py`)
+    balanced     up to 8P segments, as many a rank, so that causal attention within packed documents is even and few
+                 keys are sent (`balanced.py`)
     striped      no segments: rank r owns tokens r, r+P, r+2P, …
 
 Segments differ in length by at most one unit of `multiple_of` tokens, so any length works, also one shorter
@@ -23,7 +24,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from .balanced import PARTS, owners_by_work
+from .balanced import balanced
 from .choices import LayoutKind
 from .errors import ArgumentError, UnsupportedError
 
@@ -147,10 +148,11 @@ class Layout:
         """All segments of the sequence in order; empty ones (a sequence shorter than their number) are left out."""
         self.require_runs("segments")
         p = self.world_size
-        n = p * {"contiguous": 1, "zigzag": 2, "balanced": PARTS}[self.kind]
-        borders = self._borders_in_documents(n) if self.of_documents else self._borders(n)
+        borders_of = self._borders_in_documents if self.of_documents else self._borders
         if self.kind == "balanced":
-            return self._joined(borders, owners_by_work(borders, self.cu_seqlens, p))
+            return self._joined(*balanced(borders_of, self.cu_seqlens, p))
+        n = p if self.kind == "contiguous" else 2 * p
+        borders = borders_of(n)
         owners = [*range(p), *reversed(range(p))][:n]
         return tuple(Segment(a, b, r) for a, b, r in zip(borders, borders[1:], owners) if b > a)
 

@@ -12,19 +12,47 @@ import torch
 from torch import Tensor
 
 from .autograd import first_derivative_only
+from .blockwise import fixed
+from .blockwise.fold import summed
+from .comm import Replicated
 from .context import ShardedLayout
-from .errors import UnsupportedError
 from .scan import Chain
 
 
-def running_sum(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
+def running_sum(
+    x: Tensor,
+    layout: ShardedLayout | None,
+    cu_seqlens: Tensor | None,
+    start: Tensor | None = None,
+    held: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Σ of each document's tokens up to and with each one, of ``x [B, T, …]``, fp64.
 
-    Raises:
-        UnsupportedError: a deterministic layout: what is added first depends on the split.
+    Args:
+        start: the sums before each document ``[N, …]``, on every rank; its gradient is whole on every rank.
+        held: what a state holds of a sum. Under a deterministic layout that is what goes on from block to block, so
+            that whoever goes on from the state has the same bits.
     """
-    if layout is not None and layout.cp.deterministic:
-        raise UnsupportedError("layout", "one without deterministic=True for sums of tokens", "a deterministic one")
+    if fixed(layout):
+        before = None if start is None else start.double().flatten(1)
+        return summed(x.double().flatten(2), before, layout, held).view(x.shape)
+    out = _plain(x, layout, cu_seqlens)
+    return out if start is None else out + _of_tokens(start.double(), x, layout, cu_seqlens)
+
+
+def _of_tokens(rows: Tensor, x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Rows of documents ``[N, …]`` as rows of tokens ``[B, T, …]``."""
+    if layout is not None:
+        rows = Replicated.apply(rows, layout.cp.comm)
+        return rows.index_select(0, layout.documents)[None] if layout.packed else rows[:, None]
+    if cu_seqlens is None:
+        return rows[:, None]
+    document = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(x.shape[1], device=x.device), right=True)
+    return rows.index_select(0, document)[None]
+
+
+def _plain(x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The sums where their bits may depend on the split."""
     flat = x.double().flatten(2)
     cu = cu_seqlens if layout is None else layout.cu_pieces.to(x.device)
     if cu is None:

@@ -17,13 +17,15 @@ ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
     {"errors", "outputs", "choices", "version"},
-    {"algebra", "autograd", "balanced", "kept", "schemas"},
+    {"algebra", "autograd", "balanced", "buckets", "kept", "schemas"},
     {"layout", "reference"},
     {"kernels"},
     {"comm"},
     {"scan", "grouped_gemm"},
     {"context"},
-    {"checks", "nans", "running_sum", "capture", "blockwise", "reading"},
+    {"checks", "nans", "capture", "reading"},
+    {"blockwise"},
+    {"running_sum"},
     {"linear", "softmax", "log_linear"},
     {"indexers"},
     {"keystore"},

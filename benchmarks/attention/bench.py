@@ -39,11 +39,13 @@ from ring_la.errors import UnsupportedError
 from ring_la.layout import KINDS
 from ring_la.softmax import attention
 from ring_la.softmax.backends import BACKENDS
+from ring_la.softmax.scores import Scores
 from ring_la.softmax.strategies import STRATEGIES as WAYS
 from ring_la.softmax.strategies import Copied
 
 from ..options import counts, names
 from ..peers.attention import Call, Peers, Wanted
+from .ahead import compile_ahead
 from .measure import Timed, bound_of, measure, peak
 from .table import table
 
@@ -121,12 +123,18 @@ def run(args: argparse.Namespace) -> None:
         raise UnsupportedError("ranks", "some that torchrun started, with a GPU each", got)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    rank, P, rows, end = dist.get_rank(), dist.get_world_size(), [], time.monotonic() + args.seconds
+    began = time.monotonic()
+    rank, P, rows, end = dist.get_rank(), dist.get_world_size(), [], began + args.seconds
     contexts = {name: ring_la.ContextParallel(scan="ring", transport=name) for name in args.transports}
     others = Peers(rank, P) if args.peers_on != ["none"] else None
     facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
     if rank == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
+    made = compiled_ahead(args)
+    if rank == 0:
+        print(
+            f"{made} passes of Triton's kernels compiled, {time.monotonic() - began:.0f} s after the start", flush=True
+        )
     for case, T in itertools.product(args.cases, args.lengths):
         for row in bench(Case.of(case, T, P, args), args, contexts, others, end):
             rows.append(row)
@@ -134,6 +142,22 @@ def run(args: argparse.Namespace) -> None:
                 print(described(row), flush=True)
                 args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
     dist.destroy_process_group()
+
+
+def compiled_ahead(args: argparse.Namespace) -> int:
+    """How many passes of kernels were compiled before the first row."""
+    kernels, made = [BACKENDS[name] for name in args.backends], 0
+    by_groups: dict[int, set[Scores]] = {}
+    for name in args.cases:
+        how = CASES[name]
+        left, right = how.get("window", (-1, -1))
+        right = 0 if how.get("causal", True) else right
+        reach = (None if side < 0 else side for side in (left, right))
+        scores = Scores(args.width**-0.5, how.get("softcap", 0.0), *reach)
+        by_groups.setdefault(how.get("groups", args.heads), set()).add(scores)
+    for groups, scores in by_groups.items():
+        made += compile_ahead(kernels, scores, (args.heads, groups), args.width)
+    return made
 
 
 def over(end: float) -> bool:

@@ -10,8 +10,8 @@ strategies (`parallelize`), and those of `benchmarks.peers.diffusion`, where the
 its blocks compiled, and either as a CUDA graph. Errors are relative to "one" in eager mode, by the norm. Arms run one
 after the other, each in a model of its own; times are medians of the slowest rank's; `sent`, on CPUs, is what a rank
 sends a step. Rows are written as they come; one that takes longer than --limit, building and compiling included,
-ends, and the others go on. --pipeline takes whole images of Flux instead: text, 28 steps, decoder. Without GPUs tiny
-models run over gloo.
+ends, and the others go on. --parts adds what one rank's kernels took, by kind (`parts`). --pipeline takes whole images
+of Flux instead: text, 28 steps, decoder. Without GPUs tiny models run over gloo.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ..options import names
 from ..peers.diffusion import PEERS, XDIT, degrees, diffusers_parallel, xdit_model
 from ..timing import barrier, in_turns, seconds
 from .book import Book
+from .parts import profiled
 from .pipelines import OURS, images
 from .shapes import SHAPES, Shape, build, draw_inputs
 
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", type=names(MODES), default=["eager"], help=f"out of {', '.join(MODES)}")
     parser.add_argument("--pipeline", action="store_true", help="whole images of Flux: text, steps, decoder")
     parser.add_argument("--steps", type=count, default=28, help="denoising steps of --pipeline")
+    parser.add_argument("--parts", action="store_true", help="what a step's time is made of, on GPUs")
     parser.add_argument("--rounds", type=count, default=5, help="at most: slow steps are timed less often")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds a row may take")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="also write the figures as JSON")
@@ -162,7 +164,9 @@ def _timed(
         row["error"] = float((out - want).norm() / want.norm())
     if cp is not None and cp.axes is None and not cuda:  # there keys may be copied, which counts nothing
         row["sent"] = sent
-    return row | ({"GiB": torch.cuda.max_memory_allocated() / 2**30} if cuda else {})
+    if cuda:
+        row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return row | (profiled(step, group) if cuda and here.options.parts else {})
 
 
 def _step(model: nn.Module, inputs: dict[str, Any], graph: bool) -> Callable[[], Tensor]:

@@ -48,7 +48,7 @@ class Book:
         """Print it, and write the file."""
         self.rows.append(row)
         if self._first:
-            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+            print("  ".join(f"{k} {_short(v)}" for k, v in row.items()), flush=True)
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 self.file.write_text(json.dumps(dict(self._head) | {"rows": self.rows}, indent=1))
@@ -89,3 +89,12 @@ class Book:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(count) + 1)  # under which the ranks meet anew
         more = [] if "--resume" in sys.argv else ["--resume"]
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *more])
+
+
+def _short(x: object) -> str:
+    """As a row shows it."""
+    if isinstance(x, dict):
+        return ", ".join(f"{k} {_short(v)}" for k, v in x.items())
+    if isinstance(x, list):
+        return "".join(f"\n    {' '.join(map(_short, row))}" for row in x)
+    return f"{x:.4g}" if isinstance(x, float) else str(x)

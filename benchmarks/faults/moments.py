@@ -52,6 +52,13 @@ def exchange(cp: ring_la.ContextParallel, tokens: int = T):
     return lambda: layout.gather(x).sum()
 
 
+def hear(at: Rank, call) -> None:
+    """On GPUs, where no host waits for messages: wait for the device, and make one more call."""
+    if at.device.type == "cuda":
+        torch.cuda.synchronize()
+        call()
+
+
 def _forward(at: Rank, make) -> None:
     cp = context(at)
     call, longer, meet = make(cp), make(cp, T + 6), exchange(cp)
@@ -61,6 +68,7 @@ def _forward(at: Rank, make) -> None:
         longer()
     call()
     meet()
+    hear(at, meet)
 
 
 def _backward(at: Rank, make) -> None:
@@ -71,6 +79,7 @@ def _backward(at: Rank, make) -> None:
     loss, other = call(), longer()
     (other if wait(at) else loss).backward()
     meet()
+    hear(at, meet)
 
 
 def recurrence_forward(at: Rank) -> None:
@@ -104,23 +113,27 @@ def compiled_step(at: Rank) -> None:
     where = longer if wait(at) else layout
     for _ in range(2):
         step(shards[where], where).backward()
+    hear(at, exchange(cp))
 
 
 def captured_step(at: Rank) -> None:
-    """On GPUs alone: a replayed graph asks nobody anything; the next eager call does."""
+    """On GPUs alone: two kinds of steps that `ring_la.capture` replays."""
     cp = context(at, transport="symmetric")
-    call = recurrence(cp)
-    for _ in range(3):
-        call().backward()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call().backward()
-    wait(at)
-    graph.replay()
-    torch.cuda.synchronize()
-    call()
-    torch.cuda.synchronize()
-    call()
+    calls = {n: recurrence(cp, n) for n in (T, T + 6)}
+
+    def once(tokens: int) -> None:
+        calls[tokens]().backward()
+
+    step = ring_la.capture(once, cp)
+    for _ in range(5):
+        for n in calls:
+            step(n)
+    step.wait()
+    odd = wait(at)
+    for _ in range(2):
+        step(T + 6 if odd else T)
+    step.wait()
+    hear(at, lambda: step(T))
 
 
 def training(at: Rank) -> None:
@@ -141,6 +154,7 @@ def training(at: Rank) -> None:
     odd = wait(at)
     for _ in range(3):
         step(T + 6 if odd else T)
+    hear(at, exchange(cp))
 
 
 MOMENTS = {

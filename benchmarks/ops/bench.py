@@ -7,14 +7,14 @@ What is trained and served comes first (`production`): --rows says which of it, 
 starts a row after --limit seconds. With --rows alone nothing else is measured, with --ops or --shapes alone none of it.
 
 Peers: fla-core, mamba_ssm, causal_conv1d; those not installed are skipped by name. FLA is tuned first (see
-`peers/fla_tuning.py`), for at most --tune seconds. Each side of an operator is a process of its own. They compile side
-by side for at most --warm seconds and compare themselves with fp64; then one after the other is timed alone, but for a
-side whose error is off. Times are medians of CUDA events; memory is the peak beyond the inputs; the host's time is
-that of a forward call without and with gradients, and of the replay of one as a CUDA graph. --cold measures the first
-forward and backward with empty caches, all sides at once; a peer's goes on while the others compile, and is stopped
-before anything is timed. FLA's guard against the gated backward on this Triton (#640) is switched off; its errors are
-checked like all others. --docs writes the tables into a Markdown file (see `tables`), and --read does that with an
-earlier run's figures.
+`peers/fla_tuning.py`), for at most --tune seconds; --configs N: its kernels choose among N configurations. Each side of
+an operator is a process of its own. They compile side by side for at most --warm seconds and compare themselves with
+fp64; then one after the other is timed alone, but for a side whose error is off. Times are medians of CUDA events;
+memory is the peak beyond the inputs; the host's time is that of a forward call without and with gradients, and of the
+replay of one as a CUDA graph. --cold measures the first forward and backward with empty caches, all sides at once; a
+peer's goes on while the others compile, and is stopped before anything is timed. FLA's guard against the gated backward
+on this Triton (#640) is switched off; its errors are checked like all others. --docs writes the tables into a Markdown
+file (see `tables`), and --read does that with an earlier run's figures.
 """
 
 from __future__ import annotations
@@ -150,6 +150,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", help="comma-separated (default: all)")
     parser.add_argument("--shapes", help="BxTxHxK or BxTxHxKxV, comma-separated")
     parser.add_argument("--tune", type=float, default=300, metavar="SECONDS", help="time to tune fla-core in; 0: don't")
+    parser.add_argument(
+        "--configs", type=count, metavar="N", help="fla-core's kernels choose among N configurations (default: all)"
+    )
     parser.add_argument("--warm", type=float, default=600, metavar="SECONDS", help="time to compile in (default 600)")
     parser.add_argument(
         "--jobs",
@@ -189,6 +192,8 @@ def run(args: argparse.Namespace) -> int:
 
 def measured(args: argparse.Namespace, parts: list[Part], rivals: list[str], device: str) -> dict[str, Any]:
     """All rows, kept in --out as they come."""
+    if args.configs:
+        os.environ[fla_tuning.FEW] = str(args.configs)
     started, rows_planned = time.monotonic(), [row for part in parts for row in part.rows]
     absent: dict[str, dict[str, str]] = {}
     sides = {}
@@ -196,6 +201,8 @@ def measured(args: argparse.Namespace, parts: list[Part], rivals: list[str], dev
         sides[name], absent[name] = peers_of(name, device, rivals)
     missing = {peer: why for peers in absent.values() for peer, why in peers.items()}
     found: dict[str, Any] = {"machine": machine(device), "absent": missing, "rows": []}
+    if args.configs:
+        found["fla_configurations"] = args.configs
     cold_ops = args.cold.split(",") if args.cold else []
     cold = ColdStart(cold_ops, sides, {name: next(s for n, s in rows_planned if n == name) for name in cold_ops})
     cold.wait(args.cold_limit)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..peers import fla_tuning
 from ..peers import ops as peers
 from .cases import CASES, Case, Shape, floor_bytes, inputs
 from .measure import TOKENS, Op, errors, given, measure, results, trains
@@ -62,6 +63,8 @@ def attempt(function, *arguments) -> dict[str, Any]:
 
 
 def side_of(name: str, side: str) -> Op:
+    if side == "fla":
+        fla_tuning.few()
     return CASES[name].ours if side == "ring_la" else peers.load(side, name)
 
 

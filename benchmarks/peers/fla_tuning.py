@@ -9,6 +9,8 @@ compiled kernels, with fewer repetitions. No configuration is left out. Triton's
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +27,8 @@ from . import ops as peers
 
 ENVIRONMENT = {"TRITON_CACHE_AUTOTUNING": "1"}
 """For every process that runs fla-core: all its kernels keep on disk what they tuned, also those that would not."""
+FEW = "BENCHMARKS_FLA_CONFIGURATIONS"
+"""In a process's environment: configurations a kernel that fla-core chooses among (`few`)."""
 ENOUGH, MOST = 8e-3, 10
 """Seconds and calls after which a configuration has been timed."""
 Rows = Sequence[tuple[str, str]]
@@ -216,6 +220,21 @@ def settle_for_the_first() -> None:
     Autotuner.prune_configs, Autotuner._bench, Autotuner.do_bench = pruned, benched, property(lambda self: once)
 
 
+def few() -> None:
+    """From now on kernels choose among as many configurations as the environment says, if it does: where there is no
+    time to compile all. First those of four warps, then the nearest; of these first three stages."""
+    from triton.runtime.autotuner import Autotuner
+
+    most, prune = os.environ.get(FEW), Autotuner.prune_configs
+    if most is None:
+        return
+
+    def far(config: Any) -> tuple[float, int]:
+        return abs(math.log2(config.num_warps / 4)), abs(config.num_stages - 3)
+
+    Autotuner.prune_configs = lambda self, named: sorted(prune(self, named), key=far)[: int(most)]
+
+
 def tune_all(rows: Rows, call: Call) -> None:
     """Tunes each in turn; a line on stdout when one is done."""
     from triton.runtime.autotuner import Autotuner
@@ -234,6 +253,7 @@ def tune_all(rows: Rows, call: Call) -> None:
 def main(call: Call = call, fake: bool = True) -> None:
     """One of the processes: ``compile PART PARTS OP:SHAPE,…`` or ``tune OP:SHAPE,…``. Where `call` reads values on the
     host its tensors cannot be `fake`."""
+    few()
     what, *more, listed = sys.argv[1:]
     rows = [tuple(row.split(":")) for row in listed.split(",")]
     if what == "compile":

@@ -83,12 +83,13 @@ def fla(name: str) -> Callable[[Inputs], Tensor] | None:
     def ttt(x: Inputs) -> Tensor:
         from fla.ops.ttt import chunk_ttt_linear
 
-        return chunk_ttt_linear(**x | {"eta": x["eta"][..., None]}, chunk_size=16)[0]
+        norm = {n: x[n].to(x["q"].dtype) for n in ("w", "b")}
+        return chunk_ttt_linear(**x | norm | {"eta": x["eta"][..., None]}, chunk_size=16)[0]
 
     def log_linear(x: Inputs) -> Tensor:
         from fla.ops.log_linear_attn import chunk_log_linear_attn
 
-        return chunk_log_linear_attn(x["q"], x["k"], x["v"], x["g"], x["lam"], scale=1.0)[0]
+        return chunk_log_linear_attn(x["q"], x["k"], x["v"], x["g"], x["lam"].to(x["q"].dtype), scale=1.0)[0]
 
     return {
         "linear_attention": lambda x: chunk_linear_attn(**x, normalize=False)[0],

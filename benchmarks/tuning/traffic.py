@@ -37,7 +37,7 @@ def inputs(rule: Rule, H: int, HK: int, K: int, V: int) -> Inputs:
         return torch.zeros(1, T, *shape, dtype=torch.bfloat16)
 
     g = zeros(H, K) if rule.decay == "diagonal" else zeros(H).float()
-    extra = {"a": zeros(H, K), "b": zeros(H, K)} if rule.write == "dplr" else {}
+    extra = {n: zeros(H, K) for n in {"dplr": "ab", "erase": "a"}.get(rule.write, "")}
     return Inputs(zeros(HK, K), zeros(HK, K), zeros(H, V), g, **extra)
 
 

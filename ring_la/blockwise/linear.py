@@ -78,7 +78,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, layout: ShardedLayou
     scale = power_above(largest(above, layout))
     above_y, above_x = scale.split([dy.shape[-1], x.shape[-1]])
     down_y, down_x = (1 / above_y).to(wide), (1 / above_x).to(wide)
-    top = torch.tensor(2.0 * BLOCK, dtype=torch.float64, device=x.device)
+    top = torch.full((), 2.0 * BLOCK, dtype=torch.float64, device=x.device)
     total = torch.zeros(weight.shape, dtype=torch.float64, device=x.device)
     for place in _places(x, layout):
         product = (filled(dy, *place)[0].to(wide) * down_y).T @ (filled(x, *place)[0].to(wide) * down_x)

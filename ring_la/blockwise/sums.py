@@ -37,9 +37,15 @@ def rounded(x: Tensor, top: Tensor, headroom: int) -> Tensor:
 
 
 def exact_sum(x: Tensor, layout: ShardedLayout, headroom: int = OF_BLOCKS) -> Tensor:
-    """The sum over the first dimension of ``x [n, …]`` and over the ranks, fp64 on every rank. Collective."""
-    own = rounded(x, power_above(largest(x, layout)), headroom).sum(0)
-    return layout.cp.comm.all_reduce(own).wait()
+    """The sum over the first dimension of ``x [n, …]`` and over the ranks, fp64 on every rank; of fp64 numbers with
+    what their rounding leaves. Collective."""
+    top = power_above(largest(x, layout))
+    near = rounded(x, top, headroom)
+    if x.dtype != torch.float64:
+        return layout.cp.comm.all_reduce(near.sum(0)).wait()
+    rest = rounded(x - near, top * 2.0 ** (headroom - 52), headroom)
+    coarse, fine = layout.cp.comm.all_reduce(torch.stack([near.sum(0), rest.sum(0)])).wait()
+    return coarse + fine
 
 
 def part_of(whole: Tensor, layout: ShardedLayout, like: Tensor) -> Tensor:

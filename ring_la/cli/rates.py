@@ -18,9 +18,9 @@ WIDTH = 128
 SHORT, LONG, GAIN = 8192, 262144, 0.145
 """Softmax attention over blocks of SHORT tokens, as rates are measured, and over blocks of LONG, so much faster: what
 the runs of whole models in docs/users/guides/planning.md took beyond the rest of a step."""
-FLASH = 0.62
-"""Heads wider than WIDTH, which go to cuDNN by name alone: FlashAttention-2's speed beside it, as measured at WIDTH
-(benchmarks/results/attention-kernels-h200.json, 16,384 tokens)."""
+WIDE = 0.77
+"""Speed of cuDNN at heads of 256 channels beside WIDTH, forward and backward together, as measured on an H200 (16,384
+tokens, causal: 17.3 ms with 16 heads, docs/notebook/2026-11-23-short-shards.md; 13.37 ms with 32 of WIDTH)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Rates:
         """
         both = 2.5 * operations / self.attention_backward if backward else 0.0
         share = math.log2(min(max(rows, SHORT), LONG) / SHORT) / math.log2(LONG / SHORT)
-        faster = 1 + GAIN * share if width <= WIDTH else FLASH
+        faster = 1 + GAIN * share if width <= WIDTH else WIDE
         return (operations / self.attention_forward + both) / faster
 
 

@@ -4,7 +4,7 @@
 
 MODEL is the folder of a causal model of Transformers, the one vLLM serves, with the same weights. vLLM finds the reader
 by its connector (docs/users/guides/vllm.md) and runs on the same host, or with --hosts on any that reaches this one.
-Each rank holds the whole model.
+Each rank holds the whole model, or with --sharded a part of its weights.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..context import ContextParallel
-from ..errors import ArgumentError
-from ..serving.load import DTYPES
+from ..serving.load import DTYPES, pretrained
 from ..training import stored
 from .job import job
 from .options import count
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from ..serving.reader import Reader
 
 
@@ -35,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder of Transformers")
     parser.add_argument("--listen", default="unix:/tmp/ring-la-reader.sock", help="unix:PATH or HOST:PORT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (default: as stored)")
+    parser.add_argument("--sharded", action="store_true", help="each rank reads and has a part of the weights")
     parser.add_argument("--folder", type=Path, help="for memory of CPUs that vLLM maps (default: /dev/shm)")
     parser.add_argument(
         "--hosts",
@@ -53,7 +51,8 @@ def run(args: argparse.Namespace) -> None:
     try:
         with job():
             cp = ContextParallel(validate="never", timeout=args.timeout)
-            reader = Reader(model(args, cp), cp, args.folder, args.hosts)
+            model = pretrained(args.model, cp, DTYPES[args.dtype], args.sharded)
+            reader = Reader(model, cp, args.folder, args.hosts)
             with stopped_by_signals(reader):
                 cp.comm.agreement.agree("being ready", True)
                 if listening is None:
@@ -65,18 +64,6 @@ def run(args: argparse.Namespace) -> None:
     finally:
         if listening is not None and args.listen.startswith("unix:"):
             Path(args.listen.removeprefix("unix:")).unlink(missing_ok=True)
-
-
-def model(args: argparse.Namespace, cp: ContextParallel) -> PreTrainedModel:
-    """The model of the folder, on this rank's device."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        dtype = DTYPES[args.dtype] or "auto"
-        found = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError) as e:
-        raise ArgumentError("MODEL", "a folder with a causal model of Transformers", f"{args.model} ({e})") from None
-    return found.to(cp.device)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -6,9 +6,9 @@
     curl localhost:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50}'
 
 MODEL is a checkpoint of a HybridLM (what examples/train_demo.py or train_hybrid.py left), or the folder of a causal
-model of Transformers. Each rank holds the whole model; the tokens of a prompt are split over the ranks. The keys of a
-HybridLM stay on the rank that read them, and all ranks decode. docs/users/guides/serving.md says more. Needs the extra
-"serve" (FastAPI and uvicorn).
+model of Transformers. Each rank holds the whole model, or with --sharded a part of its weights; the tokens of a prompt
+are split over the ranks. The keys of a HybridLM stay on the rank that read them, and all ranks decode.
+docs/users/guides/serving.md says more. Needs the extra "serve" (FastAPI and uvicorn).
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (default: as stored)")
+    parser.add_argument(
+        "--sharded",
+        action="store_true",
+        help="each rank reads and has a part of the weights (Transformers' safetensors), and all ranks decode",
+    )
     parser.add_argument("--tokenizer", help='"bytes", a tokenizer.json or a folder (default: the model\'s)')
     parser.add_argument(
         "--max-tokens-total",
@@ -94,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
 def serve(args: argparse.Namespace, listening: socket.socket | None) -> None:
     """Load and serve until a signal comes. `listening`: on rank 0, the socket."""
     cp = ContextParallel(validate="never", timeout=args.timeout)
-    model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer)
+    model, text = load(args.model, cp, dtype=args.dtype, tokenizer=args.tokenizer, sharded=args.sharded)
     rehearse(model, cp)
     piece, keep = args.piece * cp.size, spare(model, cp) if args.keep is None else args.keep * 2**20
     engine = Engine(

@@ -32,7 +32,8 @@ LINES = 1024
 BACK = 0x9E3779B97F4A7C15
 """What makes the digest of a backward pass of a call's digest, with the call's number."""
 HEAD = 8
-"""Numbers before a rank's lines: its calls so far, the rank plus 1 that has sent what nobody expects, and room."""
+"""Numbers before a rank's lines: its calls so far; the rank plus 1 that has sent what nobody expects; the number plus 1
+of the call in which ranks were found to differ; and room."""
 GRACE = 2.0
 """Seconds in which a rank that is alive says which other call it is in, at most."""
 
@@ -71,6 +72,9 @@ class CallLog:
         self._compared = [0] * members.size
         self._entries: list[Entry | None] = [None] * LINES
         self._count = self._met = 0
+        self._told = 0  # where this rank has raised that ranks differ, as in the head
+        self.trouble: DisagreementError | PeerError | None = None
+        """Why messages of this rank were given up (`lookout`): every later call raises it."""
 
     @classmethod
     def open(cls, members: Members, store: JobStore, tell: Callable[[str], list[str]]) -> CallLog | None:
@@ -102,6 +106,8 @@ class CallLog:
             DisagreementError: another rank came to another call here, or in a call before. PeerError: one did so
             earlier, and messages are left from then.
         """
+        if self.trouble is not None:
+            raise self.trouble
         n, mine, log = self._count, self._mine, self._all
         self._entries[n % LINES] = entry
         log[mine + HEAD + n % LINES] = entry.digest
@@ -167,6 +173,24 @@ class CallLog:
                 i += 1
             self._compared[r] = i
 
+    def hopeless(self) -> Callable[[], DisagreementError | PeerError] | None:
+        """What makes the error for messages of this rank that will not come; None: nothing says so. For another thread
+        than the one that makes calls."""
+        log, mine, n = self._all, self._mine, self._count
+        differ, spoiled = log[mine + 2], log[mine + 1]
+        if differ and differ <= n and (spoiled or differ != self._told):
+            return lambda: self._difference(differ - 1)
+        dead = [r for r in self._others if log[self._first[r]] < n and self._is_dead(r)]
+        if not dead:
+            return None
+        who = f"rank {self._members.rank} of {self._members.size}"
+        return lambda: PeerError(f"{who} waits for messages that do not come: {self._members.names(dead)} died")
+
+    def give_up(self, error: DisagreementError | PeerError) -> None:
+        """Make every later call of this rank raise `error`; the others learn that the group is of no more use."""
+        self.trouble = error
+        self._spoil()
+
     def _spoil(self) -> None:
         """Tell every rank that messages of this rank are under way which nobody expects."""
         for first in self._first:
@@ -174,6 +198,13 @@ class CallLog:
 
     def _refuse(self, i: int) -> None:
         """Raise, on every rank that comes here, what each of them called."""
+        self._told = i + 1
+        for first in self._first:
+            self._all[first + 2] = i + 1
+        raise self._difference(i)
+
+    def _difference(self, i: int) -> DisagreementError:
+        """What each rank called where they differ."""
         m, own = self._members, self._entries[i % LINES]
         assert own is not None
         self._store.set(f"{i}/{m.rank}", f"{own.what}\n{own.text}")
@@ -183,7 +214,7 @@ class CallLog:
                 what, _, text = self._store.get(f"{i}/{r}").decode().partition("\n")
                 told[r] = what, text
             time.sleep(0.005)
-        raise DisagreementError(_message(told, m.size, own.hint))
+        return DisagreementError(_message(told, m.size, own.hint))
 
     def _is_dead(self, rank: int) -> bool:
         """Whether a rank's process has ended: the system gives its lock away."""

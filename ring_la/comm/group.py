@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import DisagreementError, UnsupportedError
 from . import sharing
 from .agreement import Agreement
+from .lookout import look_out
 from .members import JobStore, Members
 from .memory import GroupMemory
 from .pending import Pending
@@ -59,6 +60,8 @@ class Group(Members):
         self.name = self.store.name
         self.watch = PeerWatch(self, self.store)
         self.agreement = Agreement(self, self.store, self.watch)
+        if self.on_cuda and self.agreement.calls is not None:
+            look_out(self.agreement.calls, self.group.abort)
         self.streams = MessageStreams(self)
         self.memory = GroupMemory(self, self.watch)
         self.bytes_sent = 0
@@ -112,7 +115,10 @@ class Group(Members):
         return self._pending(what, lambda: by.exchange(sends, receives), lambda: (receives, sends)[0])
 
     def refuse_late(self, what: str) -> None:
-        """Raise a `PeerError` before `what` if a peer is known to have been late; waits for nothing."""
+        """Raise a `PeerError` before `what` if a peer is known to have been late, or the error for which messages were
+        given up; waits for nothing."""
+        if self.agreement.calls is not None and self.agreement.calls.trouble is not None:
+            raise self.agreement.calls.trouble
         self.watch.refuse_late(what, self._late())
 
     def put_by_kernel(self, size: int) -> None:

@@ -19,7 +19,7 @@ from ..context import ContextParallel, ShardedLayout
 from ..errors import ArgumentError
 from ..keystore import KeyRows, KeyStore, LayerKeys
 from ..models import HybridLM
-from ..nn import Attention
+from ..nn.decoding import KeyedLayer
 from ..nn.layer import last_tokens
 
 
@@ -81,10 +81,10 @@ class Sampler:
 def key_store(model: HybridLM, cp: ContextParallel | None = None) -> KeyStore:
     """Room for keys of a model's sequences, each token's on the rank that reads it.
 
-    Keys and values of `Attention` are shared out over the ranks; what recurrences remember, which has one size, is on
-    each, and so are caches of latents and of chosen blocks.
+    Keys and values, latents, and keys of blocks are shared out over the ranks; what recurrences remember, which has one
+    size, is on each.
     """
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [block.layer for block in model.blocks if isinstance(block.layer, KeyedLayer)]
     weight = model.embedding.weight
     return KeyStore([layer.key_size for layer in layers], cp, dtype=weight.dtype, device=weight.device)
 
@@ -138,7 +138,7 @@ def _with_room(
         raise ArgumentError("keys", "None where states are given that have theirs", "a KeyStore")
     new = keys.open(layout.num_documents if layout.packed else rows).extended(layout)
     layers = iter(range(len(keys.sizes)))
-    return [new[next(layers)] if isinstance(block.layer, Attention) else None for block in model.blocks]
+    return [new[next(layers)] if isinstance(block.layer, KeyedLayer) else None for block in model.blocks]
 
 
 def _rows(states: list[Any] | None) -> KeyRows | None:

@@ -25,6 +25,8 @@ FAMILIES: dict[Rule, type[Family]] = {
     Rule("delta", "none"): WYRecurrence,
     Rule("delta", "scalar"): WYRecurrence,
     Rule("delta", "diagonal"): WYRecurrence,
+    Rule("erase", "scalar"): WYRecurrence,
+    Rule("erase", "diagonal"): WYRecurrence,
     Rule("dplr", "diagonal"): WYRecurrence,
 }
 

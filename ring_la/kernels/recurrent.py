@@ -1,6 +1,7 @@
 """The recurrent mode: the rule's own equation token by token, for decoding and very short sequences.
 
     additive  S ← D S + k vᵀ        delta  S ← D S + k (β (v − (D S)ᵀ k))ᵀ        dplr  S ← D S + b (Sᵀ a)ᵀ + k vᵀ
+                               erase  S ← D S + k (β (v − (D S)ᵀ a))ᵀ
 
 and o = scale · Sᵀ q. A program holds a head's state, or some of its columns, from a piece's first token to its last: it
 moves every state once to the chip and once back and does little else for one token, so the floor is a copy of the
@@ -39,7 +40,7 @@ from ring_la.kernels.runtime.triton_version import ALIGNMENT
 from ring_la.kernels.spans.plan import DECAY
 from ring_la.kernels.spans.table import cdiv, power_of_2, width
 
-TILE = {"additive": (64, 4), "delta": (64, 4), "dplr": (32, 2)}
+TILE = {"additive": (64, 4), "delta": (64, 4), "erase": (64, 4), "dplr": (32, 2)}
 """By the rule's write, columns of a state a program takes and its warps: the best of 16 to 64 and 2 to 8 for 64
 sequences of 32 heads, K = V = 128, on an H200 (benchmarks.decode)."""
 
@@ -59,7 +60,7 @@ def unsupported(inputs: Inputs) -> str:
 @triton.jit
 def advance(
     S, q, k, v, g, beta, a, b, o, i, h, e, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr,
+    BK: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, DPLR: tl.constexpr,
 ):  # fmt: skip
     """The columns `e` of head h's state after token i of all B · T, whose output is stored."""
     d = tl.arange(0, BK)
@@ -76,7 +77,8 @@ def advance(
         kept = tl.exp(tl.load(g + hv * K + d, d < K, other=0.0).to(tl.float32))
     read = tl.sum(S * (kept * x)[:, None], 0)
     if DELTA:
-        w = (w - tl.sum(S * (kept * y)[:, None], 0)) * tl.load(beta + hv).to(tl.float32)
+        z = tl.load(a + hv * K + d, d < K, other=0.0).to(tl.float32) if ERASE else y
+        w = (w - tl.sum(S * (kept * z)[:, None], 0)) * tl.load(beta + hv).to(tl.float32)
     if DPLR:
         seen = tl.sum(S * tl.load(a + hv * K + d, d < K, other=0.0).to(tl.float32)[:, None], 0)
     if DECAY:
@@ -94,8 +96,9 @@ def advance(
 @triton.jit(do_not_specialize=("T", "N"))
 def tokens_kernel(
     q, k, v, g, beta, a, b, S_in, S_out, rows, cu, o, scale, T, N, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr,
-    HAS_STATE: tl.constexpr, INDEXED: tl.constexpr, PACKED: tl.constexpr, SINGLE: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr,
+    ERASE: tl.constexpr, DPLR: tl.constexpr, HAS_STATE: tl.constexpr, INDEXED: tl.constexpr, PACKED: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):  # fmt: skip
     """One head of one piece, BV columns. States [B, N, H, K, V]; INDEXED: that of the n-th piece lies at rows[n].
 
@@ -114,13 +117,15 @@ def tokens_kernel(
     else:
         S = tl.zeros([BK, BV], tl.float32)
     if SINGLE:
-        S = advance(S, q, k, v, g, beta, a, b, o, piece, h, e, scale, H, HK, K, V, BK, DECAY, DELTA, DPLR)
+        S = advance(S, q, k, v, g, beta, a, b, o, piece, h, e, scale, H, HK, K, V, BK, DECAY, DELTA, ERASE, DPLR)
     else:
         row = piece // N
         begin = tl.load(cu + piece % N).to(tl.int32) if PACKED else 0
         end = tl.load(cu + piece % N + 1).to(tl.int32) if PACKED else T
         for t in range(begin, end):
-            S = advance(S, q, k, v, g, beta, a, b, o, row * T + t, h, e, scale, H, HK, K, V, BK, DECAY, DELTA, DPLR)
+            S = advance(
+                S, q, k, v, g, beta, a, b, o, row * T + t, h, e, scale, H, HK, K, V, BK, DECAY, DELTA, ERASE, DPLR
+            )  # fmt: skip
     tl.store(S_out + at, S.to(S_out.dtype.element_ty), inside)
 
 
@@ -159,7 +164,8 @@ def run(
         promise: Promise = "contiguous" if all(t is None or t.data_ptr() % ALIGNMENT == 0 for t in given) else "any"
         launch(
             tokens_kernel, (programs,), *filled(*x, *given), o, scale, T, N, H=H, HK=HK, K=K, V=V,
-            BK=width(K), BV=block, DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr",
+            BK=width(K), BV=block, DECAY=DECAY[rule.decay], DELTA=rule.write in ("delta", "erase"),
+            ERASE=rule.write == "erase", DPLR=rule.write == "dplr",
             HAS_STATE=state is not None, INDEXED=rows is not None, PACKED=cu is not None,
             SINGLE=cu is None and T == 1, num_warps=warps, tensors=promise,
         )  # fmt: skip

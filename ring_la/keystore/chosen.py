@@ -67,28 +67,58 @@ class Whereabouts(NamedTuple):
         return slab, row + numbers - first
 
 
-def own_chosen(q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor]:
-    """What this rank's keys give ``q [N, H, K]`` of those chosen ``[N, heads or 1, S]``: o ``[N, H, V]`` and lse
-    ``[N, H]``, wide."""
+class Asking(NamedTuple):
+    """Queries that read what stands before them.
+
+    Attributes:
+        row: the sequence of each, int64 ``[n]``. end: the tokens of it that one sees, ``[n]``.
+    """
+
+    row: Tensor
+    end: Tensor
+
+    @classmethod
+    def of(cls, rows: KeyRows, last: int = 1) -> Asking:
+        """The `last` tokens of each sequence, in order; made once a step."""
+
+        def make() -> Asking:
+            device, n = rows.store.device, len(rows)
+            end = torch.tensor(rows.lengths, device=device)[:, None] - torch.arange(last, device=device).flip(0)
+            return cls(torch.arange(n, device=device).repeat_interleave(last), end.flatten())
+
+        return rows.kept((cls, last), make)
+
+    def cut(self, some: slice) -> Asking:
+        return Asking(self.row[some], self.end[some])
+
+
+def own_chosen(
+    q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float, asking: Asking | None = None
+) -> tuple[Tensor, Tensor]:
+    """What this rank's keys give ``q [n, H, K]`` of those chosen ``[n, heads or 1, S]``: o ``[n, H, V]`` and lse
+    ``[n, H]``, wide. Without `asking` they are the last tokens of the sequences."""
     heads, key, value = state.size
+    asking = Asking.of(state.rows) if asking is None else asking
     each = chosen.shape[2] * block * heads * (key + value)
     n = max(1, NUMBERS // max(1, each))
-    parts = [_strip(q[a : a + n], state, chosen[a : a + n], block, scale, a) for a in range(0, len(q), n)]
+    strips = [slice(a, a + n) for a in range(0, len(q), n)]
+    parts = [_strip(q[x], state, chosen[x], block, scale, asking.cut(x)) for x in strips]
     o, lse = (torch.cat(x) for x in zip(*parts))
     return o, lse
 
 
-def _strip(q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float, at: int) -> tuple[Tensor, Tensor]:
-    """`own_chosen` of sequences from number `at` on."""
+def _strip(
+    q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float, asking: Asking
+) -> tuple[Tensor, Tensor]:
+    """`own_chosen` of some queries."""
     heads, rows = state.size.heads, state.rows
-    where = Whereabouts(*(x[at : at + len(q)] for x in Whereabouts.of(rows)))
+    where = Whereabouts(*(x[asking.row] for x in Whereabouts.of(rows)))
     inside = torch.arange(block, device=q.device)
-    lengths = rows.kept("lengths", lambda: torch.tensor(rows.lengths, device=q.device))
     places = torch.where(chosen[..., None] < 0, -1, chosen[..., None].long() + inside).flatten(2)  # [n, h, M]
-    numbers, here = where.rows_of(places.flatten(1), lengths[at : at + len(q)])
+    numbers, here = where.rows_of(places.flatten(1), asking.end)
     slab, row = (x.view(places.shape).expand(-1, heads, -1) for x in where.memory_of(numbers))
     here = here.view(places.shape).expand(-1, heads, -1)
-    k, v = _gathered(state, slab, row, wide(q.dtype))
+    k, v = gathered(state, slab, row, wide(q.dtype))
     scores = torch.einsum("ngqk,ngmk->ngqm", q.unflatten(1, (heads, -1)).to(k.dtype), k) * scale
     scores = scores.masked_fill(~here[:, :, None], -torch.inf)
     lse = scores.logsumexp(-1)
@@ -96,15 +126,15 @@ def _strip(q: Tensor, state: LayerKeys, chosen: Tensor, block: int, scale: float
     return torch.einsum("ngqm,ngmv->ngqv", weights, v).flatten(1, 2), lse.flatten(1, 2)
 
 
-def _gathered(state: LayerKeys, slab: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gathered(state: LayerKeys, slab: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values ``[n, heads, M, ·]`` of tokens in memory, those of no slab zero."""
-    (heads, key, value), store = state.size, state.rows.store
+    heads, key, value = state.size
     head = torch.arange(heads, device=row.device)[:, None]
     out = [torch.zeros(*row.shape, width, dtype=dtype, device=row.device) for width in (key, value)]
-    for number, k in store.k[state.layer].items():
+    for number in state.rows.store.k[state.layer]:
         mine = (slab == number)[..., None]
         at = torch.where(mine[..., 0], row, 0)
-        for x, memory in zip(out, (k, store.v[state.layer][number])):
+        for x, memory in zip(out, state.memory(number)):
             if x.shape[-1]:
                 torch.where(mine, memory[at, head].to(dtype), x, out=x)
     return out[0], out[1] if value else out[0]
@@ -156,6 +186,59 @@ def _best_here(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> tuple[Tenso
             best = s.topk(min(topk, len(s)))
             scores[n, : len(best.values)], numbers[n, : len(best.indices)] = best
     return scores, Whereabouts.of(rows).places_of(numbers)
+
+
+@torch.no_grad()
+def decode_blocks(q: Tensor, state: LayerKeys, size: int, topk: int) -> Chosen:
+    """The blocks that the next token of each sequence reads, by their mean keys (MoBA, `ring_la.indexers.block_index`),
+    over keys that stay on their ranks. Collective.
+
+    A score is a mean of scores, ``Σ_h q_hᵀ m_n = mean_j (Σ_h q_h)ᵀ k_j``: each rank adds up those of its own keys, all
+    of which it reads, and no mean is kept.
+
+    Args:
+        q: ``[N, 1, H, K]``, the last token of each sequence, the same on all ranks. state: keys; that token's are among
+            them. size: tokens of a block. topk: blocks it reads, the one it stands in among them.
+
+    Returns:
+        Chosen(places int32 ``[N, 1, heads, topk]`` of the blocks' first tokens, the own one first, the same on all
+        ranks; scores), for `decode_attention` with ``block=size``. Sent: ``N · heads · blocks`` numbers to each other
+        rank.
+
+    Raises:
+        ArgumentError: by name.
+    """
+    rows, (heads, key, _) = state.rows, state.size
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(rows), 1) or q.shape[2] % heads:
+        raise ArgumentError("q", f"[{len(rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
+    for name, n in (("size", size), ("topk", topk)):
+        if not isinstance(n, int) or n < 1:
+            raise ArgumentError(name, "an int ≥ 1", repr(n))
+    summed = q[:, 0].to(wide(q.dtype)).unflatten(1, (heads, -1)).sum(2)
+    scores = _sums_by_block(summed, state, size)
+    comm = None if rows.store.cp is None else rows.store.cp.comm
+    if comm is not None and comm.size > 1:
+        scores = comm.all_gather(scores).wait().sum(0)
+    own = (Asking.of(rows).end[:, None, None] - 1) // size
+    at = torch.arange(scores.shape[-1], device=q.device)
+    scores = (scores / size).masked_fill(at == own, torch.inf).masked_fill(at > own, -torch.inf)
+    missing = (0, max(0, topk - scores.shape[-1]))
+    scores, blocks = torch.nn.functional.pad(scores, missing, value=-torch.inf).topk(topk, -1)
+    places = torch.where(torch.isneginf(scores), -1, blocks * size)
+    return Chosen(places[:, None].int(), scores[:, None])
+
+
+def _sums_by_block(q: Tensor, state: LayerKeys, size: int) -> Tensor:
+    """Of this rank's keys ``q [N, heads, K]`` times each, added up by blocks ``[N, heads, blocks]``."""
+    rows = state.rows
+    out = q.new_zeros(*q.shape[:2], -(-max(rows.lengths, default=0) // size))
+    most = max(held.here for held in rows.held)
+    places = Whereabouts.of(rows).places_of(torch.arange(most, device=q.device).expand(len(q), -1).contiguous())
+    for n, held in enumerate(rows.held):
+        parts = [torch.einsum("gk,mgk->gm", q[n], state.views(x)[0].to(q.dtype)) for x in held.spans(0, held.here)]
+        if parts:
+            out[n].index_add_(1, places[n, : held.here] // size, torch.cat(parts, 1))
+    return out
 
 
 # -- tables ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ..errors import ArgumentError, describe_tensor
 from ..outputs import AttentionOutput
 from ..softmax import attention
 from ..softmax.merging import wide
+from ..softmax.products import product
 from .chosen import own_chosen
 from .plan import SlabBlocks
 from .store import LayerKeys
@@ -52,12 +53,8 @@ def decode_attention(
     Raises:
         ArgumentError: by name.
     """
-    heads, key, _ = state.size
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(state.rows), 1) or q.shape[2] % heads:
-        raise ArgumentError("q", f"[{len(state.rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
-    if q.shape[3] != key:
-        raise ArgumentError("q", f"{key} channels, as the keys have", q.shape[3])
-    factor = key**-0.5 if scale is None else scale
+    _check_query(q, state)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
     if chosen is None:
         o, lse = _own(q[:, 0], state, factor, softcap, window)
     else:
@@ -66,9 +63,7 @@ def decode_attention(
     comm = None if state.rows.store.cp is None else state.rows.store.cp.comm
     if comm is not None and comm.size > 1:
         o, lse = merged(comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks.to(lse.dtype))
-        o, lse = o * torch.exp(lse - total)[..., None], total
+    o, lse = (o, lse) if sinks is None else _beside_sinks(o, lse, sinks)
     return AttentionOutput(o[:, None].to(q.dtype), lse[..., None])
 
 
@@ -106,6 +101,14 @@ def decode_latents(
     return AttentionOutput(torch.einsum("bthl,hvl->bthv", o[..., :L], w_uv), lse)
 
 
+def _check_query(q: object, state: LayerKeys) -> None:
+    heads, key, _ = state.size
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(state.rows), 1) or q.shape[2] % heads:
+        raise ArgumentError("q", f"[{len(state.rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
+    if q.shape[3] != key:
+        raise ArgumentError("q", f"{key} channels, as the keys have", q.shape[3])
+
+
 def _check_choice(chosen: object, block: object, state: LayerKeys, softcap: float, window: int) -> None:
     heads = state.size.heads
     fits = isinstance(chosen, Tensor) and chosen.dim() == 4 and chosen.shape[:2] == (len(state.rows), 1)
@@ -116,6 +119,12 @@ def _check_choice(chosen: object, block: object, state: LayerKeys, softcap: floa
     for name, given, none in (("softcap", softcap, 0.0), ("window", window, -1)):
         if given != none:
             raise ArgumentError(name, f"{none} where keys are chosen", given)
+
+
+def _beside_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with one more logit of each head in the denominator."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return o * torch.exp(lse - total)[..., None], total
 
 
 def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int) -> tuple[Tensor, Tensor]:
@@ -139,18 +148,24 @@ def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int)
 
 def _together(q: Tensor, state: LayerKeys, blocks: SlabBlocks, scale: float, softcap: float) -> Tensor:
     """What some blocks give, each its row: ``[M, H, V + 1]``, lse last."""
-    heads, n, dtype = state.size.heads, state.rows.store.pages.block, wide(q.dtype)
-    k, v = (memory[state.layer][blocks.slab] for memory in (state.rows.store.k, state.rows.store.v))
-    k = k.unflatten(0, (-1, n))[blocks.block].to(dtype)  # [M, n, heads, K]
-    v = state.values(k, v.unflatten(0, (-1, n))[blocks.block].to(dtype) if state.size.value else k)
-    scores = torch.einsum("mhgk,mnhk->mhgn", q[blocks.row].unflatten(1, (heads, -1)).to(dtype), k) * scale
+    heads, n = state.size.heads, state.rows.store.pages.block
+    seen = blocks.seen.repeat_interleave(heads, 0)[:, None]  # [M heads, 1, n]
+
+    def read(memory: Tensor) -> Tensor:  # as it is stored, a head's keys in one matrix: [M heads, n, ·]
+        x = memory.unflatten(0, (-1, n)).transpose(1, 2).index_select(0, blocks.block).flatten(0, 1)
+        x.masked_fill_(~seen.mT, 0)  # what is left of others may be no number
+        return x.double() if q.dtype == torch.float64 else x
+
+    keys, values = state.memory(blocks.slab)
+    k = read(keys)
+    v = read(values) if state.size.value else k
+    scores = product(q[blocks.row].unflatten(1, (heads, -1)).flatten(0, 1), k.mT) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~blocks.seen[:, None, None], -torch.inf)
+    scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)
-    v = v.masked_fill(~blocks.seen[..., None, None], 0)  # what is left of others may be no number
-    o = torch.einsum("mhgn,mnhv->mhgv", torch.exp(scores - lse), v)
-    return torch.cat([o, lse], -1).flatten(1, 2)
+    o = product(torch.exp(scores - lse), v)
+    return torch.cat([o, lse], -1).unflatten(0, (-1, heads)).flatten(1, 2)
 
 
 def merged(parts: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,15 @@ holds the queries of one other at a time, and what travels goes with the new tok
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ..comm import Group
 from ..context import ShardedLayout
 from ..outputs import AttentionOutput
-from ..softmax import attention
+from ..softmax import attention, mla
 from ..softmax.merging import Partial, wide
 from .pages import Held
 from .store import LayerKeys
@@ -49,20 +51,63 @@ def read_attention(
     o, lse = attention(q, k, v, window=(window, -1), layout=layout, scale=factor)
     if not any(state.rows.earlier):
         return AttentionOutput(o, lse)
-    out, comm = Partial(tuple(o.shape), q.dtype, q.device), layout.cp.comm
+    out = Partial(tuple(o.shape), q.dtype, q.device)
     out.add(o, lse)
+    for part in _parts(q, state, layout, window, factor):
+        out.add(part[..., :-1], part[..., -1].transpose(1, 2))
+    return AttentionOutput(*out.result())
+
+
+@torch.no_grad()
+def read_latents(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    state: LayerKeys,
+    layout: ShardedLayout,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    scale: float | None = None,
+) -> AttentionOutput:
+    """`read_attention` to latents (`ring_la.mla`): of the new tokens as `mla`, and of those before them absorbed.
+
+    Args:
+        q: ``[B, T_local, H, D + R]``. latent: ``[B, T_local, L]``. k_rope: ``[B, T_local, R]``; they are put into
+            `state`, of KeySize(1, L + R, 0). w_uk: ``[H, D, L]``. w_uv: ``[H, V, L]``.
+        layout, scale: as `read_attention` and `mla`.
+
+    Returns:
+        AttentionOutput(o ``[B, T_local, H, V]``, lse ``[B, H, T_local]``).
+    """
+    state.put(torch.cat([latent, k_rope], -1)[:, :, None])
+    o, lse = mla(q, latent, k_rope, w_uk, w_uv, layout=layout, scale=scale)[:2]
+    if not any(state.rows.earlier):
+        return AttentionOutput(o, lse)
+    D, L = w_uk.shape[1:]
+    low = torch.cat([torch.einsum("bthd,hdl->bthl", q[..., :D], w_uk), q[..., D:]], -1)
+    out = Partial(tuple(o.shape), q.dtype, q.device)
+    out.add(o, lse)
+    for part in _parts(low, state, layout, -1, q.shape[3] ** -0.5 if scale is None else scale):
+        raised = torch.einsum("bthl,hvl->bthv", part[..., :L], w_uv.to(part.dtype))
+        out.add(raised, part[..., -1].transpose(1, 2))
+    return AttentionOutput(*out.result())
+
+
+def _parts(q: Tensor, state: LayerKeys, layout: ShardedLayout, window: int, scale: float) -> Iterator[Tensor]:
+    """What each rank's earlier keys give this rank's queries, in turn: ``[B, T, H, V + 1]`` wide, lse last."""
+    comm = layout.cp.comm
     for s in range(comm.size):
         to, source = (comm.rank + s) % comm.size, (comm.rank - s) % comm.size
         theirs = q if s == 0 else q.new_empty(q.shape[0], layout.lengths[source], *q.shape[2:])
         if s:
             _swap(comm, {to: q}, {source: theirs})
-        part = _earlier(theirs, state, layout.positions_of(layout.tokens(source)), window, factor)
+        part = _earlier(theirs, state, layout.positions_of(layout.tokens(source)), window, scale)
         if s:
             back = part.new_empty(*q.shape[:3], part.shape[3])
             _swap(comm, {source: part}, {to: back})
             part = back
-        out.add(part[..., :-1], part[..., -1].transpose(1, 2))
-    return AttentionOutput(*out.result())
+        yield part
 
 
 def _swap(comm: Group, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
@@ -76,13 +121,14 @@ def _earlier(q: Tensor, state: LayerKeys, positions: Tensor, window: int, scale:
     """What this rank's earlier keys give queries at `positions` after them: ``[B, T, H, V + 1]`` wide, lse last."""
     B, T, H, _ = q.shape
     dtype = wide(q.dtype)
-    out = torch.zeros(B, T, H, state.size.value + 1, dtype=dtype, device=q.device)
+    V = state.size.value or state.size.key
+    out = torch.zeros(B, T, H, V + 1, dtype=dtype, device=q.device)
     out[..., -1] = -torch.inf
     for b, (held, length, here) in enumerate(zip(state.rows.held, state.rows.earlier, state.rows.here)):
         at = positions + length
         some: slice | Tensor
         if window < 0:
-            some, part = slice(0, T), Partial((1, T, H, state.size.value), q.dtype, q.device)
+            some, part = slice(0, T), Partial((1, T, H, V), q.dtype, q.device)
             for span in held.spans(0, here) if T else ():
                 k, v = (x.to(q.dtype)[None] for x in state.views(span))
                 part.add(*attention(q[b : b + 1], k, v, causal=False, scale=scale))

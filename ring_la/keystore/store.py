@@ -217,10 +217,14 @@ class KeyRows:
 
 
 class LayerKeys(NamedTuple):
-    """One layer's keys and values of `rows`: a layer's state, where keys stay on their ranks."""
+    """One layer's keys and values of `rows`: a layer's state, where keys stay on their ranks.
+
+    heads: those it reads; None: all. Branches of a layer are kept side by side.
+    """
 
     rows: KeyRows
     layer: int
+    heads: slice | None = None
 
     @property
     def length(self) -> Tensor:
@@ -229,8 +233,18 @@ class LayerKeys(NamedTuple):
 
     @property
     def size(self) -> KeySize:
-        """What a token takes."""
-        return self.rows.store.sizes[self.layer]
+        """What a token takes, in these heads."""
+        size = self.rows.store.sizes[self.layer]
+        return size if self.heads is None else size._replace(heads=len(range(size.heads)[self.heads]))
+
+    def of(self, heads: slice) -> LayerKeys:
+        """Some of the heads, to read."""
+        return self._replace(heads=heads)
+
+    def memory(self, slab: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens of a slab, ``[tokens, heads, ·]``."""
+        store, heads = self.rows.store, slice(None) if self.heads is None else self.heads
+        return store.k[self.layer][slab][:, heads], store.v[self.layer][slab][:, heads]
 
     @property
     def carried(self) -> Tensor | None:
@@ -269,8 +283,8 @@ class LayerKeys(NamedTuple):
 
     def views(self, span: SlabTokens) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, heads, ·]`` of tokens side by side."""
-        k = self.rows.store.k[self.layer][span.slab][span.start : span.stop]
-        return k, self.values(k, self.rows.store.v[self.layer][span.slab][span.start : span.stop])
+        k, v = (x[span.start : span.stop] for x in self.memory(span.slab))
+        return k, self.values(k, v)
 
     def values(self, k: Tensor, v: Tensor) -> Tensor:
         """The values; of latents the keys themselves, of which what comes out is cut."""

@@ -4,6 +4,9 @@ Nothing can be composed before the state arrives, so no scan shortens the way: e
 that the one before it leaves, and ranks wait for each other. What keeps them busy are groups of heads, which depend on
 nothing of one another: while a rank has the second group, the next rank has the first. Backward goes the other way, and
 makes each run again from the state that entered it.
+
+Under a deterministic layout a run is a block, computed as a full one, row by row, always in the same groups of heads;
+gradients of what tokens share are added exactly.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only, full_precision
+from ..blockwise import BLOCK, exact_sum, fixed
+from ..blockwise.sums import part_of
 from ..comm import Pending
 from ..context import ShardedLayout
 from ..scan import Chain
@@ -27,7 +32,8 @@ GROUPS = 4
 
 
 class DocumentRun(NamedTuple):
-    """Consecutive local tokens of one document: the first one's position in it, whether it starts and ends here."""
+    """Consecutive local tokens of one document: the first one's position in it, whether it starts and ends here, and
+    the local piece they are of."""
 
     start: int
     stop: int
@@ -35,6 +41,7 @@ class DocumentRun(NamedTuple):
     document: int
     first: bool
     last: bool
+    piece: int
 
 
 class Stretch(NamedTuple):
@@ -63,11 +70,12 @@ class OrderedCall:
 
     @property
     def pieces(self) -> int:
-        return sum(len(s.runs) for s in self.stretches)
+        return 1 + max((run.piece for s in self.stretches for run in s.runs), default=-1)
 
     def heads(self, H: int) -> list[slice]:
         """Groups of heads."""
-        count = 1 if self.layout is None or self.layout.world_size == 1 else min(H, GROUPS)
+        alone = self.layout is None or (self.layout.world_size == 1 and not fixed(self.layout))
+        count = 1 if alone else min(H, GROUPS)
         borders = [H * i // count for i in range(count + 1)]
         return [slice(a, b) for a, b in zip(borders, borders[1:])]
 
@@ -75,6 +83,27 @@ class OrderedCall:
         """The tensors of a run and a group of heads."""
         tokens, shared = given[: self.tokens], given[self.tokens :]
         return [t[:, run.start : run.stop, heads] for t in tokens] + [t[heads] for t in shared]
+
+    def computed(self, run: DocumentRun, S: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        """o of a run and the state after it."""
+        if not fixed(self.layout):
+            return self.body(run, S, *given)
+        rows = [self._of_row(run, *self.row(b, S, *given)) for b in range(len(S))]
+        return torch.cat([o for o, _ in rows]), torch.cat([end for _, end in rows])
+
+    def row(self, b: int, S: Tensor, *given: Tensor) -> list[Tensor]:
+        """The state and the tensors of one row of a batch."""
+        return [S[b : b + 1], *(t[b : b + 1] for t in given[: self.tokens]), *given[self.tokens :]]
+
+    def _of_row(self, run: DocumentRun, S: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        """One row, of a block whose rest is filled up; the state after a shorter one is made of its own tokens."""
+        n, own = run.stop - run.start, [t.contiguous() for t in given[: self.tokens]]
+        shared = given[self.tokens :]
+        filled = [torch.cat([t, t.new_zeros(1, BLOCK - n, *t.shape[2:])], 1) for t in own]
+        o, end = self.body(run._replace(stop=run.start + BLOCK), S.contiguous(), *filled, *shared)
+        if n < BLOCK:
+            end = self.body(run, S.contiguous(), *own, *shared)[1] if self.final else S
+        return o[:, :n], end
 
     def send(self, x: Tensor, to: int) -> Pending:
         assert self.layout is not None
@@ -112,19 +141,24 @@ def in_order(
 
 def _one_device(like: Tensor, cu_seqlens: Tensor | None, seen: Sequence[int]) -> tuple[Stretch, ...]:
     cu = [0, like.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    runs = [DocumentRun(a, b, seen[n], n, True, True) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
+    documents = [(n, a, b) for n, (a, b) in enumerate(zip(cu, cu[1:])) if b > a]
+    runs = [DocumentRun(a, b, seen[n], n, True, True, i) for i, (n, a, b) in enumerate(documents)]
     return (Stretch(tuple(runs), None, None),)
 
 
 def _split(layout: ShardedLayout, seen: Sequence[int]) -> Iterator[Stretch]:
     """This rank's segments, in the order of the sequence."""
-    chain, at = Chain.of(layout), 0
+    chain, at, piece = Chain.of(layout), 0, 0
     for s in layout.local_segments():
         runs = []
         for p in layout.pieces_of(s):
-            position = seen[p.document] + p.start - layout.cu_seqlens[p.document]
-            runs.append(DocumentRun(at, at + len(p), position, p.document, p.first, p.last))
-            at += len(p)
+            end, most = at + len(p), BLOCK if fixed(layout) else len(p)
+            position = seen[p.document] + p.start - layout.cu_seqlens[p.document] - at
+            for a in range(at, end, most):
+                b = min(a + most, end)
+                ends = p.first and a == at, p.last and b == end
+                runs.append(DocumentRun(a, b, position + a, p.document, *ends, piece))
+            at, piece = end, piece + 1
         source = chain.owners[s - 1] if chain.needs[s] else None
         yield Stretch(tuple(runs), source, chain.owners[s + 1] if chain.feeds(s) else None)
 
@@ -136,8 +170,9 @@ class _InOrder(torch.autograd.Function):
         rows = with_rows(start, call.packed)
         o = torch.empty_like(given[0])
         ends = start.new_zeros(B, max(1, call.pieces), *start.shape[1:]) if call.final else None
-        groups, piece, sends = call.heads(H), 0, []
+        groups, sends = call.heads(H), []
         arrived: list[Tensor] = []
+        entered: dict[tuple[int, int], int] = {}
         left: list[Tensor] = []
         rank = None if call.layout is None else call.layout.rank
         for stretch in call.stretches:
@@ -147,20 +182,22 @@ class _InOrder(torch.autograd.Function):
                 if stretch.source is not None:
                     like = rows[:, 0, heads]
                     S = mine[j] if stretch.source == rank else call.receive(like, stretch.source)
-                    arrived.append(S)
-                for n, run in enumerate(stretch.runs):
-                    S = rows[:, run.document, heads] if run.first else S
-                    o[:, run.start : run.stop, heads], S = call.body(run, S, *call.part(run, heads, given))
+                for run in stretch.runs:
+                    if run.first:
+                        S = rows[:, run.document, heads]
+                    else:
+                        entered[run.start, j] = len(arrived)
+                        arrived.append(S)
+                    o[:, run.start : run.stop, heads], S = call.computed(run, S, *call.part(run, heads, given))
                     if ends is not None:
-                        ends[:, piece + n, heads] = S
+                        ends[:, run.piece, heads] = S
                 if stretch.target is not None:
                     left.append(S)
                     if stretch.target != rank:
                         sends.append(call.send(S, stretch.target))
-            piece += len(stretch.runs)
         for message in sends:
             message.wait()
-        ctx.call, ctx.count = call, len(arrived)
+        ctx.call, ctx.count, ctx.entered = call, len(arrived), entered
         ctx.way_back = None if call.layout is None else call.layout.cp.comm.agreement.way_back()
         ctx.save_for_backward(start, *arrived, *given)
         ctx.set_materialize_grads(False)
@@ -180,44 +217,71 @@ class _InOrder(torch.autograd.Function):
                 dfinal = call.layout.cp.comm.all_reduce(dfinal.contiguous()).wait()
         dend, rows = with_rows(dfinal, call.packed), with_rows(start, call.packed)
         dstart = start.new_zeros(given[0].shape[0], max(1, call.pieces), *start.shape[1:])
-        grads = [torch.zeros_like(t) for t in given]
-        groups, piece, sends, at = call.heads(given[0].shape[2]), call.pieces, [], ctx.count
+        grads = [torch.zeros_like(t) for t in given[: call.tokens]]
+        groups, sends = call.heads(given[0].shape[2]), []
+        shared: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in given[call.tokens :]]
         right: list[Tensor] = []
         rank = None if call.layout is None else call.layout.rank
         for stretch in reversed(call.stretches):
-            piece -= len(stretch.runs)
-            at -= 0 if stretch.source is None else len(groups)
             mine, right = right, []
             for j, heads in enumerate(groups):
                 dS = start.new_empty(0)
                 if stretch.target is not None:
                     like = rows[:, 0, heads]
                     dS = mine[j] if stretch.target == rank else call.receive(like, stretch.target)
-                for n, run in reversed(list(enumerate(stretch.runs))):
-                    S = rows[:, run.document, heads] if run.first else arrived[at + j]
+                for run in reversed(stretch.runs):
+                    S = rows[:, run.document, heads] if run.first else arrived[ctx.entered[run.start, j]]
                     dS = dend[:, run.document, heads] if run.last else dS
                     own = [S, *call.part(run, heads, given)]
-                    dS, *found = _back(call.body, run, own, do[:, run.start : run.stop, heads], dS)
-                    for into, d in zip(call.part(run, heads, grads), found):
-                        into += d
+                    dS, found, ofall = _back(call, run, own, do[:, run.start : run.stop, heads], dS)
+                    for into, d in zip(grads, found):
+                        into[:, run.start : run.stop, heads] = d
+                    for of, d in zip(shared, ofall):
+                        of[j].append(d)
                     if run.first:
-                        dstart[:, piece + n, heads] = dS
+                        dstart[:, run.piece, heads] = dS
                 if stretch.source is not None:
                     right.append(dS)
                     if stretch.source != rank:
                         sends.append(call.send(dS, stretch.source))
         for message in sends:
             message.wait()
+        grads += [_summed(call, of, t) for of, t in zip(shared, given[call.tokens :])]
         return None, _start_gradient(call, dstart, dend) if ctx.needs_input_grad[1] else None, *grads
 
 
-def _back(body: Body, run: DocumentRun, own: Sequence[Tensor], do: Tensor, dS: Tensor) -> list[Tensor]:
-    """Gradients of the state and of the tensors of a run, which is made again."""
+def _back(
+    call: OrderedCall, run: DocumentRun, own: Sequence[Tensor], do: Tensor, dS: Tensor
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Gradients of the state and of the tokens' tensors of a run, which is made again, and what it adds to those of the
+    shared ones ``[n, heads, …]``."""
+    if not fixed(call.layout):
+        first, *found = _gradients(call.body, run, own, do, dS)
+        return first, found[: call.tokens], [d[None] for d in found[call.tokens :]]
+    made = [
+        _gradients(call._of_row, run, call.row(b, *own), do[b : b + 1], dS[b : b + 1])  # each adds by itself
+        for b in range(len(dS))
+    ]
+    tokens, shared = zip(*(d[1 : 1 + call.tokens] for d in made)), zip(*(d[1 + call.tokens :] for d in made))
+    return torch.cat([d[0] for d in made]), [torch.cat(d) for d in tokens], [torch.stack(d) for d in shared]
+
+
+def _gradients(body: Body, run: DocumentRun, own: Sequence[Tensor], do: Tensor, dS: Tensor) -> list[Tensor]:
+    """Gradients of a body's tensors."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in own]
         results = body(run, *leaves)
         found = torch.autograd.grad(results, leaves, (do, dS), allow_unused=True)
     return [torch.zeros_like(t) if d is None else d for t, d in zip(leaves, found)]
+
+
+def _summed(call: OrderedCall, parts: list[list[Tensor]], like: Tensor) -> Tensor:
+    """The gradient of what tokens share, of its parts in each group of heads: this rank's part."""
+    if any(parts):
+        rows = torch.cat([torch.cat(of) for of in parts], 1)
+    else:
+        rows = like.new_zeros(0, *like.shape)
+    return part_of(exact_sum(rows, call.layout), call.layout, like) if fixed(call.layout) else rows.sum(0)
 
 
 def _final(call: OrderedCall, ends: Tensor, start: Tensor) -> Tensor:

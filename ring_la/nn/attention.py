@@ -16,12 +16,12 @@ from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..keystore.static import StaticKeys
 from ..softmax import attention
-from .decoding import KVCache, KVRows, cache_of, check_rows, decode
-from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, decode
+from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import RMSNorm, check_rotation, rotated
 
 
-class Attention(Layer):
+class Attention(KeyedLayer):
     """Multi-head attention (Vaswani et al. 2017, §3.2) with grouped key heads (Ainslie et al. 2023, arXiv 2305.13245).
 
     Args:
@@ -33,8 +33,6 @@ class Attention(Layer):
     """
 
     same_bits = True
-    needs_runs = False
-    state_type = KVCache
 
     def __init__(
         self,
@@ -68,33 +66,18 @@ class Attention(Layer):
         width = self.widths[1] // self.num_kv_heads
         return KeySize(self.num_kv_heads, width, width)
 
-    def carried_of(self, k: Tensor) -> Tensor | None:
-        """What a `KeyStore` carries of sequences whose last keys are ``k [N, Hk, ·]``; None: nothing."""
-        return None
-
     def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> None:
         super()._check(x, None if isinstance(state, (KVRows, LayerKeys, StaticKeys)) else state, call)
         if isinstance(state, StaticKeys):
             check_rows(x, state.rows.rows, call)
         elif isinstance(state, LayerKeys):
-            self._check_keys(x, state, call)
+            check_keys(x, state, self.key_size, call)
         elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
         elif state is not None and not call.packed:
             expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
             if got != expected:
                 raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
-
-    def _check_keys(self, x: Tensor, state: LayerKeys, call: LayerCall) -> None:
-        rows = state.rows
-        if state.size != self.key_size:
-            raise ArgumentError("state", f"keys of {self.key_size}", state.size)
-        if call.layout is None:
-            check_rows(x, len(rows), call)
-        elif (documents := call.layout.num_documents if call.packed else x.shape[0]) != len(rows):
-            raise ArgumentError("state", f"keys of {documents} documents", len(rows))
-        elif call.packed and any(rows.earlier):
-            raise UnsupportedError("state", "no earlier tokens of packed documents", f"{rows.earlier}")
 
     def mix(self, x: Tensor, state: KVCache | None, call: LayerCall) -> LayerOutput:
         q, k, v = call.rows(self.qkv_proj, x).split(self.widths, -1)

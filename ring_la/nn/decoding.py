@@ -10,17 +10,20 @@ of its own, so nobody is padded to its length and it is not copied when others c
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import ArgumentError
-from .layer import LayerCall, wide
+from ..errors import ArgumentError, UnsupportedError
+from ..keystore import KeySize, LayerKeys
+from ..softmax.products import product
+from .layer import Layer, LayerCall
 from .seats import Seats
 
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -49,6 +52,24 @@ class KVCache(NamedTuple):
         return KVCache(
             torch.cat([self.k, k.to(self.k.dtype)], 1), torch.cat([self.v, v.to(self.v.dtype)], 1), self.empty
         )
+
+
+class KeyedLayer(Layer):
+    """A layer that remembers all tokens' keys: its state is a `KVCache`, or `LayerKeys` where a `KeyStore` has them."""
+
+    needs_runs = False
+    state_type = KVCache
+    kept_alike: ClassVar[bool] = True
+    """Whether a `KeyStore` has the keys that a `KVCache` would have."""
+
+    @property
+    @abstractmethod
+    def key_size(self) -> KeySize:
+        """What a token takes in a `KeyStore`."""
+
+    def carried_of(self, k: Tensor) -> Tensor | None:
+        """What a `KeyStore` carries of sequences whose last keys are ``k [N, Hk, ·]``; None: nothing."""
+        return None
 
 
 class KVRows:
@@ -171,17 +192,18 @@ def _by_scores(
     sinks: Tensor | None,
 ) -> Tensor:
     """What PyTorch's function cannot: ``q [N, Hk, H / Hk, K]``, ``k, v [N, Hk, S, ·]``, scores in fp32 or fp64."""
-    high = wide(q)
-    scores = high @ k.mT.to(high.dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    (N, heads), (keys, values) = q.shape[:2], (x.flatten(0, 1) for x in (k, v))  # of one sequence as they lie
+    scores = product(q.flatten(0, 1), keys.mT).unflatten(0, (N, heads))
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
-        more = sinks.to(high.dtype).view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, -1)
+        more = sinks.to(scores.dtype).view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, -1)
         scores = torch.cat([scores, more], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights @ v.to(high.dtype)).to(q.dtype)
+    return product(weights.flatten(0, 1), values).unflatten(0, (N, heads)).to(q.dtype)
 
 
 def decode(q: Tensor, cache: KVCache, window: int, scale: float | None = None) -> Tensor:
@@ -223,6 +245,19 @@ def check_rows(x: Tensor, N: int, call: LayerCall) -> None:
     if call.layout is not None or call.packed or x.shape[:2] != (N, 1):
         got = f"{list(x.shape)}{', split or packed' if call.layout is not None or call.packed else ''}"
         raise ArgumentError("x", f"one token of each of {N} sequences, [{N}, 1, {x.shape[-1]}], on one device", got)
+
+
+def check_keys(x: Tensor, state: LayerKeys, size: KeySize, call: LayerCall) -> None:
+    """Refuse anything but tokens of a layout, or one token more, of the sequences whose keys are in `state`."""
+    rows = state.rows
+    if state.size != size:
+        raise ArgumentError("state", f"keys of {size}", state.size)
+    if call.layout is None:
+        check_rows(x, len(rows), call)
+    elif (documents := call.layout.num_documents if call.packed else x.shape[0]) != len(rows):
+        raise ArgumentError("state", f"keys of {documents} documents", len(rows))
+    elif call.packed and any(rows.earlier):
+        raise UnsupportedError("state", "no earlier tokens of packed documents", f"{rows.earlier}")
 
 
 def _stacked(rows: Sequence[Tensor], capacity: int) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm import Replicated
 from ..kernels.fused.log_decay import decay_gate
 from ..keystore import KeySize, LayerKeys
 from ..keystore.static import StaticKeys
 from ..running_sum import running_sum
-from ..softmax.forgetting import sums_of, width_with_sums, with_sums
+from ..softmax.forgetting import held_sums, sums_of, width_with_sums, with_sums
 from .attention import Attention
 from .decoding import KVCache, KVRows
 from .layer import LayerCall, LayerOutput, last_tokens, split_heads
@@ -31,6 +31,7 @@ class ForgettingAttention(Attention):
     """
 
     needs_runs = True
+    same_bits = True
 
     def __init__(
         self,
@@ -56,15 +57,19 @@ class ForgettingAttention(Attention):
         return sums_of(k, self.widths[1] // self.num_heads)
 
     def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | StaticKeys | None, call: LayerCall) -> LayerOutput:
-        q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).split(self.widths, -1))
-        c = running_sum(decay_gate(self.forget_proj(x), sign=-1.0), call.layout, call.cu_seqlens)  # of logsigmoid
-        K = q.shape[-1]
+        q, k, v = (split_heads(y, self.num_heads) for y in call.rows(self.qkv_proj, x).split(self.widths, -1))
+        g, K, before = call.rows(_log_forget, call.rows(self.forget_proj, x)), q.shape[-1], None
         if isinstance(state, (LayerKeys, StaticKeys)):
-            c = c if state.carried is None else c + state.carried[:, None]
-            state.carry(last_tokens(c, call.layout, call.cu_seqlens))
+            before = state.carried
         elif state is not None and not call.packed:  # packed documents are refused further on
-            last = state.last_keys() if isinstance(state, KVRows) else state.k[:, -1]
-            before = sums_of(last, K)
-            c = c + (before if call.layout is None else Replicated.apply(before, call.layout.cp.comm))[:, None]
-        q, k, scale = with_sums(self.q_norm(q), self.k_norm(k), c, K**-0.5)
+            before = sums_of(state.last_keys() if isinstance(state, KVRows) else state.k[:, -1], K)
+        c = running_sum(g, call.layout, call.cu_seqlens, before, functools.partial(held_sums, dtype=k.dtype))
+        if isinstance(state, (LayerKeys, StaticKeys)):
+            state.carry(last_tokens(c, call.layout, call.cu_seqlens))
+        q, k, scale = with_sums(call.rows(self.q_norm, q), call.rows(self.k_norm, k), c, K**-0.5)
         return self._attend(x, (q, k, v), state, call, scale)
+
+
+def _log_forget(y: Tensor) -> Tensor:
+    """The logarithm of a sigmoid."""
+    return decay_gate(y, sign=-1.0)

@@ -1,7 +1,8 @@
 """Attention whose keys and values are made of one small latent a token.
 
 Without earlier tokens this is `ring_la.mla` under any layout: what travels is the latent. The cache is the latents and
-rotary parts; decoding is absorbed, so that every head reads them as they are.
+rotary parts; decoding is absorbed, so that every head reads them as they are. With `LayerKeys` for a state they stay on
+the rank that read them, and all ranks decode.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 from ..blockwise import fixed
 from ..errors import ArgumentError, UnsupportedError
+from ..keystore import KeySize, LayerKeys, decode_latents, read_latents
 from ..softmax import attention, mla
-from .decoding import KVCache, KVRows, cache_of, check_rows, decode
-from .layer import Layer, LayerCall, LayerOutput, head_width, merge_heads, positions, positive, split_heads
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, decode
+from .layer import LayerCall, LayerOutput, head_width, merge_heads, positions, positive, split_heads
 from .parts import RMSNorm, rotated
 
 
-class MultiheadLatentAttention(Layer):
+class MultiheadLatentAttention(KeyedLayer):
     """Multi-head Latent Attention (DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, §2.1, eq. 9 to 19).
 
     Args:
@@ -30,8 +32,6 @@ class MultiheadLatentAttention(Layer):
     """
 
     same_bits = True
-    needs_runs = False
-    state_type = KVCache
 
     def __init__(
         self,
@@ -61,16 +61,23 @@ class MultiheadLatentAttention(Layer):
         self.k_up, self.v_up = (nn.Parameter(torch.empty(num_heads, n, L).uniform_(-1, 1) / L**0.5) for n in (N, V))
         self.out_proj = nn.Linear(num_heads * V, dim, bias=False)
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, KVRows) else state, call)
-        if isinstance(state, KVRows):
+    @property
+    def key_size(self) -> KeySize:
+        """What a token's latent and rotary part take, for a `KeyStore`."""
+        return KeySize(1, sum(self.widths), 0)
+
+    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
+        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
+        if isinstance(state, LayerKeys):
+            check_keys(x, state, self.key_size, call)
+        elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
         elif state is not None and not call.packed:
             expected, got = [x.shape[0], 1, sum(self.widths)], [state.k.shape[0], *state.k.shape[2:]]
             if got != expected:
                 raise ArgumentError("state", f"latents of {expected[0]} documents, [N, S, 1, {expected[2]}]", got)
 
-    def mix(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> LayerOutput:
+    def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
         at = positions(x, None if state is None else state.length, call)
         q = split_heads(call.rows(self.q_proj, x if self.q_down is None else call.rows(self.q_down, x)), self.num_heads)
         still, turning = q.split(self.q_widths, -1)
@@ -84,6 +91,11 @@ class MultiheadLatentAttention(Layer):
             where: dict[str, Any] = dict(layout=call.layout, cu_seqlens=call.cu_seqlens)
             o = mla(q, latent, k_rope, k_up, v_up, **where).o
             state = cache_of(key, key[..., :0], call) if call.output_state else None
+        elif isinstance(state, LayerKeys) and call.layout is not None:
+            o = read_latents(q, latent, k_rope, state, call.layout, k_up, v_up).o
+        elif isinstance(state, LayerKeys):
+            state.put(key)
+            o = decode_latents(q, state, k_up, v_up).o
         elif isinstance(state, KVRows) or (call.layout is None and not call.packed):
             o, state = self._decode(q, key, state, k_up, v_up)
         else:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blockwise import fixed
 from ..choices import Mode, RecurrenceBackend
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..recurrences import mamba3, mamba3_mimo
 from .layer import (
     Layer,
@@ -48,6 +49,7 @@ class Mamba3(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
     SLOWEST = 1e-4
     DT_RANGE = (1e-3, 1e-1)
 
@@ -90,19 +92,22 @@ class Mamba3(Layer):
         self.D = nn.Parameter(torch.ones(num_heads))
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
+    def _check(self, x: Tensor, state: LayerState | None, call: LayerCall) -> None:
+        super()._check(x, state, call)
+        if state is not None and fixed(call.layout):
+            hint = "A token writes again with the next one, which a state has and a block has not"
+            raise UnsupportedError("state", "None under a deterministic layout for Mamba3", "a state", hint)
+
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        z, u, B, C, dt, a, lam, turn = self.in_proj(x).split(self.widths, -1)
-        dt = F.softplus(wide(dt) + self.dt_bias)
-        theta = math.pi * dt[..., None] * F.pad(torch.tanh(wide(turn)), (0, self.K // 2 - self.angles))[:, :, None]
+        z, u, B, C, dt, a, lam, turn = call.rows(self.in_proj, x).split(self.widths, -1)
+        rates = call.rows(self._rates, dt, a, lam, turn, shared=(self.dt_bias,))
         several: dict[str, Any] = {} if self.rank == 1 else {"up": self.mimo_x}
         y, final = (mamba3 if self.rank == 1 else mamba3_mimo)(
             split_heads(u, self.num_heads),
-            dt,
-            -dt * F.softplus(wide(a)).clamp(min=self.SLOWEST),
-            self._biased(self.B_norm, B, self.B_bias),
-            self._biased(self.C_norm, C, self.C_bias),
-            torch.sigmoid(wide(lam)),
-            theta,
+            *rates[:2],
+            call.rows(self._biased, call.rows(self.B_norm, self._grouped(B)), shared=(self.B_bias,)),
+            call.rows(self._biased, call.rows(self.C_norm, self._grouped(C)), shared=(self.C_bias,)),
+            *rates[2:],
             self.D,
             initial_state=None if state is None else self._parted(state),
             mode=self.mode,
@@ -110,7 +115,8 @@ class Mamba3(Layer):
             **several,
             **call.keywords,
         )
-        o = self.out_proj(self._gated(y, z))
+        gates = () if self.rank == 1 else (self.mimo_z, self.mimo_o)
+        o = call.rows(self.out_proj, call.rows(self._gated, y, z, shared=gates))
         if not call.output_state:
             return LayerOutput(o, None)
         if call.in_place:
@@ -118,20 +124,28 @@ class Mamba3(Layer):
         S, *last = final  # type: ignore[misc]
         return LayerOutput(o, LayerState(S, torch.cat([t.flatten(1) for t in last], -1)))
 
-    def _gated(self, y: Tensor, z: Tensor) -> Tensor:
+    def _rates(self, dt: Tensor, a: Tensor, lam: Tensor, turn: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
+        """Δ, g, λ and θ."""
+        dt = F.softplus(wide(dt) + dt_bias)
+        theta = math.pi * dt[..., None] * F.pad(torch.tanh(wide(turn)), (0, self.K // 2 - self.angles))[:, :, None]
+        return dt, -dt * F.softplus(wide(a)).clamp(min=self.SLOWEST), torch.sigmoid(wide(lam)), theta
+
+    def _gated(self, y: Tensor, z: Tensor, *gates: Tensor) -> Tensor:
         """What goes into the output projection."""
         if self.rank == 1:
             return merge_heads(y) * F.silu(z)
-        z = split_heads(z, self.num_heads)[:, :, None] * self.mimo_z.transpose(0, 1)
-        return merge_heads((y * F.silu(z) * self.mimo_o.transpose(0, 1)).sum(2)).to(y.dtype)
+        mimo_z, mimo_o = gates
+        z = split_heads(z, self.num_heads)[:, :, None] * mimo_z.transpose(0, 1)
+        return merge_heads((y * F.silu(z) * mimo_o.transpose(0, 1)).sum(2)).to(y.dtype)
 
-    def _biased(self, norm: RMSNorm, y: Tensor, bias: Tensor) -> Tensor:
+    def _grouped(self, y: Tensor) -> Tensor:
+        """B or C of every group, and of every rank of several."""
+        return split_heads(y, self.groups) if self.rank == 1 else y.unflatten(-1, (self.rank, self.groups, self.K))
+
+    def _biased(self, y: Tensor, bias: Tensor) -> Tensor:
         """B or C of every head."""
-        if self.rank == 1:
-            y = norm(split_heads(y, self.groups)).repeat_interleave(self.num_heads // self.groups, 2)
-            return (y + bias).to(y.dtype)
-        y = norm(y.unflatten(-1, (self.rank, self.groups, self.K)))
-        return (y.repeat_interleave(self.num_heads // self.groups, 3) + bias.transpose(0, 1)).to(y.dtype)
+        y = y.repeat_interleave(self.num_heads // self.groups, -2)
+        return (y + (bias if self.rank == 1 else bias.transpose(0, 1))).to(y.dtype)
 
     def _parted(self, state: LayerState) -> tuple[Any, ...]:
         """The state as the recurrence has it, views of the layer's."""

@@ -1,7 +1,8 @@
 """Sparse attention that was trained sparse: `ring_la.nsa` with its maps and gates.
 
 The cache is the keys and values of all three branches. Decoding makes the compressed keys again of it for every token,
-which reads what attention would read.
+which reads what attention would read. With `LayerKeys` for a state compressed keys are kept, keys stay on the rank that
+read them, and all ranks decode (`nsa.kept`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
+from ..keystore import KeySize, LayerKeys
 from ..nsa import Sizes, check_sizes, nsa
-from .decoding import KVCache, KVRows, cache_of, check_rows
-from .layer import Layer, LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
+from ..nsa.kept import attend, keep
+from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows
+from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, split_heads
 from .parts import check_rotation, rotate
 
 
@@ -33,7 +36,7 @@ class BlockMLP(nn.Module):
         return y if self.rope_base is None else rotate(y, positions, self.rope_base)
 
 
-class NativeSparseAttention(Layer):
+class NativeSparseAttention(KeyedLayer):
     """Native Sparse Attention (DeepSeek-AI 2025, arXiv 2502.11089) with grouped key heads.
 
     Each branch has keys and values of its own. Compressed keys are made before the rotation and turned by the position
@@ -45,8 +48,7 @@ class NativeSparseAttention(Layer):
         rope_base: base of the rotary positions; None: none.
     """
 
-    needs_runs = False
-    state_type = KVCache
+    kept_alike = False
 
     def __init__(
         self,
@@ -79,19 +81,27 @@ class NativeSparseAttention(Layer):
         self.k_map, self.v_map = BlockMLP(length, K, rope_base), BlockMLP(length, K, None)
         self.out_proj = nn.Linear(num_heads * K, dim, bias=False)
 
-    def _check(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> None:
-        super()._check(x, None if isinstance(state, KVRows) else state, call)
-        if isinstance(state, KVRows):
+    @property
+    def key_size(self) -> KeySize:
+        """What a token's keys and values take, for a `KeyStore`."""
+        K = self.widths[0] // self.num_heads
+        return KeySize(3 * self.num_kv_heads, K, K)
+
+    def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
+        super()._check(x, None if isinstance(state, (KVRows, LayerKeys)) else state, call)
+        if isinstance(state, LayerKeys):
+            check_keys(x, state, self.key_size, call)
+        elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
-        elif state is not None and (call.layout is not None or call.packed):
-            hint = "Read all of a prompt at once, or go on with layout=None and cu_seqlens=None"
+        elif state is not None and (call.packed or (call.layout is not None and call.layout.cp.size > 1)):
+            hint = "Read all of a prompt at once, or with a KeyStore, or go on with layout=None and cu_seqlens=None"
             raise UnsupportedError("state", "None where tokens are split or packed", "a KVCache", hint)
         elif state is not None:
             expected, got = [x.shape[0], 3 * self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
             if got != expected:
                 raise ArgumentError("state", f"keys of {expected[0]} documents and {expected[1]} heads", got)
 
-    def mix(self, x: Tensor, state: KVCache | KVRows | None, call: LayerCall) -> LayerOutput:
+    def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
         at, Hk = positions(x, None if state is None else state.length, call), self.num_kv_heads
         q, k, v = self.qkv_proj(x).split(self.widths, -1)
         q, k, v = split_heads(q, self.num_heads), split_heads(k, 3 * Hk), split_heads(v, 3 * Hk)
@@ -102,6 +112,8 @@ class NativeSparseAttention(Layer):
         if state is None:
             o = self._attend(q, k, v, gates, layout=call.layout, cu_seqlens=call.cu_seqlens)
             state = cache_of(k, v, call) if call.output_state else None
+        elif isinstance(state, LayerKeys):
+            o = self._kept(q, k, v, gates, state, call)
         elif isinstance(state, KVRows):
             rows = state.written(k, v)
             of_rows = zip(q.split(1), *zip(*((a[None], b[None]) for a, b in rows)), gates.split(1))
@@ -110,6 +122,19 @@ class NativeSparseAttention(Layer):
             state = state.extend(k, v)
             o = self._after(q, state, gates)
         return LayerOutput(self.out_proj(merge_heads(o)), state if call.output_state else None)
+
+    def _kept(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: LayerKeys, call: LayerCall) -> Tensor:
+        """Keys stay on their ranks. Tokens of a layout behind others are read by all ranks together, as few are."""
+        layout, maps = call.layout, (self.k_map, self.v_map)
+        sizes = Sizes(*(self.sizes[name] for name in Sizes._fields))
+        if layout is not None and not any(state.rows.earlier):
+            keep(state, k, v, maps, sizes, layout)
+            return self._attend(q, k, v, gates, layout=layout)
+        if layout is not None:
+            q, k, v, gates = (layout.gather(x) for x in (q, k, v, gates))
+        keep(state, k, v, maps, sizes, layout)
+        o = attend(q, gates, state, sizes, self.sizes["window"], q.shape[3] ** -0.5)
+        return o if layout is None else layout.shard(o)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, **where: Any) -> Tensor:
         k, v = k.to(q.dtype), v.to(q.dtype)

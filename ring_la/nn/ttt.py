@@ -42,6 +42,8 @@ class TTTLinear(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
+
     def __init__(
         self,
         dim: int,
@@ -66,8 +68,9 @@ class TTTLinear(Layer):
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        *qkv, gate = self.qkvg_proj(x).chunk(4, -1)
-        tokens = [*(split_heads(y, self.num_heads) for y in qkv), self._rates(x)]
+        *qkv, gate = call.rows(self.qkvg_proj, x).chunk(4, -1)
+        rates = call.rows(self._rates, call.rows(self.rate_proj, x))
+        tokens = [*(split_heads(y, self.num_heads) for y in qkv), rates]
         keywords: dict[str, Any] = dict(call.keywords)
         first: int | tuple[int, ...] = 0
         if state is not None:
@@ -92,8 +95,8 @@ class TTTLinear(Layer):
             backend=self.backend,
             **keywords,
         )
-        o = self.norm(merge_heads(o).view(gate.shape)) * F.gelu(gate)
-        out = self.out_proj(o)
+        o = call.rows(self.norm, merge_heads(o).view(gate.shape))
+        out = call.rows(self.out_proj, call.rows(lambda o, gate: o * F.gelu(gate), o, gate))
         if not call.output_state:
             return LayerOutput(out, None)
         length = lengths(x, None if state is None else state.length, call)
@@ -102,8 +105,8 @@ class TTTLinear(Layer):
         W, c, dW, dc = final  # type: ignore[misc]
         return LayerOutput(out, LayerState(torch.cat([W, c[:, :, None], dW, dc[:, :, None]], 2), length=length))
 
-    def _rates(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(wide(self.rate_proj(x))) * (self.rate / self.K)
+    def _rates(self, y: Tensor) -> Tensor:
+        return torch.sigmoid(wide(y)) * (self.rate / self.K)
 
     def _parts(self, state: LayerState) -> tuple[Tensor, ...]:
         """The state as the recurrence has it, views of the layer's."""

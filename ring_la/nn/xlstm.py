@@ -28,6 +28,7 @@ class MLSTM(Layer):
         mode, backend: as in the recurrences.
     """
 
+    same_bits = True
     CAP = 15.0
 
     def __init__(
@@ -55,8 +56,8 @@ class MLSTM(Layer):
         self.out_proj = nn.Linear(num_heads * V, dim, bias=False)
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
-        q, k, v, gate = (split_heads(y, self.num_heads) for y in self.qkvo_proj(x).split(self.widths, -1))
-        i, f = wide(self.gates_proj(x)).chunk(2, -1)
+        q, k, v, gate = (split_heads(y, self.num_heads) for y in call.rows(self.qkvo_proj, x).split(self.widths, -1))
+        i, f = call.rows(self._gates, call.rows(self.gates_proj, x))
         initial = None
         if state is not None:
             S: Any = state.recurrent
@@ -65,14 +66,15 @@ class MLSTM(Layer):
             q,
             k,
             v,
-            self.CAP * torch.tanh(i / self.CAP),
-            decay_gate(f, sign=-1.0),  # logsigmoid
+            i,
+            f,
             initial_state=initial,
             mode=self.mode,
             backend=self.backend,
             **call.keywords,
         )
-        o = self.out_proj(merge_heads(self.norm(o) * F.sigmoid(gate)))
+        o = call.rows(lambda o, gate: merge_heads(o * F.sigmoid(gate)), call.rows(self.norm, o), gate)
+        o = call.rows(self.out_proj, o)
         if not call.output_state:
             return LayerOutput(o, None)
         if call.in_place:
@@ -80,3 +82,8 @@ class MLSTM(Layer):
         C, n, m = final  # type: ignore[misc]
         last = F.pad(m[..., None], (0, C.shape[-2] - 1))  # the first row is m
         return LayerOutput(o, LayerState(torch.cat([C, n[..., None], last[..., None].to(C.dtype)], -1)))
+
+    def _gates(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The input gate, and the logarithm of the forget gate."""
+        i, f = wide(y).chunk(2, -1)
+        return self.CAP * torch.tanh(i / self.CAP), decay_gate(f, sign=-1.0)  # logsigmoid

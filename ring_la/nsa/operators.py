@@ -33,7 +33,7 @@ def room(k: Tensor, stride: int, layout: ShardedLayout | None, cu_seqlens: Tenso
     if layout is not None and not layout.has_runs:
         return layout.seq_len // stride + layout.num_documents
     if layout is not None:
-        return k.shape[1] // stride + layout.num_documents + PARTS
+        return k.shape[1] // stride + layout.num_documents + max(PARTS)
     return k.shape[1] // stride + (1 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
 

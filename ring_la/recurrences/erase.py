@@ -1,39 +1,45 @@
 """Delta rules that erase along one key and write along another: Comba and GDN-2.
 
-    S ← D S + k (u − (D S)ᵀ e)ᵀ = (D − k (D e)ᵀ) S + k uᵀ,       D = diag(exp g)
+    S ← D S + β k (v − (D S)ᵀ e)ᵀ = (I − β k eᵀ) D S + β k vᵀ,       D = diag(exp g)
 
-is the rule "dplr" with b = k and a = −D e: it reads the state before the decay, so that the decay goes into `a`.
+is the rule "erase" (with b = β k and a = −D e it were "dplr", whose kernels have a second stream of writes).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from ..algebra import Rule
 from ..blockwise import by_block
+from ..kernels import Inputs
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE, Argument
-from .definition import CommonOptions
-from .dplr import dplr_delta_rule
+from .definition import CommonOptions, Recurrence
 from .recurrence import recurrence
 
 
-def erase_and_write(
-    q: Tensor, k: Tensor, u: Tensor, g: Tensor, e: Tensor, options: CommonOptions
-) -> LinearAttentionOutput:
-    """S ← D S + k (u − (D S)ᵀ e)ᵀ. q, k ``[B,T,Hk,K]``, u ``[B,T,H,V]``, g ``[B,T,H]`` or with K, e ``[B,T,H,K]``."""
-    a, b, g = by_block(_low_rank, k, g, e, layout=options.layout)
-    return dplr_delta_rule(
-        q, k, u.to(q.dtype), a, b, g, scale=options.scale, initial_state=options.initial_state,
+@recurrence(paper="a delta rule with a key of its own for erasing")
+def _by_head(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, e: Tensor) -> Recurrence:
+    """`erase_and_write`, a decay a head."""
+    return Recurrence(Rule("erase", "scalar"), Inputs(q, k, v, g, beta, e), names={"a": "e"})
+
+
+@recurrence(paper="a delta rule with a key of its own for erasing")
+def _by_channel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, e: Tensor) -> Recurrence:
+    """`erase_and_write`, a decay a key channel."""
+    return Recurrence(Rule("erase", "diagonal"), Inputs(q, k, v, g, beta, e), names={"a": "e"})
+
+
+def erase_and_write(inputs: Inputs, options: CommonOptions) -> LinearAttentionOutput:
+    """S ← D S + β k (v − (D S)ᵀ a)ᵀ. q, k ``[B,T,Hk,K]``, v ``[B,T,H,V]``, g ``[B,T,H]`` or with K, beta ``[B,T,H]``, a
+    ``[B,T,H,K]``."""
+    q, k, v, g, beta, a, _ = inputs
+    assert g is not None
+    return (_by_head if g.dim() == 3 else _by_channel)(
+        q, k, v, g, beta, a, scale=options.scale, initial_state=options.initial_state,
         output_final_state=options.output_final_state, **options.scan,
     )  # fmt: skip
-
-
-def _low_rank(k: Tensor, g: Tensor, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """a, b and g of the rule."""
-    wide = g if g.dim() == 4 else g[..., None].expand(*g.shape, k.shape[-1])
-    a = -(wide.exp() * e).to(k.dtype)
-    return a, keys_of(e.shape[2], k), wide
 
 
 def keys_of(heads: int, k: Tensor) -> Tensor:
@@ -55,11 +61,8 @@ def comba_token(
     equation="S ← e^g (I − β k pᵀ) S + β k vᵀ",
     arguments=dict(q=QUERY, k=KEY, v=VALUE, g=DECAY, beta=RATE, p=Argument("BTHK", "unit")),
     token=comba_token,
-    same_bits=True,
 )
-def comba(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor, *, options: CommonOptions
-) -> LinearAttentionOutput:
+def comba(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p: Tensor) -> Recurrence:
     """Comba, the delta rule with closed-loop control: S ← e^g (I − β k pᵀ) S + β k vᵀ.
 
     Args:
@@ -67,12 +70,7 @@ def comba(
         v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay ``[B, T, H]``, ≤ 0. beta: ``[B, T, H]``.
         p: what is erased, ``[B, T, H, K]`` (or Hk heads); in the paper ``p = b k``, b a learned number a head.
     """
-    written, erased = by_block(_at_rate, beta, v, p, layout=options.layout)
-    return erase_and_write(q, k, written, g, erased, options)
-
-
-def _at_rate(rate: Tensor, v: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    return rate[..., None] * v, rate[..., None] * p
+    return Recurrence(Rule("erase", "scalar"), Inputs(q, k, v, g, beta, p), names={"a": "p"})
 
 
 def gdn2_token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,5 +97,9 @@ def gdn2(
         v: ``[B, T, H, V]`` with H a multiple of Hk. g: log-decay of each key channel ``[B, T, H, K]``, ≤ 0.
         b: erase gate of each key channel ``[B, T, H, K]``, in [0, 1]. w: write gate of each value ``[B, T, H, V]``.
     """
-    erased = by_block(lambda b, k: b * keys_of(b.shape[2], k), b, k, layout=options.layout)
-    return erase_and_write(q, k, w * v, g, erased, options)
+
+    def gated(b: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return (b * keys_of(b.shape[2], k)).to(k.dtype), (w * v).to(v.dtype)
+
+    erased, written = by_block(gated, b, k, v, w, layout=options.layout)
+    return erase_and_write(Inputs(q, k, written, g, g.new_ones(v.shape[:3]), erased), options)

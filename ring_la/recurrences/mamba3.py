@@ -15,13 +15,15 @@ its own token's writes is added behind the scan.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..autograd import first_derivative_only
-from ..comm import Replicated
+from ..blockwise import by_block, exact_sum, fixed
+from ..blockwise.sums import part_of
 from ..context import ShardedLayout
 from ..conv import token_shift
 from ..linear import Seams
@@ -81,6 +83,7 @@ def token_of_ranks(
     default_scale=1.0,
     states=("HKV", "HK", "HV", "HR"),
     sizes=dict(R=3),
+    same_bits=True,
 )
 def mamba3(
     x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor,
@@ -117,6 +120,7 @@ def mamba3(
     default_scale=1.0,
     states=("HKV", "HNK", "HV", "HR"),
     sizes=dict(R=3, N=2),
+    same_bits=True,
 )  # fmt: skip
 def mamba3_mimo(
     x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, lam: Tensor, theta: Tensor, D: Tensor, up: Tensor,
@@ -150,32 +154,23 @@ class Trapezoid(NamedTuple):
 
 def _trapezoid(tokens: Trapezoid, options: CommonOptions) -> LinearAttentionOutput:
     x, dt, g, B, C, lam, theta, D, up = tokens
-    heads, layout, n = x.shape[2], options.layout, B.shape[2]
+    layout, n = options.layout, B.shape[2]
     start: Any = options.initial_state
-    phi = running_sum(theta, layout, options.cu_seqlens)
-    if start is not None:
-        phi = phi + _of_tokens(start[3].double(), x, options)
-    cos, sin = (t.to(torch.promote_types(B.dtype, torch.float32))[:, :, None] for t in (phi.cos(), phi.sin()))
-    B, C = (
-        _turned(y if y.shape[3] == heads else y.repeat_interleave(heads // y.shape[3], 3), cos, sin) for y in (B, C)
-    )
+    phi = running_sum(theta, layout, options.cu_seqlens, None if start is None else start[3])
     c = (1 - lam) * dt
     after = _next(c, options)
-    S0: Tensor | None = None
-    if start is not None:
-        first = _first(c, options).to(start[0].dtype)
-        before = _inputs(start[2], _of_one_rank(up, layout))
-        S0 = start[0] + first[..., None, None] * torch.einsum("bhnk,bnhv->bhkv", start[1], before.to(start[1].dtype))
-    inputs = _inputs(x, up)
-    written = ((lam * dt + after)[:, :, None, :, None] * inputs).to(x.dtype)
+    S0 = None if start is None else _entering(start, _first(c, options), up, layout)
+    B, C = by_block(_both_turned, B, C, x, phi, layout=layout)
+    written = by_block(_written, x, lam, dt, after, layout=layout, shared=(up,))
     o, S = simple_gla(
         C.flatten(1, 2), B.flatten(1, 2), written.flatten(1, 2), _at_first(g, n), scale=options.scale,
         initial_state=S0, output_final_state=options.output_final_state, mode=options.mode, backend=options.backend,
         **steps(options, n),
     )  # fmt: skip
-    o = o.unflatten(1, (-1, n)) + D[:, None] * inputs + _own(C, B, inputs, lam * dt, after, options)
+    corrected = functools.partial(_corrected, scale=options.scale)
+    o = by_block(corrected, o.unflatten(1, (-1, n)), C, B, x, lam, dt, after, layout=layout, shared=(D, up))
     if S is None:
-        return LinearAttentionOutput(o.to(x.dtype), None)
+        return LinearAttentionOutput(o, None)
     wide = torch.promote_types(S.dtype, torch.float32)
     parts = B.transpose(2, 3), x, phi
     rows = torch.cat([t.to(wide).flatten(2) for t in parts], -1)
@@ -183,7 +178,60 @@ def _trapezoid(tokens: Trapezoid, options: CommonOptions) -> LinearAttentionOutp
     last: Any = token_shift(rows, initial_state=tails, output_final_state=True, **options.inner).final_state
     sizes = [t.shape[2:] for t in parts]
     final = [t.unflatten(-1, size) for t, size in zip(last.split([size.numel() for size in sizes], -1), sizes)]
-    return LinearAttentionOutput(o.to(x.dtype), (S, *final))  # type: ignore[arg-type]
+    return LinearAttentionOutput(o, (S, *final))  # type: ignore[arg-type]
+
+
+def _both_turned(B: Tensor, C: Tensor, x: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
+    """B and C of every head of x, turned by the angles so far."""
+    heads, wide = x.shape[2], torch.promote_types(B.dtype, torch.float32)
+    cos, sin = (t.to(wide)[:, :, None] for t in (phi.cos(), phi.sin()))
+    B, C = (y if y.shape[3] == heads else y.repeat_interleave(heads // y.shape[3], 3) for y in (B, C))
+    return _turned(B, cos, sin), _turned(C, cos, sin)
+
+
+def _written(x: Tensor, lam: Tensor, dt: Tensor, after: Tensor, up: Tensor | None) -> Tensor:
+    """What tokens write ``[B, T, n, H, V]``, now and with the next one."""
+    return ((lam * dt + after)[:, :, None, :, None] * _inputs(x, up)).to(x.dtype)
+
+
+def _corrected(
+    o: Tensor, C: Tensor, B: Tensor, x: Tensor, lam: Tensor, dt: Tensor, after: Tensor, D: Tensor, up: Tensor | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """What queries read, with the skip and what they miss of their own tokens' writes, or have too much."""
+    inputs = _inputs(x, up)
+    return (o + D[:, None] * inputs + _own(C, B, inputs, lam * dt, after, scale)).to(x.dtype)
+
+
+def _entering(start: Any, c: Tensor, up: Tensor | None, layout: ShardedLayout | None) -> Tensor:
+    """The state before each document, with what its first token, of weight ``c [N, H]``, writes of the token before."""
+    S, B, x = start[:3]
+    if not fixed(layout):
+        return _after_first(S, B, x, c.to(S.dtype), _of_one_rank(up, layout))
+    ups = [None] * len(S) if up is None else _ForDocuments.apply(up, len(S), layout).split(1)
+    documents = zip(*(t.split(1) for t in (S, B, x, c.to(S.dtype))), ups)
+    return torch.cat([_after_first(*(t.clone() for t in d), u) for *d, u in documents])  # whatever others there are
+
+
+def _after_first(S: Tensor, B: Tensor, x: Tensor, c: Tensor, up: Tensor | None) -> Tensor:
+    before = _inputs(x, up if up is None or up.dim() == 3 else up[0])
+    return S + c[..., None, None] * torch.einsum("bhnk,bnhv->bhkv", B, before.to(B.dtype))
+
+
+class _ForDocuments(torch.autograd.Function):
+    """``up`` of each document ``[N, …]``; its gradient, which all ranks have, is added exactly, and one rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, up: Tensor, N: int, layout: ShardedLayout) -> Tensor:
+        ctx.layout, ctx.way_back = layout, layout.cp.comm.agreement.way_back()
+        return up.expand(N, *up.shape).clone()
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.way_back()
+        own = grad if ctx.layout.rank == 0 else grad[:0]
+        return part_of(exact_sum(own, ctx.layout), ctx.layout, grad[0]), None, None
 
 
 def _inputs(x: Tensor, up: Tensor | None) -> Tensor:
@@ -201,30 +249,18 @@ def _at_first(g: Tensor, n: int) -> Tensor:
     return g if n == 1 else torch.cat([g[:, :, None], g.new_zeros(*g.shape[:2], n - 1, g.shape[2])], 2).flatten(1, 2)
 
 
-def _own(C: Tensor, B: Tensor, inputs: Tensor, now: Tensor, after: Tensor, options: CommonOptions) -> Tensor:
+def _own(C: Tensor, B: Tensor, inputs: Tensor, now: Tensor, after: Tensor, scale: float) -> Tensor:
     """What each query ``[B, T, n, H, K]`` has too much of its own token's writes, and of later steps too little."""
     n = C.shape[2]
     pairs = (C[:, :, :, None] * B[:, :, None]).sum(-1)  # [B, T, n, n, H]
     seen = torch.ones(n, n, dtype=torch.bool, device=C.device).tril()[..., None]
     weight = torch.where(seen, -after[:, :, None, None], now[:, :, None, None])
-    return options.scale * torch.einsum("btrsh,btshv->btrhv", weight * pairs, inputs.to(weight.dtype))  # type: ignore[operator]
+    return scale * torch.einsum("btrsh,btshv->btrhv", weight * pairs, inputs.to(weight.dtype))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-def _of_tokens(rows: Tensor, x: Tensor, options: CommonOptions) -> Tensor:
-    """Rows of documents ``[N, …]`` as rows of tokens ``[B, T, …]``."""
-    layout, cu = options.layout, options.cu_seqlens
-    if layout is not None:
-        rows = Replicated.apply(rows, layout.cp.comm)
-        return rows.index_select(0, layout.documents)[None] if layout.packed else rows[:, None]
-    if cu is None:
-        return rows[:, None]
-    document = torch.searchsorted(cu[1:].contiguous(), torch.arange(x.shape[1], device=x.device), right=True)
-    return rows.index_select(0, document)[None]
 
 
 def _next(c: Tensor, options: CommonOptions) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..blockwise import by_block
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import DECAY, KEY, QUERY, VALUE, Argument
@@ -36,6 +37,7 @@ def token(S: States, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> t
     arguments=dict(q=QUERY, k=KEY, v=VALUE, i=Argument("BTH"), f=DECAY),
     token=token,
     states=("HKV", "HK", "H"),
+    same_bits=True,
 )
 def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, options: CommonOptions) -> LinearAttentionOutput:
     """mLSTM: C ← e^f C + e^i k vᵀ, n ← e^f n + e^i k, o = Cᵀ q / max(|nᵀ q|, 1), with q times `scale`.
@@ -50,17 +52,28 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, options: Com
     start: Any = (None, None, None) if options.initial_state is None else options.initial_state
     C, n, m = start
     gauge = stabiliser(i, f, m, options)
-    wide = torch.promote_types(i.dtype, torch.float32)
-    written = (i.to(wide) - gauge.after.to(wide)).exp()[..., None]
-    f = f.to(wide)
-    g = f + torch.minimum((gauge.before - gauge.after).to(wide), -f.detach())  # never above zero by a rounding
+    written, g = by_block(_written, i, f, v, gauge.before, gauge.after, layout=options.layout)
     o, S = simple_gla(
-        q, k, torch.cat([written * v, written], -1).to(q.dtype), g, scale=options.scale,
+        q, k, written.to(q.dtype), g, scale=options.scale,
         initial_state=None if C is None else torch.cat([C, n[..., None].to(C.dtype)], -1),
         output_final_state=options.output_final_state, **options.scan,
     )  # fmt: skip
-    o = o.to(wide)
-    size = torch.maximum(o[..., -1:].abs(), torch.exp(-gauge.after.to(wide))[..., None])
     final: Any = S
     state: Any = (final[..., :-1], final[..., -1], gauge.final) if options.output_final_state else None
-    return LinearAttentionOutput((o[..., :-1] / size).to(v.dtype), state)
+    return LinearAttentionOutput(by_block(_read, o, v, gauge.after, layout=options.layout), state)
+
+
+def _written(i: Tensor, f: Tensor, v: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """What tokens write, v and the one of n beside it, and their log-decays, both in the stabiliser's gauge."""
+    wide = torch.promote_types(i.dtype, torch.float32)
+    size = (i.to(wide) - after.to(wide)).exp()[..., None]
+    f = f.to(wide)
+    g = f + torch.minimum((before - after).to(wide), -f.detach())  # never above zero by a rounding
+    return torch.cat([size * v, size], -1), g
+
+
+def _read(o: Tensor, v: Tensor, after: Tensor) -> Tensor:
+    """o over the size of its normaliser, its last column."""
+    o = o.to(torch.promote_types(o.dtype, torch.float32))
+    size = torch.maximum(o[..., -1:].abs(), torch.exp(-after.to(o.dtype))[..., None])
+    return (o[..., :-1] / size).to(v.dtype)

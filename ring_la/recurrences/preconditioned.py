@@ -4,7 +4,7 @@
     k̂ = k ⊙ base^(−s),  s = r / (1 + |r|),  r = log(A + ε) − center
     S ← D S + β k̂ (v − (D S)ᵀ k)ᵀ
 
-so that k erases and k̂ writes: in the rule "dplr", b = β k̂ and a = −D k.
+so that k erases and k̂ writes (`erase`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..blockwise import by_block
 from ..kernels import Inputs
+from ..kernels.fused.precondition import can_precondition, precondition
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, DECAY, KEY, QUERY, RATE, VALUE, Argument
 from .definition import CommonOptions
-from .dplr import dplr_delta_rule
-from .erase import keys_of
+from .erase import erase_and_write, keys_of
 from .recurrence import recurrence
 from .retention import simple_gla
 
@@ -63,35 +63,42 @@ class Preconditioner(NamedTuple):
 
 def _preconditioned(inputs: Inputs, by: Preconditioner, options: CommonOptions) -> LinearAttentionOutput:
     q, k, v, g, beta, *_ = inputs
-    h, alpha, center, base = by
-    assert g is not None
-    assert beta is not None
     S, A = (None, None) if options.initial_state is None else options.initial_state
-    heads, final, layout = v.shape[2], options.output_final_state, options.layout
-    wide = torch.promote_types(k.dtype, torch.float32)
+    heads, layout = v.shape[2], options.layout
+    alone = layout is None and options.backend in (None, "triton")
+    if alone and can_precondition(k, by.h, by.alpha, by.center):
+        written, A = precondition(k, by.h, by.alpha, by.center, A, options.cu_seqlens, by.base, EPS)
+    else:
+        written, A = _by_parts(k, heads, by, A, options)
+    q, k = by_block(lambda *x: tuple(keys_of(heads, t) for t in x), q, k, layout=layout)
+    o, S = erase_and_write(Inputs(q, written, v, g, beta, k), options._replace(initial_state=S))
+    return LinearAttentionOutput(o, (S, A) if options.output_final_state else None)  # type: ignore[arg-type]
+
+
+def _by_parts(
+    k: Tensor, heads: int, by: Preconditioner, A: Tensor | None, options: CommonOptions
+) -> tuple[Tensor, Tensor | None]:
+    """What `precondition` gives: A as gated linear attention with one key, and PyTorch's operations."""
+    h, alpha, center, base = by
+    wide, layout = torch.promote_types(k.dtype, torch.float32), options.layout
 
     def squared(alpha: Tensor, k: Tensor) -> Tensor:
         return alpha[..., None].to(wide) * keys_of(heads, k).to(wide) ** 2
 
-    one = k.new_ones(1, 1, 1, 1, dtype=wide).expand(*v.shape[:3], 1)
+    one = k.new_ones(1, 1, 1, 1, dtype=wide).expand(*h.shape, 1)
     seen = simple_gla(
         one, one, by_block(squared, alpha, k, layout=layout), h, scale=1.0,
-        initial_state=None if A is None else A[..., None, :], output_final_state=final, **options.scan,
+        initial_state=None if A is None else A[..., None, :], output_final_state=options.output_final_state,
+        **options.scan,
     )  # fmt: skip
 
-    def low_rank(seen: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, center: Tensor) -> tuple[Tensor, ...]:
+    def scaled(seen: Tensor, k: Tensor, center: Tensor) -> Tensor:
         k = keys_of(heads, k)
         r = torch.log(seen + EPS) - center.to(wide)[..., None]
-        written = k * torch.exp(-math.log(base) * r / (1 + r.abs()))
-        gates = g if g.dim() == 4 else g[..., None].expand(k.shape)
-        erased = -(gates.exp() * k).to(k.dtype)
-        return keys_of(heads, q), (beta[..., None] * written).to(k.dtype), erased, gates
+        return (k * torch.exp(-math.log(base) * r / (1 + r.abs()))).to(k.dtype)
 
-    q, b, a, gates = by_block(low_rank, seen.o, q, k, g, beta, layout=layout, shared=(center,))
-    o, S = dplr_delta_rule(
-        q, b, v, a, b, gates, scale=options.scale, initial_state=S, output_final_state=final, **options.scan,
-    )  # fmt: skip
-    return LinearAttentionOutput(o, (S, seen.final_state[..., 0, :]) if final else None)  # type: ignore[arg-type, index]
+    written = by_block(scaled, seen.o, k, layout=layout, shared=(center,))
+    return written, None if seen.final_state is None else seen.final_state[..., 0, :]
 
 
 @recurrence(

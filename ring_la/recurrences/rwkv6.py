@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..blockwise import by_block, fixed
 from ..conv import token_shift
+from ..kernels.fused.bonus import bonus
 from ..outputs import LinearAttentionOutput
 from ..reference.by_token import outer, read
 from .arguments import CHANNEL_DECAY, KEY, QUERY, VALUE, Argument
 from .definition import CommonOptions
-from .erase import keys_of
 from .gla import gla
 from .recurrence import recurrence
 
@@ -43,23 +43,19 @@ def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, options: Com
         r, k: ``[B, T, Hk, K]``, receptance and key. v: ``[B, T, H, V]`` with H a multiple of Hk.
         w: log-decay of each key channel ``[B, T, H, K]``, ≤ 0. u: bonus of the token itself ``[H, K]``.
     """
-    rows, sizes = _joined(k, v, w)
-    before = token_shift(rows, output_final_state=options.output_final_state, **options.inner)
-    k_before, v_before, w_before = _parted(before.o, sizes, (k, v, w))
+    before, last = _before((k, v, w), options)
     o, S = gla(
-        r, k_before, v_before, w_before, scale=options.scale, initial_state=options.initial_state,
+        r, *before, scale=options.scale, initial_state=options.initial_state,
         output_final_state=options.output_final_state, **options.scan,
     )  # fmt: skip
 
     def with_own(o: Tensor, r: Tensor, k: Tensor, v: Tensor, u: Tensor) -> Tensor:
-        own = (keys_of(v.shape[2], r) * keys_of(v.shape[2], k) * u.to(k.dtype)).sum(-1, keepdim=True)
-        return o + (options.scale * own * v).to(o.dtype)  # type: ignore[operator]
+        return bonus(o, r, k, v, u, options.scale)  # type: ignore[arg-type]
 
     o = by_block(with_own, o, r, k, v, layout=options.layout, shared=(u,))
     if S is None:
         return LinearAttentionOutput(o, None)
-    last = _parted(before.final_state[:, None], sizes, (k, v, w))  # type: ignore[index]
-    last = [x[:, 0].to(S.dtype) for x in last]
+    last = [x.to(S.dtype) for x in last]
     if not fixed(options.layout):
         return LinearAttentionOutput(o, _after(S, *last))
     each = zip(*(x.split(1) for x in (S, *last)))  # whatever other documents there are
@@ -70,6 +66,20 @@ def _after(S: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """States after documents' last tokens."""
     k = k.repeat_interleave(v.shape[1] // k.shape[1], 1)
     return w.exp()[..., None] * S + k[..., None] * v[..., None, :]
+
+
+def _before(tensors: tuple[Tensor, ...], options: CommonOptions) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens' tensors one token later, and those of documents' last tokens, if final states are wanted."""
+    final = options.output_final_state
+    if options.layout is None:
+        moved = [token_shift(x.flatten(2), output_final_state=final, **options.inner) for x in tensors]
+        ends = [m.final_state.unflatten(-1, x.shape[2:]) for m, x in zip(moved, tensors) if m.final_state is not None]
+        return [m.o.unflatten(-1, x.shape[2:]) for m, x in zip(moved, tensors)], ends
+    rows, sizes = _joined(*tensors)
+    joined = token_shift(rows, output_final_state=final, **options.inner)
+    last = joined.final_state
+    ends = [] if last is None else [x[:, 0] for x in _parted(last[:, None], sizes, tensors)]
+    return _parted(joined.o, sizes, tensors), ends
 
 
 def _joined(*tensors: Tensor) -> tuple[Tensor, list[int]]:

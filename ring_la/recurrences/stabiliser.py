@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..blockwise import blocks_of, by_block, fixed
+from ..blockwise.fold import folded, of_tokens
 from ..comm import Replicated
 from ..context import ShardedLayout
 from ..linear import CommonOptions, Seams
@@ -33,6 +35,10 @@ def stabiliser(i: Tensor, f: Tensor, initial: Tensor | None, options: CommonOpti
         N = cu.numel() - 1
     wide = torch.promote_types(i.dtype, torch.float32)
     start = i.new_zeros(N, i.shape[2], dtype=wide) if initial is None else initial
+    if fixed(layout):
+        with torch.no_grad():
+            found = _by_block(i.double(), f.double(), start.to(wide), layout)
+        return found._replace(final=_or_start(found.final.to(start.dtype), start, layout))
     with torch.no_grad():
         pieces = _Pieces(i.double(), f.double(), layout.cu_pieces.to(i.device) if layout is not None else cu)
         rows = (
@@ -50,6 +56,39 @@ def stabiliser(i: Tensor, f: Tensor, initial: Tensor | None, options: CommonOpti
         start = Replicated.apply(start, layout.cp.comm)
     final = final.to(start.dtype)
     return Stabiliser(before, after, final if empty is None else torch.where(empty[:, None], start, final))
+
+
+def _or_start(final: Tensor, start: Tensor, layout: ShardedLayout) -> Tensor:
+    """m after each document; before it, with its gradient, where a document has no token."""
+    lengths = torch.tensor(layout.cu_seqlens, device=final.device).diff()
+    empty = lengths == 0 if layout.packed else (lengths == 0).expand(len(final))
+    return torch.where(empty[:, None], Replicated.apply(start, layout.cp.comm), final)
+
+
+def _by_block(i: Tensor, f: Tensor, start: Tensor, layout: ShardedLayout) -> Stabiliser:
+    """The same with bits that do not depend on the split. m is rounded to the dtype of states at every token, as any
+    gauge will do, so that who goes on from a state goes on from the same number."""
+    decay, largest = by_block(_gaps, i, f, layout=layout)
+    places = blocks_of(layout)
+    ends = [stop - 1 for _, stop in places]
+
+    def step(m: Tensor, part: Tensor) -> Tensor:
+        return (part[:, 0] + torch.maximum(part[:, 1], m)).to(start.dtype).double()
+
+    own = torch.stack([decay[:, ends], largest[:, ends]], 2).transpose(0, 1)
+    entering, final = folded(own, start.double(), step, layout)
+    m = of_tokens(entering, layout)
+    after = (decay + torch.maximum(largest, m)).to(start.dtype).double()
+    before = torch.cat([m[:, :1], after[:, :-1]], 1)
+    first = [begin for begin, _ in places]
+    before[:, first] = m[:, first]
+    return Stabiliser(before, after, final)
+
+
+def _gaps(i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token of a block, Σ f from its start and the largest ``i_s − Σ_{r≤s} f_r`` so far."""
+    decay = f.cumsum(1)
+    return decay, (i - decay).cummax(1).values
 
 
 class _Pieces:

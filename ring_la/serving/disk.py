@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..nn import KVCache, LayerState
 from .tiers import Home, PackedPrefix
@@ -126,6 +127,8 @@ class Disk:
         kinds, tensors = [], {"logits": files[0].get_tensor("logits")}
         for i, kind in enumerate(said[0]["kinds"]):
             shared = isinstance(kind, int)
+            if i in home.apart and shared != (i in layers):
+                raise DamagedPrefix(f"{name}: keys of state {i}, which ranks keep otherwise than one process")
             kinds.append(layers.get(i, KVCache if shared else KINDS[kind]))
             for n in (n for n in files[0].keys() if n.startswith(f"{i}.")):
                 x, key = files[0].get_tensor(n), n.endswith((".k", ".v"))
@@ -217,6 +220,7 @@ def fingerprint(model: nn.Module) -> str:
     config: Any = getattr(model, "config", None)
     digest = hashlib.sha256(json.dumps(_lasting(config.to_dict()) if config else {}, default=str).encode())
     for name, x in model.state_dict().items():
+        x = x.full_tensor() if isinstance(x, DTensor) else x  # one weight at a time
         digest.update(f"{name} {list(x.shape)} {x.dtype}".encode())
         some = x.flatten()[:: max(1, x.numel() // SAMPLED)][: SAMPLED + 1]
         digest.update(some.double().cpu().numpy().tobytes())

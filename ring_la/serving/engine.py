@@ -9,8 +9,8 @@ prompt takes half of others' speed and holds them up by one piece at a time, whi
 goes away is noticed between two pieces or tokens. Of several prompts the one with the fewest tokens left is read on,
 now and then the one that came first.
 
-Where keys stay on the rank that read them all ranks take each step together; rank 0 says of which tokens. A model whose
-states are the same on all ranks is decoded by rank 0 alone.
+Where keys stay on the rank that read them, or each rank has a part of the weights, all ranks take each step together;
+rank 0 says of which tokens. A model whose weights and states are the same on all ranks is decoded by rank 0 alone.
 
 An error in a request fails that request, where it is the same on all ranks; any other ends the server on all of them.
 """
@@ -200,7 +200,7 @@ class Engine:
     def _say(self, word: Word, row: Row = NOBODY) -> Exception | None:
         """Have all ranks do something; returns the error they all have. What concerns the batch is this rank's alone
         where others do not decode."""
-        if (self.states.shared or word.what not in OF_THE_BATCH) and self.ranks.tell(word):
+        if (self.states.together or word.what not in OF_THE_BATCH) and self.ranks.tell(word):
             self.stop()
         return self.states.do(word, row)
 

@@ -9,18 +9,22 @@ a folder with config.json and weights       a causal model of Transformers
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..context import ContextParallel
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..models import HybridLM
 from ..training import stored
 from .model import Hybrid, Served
 from .pretrained import Pretrained
 from .text import Bytes, Messages, NoText, Subwords, Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,24 +33,32 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load(
-    path: str | Path, cp: ContextParallel | None = None, *, dtype: str = "auto", tokenizer: str | None = None
+    path: str | Path,
+    cp: ContextParallel | None = None,
+    *,
+    dtype: str = "auto",
+    tokenizer: str | None = None,
+    sharded: bool = False,
 ) -> tuple[Served, Text]:
-    """The model on this rank's device, whole, and its vocabulary. Collective for models of Transformers.
+    """The model on this rank's device, or its part of it, and its vocabulary. Collective for models of Transformers.
 
     Args:
         path: see the module's text. cp: the ranks it will read prompts on; None: this process, on the CPU.
         dtype: of the weights, a name out of `DTYPES`; "auto": as they are stored.
         tokenizer: "bytes", a tokenizer.json, or a folder Transformers' AutoTokenizer reads; None: the model's own.
+        sharded: of a model of Transformers each rank reads, and has, a part of the weights (safetensors); all decode.
 
     Raises:
-        ArgumentError: nothing that can be served is there.
+        ArgumentError: nothing that can be served is there. UnsupportedError: it cannot be sharded.
     """
     path = Path(path)
     if dtype not in DTYPES:
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
     about = stored.about(path)
     if "hybrid" not in about and ("model_type" in about or "architectures" in about):
-        return _pretrained(path, cp, DTYPES[dtype], tokenizer)
+        return _pretrained(path, cp, DTYPES[dtype], tokenizer, sharded)
+    if sharded:
+        raise UnsupportedError("sharded", "False for a HybridLM", True)
     config, weights = stored.hybrid(path)
     if "hybrid" in about and not (path / "checkpoint.pt").is_file():
         tokenizer = tokenizer or about["data"]["tokenizer"]
@@ -81,28 +93,48 @@ def vocabulary(tokenizer: str | None, vocab_size: int, end: frozenset[int] = fro
 def _unmapped(model: M) -> M:
     """The model with weights of its own: on a CPU they are those of the file, whatever is written there later."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and not isinstance(tensor, DTensor):  # whose parts are copies
             tensor.data = tensor.data.clone()
     return model
 
 
 def _pretrained(
-    path: Path, cp: ContextParallel | None, dtype: torch.dtype | None, tokenizer: str | None
+    path: Path, cp: ContextParallel | None, dtype: torch.dtype | None, tokenizer: str | None, sharded: bool
 ) -> tuple[Served, Text]:
-    stored.require("transformers", "a model of Transformers")
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
-    except (OSError, ValueError) as e:
-        raise ArgumentError("model", "a folder with a causal model of Transformers", f"{path} ({e})") from None
+    model = pretrained(path, cp, dtype, sharded)
     end = model.generation_config.eos_token_id
     end = frozenset([] if end is None else [end] if isinstance(end, int) else end)
     beside = str(path) if any((path / name).is_file() for name in TOKENIZER_FILES) else None
     named = tokenizer or beside
     text = vocabulary(named, model.config.get_text_config().vocab_size, end) if named else NoText(end)
-    own: Any = model
-    return Pretrained(_unmapped(own.to("cpu" if cp is None else cp.device)), cp), text
+    return Pretrained(model, cp), text
+
+
+def pretrained(
+    path: str | Path, cp: ContextParallel | None, dtype: torch.dtype | None = None, sharded: bool = False
+) -> PreTrainedModel:
+    """The causal model of a folder of Transformers, on this rank's device.
+
+    Args:
+        sharded: each rank reads and has a part of the weights alone, and the model is parallelized. Collective then.
+
+    Raises:
+        ArgumentError: none is there. UnsupportedError: it cannot be sharded.
+    """
+    stored.require("transformers", "a model of Transformers")
+    from transformers import AutoModelForCausalLM
+
+    try:
+        if sharded and cp is not None:
+            from ..integrations.transformers.sharded import load_sharded
+
+            return _unmapped(load_sharded(path, cp, dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    except ArgumentError:
+        raise
+    except (OSError, ValueError) as e:
+        raise ArgumentError("model", "a folder with a causal model of Transformers", f"{path} ({e})") from None
+    return _unmapped(model.to("cpu" if cp is None else cp.device))
 
 
 def _fast(file: str, end: frozenset[int]) -> Text:

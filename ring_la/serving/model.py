@@ -13,7 +13,8 @@ from ..context import ContextParallel
 from ..errors import DisagreementError, PeerError, UnsupportedError
 from ..inference import KeyStore, Prefilled, key_store, prefill, step
 from ..models import HybridLM
-from ..nn import Attention, KVCache, Layer
+from ..nn import KVCache, Layer
+from ..nn.decoding import KeyedLayer
 from .tiers import Home
 
 
@@ -29,6 +30,7 @@ class Served(Protocol):
         goes_on: whether that is split over the ranks, too.
         kind: the layout that `read` splits a prompt by.
         shares_keys: whether keys stay on the rank that reads them where there are several, and all decode together.
+        shares_weights: whether each rank has a part of the weights, so that all decode together.
     """
 
     model: nn.Module
@@ -40,12 +42,14 @@ class Served(Protocol):
     goes_on: bool
     kind: LayoutKind
     shares_keys: bool
+    shares_weights: bool
 
     def read(self, ids: Tensor, states: Any, cp: ContextParallel | None) -> Prefilled:
         """Read a prompt ``ids [1, T]``, which every rank has whole. Collective."""
 
     def step(self, tokens: Tensor, states: Any, in_place: bool) -> Prefilled:
-        """Read one more token of each sequence, ``tokens [N]``. Collective where keys are shared out over ranks."""
+        """Read one more token of each sequence, ``tokens [N]``. Collective where keys or weights are shared out over
+        ranks."""
 
     def home(self, cp: ContextParallel | None) -> Home:
         """Where its states are, on these ranks."""
@@ -65,6 +69,7 @@ class Hybrid:
 
     flexible = resumes = goes_on = True
     max_tokens = None
+    shares_weights = False
 
     def __init__(self, model: HybridLM) -> None:
         self.model = model.eval()
@@ -83,8 +88,9 @@ class Hybrid:
 
     def home(self, cp: ContextParallel | None) -> Home:
         keys = self._store(cp)
-        layers = {i: block.layer for i, block in enumerate(self.model.blocks) if isinstance(block.layer, Attention)}
-        return Home(self.device, keys, {} if keys is None else layers)
+        layers = {i: block.layer for i, block in enumerate(self.model.blocks) if isinstance(block.layer, KeyedLayer)}
+        apart = frozenset(i for i, layer in layers.items() if not layer.kept_alike)
+        return Home(self.device, keys, {} if keys is None else layers, apart)
 
     def _store(self, cp: ContextParallel | None) -> KeyStore | None:
         """Where keys stay on the rank that reads them; None: they do not."""

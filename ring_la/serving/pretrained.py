@@ -38,7 +38,8 @@ class Pretrained:
     """A causal model of Transformers. Collective.
 
     Args:
-        model: as it was loaded. cp: the ranks prompts will be split over; the model is made to run so.
+        model: as it was loaded, whole, or by `load_sharded`. cp: the ranks prompts will be split over; the model is
+            made to run so.
     """
 
     shares_keys = False
@@ -50,7 +51,8 @@ class Pretrained:
         self.max_tokens = getattr(config, "max_position_embeddings", None)
         self.model: Any = model.eval()
         self._cp = None if cp is None or cp.size == 1 else cp
-        if self._cp is not None:
+        self.shares_weights = hasattr(model, "_ring_la_weights")
+        if self._cp is not None and not self.shares_weights:
             from ..integrations.transformers import parallelize
 
             parallelize(model, self._cp)

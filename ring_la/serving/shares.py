@@ -19,19 +19,21 @@ def shares(engine: Engine, trail: Trail) -> dict[str, Any]:
 
     Tokens are counted from the prompt's first. "read": those a rank read: of the prompt its share, of those decoded
     all, or none where rank 0 decodes alone. "held": those whose states it has now. Where keys stay on the rank that
-    read them, a rank has those, of decoded tokens every P-th. Else rank 0 has all as long as the request is under way,
-    and every rank those that are kept for prompts that begin alike.
+    read them, a rank has those, of decoded tokens every P-th. Else rank 0, or every rank that decodes, has all as long
+    as the request is under way, and every rank those that are kept for prompts that begin alike.
     """
     ranks, shared = 1 if engine.cp is None else engine.cp.size, engine.states.shared
+    together = engine.states.together
     total = trail.tokens + trail.decoded
     kept = trail.kept[1] if trail.kept[0] in engine.states.kept else 0
     reading, holding = (_of_pieces(engine, pieces, ranks) for pieces in (trail.pieces, (*trail.before, *trail.pieces)))
     read = max((end for runs in reading for _, end in runs), default=trail.reused)
     for rank, runs in enumerate(reading):
-        if trail.decoded and (shared or rank == 0):
+        if trail.decoded and (together or rank == 0):
             runs.append((trail.tokens, total))
     if not shared:
-        holding = [[(0, n)] if n else [] for n in (read if not trail.ended else kept, *[kept] * (ranks - 1))]
+        others = kept if trail.ended or not together else read
+        holding = [[(0, n)] if n else [] for n in (kept if trail.ended else read, *[others] * (ranks - 1))]
     elif trail.ended:
         holding = [[(begin, min(end, kept)) for begin, end in runs if begin < kept] for runs in holding]
     else:

@@ -30,7 +30,8 @@ class States:
     Attributes:
         open: states of prompts that are being read. kept: those for prompts that begin alike; packed: those of them in
             host memory. disk: where more are.
-        batch: what is decoded. shared: whether on all ranks together, as keys stay on the rank that read them.
+        batch: what is decoded. shared: whether keys stay on the rank that read them. together: whether all ranks
+            decode, for that or as each has a part of the weights.
     """
 
     def __init__(self, model: Served, cp: ContextParallel | None, ranks: Ranks, keep: Keep, captured: int) -> None:
@@ -41,6 +42,7 @@ class States:
         rank, size = (0, 1) if cp is None else (cp.rank, cp.size)
         self.disk = None if keep.folder is None else Disk(keep.folder, model.model, rank, size)
         self.shared = keys_stay(model.shares_keys, cp)
+        self.together = self.shared or model.shares_weights
         self.batch = StaticBatch(model, cp if self.shared else None, captured) if captured else Batch(model)
 
     @property
@@ -78,7 +80,7 @@ class States:
                     self.batch.clear()
             if word.what in (What.KEEP, What.MOVE):
                 return self._ranks.any_error(error)
-            if self.shared or word.what not in DECODING:
+            if self.together or word.what not in DECODING:
                 self._ranks.agree(error)
             return error
         return None

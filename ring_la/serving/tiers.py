@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 from ..inference import KeyRows, KeyStore, LayerKeys, Prefilled
-from ..nn import Attention
+from ..nn.decoding import KeyedLayer
 from .prefixes import KeptPrefix
 
 
@@ -69,11 +69,12 @@ class PackedPrefix(NamedTuple):
 
 class Home(NamedTuple):
     """Where a model keeps prefixes: its device, the store of keys that stay on their ranks (None: they do not), and the
-    layers these are of, by the number of their state."""
+    layers these are of, by the number of their state. apart: states whose keys ranks and one process keep otherwise."""
 
     device: torch.device
     keys: KeyStore | None
-    layers: Mapping[int, Attention]
+    layers: Mapping[int, KeyedLayer]
+    apart: frozenset[int] = frozenset()
 
 
 def pack(prefix: KeptPrefix) -> PackedPrefix:
@@ -85,7 +86,8 @@ def pack(prefix: KeptPrefix) -> PackedPrefix:
             [held] = state.rows.held
             views = [state.views(span) for span in held.spans(held.before(prefix.begin), held.here)]
             parts = zip(*views) if views else [[_nothing(state, state.size.key)], [_nothing(state, state.size.value)]]
-            tensors |= {f"{i}.{name}": torch.cat(list(part)) for name, part in zip("kv", parts)}
+            k, v = (torch.cat(list(part)) for part in parts)
+            tensors |= {f"{i}.k": k, f"{i}.v": v[..., : state.size.value]}  # of latents none
             tensors |= {} if state.carried is None else {f"{i}.carried": state.carried}
             runs = [part for run in held.runs if (part := _from(run, prefix.begin))]
         else:

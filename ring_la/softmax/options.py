@@ -141,6 +141,8 @@ def check_split(x: Tensors, o: AttentionOptions, layout: Any) -> None:
 
 def _check_split_choice(o: AttentionOptions, layout: ShardedLayout) -> None:
     """Refuse what chosen keys do not go with on a split sequence."""
+    if o.kv_comm_dtype is not None:
+        raise UnsupportedError("kv_comm_dtype", "None where queries choose their keys", o.kv_comm_dtype)
     strategy = o.strategy or layout.cp.attention
     if strategy in ("ulysses", "usp"):
         raise UnsupportedError(

@@ -25,7 +25,8 @@ SCALE_BYTES = 4
 def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``[B, T, H, D]`` as bytes ``[B, T, H, D + 4]``."""
     x = x.to(wide(x.dtype))
-    scale = (x.abs().amax(-1, keepdim=True) / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
+    largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+    scale = (largest / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
     scale = scale.to(torch.float32)
     low = (x / scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     return torch.cat([low.view(torch.uint8), scale.view(torch.uint8)], -1)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from benchmarks.diffusion.book import Book
+from benchmarks.diffusion.parts import Launch, summed
 from benchmarks.diffusion.shapes import SHAPES, build, draw_inputs
 from benchmarks.peers.diffusion import degrees
 from ring_la.errors import ArgumentError
@@ -57,3 +58,12 @@ def test_rows_are_there_as_they_come_or_say_why(ranks, tmp_path):
     assert rows[0] == rows[3] == json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert rows[0][0]["ms"] == 0.5
     assert rows[0][1]["cannot"].startswith("ZeroDivisionError")
+
+
+def test_parts_of_a_step_by_the_kernels_names():
+    kernels = [("nvjet_hsh_128x256", 0, 4), ("Memcpy PtoP (Device -> Device)", 2, 9), ("triton_poi_fused_gelu", 20, 21)]
+    kernels += [("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 9, 12), ("_merge", 12, 13)]
+    found = summed(Launch(name, 1_000_000 * a, 1_000_000 * b) for name, a, b in kernels)
+    kinds = dict(matrices=4.0, messages=7.0, others=1.0, attention=3.0, merging=1.0)
+    assert found["parts"] == kinds | dict(busy=14.0, span=21.0)
+    assert found["kernels"][0] == ["Memcpy PtoP (Device -> Device)", 1, 7.0]

@@ -26,7 +26,17 @@ def test_a_module_runs_the_bench_of_its_name(name, monkeypatch):
     assert ("bench", name) in main.COMMANDS
 
 
-GPUS = ["attention.kernels", "decode", "fused", "host", "latents", "ops.bound", "scan.profile", "tuning.untried"]
+GPUS = [
+    "attention.kernels",
+    "chosen",
+    "decode",
+    "fused",
+    "host",
+    "latents",
+    "ops.bound",
+    "scan.profile",
+    "tuning.untried",
+]
 GPUS += ["scan.warm_fla", "serving", "sparse", "steps", "symmetric"]
 GPUS += [f"tuning.{name}" for name in ("conv", "softmax", "sums", "triton")]
 

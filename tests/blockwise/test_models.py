@@ -21,7 +21,12 @@ PACKED = (0, 70, 71, 170)
 def model(layers: list[str] = LAYERS) -> HybridLM:
     torch.manual_seed(0)
     options = {"mamba2": dict(state_dim=16), "attention": dict(num_kv_heads=1, qk_norm=True, gated=True)}
-    options |= {"hgrn": dict(lower_bound=0.2), "gsa": dict(slots=5), "mla": dict(q_rank=12, value_dim=5)}
+    options |= {
+        "hgrn": dict(lower_bound=0.2),
+        "gsa": dict(slots=5),
+        "mla": dict(q_rank=12, value_dim=5),
+        "mamba3": dict(state_dim=16),
+    }
     options = {name: o for name, o in options.items() if name in layers}
     # 3 heads and 33 channels: rows of which vector registers are not multiples
     m = HybridLM(HybridConfig(50, 48, layers, 3, mlp_dim=33, options=options))
@@ -68,14 +73,14 @@ def test_training_does_not_depend_on_ranks_or_layouts(ranks):
 
 
 OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2", "gated_delta_product"]
-OTHERS += ["hgrn", "rwkv6", "gsa", "mla"]
-REFUSED = {"nsa", "mlstm", "mamba3", "fox", "ttt"}
-READ_ON = [name for name in OTHERS if name != "rwkv6"]
+OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox", "ttt"]
+REFUSED = {"nsa"}
+READ_ON = [name for name in OTHERS if name not in ("rwkv6", "mamba3")]
 
 
-def read_on(rank: int) -> str:
-    """What a reader says of RWKV-6 behind the first block."""
-    reader = BlockReader(model(["rwkv6"]), ring_la.ContextParallel(group(1), deterministic=True))
+def read_on(rank: int, name: str) -> str:
+    """What a reader says of such a layer behind the first block."""
+    reader = BlockReader(model([name]), ring_la.ContextParallel(group(1), deterministic=True))
     with pytest.raises(ring_la.UnsupportedError) as caught:
         reader.prefill(torch.zeros(1, 65, dtype=torch.int64))
     return str(caught.value)
@@ -93,15 +98,9 @@ def test_every_layer_has_the_same_bits_or_is_refused_by_name(ranks):
     for name in REFUSED:
         expected = f"one without deterministic=True for {KINDS[name].__name__}"
         assert ranks.run(2, refused, name) == [f"layout: expected {expected}, got a deterministic one"] * 2
-    assert ranks.run(1, read_on)[0].startswith(
-        "state: expected None under a deterministic layout for RWKV6, got a state"
-    )
-
-
-def test_other_layers_do_not_depend_on_ranks(ranks):
-    one = ranks.run(1, trained, 1, "contiguous", PACKED, OTHERS, 1)[0]
-    for some in ranks.run(3, trained, 3, "zigzag", PACKED, OTHERS, 1):
-        assert not differing(one, some)
+    for name in ("rwkv6", "mamba3"):
+        expected = f"state: expected None under a deterministic layout for {KINDS[name].__name__}, got a state"
+        assert ranks.run(1, read_on, name)[0].startswith(expected)
 
 
 def plain(rank: int, layers: list[str]) -> dict[str, Tensor]:
@@ -119,9 +118,11 @@ def test_values_are_those_of_other_layouts(ranks):
         assert float((got[name] - x).norm() / x.norm()) < 2e-5, name
 
 
-def packed(rank: int, P: int, kind: str, order: tuple[int, ...], rows: bool = False) -> dict[str, Tensor]:
+def packed(
+    rank: int, P: int, kind: str, order: tuple[int, ...], rows: bool = False, layers: list[str] = LAYERS
+) -> dict[str, Tensor]:
     """Loss and gradients of three documents packed in some order, or as rows of a batch, and the logits of each."""
-    m, documents = model(), tokens(70, 70, 70)
+    m, documents = model(layers), tokens(70, 70, 70)
     cp = ring_la.ContextParallel(group(P), deterministic=True)
     if rows:
         layout, ids = cp.layout(70, kind), torch.stack([documents[i] for i in order])
@@ -147,6 +148,31 @@ def test_packing_changes_no_bit(ranks):
     ):
         for some in ranks.run(P, packed, P, kind, order, rows):
             assert not differing(one, some), (P, kind, order, rows)
+
+
+def test_other_layers_do_not_depend_on_ranks_or_packing(ranks):
+    one = ranks.run(1, packed, 1, "contiguous", (0, 1, 2), False, OTHERS)[0]
+    for P, kind, order, rows in ((4, "zigzag", (1, 2, 0), False), (3, "contiguous", (2, 1, 0), True)):
+        for some in ranks.run(P, packed, P, kind, order, rows, OTHERS):
+            assert not differing(one, some), (P, kind, order, rows)
+
+
+def compiled(rank: int, P: int, kind: str, backend: str | None) -> dict[str, Tensor]:
+    """The loss and the gradients of a step, compiled for a backend."""
+    m, (ids,) = model(["gdn"]), tokens(PACKED[-1])
+    cp = ring_la.ContextParallel(group(P), deterministic=True)
+    layout = cp.layout(PACKED[-1], kind, cu_seqlens=PACKED)
+    loss_of = m.loss if backend is None else torch.compile(m.loss, backend=backend)
+    loss = loss_of(layout.shard(ids[None]), layout=layout)
+    loss.backward()
+    sum_gradients(m.parameters(), cp)
+    return {"loss": cp.comm.all_reduce(loss.detach()).wait()} | {n: p.grad for n, p in m.named_parameters()}
+
+
+def test_compiled_steps_have_the_same_bits(ranks):
+    one = ranks.run(1, compiled, 1, "contiguous", None)[0]
+    for some in ranks.run(2, compiled, 2, "zigzag", "aot_eager"):
+        assert not differing(one, some)
 
 
 def decoded(rank: int, P: int, T: int, read: int, layers: list[str]) -> tuple[Tensor, Tensor]:

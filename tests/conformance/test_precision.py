@@ -31,8 +31,9 @@ def low_precision_loop(name: str, x: dict[str, Tensor], scale: float) -> Tensor:
         skip = x["D"][:, None] * x["x"]
         x = dict(q=x["C"], k=x["B"], v=(dt[..., None] * x["x"]).bfloat16().float(), g=dt * x["A"])
         scale = 1.0
-    if name == "rwkv7":
-        x = dict(q=x["r"], k=x["k"], v=x["v"], g=x["w"], a=x["a"], b=x["b"])
+    described = None if name in ("mamba2", "hgrn2", "retention") else getattr(ring_la, name).definition.describe(**x)
+    if described is not None:
+        x = {n: x[described.name(n)] for n in described.inputs._fields if described.name(n) in x}
     if name == "hgrn2":
         x = dict(q=x["q"], k=(1 - x["g"].exp()).bfloat16().float(), v=x["v"], g=x["g"])
     if name == "retention":
@@ -49,8 +50,9 @@ def low_precision_loop(name: str, x: dict[str, Tensor], scale: float) -> Tensor:
         decay = 1.0 if g is None else g.exp()[..., None, None] if g.dim() == 2 else g.exp()[..., None]
         decayed = decay * S
         if beta is not None:
-            v = beta[..., None] * (v - torch.einsum("bhk,bhkv->bhv", k, decayed))
-        if a is not None:
+            erased = k if a is None else a
+            v = beta[..., None] * (v - torch.einsum("bhk,bhkv->bhv", erased, decayed))
+        if b is not None:
             decayed = decayed + b[..., None] * torch.einsum("bhk,bhkv->bhv", a, S)[..., None, :]
         S = decayed + k[..., None] * v[..., None, :]
         out.append(scale * torch.einsum("bhk,bhkv->bhv", q, S))

@@ -3,6 +3,7 @@ timeout, whoever comes first."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import ring_la
 from ring_la import comm
+from ring_la.comm.lookout import look_out
 from ring_la.integrations.ring_flash_attn import ring_flash_attn_func
 from tests.support.pool import group
 from tests.support.recurrence_cases import make_inputs
@@ -97,6 +99,53 @@ def test_a_new_call_beside_a_known_one_is_an_error(ranks):
     assert "dtype torch.float64" in results[0][0]
     assert results[1][0] == results[0][0]
     assert max(seconds for _, seconds in results) < 10
+
+
+def check_replays(rank: int) -> tuple[str, float]:
+    """A step that ring_la.capture may replay, where the ranks' steps are of different kinds, both known."""
+    cp = ring_la.ContextParallel(group(), timeout=PATIENCE)
+    step = ring_la.capture(lambda x: x + 1, cp=cp)
+    for n in (3, 4, 3, 3 + rank):
+        try:
+            step(torch.zeros(n))
+        except ring_la.DisagreementError as error:
+            return f"DisagreementError: {error}", 0.0
+    return caught(lambda: cp.layout(30))
+
+
+def test_steps_of_other_kinds_are_an_error(ranks):
+    results = ranks.run(2, check_replays)
+    assert results[0][0].startswith("DisagreementError: the ranks of this group disagree on the captured step"), results
+    assert results[1][0] == results[0][0]
+
+
+def check_lookout(rank: int, how: str) -> list[tuple[str, float]]:
+    """As on GPUs: rank 0's host waits for its device, which waits for a message that rank 1 does not send."""
+    cp = ring_la.ContextParallel(group(), timeout=PATIENCE)
+    agreement, ended = cp.comm.agreement, threading.Event()
+    one, other = (agreement.agree("this", {"scale": n}) for n in (1, 2))
+    look_out(agreement.calls, ended.set)
+    if rank:
+        time.sleep(0.5)
+        return [caught(lambda: agreement.again(other))] if how == "differs" else []
+    agreement.again(one)
+    agreement.calls._is_dead = lambda r: how == "died"
+    assert ended.wait(10)  # a device that waits
+    return [caught(lambda: agreement.again(one)), caught(lambda: cp.comm.recv((1,), torch.float32, cp.device, 1))]
+
+
+@pytest.mark.parametrize("how", ["differs", "died"])
+def test_a_host_that_waits_for_its_device_is_let_go(ranks, how):
+    (again, message), other = ranks.run(2, check_lookout, how)  # nothing was sent
+    assert again[0] == message[0]
+    if how == "died":
+        assert again[0].startswith("PeerError: rank 0 of 2 waits for messages that do not come: rank 1 ")
+    else:
+        assert (
+            again[0]
+            == other[0][0]
+            == ("DisagreementError: the ranks of this group disagree on this:\n  rank 0: scale=1\n  rank 1: scale=2")
+        )
 
 
 def check_many(rank: int) -> int:

@@ -49,31 +49,27 @@ def test_deterministic_bits_with_a_short_last_shard(ranks, name, T, P):
         assert [torch.equal(a, b) for a, b in zip(one, some, strict=True)] == [True] * len(one)
 
 
-REFUSED = {"mlstm", "mamba3", "mamba3_mimo", "ttt_linear"}
 DOCUMENTS = (0, 70, 71, 171)
 
 
 def all_of(rank: int, P: int, kind: str) -> dict[str, Any]:
-    """Of every recurrence on packed documents with states: all results and gradients, or why it is refused."""
+    """Of every recurrence on packed documents with states: all results and gradients."""
     cp = ring_la.ContextParallel(group(P), deterministic=True)
     layout = cp.layout(DOCUMENTS[-1], kind, cu_seqlens=DOCUMENTS)
     return {name: results_of(name, layout) for name in BY_NAME}
 
 
-def results_of(name: str, layout: Any) -> dict[str, Tensor] | str:
+def results_of(name: str, layout: Any) -> dict[str, Tensor]:
     kinds, function, rng = BY_NAME[name].arguments, getattr(ring_la, name), torch.Generator().manual_seed(3)
     x: dict[str, Any] = make_inputs(name, 1, layout.seq_len, dtype=torch.float32)
     given = {n: t.detach() for n, t in x.items() if isinstance(t, Tensor)}
     leaves = {n: (t if kinds[n].shared else layout.shard(t)).requires_grad_() for n, t in given.items()}
     call: dict[str, Any] = dict(x | leaves, layout=layout, output_final_state=True)
-    try:
-        with torch.no_grad():
-            like = function(**call).final_state
-        parts = like if isinstance(like, tuple) else (like,)
-        S = tuple(torch.rand(p.shape, generator=rng).requires_grad_() for p in parts)
-        o, final = function(**call, initial_state=S if isinstance(like, tuple) else S[0])
-    except ring_la.UnsupportedError as e:
-        return str(e)
+    with torch.no_grad():
+        like = function(**call).final_state
+    parts = like if isinstance(like, tuple) else (like,)
+    S = tuple(torch.rand(p.shape, generator=rng).requires_grad_() for p in parts)
+    o, final = function(**call, initial_state=S if isinstance(like, tuple) else S[0])
     do = layout.shard(torch.randn(1, layout.seq_len, *o.shape[2:], generator=rng))
     loss = (o * do).sum()
     for part in final if isinstance(final, tuple) else (final,):
@@ -87,12 +83,10 @@ def results_of(name: str, layout: Any) -> dict[str, Tensor] | str:
     return out
 
 
-def test_every_recurrence_has_the_same_bits_or_is_refused(ranks):
+def test_every_recurrence_has_the_same_bits(ranks):
     one = ranks.run(1, all_of, 1, "contiguous")[0]
-    expected = "layout: expected one without deterministic=True for {}, got a deterministic one"
-    assert {n: r for n, r in one.items() if isinstance(r, str)} == {n: expected.format(n) for n in REFUSED}
     for some in ranks.run(3, all_of, 3, "zigzag"):
-        for name in one.keys() - REFUSED:
+        for name in one:
             assert not [n for n, t in one[name].items() if not torch.equal(t, some[name][n])], name
 
 
@@ -101,8 +95,10 @@ def operators(rank: int, P: int, kind: str) -> dict[str, Tensor]:
     cp = ring_la.ContextParallel(group(P), deterministic=True)
     layout, rng = cp.layout(171, kind, cu_seqlens=DOCUMENTS), torch.Generator().manual_seed(3)
     shapes = dict(q=(1, 171, 3, 13), latent=(1, 171, 24), k_rope=(1, 171, 4), w_uk=(3, 9, 24), w_uv=(3, 5, 24))
-    x = {n: torch.randn(s, generator=rng) for n, s in shapes.items()}
+    others = dict(fq=(1, 171, 3, 8), fk=(1, 171, 1, 8), fv=(1, 171, 1, 5), fg=(1, 171, 3))
+    x = {n: torch.randn(s, generator=rng) for n, s in (shapes | others).items()}
     x = {n: (t if n[0] == "w" else layout.shard(t)).requires_grad_() for n, t in x.items()}
+    own, x = {n[1:]: x[n] for n in others}, {n: x[n] for n in shapes}
     with pytest.raises(ring_la.UnsupportedError, match=r"^form: "):
         ring_la.mla(**x, form="absorbed", layout=layout)
     q, sinks = x["q"], torch.zeros(3, requires_grad=True)
@@ -116,12 +112,15 @@ def operators(rank: int, P: int, kind: str) -> dict[str, Tensor]:
     gates = dict(g=-q[..., 0].abs(), lam=q)
     with pytest.raises(ring_la.UnsupportedError, match="log_linear_attention"):
         ring_la.log_linear_attention(q, q, q, **gates, layout=layout)
-    with pytest.raises(ring_la.UnsupportedError, match="deterministic"):
-        ring_la.forgetting_attention(q, q, q, gates["g"], layout=layout)
     o = ring_la.mla(**x, layout=layout).o
-    grads = torch.autograd.grad((o * layout.shard(torch.randn(1, 171, 3, 5, generator=rng))).sum(), list(x.values()))
+    do, dlse = torch.randn(1, 171, 3, 5, generator=rng), torch.rand(1, 3, 171, generator=rng)
+    forgot = ring_la.forgetting_attention(**own | {"g": -own["g"].abs()}, layout=layout)
+    loss = (forgot.o * layout.shard(do)).sum() + (forgot.lse * layout.shard(dlse, 2)).sum()
+    x |= {f"forgetting {n}": t for n, t in own.items()}
+    grads = torch.autograd.grad((o * layout.shard(do)).sum() + loss, list(x.values()))
     whole = [cp.comm.all_reduce(d).wait() if n[0] == "w" else layout.gather(d) for n, d in zip(x, grads)]
-    return dict(zip(("o", *x), [layout.gather(o.detach()), *whole]))
+    outs = [layout.gather(o.detach()), layout.gather(forgot.o.detach())]
+    return dict(zip(("o", "forgot", *x), [*outs, *whole]))
 
 
 def test_latents_have_the_same_bits_and_what_has_not_is_refused(ranks):

@@ -61,7 +61,7 @@ def _recurrence(rng: Random, case: Case) -> Case:
         "l2norm": rng.random() < 0.3 or None, "mode": rng.choice((None, None, "chunk", "recurrent")),
         "own": rng.random() < 0.5 or None,
     }  # fmt: skip
-    deterministic = rng.random() < 0.1 and case.op not in ("mlstm", "mamba3", "mamba3_mimo", "ttt_linear")
+    deterministic = rng.random() < 0.1
     K = MAMBA3 if case.op in ("mamba3", "mamba3_mimo") else case.K
     if case.op == "ttt_linear":  # a norm of two numbers is their order, and its gradients are rounding
         K = max(K, 6)

@@ -47,9 +47,10 @@ def compare(function, x: list[Tensor], do: Tensor, dtype: torch.dtype, want: dic
 SHAPES = [(16, None, 1), (128, None, 1), (8, 64, 1), (8, 64, 32), (32, 128, 64), (2, 128, 1), (8, 96, 16)]
 
 
+@pytest.mark.parametrize("backend", ["triton", "triton_sorted"])
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(("H", "D", "block"), SHAPES)
-def test_chosen_keys(H, D, block, dtype):
+def test_chosen_keys(H, D, block, dtype, backend):
     """D None: latents, absorbed."""
     rng = torch.Generator("cuda").manual_seed(0)
     if D is None:
@@ -61,7 +62,7 @@ def test_chosen_keys(H, D, block, dtype):
     noise = torch.rand(1, T, heads, len(starts), generator=rng, device="cuda")
     chosen = starts[noise.topk(96 if block == 1 else 5).indices].int()
     how = dict(chosen=chosen, block=block)
-    compare(function, x, do, dtype, dict(how, backend="torch"), dict(how, backend="triton"))
+    compare(function, x, do, dtype, dict(how, backend="torch"), dict(how, backend=backend))
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])

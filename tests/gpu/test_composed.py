@@ -8,7 +8,7 @@ import torch
 
 import ring_la
 from ring_la.testing import check_recurrence
-from tests.support import pool
+from tests.support import pool, precondition_cases
 from tests.support.recurrence_cases import COMPOSED, error
 
 
@@ -66,3 +66,21 @@ def test_kernels_of_sums(case, record_property, monkeypatch):
     off = {n: error(a, b) for n, a, b in zip(("o", "S", "dx", "dg", "dS"), *found)}
     record_property("errors", off)
     assert max(off.values()) < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype], off
+
+
+PRECONDITIONED = {
+    "fp32": (300, 128, None, torch.float32),
+    "packed": (300, 36, (0, 1, 1, 190, 300), torch.float32),
+    "bf16": (2000, 128, None, torch.bfloat16),
+    "packed bf16": (300, 64, (0, 1, 1, 190, 300), torch.bfloat16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PRECONDITIONED)
+def test_kernels_of_preconditioned_keys(case, record_property):
+    pytest.importorskip("triton")
+    T, K, cu, dtype = PRECONDITIONED[case]
+    found = precondition_cases.errors(T, K, cu, dtype, "cuda")
+    record_property("errors", found)
+    assert max(found.values()) < {torch.float32: 1e-5, torch.bfloat16: 6e-3}[dtype], found

@@ -14,7 +14,7 @@ import functools
 import importlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +48,17 @@ STATES: dict[str, tuple[str, str, dict[str, str]]] = {
 
 
 settle = functools.cache(settle_for_the_first)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _peer() -> Iterator[None]:
+    """fla-core, which `tests.support.without_fla` keeps from all other tests."""
+    kept = {n: sys.modules.pop(n) for n in [*sys.modules] if n == "fla" and sys.modules[n] is None}
+    try:
+        pytest.importorskip("fla", exc_type=ImportError)
+        yield
+    finally:
+        sys.modules.update(kept)
 
 
 def within(seconds: int, call: Callable[[], Any]) -> Any:

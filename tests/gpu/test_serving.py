@@ -12,10 +12,10 @@ import torch
 
 from ring_la import ContextParallel
 from ring_la.inference import generate
-from ring_la.keystore.static import product
 from ring_la.serving import Engine, Hybrid, NoText
 from ring_la.serving.memory import fitting
 from ring_la.serving.pretrained import Pretrained
+from ring_la.softmax.products import product
 from tests.support import pool
 from tests.support.pool import Ranks
 from tests.support.serving import GIB, Timed, answer, make, prompt

@@ -139,8 +139,9 @@ def last_head(rule: str, T: int, record_property, H: int = 32, D: int = 128) -> 
 
     q, k, v, do = unit(), unit(), unit(), unit()
     g = None if decay == "none" else gates(*(D,) * (decay == "diagonal")).mul_(-0.1)
-    a = unit() if write == "dplr" else None
-    x = Inputs(q, k, v, g, gates() if write == "delta" else None, a, None if a is None else a.mul(-0.5))
+    a = unit() if write in ("erase", "dplr") else None
+    beta = gates() if write in ("delta", "erase") else None
+    x = Inputs(q, k, v, g, beta, a, a.mul(-0.5) if write == "dplr" else None)
 
     def results(x: Inputs, do: torch.Tensor) -> list[torch.Tensor]:
         run = recurrence(Rule.parse(rule), x, None, 1.0)

@@ -52,7 +52,7 @@ def test_packed_prompts_are_decoded_as_a_batch(ranks):
 def check_shared(rank: int, cu: list[int] | None) -> list[list[int]]:
     """Keys stay on the rank that reads them, and all ranks decode."""
     cp = ContextParallel(group(), scan="ring")
-    model, ids = make(), tokens(1 if cu else 2, 29)
+    model, ids = make(()), tokens(1 if cu else 2, 29)
     keys, layout = key_store(model, cp), cp.layout(29, cu_seqlens=cu)
     if cu:
         return generate(model, layout.shard(ids), NEW, layout=layout, keys=keys).tolist()
@@ -68,18 +68,14 @@ def check_shared(rank: int, cu: list[int] | None) -> list[list[int]]:
 
 @pytest.mark.parametrize(("size", "cu"), [(1, None), (2, None), (3, None), (4, None), (3, [0, 5, 6, 29])])
 def test_keys_stay_on_their_ranks_and_all_decode(ranks, size, cu):
-    got, model, ids = ranks.run(size, check_shared, cu), make(), tokens(1 if cu else 2, 29)
+    got, model, ids = ranks.run(size, check_shared, cu), make(()), tokens(1 if cu else 2, 29)
     documents = [ids] if cu is None else [ids[:, a:b] for a, b in zip(cu, cu[1:])]
     assert got == [[row for x in documents for row in greedy(model, x, NEW).tolist()]] * size
 
 
-STORED = ("mla", "nsa")
-"""Layers whose caches no `KeyStore` takes."""
-
-
 def check_saved(rank: int, folder: str) -> None:
     cp = ContextParallel(group(), scan="ring")
-    model, ids = make(STORED), tokens(2, 29)
+    model, ids = make(()), tokens(2, 29)
     layout, keys = cp.layout(23), key_store(model, cp)
     prompt = prefill(model, layout.shard(ids[:, :23]), layout=layout, keys=keys)
     for i in range(23, 26):
@@ -89,7 +85,7 @@ def check_saved(rank: int, folder: str) -> None:
 
 def check_loaded(rank: int, folder: str) -> list[list[int]]:
     cp = ContextParallel(group(), scan="ring")
-    model, ids = make(STORED), tokens(2, 29)
+    model, ids = make(()), tokens(2, 29)
     prompt, rest = load_prompt(folder, key_store(model, cp)), cp.layout(3)
     torch.testing.assert_close(prompt.logits, model(ids[:, :26]).logits[:, -1], rtol=1e-9, atol=1e-9)
     prompt = prefill(model, rest.shard(ids[:, 26:]), states=prompt.states, layout=rest)
@@ -100,13 +96,13 @@ def test_a_prompt_read_by_three_ranks_is_kept_on_disk_and_goes_on_with_fewer(ran
     pytest.importorskip("safetensors")
     ranks.run(3, check_saved, str(tmp_path))
     for size in (2, 1):
-        assert ranks.run(size, check_loaded, str(tmp_path))[0] == greedy(make(STORED), tokens(2, 29), NEW).tolist()
+        assert ranks.run(size, check_loaded, str(tmp_path))[0] == greedy(make(()), tokens(2, 29), NEW).tolist()
     with pytest.raises(ArgumentError, match="folder: expected keys of"):
         load_prompt(tmp_path, KeyStore([KeySize(1, 2, 2)]))
     with pytest.raises(ArgumentError, match="folder: expected a folder with states"):
         load_prompt(tmp_path / "none", KeyStore([KeySize(1, 2, 2)]))
     with pytest.raises(ArgumentError, match="prompt: expected one read with `keys`, a KeyStore, got KVCache"):
-        save_prompt(prefill(make(STORED), tokens(1, 3)), tmp_path)
+        save_prompt(prefill(make(()), tokens(1, 3)), tmp_path)
 
 
 def check_two_turns(rank: int) -> None:

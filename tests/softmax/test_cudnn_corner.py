@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring_la.errors import UnsupportedError
-from ring_la.softmax.backends import Ask, QueryRows, aten, choose
+from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, aten, choose, varlen
 from ring_la.softmax.backends.aten import CuDNN
 from ring_la.softmax.scores import Scores
 
@@ -33,16 +33,22 @@ def test_one_query_one_key_of_a_longer_row(groups):
     torch.testing.assert_close(torch.cat([p[2] for p in parts], 1), dv)
 
 
-def test_wide_heads_by_name(monkeypatch):
-    """Up to 256 channels on Hopper with a PyTorch that has run them, and never unasked: they were refused."""
+def test_wide_heads(monkeypatch):
+    """256 channels on Hopper with a PyTorch whose kernel passes our checks there: they were refused, then taken by name
+    alone. Where cuDNN cannot, Triton's kernel is ahead of FlashAttention-2 at 128 and 256."""
     ask = Ask(torch.device("cuda"), torch.bfloat16, 8, 2, 256, 256, rows=4096)
-    narrow = dataclasses.replace(ask, width=128, value_width=128)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(aten, "WIDE", True)
-    widths = {w: dataclasses.replace(ask, width=w, value_width=w) for w in (192, 256, 252, 264)}
-    assert [w for w, wide in widths.items() if not CuDNN().unsupported(wide)] == [192, 256]
-    assert [choose(ask, "cudnn").name, choose(ask, None).name, choose(narrow, None).name] == ["cudnn", "flash", "cudnn"]
+    monkeypatch.setattr(varlen, "has_triton", lambda: True)
+    monkeypatch.setattr(BACKENDS["triton"], "unsupported", lambda ask: "")
+    widths = {w: dataclasses.replace(ask, width=w, value_width=w) for w in (128, 192, 256, 252, 264)}
+    assert [w for w, wide in widths.items() if not CuDNN().unsupported(wide)] == [128, 192, 256]
+    assert [choose(widths[w], None).name for w in (128, 192, 256)] == ["cudnn", "flash", "cudnn"]
+    packed = [dataclasses.replace(widths[w], packed=True) for w in (128, 192, 256)]
+    assert [choose(p, None).name for p in packed] == ["triton", "flash", "triton"]
+    windowed, few = dataclasses.replace(ask, windowed=True), dataclasses.replace(ask, rows=8)
+    assert [choose(a, None).name for a in (windowed, few)] == ["triton", "flash"]
     for known, capability in ((False, (9, 0)), (True, (10, 0)), (True, (8, 0))):
         monkeypatch.setattr(aten, "WIDE", known)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)

@@ -143,9 +143,9 @@ def test_auto_goes_by_what_a_ring_sends(ranks):
 def test_auto_goes_by_time_where_gpus_copy():
     """A ring hides its copies behind blocks that are long enough; of few tokens on many ranks Ulysses moves less."""
 
-    def taken(P: int, T: int, heads: int = 32, causal: bool = False, groups: int | None = None, cu=None) -> str:
-        comm = SimpleNamespace(copies=True)
-        cp = SimpleNamespace(deterministic=False, size=P, axes=None, comm=comm)
+    def taken(P: int, T: int, heads: int = 32, causal: bool = False, groups: int | None = None, **more) -> str:
+        comm, cu = SimpleNamespace(copies=True), more.pop("cu", None)
+        cp = SimpleNamespace(**dict(deterministic=False, size=P, axes=None, comm=comm) | more)
         layout = SimpleNamespace(cp=cp, seq_len=T * P, cu_seqlens=cu or (0, T * P))
         keys = heads if groups is None else groups
         moved, share = (heads * 128, keys * 128), 0.75 if causal else 1.0
@@ -158,3 +158,9 @@ def test_auto_goes_by_time_where_gpus_copy():
     assert {taken(*case) for case in [(4, 512), (8, 512), (8, 1152)]} == {"ulysses"}
     assert [taken(8, 1152, heads) for heads in (24, 9, 4)] == ["ulysses", "ring", "ring"]  # 9: one rank has two
     assert taken(8, 256, groups=8) == "ring"  # a quarter of the keys to send
+    # the first length at which Ulysses' exchanges are no longer clearly less than what a ring cannot hide
+    lengths = range(64, 4096, 64)
+    first = {(P, c): next(T for T in lengths if taken(P, T, causal=c) == "ring") for P in (4, 8) for c in (False, True)}
+    assert first == {(4, False): 1024, (4, True): 896, (8, False): 1920, (8, True): 2496}
+    assert {taken(8, T, axes=(2, 4)) for T in (64, 16384)} == {"usp"}  # a mesh says itself how ranks meet
+    assert {taken(8, T, deterministic=True) for T in (64, 16384)} == {"all_gather"}

@@ -53,6 +53,30 @@ def check(rank: int, dtype: torch.dtype) -> list[str]:
     return bad
 
 
+def latents(rank: int) -> list[str]:
+    """Latents and rotary parts that travel so, in both forms, beside those of one process that are rounded so."""
+    torch.manual_seed(0)
+    q, c, r, up = (torch.randn(s).double() for s in ((1, T, 2, 12), (1, T, 16), (1, T, 4), (2, 2, 8, 16)))
+    dtype, bad, layout = torch.float8_e4m3fn, [], ring_la.ContextParallel(group(2), scan="ring").layout(T)
+    low = [unpack(pack(x, dtype), dtype, x.dtype) for x in (c, r)]
+    for form in ("expanded", "absorbed"):
+        want = ring_la.mla(q, *low, *up).o
+        given = [layout.shard(x) for x in (q, c, r)]
+        got = ring_la.mla(*given, *up, layout=layout, form=form, kv_comm_dtype=dtype).o
+        e = error(layout.gather(got), want)
+        bad += [] if e < 1e-12 else [f"{form} {e:.1e}"]
+    empty = torch.zeros(1, T, 0).double()
+    ring_la.mla(*(layout.shard(x) for x in (q[..., :8], c, empty)), *up, layout=layout, kv_comm_dtype=dtype)
+    try:
+        places = layout.shard(torch.zeros(1, T, 1, 1, dtype=torch.int64))
+        ring_la.mla(*given, *up, chosen=places, layout=layout, kv_comm_dtype=dtype)
+        bad.append("a choice: accepted")
+    except RingLAError as e:
+        bad += [] if "kv_comm_dtype" in str(e) else [str(e)]
+    return bad
+
+
 def test_keys_in_fp8_on_the_wire(ranks):
+    assert ranks.run(2, latents) == [[]] * 2
     for dtype in COMM_DTYPES:
         assert ranks.run(4, check, dtype) == [[]] * 4

@@ -13,6 +13,7 @@ def make(without: tuple[str, ...] = ("nsa",)) -> HybridLM:
     torch.manual_seed(0)
     options = {
         "attention": {"num_kv_heads": 2},
+        "nsa": {"num_kv_heads": 2, "length": 4, "stride": 2, "block": 4, "topk": 3, "window": 3},
         "mamba2": {"state_dim": 4},
         "mamba3": {"state_dim": 4},
         "gsa": {"slots": 4},

@@ -13,7 +13,7 @@ from ring_la.algebra import Rule, act
 from ring_la.kernels.protocol import Backward, Inputs, OutputUse
 
 RULES = ("additive_none", "additive_scalar", "additive_diagonal", "delta_none", "delta_scalar", "delta_diagonal",
-         "dplr_diagonal")  # fmt: skip
+         "erase_scalar", "erase_diagonal", "dplr_diagonal")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,15 @@ class Case:
             "diagonal": -self.decay * torch.rand(*bt, self.H, self.K, device=device) * head[:, None],
         }[decay]
         g = g.expand(*bt, self.H) if self.static else g
-        beta = torch.rand(*bt, self.H, device=device) if write == "delta" else None
+        beta = torch.rand(*bt, self.H, device=device) if write in ("delta", "erase") else None
         if beta is not None:
             beta[:, 3::7] = 0  # its gradient is not
         a = b = None
         if write == "dplr":
             a = unit(*bt, self.H, self.K)
             b = -a * torch.rand(*bt, self.H, 1, device=device)
+        if write == "erase":
+            a = unit(*bt, self.H, self.K)
         q, k = unit(*bt, self.Hk, self.K), unit(*bt, self.Hk, self.K)
         v = torch.randn(*bt, self.H, self.V, device=device)
         raw = Inputs(q, k, v, g, beta, a, b)
@@ -80,8 +82,9 @@ def token_loop(rule: Rule, x: Inputs, S0: Tensor | None, scale: float, cu: tuple
                 g = x.g[:, t].exp()
                 decayed = S * (g[..., None, None] if rule.decay == "scalar" else g[..., None])
             write = x.v[:, t]
-            if rule.write == "delta":
-                write = (write - (decayed * k[:, t, :, :, None]).sum(-2)) * x.beta[:, t, :, None]
+            if rule.write in ("delta", "erase"):
+                reads = k if rule.write == "delta" else x.a
+                write = (write - (decayed * reads[:, t, :, :, None]).sum(-2)) * x.beta[:, t, :, None]
             if rule.write == "dplr":
                 decayed = decayed + x.b[:, t, :, :, None] * (S * x.a[:, t, :, :, None]).sum(-2)[..., None, :]
             S = decayed + k[:, t, :, :, None] * write[..., None, :]

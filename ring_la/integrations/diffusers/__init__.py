@@ -16,11 +16,12 @@ text's where text is part of the sequence:
     operators   the same as one node of a compiled graph
     linear      processors of linear attention, by one sum of states
     gated_delta gated delta nets over frames, by scans of affine maps
-    caches      step caches whose decisions the ranks take together
+    caches      step caches whose decisions the ranks take together (cache_dit: those of cache-dit)
     pipeline    a whole pipeline; guidance on an axis of its own (guidance), its decoder by rows (autoencoder)
     modules     modules that reach beyond their tokens: convolutions with halos, and those
     compare     inputs that differ among the ranks
     graphs      calls as CUDA graphs
+    modulation  layers that read the step of time alone, shared out among the ranks
     checks      everything else that is refused
     model       hooks before a block and behind the last layer
     cutting     what a block is given, cut to this rank's tokens
@@ -39,6 +40,7 @@ from .plans import (
     RefinerPlan,
     SliceCount,
     SliceRows,
+    StepPlan,
     TimeSteps,
     TokenRows,
 )
@@ -52,6 +54,7 @@ __all__ = [
     "RefinerPlan",
     "SliceCount",
     "SliceRows",
+    "StepPlan",
     "TimeSteps",
     "TokenRows",
     "parallelize",

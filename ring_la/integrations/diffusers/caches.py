@@ -1,6 +1,8 @@
 """Step caches of Diffusers on split tokens: every rank must decide alike, or some wait for those that left layers out.
 
     First Block Cache   decides by how much the first block's residual changed: sums over all ranks' tokens
+    cache-dit           the same of its first blocks (`cache_dit`)
+    SeaCache            decides by the whole latents, alike on all ranks
     the others          decide by a table or by how many steps there were, alike on all ranks
 
 What they keep are this rank's tokens. Their settings are compared among the ranks with the inputs.
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from ...autograd import outside_graphs
 from ...errors import UnsupportedError
+from .cache_dit import PLACE, cache_dit_settings
 
 KNOWN = {
     "FBCHeadBlockHook": "First Block Cache",
@@ -26,16 +29,21 @@ KNOWN = {
     "PyramidAttentionBroadcastHook": "Pyramid Attention Broadcast",
     "FasterCacheBlockHook": "FasterCache",
     "FasterCacheDenoiserHook": "FasterCache",
+    "SeaCacheRootHook": "SeaCache",
+    "SeaCacheLeaderBlockHook": "SeaCache",
+    "SeaCacheBlockHook": "SeaCache",
 }
 """Hooks that decide alike on all ranks, or are made to, and the caches they are of."""
 
 
 def check_hooks(model: nn.Module, split: Any) -> str:
     """Refuse hooks of Diffusers but those of known caches, which then decide alike; the settings of these."""
-    settings: set[str] = set()
+    settings = {cache_dit_settings(model, split)} - {""}
     for name, module in split.modules:
         hooks = module.__dict__.get("_diffusers_hook")
-        for hook in () if hooks is None else hooks.hooks.values():
+        for place, hook in () if hooks is None else hooks.hooks.items():
+            if place == PLACE:
+                continue
             kind = type(hook).__name__
             if kind not in KNOWN:
                 caches = ", ".join(dict.fromkeys(KNOWN.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ def blocks_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.Modul
     """The name of each module that is given a part of its tokens, the module, and its class's name in the plan. Those
     of refiners are not among them."""
     for path, kind in plan.blocks.items():
-        found = getattr(model, path, None)
+        found = _at(model, path)
         if isinstance(found, nn.ModuleList):
             yield from ((f"{path}.{n}", block, kind) for n, block in enumerate(found))
         elif isinstance(found, nn.ModuleDict):
@@ -31,11 +32,16 @@ def blocks_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.Modul
 def refiners_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.ModuleList]]:
     """The names of a model's lists of refiners, and the lists."""
     for path in plan.refiners:
-        found = getattr(model, path, None)
+        found = _at(model, path)
         if not isinstance(found, nn.ModuleList):
             raise other_version(type(model).__name__, f"no list of blocks {path}")
         if len(found):
             yield path, found
+
+
+def _at(model: nn.Module, path: str) -> Any:
+    """A module's part, by names with dots between; None where there is none."""
+    return functools.reduce(lambda found, name: getattr(found, name, None), path.split("."), model)
 
 
 def check_block(name: str, block: nn.Module, kind: str, spec: BlockPlan, model: str) -> tuple[str, ...]:

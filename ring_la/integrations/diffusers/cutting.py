@@ -32,26 +32,39 @@ def cut(
 
 
 def start(call: DenoiserCall, spec: BlockPlan, given: Mapping[str, Any]) -> None:
-    """Before the first block of a call: how many tokens there are."""
-    sizes, residual = sizes_of(call, spec, given), call.residual
-    if residual is not None and residual[1] != sizes.get("image"):
+    """Before the first block of a call, or the first with another stream: how many tokens there are."""
+    known = tuple(call.streams.sizes) if call.started else tuple(call.ahead)
+    sizes, residual = sizes_of(call, spec, given, known), call.residual
+    if not call.started and residual is not None and residual[1] != sizes.get("image"):
         raise ArgumentError(residual[0], f"{sizes.get('image')} tokens, as the image has", residual[1])
     call.streams.sizes |= sizes
     call.started = True
 
 
-def sizes_of(call: DenoiserCall, spec: BlockPlan, given: Mapping[str, Any]) -> dict[str, int]:
-    """How many tokens of each stream a block is given."""
+def sizes_of(
+    call: DenoiserCall, spec: BlockPlan, given: Mapping[str, Any], known: tuple[str, ...] = ()
+) -> dict[str, int]:
+    """How many tokens of each stream a block is given, but of the `known` ones."""
     sizes: dict[str, int] = {}
-    ranks = call.streams.ranks
-    for argument, role in spec.arguments.items():
-        if isinstance(role, TokenRows) and len(role.streams) == 1 and role.streams[0] not in sizes:
-            tokens, stream = given[argument].shape[role.dim], role.streams[0]
-            if tokens < ranks:  # processors slice by lengths, which at 0 is another slice
-                expected = f"at least {ranks} tokens of {stream}, one for each rank"
-                raise ArgumentError(argument, expected, tokens)
-            sizes[stream] = tokens
+    for argument, stream, dim in whole_streams(spec):
+        if stream not in sizes and stream not in known:
+            sizes[stream] = enough(call, argument, stream, given[argument].shape[dim])
     return sizes
+
+
+def whole_streams(spec: BlockPlan) -> list[tuple[str, str, int]]:
+    """Arguments that have the tokens of one stream: their names, the stream, and along which dimension."""
+    rows = [(name, role) for name, role in spec.arguments.items() if isinstance(role, TokenRows)]
+    return [(name, role.streams[0], role.dim) for name, role in rows if len(role.streams) == 1]
+
+
+def enough(call: DenoiserCall, name: str, stream: str, tokens: int) -> int:
+    """So many tokens of a stream, refused if ranks would have none: processors slice by lengths, which at 0 is another
+    slice."""
+    if tokens < call.streams.ranks:
+        expected = f"at least {call.streams.ranks} tokens of {stream}, one for each rank"
+        raise ArgumentError(name, expected, tokens)
+    return tokens
 
 
 def part_of(call: DenoiserCall, name: str, x: Any, role: Role, keep: bool = False) -> Any:
@@ -62,6 +75,8 @@ def part_of(call: DenoiserCall, name: str, x: Any, role: Role, keep: bool = Fals
         if not isinstance(x, (tuple, list)) or len(x) != len(role):
             raise ArgumentError(name, f"{len(role)} tensors", type(x).__name__)
         return type(x)([part_of(call, name, one, part, keep) for one, part in zip(x, role)])
+    if isinstance(role, dict):
+        return {key: part_of(call, name, x[key], part, keep) for key, part in role.items()}
     streams = call.streams
     if isinstance(role, SliceCount):
         return call.grid.local_shape[0]  # type: ignore[union-attr]

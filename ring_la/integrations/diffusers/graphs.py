@@ -35,7 +35,7 @@ class CapturedCalls:
 
     def __call__(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """The model's call with arguments by name; the output is the caller's own."""
-        if getattr(model, "is_cache_enabled", False):
+        if getattr(model, "is_cache_enabled", False) or getattr(model, "_is_cached", False):  # the latter by cache-dit
             expected = "False with a step cache, whose decisions a graph would repeat"
             raise UnsupportedError("capture", expected, True, "parallelize without capture, or disable_cache()")
         split = self._split

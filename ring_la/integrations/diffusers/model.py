@@ -21,10 +21,11 @@ from .caches import check_hooks
 from .call import DenoiserCall
 from .checks import blocks_of, check_block, check_call, other_version, refiners_of
 from .compare import InputComparison, WholeImage, mapped, tensors_in
-from .cutting import cut, part_of, residuals, sizes_of, start
+from .cutting import cut, enough, part_of, residuals, sizes_of, start, whole_streams
 from .kernels import kernel_named
 from .keys import GivenMask
 from .linear import LINEAR, linear_class, split_linear
+from .modulation import StepLayers, plain
 from .modules import split_forward
 from .plans import (
     IMAGE,
@@ -32,7 +33,9 @@ from .plans import (
     BlockPlan,
     ModelPlan,
     Role,
+    StepPlan,
     TimeSteps,
+    TokenRows,
 )
 from .processors import split_class
 from .streams import Layouts
@@ -50,6 +53,7 @@ class SplitDenoiser:
         how: kernel and wire of split attention, as `parallelize` was told.
         signature: of the model's forward.
         modules: the model's, by name.
+        steps: layers that read the step of time alone, shared out among the ranks; None: there are none.
         undo: the way back.
     """
 
@@ -66,6 +70,7 @@ class SplitDenoiser:
         self.deciding = (cp.comm,)
         self.signature = inspect.signature(type(model).forward)
         self.number = enter(self)
+        self.steps: StepLayers | None = None
 
     def adopt(self, model: nn.Module, undo: ExitStack) -> None:
         """Replace processors and hook the modules; `undo` takes the way back."""
@@ -82,7 +87,7 @@ class SplitDenoiser:
             self._adopt_attention(block, spec, undo)
             self._adopt_modules(name, block, spec, undo)
             path = name.rpartition(".")[0]  # one for all blocks, so that torch.compile compiles them once
-            hook = functools.partial(self._split, path, spec, names)
+            hook = functools.partial(self._split, path, spec, names, tuple(s for _, s, _ in whole_streams(spec)))
             undo.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for path, blocks in refiners_of(model, self.plan):
             self._adopt_refiners(path, blocks, type(model).__module__, undo)
@@ -90,7 +95,9 @@ class SplitDenoiser:
             undo.callback(block.register_forward_hook(self._widen).remove)
         for path, roles in self.plan.outputs.items():
             hook = functools.partial(self._split_output, roles)
-            undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
+            found = model.get_submodule(path)
+            for module in found if isinstance(found, nn.ModuleList) else [found]:
+                undo.callback(module.register_forward_hook(hook).remove)
         last = model.get_submodule(self.plan.last)
         last = last[-1] if isinstance(last, nn.ModuleList) else last
         for module in last.values() if isinstance(last, nn.ModuleDict) else [last]:
@@ -100,6 +107,22 @@ class SplitDenoiser:
             undo.callback(model.get_submodule(path).register_forward_hook(hook).remove)
         if self.plan.layers_behind:
             undo.callback(model.register_forward_hook(self._divide_gradient).remove)
+        if self.plan.steps is not None and self.cp.size > 1:
+            self._adopt_steps(model, self.plan.steps, undo)
+
+    def _adopt_steps(self, model: nn.Module, plan: StepPlan, undo: ExitStack) -> None:
+        found = [
+            plain(block.get_submodule(path))
+            for _, block, kind in blocks_of(model, self.plan)
+            for path in plan.layers.get(kind, ())
+            if _has(block, path)
+        ]
+        layers = [layer for layer in found if type(layer) is nn.Linear]
+        if layers:
+            self.steps = StepLayers(self.cp.comm, layers)
+            self.steps.adopt()
+            undo.callback(self.steps.restore)
+            undo.callback(model.get_submodule(plan.embedding).register_forward_hook(self._step).remove)
 
     def _adopt_refiners(self, path: str, blocks: nn.ModuleList, library: str, undo: ExitStack) -> None:
         plan = self.plan.refiners[path]
@@ -164,6 +187,8 @@ class SplitDenoiser:
             self.call.how = {**self.how, "backend": given["kernel"]}
         except (TypeError, RingLAError) as e:
             error = e
+        if self.steps is not None:
+            self.steps.forget()
         self.comparison.begin(given, error)
         if self.plan.grid is not None:
             self.call.place(self.layouts.grid(self.plan.grid(model, given["hidden_states"])))
@@ -176,6 +201,11 @@ class SplitDenoiser:
             return None
         del given["step cache"], given["kernel"]
         return (), given | added
+
+    def _step(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Behind the step's embedding: what blocks make of it alone, of all ranks."""
+        if self.steps is not None and not torch.compiler.is_compiling():
+            self.steps.compute(output[0] if isinstance(output, tuple) else output)
 
     def _checkpointed(self, own: Callable) -> Callable:
         """The model's way to compute a block again in backward, as part of the call it was in."""
@@ -201,13 +231,15 @@ class SplitDenoiser:
         path: str,
         spec: BlockPlan,
         names: tuple[str, ...],
+        needed: tuple[str, ...],
         block: nn.Module,
         args: tuple,
         keywords: Mapping[str, Any],
     ) -> tuple[tuple, dict[str, Any]]:
         """Before a block: this rank's tokens of what is whole. torch.compile traces it."""
         given = {**dict(zip(names, args)), **keywords}
-        first = not self.call.started
+        sizes = self.call.streams.sizes
+        first = not self.call.started or any([stream not in sizes for stream in needed])
         if first:
             start(self.call, spec, given)
         return cut(self.call, path, spec, names[: len(args)], given, not first)
@@ -229,15 +261,21 @@ class SplitDenoiser:
             self.call.refined.add(path)
         return cut(self.call, path, spec, names[: len(args)], given, not first)
 
-    def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: tuple) -> tuple:
-        """Behind a module that makes steps of time: this rank's, where each token has its own."""
-        output = list(output)  # type: ignore[assignment]
+    def _split_output(self, roles: Mapping[int, Role], module: nn.Module, args: tuple, output: Any) -> Any:
+        """Behind a module that makes steps of time, where each token has its own, or a stream's tokens: this rank's."""
+        if isinstance(output, Tensor):
+            return self._split_output(roles, module, args, (output,))[0]
+        output = list(output)
         for n, role in roles.items():
+            if isinstance(role, TokenRows):
+                (stream,), tokens = role.streams, output[n].shape[role.dim]
+                self.call.streams.sizes[stream] = enough(self.call, type(module).__name__, stream, tokens)
+                self.call.ahead.add(stream)
             if isinstance(role, TimeSteps):
                 tokens = len(output[n]) // self.call.batch if role.flat else output[n].shape[1]
                 if role.flat or output[n].dim() == role.dims:
                     self.call.streams.sizes[role.stream] = tokens
-            output[n] = part_of(self.call, f"steps of {type(module).__name__}", output[n], role)  # type: ignore[index]
+            output[n] = part_of(self.call, f"output of {type(module).__name__}", output[n], role)
         return tuple(output)
 
     def attend_image(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

@@ -67,7 +67,7 @@ class SliceCount:
 SAME = None
 """An argument that is the same for all tokens."""
 
-Role = TokenRows | KeyMask | TimeSteps | SliceRows | SliceCount | tuple | None
+Role = TokenRows | KeyMask | TimeSteps | SliceRows | SliceCount | tuple | dict | None
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,20 @@ class RefinerPlan:
 
 
 @dataclass(frozen=True)
+class StepPlan:
+    """Linear layers of blocks that read SiLU of the step of time's embedding and nothing else, the same for all blocks
+    of a call. Without gradients each rank computes some of them, for all.
+
+    Attributes:
+        embedding: the module whose output (of a tuple the first) is that embedding, ``[B, C]``.
+        layers: by class of blocks, their paths. What a block lacks, or what is no ``nn.Linear``, is left as it is.
+    """
+
+    embedding: str
+    layers: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """What is split of a model. All tokens of one batch row are one sequence without
     a direction; whatever is not attention works on each token by itself.
@@ -133,11 +147,11 @@ class ModelPlan:
         parallelize(transformer, cp, plan=plan)
 
     Attributes:
-        blocks: its lists of blocks (or single modules that take tokens), in the order of their calls, and what their
-            classes are called.
+        blocks: its lists of blocks (or single modules that take tokens) by path, in the order of their calls, and what
+            their classes are called.
         classes: these blocks.
         inputs: arguments of its forward that may be given; others must be left as they are by default.
-        outputs: roles of what other modules of it return, by name and index.
+        outputs: roles of what other modules of it, or of lists of them, return, by path and index; 0 is a tensor alone.
         refiners: lists of blocks before these, by name.
         residuals: arguments of its forward, in lists or dicts, that are added to the image's tokens between blocks and
             have them along dimension 1 (a ControlNet's).
@@ -151,6 +165,7 @@ class ModelPlan:
         cuts_whole_text: behind the last block, the model takes off as many tokens as the whole text has.
         grid: for a model of the image as a grid of tokens: its shape, from the model and its `hidden_states`. It is
             split by whole slices of the first axis; None: by single tokens.
+        steps: layers that read the step of time alone; None: every rank computes all of them.
     """
 
     blocks: Mapping[str, str]
@@ -167,3 +182,4 @@ class ModelPlan:
     layers_behind: bool = False
     cuts_whole_text: bool = False
     grid: Callable[[nn.Module, Tensor], tuple[int, ...]] | None = None
+    steps: StepPlan | None = None

@@ -13,10 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedError
 from ...softmax import attention, mla, sparse_attention
+from ...softmax.merging import Partial
 from .masks import CausalMask, mask_of
 
 NAME = "ring_la"
 """The name in the registries of attention and mask functions."""
+
+EARLIER = 32768
+"""Latents of earlier tokens of which keys and values exist at once."""
 
 HARMLESS = {
     "cache_position",
@@ -90,9 +94,14 @@ def attend(
     tensors = tuple(x.transpose(1, 2) for x in (query, key, value))
     ours: dict[str, Any] = {"scale": given.scaling, "sinks": given.s_aux}
     if given.indices is not None:
+        refuse_narrow_keys(module)
         ours["chosen"] = _choice(given)
         return _run(sparse_attention, tensors, module, attention_mask, given, ours), None
-    ours |= {"softcap": given.softcap or 0.0, "dropout_p": given.dropout} | _before(module, key)
+    ours |= (
+        {"softcap": given.softcap or 0.0, "dropout_p": given.dropout}
+        | _before(module, key)
+        | asked_of_attention(module)
+    )
     return _run(attention, tensors, module, attention_mask, given, ours), None
 
 
@@ -106,9 +115,46 @@ def attend_latents(
     w_uk, w_uv = module.kv_b_proj.weight.unflatten(0, (-1, N + V)).split([N, V], 1)
     tensors = query.transpose(1, 2), latent[:, 0], k_rope[:, 0]
     ours = {"scale": given.scaling, "sinks": given.s_aux, "dropout_p": given.dropout, "w_uk": w_uk, "w_uv": w_uv}
+    ours |= asked_of_attention(module)
     if given.indices is not None:
         ours["chosen"] = _choice(given)
-    return _run(mla, tensors, module, attention_mask, given, ours), None
+    call = module._ring_la.call
+    if call is None or call.earlier is None:
+        return _run(mla, tensors, module, attention_mask, given, ours), None
+    mask = read_mask(module, attention_mask, given)
+    if given.indices is not None or given.s_aux is not None or mask.window is not None or mask.chunk is not None:
+        raise UnsupportedError(
+            "past_key_values", "an empty cache for latents with windows, sinks or indices", "a filled one"
+        )
+    return _go_on(tensors, call, ours, *call.earlier.keys_before(latent)), None
+
+
+def _go_on(tensors: tuple[Tensor, ...], call: Any, ours: dict[str, Any], latent: Tensor, rotary: Tensor) -> Tensor:
+    """Latents after earlier ones ``[B, 1, S, ·]``, which every rank has: keys and values of these are made of some
+    tokens at a time."""
+    q, (w_uk, w_uv) = tensors[0], (ours["w_uk"], ours["w_uv"])
+    B, T, H, _ = q.shape
+    part = Partial((B, T, H, w_uv.shape[1]), q.dtype, q.device)
+    part.add(*mla(*tensors, **ours, **call.split)[:2])
+    factor = q.shape[-1] ** -0.5 if ours["scale"] is None else ours["scale"]
+    for low, turned in zip(latent[:, 0].split(EARLIER, 1), rotary[:, 0].split(EARLIER, 1)):
+        k = torch.einsum("btl,hdl->bthd", low, w_uk)
+        k = torch.cat([k, turned[:, :, None].expand(-1, -1, H, -1)], -1)
+        part.add(*attention(q, k, torch.einsum("btl,hvl->bthv", low, w_uv), causal=False, scale=factor)[:2])
+    return part.result()[0]
+
+
+def asked_of_attention(module: Any) -> dict[str, Any]:
+    """What the caller of `parallelize` chose for attention in split calls; a probe is none."""
+    split = module._ring_la
+    return {} if split.call is None or split.call.layout is None else split.settings.of_attention
+
+
+def refuse_narrow_keys(module: Any) -> None:
+    """Refuse a narrower dtype of keys that travel for a module whose index picks them."""
+    dtype = asked_of_attention(module).get("kv_comm_dtype")
+    if dtype is not None:
+        raise UnsupportedError("kv_comm_dtype", f"None where an index picks the keys of {_name(module)}", dtype)
 
 
 def _before(module: Any, key: Tensor) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     if split.settings.average:
         hint = "Gradients of experts are whole on one rank: sum the others"
         raise UnsupportedError("average", "False with experts on several ranks", True, hint)
-    found = [(name, m) for name, m in model.named_modules() if _is_experts(m)]
+    found = [(name, m) for name, m in model.named_modules() if is_experts(m)]
     if not found:
         raise UnsupportedError("model", "a mixture whose experts are stacked tensors", type(model).__name__)
     for name, module in found:
@@ -55,7 +55,8 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     return [module for _, module in found]
 
 
-def _is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is a mixture's experts, stacked, of a class that the library knows the layout of."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
@@ -73,14 +74,14 @@ def _spread(name: str, module: Any, mesh: DeviceMesh, group: Any) -> None:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen, weights = (x.reshape(-1, x.shape[-1]) for x in (top_k_index, top_k_weights))
-        o = ranks(rows, chosen, weights, _Products(self))
+        o = ranks(rows, chosen, weights, ExpertProducts(self))
         return o if o.shape == hidden_states.shape else o.view(hidden_states.shape)  # FSDP2 warns of views
 
     module.forward = types.MethodType(forward, module)
 
 
-class _Products:
-    """The products of a rank's experts, of whatever class."""
+class ExpertProducts:
+    """The products of a rank's experts, of whatever class: rows sorted by expert, and how many each has."""
 
     def __init__(self, experts: Any) -> None:
         self.experts = experts

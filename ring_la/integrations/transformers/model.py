@@ -7,8 +7,10 @@ import weakref
 from contextlib import ExitStack
 from typing import Literal
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError
 from .attention import NAME, AttentionNames, attend
@@ -33,6 +35,8 @@ def parallelize(
     average: bool = False,
     loss_chunk: int | None = None,
     check: bool = True,
+    backend: SoftmaxBackend | None = None,
+    kv_comm_dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Make a causal language model of Transformers run on a split sequence; changed in place and returned.
 
@@ -66,6 +70,9 @@ def parallelize(
         check: run the model a few times on a few tokens to see that nothing else crosses the sequence. Where a rank's
             model is without memory (device "meta") all do it in the first call; what is put in later (adapters) is
             checked in the next one.
+        backend: the kernel of split softmax attention, by `ring_la.attention`'s name; None: the fastest that can do it.
+        kv_comm_dtype: in what its keys and values travel, torch.float8_e4m3fn or float8_e5m2, in calls without
+            gradients (one that wants them is refused); None: in their own dtype.
 
     Raises:
         ArgumentError, UnsupportedError: a wrong argument; a model that cannot run split, by the module's name, which is
@@ -73,7 +80,7 @@ def parallelize(
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", "a PreTrainedModel", type(model).__name__, "Wrap it (PEFT, DDP, FSDP) afterwards")
-    settings = Settings(cp, kind, average, loss_chunk, check)  # type: ignore[arg-type]
+    settings = Settings(cp, kind, average, loss_chunk, check, backend, kv_comm_dtype)  # type: ignore[arg-type]
     if hasattr(model, "_ring_la"):
         raise ArgumentError("model", "one that is not parallelized", "one that is")
     refuse_by_config(model)

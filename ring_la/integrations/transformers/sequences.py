@@ -207,7 +207,7 @@ class Sequences:
                     _put_state(layer, slot.state, recurrent, tail)
         for layer in cache.layers:  # that are asked how many tokens there are
             if length and not getattr(layer, "is_initialized", True):
-                nothing = next(self.model.parameters()).new_zeros(1).expand(1, 1, length, 1)
+                nothing = torch.zeros(1, dtype=self.model.dtype, device=self.model.device).expand(1, 1, length, 1)
                 _put_keys(layer, nothing, nothing)
         return cache
 

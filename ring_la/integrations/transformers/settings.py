@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import torch
+
+from ...choices import SoftmaxBackend
 from ...context import ContextParallel
 from ...errors import ArgumentError
+from ...softmax.backends import BACKENDS
+from ...softmax.wire import COMM_DTYPES
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,8 @@ class Settings:
     average: bool
     loss_chunk: int | None
     check: bool
+    backend: SoftmaxBackend | None = None
+    kv_comm_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cp, ContextParallel):
@@ -29,6 +38,17 @@ class Settings:
             raise ArgumentError("kind", "zigzag or contiguous", repr(self.kind))
         if self.loss_chunk is not None and (not isinstance(self.loss_chunk, int) or self.loss_chunk < 1):
             raise ArgumentError("loss_chunk", "an int ≥ 1 or None", repr(self.loss_chunk))
+        if self.backend not in (None, *BACKENDS):
+            raise ArgumentError("backend", f"None or one of {', '.join(BACKENDS)}", repr(self.backend))
+        if self.kv_comm_dtype not in (None, *COMM_DTYPES):
+            expected = f"None or one of {', '.join(map(str, COMM_DTYPES))}"
+            raise ArgumentError("kv_comm_dtype", expected, repr(self.kv_comm_dtype))
+
+    @cached_property
+    def of_attention(self) -> dict[str, Any]:
+        """The keywords of split softmax attention."""
+        chosen = dict(backend=self.backend, kv_comm_dtype=self.kv_comm_dtype)
+        return {name: value for name, value in chosen.items() if value is not None}
 
     @property
     def scale(self) -> int:

@@ -53,8 +53,9 @@ def step(rule: Rule, S: Tensor, x: Inputs) -> Tensor:
     decayed = S
     if rule.decay != "none":
         decayed = S * (x.g.exp()[..., None, None] if rule.decay == "scalar" else x.g.exp()[..., None])
-    if rule.write == "delta":
-        missing = x.v - (x.k[..., None, :] @ decayed)[..., 0, :]
+    if rule.write in ("delta", "erase"):
+        reads = x.k if rule.write == "delta" else x.a
+        missing = x.v - (reads[..., None, :] @ decayed)[..., 0, :]
         return decayed + (x.beta[..., None] * x.k)[..., None] * missing[..., None, :]
     if rule.write == "dplr":
         decayed = decayed + x.b[..., None] * (x.a[..., None, :] @ S)

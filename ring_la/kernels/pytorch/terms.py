@@ -37,10 +37,11 @@ def state_terms(rule: Rule, x: Inputs, decay: Decay) -> StateTerms:
     """The maps of all chunks of `x`, whose tensors are ``[..., C, D]`` (g and beta ``[..., C]``)."""
     if rule.write in ("additive", "sum"):
         return StateTerms(decay.total(), decay.to_end(x.k).mT @ x.v)
-    if rule.write == "delta":
+    if rule.write in ("delta", "erase"):
         beta = x.beta[..., None]
-        system = decay.scores(beta * x.k, x.k, strict=True)
-        rhs = torch.cat([decay.from_start(beta * x.k), beta * x.v], -1)
+        reads = beta * (x.k if rule.write == "delta" else x.a)
+        system = decay.scores(reads, x.k, strict=True)
+        rhs = torch.cat([decay.from_start(reads), beta * x.v], -1)
         w, u = _solve_unit_lower(system, rhs).split([x.k.shape[-1], x.v.shape[-1]], -1)
         end = decay.to_end(x.k).mT
         return StateTerms(decay.dense(-(end @ w)), end @ u, w, u)
@@ -57,7 +58,7 @@ def output_terms(rule: Rule, x: Inputs, decay: Decay, scale: float, state: State
     Q, attn = decay.from_start(q), decay.scores(q, x.k)
     if rule.write in ("additive", "sum"):
         return Q, attn @ x.v
-    if rule.write == "delta":
+    if rule.write in ("delta", "erase"):
         return Q - attn @ state.w, attn @ state.u
     low_rank = decay.scores(q, x.b)
     return Q + low_rank @ state.w, low_rank @ state.u + attn @ x.v

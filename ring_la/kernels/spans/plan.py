@@ -158,7 +158,9 @@ class SpanPlan:
 
     def pick(self, entries: table.Table) -> Tiling:
         _, _, _, _, K, V = self.sizes
-        found = table.pick(entries, str(self.rule), K, V, self.dtype)
+        # what erases along a key of its own reads keys twice, as under a decay per key channel
+        rule = "delta_diagonal" if self.rule.write == "erase" else str(self.rule)
+        found = table.pick(entries, rule, K, V, self.dtype)
         # dplr's second stream fills the shared memory that prefetching would take
         return dataclasses.replace(found, stages=1, registers=0) if self.rule.write == "dplr" else found
 

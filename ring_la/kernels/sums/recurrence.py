@@ -27,6 +27,7 @@ from ring_la.kernels.protocol import (
     Summary,
 )
 from ring_la.kernels.runtime.launch import aligned
+from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.spans.runs import Runs
 from ring_la.kernels.sums import walks
 
@@ -87,6 +88,9 @@ class GatedSums:
         self, S0: Tensor | None, summary: Summary[SpanParts] | None = None, border: Border | None = None
     ) -> Output:
         assert border is None  # see `crosses`
+        if summary is None and self.runs.table is None:
+            o, ends, *found = _forward(self.v, self.g, _narrow(S0), self.scale)
+            return Output(o[..., None], _wide(ends), tuple(found) if found[0] is not None else ())
         reached = self._reached(S0, None if summary is None else summary.found)
         walk = walks.forwards(self.v, self.g, reached.entering, self.runs, self.scale)
         assert walk.out is not None
@@ -112,6 +116,9 @@ class GatedSums:
         assert border is None
         entering, totals = self._saved(backward)
         behind, first = _narrow(dS_end), None
+        if adjoint is None and self.runs.table is None:
+            tensors = backward.do[..., 0], self.v, self.g, entering, totals, behind
+            return self._gradients(*_backward(*tensors, self.scale, backward.gate))
         if totals is not None:
             own = self._own_gradients(backward) if adjoint is None else adjoint.found
             over = walks.over_spans(own, totals, behind, self.runs, reverse=True)
@@ -122,9 +129,12 @@ class GatedSums:
         do = backward.do[..., 0].contiguous()
         dv, dg, into = walks.backwards(do, self.g, kept, behind, self.runs, self.scale, self.v.dtype)
         assert dv is not None
-        zeros = (x.new_zeros(x.shape) for x in self.ones)  # q and k are ones
+        return self._gradients(dv, dg, into if first is None else first)
+
+    def _gradients(self, dv: Tensor, dg: Tensor | None, entering: Tensor) -> InputGradients:
+        zeros = (x.new_zeros(()).expand(x.shape) for x in self.ones)  # q and k are ones
         given = Inputs(*zeros, dv[..., None], dg)  # type: ignore[call-arg]
-        return InputGradients(given, _wide(into if first is None else first))
+        return InputGradients(given, _wide(entering))
 
     # -- spans ---------------------------------------------------------------------------------------------
 
@@ -157,6 +167,45 @@ class GatedSums:
         ``[B, NS, C]``."""
         do = backward.do[..., 0].contiguous()
         return walks.backwards(do, self.g, None, behind, self.runs, self.scale, None).entering
+
+
+def _runs(v: Tensor) -> Runs:
+    return Runs.of(v.shape[1], walks.span_length(*v.shape), walks.TOKENS, None)
+
+
+@replayed(3)
+def _forward(
+    v: Tensor, g: Tensor | None, S0: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """One piece a batch row: o ``[B, T, C]``, what leaves ``[B, 1, C]``, and of several spans what enters them and
+    their log-decays."""
+    runs, entering, totals, leaving = _runs(v), S0, None, None
+    if runs.count > 1:
+        sums = walks.forwards(v, g, None, runs, 1.0, write=False)
+        over = walks.over_spans(sums.ends, sums.totals, S0, runs)
+        entering, totals, leaving = over.out, sums.totals, over.ends
+    walk = walks.forwards(v, g, entering, runs, scale)
+    assert walk.out is not None
+    several = totals is not None
+    return walk.out, walk.ends if leaving is None else leaving, entering if several else None, totals
+
+
+@replayed(6)
+def _backward(
+    do: Tensor, v: Tensor, g: Tensor | None, entering: Tensor | None, totals: Tensor | None, behind: Tensor | None,
+    scale: float, gate: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Its gradients dv, dg and of the states that enter, given what `_forward` left and what comes from behind."""
+    runs, first = _runs(v), None
+    if totals is not None:
+        own = walks.backwards(do, g, None, None, runs, scale, None).entering
+        over = walks.over_spans(own, totals, behind, runs, reverse=True)
+        behind, first = over.out, over.ends
+    wanted = g is not None and gate
+    kept = walks.forwards(v, g, entering, runs, 1.0, kept=True).out if wanted else None
+    dv, dg, into = walks.backwards(do, g, kept, behind, runs, scale, v.dtype)
+    assert dv is not None
+    return dv, dg, into if first is None else first
 
 
 def _wide(states: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ from ring_la.kernels.wy.saved import ChunkAdjoints, ChunkProducts, ChunkStates, 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     q, kr, kw, kv, do, F, G, A, Ar, Av, L, M, state, dr, dv_, states, leaving, log_a, table, T, NS, NC, N, LENGTH,
-    scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr, SUMMARY: tl.constexpr,
-    ALL: tl.constexpr, FINE: tl.constexpr,
+    scale, H: tl.constexpr, HK: tl.constexpr, HR: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, APART: tl.constexpr,
+    DPLR: tl.constexpr, SUMMARY: tl.constexpr, ALL: tl.constexpr, FINE: tl.constexpr,
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One span, BV columns, everything transposed as in `forward`. SUMMARY: state ← what the span adds. Otherwise
@@ -51,7 +51,7 @@ def backward_kernel(
     e = iv * BV + tl.arange(0, BV)
     t = tl.arange(0, C)
     row = entry(b, s, h, NS, H)
-    kr_ = head(kr, b, start, h, T, HK, H, K)
+    kr_ = head(kr, b, start, h, T, HR, H, K)
     kw_ = head(kw, b, start, h, T, HK, H, K)
     q_ = head(q, b, start, h, T, HK, H, K)
     do_ = head(do, b, start, h, T, H, H, V)
@@ -126,10 +126,10 @@ def backward_kernel(
         S = tl.dot(zf.to(y.dtype), y, S, input_precision=PREC)
         if DELTA:
             reads = du * (-be * read if DECAY == 1 else -be / unit)[None, :]
-            xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K) if DECAY == 2 else x
+            xr = tile(kr_ + c * (HR * K), t, left - c, d, HR * K, K) if APART else x
             S = tl.dot(reads.to(x.dtype), xr, S, input_precision=PREC)
         if DPLR:
-            xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K)
+            xr = tile(kr_ + c * (HR * K), t, left - c, d, HR * K, K)
             S = tl.dot((du / unit).to(x.dtype), xr, S, input_precision=PREC)
     if SUMMARY:
         tl.store(state + row * (K * V) + at, S * unit, inside)
@@ -191,7 +191,7 @@ def _backward(
 
 def value_gradient(plan: SpanPlan, inputs: Inputs, dr: Tensor) -> Tensor:
     """dv: under delta writes β dR, where the pass left `divisor` · dR. In fp16 they differ by more than rounding."""
-    if plan.rule.write != "delta" or dr.dtype != torch.float16:
+    if plan.rule.write not in ("delta", "erase") or dr.dtype != torch.float16:
         return dr
     beta = inputs.beta.float()
     return dr * torch.where(beta.abs() < LEAST_HALF.value, beta / LEAST_HALF.value, 1.0).to(dr.dtype)[..., None]

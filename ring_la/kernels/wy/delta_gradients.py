@@ -27,11 +27,12 @@ from ring_la.kernels.wy.saved import ChunkAdjoints, ChunkProducts, ChunkStates
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_gradient_kernel(
-    q, k, v, F, do, u, dv, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
+    q, k, a, v, F, do, u, dv, states, adjoints, dq_, dk_, da_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
     HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    GATED: tl.constexpr, ERASE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, BK key channels. dq, dk per value head; dβ and dg per block of channels, [NK, B, T, H].
+    """One chunk, BK key channels. dq, dk per value head; dβ and dg per block of channels, [NK, B, T, H]. ERASE: what
+    reads the state is a [B, T, H, K], and takes the read part of dk.
 
     `states` and `adjoints` hold S and dS of every chunk, [V, K].
     """
@@ -71,6 +72,7 @@ def delta_gradient_kernel(
         dbe += tl.sum(y.to(tl.float32) * vx.to(tl.float32), 1)
     x = tile(head(q, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
     y = tile(head(k, b, start, h, T, HK, H, K), t, n, d, HK * K, K)
+    z = tile(head(a, b, start, h, T, H, H, K), t, n, d, H * K, K) if ERASE else y
     part = ((ik * (tl.num_programs(1) // H) + b).to(tl.int64) * T + start + t) * H + h
     p *= scale
     dq *= scale
@@ -91,16 +93,24 @@ def delta_gradient_kernel(
     dq = tl.dot(p, y, dq, input_precision=PREC)
     dw = tl.dot(tl.trans(x), p, dw, input_precision=PREC)
     dread = tl.dot(r.to(x.dtype), y, dread, input_precision=PREC)
-    dw = tl.dot(tl.trans(y), (-(r * of)).to(x.dtype), dw, input_precision=PREC)
+    dw = tl.dot(tl.trans(z), (-(r * of)).to(x.dtype), dw, input_precision=PREC)
     put(head(dq_, b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
     yf = y.to(tl.float32)
+    zf = z.to(tl.float32)
     be = divisor(tl.load(f + 3 * C + t), y.dtype)
-    tl.store(dbeta_ + part, (dbe - tl.sum(yf * dread, 1)) / be, t < n)
+    tl.store(dbeta_ + part, (dbe - tl.sum(zf * dread, 1)) / be, t < n)
     dread *= of
     dk = tl.trans(dw)
-    put(head(dk_, b, start, h, T, H, H, K), dk - dread, t, n, d, H * K, K)
+    if ERASE:
+        put(head(da_, b, start, h, T, H, H, K), -dread, t, n, d, H * K, K)
+        put(head(dk_, b, start, h, T, H, H, K), dk, t, n, d, H * K, K)
+    else:
+        put(head(dk_, b, start, h, T, H, H, K), dk - dread, t, n, d, H * K, K)
     if GATED:
-        rows = tl.sum(x.to(tl.float32) * dq - yf * (dk + dread), 1)
+        if ERASE:
+            rows = tl.sum(x.to(tl.float32) * dq - yf * dk - zf * dread, 1)
+        else:
+            rows = tl.sum(x.to(tl.float32) * dq - yf * (dk + dread), 1)
         tl.store(dg_ + part, tl.cumsum(rows, 0, reverse=True) + passed, t < n)
 
 
@@ -109,28 +119,28 @@ def delta_gradients(
 ) -> Inputs:
     """The gradients of every chunk's inputs, all chunks at once."""
     (B, T, H, HK, K, V), how, decay = plan.sizes, plan.pick(GRADIENT), plan.rule.decay
+    erase, gluon = plan.rule.write == "erase", plan.gluon and plan.rule.write == "delta"
     block = max(32, min(how.block, width(K)))  # the transposed products go wrong at 16 columns
-    parts = 1 if plan.gluon else cdiv(K, block)
+    parts = 1 if gluon else cdiv(K, block)
     dq, dk, dbeta = plan.tokens(K), plan.tokens(K), plan.new(*(parts,)[: parts > 1], B, T, H)
     dg = None if decay == "none" else torch.empty_like(dbeta)
-    args = (
-        *filled(
-            *inputs.qkv, products.saved.factors, do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk, dg, dbeta
-        ),
-        plan.chunks.table, T, plan.chunk_count, plan.scale,
-    )  # fmt: skip
+    da = plan.tokens(K) if erase else None
+    (q, k, v), found = inputs.qkv, (do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk)
+    where = plan.chunks.table, T, plan.chunk_count, plan.scale
     shape: dict[str, Any] = dict(H=H, HK=HK, K=K, V=V, C=plan.chunk, GATED=decay == "scalar", VARLEN=plan.packed)
-    if plan.gluon:
+    if gluon:
         from ring_la.kernels.wy.delta_gradients_hopper import delta_gradient_hopper_kernel
 
-        launch(delta_gradient_hopper_kernel, (plan.chunk_count * H, B), *args, **shape, num_warps=4)
+        given = filled(q, k, v, products.saved.factors, *found, dg, dbeta)
+        launch(delta_gradient_hopper_kernel, (plan.chunk_count * H, B), *given, *where, **shape, num_warps=4)
     else:
         launch(
-            delta_gradient_kernel, (plan.chunk_count * parts, plan.rows), *args, **shape, BK=block,
-            BV=min(VALUE_STEP[decay], width(V)), PREC=plan.precision, **how.options,
+            delta_gradient_kernel, (plan.chunk_count * parts, plan.rows),
+            *filled(q, k, inputs.a, v, products.saved.factors, *found, da, dg, dbeta), *where, **shape, ERASE=erase,
+            BK=block, BV=min(VALUE_STEP[decay], width(V)), PREC=plan.precision, **how.options,
         )  # fmt: skip
     dg = None if dg is None else _total(dg)
-    return Inputs(dq, dk, value_gradient(plan, inputs, back.dr), dg, _total(dbeta))
+    return Inputs(dq, dk, value_gradient(plan, inputs, back.dr), dg, _total(dbeta), da)
 
 
 def _total(parts: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def times(a, rest, b, acc, REST: tl.constexpr, LEFT: tl.constexpr, PREC: tl.cons
 
 
 @triton.jit
-def at_once(dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, ref, DELTA: tl.constexpr, PREC: tl.constexpr):
+def at_once(dq, dw, dread, x, y, z, of, p, p2, pt, pt2, g, gc, ref, DELTA: tl.constexpr, PREC: tl.constexpr):
     """A chunk under one reference: (dq, dw, dread, dG, Σ k·dw of what leaves it), given what the states contribute."""
     up = tl.exp2(g - ref[None, :])
     down = tl.exp2(ref[None, :] - g)
@@ -67,7 +67,7 @@ def at_once(dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, ref, DELTA: tl.const
     inside = tl.sum(yw * dw, 0)
     dw = times(pt, pt2, xw, dw, not DELTA, True, PREC)
     if DELTA:
-        xw = -(y * up) * of
+        xw = -(z * up) * of
         dread = times(p2, p2, yw, dread * from_start, False, True, PREC)
         dG += xw * dread
         dread *= up
@@ -77,7 +77,7 @@ def at_once(dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, ref, DELTA: tl.const
 
 
 @triton.jit
-def at_level(dq, dw, dread, dG, x, y, of, p, p2, pt, pt2, up, down, DELTA: tl.constexpr, PREC: tl.constexpr):
+def at_level(dq, dw, dread, dG, x, y, z, of, p, p2, pt, pt2, up, down, DELTA: tl.constexpr, PREC: tl.constexpr):
     """(dq, dw, dread, dG) with the pairs of one level.
 
     Pairs cancel in dG: what they are summed with must be rounded like what they were multiplied with.
@@ -89,7 +89,7 @@ def at_level(dq, dw, dread, dG, x, y, of, p, p2, pt, pt2, up, down, DELTA: tl.co
     dG += xw.to(tl.float32) * acc
     acc = tl.dot(pt, xw, input_precision=PREC)
     if DELTA:
-        xw = (-(y * up) * of).to(y.dtype)
+        xw = (-(z * up) * of).to(y.dtype)
         read = tl.dot(p2, yw, input_precision=PREC)
         dread += up * read
         dG += xw.to(tl.float32) * read
@@ -99,7 +99,7 @@ def at_level(dq, dw, dread, dG, x, y, of, p, p2, pt, pt2, up, down, DELTA: tl.co
 
 @triton.jit
 def by_levels(
-    dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, g_, t, n, d, low, STRIDE: tl.constexpr, D: tl.constexpr,
+    dq, dw, dread, x, y, z, of, p, p2, pt, pt2, g, gc, g_, t, n, d, low, STRIDE: tl.constexpr, D: tl.constexpr,
     LEVELS: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """What `at_once` gives, for a chunk that needs levels (`levels`), the first of them `low`."""
@@ -110,12 +110,12 @@ def by_levels(
     inside = tl.sum(y.to(tl.float32) * dw, 0)
     if DELTA:
         dread *= up
-        dG -= y.to(tl.float32) * (dread * of)
+        dG -= z.to(tl.float32) * (dread * of)
     for i in range(low - 1, LEVELS):
         up, down, mask = level_weights(g, g_, t, n, d, low, i, STRIDE, D)
         back = tl.trans(mask)
         dq, dw, dread, dG = at_level(
-            dq, dw, dread, dG, x, y, of, tl.where(mask, p, 0.0), tl.where(mask, p2, 0.0), tl.where(back, pt, 0.0),
+            dq, dw, dread, dG, x, y, z, of, tl.where(mask, p, 0.0), tl.where(mask, p2, 0.0), tl.where(back, pt, 0.0),
             tl.where(back, pt2, 0.0), up, down, DELTA, PREC,
         )  # fmt: skip
     return dq, dw, dread, dG, inside
@@ -155,11 +155,13 @@ def of_states(do_, u_, r_, states, adjoints, t, n, d, H: tl.constexpr, K: tl.con
 
 @triton.jit(do_not_specialize=SIZES)
 def gradient_kernel(
-    q, k, v, F, G, low_, do, u, dv, states, adjoints, dq_, dk_, dg_, dbeta_, table, T, NC, scale, H: tl.constexpr,
-    HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, LEVELLED: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, a, v, F, G, low_, do, u, dv, states, adjoints, dq_, dk_, da_, dg_, dbeta_, table, T, NC, scale,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, LEVELLED: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr,
+    PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, BK key channels a step, a decay each. dq, dk per value head; dβ [B, T, H].
+    """One chunk, BK key channels a step, a decay each. dq, dk per value head; dβ [B, T, H]. ERASE: what reads the state
+    is a [B, T, H, K], and takes the read part of dk.
 
     `states` and `adjoints` hold S and dS of every chunk, [V, K]. LEVELLED takes the chunks that need levels, otherwise
     those that do not. Squares are found both ways round, since accumulators must not be transposed. dg leaves out pairs
@@ -208,6 +210,7 @@ def gradient_kernel(
         d = m + tl.arange(0, BK)
         x = tile(q_, t, n, d, HK * K, K)
         y = tile(k_, t, n, d, HK * K, K)
+        ya = tile(head(a, b, start, h, T, H, H, K), t, n, d, H * K, K) if ERASE else y
         g = gates_at(g_, tl.minimum(t, n - 1), d, H * K, K)
         gc = tl.load(g_ + (n - 1) * (H * K) + d, d < K, other=0.0)
         if V <= BV:
@@ -225,16 +228,19 @@ def gradient_kernel(
         edge *= tl.exp2(gc)
         if not LEVELLED:
             ref = tl.load(g_ + tl.minimum(C // 2, n - 1) * (H * K) + d, d < K, other=0.0)
-            dq, dw, dread, dG, inside = at_once(dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, ref, DELTA, PREC)
+            dq, dw, dread, dG, inside = at_once(dq, dw, dread, x, y, ya, of, p, p2, pt, pt2, g, gc, ref, DELTA, PREC)
         else:
             dq, dw, dread, dG, inside = by_levels(
-                dq, dw, dread, x, y, of, p, p2, pt, pt2, g, gc, g_, t, n, d, low, H * K, K, LEVELS, DELTA, PREC
+                dq, dw, dread, x, y, ya, of, p, p2, pt, pt2, g, gc, g_, t, n, d, low, H * K, K, LEVELS, DELTA, PREC
             )
         dq += own * y.to(tl.float32)
         dw += own * x.to(tl.float32)
         if DELTA:
-            dbe -= tl.sum(y.to(tl.float32) * dread, 1)
-            dw -= dread * of
+            dbe -= tl.sum(ya.to(tl.float32) * dread, 1)
+            if ERASE:
+                put(head(da_, b, start, h, T, H, H, K), -(dread * of), t, n, d, H * K, K)
+            else:
+                dw -= dread * of
         put(head(dq_, b, start, h, T, H, H, K), dq, t, n, d, H * K, K)
         put(head(dk_, b, start, h, T, H, H, K), dw, t, n, d, H * K, K)
         dg = tl.cumsum(dG, 0, reverse=True) + (edge + inside)[None, :]  # in fp32: most of it may cancel
@@ -248,19 +254,21 @@ def diagonal_gradients(
 ) -> Inputs:
     """The gradients of every chunk's inputs, all chunks at once: those of one reference, then those of levels."""
     (B, T, H, HK, K, V), how, x = plan.sizes, plan.pick(GRADIENT_DIAGONAL), products.saved
-    delta, full = plan.rule.write == "delta", plan.dtype == torch.float32
+    delta, full = plan.rule.write != "additive", plan.dtype == torch.float32
+    da = plan.tokens(K) if plan.rule.write == "erase" else None
+    q, k, v = inputs.qkv
     dq, dk, dg = plan.tokens(K), plan.tokens(K), torch.empty_like(inputs.g)
     dbeta = plan.new(B, T, H) if delta else None
     for levelled in (False, True):
         launch(
             gradient_kernel, (plan.chunk_count, plan.rows),
             *filled(
-                *inputs.qkv, x.factors, x.running, x.low, do, chunks.u, back.dr, chunks.states, back.adjoints, dq, dk,
-                dg, dbeta,
+                q, k, inputs.a, v, x.factors, x.running, x.low, do, chunks.u, back.dr, chunks.states, back.adjoints,
+                dq, dk, da, dg, dbeta,
             ),
             plan.chunks.table, T, plan.chunk_count, plan.scale, H=H, HK=HK, K=K, V=V,
             BK=max(32, min(how.block, width(K))), BV=min(64, width(V)) if full else width(V), C=plan.chunk,
-            LEVELS=level_count(plan), LEVELLED=levelled, DELTA=delta, PREC=plan.precision, VARLEN=plan.packed,
-            **how.options,
+            LEVELS=level_count(plan), LEVELLED=levelled, DELTA=delta, ERASE=da is not None, PREC=plan.precision,
+            VARLEN=plan.packed, **how.options,
         )  # fmt: skip
-    return Inputs(dq, dk, value_gradient(plan, inputs, back.dr), dg, dbeta)
+    return Inputs(dq, dk, value_gradient(plan, inputs, back.dr), dg, dbeta, da)

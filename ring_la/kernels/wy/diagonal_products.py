@@ -37,15 +37,15 @@ def put_square(A, Ar, a, b, h, start, t, n, T, H: tl.constexpr, C: tl.constexpr,
 
 @triton.jit(do_not_specialize=SIZES)
 def products_kernel(
-    q, k, g_, beta, F, G, A, Ar, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
+    q, k, r, g_, beta, F, G, A, Ar, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, DELTA: tl.constexpr,
-    FINE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    ERASE: tl.constexpr, FINE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = scale · Σ_d q_td k_sd e^{G_td−G_sd} (s ≤ t) and, for the delta rule, M − I; a decay per key channel.
 
     Also G (in units of ln 2) and what the passes read and write: qr = e^G q, kr = e^G k (delta), kw = e^{G_C−G} k, all
     [B, T, H, K], and β's row of F. One reference serves the whole chunk: low [B, NC, H] says LEVELS where it may, else
-    −1, and what is computed here is then replaced by `levels_kernel`.
+    −1, and what is computed here is then replaced by `levels_kernel`. ERASE: r [B, T, H, K] reads in k's place.
     """
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
@@ -80,7 +80,8 @@ def products_kernel(
         put(qr_ + at, xw * ref, t, n, d, H * K, K)
         a = tl.dot(nearest(xw, PREC), yw, a, input_precision=PREC)
         if DELTA:
-            xw = y * up
+            z = tile(head(r, b, start, h, T, H, H, K), t, n, d, H * K, K) if ERASE else y
+            xw = z * up
             put(kr_ + at, xw * ref, t, n, d, H * K, K)
             L = tl.dot(nearest(xw, PREC), yw, L, input_precision=PREC)
     tl.store(low_ + entry(b, s, h, NC, H), tl.where(spread <= LIMIT, LEVELS, -1))
@@ -95,9 +96,9 @@ def products_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def levels_kernel(
-    q, k, F, G, A, Ar, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
+    q, k, r, F, G, A, Ar, M, qr_, kr_, kw_, low_, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr,
-    DELTA: tl.constexpr, FINE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
+    DELTA: tl.constexpr, ERASE: tl.constexpr, FINE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """What `products_kernel` computes, level by level, for the chunks it left (low < 0); low ← their `reach`."""
     s = tl.program_id(0)
@@ -127,8 +128,9 @@ def levels_kernel(
         put(kw_ + at, y * tl.exp2(gc[None, :] - g), t, n, d, H * K, K)
         up = tl.exp2(g)
         put(qr_ + at, x * up, t, n, d, H * K, K)
+        z = tile(head(r, b, start, h, T, H, H, K), t, n, d, H * K, K) if ERASE else y
         if DELTA:
-            put(kr_ + at, y * up, t, n, d, H * K, K)
+            put(kr_ + at, z * up, t, n, d, H * K, K)
         low = reach(g, G_, t, n, d, H * K, K, LEVELS, LIMIT)
         least = tl.minimum(least, low)
         for i in range(low - 1, LEVELS):
@@ -136,7 +138,7 @@ def levels_kernel(
             yw = tl.trans((y * down).to(dt))
             a += tl.where(mask, tl.dot((x * up).to(dt), yw, input_precision=PREC), 0.0)
             if DELTA:
-                L += tl.where(mask, tl.dot((y * up).to(dt), yw, input_precision=PREC), 0.0)
+                L += tl.where(mask, tl.dot((z * up).to(dt), yw, input_precision=PREC), 0.0)
     tl.store(low_, least)
     put_square(A, Ar, a * scale, b, h, start, t, n, T, H, C, FINE)
     if DELTA:
@@ -147,8 +149,8 @@ def levels_kernel(
 
 def diagonal_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
     """Of additive and delta writes: pairs, delta writes' inverse, and keys and queries weighed by the decay."""
-    q, k, _, g, beta, *_ = inputs
-    (B, T, H, HK, K, _), how, delta = plan.sizes, plan.pick(PRODUCTS_DIAGONAL), plan.rule.write == "delta"
+    q, k, _, g, beta, reads, _ = inputs
+    (B, T, H, HK, K, _), how, delta = plan.sizes, plan.pick(PRODUCTS_DIAGONAL), plan.rule.write != "additive"
     pairs, rest = plan.tokens(plan.chunk), plan.tokens(plan.chunk) if fine(plan) else None
     saved = SavedProducts(
         factors=plan.factors() if delta else None, running=plan.new(*g.shape),
@@ -158,10 +160,10 @@ def diagonal_products(plan: SpanPlan, inputs: Inputs) -> ChunkProducts:
     found = ChunkProducts(plan.tokens(K), plan.tokens(K) if delta else None, plan.tokens(K), None, saved)
     constants: dict[str, Any] = dict(
         H=H, HK=HK, K=K, BK=min(how.block, width(K)), C=plan.chunk, LEVELS=level_count(plan), LIMIT=limit(plan),
-        DELTA=delta, FINE=fine(plan), PREC=plan.precision, VARLEN=plan.packed,
+        DELTA=delta, ERASE=reads is not None, FINE=fine(plan), PREC=plan.precision, VARLEN=plan.packed,
     )  # fmt: skip
     out = saved.factors, saved.running, pairs, rest, saved.inverse, found.q, found.reads, found.writes, saved.low
     where, grid = (plan.chunks.table, T, plan.chunk_count, plan.scale), (plan.chunk_count, plan.rows)
-    launch(products_kernel, grid, *filled(q, k, g, beta, *out), *where, **constants, **how.options)
-    launch(levels_kernel, grid, *filled(q, k, *out), *where, **constants, num_warps=4, num_stages=1)
+    launch(products_kernel, grid, *filled(q, k, reads, g, beta, *out), *where, **constants, **how.options)
+    launch(levels_kernel, grid, *filled(q, k, reads, *out), *where, **constants, num_warps=4, num_stages=1)
     return found

@@ -32,12 +32,14 @@ from ring_la.kernels.wy.saved import ChunkProducts, ChunkStates
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, kr, kw, kv, v, F, bounds, G, A, Av, L, M, state, o, u, states, leaving, trans, log_a, table, T, NS, NC, N,
-    LENGTH, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, DPLR: tl.constexpr,
+    LENGTH, scale, H: tl.constexpr, HK: tl.constexpr, HR: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr,
+    APART: tl.constexpr, DPLR: tl.constexpr,
     SUMMARY: tl.constexpr, ALL: tl.constexpr, HORIZON: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr,
     HAS_STATE: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One span, BV columns of the state. q and kr are read against the state, kw is written to it (HK heads).
+    """One span, BV columns of the state. q and kr are read against the state, kw is written to it (HK heads; kr
+    HR, and APART where it is not kw).
 
     SUMMARY: state ← b and, by the programs beyond V's columns, trans ← A; ALL: also what no later span of this
     launch needs; HORIZON: nothing the span forgets. Otherwise `state` is read, OUT writes o and the piece's last
@@ -62,7 +64,7 @@ def forward_kernel(
     e = (iv - NV if eye else iv) * BV + tl.arange(0, BV)
     t = tl.arange(0, C)
     row = entry(b, s, h, NS, H)
-    kr_ = head(kr, b, start, h, T, HK, H, K)
+    kr_ = head(kr, b, start, h, T, HR, H, K)
     kw_ = head(kw, b, start, h, T, HK, H, K)
     q_ = head(q, b, start, h, T, HK, H, K)
     v_ = head(v, b, start, h, T, H, H, V)
@@ -107,14 +109,14 @@ def forward_kernel(
             total += gc
             S *= tl.exp2(gc)[None, :]
         if DELTA:
-            xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K) if DECAY == 2 else x
+            xr = tile(kr_ + c * (HR * K), t, left - c, d, HR * K, K) if APART else x
             r = tl.dot(Sx, tl.trans(xr), input_precision=PREC)
             if DECAY == 1:
                 r *= tl.load(f + C + t)[None, :]
             be = tl.load(f + 3 * C + t)
             r = (w.to(tl.float32) - r) * be[None, :]
         elif DPLR:
-            xr = tile(kr_ + c * (HK * K), t, left - c, d, HK * K, K)
+            xr = tile(kr_ + c * (HR * K), t, left - c, d, HR * K, K)
             m = tile(head(L, b, start, h, T, H, H, C) + c * (H * C), t, left - c, t, H * C, C)
             r = tl.dot(w, tl.trans(m), input_precision=PREC)
             r = tl.dot(Sx, tl.trans(xr), r, input_precision=PREC)
@@ -226,8 +228,10 @@ def _forward(
 def shared_constants(plan: SpanPlan, block: int) -> dict[str, Any]:
     """The constants both passes share."""
     (_, _, H, HK, K, V), rule = plan.sizes, plan.rule
+    weighed, erase = rule.decay == "diagonal", rule.write == "erase"
     return dict(
-        H=H, HK=H if rule.decay == "diagonal" else HK, K=K, V=V, BK=width(K), BV=block, C=plan.chunk,
-        DECAY=DECAY[rule.decay], DELTA=rule.write == "delta", DPLR=rule.write == "dplr", PREC=plan.precision,
+        H=H, HK=H if weighed else HK, HR=H if weighed or erase else HK, K=K, V=V, BK=width(K), BV=block, C=plan.chunk,
+        DECAY=DECAY[rule.decay], DELTA=rule.write in ("delta", "erase"), APART=weighed or erase,
+        DPLR=rule.write == "dplr", PREC=plan.precision,
         VARLEN=plan.packed,
     )  # fmt: skip

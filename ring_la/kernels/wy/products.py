@@ -25,12 +25,12 @@ def put_bound(at, G, x, t, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def plain_products_kernel(
-    q, k, g, beta, F, bounds, A, M, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, BOUNDED: tl.constexpr,
-    PREC: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, r, g, beta, F, bounds, A, M, table, T, NC, scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, ERASE: tl.constexpr,
+    BOUNDED: tl.constexpr, PREC: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """A_ts = scale · e^{G_t−G_s} q_t·k_s (s ≤ t) and M − I [B, T, H, C] of every chunk, for a scalar decay or none; F:
-    its `chunk_factors`; BOUNDED: also `put_bound`'s, [B, H, NC]."""
+    its `chunk_factors`; ERASE: r [B, T, H, K] reads the state in k's place; BOUNDED: also `put_bound`'s, [B, H, NC]."""
     s = tl.program_id(0)
     b, h, start, n = chunk_of(table, s, T, H, C, VARLEN)
     if n <= 0:
@@ -46,7 +46,8 @@ def plain_products_kernel(
         d = m + tl.arange(0, BK)
         y = tile(k_, t, n, d, HK * K, K)
         a = tl.dot(tile(q_, t, n, d, HK * K, K), tl.trans(y), a, input_precision=PREC)
-        L = tl.dot(y, tl.trans(y), L, input_precision=PREC)
+        x = tile(head(r, b, start, h, T, H, H, K), t, n, d, H * K, K) if ERASE else y
+        L = tl.dot(x, tl.trans(y), L, input_precision=PREC)
     if GATED:
         decay = tl.exp2(tl.where(t[:, None] >= t[None, :], G[:, None] - G[None, :], float("-inf")))
         a *= decay
@@ -62,14 +63,16 @@ def plain_products_kernel(
 
 def scalar_products(plan: SpanPlan, inputs: Inputs, bounded: bool) -> ChunkProducts:
     """Pairs and inverse of every chunk; `bounded`: and how much of a state it lets through at most."""
-    q, k, _, g, beta, *_ = inputs
+    q, k, _, g, beta, reads, _ = inputs
     (B, T, H, HK, K, _), gated, how = plan.sizes, plan.rule.decay == "scalar", plan.pick(PRODUCTS)
+    erase = plan.rule.write == "erase"
     pairs, inverse, factors = plan.tokens(plan.chunk), plan.tokens(plan.chunk), plan.factors()
-    bounds = plan.new(B, H, plan.chunk_count) if gated and bounded else None
+    bounds = plan.new(B, H, plan.chunk_count) if gated and bounded and not erase else None
     launch(
         plain_products_kernel, (plan.chunk_count, plan.rows),
-        *filled(q, k, g, beta, factors, bounds, pairs, inverse), plan.chunks.table, T, plan.chunk_count, plan.scale,
-        H=H, HK=HK, K=K, BK=min(how.block, width(K)), C=plan.chunk, GATED=gated, STATIC=plan.by_head,
+        *filled(q, k, reads, g, beta, factors, bounds, pairs, inverse),
+        plan.chunks.table, T, plan.chunk_count, plan.scale, H=H, HK=HK, K=K,
+        BK=min(how.block, width(K)), C=plan.chunk, GATED=gated, STATIC=plan.by_head, ERASE=erase,
         BOUNDED=bounds is not None, PREC=plan.precision, VARLEN=plan.packed, **how.options,
     )  # fmt: skip
     return as_they_are(inputs, SavedProducts(factors=factors, pairs=pairs, inverse=inverse, bounds=bounds))
@@ -77,4 +80,4 @@ def scalar_products(plan: SpanPlan, inputs: Inputs, bounded: bool) -> ChunkProdu
 
 def as_they_are(inputs: Inputs, saved: SavedProducts) -> ChunkProducts:
     """Without a decay per key channel the passes read q and k as they came."""
-    return ChunkProducts(inputs.q, inputs.k, inputs.k, None, saved)
+    return ChunkProducts(inputs.q, inputs.k if inputs.a is None else inputs.a, inputs.k, None, saved)

@@ -41,7 +41,7 @@ class Reader:
     """A causal model of Transformers that reads prompts for another engine.
 
     Args:
-        model: as it was loaded, with the weights vLLM has; `parallelize` splits its calls.
+        model: as it was loaded, with the weights vLLM has; `parallelize` splits its calls, unless it has done so.
         cp: the ranks. parent: the folder for CPU memory (`memory.Shared`).
         hosts: whether vLLM may be on other hosts, which needs NIXL (`hosts.Registered`).
 
@@ -58,7 +58,7 @@ class Reader:
         config = model.config.get_text_config()
         self.cp, self.desk, self.least = cp, Desk(), 2 * cp.size
         self.vocab_size, self.longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
-        self.model = parallelize(model.eval(), cp)
+        self.model = model.eval() if hasattr(model, "_ring_la") else parallelize(model.eval(), cp)
         self._latents = latent_layers(self.model)
         self._device = model.device
         self.ranks = Ranks(cp)

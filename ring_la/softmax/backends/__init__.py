@@ -14,7 +14,7 @@ from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, 
 from .latents import FORMS, LatentBackend, cheaper_form
 from .sage import SageAttention
 from .torch_backend import TorchBackend
-from .triton import TritonBackend, TritonChosen
+from .triton import SortedChosen, TritonBackend, TritonChosen, TritonInPlace
 
 _KERNELS = (
     FlashAttnCuTe(),
@@ -26,6 +26,7 @@ _KERNELS = (
     FlashAttnHopperFP8(),
     SageAttention(),
     TritonBackend(),
+    TritonInPlace(),
     CPUFlash(),
     TorchBackend(),
 )
@@ -35,7 +36,7 @@ BACKENDS: dict[str, AttentionBackend] = {b.name: b for b in _KERNELS}
 """Every kernel by name, the fastest first: a call that names none takes the first that supports it."""
 
 
-CHOSEN: dict[str, ChosenBackend] = {b.name: b for b in (TritonChosen(), TorchChosen())}
+CHOSEN: dict[str, ChosenBackend] = {b.name: b for b in (TritonChosen(), SortedChosen(), TorchChosen())}
 """Kernels for queries that choose their keys."""
 
 

@@ -48,10 +48,10 @@ class VarlenBackend(TileBackend):
         return super().unsupported(ask)
 
     def suits(self, ask: Ask) -> bool:
-        """On Hopper at K = 128 the Triton kernel is ahead of FlashAttention-2, but for few queries."""
+        """On Hopper at K = 128 and 256 the Triton kernel is ahead of FlashAttention-2, but for few queries."""
         return (
             not enough_rows(ask)
-            or ask.width != 128
+            or ask.width not in (128, 256)
             or not has_triton()
             or torch.cuda.get_device_capability(ask.device) != (9, 0)
         )

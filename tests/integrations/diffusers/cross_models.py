@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers import (
     AllegroTransformer3DModel,
+    AnyFlowTransformer3DModel,
     ChronoEditTransformer3DModel,
     CosmosTransformer3DModel,
     DiTTransformer2DModel,
@@ -128,6 +129,15 @@ def stable_audio() -> tuple[nn.Module, dict[str, object]]:
     return model, latents(14) | dict(global_hidden_states=draw(B, 1, 6), rotary_embedding=rotary)
 
 
+def anyflow() -> tuple[nn.Module, dict[str, object]]:
+    """Latents by frames; a step of time, and one where it goes, for each frame."""
+    sizes = dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=12)
+    model = AnyFlowTransformer3DModel(freq_dim=16, ffn_dim=20, num_layers=2, rope_max_seq_len=16, **sizes)
+    steps = torch.arange(3.0).expand(B, 3).double()
+    inputs = dict(hidden_states=draw(B, 3, 4, 6, 6), encoder_hidden_states=draw(B, TEXT, 12))
+    return model, inputs | dict(timestep=500 - 40 * steps, r_timestep=300 - 40 * steps)
+
+
 CROSS_CASES: dict[str, Case] = {
     "wan": wan,
     "wan, image": lambda: wan(image=True),
@@ -135,6 +145,7 @@ CROSS_CASES: dict[str, Case] = {
     "ltx": ltx,
     "ltx, steps": lambda: ltx(True),
     "allegro": allegro,
+    "anyflow": anyflow,
     "chronoedit": lambda: wan_like(ChronoEditTransformer3DModel),
     "skyreels": lambda: wan_like(SkyReelsV2Transformer3DModel),
     "pixart": pixart,

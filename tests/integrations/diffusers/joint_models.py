@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from diffusers import (
     AuraFlowTransformer2DModel,
+    BriaFibo2Transformer2DModel,
+    BriaFiboTransformer2DModel,
     BriaTransformer2DModel,
     ChromaTransformer2DModel,
     CogVideoXTransformer3DModel,
@@ -14,6 +16,7 @@ from diffusers import (
     EasyAnimateTransformer3DModel,
     ErnieImageTransformer2DModel,
     Flux2Transformer2DModel,
+    Flux3Transformer2DModel,
     FluxTransformer2DModel,
     GlmImageTransformer2DModel,
     HunyuanImageTransformer2DModel,
@@ -65,6 +68,28 @@ def flux2() -> tuple[nn.Module, dict[str, object]]:
     )
     inputs = dict(hidden_states=draw(B, 15, 4), encoder_hidden_states=draw(B, TEXT, 12), timestep=step() / 1000)
     return model, inputs | dict(guidance=step(), img_ids=torch.randn(15, 4), txt_ids=torch.zeros(TEXT, 4))
+
+
+def flux3() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(in_channels=4, cond_in_channels=4, num_layers=1, num_single_layers=2, axes_dims_rope=(4, 4, 4, 4))
+    heads = dict(attention_head_dim=16, num_attention_heads=2, joint_attention_dim=12, timestep_channels=8)
+    inputs = dict(hidden_states=draw(B, 15, 4), encoder_hidden_states=draw(B, TEXT, 12), timestep=step() / 1000)
+    model = Flux3Transformer2DModel(**sizes, **heads)
+    return model, inputs | dict(img_ids=torch.randn(15, 4), txt_ids=torch.zeros(TEXT, 4))
+
+
+def fibo() -> tuple[nn.Module, dict[str, object]]:
+    model, inputs = flux_like(BriaFiboTransformer2DModel, text_encoder_dim=10)
+    return model, inputs | dict(text_encoder_layers=[draw(B, TEXT, 10) for _ in range(3)])
+
+
+def fibo2() -> tuple[nn.Module, dict[str, object]]:
+    sizes = dict(in_channels=4, dim=48, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=12)
+    gist = dict(min_num_gist_tokens=2, max_num_gist_tokens=6, gist_step=2, gist_min_text_len=2, gist_max_text_len=8)
+    more = dict(injection_layer_ids=(1,), perceiver_num_layers=1, axes_dims=(8, 8, 8), axes_lens=(32, 16, 16))
+    model = BriaFibo2Transformer2DModel(**sizes, **gist, **more)
+    inputs = dict(hidden_states=draw(B, 4, 6, 10), encoder_hidden_states=draw(B, 2, TEXT, 12), timestep=step() / 1000)
+    return model, inputs | dict(context_latents=[draw(B, 4, 4, 6)])
 
 
 def sd3() -> tuple[nn.Module, dict[str, object]]:
@@ -264,6 +289,9 @@ def joyimage(plus: bool = False) -> tuple[nn.Module, dict[str, object]]:
 JOINT_CASES: dict[str, Case] = {
     "flux": flux,
     "flux2": flux2,
+    "flux3": flux3,
+    "fibo": fibo,
+    "fibo 2": fibo2,
     "sd3": sd3,
     "qwen": lambda: qwen(False),
     "qwen, masked": qwen,

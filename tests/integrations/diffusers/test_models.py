@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("diffusers")
 
 import ring_la
 from ring_la.errors import RingLAError
-from ring_la.integrations.diffusers import PLANS, parallelize
+from ring_la.integrations.diffusers import PLANS, parallelize, restore
 from ring_la.integrations.diffusers.compare import tensors_in
 from tests.support.attention_cases import error
 from tests.support.pool import group
@@ -117,6 +118,37 @@ def test_bytes_of_a_sana_layer(ranks):
     assert ranks.run(3, check_layer_bytes) == want
 
 
+def check_steps(rank: int) -> list[str]:
+    """What reads the step of time alone: one process's output, no layer computed by two ranks, two steps one after the
+    other, and layers that go on by themselves with gradients and afterwards."""
+    cp, bad = ring_la.ContextParallel(group(2), scan="ring", timeout=60), []
+    for name in sorted(n for n in CASES if PLANS[type(make(n)[0]).__name__].steps is not None):
+        model, inputs = make(name)
+        ran: list[torch.nn.Module] = []
+        with torch.no_grad():
+            other = inputs | dict(timestep=inputs["timestep"] / 2)
+            want = [model(**given).sample for given in (inputs, other)]
+            parallelize(model, cp)
+            layers = model._ring_la.steps.layers
+            with mock.patch.object(torch.nn.Linear, "forward", autospec=True, side_effect=torch.nn.Linear.forward) as f:
+                got = [model(**given).sample for given in (inputs, other)]
+            ran = [call.args[0] for call in f.call_args_list if any(call.args[0] is x for x in layers)]
+        wrong = max(map(error, got, want))
+        bad += [] if wrong < limits(name)[0] else [f"{name}: {wrong:.1e}"]
+        counts = cp.comm.all_gather(torch.tensor(len(ran))).wait()
+        twice = 2 if name == "qwen, edit" else 0  # the text's layers get a half of the rows, and compute by themselves
+        want_ran = 2 * (len(layers) + 2 * twice)
+        bad += [] if counts.sum() == want_ran and counts.min() > 0 else [f"{name}: {counts} of {len(layers)}"]
+        bad += [] if model(**inputs).sample.requires_grad else [f"{name}: no gradient"]
+        restore(model)
+        bad += [] if all(type(x) is torch.nn.Linear for x in layers) else [f"{name}: not as before"]
+    return bad
+
+
+def test_what_reads_the_step_alone_is_computed_once(ranks):
+    assert ranks.run(2, check_steps) == [[], []]
+
+
 def check_sharded(rank: int) -> list[str]:
     model, inputs = make("flux")
     _, want = outcome(model, inputs)
@@ -128,6 +160,8 @@ def check_sharded(rank: int) -> list[str]:
     out = model(**inputs).sample
     (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
     errors = {n: error(p.grad.full_tensor(), want[n]) for n, p in model.named_parameters() if n in want}
+    with torch.no_grad():  # no layer of the step alone is computed for others: its weight is there within its block
+        errors["output without gradients"] = error(model(**inputs).sample, out.detach())
     return [f"{n} {e:.1e}" for n, e in errors.items() if e > 1e-8]
 
 

@@ -5,12 +5,17 @@ The pipelines are stand-ins that ask as Diffusers' do, of which tests.integratio
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("diffusers")
+pytest.importorskip("cache_dit")
 
+import cache_dit
+from cache_dit.caching.cache_blocks.pattern_base import CachedBlocks_Pattern_Base as Loop
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLWan,
@@ -18,6 +23,7 @@ from diffusers import (
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
+    SeaCacheConfig,
     TaylorSeerCacheConfig,
 )
 
@@ -152,6 +158,10 @@ STEP_CACHES = {
     "FasterCache": lambda: FasterCacheConfig(
         **RANGES, is_guidance_distilled=True, current_timestep_callback=lambda: NOW["step"], tensor_format="BCHW"
     ),
+    "SeaCache": lambda: SeaCacheConfig(
+        threshold=0.5, raw_vision_callback=lambda *x: [x.mT.view(4, 1, 3, 5) for x in x[2]["hidden_states"]]
+    ),
+    "cache-dit": lambda: None,
 }
 
 
@@ -165,30 +175,46 @@ def check_caches(rank: int) -> list[str]:
     return bad + [f"{name}: {what}" for name, config in STEP_CACHES.items() for what in check_cache(config())]
 
 
+def enable(model: torch.nn.Module, config: object) -> None:
+    """A cache of Diffusers, or by None that of cache-dit, which decides as First Block Cache does."""
+    if config is not None:
+        model.enable_cache(config)
+        return
+    blocks, pattern = [model.transformer_blocks, model.single_transformer_blocks], cache_dit.ForwardPattern.Pattern_1
+    adapter = cache_dit.BlockAdapter(transformer=model, blocks=blocks, forward_pattern=[pattern] * 2)
+    how = dict(Fn_compute_blocks=1, Bn_compute_blocks=0, max_warmup_steps=1, residual_diff_threshold=0.05)
+    cache_dit.enable_cache(adapter, cache_config=cache_dit.DBCacheConfig(**how, num_inference_steps=5))
+
+
 def check_cache(config: object) -> list[str]:
     model, inputs = make("flux")
     inputs = {n: x.detach() for n, x in inputs.items()}
     ran: list[int] = []
-    model.single_transformer_blocks[0].attn.to_q.register_forward_hook(lambda *x: ran.append(1))
-    model.enable_cache(config)
+    model.single_transformer_blocks[-1].attn.to_q.register_forward_hook(lambda *x: ran.append(1))
+    enable(model, config)
 
     def loop() -> tuple[torch.Tensor, int]:
         ran.clear()
         x, outs = inputs["hidden_states"].clone(), []
         for n in range(5):
             NOW["step"] = 900 - 100 * n
-            with torch.no_grad(), model.cache_context("cond"):
+            now = dict(step_index=n, sigma=0.9 - 0.2 * n, num_inference_steps=5)
+            with torch.no_grad(), model.cache_context("cond", **now):
                 outs.append(model(**inputs | dict(hidden_states=x)).sample)
             x[:, :5] += (0.3 if n % 2 else 0.003) * outs[-1][:, :5].tanh()  # the first rank's tokens change most
         model._reset_stateful_cache()
+        if config is None:
+            cache_dit.refresh_context(model, num_inference_steps=5)
         return torch.stack(outs), len(ran)
 
-    want, calls = loop()
+    with mock.patch.object(Loop, "_is_parallelized", return_value=False):  # cache-dit asks all ranks of the job else
+        want, calls = loop()
     cp = ring_la.ContextParallel(group(3), scan="ring", timeout=60)
     parallelize(model, cp)
     got, mine = loop()
     restore(model)
-    again, _ = loop()
+    with mock.patch.object(Loop, "_is_parallelized", return_value=False):
+        again, _ = loop()
     bad = [] if error(got, want) < 1e-9 else [f"output {error(got, want):.1e}"]
     bad += [] if mine == calls and 0 < calls < 5 else [f"{mine} of {calls} calls"]
     return bad + ([] if torch.equal(again, want) else ["not as before"])

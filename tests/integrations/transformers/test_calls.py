@@ -224,3 +224,35 @@ def test_generation_without_a_growing_cache(ranks):
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3"])
 def test_a_split_prompt_leaves_the_caches_of_one_process(ranks, name):
     ranks.run(2, prefill, name)
+
+
+def in_fp8(rank: int) -> dict[str, tuple[float, float]]:
+    """By model, how far logits are from those of exact keys, and how many bytes keys are over those."""
+    from ring_la.errors import ArgumentError, UnsupportedError
+
+    x, out = ids(), {}
+    for name in ("llama", "gptj", "deepseek_v3"):
+        logits, sent = [], []
+        for options in ({}, {"kv_comm_dtype": torch.float8_e4m3fn, "backend": "torch"}):
+            model, cp = parallel(name, check=False, **options)
+            with torch.no_grad():
+                model(input_ids=x)
+                before = cp.comm.bytes_sent
+                logits.append(model(input_ids=x).logits)
+                sent.append(cp.comm.bytes_sent - before)
+        far = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
+        out[name] = float(far), sent[1] / sent[0]
+    with pytest.raises(UnsupportedError, match="kv_comm_dtype: expected None where gradients are wanted"):
+        parallel("llama", check=False, kv_comm_dtype=torch.float8_e4m3fn)[0](input_ids=x)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="expected None where queries choose their keys"):
+        parallel("deepseek_v32", check=False, kv_comm_dtype=torch.float8_e4m3fn)[0](input_ids=x)
+    for name, wrong in (("kv_comm_dtype", torch.float16), ("backend", "flash_attn")):
+        with pytest.raises(ArgumentError, match=f"{name}: expected None or one of"):
+            parallel("llama", check=False, **{name: wrong})
+    return out
+
+
+def test_keys_travel_in_fp8(ranks):
+    for found in ranks.run(2, in_fp8):
+        assert all(1e-5 < far and bytes_of < 0.9 for far, bytes_of in found.values()), found
+        assert max(found["llama"][0], found["gptj"][0]) < 0.2, found  # a router's choice is another one at once

@@ -18,6 +18,21 @@ WAN = BlockPlan(
         "attn2": AttentionPlan(None, ("WanAttnProcessor",)),
     },
 )
+_anyflow = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": SAME,
+        "temb": TimeSteps(4),
+        "rotary_emb": {"query": TokenRows(IMAGE, 2), "key": TokenRows(IMAGE, 2)},
+        "attention_mask": SAME,
+        "kv_cache": SAME,
+        "kv_cache_flag": SAME,
+    },
+    {
+        "attn1": AttentionPlan(IMAGE, ("AnyFlowAttnProcessor",)),
+        "attn2": AttentionPlan(None, ("AnyFlowCrossAttnProcessor",)),
+    },
+)
 _skyreels = BlockPlan(
     arguments={**WAN.arguments, "temb": SAME, "attention_mask": SAME},
     attention={
@@ -151,6 +166,12 @@ CROSS: Mapping[str, ModelPlan] = {
         {"blocks": "WanTransformerBlock"},
         {"WanTransformerBlock": WAN},
         (*COMMON, "encoder_hidden_states_image"),
+        outputs={"condition_embedder": {0: TimeSteps(3), 1: TimeSteps(3)}},
+    ),
+    "AnyFlowTransformer3DModel": ModelPlan(
+        {"blocks": "AnyFlowTransformerBlock"},
+        {"AnyFlowTransformerBlock": _anyflow},
+        (*COMMON, "r_timestep", "encoder_hidden_states_image"),
         outputs={"condition_embedder": {0: TimeSteps(3), 1: TimeSteps(3)}},
     ),
     "PixArtTransformer2DModel": ModelPlan(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from ..plans import FRONT, IMAGE, REAR, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, TokenRows
+from ..plans import FRONT, IMAGE, REAR, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, StepPlan, TokenRows
 
 BOTH = {"hidden_states": TokenRows(IMAGE), "encoder_hidden_states": TokenRows(TEXT), "temb": SAME}
 
@@ -35,6 +36,24 @@ _flux2_single = BlockPlan(
     },
     attention={"attn": AttentionPlan(FRONT, ("Flux2ParallelSelfAttnProcessor",))},
 )
+_flux3_mode = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "temb_mod": TokenRows(IMAGE),
+        "image_rotary_emb": (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0)),
+    },
+    {"attn": AttentionPlan(IMAGE, ("Flux3AttnProcessor",))},
+)
+_flux3_single = BlockPlan(
+    {
+        "hidden_states": TokenRows(IMAGE),
+        "encoder_hidden_states": TokenRows(TEXT),
+        "temb_mod": TokenRows(IMAGE),
+        "temb_mod_context": TokenRows(TEXT),
+        "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
+    },
+    {"attn": AttentionPlan(FRONT, ("Flux3AttnProcessor",))},
+)
 SD3 = BlockPlan(
     arguments=BOTH | {"joint_attention_kwargs": SAME},
     attention={
@@ -62,6 +81,12 @@ QWEN = BlockPlan(
 )
 
 
+def _steps(embedding: str, name: str) -> StepPlan:
+    """Of blocks with one norm for each stream, of which `name` is the beginning of their classes' names."""
+    both = f"{name}TransformerBlock", f"{name}SingleTransformerBlock"
+    return StepPlan(embedding, {both[0]: ("norm1.linear", "norm1_context.linear"), both[1]: ("norm.linear",)})
+
+
 def _hunyuan(rotary: str) -> BlockPlan:
     arguments = BOTH | {"attention_mask": KeyMask(REAR), rotary: (TokenRows(IMAGE, 0), TokenRows(IMAGE, 0))}
     return BlockPlan(arguments, {"attn": AttentionPlan(REAR, ("HunyuanVideoAttnProcessor2_0",))})  # type: ignore[arg-type]
@@ -73,14 +98,15 @@ def _like_flux(processor: str, keywords: str) -> BlockPlan:
     return BlockPlan(arguments, {"attn": AttentionPlan(FRONT, (processor,))})
 
 
-def _flux_family(name: str, keywords: str, *inputs: str) -> ModelPlan:
-    """A model built as Flux is, its parts called after `name`."""
+def _flux_family(name: str, keywords: str, *inputs: str, embedding: str = "") -> ModelPlan:
+    """A model built as Flux is, its parts called after `name`; `embedding`: its step's, if it changes no more."""
     kinds = {
         "transformer_blocks": f"{name}TransformerBlock",
         "single_transformer_blocks": f"{name}SingleTransformerBlock",
     }
     blocks = _like_flux(f"{name}AttnProcessor", keywords)
-    return ModelPlan(kinds, dict.fromkeys(kinds.values(), blocks), (*COMMON, "img_ids", "txt_ids", *inputs))
+    plan = ModelPlan(kinds, dict.fromkeys(kinds.values(), blocks), (*COMMON, "img_ids", "txt_ids", *inputs))
+    return replace(plan, steps=_steps(embedding, name)) if embedding else plan
 
 
 _chroma = {
@@ -166,6 +192,7 @@ JOINT: Mapping[str, ModelPlan] = {
         {"FluxTransformerBlock": FLUX, "FluxSingleTransformerBlock": FLUX},
         (*COMMON, "pooled_projections", "img_ids", "txt_ids", "guidance", "controlnet_blocks_repeat"),
         residuals=("controlnet_block_samples", "controlnet_single_block_samples"),
+        steps=_steps("time_text_embed", "Flux"),
     ),
     "Flux2Transformer2DModel": ModelPlan(
         {"transformer_blocks": "Flux2TransformerBlock", "single_transformer_blocks": "Flux2SingleTransformerBlock"},
@@ -173,17 +200,33 @@ JOINT: Mapping[str, ModelPlan] = {
         (*COMMON, "img_ids", "txt_ids", "guidance"),
         cuts_whole_text=True,
     ),
+    # the text's own blocks run whole on every rank, as other models' refiners of text do
+    "Flux3Transformer2DModel": ModelPlan(
+        {
+            "mode_blocks.image": "Flux3ModeTransformerBlock",
+            "single_transformer_blocks": "Flux3SingleTransformerBlock",
+            "norm_out": "Flux3AdaLayerNorm",
+        },
+        {
+            "Flux3ModeTransformerBlock": _flux3_mode,
+            "Flux3SingleTransformerBlock": _flux3_single,
+            "Flux3AdaLayerNorm": BlockPlan({"hidden_states": TokenRows(IMAGE), "temb": TokenRows(IMAGE)}, {}),
+        },
+        (*COMMON, "img_ids", "txt_ids", "target_timestep"),
+    ),
     "SD3Transformer2DModel": ModelPlan(
         {"transformer_blocks": "JointTransformerBlock"},
         {"JointTransformerBlock": SD3},
         (*COMMON, "pooled_projections", "skip_layers"),
         residuals=("block_controlnet_hidden_states",),
+        steps=StepPlan("time_text_embed", {"JointTransformerBlock": ("norm1.linear", "norm1_context.linear")}),
     ),
     "QwenImageTransformer2DModel": ModelPlan(
         {"transformer_blocks": "QwenImageTransformerBlock"},
         {"QwenImageTransformerBlock": QWEN},
         (*COMMON, "encoder_hidden_states_mask", "img_shapes", "guidance", "additional_t_cond"),
         residuals=("controlnet_block_samples",),
+        steps=StepPlan("time_text_embed", {"QwenImageTransformerBlock": ("img_mod.1", "txt_mod.1")}),
     ),
     "CogVideoXTransformer3DModel": ModelPlan(
         {"transformer_blocks": "CogVideoXBlock"},
@@ -193,10 +236,34 @@ JOINT: Mapping[str, ModelPlan] = {
     "HunyuanVideoTransformer3DModel": ModelPlan(
         *_hunyuan_video,
         (*COMMON, "encoder_attention_mask", "pooled_projections", "guidance"),
+        steps=_steps("time_text_embed", "HunyuanVideo"),
     ),
     "BriaTransformer2DModel": _flux_family("Bria", "attention_kwargs", "pooled_projections", "guidance"),
-    "LongCatImageTransformer2DModel": _flux_family("LongCatImage", "joint_attention_kwargs", "guidance"),
-    "OvisImageTransformer2DModel": _flux_family("OvisImage", "joint_attention_kwargs"),
+    "LongCatImageTransformer2DModel": _flux_family(
+        "LongCatImage", "joint_attention_kwargs", "guidance", embedding="time_embed"
+    ),
+    "OvisImageTransformer2DModel": _flux_family("OvisImage", "joint_attention_kwargs", embedding="timestep_embedder"),
+    # every block gets another layer of the text encoder beside what the last one made of the text
+    "BriaFiboTransformer2DModel": ModelPlan(
+        {
+            "transformer_blocks": "BriaFiboTransformerBlock",
+            "single_transformer_blocks": "BriaFiboSingleTransformerBlock",
+        },
+        {
+            "BriaFiboTransformerBlock": _like_flux("BriaFiboAttnProcessor", "joint_attention_kwargs"),
+            "BriaFiboSingleTransformerBlock": BlockPlan(
+                {
+                    "hidden_states": TokenRows(FRONT),
+                    "temb": SAME,
+                    "image_rotary_emb": (TokenRows(FRONT, 0), TokenRows(FRONT, 0)),
+                    "joint_attention_kwargs": SAME,
+                },
+                {"attn": AttentionPlan(FRONT, ("BriaAttnProcessor",))},
+            ),
+        },
+        (*COMMON, "text_encoder_layers", "pooled_projections", "img_ids", "txt_ids", "guidance"),
+        outputs={"context_embedder": {0: TokenRows(TEXT)}, "caption_projection": {0: TokenRows(TEXT)}},
+    ),
     "ChromaTransformer2DModel": ModelPlan(
         {"transformer_blocks": "ChromaTransformerBlock", "single_transformer_blocks": "ChromaSingleTransformerBlock"},
         {
@@ -214,6 +281,7 @@ JOINT: Mapping[str, ModelPlan] = {
         {"transformer_blocks": "CogView4TransformerBlock"},
         {"CogView4TransformerBlock": _cogview4},
         (*COMMON, "original_size", "target_size", "crop_coords", "image_rotary_emb"),
+        steps=StepPlan("time_condition_embed", {"CogView4TransformerBlock": ("norm1.linear",)}),
     ),
     "AuraFlowTransformer2DModel": ModelPlan(
         {
@@ -242,6 +310,7 @@ JOINT: Mapping[str, ModelPlan] = {
             "encoder_attention_mask_2",
             "guidance",
         ),
+        steps=_steps("time_guidance_embed", "HunyuanImage"),
     ),
     "Krea2Transformer2DModel": ModelPlan(
         {"transformer_blocks": "Krea2TransformerBlock"},

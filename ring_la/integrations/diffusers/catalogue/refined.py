@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plans import IMAGE, REAR, SAME, TEXT, AttentionPlan, BlockPlan, KeyMask, ModelPlan, RefinerPlan, Role, TokenRows
+from ..plans import (
+    IMAGE,
+    REAR,
+    SAME,
+    TEXT,
+    AttentionPlan,
+    BlockPlan,
+    KeyMask,
+    ModelPlan,
+    RefinerPlan,
+    Role,
+    StepPlan,
+    TokenRows,
+)
 from .joint import BOTH, COMMON
 
 NOISE = ("noise",)
@@ -37,6 +50,22 @@ def _z_image(streams: tuple[str, ...]) -> BlockPlan:
     return BlockPlan(arguments, {"attention": AttentionPlan(streams, ("ZSingleStreamAttnProcessor",))})
 
 
+def _fibo2(streams: tuple[str, ...]) -> BlockPlan:
+    arguments: dict[str, Role] = {
+        "x": TokenRows(streams),
+        "attn_mask": KeyMask(streams),
+        "freqs_cis": TokenRows(streams),
+        "adaln_input": SAME,
+        "noise_mask": TokenRows(streams),
+        "adaln_noisy": SAME,
+        "adaln_clean": SAME,
+        "encoder_hidden_states": SAME,
+        "encoder_attention_mask": SAME,
+    }
+    attention = {"attention": AttentionPlan(streams, ("BriaFibo2AttnProcessor",))}
+    return BlockPlan(arguments, attention | {"cross_attention": AttentionPlan(None, ("BriaFibo2AttnProcessor",))})
+
+
 _z_final = {"x": TokenRows(IMAGE), "c": SAME, "noise_mask": TokenRows(IMAGE), "c_noisy": SAME, "c_clean": SAME}
 _hunyuan_video15 = BlockPlan(
     {
@@ -56,6 +85,14 @@ REFINED: Mapping[str, ModelPlan] = {
         last="layers",
         layers_behind=True,
     ),
+    "BriaFibo2Transformer2DModel": ModelPlan(
+        {"layers": "BriaFibo2TransformerBlock"},
+        {"BriaFibo2TransformerBlock": _fibo2(IMAGE)},
+        (*COMMON, "encoder_attention_mask", "context_latents"),
+        refiners={"noise_refiner": RefinerPlan("BriaFibo2TransformerBlock", _fibo2(NOISE))},
+        last="layers",
+        layers_behind=True,
+    ),
     "ZImageTransformer2DModel": ModelPlan(
         {"layers": "ZImageTransformerBlock", "all_final_layer": "FinalLayer"},
         {"ZImageTransformerBlock": _z_image(IMAGE), "FinalLayer": BlockPlan(_z_final, {})},
@@ -72,5 +109,6 @@ REFINED: Mapping[str, ModelPlan] = {
             *(*COMMON, "encoder_attention_mask", "timestep_r", "encoder_hidden_states_2", "encoder_attention_mask_2"),
             "image_embeds",
         ),
+        steps=StepPlan("time_embed", {"HunyuanVideo15TransformerBlock": ("norm1.linear", "norm1_context.linear")}),
     ),
 }

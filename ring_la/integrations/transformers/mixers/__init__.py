@@ -56,7 +56,7 @@ UNCACHED = set().union(*(m.UNCACHED for m in (channelwise, indexed, qwen4_exp, r
 """Classes whose state a split call cannot put into a cache."""
 
 
-CONTINUED = set().union(*(m.MIXERS for m in (convolution, delta, mamba, lightning)))
+CONTINUED = set(latents.CLASSES).union(*(m.MIXERS for m in (convolution, delta, mamba, lightning)))
 """Classes that go on from a filled cache on split tokens."""
 
 

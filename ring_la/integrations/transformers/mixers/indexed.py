@@ -24,6 +24,7 @@ from ....indexers import best_key_index, full_block_index
 from ....indexers.blocks import Blocks
 from ....indexers.chosen import Rows, best
 from ....softmax import mla, sparse_attention
+from ..attention import refuse_narrow_keys
 from ..call import ModelCall
 
 
@@ -82,6 +83,7 @@ class ByBlocks:
             picked = more.get("block_indices") or mask
             if dropout:
                 raise UnsupportedError("attention_dropout", "0 where an index picks the keys", dropout)
+            refuse_narrow_keys(module)
             heads = (x.transpose(1, 2) for x in (q, k, v))
             how: dict[str, Any] = dict(block=picked.size, scale=scaling, **module._ring_la.call.split)
             return sparse_attention(*heads, picked.places, **how).o, None  # type: ignore[call-arg]
@@ -162,6 +164,7 @@ class Pooled:
         ) -> tuple[Tensor, None]:
             if dropout:
                 raise UnsupportedError("attention_dropout", "0 where an index picks the keys", dropout)
+            refuse_narrow_keys(module)
             how: dict[str, Any] = dict(block=mask.size, scale=scaling, sinks=more.get("s_aux"))
             how |= module._ring_la.call.split
             if not is_matrix(module.kv_b_proj):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....errors import UnsupportedError
 from ....softmax import attention
+from ..attention import asked_of_attention
 from ..call import ModelCall
 from ..masks import CausalMask, mask_of
 from .indexed import Overriding
@@ -26,7 +27,8 @@ def attention_by_method(call: ModelCall, layer: Any, *args, **keywords):
         local = getattr(layer, "attention_type", None) == "local"
         window = (layer.config.window_size - 1, 0) if local else (-1, -1)
         dropout = drop.p if drop.training else 0.0
-        return attention(q, k, v, scale=scale, window=window, dropout_p=dropout, **call.split).o.transpose(1, 2), None
+        how: dict[str, Any] = call.split | asked_of_attention(layer)
+        return attention(q, k, v, scale=scale, window=window, dropout_p=dropout, **how).o.transpose(1, 2), None
 
     return Overriding(layer, _attn=attend).forward(*args, **keywords)
 
@@ -50,7 +52,8 @@ def falcon_attention(
     q, k = rotate(q, k, *position_embeddings)
     if layer_past is not None:
         k, v = layer_past.update(k, v, layer.layer_idx)
-    o = attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=layer.head_dim**-0.5, **call.split).o
+    how: dict[str, Any] = call.split | asked_of_attention(layer)
+    o = attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=layer.head_dim**-0.5, **how).o
     return layer.dense(o.flatten(2)), None
 
 
@@ -73,7 +76,8 @@ def xglm_attention(
         k, v = (x.transpose(1, 2) for x in (k, v))
         k, v = (x.transpose(1, 2) for x in past_key_values.update(k, v, layer.layer_idx))
     dropout = layer.dropout if layer.training else 0.0
-    return layer.out_proj(attention(q, k, v, scale=layer.scaling, dropout_p=dropout, **call.split).o.flatten(2)), None
+    how: dict[str, Any] = call.split | asked_of_attention(layer)
+    return layer.out_proj(attention(q, k, v, scale=layer.scaling, dropout_p=dropout, **how).o.flatten(2)), None
 
 
 def _check_causal(layer: Any, mask: object) -> None:

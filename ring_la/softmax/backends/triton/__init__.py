@@ -1,6 +1,7 @@
 """Our own kernel: softcap, windows, documents, ALiBi, sinks and dropout at global positions, on any layout."""
 
 from .chosen import TritonChosen
-from .launch import TritonBackend
+from .chosen_sorted import SortedChosen
+from .launch import TritonBackend, TritonInPlace
 
-__all__ = ["TritonBackend", "TritonChosen"]
+__all__ = ["SortedChosen", "TritonBackend", "TritonChosen", "TritonInPlace"]

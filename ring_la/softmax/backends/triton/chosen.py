@@ -46,7 +46,7 @@ class TritonChosen(ChosenBackend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
         from . import chosen_kernels
 
-        q, k, v, shared = dense(q), dense(k), dense(v), _shared(k, v)
+        q, k, v, shared = dense(q), dense(k), dense(v), shared_memory(k, v)
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         self._launch(chosen_kernels.forward, (q, k, v, o), (lse,), scores, pair, shared)
@@ -55,7 +55,7 @@ class TritonChosen(ChosenBackend):
     def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
         from . import chosen_kernels
 
-        q, k, v, do, shared = dense(x.q), dense(k), dense(v), dense(x.do), _shared(k, v)
+        q, k, v, do, shared = dense(x.q), dense(k), dense(v), dense(x.do), shared_memory(k, v)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
         dv = dk[..., : v.shape[3]] if shared else torch.zeros(v.shape, dtype=torch.float32, device=v.device)
@@ -91,7 +91,7 @@ class TritonChosen(ChosenBackend):
             kernel, (Tq, -(-G // bg) * B * Hk), *tensors, *more, c, places, q_pos, q_doc, k_pos, k_doc,
             scores.scale, left or 0, right or 0, Tq, c.shape[3], len(places), G, c.shape[2],
             *c.stride()[:3], *(s for x in tensors for s in x.stride()[:3]), *numbers, **constants,
-            H=H, BG=bg, BK=_padded(width), BR=_padded(K - width) if K > width else 1, BV=_padded(V), BLOCK=scores.block,
+            H=H, BG=bg, BK=padded(width), BR=padded(K - width) if K > width else 1, BV=padded(V), BLOCK=scores.block,
             SHARED=shared, LEFT=left is not None, RIGHT=right is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **options, tensors="any",
         )  # fmt: skip
@@ -100,17 +100,17 @@ class TritonChosen(ChosenBackend):
 def _tile(G: int, width: int, dtype: torch.dtype, back: bool) -> tuple[int, dict[str, Any]]:
     """Heads of a program, and the other numbers of a tile."""
     if back:
-        return min(_padded(G), 16), dict(BN=32, num_warps=8 if width > 128 else 4, num_stages=1)
+        return min(padded(G), 16), dict(BN=32, num_warps=8 if width > 128 else 4, num_stages=1)
     few = dtype == torch.float32 or width > 128
     stages = 2 if width <= WIDEST else 1
-    return min(64, _padded(G)), dict(BN=32 if few else 64, num_warps=8 if width > WIDEST else 4, num_stages=stages)
+    return min(64, padded(G)), dict(BN=32 if few else 64, num_warps=8 if width > WIDEST else 4, num_stages=stages)
 
 
-def _shared(k: Tensor, v: Tensor) -> bool:
+def shared_memory(k: Tensor, v: Tensor) -> bool:
     """Whether values are the first columns of keys, in the same memory."""
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.numel() > 0
 
 
-def _padded(width: int) -> int:
+def padded(width: int) -> int:
     """Columns or rows of a tile that holds `width`."""
     return max(16, 1 << (width - 1).bit_length())

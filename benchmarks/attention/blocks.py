@@ -1,0 +1,189 @@
+"""What the blocks of a ring cost without the ring: every rank's, one after the other, on one GPU.
+
+    python -m benchmarks.attention.blocks [--ranks 2,4] [--cases packed,...] [--kinds zigzag,balanced] [--out FILE.json]
+
+Each rank's own block and rounds, as a copied ring has them, on keys that are there already, in a CUDA graph. What is
+left to the bound (one call that sees everything, with the FLOPs that a rank owes) is what tiles, launches and merges
+cost, and how even the ranks are; what a real ring takes beyond the dearest rank is its exchange. Bytes are those of
+keys and values that each rank receives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.options import need_gpus
+from ring_la.layout import KINDS, Layout
+from ring_la.softmax.backends import QueryRows
+from ring_la.softmax.backends.triton import TritonBackend, TritonInPlace
+from ring_la.softmax.geometry import Pair, Reach, Tokens
+from ring_la.softmax.merging import Gradients, Partial, Sum, row_sums
+from ring_la.softmax.scores import Scores
+from ring_la.softmax.strategies.job import AttentionJob
+from ring_la.softmax.strategies.schedule import Schedule, needs_of
+
+from ..options import counts, names
+from .ahead import compile_ahead
+from .bench import document_offsets, share_of_scores
+
+CASES: dict[str, tuple[str, int]] = {
+    "packed": ("log", -1),
+    "packed tail": ("tail", -1),
+    "window 4096": ("", 4096),
+    "causal": ("", -1),
+}
+
+
+class DearestFirst(TritonBackend):
+    dearest_first = True
+
+
+class OnlyInPlace(TritonBackend):
+    in_place = True
+
+
+WAYS = {
+    "triton": TritonBackend(),
+    "dearest first": DearestFirst(),
+    "in place": OnlyInPlace(),
+    "triton_in_place": TritonInPlace(),
+}
+"""Two changes to our kernel, each alone and both."""
+ROUNDS = 5
+
+
+def scores_of(case: str, D: int) -> Scores:
+    window = CASES[case][1]
+    return Scores(D**-0.5, left=window if window >= 0 else None, right=0)
+
+
+class Rank:
+    """One rank's blocks.
+
+    Args:
+        pairs: its queries and the keys of each block, in turn.
+    """
+
+    def __init__(
+        self, kernel: TritonBackend, scores: Scores, pairs: list[Pair], heads: tuple[int, int], D: int
+    ) -> None:
+        self.kernel, self.scores, self.pairs = kernel, scores, pairs
+        rows, bf = len(pairs[0].rows), dict(device=pairs[0].rows.device, dtype=torch.bfloat16)
+        self.q, self.do = (torch.randn(1, rows, heads[0], D, **bf) for _ in range(2))
+        self.kv = [[torch.randn(1, len(p.keys), heads[1], D, **bf) for _ in range(2)] for p in pairs]
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        out = Partial(self.q.shape, self.q.dtype, self.q.device)
+        for pair, (k, v) in zip(self.pairs, self.kv):
+            self.kernel.forward(self.q, k, v, self.scores, pair, out)
+        return out.result()
+
+    def total(self) -> list[Tensor]:
+        o, lse = self.forward()
+        rows = QueryRows(self.q, o, self.do, lse, row_sums(self.do, o, None))
+        own, out = Gradients.of(self.q, *self.kv[0]), []
+        for pair, (k, v) in zip(self.pairs, self.kv):
+            grads = Gradients(own.dq, Sum.like(k), Sum.like(v))
+            self.kernel.backward(rows, k, v, self.scores, pair, grads)
+            out += [grads.dk.result(k.dtype), grads.dv.result(v.dtype)]
+        return [o, own.dq.result(o.dtype), *out]
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """Median of replays of a CUDA graph."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    start, stop, times = *(torch.cuda.Event(enable_timing=True) for _ in range(2)), []
+    for _ in range(ROUNDS + 1):
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times[1:])
+
+
+def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tuple[list[list[Pair]], float]:
+    """For each rank its blocks, and the visible pairs of all over all pairs."""
+    documents, window = CASES[case]
+    cu = document_offsets(T * P, 2 * P, tail=documents == "tail") if documents else [0, T * P]
+    layout, reach = Layout(T * P, kind, P, cu_seqlens=cu), Reach(window if window >= 0 else None, 0)
+    tokens = tuple(Tokens.of_ranks(layout, [r], device).fewest_runs()[0] for r in range(P))
+    job = AttentionJob(TritonBackend(), scores_of(case, 128), tokens, tokens)
+    out = []
+    for r in range(P):
+        schedule = Schedule(job, needs_of(tokens, tokens, reach))
+        keys = [tokens[r], *(x.keys for x in schedule.rounds(r))]
+        out.append([Pair(tokens[r], k, reach) for k in keys])
+    return out, share_of_scores(cu, window)
+
+
+def bench(case: str, T: int, P: int, kind: str, ways: list[str], heads: tuple[int, int], D: int) -> list[dict]:
+    device, scores, rows = torch.device("cuda", torch.cuda.current_device()), scores_of(case, D), []
+    ranks, share = ranks_of(case, T, P, kind, device)
+    few = Tokens.whole(max(128, int(T * P * share) // 128 * 128), device)
+    bounding = Rank(TritonBackend(), Scores(D**-0.5), [Pair(Tokens.whole(T, device), few, Reach())], heads, D)
+    bound = {n: milliseconds(getattr(bounding, n)) for n in ("forward", "total")}
+    truth: list[Tensor] = []
+    for way in ways:
+        times: dict[str, list[float]] = {"forward": [], "total": []}
+        apart, calls = 0.0, []
+        for r, pairs in enumerate(ranks):
+            torch.manual_seed(r)
+            rank = Rank(WAYS[way], scores, pairs, heads, D)
+            for n, ms in times.items():
+                ms.append(milliseconds(getattr(rank, n)))
+            calls.append(len(pairs))
+            if r == 0:
+                got = rank.total()
+                truth = truth or got
+                apart = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth))
+        row: dict = dict(case=case, T=T, P=P, kind=kind, way=way, apart=apart, bound=bound, blocks=calls)
+        row |= {n: max(ms) for n, ms in times.items()} | dict(ranks=times)
+        row |= dict(received=[sum(len(p.keys) for p in pairs[1:]) * heads[1] * D * 4 for pairs in ranks])
+        said = "   ".join(f"{n} {row[n]:7.3f} ms {bound[n] / row[n]:4.0%}" for n in times)
+        each = " ".join(f"{x:.2f}" for x in times["total"])
+        print(f"{case:12} {T:6} × {P} {kind:9} {way:14} {said}   each {each}   apart {apart:.1e}", flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=counts, default="16384", help="tokens a rank")
+    parser.add_argument("--ranks", type=counts, default="2,4")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--cases", type=names(CASES), default=",".join(CASES))
+    parser.add_argument("--kinds", type=names(KINDS), default="zigzag,balanced")
+    parser.add_argument("--ways", type=names(WAYS), default=",".join(WAYS))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_blocks.json"))
+    args = parser.parse_args()
+    need_gpus(parser)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    heads, rows = (args.heads, args.groups), []
+    made = compile_ahead(
+        [WAYS[w] for w in args.ways], {scores_of(c, args.width) for c in args.cases}, heads, args.width
+    )
+    print(f"{made} passes compiled", flush=True)
+    for case, T, P in itertools.product(args.cases, args.lengths, args.ranks):
+        for kind in args.kinds if CASES[case][0] else args.kinds[:1]:
+            rows += bench(case, T, P, kind, args.ways, heads, args.width)
+            facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
+            args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
