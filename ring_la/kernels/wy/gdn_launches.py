@@ -80,8 +80,10 @@ def span(tokens: int, heads: int, pieces: int, programs: int, equal: bool = Fals
 
 def span_by_cost(tokens: int, heads: int, pieces: int, programs: int, equal: bool = False) -> int:
     """Tokens a span by what a forward costs, in chunks that a program works through: a line of spans that wait, or what
-    all spans take of `programs` at a time where a quarter of the heads wait and the others start early. Pieces that may
-    not be `equal` stay whole only where there are several."""
+    all spans take of `programs` at a time where a quarter of the heads wait and the others start early. As many pieces
+    stay whole; fewer that may not be `equal` only where there are several."""
+    if pieces * heads >= programs:
+        return cdiv(tokens, CHUNK) * CHUNK
     each = cdiv(cdiv(tokens, pieces), CHUNK) * CHUNK
     lengths = {min(n, each) for n in (256, 512, 1024, 2048, 4096)} | ({each} if equal or pieces > 3 else set())
     best, least = each, math.inf
