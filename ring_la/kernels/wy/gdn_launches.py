@@ -82,7 +82,7 @@ def span(tokens: int, heads: int, pieces: int, programs: int, equal: bool = Fals
         if share > 1 and length < 512:
             continue  # measured: what a span takes to begin is dearer than that
         if count == 1:
-            cost = math.ceil(share) * c
+            cost: float = math.ceil(share) * c
         else:
             links = count - 1 if count < GROUPED else TOGETHER + 1 + count // TOGETHER
             line = 2 * c if count == 2 else 3 * c + LINK * links
