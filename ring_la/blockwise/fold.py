@@ -17,7 +17,7 @@ from ..context import ShardedLayout
 from .blocks import BLOCK, blocks_of, filled, together
 
 
-class Turn(NamedTuple):
+class BlockTurn(NamedTuple):
     """A block of the sequence: its owner, its number among that rank's blocks, its document."""
 
     rank: int
@@ -25,17 +25,17 @@ class Turn(NamedTuple):
     document: int
 
 
-def turns(layout: ShardedLayout) -> list[Turn]:
+def turns(layout: ShardedLayout) -> list[BlockTurn]:
     """All blocks in the order of the sequence, found once."""
     return layout.kept(_found, lambda: _found(layout))
 
 
-def _found(layout: ShardedLayout) -> list[Turn]:
-    out: list[tuple[int, Turn]] = []
+def _found(layout: ShardedLayout) -> list[BlockTurn]:
+    out: list[tuple[int, BlockTurn]] = []
     for rank in range(layout.world_size):
         pieces = (p for s in layout.local_segments(rank) for p in layout.pieces_of(s))
         places = ((start, p.document) for p in pieces for start in range(p.start, p.stop, BLOCK))
-        out += [(start, Turn(rank, n, document)) for n, (start, document) in enumerate(places)]
+        out += [(start, BlockTurn(rank, n, document)) for n, (start, document) in enumerate(places)]
     return [turn for _, turn in sorted(out)]
 
 
