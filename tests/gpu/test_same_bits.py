@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ring_la
 from ring_la.training import sum_gradients
-from tests.blockwise.test_models import LAYERS, OTHERS, PACKED, differing, model, tokens
+from tests.support.blockwise_models import LAYERS, OTHERS, PACKED, differing, model, tokens
 from tests.support.pool import group
 
 pytestmark = pytest.mark.gpu(needs=2)
