@@ -81,7 +81,7 @@ def summed(
     """Sums along documents up to and with each token, of ``x [B, T, D]``, given those before, ``start [N, D]``.
     `held`: what goes on of a sum from block to block."""
     N = layout.num_documents if layout.packed else x.shape[0]
-    return _Summed.apply(layout, held, x, x.new_zeros(N, x.shape[2]) if start is None else start)  # type: ignore[no-any-return]
+    return _Summed.apply(layout, held, x, x.new_zeros(N, x.shape[2]) if start is None else start)
 
 
 class _Summed(torch.autograd.Function):
