@@ -128,7 +128,7 @@ class _KeySums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, sums: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int,
+        ctx: Any, sums: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int,
         cu: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(sums, o, lse, q, k, v, cu)
@@ -137,12 +137,13 @@ class _KeySums(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         from .forgetting_kernel import sums_gradient
 
         sums, o, lse, q, k, v, cu = ctx.saved_tensors
         delta = (do.float() * o.float()).sum(-1).transpose(1, 2) - dlse.float()
-        dc = sums_gradient(q, k, v, sums.transpose(1, 2), lse, do, delta, *ctx.how, cu)
+        scale, window = ctx.how
+        dc = sums_gradient(q, k, v, sums.transpose(1, 2), lse, do, delta, scale, window, cu)
         return dc.transpose(1, 2).to(sums.dtype), do, dlse, *[None] * 6
 
 

@@ -31,7 +31,7 @@ def mini_batches(
         q, k, v: ``[B, T, H, K]``. eta: ``[B, T, H]``. w, b: ``[H, K]``. W, c: fp32, as tokens begin; None: zeros.
     """
     given = q, k, v, eta, w, b, W, c
-    return _MiniBatches.apply(*given, size, scale, eps, wanting(*given))  # type: ignore[return-value]
+    return _MiniBatches.apply(*given, size, scale, eps, wanting(*given))
 
 
 class _MiniBatches(torch.autograd.Function):
