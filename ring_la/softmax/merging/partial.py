@@ -52,6 +52,7 @@ class Partial:
         if len(self._parts) != 1:
             return None
         part = self._parts[0]
+        assert part.lse is not None
         whole = part.x.shape[1] == self.shape[1] and part.x.is_contiguous() and part.lse.is_contiguous()
         return (part.x, part.lse) if whole else None
 
