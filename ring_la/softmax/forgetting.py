@@ -4,8 +4,7 @@
 
 The sums ride as further channels of q and k, so that every strategy and kernel of `attention` takes them along. In bf16
 and fp16 a sum is three channels, the parts of it that the dtype holds; scores add them up in fp32. The gradient of g is
-a sum along the document of gradients in the dtype of k: in bf16 it is the less exact the longer what it sums. On one
-GPU a kernel finds it in fp32 (`forgetting_kernel`).
+a sum along the document of gradients in the dtype of k: in bf16 it is the less exact the longer what it sums.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import first_derivative_only, traced
-from ..blockwise import by_block
 from ..checks import FLOATS, check_scale
 from ..choices import SoftmaxBackend
 from ..context import ShardedLayout, check_together
 from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..errors import ArgumentError, Facts, describe_tensor
-from ..kernels.choice import triton_installed
 from ..outputs import AttentionOutput
 from ..running_sum import running_sum
 from .attention import attention
@@ -58,7 +54,8 @@ def forgetting_attention(
         q: ``[B, T, H, K]``. k: ``[B, T, Hk, K]``. v: ``[B, T, Hk, V]``, H a multiple of Hk (keys and values are then
             repeated for the heads they serve).
         g: log forget gate ``[B, T, H]``, ≤ 0, of any float dtype; give it in fp32.
-        scale: multiplies ``qᵀk``; None: K**-0.5. window: earlier tokens a token sees; −1: all.
+        scale: multiplies ``qᵀk``; None: K**-0.5.
+        window: earlier tokens a token sees; −1: all.
         layout: how the sequence is split over ranks, in runs of tokens; T is then this rank's length. Collective.
         cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
         backend: as in `attention`.
@@ -95,55 +92,14 @@ def _with_sums(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None, how: dict[str, Any], where: dict[str, Any]
 ) -> AttentionOutput:
     """By `attention`, whose q and k have sums of g in further channels."""
-    (H, K), layout = q.shape[2:], where["layout"]
+    H, K = q.shape[2:]
     scale = K**-0.5 if scale is None else float(scale)
     sums = running_sum(g, **where)
-    k, v = (x if x.shape[2] == H else by_block(functools.partial(_to_heads, H=H), x, layout=layout) for x in (k, v))
-    exact = layout is None and q.is_cuda and sums.requires_grad and _has_kernel(q, k, v)
-    wide_q, wide_k, near = with_sums(q, k, sums.detach() if exact else sums, scale)
-    o, lse = attention(wide_q, wide_k, v, scale=near, **how, **where)
-    if exact:
-        o, lse = _KeySums.apply(sums, o, lse, q, k, v, scale, how["window"][0], where["cu_seqlens"])
+    k, v = (x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
+    q, k, scale = with_sums(q, k, sums, scale)
+    o, lse = attention(q, k, v, scale=scale, **how, **where)
     own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
     return AttentionOutput(o, lse + own)
-
-
-def _to_heads(x: Tensor, H: int) -> Tensor:
-    """Keys or values ``[B, T, Hk, …]`` of every query head."""
-    return x.repeat_interleave(H // x.shape[2], 2)
-
-
-def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel for the sums' gradient."""
-    if not triton_installed() or traced(q):
-        return False
-    from .forgetting_kernel import unsupported
-
-    return not unsupported(q, k, v)
-
-
-class _KeySums(torch.autograd.Function):
-    """o and lse as they are; the gradient of the sums on the side of keys, which `attention` was given without one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, sums: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int,
-        cu: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(sums, o, lse, q, k, v, cu)
-        ctx.how = scale, window
-        return o.view_as(o), lse.view_as(lse)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        from .forgetting_kernel import sums_gradient
-
-        sums, o, lse, q, k, v, cu = ctx.saved_tensors
-        delta = (do.float() * o.float()).sum(-1).transpose(1, 2) - dlse.float()
-        scale, window = ctx.how
-        dc = sums_gradient(q, k, v, sums.transpose(1, 2), lse, do, delta, scale, window, cu)
-        return dc.transpose(1, 2).to(sums.dtype), do, dlse, *[None] * 6
 
 
 def _whole(
@@ -193,11 +149,6 @@ def sums_of(k: Tensor, channels: int) -> Tensor:
     """The sums, fp64, that ride behind the first `channels` channels of keys."""
     parts = PARTS[k.dtype]
     return -k[..., channels + parts : channels + 2 * parts].double().sum(-1)
-
-
-def held_sums(c: Tensor, dtype: torch.dtype) -> Tensor:
-    """What keys of a dtype hold of sums, fp64."""
-    return _parts(c, dtype).double().sum(-1)
 
 
 def _parts(c: Tensor, dtype: torch.dtype) -> Tensor:
