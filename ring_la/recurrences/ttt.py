@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..blockwise import by_block
 from ..errors import ArgumentError, UnsupportedError
 from ..linear.in_order import DocumentRun, in_order
 from ..outputs import LinearAttentionOutput
@@ -52,6 +53,7 @@ def _near_one(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape:
     reference=reference.ttt_linear,
     states=("HKK", "HK", "HKK", "HK"),
     flags=dict(mini_batch=4),
+    same_bits=True,
 )  # fmt: skip
 def ttt_linear(
     q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor, mini_batch: int = 16, eps: float = 1e-6,
@@ -87,7 +89,11 @@ def ttt_linear(
     tokens = [scaled, *(t.to(wide) for t in (k, v)), eta.to(wide)[..., None]]
     body, shared = MiniBatches(mini_batch, eps), [t.to(wide) for t in (w, b)]
     z, end = in_order(body, W0, tokens, shared, seen, options)
-    o = (z + _normal(z, eps)[0] * w.to(wide) + b.to(wide)).to(v.dtype)
+
+    def read(z: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return (z + _normal(z, eps)[0] * w.to(wide) + b.to(wide)).to(v.dtype)
+
+    o = by_block(read, z, layout=options.layout, shared=(w, b))
     final: Any = None
     if end is not None:
         final = (end[:, :, 0, :-1], end[:, :, 0, -1], end[:, :, 1, :-1], end[:, :, 1, -1])

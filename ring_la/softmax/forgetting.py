@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..blockwise import by_block
 from ..checks import FLOATS, check_scale
 from ..choices import SoftmaxBackend
 from ..context import ShardedLayout, check_together
@@ -54,8 +55,7 @@ def forgetting_attention(
         q: ``[B, T, H, K]``. k: ``[B, T, Hk, K]``. v: ``[B, T, Hk, V]``, H a multiple of Hk (keys and values are then
             repeated for the heads they serve).
         g: log forget gate ``[B, T, H]``, ≤ 0, of any float dtype; give it in fp32.
-        scale: multiplies ``qᵀk``; None: K**-0.5.
-        window: earlier tokens a token sees; −1: all.
+        scale: multiplies ``qᵀk``; None: K**-0.5. window: earlier tokens a token sees; −1: all.
         layout: how the sequence is split over ranks, in runs of tokens; T is then this rank's length. Collective.
         cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
         backend: as in `attention`.
@@ -92,14 +92,19 @@ def _with_sums(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None, how: dict[str, Any], where: dict[str, Any]
 ) -> AttentionOutput:
     """By `attention`, whose q and k have sums of g in further channels."""
-    H, K = q.shape[2:]
+    (H, K), layout = q.shape[2:], where["layout"]
     scale = K**-0.5 if scale is None else float(scale)
     sums = running_sum(g, **where)
-    k, v = (x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
+    k, v = (x if x.shape[2] == H else by_block(functools.partial(_to_heads, H=H), x, layout=layout) for x in (k, v))
     q, k, scale = with_sums(q, k, sums, scale)
     o, lse = attention(q, k, v, scale=scale, **how, **where)
     own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
     return AttentionOutput(o, lse + own)
+
+
+def _to_heads(x: Tensor, H: int) -> Tensor:
+    """Keys or values ``[B, T, Hk, …]`` of every query head."""
+    return x.repeat_interleave(H // x.shape[2], 2)
 
 
 def _whole(
@@ -149,6 +154,11 @@ def sums_of(k: Tensor, channels: int) -> Tensor:
     """The sums, fp64, that ride behind the first `channels` channels of keys."""
     parts = PARTS[k.dtype]
     return -k[..., channels + parts : channels + 2 * parts].double().sum(-1)
+
+
+def held_sums(c: Tensor, dtype: torch.dtype) -> Tensor:
+    """What keys of a dtype hold of sums, fp64."""
+    return _parts(c, dtype).double().sum(-1)
 
 
 def _parts(c: Tensor, dtype: torch.dtype) -> Tensor:
