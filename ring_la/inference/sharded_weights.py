@@ -68,7 +68,8 @@ class ShardedWeights:
 
     def __init__(self, cp: ContextParallel, cut: Callable[[], bool]) -> None:
         self.comm, self._cut, self._timeout = cp.comm, cut, cp.timeout
-        self._mesh = DeviceMesh.from_group(self.comm.group, self.comm.device.type)
+        group: Any = self.comm.group  # which only a group that has ended lacks
+        self._mesh = DeviceMesh.from_group(group, self.comm.device.type)
         self._taken: list[tuple[nn.Module, str]] = []
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._parts: dict[tuple[nn.Module, str], WeightPart] = {}
@@ -126,7 +127,8 @@ class ShardedWeights:
         model.requires_grad_(False)
         beside = self.comm
         if self.comm.size == dist.get_world_size():  # what is gathered ahead then holds up no other messages
-            beside = Group(dist.new_group(timeout=self._timeout), self._timeout, "torch")
+            ranks: Any = dist.new_group(timeout=self._timeout)
+            beside = Group(ranks, self._timeout, "torch")
         self._gathering = Gathering(model, self._parts, beside, self._cut)
 
     def part(self, module: nn.Module, name: str) -> WeightPart:

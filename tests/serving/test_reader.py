@@ -111,17 +111,27 @@ def test_refusals_say_why(door):
 
 
 def read_and_compare(rank: int, folder: str, name: str, hosts: bool) -> dict:
-    """On each rank a reader; on rank 0 who asks it, and what one process has of that prompt."""
+    """On each rank a reader, of Kimi-Linear with a part of the weights; on rank 0 who asks it, and what one process has
+    of that prompt."""
     import copy
 
     import ring_la
+    from ring_la.inference import sharded_weights
+    from ring_la.integrations.transformers.sharded import shard_weights
     from ring_la.serving.reader import Reader
     from tests.support.pool import group
     from tests.support.transformers_models import RECURRENT
 
     model = RECURRENT[name].make().eval()
     whole = copy.deepcopy(model)
-    reader = Reader(model, ring_la.ContextParallel(group()), Path(folder), hosts)
+    cp = ring_la.ContextParallel(group())
+    if name == "kimi_linear":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded_weights, "LEAST", 512)
+            shard_weights(model, cp).settle(model)
+        held, all_weights = (sharded_weights.held_weights(x) for x in (model, whole))
+        assert held < 0.7 * all_weights
+    reader = Reader(model, cp, Path(folder), hosts)
     if rank:
         return reader.run()
     errors: list = []
