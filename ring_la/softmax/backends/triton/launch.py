@@ -147,7 +147,7 @@ class Launcher:
         lists: plan.TileLists,
         tensors: tuple[Tensor, ...],
         d_rows: int = 0,
-        **more: bool,
+        **more: Any,
     ) -> None:
         from ....kernels.runtime.launch import launch
 
