@@ -25,7 +25,7 @@ from ring_la.cli.job import job
 from ring_la.inference.sharded_weights import held_weights
 from ring_la.models import HybridConfig, HybridLM
 from ring_la.serving import Completion, Ended, Engine, Event, Hybrid, Keep, NewToken, NoText, Request
-from ring_la.serving.memory import held
+from ring_la.serving.memory import fitting, held
 from ring_la.serving.model import Served
 
 from .options import counts
@@ -131,6 +131,10 @@ SURE = 8.0
 """By how much routers are scaled up, so that rounding turns no choice that counts, as in trained ones."""
 SMALL: dict[str, Any] = dict(vocab_size=257, hidden_size=64, num_hidden_layers=5, num_attention_heads=2)
 SMALL |= dict(num_key_value_heads=2, moe_intermediate_size=32, num_experts_per_tok=2, pad_token_id=None)
+SMALL_HEADS: dict[str, dict[str, Any]] = {
+    "qwen3_5_35b_a3b": dict(linear_num_key_heads=2, linear_num_value_heads=2),
+    "kimi_linear_48b": dict(linear_num_heads=2, linear_head_dim=32),
+}
 
 
 def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Served:
@@ -144,7 +148,7 @@ def mixture(cp: ContextParallel, name: str, small: bool, sharded: bool) -> Serve
     from ring_la.serving.pretrained import Pretrained
 
     kind: Any = getattr(transformers, MIXTURES[name])
-    config = kind.config_class(max_position_embeddings=2**21, **(SMALL if small else {}))
+    config = kind.config_class(max_position_embeddings=2**21, **(SMALL | SMALL_HEADS[name] if small else {}))
     config.dtype = torch.float32 if small else torch.bfloat16
     with torch.device("meta"):
         model = kind(config).to(config.dtype)
@@ -163,6 +167,11 @@ def measure(cp: ContextParallel, args: argparse.Namespace, begun: float) -> None
     else:
         model = mixture(cp, args.model, args.small, args.sharded)
     rows: list[dict[str, Any]] = []
+    if args.longest:
+        tokens = fitting(model, cp, args.piece * cp.size if model.goes_on else None, 0)
+        rows.append({"what": "longest context", "ranks": cp.size, "tokens": tokens})
+        if cp.rank == 0:
+            print(json.dumps(rows[0]), flush=True)
     for length in args.lengths:
         if cp.comm.agreement.tell(str(time.perf_counter() - begun > args.limit))[0] == "True":
             return  # rank 0's time
@@ -184,6 +193,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of each of them")
     parser.add_argument("--piece", type=int, default=65536, help="tokens of a prompt each rank reads at once")
     parser.add_argument("--capture", action="store_true", help="a step of decoding is one CUDA graph")
+    parser.add_argument(
+        "--longest", action="store_true", help="first, the tokens that fit, as the server finds at its start (GPUs)"
+    )
     parser.add_argument("--keep", type=int, default=64, help="GiB of states kept on each GPU")
     parser.add_argument("--limit", type=float, default=50, help="seconds after which nothing new is begun")
     parser.add_argument("--small", action="store_true", help="a model for CPUs")

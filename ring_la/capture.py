@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -24,54 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .buckets import Buckets
 from .comm import Entry
 from .context import ContextParallel
 from .errors import ArgumentError, RingLAError, UnsupportedError
 
 IN_FLIGHT = 2
 """Replays that may wait on the device before a call waits for the oldest."""
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Lengths that tensors are padded to, so that few graphs do for many lengths.
-
-    Attributes:
-        lengths: the lengths there are. The smallest that holds a call's tokens is taken.
-        pad: the arguments of the step that are padded, by name, and with what: ``{"ids": 0, "targets": -100}``.
-        dim: the dimension of the tokens.
-    """
-
-    lengths: Sequence[int]
-    pad: Mapping[str, float]
-    dim: int = 1
-
-    def __post_init__(self) -> None:
-        good = all(isinstance(n, int) and n > 0 for n in self.lengths)
-        if not self.lengths or not good or list(self.lengths) != sorted(set(self.lengths)):
-            raise ArgumentError("lengths", "ints > 0 that increase", repr(self.lengths))
-        if not isinstance(self.pad, Mapping) or not self.pad:
-            raise ArgumentError("pad", "names of arguments and what each is padded with", repr(self.pad))
-
-    def padded(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments, those of `pad` at one of the lengths."""
-        for name in self.pad:
-            if not isinstance(arguments.get(name), Tensor):
-                raise ArgumentError(name, "a tensor, which is to be padded", type(arguments.get(name)).__name__)
-        found = {name: arguments[name].shape[self.dim] for name in self.pad}
-        length = max(found.values())
-        if len(set(found.values())) > 1:
-            raise ArgumentError("pad", "arguments of one length", found)
-        if length > self.lengths[-1]:
-            name = next(iter(self.pad))
-            raise ArgumentError(name, f"at most {self.lengths[-1]} tokens, the longest of lengths", length)
-        target = self.lengths[bisect_left(self.lengths, length)]
-        return {**arguments, **{n: self._filled(arguments[n], target, value) for n, value in self.pad.items()}}
-
-    def _filled(self, x: Tensor, length: int, value: float) -> Tensor:
-        shape = list(x.shape)
-        shape[self.dim] = length - shape[self.dim]
-        return torch.cat([x, x.new_full(shape, value)], self.dim) if shape[self.dim] else x
 
 
 def capture(

@@ -35,12 +35,13 @@ SoftmaxBackend = Literal[
     "sage",
     "triton",
     "triton_in_place",
-    "triton_sorted",
     "cpu_flash",
     "torch",
     "reference",
 ]
 """What computes softmax attention (`softmax.backends`)."""
+ChosenBackendName = Literal["triton", "triton_sorted", "torch", "reference"]
+"""The same where queries choose their keys (`softmax.sparse_attention`)."""
 Activation = Literal["silu"]
 """What follows a short convolution (`conv`)."""
 JointPlace = Literal["front", "rear", "none"]

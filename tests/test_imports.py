@@ -17,7 +17,7 @@ ROOT = Path(ring_la.__file__).parent
 
 LEVELS = [
     {"errors", "outputs", "choices", "version"},
-    {"algebra", "autograd", "balanced", "kept", "schemas"},
+    {"algebra", "autograd", "balanced", "buckets", "kept", "schemas"},
     {"layout", "reference"},
     {"kernels"},
     {"comm"},

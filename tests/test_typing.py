@@ -26,6 +26,7 @@ from ring_la.kernels import grouped
 from ring_la.models import HybridLM
 from ring_la.recurrences import FUNCTIONS
 from ring_la.softmax.backends import BACKENDS as softmax_backends
+from ring_la.softmax.backends import CHOSEN
 from tests.support import recurrence_pages, recurrence_stub
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +56,8 @@ def words(function: object, argument: str) -> set[object]:
         (ring_la.short_conv, "activation", {None, "silu"}),
         (ring_la.attention, "strategy", {None, *context.ATTENTION}),
         (ring_la.attention, "backend", {None, "reference", *softmax_backends}),
+        (ring_la.sparse_attention, "backend", {None, "reference", *CHOSEN}),
+        (ring_la.mla, "backend", {None, "reference", *softmax_backends, *CHOSEN}),
         (ring_la.attention, "joint", {"front", "rear", "none"}),
     ],
 )

@@ -87,7 +87,7 @@ def next_forward(keep: bool, *defines: str) -> CudaKernel:
 
 
 def spans() -> Question:
-    """A forward whose outputs wait, spans by cost that combine, and larger and smaller calls that train in one launch."""
+    """A forward whose outputs wait, spans by cost that combine, and other calls that train in one launch."""
     case = CASES["gdn_qwen"]
     kernel = ((gdn_launches, "forward_kernel", next_forward),)
     cut = ((gdn_launches, "span", gdn_launches.span_by_cost), (gdn_launches, "TOGETHER", 4))

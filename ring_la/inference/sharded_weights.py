@@ -88,6 +88,7 @@ class ShardedWeights:
                 self._made[id(p)] = p, nn.Parameter(shard, requires_grad=False)
             module._parameters[name] = self._made[id(p)][1]
             self._taken.append((module, name))
+        changed: Any = module
         own, first = module.forward, params[0][0]
 
         def either(*args: Any, **keywords: Any) -> Any:
@@ -98,7 +99,7 @@ class ShardedWeights:
                 raise UnsupportedError("model", "one whose modules are called as modules", got)
             return forward(*args, **keywords)
 
-        module.forward = either
+        changed.forward = either
 
     def take_linears(self, model: nn.Module, but: Iterable[nn.Module] = ()) -> None:
         """Shard linear layers and tables of embeddings, but those whose weights other modules read."""

@@ -107,11 +107,8 @@ def chunk_kda(
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     _refuse(kwargs, {"A_log", "dt_bias"})
     where = _where(cp_context, cu_seqlens, initial_state, output_final_state, state_v_first)
-    out = kda(
-        *_grouped(q, k, v), v, gate, beta, scale=scale, lower_bound=lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel,
-        **where,
-    )  # fmt: skip
-    return _results(out, state_v_first)
+    how = dict(scale=scale, lower_bound=lower_bound, use_qk_l2norm=use_qk_l2norm_in_kernel) | where
+    return _results(kda(*_grouped(q, k, v), v, gate, beta, **how), state_v_first)
 
 
 def causal_conv1d_cp(

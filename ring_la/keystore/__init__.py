@@ -10,7 +10,7 @@
 docs/developers/sharded_keys.md says why.
 """
 
-from .chosen import decode_index
+from .chosen import decode_blocks, decode_index
 from .decode import decode_attention, decode_latents
 from .read import read_attention, read_latents
 from .store import KeyRows, KeySize, KeyStore, LayerKeys
@@ -21,6 +21,7 @@ __all__ = [
     "KeyStore",
     "LayerKeys",
     "decode_attention",
+    "decode_blocks",
     "decode_index",
     "decode_latents",
     "read_attention",

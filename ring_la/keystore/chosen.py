@@ -188,6 +188,59 @@ def _best_here(q: Tensor, w: Tensor, state: LayerKeys, topk: int) -> tuple[Tenso
     return scores, Whereabouts.of(rows).places_of(numbers)
 
 
+@torch.no_grad()
+def decode_blocks(q: Tensor, state: LayerKeys, size: int, topk: int) -> Chosen:
+    """The blocks that the next token of each sequence reads, by their mean keys (MoBA, `ring_la.indexers.block_index`),
+    over keys that stay on their ranks. Collective.
+
+    A score is a mean of scores, ``Σ_h q_hᵀ m_n = mean_j (Σ_h q_h)ᵀ k_j``: each rank adds up those of its own keys, all
+    of which it reads, and no mean is kept.
+
+    Args:
+        q: ``[N, 1, H, K]``, the last token of each sequence, the same on all ranks. state: keys; that token's are among
+            them. size: tokens of a block. topk: blocks it reads, the one it stands in among them.
+
+    Returns:
+        Chosen(places int32 ``[N, 1, heads, topk]`` of the blocks' first tokens, the own one first, the same on all
+        ranks; scores), for `decode_attention` with ``block=size``. Sent: ``N · heads · blocks`` numbers to each other
+        rank.
+
+    Raises:
+        ArgumentError: by name.
+    """
+    rows, (heads, key, _) = state.rows, state.size
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(rows), 1) or q.shape[2] % heads:
+        raise ArgumentError("q", f"[{len(rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
+    for name, n in (("size", size), ("topk", topk)):
+        if not isinstance(n, int) or n < 1:
+            raise ArgumentError(name, "an int ≥ 1", repr(n))
+    summed = q[:, 0].to(wide(q.dtype)).unflatten(1, (heads, -1)).sum(2)
+    scores = _sums_by_block(summed, state, size)
+    comm = None if rows.store.cp is None else rows.store.cp.comm
+    if comm is not None and comm.size > 1:
+        scores = comm.all_gather(scores).wait().sum(0)
+    own = (Asking.of(rows).end[:, None, None] - 1) // size
+    at = torch.arange(scores.shape[-1], device=q.device)
+    scores = (scores / size).masked_fill(at == own, torch.inf).masked_fill(at > own, -torch.inf)
+    missing = (0, max(0, topk - scores.shape[-1]))
+    scores, blocks = torch.nn.functional.pad(scores, missing, value=-torch.inf).topk(topk, -1)
+    places = torch.where(torch.isneginf(scores), -1, blocks * size)
+    return Chosen(places[:, None].int(), scores[:, None])
+
+
+def _sums_by_block(q: Tensor, state: LayerKeys, size: int) -> Tensor:
+    """Of this rank's keys ``q [N, heads, K]`` times each, added up by blocks ``[N, heads, blocks]``."""
+    rows = state.rows
+    out = q.new_zeros(*q.shape[:2], -(-max(rows.lengths, default=0) // size))
+    most = max(held.here for held in rows.held)
+    places = Whereabouts.of(rows).places_of(torch.arange(most, device=q.device).expand(len(q), -1).contiguous())
+    for n, held in enumerate(rows.held):
+        parts = [torch.einsum("gk,mgk->gm", q[n], state.views(x)[0].to(q.dtype)) for x in held.spans(0, held.here)]
+        if parts:
+            out[n].index_add_(1, places[n, : held.here] // size, torch.cat(parts, 1))
+    return out
+
+
 # -- tables ------------------------------------------------------------------------------------------------
 
 

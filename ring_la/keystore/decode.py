@@ -53,12 +53,8 @@ def decode_attention(
     Raises:
         ArgumentError: by name.
     """
-    heads, key, _ = state.size
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(state.rows), 1) or q.shape[2] % heads:
-        raise ArgumentError("q", f"[{len(state.rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
-    if q.shape[3] != key:
-        raise ArgumentError("q", f"{key} channels, as the keys have", q.shape[3])
-    factor = key**-0.5 if scale is None else scale
+    _check_query(q, state)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
     if chosen is None:
         o, lse = _own(q[:, 0], state, factor, softcap, window)
     else:
@@ -67,9 +63,7 @@ def decode_attention(
     comm = None if state.rows.store.cp is None else state.rows.store.cp.comm
     if comm is not None and comm.size > 1:
         o, lse = merged(comm.all_gather(torch.cat([o, lse[..., None]], -1)).wait(), 0)
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks.to(lse.dtype))
-        o, lse = o * torch.exp(lse - total)[..., None], total
+    o, lse = (o, lse) if sinks is None else _beside_sinks(o, lse, sinks)
     return AttentionOutput(o[:, None].to(q.dtype), lse[..., None])
 
 
@@ -107,6 +101,14 @@ def decode_latents(
     return AttentionOutput(torch.einsum("bthl,hvl->bthv", o[..., :L], w_uv), lse)
 
 
+def _check_query(q: object, state: LayerKeys) -> None:
+    heads, key, _ = state.size
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[:2] != (len(state.rows), 1) or q.shape[2] % heads:
+        raise ArgumentError("q", f"[{len(state.rows)}, 1, a multiple of {heads}, {key}]", describe_tensor(q))
+    if q.shape[3] != key:
+        raise ArgumentError("q", f"{key} channels, as the keys have", q.shape[3])
+
+
 def _check_choice(chosen: object, block: object, state: LayerKeys, softcap: float, window: int) -> None:
     heads = state.size.heads
     fits = isinstance(chosen, Tensor) and chosen.dim() == 4 and chosen.shape[:2] == (len(state.rows), 1)
@@ -117,6 +119,12 @@ def _check_choice(chosen: object, block: object, state: LayerKeys, softcap: floa
     for name, given, none in (("softcap", softcap, 0.0), ("window", window, -1)):
         if given != none:
             raise ArgumentError(name, f"{none} where keys are chosen", given)
+
+
+def _beside_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with one more logit of each head in the denominator."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return o * torch.exp(lse - total)[..., None], total
 
 
 def _own(q: Tensor, state: LayerKeys, scale: float, softcap: float, window: int) -> tuple[Tensor, Tensor]:

@@ -133,14 +133,14 @@ def attend(q: Tensor, gates: Tensor, state: LayerKeys, sizes: Sizes, window: int
         some = slice(a, min(a + n, N * T))
         numbers = range(a // T, -(-some.stop // T))
         spans = [(i, slice(max(i * T, a) - a, min((i + 1) * T, some.stop) - a)) for i in numbers]
-        strip = _Strip(flat[some], asking.cut(some), spans, state, sizes, scale)
+        strip = _KeptQueries(flat[some], asking.cut(some), spans, state, sizes, scale)
         out.append(strip.branches(window))
     o = torch.stack([torch.cat(x) for x in zip(*out)], -2).unflatten(0, (N, T))  # [N, T, H, 3, V]
     return (o * gates.to(o.dtype)[..., None]).sum(-2).to(q.dtype)
 
 
 @dataclass(frozen=True)
-class _Strip:
+class _KeptQueries:
     """Queries ``[n, H, K]``; `spans`: the sequences' numbers, and which of the queries are of each."""
 
     q: Tensor

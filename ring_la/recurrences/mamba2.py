@@ -40,8 +40,7 @@ def mamba2(
         A: ``[H]``, negative. B, C: ``[B, T, G, K]``, H a multiple of the G groups.
         D: ``[H]`` or ``[H, V]``, the skip. dt_bias: ``[H]``.
 
-    `scale` is 1 by default, the paper's form, and does not touch D x. States are ``[N, H, K, V]``, the transpose of
-    mamba_ssm's.
+    `scale` is 1 by default, as in the paper, and does not touch D x. States: ``[N, H, K, V]``, mamba_ssm's transposed.
     """
     if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in FLOATS:
         raise ArgumentError("x", "a float tensor [B, T, H, V]", describe_tensor(x))

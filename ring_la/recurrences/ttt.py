@@ -118,7 +118,7 @@ def _by_kernel(
     """Whole mini-batches of rows on one device."""
     start: Any = (None, None) if options.initial_state is None else options.initial_state
     W, c = (None if x is None else x.float() for x in start[:2])
-    o, W, c = mini_batches(*tensors, W, c, mini_batch, options.scale, eps)  # type: ignore[call-arg, arg-type, misc]
+    o, W, c = mini_batches(*tensors, W, c, mini_batch, options.scale, eps)  # type: ignore[call-arg, arg-type]
     state: Any = (W, c, torch.zeros_like(W), torch.zeros_like(c)) if options.output_final_state else None
     return LinearAttentionOutput(o, state)
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..capture import Buckets, CapturedStep, capture
+from ..buckets import Buckets
+from ..capture import CapturedStep, capture
 from ..context import ContextParallel
 from ..errors import UnsupportedError
 from ..inference import LayerKeys, Prefilled, Sampler

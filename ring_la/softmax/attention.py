@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_flag
-from ..choices import AttentionChoice, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
+from ..choices import AttentionChoice, ChosenBackendName, ChosenChoice, JointPlace, LatentForm, SoftmaxBackend
 from ..context import ShardedLayout
 from ..errors import ArgumentError
 from ..outputs import AttentionOutput, MLAOutput
@@ -112,7 +112,7 @@ def mla(
     output_latents: bool = False,
     chosen: Tensor | None = None,
     block: int = 1,
-    backend: SoftmaxBackend | None = None,
+    backend: SoftmaxBackend | ChosenBackendName | None = None,
     kv_comm_dtype: torch.dtype | None = None,
 ) -> MLAOutput:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `attention` to keys and values made of latents.
@@ -132,7 +132,7 @@ def mla(
         form: "expanded": keys and values are made of each block of latents that arrives, and again in the backward
             pass; "absorbed": queries and results are taken through W_uk and W_uv instead (decoding); None: what takes
             fewer products.
-        chosen, block: as in `sparse_attention`; latents have one head.
+        chosen, block: as in `sparse_attention`, whose backends there are then; latents have one head.
         output_latents: return the latents and rotary parts of the whole sequence, on every rank, for decoding.
         causal, softcap, window, sinks, dropout_p, dropout_seed, layout, kv_layout, cu_seqlens, backend: as `attention`.
         kv_comm_dtype: as `attention`, of latents and rotary parts, each with a scale a token; not with chosen ones.
@@ -180,7 +180,7 @@ def sparse_attention(
     kv_layout: ShardedLayout | None = None,
     cu_seqlens: Tensor | None = None,
     strategy: ChosenChoice | None = None,
-    backend: SoftmaxBackend | None = None,
+    backend: ChosenBackendName | None = None,
 ) -> AttentionOutput:
     """Softmax attention of each query over the keys it has chosen, of those that `attention` would show it.
 
@@ -194,8 +194,9 @@ def sparse_attention(
             chosen, and sends these alone where that is fewer bytes over the busiest rank than all; its host waits for
             the counts, forward and backward. None or "auto": rank by rank where GPUs of a host copy from memory to
             memory; else "chosen" where a rank's queries together cannot choose half of all keys; else "all_gather".
-        backend: None, "triton", "torch" or "reference"; None is PyTorch: the Triton kernels are right on an H200, and
-            were not timed beside it. Their gradients of k and v are summed in an order that varies.
+        backend: None, "triton", "triton_sorted", "torch" or "reference"; None is PyTorch: "triton" is right on an H200,
+            and was not timed beside it; "triton_sorted" has not run on a GPU. Their gradients of k and v are summed in
+            an order that varies.
         causal, scale, window, sinks, layout, kv_layout, cu_seqlens: as in `attention`.
 
     Returns:

@@ -58,8 +58,7 @@ def forgetting_attention(
         q: ``[B, T, H, K]``. k: ``[B, T, Hk, K]``. v: ``[B, T, Hk, V]``, H a multiple of Hk (keys and values are then
             repeated for the heads they serve).
         g: log forget gate ``[B, T, H]``, ≤ 0, of any float dtype; give it in fp32.
-        scale: multiplies ``qᵀk``; None: K**-0.5.
-        window: earlier tokens a token sees; −1: all.
+        scale: multiplies ``qᵀk``; None: K**-0.5. window: earlier tokens a token sees; −1: all.
         layout: how the sequence is split over ranks, in runs of tokens; T is then this rank's length. Collective.
         cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device.
         backend: as in `attention`.

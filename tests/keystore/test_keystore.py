@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from ring_la import ArgumentError, ContextParallel
+from ring_la.indexers import block_index
 from ring_la.inference import (
     KeyRows,
     KeySize,
     KeyStore,
     decode_attention,
+    decode_blocks,
     decode_index,
     decode_latents,
     read_attention,
@@ -95,6 +97,11 @@ def test_latents(ranks):
     ranks.run(2, check_latents)
 
 
+def q_of(q: Tensor, i: int, length: int) -> Tensor:
+    """Queries of a sequence of which the last is row i of ``q [N, 1, H, K]``."""
+    return q[i].expand(length, -1, -1)[None]
+
+
 def check_choice(rank: int) -> None:
     """Sequences that were read split and have been decoded, one of a token among them: blocks of each key head, and
     latents that an index picks."""
@@ -120,7 +127,9 @@ def check_choice(rank: int) -> None:
     q, iq, w = drawn(50, 3, 1, H, K), drawn(51, 3, 1, 2, 4), drawn(52, 3, 1, 2)
     chosen = torch.tensor([[[0, 16, 40], [4, 36, -1]], [[12, 0, 8], [4, -1, -1]], [[0, 4, -1], [-1, 4, 0]]])
     o = decode_attention(q, rows[0], chosen=chosen[:, None], block=4).o
-    found = decode_index(iq, w, rows[2], 7)
+    found, of_blocks = decode_index(iq, w, rows[2], 7), decode_blocks(q, rows[0], 4, 3)
+    want_blocks = [block_index(q_of(q, i, len(x[0])), x[0][None], 4, 3).places[0, -1] for i, x in enumerate(tensors)]
+    assert torch.equal(of_blocks.places[:, 0], torch.stack(want_blocks))
     w_uk, w_uv, ql = drawn(53, H, 3, 4), drawn(54, H, V, 4), drawn(55, 3, 1, H, 5)
     latents = decode_latents(ql, rows[1], w_uk, w_uv, chosen=found.places).o
     for i, (k, v, latent, index) in enumerate(tensors):

@@ -622,7 +622,7 @@ def memory(x: object) -> int:
 
 def test_a_long_sequence_costs_short_ones_nothing():
     model = Hybrid(make())
-    prompts = [model.read(torch.tensor([prompt(n)]), None, None) for n in (6000, 3, 7, 20, 300, 2, 9, 4)]
+    prompts = [model.read(torch.tensor([prompt(n)]), None, None) for n in (2000, 3, 7, 20, 300, 2, 9, 4)]
     apart = sum(memory(p.states) for p in prompts)
     batch = Batch(model)
     for p in prompts:

@@ -103,6 +103,44 @@ def test_keys_are_expanded_some_at_a_time(monkeypatch):
     assert sum(sizes) == 2 * (64 + 3 + 20)  # keys that a window of 20 shows to the last 67 queries, there and back
 
 
+def check_bytes(rank: int) -> list[float]:
+    """How many times as many bytes written-out keys send as DeepSeek's latents, both ways."""
+    cp, found = ring_la.ContextParallel(group(), scan="ring"), []
+    layout, H, L, R, N = cp.layout(16, "zigzag"), 16, 512, 64, 128
+    shapes = (1, 8, H, N + R), (1, 8, L), (1, 8, R), (H, N, L), (H, N, L)
+    q, latent, k_rope, w_uk, w_uv = x = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    for strategy in ("ring", "all_gather"):
+        sent = []
+        for name in ("latents", "keys"):
+            before = cp.comm.bytes_sent
+            if name == "latents":
+                o = ring_la.mla(*x, layout=layout, form="expanded", strategy=strategy).o
+            else:
+                rotary = k_rope[:, :, None].expand(-1, -1, H, -1)
+                k, v = (torch.einsum("btl,hnl->bthn", latent, w) for w in (w_uk, w_uv))
+                o = ring_la.attention(q, torch.cat([k, rotary], -1), v, layout=layout, strategy=strategy).o
+            torch.autograd.grad(o.sum(), x)
+            sent.append(cp.comm.bytes_sent - before)
+        found.append(sent[1] / sent[0])
+    return found
+
+
+def test_latents_are_a_ninth_of_the_keys_they_make(ranks):
+    assert all(ratio > 8.8 for ratio in ranks.run(2, check_bytes)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_score_of_an_only_key_has_no_gradient(form):
+    """In bf16, too: what Δ and its terms are rounded from is the same, and so each other's rounding is no gradient."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = (1, 40, 3, 8), (1, 40, 16), (1, 40, 2), (3, 6, 16), (3, 5, 16), (1, 40, 3, 5)
+    *x, do = (torch.randn(shape, generator=rng, dtype=torch.bfloat16) for shape in shapes)
+    x = [t.requires_grad_() for t in x]
+    o = ring_la.mla(*x, window=(0, -1), form=form).o
+    dq, dk_rope, dw_uk = torch.autograd.grad(o, [x[0], x[2], x[3]], do)
+    assert max(t.abs().max() for t in (dq, dk_rope, dw_uk)) < 1e-4
+
+
 def test_few_queries_are_absorbed():
     up_k, up_v = torch.zeros(2, 128, 512), torch.zeros(2, 128, 512)
     assert [cheaper_form(n, up_k, up_v) for n in (1, 170, 171, 8192)] == [*["absorbed"] * 2, *["expanded"] * 2]

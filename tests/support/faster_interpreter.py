@@ -3,7 +3,8 @@
 Its own way takes most of the time of our kernels' tests, not NumPy's products. `make_faster` replaces four functions of
 Triton 3.6 by ones that remember: the patches of `triton.language`, made in every call of a device function (`tl.sum`
 among them); a table of dtypes, made for every operation; the shapes of tensors and of their types; and a reduction by a
-function of the kernel's, element by element, which goes by slices here.
+function of the kernel's, element by element, which goes by slices here. Two more compare shapes and look for constants
+without making objects for it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def make_faster(interpreter: ModuleType) -> None:
     interpreter._get_np_dtype = remembered_dtypes(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = by_slices(interpreter.ReduceOps.generic_reduce)
     remember_shapes()
+    compare_quickly()
 
 
 class PatchedOnce:
@@ -75,17 +77,20 @@ def remember_shapes() -> None:
 
     of_types: dict[tuple[int, ...], tuple] = {}
     of_tensors: dict[tuple[int, ...], tuple] = {}
+    names: dict[tuple, str] = {}
 
     def type_init(self, element_ty: Any, shape: Any) -> None:
-        sizes = builtins.tuple(core._unwrap_shape(shape))
+        shape = shape.values if builtins.type(shape) is core.tuple else shape
+        sizes = builtins.tuple([n.value if builtins.type(n) is core.constexpr else n for n in shape])
         if sizes not in of_types:
-            core_type(self, element_ty, shape)
+            core_type(self, element_ty, list(sizes))
             of_types[sizes] = self.shape, self.numel
-        self.element_ty, (self.shape, self.numel) = element_ty, of_types[sizes]
-        self.name = f"<{self.shape}, {element_ty}>"
+        self.element_ty, (self.shape, self.numel), self.sizes = element_ty, of_types[sizes], sizes
+        key = sizes, element_ty.name
+        self.name = names.get(key) or names.setdefault(key, f"<{self.shape}, {element_ty}>")
 
     def tensor_init(self, handle: Any, type: Any) -> None:
-        sizes = builtins.tuple(type.shape) if type.is_block() else ()
+        sizes = type.sizes if type.is_block() else ()
         if sizes not in of_tensors:
             of_tensors[sizes] = core.tuple([core.constexpr(n) for n in sizes]), core.constexpr(math.prod(sizes))
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -93,6 +98,23 @@ def remember_shapes() -> None:
 
     core_type, core.block_type.__init__ = core.block_type.__init__, type_init
     core.tensor.__init__ = tensor_init
+
+
+def compare_quickly() -> None:
+    """A shape beside a list is compared by its elements, and what is no constant is told by its type."""
+    import triton.language.core as core
+
+    equal, unwrap = core.tuple.__eq__, core._unwrap_if_constexpr
+    plain = {core.tensor, int, float, bool, str, type(None)}
+
+    def eq(self, other: Any) -> Any:
+        return core.constexpr(self.values == other) if type(other) is list else equal(self, other)
+
+    def unwrap_if_constexpr(x: Any) -> Any:
+        return x if type(x) in plain else x.value if type(x) is core.constexpr else unwrap(x)
+
+    core.tuple.__eq__ = eq
+    core._unwrap_if_constexpr = unwrap_if_constexpr
 
 
 def by_slices(original: Callable) -> Callable:

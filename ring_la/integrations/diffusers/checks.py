@@ -41,7 +41,7 @@ def refiners_of(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.Mod
 
 def _at(model: nn.Module, path: str) -> Any:
     """A module's part, by names with dots between; None where there is none."""
-    return functools.reduce(lambda found, name: getattr(found, name, None), path.split("."), model)  # type: ignore[arg-type]
+    return functools.reduce(lambda found, name: getattr(found, name, None), path.split("."), model)
 
 
 def check_block(name: str, block: nn.Module, kind: str, spec: BlockPlan, model: str) -> tuple[str, ...]:

@@ -62,9 +62,9 @@ def inner_back(g, d, hat, deviation, e, second, w, inside, K: tl.constexpr):
 
 @triton.jit
 def rows(p, token, t, n, d, K: tl.constexpr):
-    """[tokens, channels] of rows of a tensor [B · T, H, K], fp32."""
+    """[tokens, channels] of rows of a tensor [B · T, H, K]."""
     at = p + token[:, None] * K + d[None, :]
-    return tl.load(at, (t < n)[:, None] & (d < K)[None, :], other=0.0).to(tl.float32)
+    return tl.load(at, (t < n)[:, None] & (d < K)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=("T", "NB"))
@@ -93,20 +93,23 @@ def ttt_kernel(
         if KEEP:
             tl.store(Ws + (row * NB + i) * K * K + square, W, whole)
             tl.store(cs + (row * NB + i) * K + d, c, d < K)
-        x = rows(q, token, t, n, d, K) * scale
+        x = rows(q, token, t, n, d, K)
         y = rows(k, token, t, n, d, K)
+        dt = y.dtype
         rate = tl.load(eta + token, t < n, other=0.0).to(tl.float32)
-        target = rows(v, token, t, n, d, K) - y
-        g, _, _, _, _ = inner(tl.dot(y, W, input_precision=PREC) + c[None, :], target, weight, bias, inside, eps, K)
-        g = tl.where((t < n)[:, None], g, 0.0)
-        L = tl.where(t[:, None] >= t[None, :], tl.dot(x, tl.trans(y), input_precision=PREC) + 1.0, 0.0)
-        z = tl.dot(x, W, input_precision=PREC) + c[None, :] - rate[:, None] * tl.dot(L, g, input_precision=PREC)
+        target = rows(v, token, t, n, d, K).to(tl.float32) - y.to(tl.float32)
+        model = W.to(dt)
+        r = tl.dot(y, model, input_precision=PREC) + c[None, :]
+        g, _, _, _, _ = inner(r, target, weight, bias, (t < n)[:, None] & inside, eps, K)
+        L = tl.where(t[:, None] >= t[None, :], tl.dot(x, tl.trans(y), input_precision=PREC) * scale + 1.0, 0.0)
+        z = tl.dot(x, model, input_precision=PREC) * scale + c[None, :]
+        z -= rate[:, None] * tl.dot(L.to(dt), g.to(dt), input_precision=PREC)
         hat, _ = normal(z, inside, eps, K)
         out = z + hat * weight + bias
         tl.store(o + token[:, None] * K + d[None, :], out.to(o.dtype.element_ty), (t < n)[:, None] & inside)
         if n >= N:
             step = tl.sum(tl.where(t == N - 1, rate, 0.0), 0)
-            W -= step * tl.dot(tl.trans(y), g, input_precision=PREC)
+            W -= step * tl.dot(tl.trans(y), g.to(dt), input_precision=PREC)
             c -= step * tl.sum(g, 0)
     tl.store(W_end + row * K * K + square, W, whole)
     tl.store(c_end + row * K + d, c, d < K)
@@ -142,46 +145,53 @@ def ttt_backward_kernel(
         token = head + (i * N + t).to(tl.int64) * H
         W = tl.load(Ws + (row * NB + i) * K * K + square, whole, other=0.0)
         c = tl.load(cs + (row * NB + i) * K + d, d < K, other=0.0)
-        x = rows(q, token, t, n, d, K) * scale
+        x = rows(q, token, t, n, d, K)
         y = rows(k, token, t, n, d, K)
+        dt = y.dtype
         rate = tl.load(eta + token, t < n, other=0.0).to(tl.float32)
-        target = rows(v, token, t, n, d, K) - y
-        r = tl.dot(y, W, input_precision=PREC) + c[None, :]
+        target = rows(v, token, t, n, d, K).to(tl.float32) - y.to(tl.float32)
+        model = W.to(dt)
+        r = tl.dot(y, model, input_precision=PREC) + c[None, :]
         g, hat, deviation, e, second = inner(r, target, weight, bias, live, eps, K)
-        L = tl.where(lower, tl.dot(x, tl.trans(y), input_precision=PREC) + 1.0, 0.0)
-        Lg = tl.dot(L, g, input_precision=PREC)
-        z = tl.dot(x, W, input_precision=PREC) + c[None, :] - rate[:, None] * Lg
+        gx = g.to(dt)
+        L = tl.where(lower, tl.dot(x, tl.trans(y), input_precision=PREC) * scale + 1.0, 0.0)
+        Lg = tl.dot(L.to(dt), gx, input_precision=PREC)
+        z = tl.dot(x, model, input_precision=PREC) * scale + c[None, :] - rate[:, None] * Lg
         zhat, zdeviation = normal(z, inside, eps, K)
-        u = rows(do, token, t, n, d, K)
+        u = rows(do, token, t, n, d, K).to(tl.float32)
         of_weight += tl.sum(u * zhat, 0)
         of_bias += tl.sum(u, 0)
         s = u * weight
         along = (tl.sum(s * zhat, 1) / K)[:, None]
         dz = tl.where(live, u + (s - (tl.sum(s, 1) / K)[:, None] - zhat * along) / zdeviation, 0.0)
-        p = -rate[:, None] * dz
-        dg = tl.dot(tl.trans(L), p, input_precision=PREC)
+        p = (-rate[:, None] * dz).to(dt)
+        dg = tl.dot(tl.trans(L).to(dt), p, input_precision=PREC)
         drate = -tl.sum(Lg * dz, 1)
         dy = tl.zeros([N, BK], tl.float32)
         if n >= N:
             step = tl.sum(tl.where(t == N - 1, rate, 0.0), 0)
-            back = tl.dot(y, dW, input_precision=PREC) + dc[None, :]
+            to_model = dW.to(dt)
+            back = tl.dot(y, to_model, input_precision=PREC) + dc[None, :]
             dg -= step * back
             drate -= tl.where(t == N - 1, tl.sum(tl.sum(g * back, 1), 0), 0.0)
-            dy -= step * tl.dot(g, tl.trans(dW), input_precision=PREC)
-        dL = tl.where(lower, tl.dot(p, tl.trans(g), input_precision=PREC), 0.0)
-        dx = tl.dot(dL, y, input_precision=PREC) + tl.dot(dz, tl.trans(W), input_precision=PREC)
-        dy += tl.dot(tl.trans(dL), x, input_precision=PREC)
+            dy -= step * tl.dot(gx, tl.trans(to_model), input_precision=PREC)
+        dL = tl.where(lower, tl.dot(p, tl.trans(gx), input_precision=PREC), 0.0)
+        dzx = dz.to(dt)
+        dx = tl.dot(dL.to(dt), y, input_precision=PREC) + tl.dot(dzx, tl.trans(model), input_precision=PREC)
+        dy += tl.dot(tl.trans(dL).to(dt), x, input_precision=PREC) * scale
         dr, de = inner_back(dg, g, hat, deviation, e, second, weight, live, K)
         of_weight += tl.sum(tl.where(live, de * (2 * weight * hat + bias - target), 0.0), 0)
         of_bias += tl.sum(de * weight, 0)
         dtarget = -de * weight
-        dy += tl.dot(dr, tl.trans(W), input_precision=PREC) - dtarget
+        drx = dr.to(dt)
+        dy += tl.dot(drx, tl.trans(model), input_precision=PREC) - dtarget
         at = token[:, None] * K + d[None, :]
         tl.store(dq + at, (dx * scale).to(dq.dtype.element_ty), live)
         tl.store(dk + at, dy.to(dk.dtype.element_ty), live)
         tl.store(dv + at, dtarget.to(dv.dtype.element_ty), live)
         tl.store(deta + token, drate, t < n)
-        dW += tl.dot(tl.trans(x), dz, input_precision=PREC) + tl.dot(tl.trans(y), dr, input_precision=PREC)
+        dW += tl.dot(tl.trans(x), dzx, input_precision=PREC) * scale
+        dW += tl.dot(tl.trans(y), drx, input_precision=PREC)
         dc += tl.sum(dz, 0) + tl.sum(dr, 0)
     tl.store(dW0 + row * K * K + square, dW, whole)
     tl.store(dc0 + row * K + d, dc, d < K)
@@ -204,7 +214,7 @@ def _constants(q: Tensor, size: int) -> dict[str, Any]:
     H, K = q.shape[2:]
     wide = width(K)
     exact = q.dtype == torch.float32
-    return dict(H=H, K=K, BK=wide, N=size, PREC="tf32x3" if exact else "tf32", num_warps=8 if wide > 64 else 4)
+    return dict(H=H, K=K, BK=wide, N=size, PREC="tf32x3" if exact else "tf32", num_warps=16 if wide > 64 else 4)
 
 
 @replayed(8)

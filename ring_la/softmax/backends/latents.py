@@ -27,6 +27,8 @@ from .backend import AttentionBackend, QueryRows
 
 LEAST_KEYS = 4096
 """Keys that are expanded at once, if they are not more than the queries."""
+TOKENS = 8192
+"""Queries whose o' are wide at once."""
 
 
 def cheaper_form(queries: int, up_k: Tensor, up_v: Tensor) -> LatentForm:
@@ -120,9 +122,10 @@ class Absorbed(LatentBackend):
             return
         o, lse = part.result()
         share = torch.exp(lse - torch.where(torch.isneginf(x.lse), torch.inf, x.lse))  # of these keys
-        low = (o * share.mT[..., None]).to(o.dtype)
+        low = o.mul_(share.mT[..., None])  # it is ours, and large
         do = torch.einsum("bthv,hvl->bthl", x.do, self.up_v)
-        rows, keys = QueryRows(self._lower(x.q), low, do, x.lse, x.delta), self._keys(k, v)
+        delta = None if x.delta is None else x.delta + self._rounded_apart(x.do, do, low)
+        rows, keys = QueryRows(self._lower(x.q), low, do, x.lse, delta), self._keys(k, v)
         grads = Gradients.of(rows.q, keys, k)
         self.inner.backward(rows, keys, keys[..., :L], scores, pair, grads)
         dtype = self._dtype(k.dtype)
@@ -133,6 +136,15 @@ class Absorbed(LatentBackend):
         out.dv.add(dk[..., L:])
         self.dup_k += torch.einsum("bthn,bthl->hnl", q.to(dtype), dlow)
         self.dup_v += torch.einsum("bthv,bthl->hvl", x.do, low)
+
+    def _rounded_apart(self, do: Tensor, low_do: Tensor, low: Tensor) -> Tensor:
+        """``do'·o' − do·o`` of these keys ``[B, H, T]``: nothing but rounding. Δ comes from o and do, what it is taken
+        from comes from o' and do': without this a query's gradients of scores would add up to the difference."""
+        out = [
+            _dots(low_do[:, a : a + TOKENS], x) - _dots(do[:, a : a + TOKENS], self._raise(x))
+            for a, x in zip(range(0, low.shape[1], TOKENS), low.split(TOKENS, 1))
+        ]
+        return torch.cat(out, 1).transpose(1, 2)
 
     def _part(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> Partial:
         """o' and lse of these keys alone."""
@@ -152,6 +164,11 @@ class Absorbed(LatentBackend):
     @staticmethod
     def _keys(k: Tensor, v: Tensor) -> Tensor:
         return torch.cat([k, v], -1)
+
+
+def _dots(x: Tensor, y: Tensor) -> Tensor:
+    """``x·y``, wide, ``[B, T, H]``."""
+    return (x.to(wide(x.dtype)) * y).sum(-1)
 
 
 FORMS: dict[str, type[LatentBackend]] = {"expanded": Expanded, "absorbed": Absorbed}

@@ -1,0 +1,149 @@
+// What KDA's kernels share: arguments, spans, the bound that says what is forgotten. Chunks of 16 tokens, K = V = 128.
+#pragma once
+#define C 16  // tokens a chunk
+#define D 128 // channels of a head
+#include "spans.cuh"
+
+#define GROUP 4 // tokens whose factors are made together
+#define FORGOTTEN 9.3e-10f // 2^-30
+#define HARDEST -82.f      // e^82 is the largest factor
+
+struct Args {
+  const u16 *q, *k, *v;  // [tokens, HK, 128], v [tokens, H, 128], bf16
+  const void *g, *beta;  // [tokens, H, 128] and [tokens, H], fp32 or bf16
+  u16* o;                // [tokens, H, 128]
+  const float* S0;       // [pieces, H, K, V] or null: zero
+  float* S1;             // [pieces, H, K, V] or null: nobody wants it
+  const int* table;      // [count, 6], see spans/runs; null: rows of T tokens, cut evenly
+  const int* cu;         // [pieces + 1] beside a table
+  int* flags;            // [2 * count * H + 2], zero at first: see `decided`, `done` and `ticket`
+  float* states;         // [count, H, 128 * 128]
+  u16* kept_S;           // [chunks, heads, 128 * 128], the state before each chunk as `state_place` lays it out
+  u16* kept_W;           // [chunks, heads, 16 * 128], W = U / beta of its tokens, see `rows_place`
+  int T, H, HK, count, length, pieces;
+  int first_head, heads; // this launch's
+  int ahead;             // whether spans that wait are left to another launch, compiled with DEFERRED
+  float scale;
+};
+
+INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
+
+// Eight tokens of a run from `begin` on, going right or left (`back`), as one warp reads them, four channels a lane.
+struct Eight {
+  float4 g[8];
+  uint2 k[8];
+  INLINE void load(const Args& a, int begin, int h, int tokens, bool back, int from, int lane) {
+    const int hk = h / (a.H / a.HK);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int t = begin + (back ? tokens - 1 - from - j : from + j);
+      const u64 at = (u64)t * a.H + h;
+#if GATE_BF16
+      const uint2 w = ((const uint2*)a.g)[at * 32 + lane];
+      g[j] = make_float4(lo(w.x), hi(w.x), lo(w.y), hi(w.y));
+#else
+      g[j] = ((const float4*)a.g)[at * 32 + lane];
+#endif
+      k[j] = ((const uint2*)a.k)[((u64)t * a.HK + hk) * 32 + lane];
+    }
+  }
+  // u as they leave it, by two: sums over lanes of two tokens and of what the first gives the second at once; lane i of `b` has |beta| of the run's i-th
+  INLINE void pass(float (&u)[4], float b, int from, bool back) const {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      float k0[4], k1[4], e0[4], e1[4], d0 = 0.f, d1 = 0.f, both = 0.f;
+      kept(k0, e0, j);
+      kept(k1, e1, j + 1);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (!back) u[i] *= e0[i];
+        const float between = back ? e0[i] : e1[i];
+        d0 = fmaf(u[i], k0[i], d0);
+        u[i] *= between;
+        d1 = fmaf(u[i], k1[i], d1);
+        k0[i] *= between;
+        both = fmaf(k0[i], k1[i], both);
+      }
+#pragma unroll
+      for (int m = 16; m; m >>= 1) {
+        d0 += __shfl_xor_sync(~0u, d0, m);
+        d1 += __shfl_xor_sync(~0u, d1, m);
+        both += __shfl_xor_sync(~0u, both, m);
+      }
+      d0 *= __shfl_sync(~0u, b, from + j);
+      d1 = __shfl_sync(~0u, b, from + j + 1) * fmaf(d0, both, d1);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u[i] = fmaf(d1, k1[i], fmaf(d0, k0[i], u[i]));
+        if (back) u[i] *= e1[i];
+      }
+    }
+  }
+  INLINE void kept(float (&x)[4], float (&e)[4], int j) const {
+    x[0] = fabsf(lo(k[j].x)); x[1] = fabsf(hi(k[j].x)); x[2] = fabsf(lo(k[j].y)); x[3] = fabsf(hi(k[j].y));
+    e[0] = ex2(g[j].x * LOG2E); e[1] = ex2(g[j].y * LOG2E); e[2] = ex2(g[j].z * LOG2E); e[3] = ex2(g[j].w * LOG2E);
+  }
+};
+
+// Whether what enters a run of `tokens` (16 or 32) from `begin` on is forgotten where it ends, going right or, for
+// gradients of states, left (`back`); by one warp.
+INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, int lane) {
+  float u[4] = {1.f, 1.f, 1.f, 1.f};
+  const int t = begin + (back ? tokens - 1 - lane : lane);
+  const float b = lane < tokens ? fabsf(beta_at(a, (u64)t * a.H + h)) : 0.f;
+  for (int i = 0; i < tokens; i += 8) {
+    Eight x;
+    x.load(a, begin, h, tokens, back, i, lane);
+    x.pass(u, b, i, back);
+  }
+  return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
+}
+
+// The gates of token i and this lane's four channels, in rows of 512 bytes
+INLINE void gates(float (&g)[4], u32 at, int i, int lane) {
+#if GATE_BF16
+  u32 r[2];
+  lds64(r, at + i * 512 + lane * 8);
+  g[0] = lo(r[0]); g[1] = hi(r[0]); g[2] = lo(r[1]); g[3] = hi(r[1]);
+#else
+  u32 r[4];
+  lds128(r, at + i * 512 + lane * 16);
+#pragma unroll
+  for (int j = 0; j < 4; j++) g[j] = __uint_as_float(r[j]);
+#endif
+}
+
+// Where 8 channels of V of a token lie: an operand of wgmma as it is, of 128-byte swizzle.
+INLINE u32 rows_place(int token, int chunk) { return (u32)((chunk >> 3) * 2048 + token * 128) + swz(token, chunk & 7); }
+
+// (I + pairs)^-1 diag(b) by forward substitution in fp32, a column a lane (both halves of the warp find the same); b: that
+// of column lane % 16. `pairs`: rows of 80 bytes, of which what lies below the diagonal is read. To bf16 rows of 32 bytes.
+INLINE void invert(float b, u32 to, u32 pairs, int lane) {
+  const int j = lane & 15;
+  float y[C];
+#pragma unroll
+  for (int i = 0; i < C; i++) {
+    y[i] = i == j ? b : 0.f;
+#pragma unroll
+    for (int m = 0; m < i; m += 4) {
+      u32 r[4];
+      lds128(r, pairs + i * 80 + m * 4);
+#pragma unroll
+      for (int l = 0; l < 4; l++)
+        if (m + l < i) y[i] = fmaf(-__uint_as_float(r[l]), y[m + l], y[i]);
+    }
+  }
+  if (lane < C) {
+#pragma unroll
+    for (int i = 0; i < C; i++) sts16(to + i * 32 + j * 2, (u16)(pack(y[i], 0.f) & 0xffff));
+  }
+}
+
+// The span and head of this program, whose number stands at `said`. Read again for every pass, so that no register holds
+// them meanwhile.
+INLINE Span work_of(const Args& a, u32 said, int& s, int& h) {
+  const int i = uniform(lds32(said));
+  s = i / a.heads;
+  h = a.first_head + i % a.heads;
+  return span_of(a, s);
+}
