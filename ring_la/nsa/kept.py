@@ -165,7 +165,7 @@ class _KeptQueries:
         chosen, how = self.choice(lse), (self.scale, self.asking)
         read = own_chosen(self.q, self.branch(1), chosen, self.sizes.block, *how)
         close = own_chosen(self.q, self.branch(2), near[:, None], 1, *how)
-        both, _ = self.merged(*(torch.stack(x) for x in zip(read, close)))
+        both, _ = self.merged(torch.stack([read[0], close[0]]), torch.stack([read[1], close[1]]))
         return o, both[0], both[1]
 
     def merged(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,8 +182,8 @@ class _KeptQueries:
         of_rows = _ends(self.state, self.sizes)
         for n, some in self.spans:
             ends = of_rows[n]
-            where = (x[None, None].expand(1, self.heads, -1) for x in (ends.slab, ends.row))
-            k, v = (x[0] for x in gathered(state, *where, dtype))
+            slab, row = (x[None, None].expand(1, self.heads, -1) for x in (ends.slab, ends.row))
+            k, v = (x[0] for x in gathered(state, slab, row, dtype))
             grouped = self.q[some].unflatten(1, (self.heads, -1)).to(dtype)
             s = torch.einsum("tgqk,gmk->tgqm", grouped, k) * self.scale
             hidden = ends.place >= self.asking.end[some, None]
@@ -226,7 +226,9 @@ def _ends(state: LayerKeys, sizes: Sizes) -> list[Ends]:
     def make() -> list[Ends]:
         where, out = Whereabouts.of(rows), []
         for n, held in enumerate(rows.held):
-            numbers, places, before = [], [], 0
+            numbers: list[int] = []
+            places: list[int] = []
+            before = 0
             for run in held.runs:
                 first, period = _first_end(run, sizes), sizes.stride // math.gcd(run.step, sizes.stride)
                 if first is not None:

@@ -129,7 +129,7 @@ def attend_latents(
     return _go_on(tensors, call, ours, *call.earlier.keys_before(latent)), None
 
 
-def _go_on(tensors: tuple[Tensor, ...], call: Any, ours: dict[str, Any], latent: Tensor, rotary: Tensor) -> Tensor:
+def _go_on(tensors: tuple[Tensor, Tensor, Tensor], call: Any, ours: dict[str, Any], latent: Tensor, rotary: Tensor) -> Tensor:
     """Latents after earlier ones ``[B, 1, S, ·]``, which every rank has: keys and values of these are made of some
     tokens at a time."""
     q, (w_uk, w_uv) = tensors[0], (ours["w_uk"], ours["w_uv"])

@@ -25,12 +25,12 @@ class Lists(NamedTuple):
     """What some queries read of the keys at hand.
 
     Attributes:
-        queries: which they are. rows: int32 ``[B, n, heads, slots]``. count: how many count, ``[B, n, heads]``.
+        queries: which they are. rows: int32 ``[B, n, heads, slots]``. counts: how many are there, ``[B, n, heads]``.
     """
 
     queries: slice
     rows: Tensor
-    count: Tensor
+    counts: Tensor
 
 
 class SortedChosen(TritonChosen):
@@ -108,7 +108,7 @@ class SortedChosen(TritonChosen):
         G, width = H // Hk, V if shared else K
         bg, options = _tile(G, width, q.dtype, bool(grads))
         launch(
-            kernel, (n, -(-G // bg) * B * Hk), *tensors, *more, x.rows, x.count,
+            kernel, (n, -(-G // bg) * B * Hk), *tensors, *more, x.rows, x.counts,
             scores.scale, Tq, x.rows.shape[3], G, x.rows.shape[2], n,
             *(s for y in tensors for s in y.stride()[:3]), *(s for y in grads for s in y.stride()[:3]),
             KW=width, RW=K - width, VW=V, H=H, BG=bg, BK=padded(width), BR=padded(K - width) if K > width else 1,
