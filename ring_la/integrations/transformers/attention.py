@@ -129,13 +129,15 @@ def attend_latents(
     return _go_on(tensors, call, ours, *call.earlier.keys_before(latent)), None
 
 
-def _go_on(tensors: tuple[Tensor, Tensor, Tensor], call: Any, ours: dict[str, Any], latent: Tensor, rotary: Tensor) -> Tensor:
+def _go_on(
+    tensors: tuple[Tensor, Tensor, Tensor], call: Any, ours: dict[str, Any], latent: Tensor, rotary: Tensor
+) -> Tensor:
     """Latents after earlier ones ``[B, 1, S, ·]``, which every rank has: keys and values of these are made of some
     tokens at a time."""
     q, (w_uk, w_uv) = tensors[0], (ours["w_uk"], ours["w_uv"])
     B, T, H, _ = q.shape
     part = Partial((B, T, H, w_uv.shape[1]), q.dtype, q.device)
-    part.add(*mla(*tensors, **ours, **call.split)[:2])
+    part.add(*mla(*tensors, **(ours | call.split))[:2])
     factor = q.shape[-1] ** -0.5 if ours["scale"] is None else ours["scale"]
     for low, turned in zip(latent[:, 0].split(EARLIER, 1), rotary[:, 0].split(EARLIER, 1)):
         k = torch.einsum("btl,hdl->bthd", low, w_uk)
