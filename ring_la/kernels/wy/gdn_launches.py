@@ -33,7 +33,7 @@ GROUPED = 16
 """Spans of a row from which on they do."""
 PARTS = 2**28
 """Bytes of what they leave, in a call."""
-KEPT = 3 * SAVED_STATES
+KEPT = 3 * SAVED_STATES // 2
 """Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
 ARGUMENTS = "16Q11if"
 SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
