@@ -74,7 +74,8 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     ways = [d for d in (False, True) if args.only in (None, "same" if d else "plain")]
     if dist.get_rank() == 0:
         what = args.config or f"dim {args.dim}"

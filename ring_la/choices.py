@@ -34,7 +34,6 @@ SoftmaxBackend = Literal[
     "flash_attn_4",
     "sage",
     "triton",
-    "triton_in_place",
     "cpu_flash",
     "torch",
     "reference",

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from benchmarks.options import need_gpus
 from ring_la.layout import KINDS, Layout
-from ring_la.softmax.backends import QueryRows
-from ring_la.softmax.backends.triton import TritonBackend, TritonInPlace
+from ring_la.softmax.backends import BACKENDS, AttentionBackend, QueryRows
 from ring_la.softmax.geometry import Pair, Reach, Tokens
 from ring_la.softmax.merging import Gradients, Partial, Sum, row_sums
 from ring_la.softmax.scores import Scores
@@ -40,23 +39,6 @@ CASES: dict[str, tuple[str, int]] = {
     "window 4096": ("", 4096),
     "causal": ("", -1),
 }
-
-
-class DearestFirst(TritonBackend):
-    dearest_first = True
-
-
-class OnlyInPlace(TritonBackend):
-    in_place = True
-
-
-WAYS = {
-    "triton": TritonBackend(),
-    "dearest first": DearestFirst(),
-    "in place": OnlyInPlace(),
-    "triton_in_place": TritonInPlace(),
-}
-"""Two changes to our kernel, each alone and both."""
 ROUNDS = 5
 
 
@@ -73,7 +55,7 @@ class Rank:
     """
 
     def __init__(
-        self, kernel: TritonBackend, scores: Scores, pairs: list[Pair], heads: tuple[int, int], D: int
+        self, kernel: AttentionBackend, scores: Scores, pairs: list[Pair], heads: tuple[int, int], D: int
     ) -> None:
         self.kernel, self.scores, self.pairs = kernel, scores, pairs
         rows, bf = len(pairs[0].rows), dict(device=pairs[0].rows.device, dtype=torch.bfloat16)
@@ -120,7 +102,7 @@ def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tupl
     cu = document_offsets(T * P, 2 * P, tail=documents == "tail") if documents else [0, T * P]
     layout, reach = Layout(T * P, kind, P, cu_seqlens=cu), Reach(window if window >= 0 else None, 0)
     tokens = tuple(Tokens.of_ranks(layout, [r], device).fewest_runs()[0] for r in range(P))
-    job = AttentionJob(TritonBackend(), scores_of(case, 128), tokens, tokens)
+    job = AttentionJob(BACKENDS["torch"], scores_of(case, 128), tokens, tokens)
     out = []
     for r in range(P):
         schedule = Schedule(job, needs_of(tokens, tokens, reach))
@@ -129,19 +111,21 @@ def ranks_of(case: str, T: int, P: int, kind: str, device: torch.device) -> tupl
     return out, share_of_scores(cu, window)
 
 
-def bench(case: str, T: int, P: int, kind: str, ways: list[str], heads: tuple[int, int], D: int) -> list[dict]:
+def bench(case: str, T: int, P: int, kind: str, kernels: list[str], heads: tuple[int, int], D: int) -> list[dict]:
+    """A row for each kernel."""
     device, scores, rows = torch.device("cuda", torch.cuda.current_device()), scores_of(case, D), []
     ranks, share = ranks_of(case, T, P, kind, device)
     few = Tokens.whole(max(128, int(T * P * share) // 128 * 128), device)
-    bounding = Rank(TritonBackend(), Scores(D**-0.5), [Pair(Tokens.whole(T, device), few, Reach())], heads, D)
-    bound = {n: milliseconds(getattr(bounding, n)) for n in ("forward", "total")}
     truth: list[Tensor] = []
-    for way in ways:
+    for name in kernels:
+        whole = [Pair(Tokens.whole(T, device), few, Reach())]
+        bounding = Rank(BACKENDS[name], Scores(D**-0.5), whole, heads, D)
+        bound = {n: milliseconds(getattr(bounding, n)) for n in ("forward", "total")}
         times: dict[str, list[float]] = {"forward": [], "total": []}
         apart, calls = 0.0, []
         for r, pairs in enumerate(ranks):
             torch.manual_seed(r)
-            rank = Rank(WAYS[way], scores, pairs, heads, D)
+            rank = Rank(BACKENDS[name], scores, pairs, heads, D)
             for n, ms in times.items():
                 ms.append(milliseconds(getattr(rank, n)))
             calls.append(len(pairs))
@@ -149,12 +133,12 @@ def bench(case: str, T: int, P: int, kind: str, ways: list[str], heads: tuple[in
                 got = rank.total()
                 truth = truth or got
                 apart = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, truth))
-        row: dict = dict(case=case, T=T, P=P, kind=kind, way=way, apart=apart, bound=bound, blocks=calls)
+        row: dict = dict(case=case, T=T, P=P, kind=kind, kernel=name, apart=apart, bound=bound, blocks=calls)
         row |= {n: max(ms) for n, ms in times.items()} | dict(ranks=times)
         row |= dict(received=[sum(len(p.keys) for p in pairs[1:]) * heads[1] * D * 4 for pairs in ranks])
         said = "   ".join(f"{n} {row[n]:7.3f} ms {bound[n] / row[n]:4.0%}" for n in times)
         each = " ".join(f"{x:.2f}" for x in times["total"])
-        print(f"{case:12} {T:6} × {P} {kind:9} {way:14} {said}   each {each}   apart {apart:.1e}", flush=True)
+        print(f"{case:12} {T:6} × {P} {kind:9} {name:12} {said}   each {each}   apart {apart:.1e}", flush=True)
         rows.append(row)
     return rows
 
@@ -168,19 +152,19 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--cases", type=names(CASES), default=",".join(CASES))
     parser.add_argument("--kinds", type=names(KINDS), default="zigzag,balanced")
-    parser.add_argument("--ways", type=names(WAYS), default=",".join(WAYS))
+    parser.add_argument("--kernels", type=names(BACKENDS), default="triton")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/attention_blocks.json"))
     args = parser.parse_args()
     need_gpus(parser)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     heads, rows = (args.heads, args.groups), []
     made = compile_ahead(
-        [WAYS[w] for w in args.ways], {scores_of(c, args.width) for c in args.cases}, heads, args.width
+        [BACKENDS[name] for name in args.kernels], {scores_of(c, args.width) for c in args.cases}, heads, args.width
     )
     print(f"{made} passes compiled", flush=True)
     for case, T, P in itertools.product(args.cases, args.lengths, args.ranks):
         for kind in args.kinds if CASES[case][0] else args.kinds[:1]:
-            rows += bench(case, T, P, kind, args.ways, heads, args.width)
+            rows += bench(case, T, P, kind, args.kernels, heads, args.width)
             facts = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
             args.out.write_text(json.dumps(facts | dict(rows=rows), indent=1))
 

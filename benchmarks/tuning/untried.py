@@ -9,8 +9,6 @@ Ends with 1 if an arm is off.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import json
 import sys
 import time
@@ -24,11 +22,8 @@ from unittest import mock
 import torch
 
 from ring_la.kernels.replay import root
-from ring_la.kernels.runtime.cuda_kernel import CudaKernel
 from ring_la.kernels.runtime.replayed_function import record_of
 from ring_la.kernels.spans import table
-from ring_la.kernels.wy import gdn_launches, one_launch
-from ring_la.kernels.wy.gdn_launches import forward_kernel
 
 from ..ops.cases import CASES, Inputs, Results, Shape, inputs, tensors
 from ..ops.measure import error, graph_times, host_microseconds, results
@@ -77,32 +72,9 @@ def kept(name: str) -> Question:
     return Question(partial(inputs, case), case.truth, (Arm("today", case.ours), arm), shapes)
 
 
-# -- a delta rule in one launch each way -------------------------------------------------------------------------
-
-
-@functools.cache
-def next_forward(keep: bool, *defines: str) -> CudaKernel:
-    found = forward_kernel(keep, *defines)
-    return dataclasses.replace(found, file=found.file.with_name("gdn_forward_next.cu"))
-
-
-def spans() -> Question:
-    """A forward whose outputs wait, spans by cost that combine, and other calls that train in one launch."""
-    case = CASES["gdn_qwen"]
-    kernel = ((gdn_launches, "forward_kernel", next_forward),)
-    cut = ((gdn_launches, "span", gdn_launches.span_by_cost), (gdn_launches, "TOGETHER", 4))
-    trained = ((gdn_launches, "KEPT", 3 * 2**30), (one_launch, "LEAST", 2**15))
-    changes = {"today": (), "next": kernel, "cut": cut, "all": kernel + cut + trained}
-    arms = tuple(Arm(name, case.ours, change) for name, change in changes.items())
-    heads = {"1x32768": ("2:8", "16:32", "16:64"), "1x2048": ("4:16", "16:32", "16:64"), "8x4096": ("4:16", "16:32")}
-    shapes = tuple(f"{length}x{n}x128" for length, many in heads.items() for n in many)
-    return Question(partial(inputs, case), case.truth, arms, shapes, 16384)
-
-
 QUESTIONS = {
     "gla": kept("gla"),
     "rwkv7": kept("rwkv7"),
-    "gdn": spans(),
 }
 
 

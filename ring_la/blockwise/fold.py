@@ -17,7 +17,7 @@ from ..context import ShardedLayout
 from .blocks import BLOCK, blocks_of, filled, together
 
 
-class Turn(NamedTuple):
+class OwnedBlock(NamedTuple):
     """A block of the sequence: its owner, its number among that rank's blocks, its document."""
 
     rank: int
@@ -25,17 +25,17 @@ class Turn(NamedTuple):
     document: int
 
 
-def turns(layout: ShardedLayout) -> list[Turn]:
+def turns(layout: ShardedLayout) -> list[OwnedBlock]:
     """All blocks in the order of the sequence, found once."""
     return layout.kept(_found, lambda: _found(layout))
 
 
-def _found(layout: ShardedLayout) -> list[Turn]:
-    out: list[tuple[int, Turn]] = []
+def _found(layout: ShardedLayout) -> list[OwnedBlock]:
+    out: list[tuple[int, OwnedBlock]] = []
     for rank in range(layout.world_size):
         pieces = (p for s in layout.local_segments(rank) for p in layout.pieces_of(s))
         places = ((start, p.document) for p in pieces for start in range(p.start, p.stop, BLOCK))
-        out += [(start, Turn(rank, n, document)) for n, (start, document) in enumerate(places)]
+        out += [(start, OwnedBlock(rank, n, document)) for n, (start, document) in enumerate(places)]
     return [turn for _, turn in sorted(out)]
 
 
@@ -81,7 +81,7 @@ def summed(
     """Sums along documents up to and with each token, of ``x [B, T, D]``, given those before, ``start [N, D]``.
     `held`: what goes on of a sum from block to block."""
     N = layout.num_documents if layout.packed else x.shape[0]
-    return _Summed.apply(layout, held, x, x.new_zeros(N, x.shape[2]) if start is None else start)  # type: ignore[no-any-return]
+    return _Summed.apply(layout, held, x, x.new_zeros(N, x.shape[2]) if start is None else start)
 
 
 class _Summed(torch.autograd.Function):

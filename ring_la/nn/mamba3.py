@@ -100,14 +100,16 @@ class Mamba3(Layer):
 
     def mix(self, x: Tensor, state: LayerState | None, call: LayerCall) -> LayerOutput:
         z, u, B, C, dt, a, lam, turn = call.rows(self.in_proj, x).split(self.widths, -1)
-        rates = call.rows(self._rates, dt, a, lam, turn, shared=(self.dt_bias,))
+        dt, g, lam, theta = call.rows(self._rates, dt, a, lam, turn, shared=(self.dt_bias,))
         several: dict[str, Any] = {} if self.rank == 1 else {"up": self.mimo_x}
         y, final = (mamba3 if self.rank == 1 else mamba3_mimo)(
             split_heads(u, self.num_heads),
-            *rates[:2],
+            dt,
+            g,
             call.rows(self._biased, call.rows(self.B_norm, self._grouped(B)), shared=(self.B_bias,)),
             call.rows(self._biased, call.rows(self.C_norm, self._grouped(C)), shared=(self.C_bias,)),
-            *rates[2:],
+            lam,
+            theta,
             self.D,
             initial_state=None if state is None else self._parted(state),
             mode=self.mode,

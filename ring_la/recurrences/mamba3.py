@@ -167,7 +167,7 @@ def _trapezoid(tokens: Trapezoid, options: CommonOptions) -> LinearAttentionOutp
         initial_state=S0, output_final_state=options.output_final_state, mode=options.mode, backend=options.backend,
         **steps(options, n),
     )  # fmt: skip
-    corrected = functools.partial(_corrected, scale=options.scale)
+    corrected = functools.partial(_corrected, scale=float(options.scale))  # type: ignore[arg-type]
     o = by_block(corrected, o.unflatten(1, (-1, n)), C, B, x, lam, dt, after, layout=layout, shared=(D, up))
     if S is None:
         return LinearAttentionOutput(o, None)
@@ -208,13 +208,13 @@ def _entering(start: Any, c: Tensor, up: Tensor | None, layout: ShardedLayout | 
     S, B, x = start[:3]
     if not fixed(layout):
         return _after_first(S, B, x, c.to(S.dtype), _of_one_rank(up, layout))
-    ups = [None] * len(S) if up is None else _ForDocuments.apply(up, len(S), layout).split(1)
-    documents = zip(*(t.split(1) for t in (S, B, x, c.to(S.dtype))), ups)
-    return torch.cat([_after_first(*(t.clone() for t in d), u) for *d, u in documents])  # whatever others there are
+    ups = [None] * len(S) if up is None else _ForDocuments.apply(up, len(S), layout).unbind(0)
+    one_by_one = zip(*(t.split(1) for t in (S, B, x, c.to(S.dtype))), ups)  # whatever others there are
+    return torch.cat([_after_first(S.clone(), B.clone(), x.clone(), c.clone(), u) for S, B, x, c, u in one_by_one])
 
 
 def _after_first(S: Tensor, B: Tensor, x: Tensor, c: Tensor, up: Tensor | None) -> Tensor:
-    before = _inputs(x, up if up is None or up.dim() == 3 else up[0])
+    before = _inputs(x, up)
     return S + c[..., None, None] * torch.einsum("bhnk,bnhv->bhkv", B, before.to(B.dtype))
 
 

@@ -26,15 +26,11 @@ from torch import Tensor
 from .. import reference
 from ..blockwise import by_block
 from ..errors import ArgumentError, UnsupportedError
-from ..kernels.fused.ttt import mini_batches, why_not
 from ..linear.in_order import DocumentRun, in_order
 from ..outputs import LinearAttentionOutput
 from .arguments import Argument
 from .definition import CommonOptions
 from .recurrence import recurrence
-
-BY_DEFAULT = False
-"""Whether the kernels of one device are taken where nobody names a backend."""
 
 
 def _rate(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -76,27 +72,19 @@ def ttt_linear(
 
     States are ``(W [N,H,K,K], c [N,H,K])`` as the mini-batch began, and the sums of its gradients so far, in the same
     shapes: zero where one begins, and not read there (``first=0``). Behind a whole mini-batch W and c are those after
-    its step; a shorter one makes it where its last η is known, ``W − η ΣdW``. In PyTorch, in fp32 or wider; a
-    rank waits for the one before it, a group of heads at a time. ``backend="triton"`` names the kernels of one device:
-    eager calls of rows of whole mini-batches of 16, 32 or 64 tokens, up to 128 channels.
+    its step; a shorter one makes it where its last η is known, ``W − η ΣdW``. In PyTorch on every device, in fp32 or
+    wider; a rank waits for the one before it, a group of heads at a time.
     """
     if isinstance(mini_batch, bool) or not isinstance(mini_batch, int) or mini_batch < 1:
         raise ArgumentError("mini_batch", "an int ≥ 1", repr(mini_batch))
     if isinstance(first, list) or not all(isinstance(n, int) and n >= 0 for n in _each(first)):
         raise ArgumentError("first", "an int ≥ 0, or a tuple of them", repr(first))
-    B, T, H, K = q.shape
+    if options.backend == "triton":
+        raise UnsupportedError("backend", "None, 'torch' or 'reference' for ttt_linear", "'triton'")
+    B, _, H, K = q.shape
     wide = functools.reduce(torch.promote_types, (t.dtype for t in (q, k, v, eta, w, b)), torch.float32)
     scaled = q.to(wide) * options.scale  # type: ignore[operator]
     seen = [n % mini_batch for n in _per_document(first, options, B)]
-    if options.backend == "triton" or (options.backend is None and BY_DEFAULT):
-        tensors = q, k, v, eta, w, b
-        partly = any(seen) or options.layout is not None or options.cu_seqlens is not None
-        partly = partly or (options.output_final_state and T % mini_batch != 0)
-        why = "packed, split or in parts of mini-batches" if partly else why_not(*tensors, size=mini_batch)
-        if not why:
-            return _by_kernel(tensors, mini_batch, eps, options)
-        if options.backend == "triton":
-            raise UnsupportedError("backend", "None, 'torch' or 'reference' for this ttt_linear", f"'triton': {why}")
     W0 = _start(options, seen, H, K, scaled)
     tokens = [scaled, *(t.to(wide) for t in (k, v)), eta.to(wide)[..., None]]
     body, shared = MiniBatches(mini_batch, eps), [t.to(wide) for t in (w, b)]
@@ -110,17 +98,6 @@ def ttt_linear(
     if end is not None:
         final = (end[:, :, 0, :-1], end[:, :, 0, -1], end[:, :, 1, :-1], end[:, :, 1, -1])
     return LinearAttentionOutput(o, final)
-
-
-def _by_kernel(
-    tensors: tuple[Tensor, ...], mini_batch: int, eps: float, options: CommonOptions
-) -> LinearAttentionOutput:
-    """Whole mini-batches of rows on one device."""
-    start: Any = (None, None) if options.initial_state is None else options.initial_state
-    W, c = (None if x is None else x.float() for x in start[:2])
-    o, W, c = mini_batches(*tensors, W, c, mini_batch, options.scale, eps)  # type: ignore[call-arg, arg-type]
-    state: Any = (W, c, torch.zeros_like(W), torch.zeros_like(c)) if options.output_final_state else None
-    return LinearAttentionOutput(o, state)
 
 
 def _each(first: object) -> tuple[Any, ...]:

@@ -4,8 +4,7 @@
 
 The sums ride as further channels of q and k, so that every strategy and kernel of `attention` takes them along. In bf16
 and fp16 a sum is three channels, the parts of it that the dtype holds; scores add them up in fp32. The gradient of g is
-a sum along the document of gradients in the dtype of k: in bf16 it is the less exact the longer what it sums. On one
-GPU a kernel finds it in fp32 (`forgetting_kernel`).
+a sum along the document of gradients in the dtype of k: in bf16 it is the less exact the longer what it sums.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..autograd import first_derivative_only, traced
 from ..blockwise import by_block
 from ..checks import FLOATS, check_scale
 from ..choices import SoftmaxBackend
@@ -26,7 +24,6 @@ from ..context import ShardedLayout, check_together
 from ..context.handle import found
 from ..context.operator import SplitOperator
 from ..errors import ArgumentError, Facts, describe_tensor
-from ..kernels.choice import triton_installed
 from ..outputs import AttentionOutput
 from ..running_sum import running_sum
 from .attention import attention
@@ -99,11 +96,8 @@ def _with_sums(
     scale = K**-0.5 if scale is None else float(scale)
     sums = running_sum(g, **where)
     k, v = (x if x.shape[2] == H else by_block(functools.partial(_to_heads, H=H), x, layout=layout) for x in (k, v))
-    exact = layout is None and q.is_cuda and sums.requires_grad and _has_kernel(q, k, v)
-    wide_q, wide_k, near = with_sums(q, k, sums.detach() if exact else sums, scale)
-    o, lse = attention(wide_q, wide_k, v, scale=near, **how, **where)
-    if exact:
-        o, lse = _KeySums.apply(sums, o, lse, q, k, v, scale, how["window"][0], where["cu_seqlens"])
+    q, k, scale = with_sums(q, k, sums, scale)
+    o, lse = attention(q, k, v, scale=scale, **how, **where)
     own = (sums - sums.detach()).transpose(1, 2).to(lse.dtype)  # zeros: lse depends on a query's own sum, o does not
     return AttentionOutput(o, lse + own)
 
@@ -111,38 +105,6 @@ def _with_sums(
 def _to_heads(x: Tensor, H: int) -> Tensor:
     """Keys or values ``[B, T, Hk, …]`` of every query head."""
     return x.repeat_interleave(H // x.shape[2], 2)
-
-
-def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel for the sums' gradient."""
-    if not triton_installed() or traced(q):
-        return False
-    from .forgetting_kernel import unsupported
-
-    return not unsupported(q, k, v)
-
-
-class _KeySums(torch.autograd.Function):
-    """o and lse as they are; the gradient of the sums on the side of keys, which `attention` was given without one."""
-
-    @staticmethod
-    def forward(
-        ctx, sums: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int,
-        cu: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(sums, o, lse, q, k, v, cu)
-        ctx.how = scale, window
-        return o.view_as(o), lse.view_as(lse)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        from .forgetting_kernel import sums_gradient
-
-        sums, o, lse, q, k, v, cu = ctx.saved_tensors
-        delta = (do.float() * o.float()).sum(-1).transpose(1, 2) - dlse.float()
-        dc = sums_gradient(q, k, v, sums.transpose(1, 2), lse, do, delta, *ctx.how, cu)
-        return dc.transpose(1, 2).to(sums.dtype), do, dlse, *[None] * 6
 
 
 def _whole(

@@ -9,36 +9,10 @@ from torch import Tensor
 
 import ring_la
 from ring_la.inference import BlockReader
-from ring_la.models import HybridConfig, HybridLM
 from ring_la.nn import LAYERS as KINDS
 from ring_la.training import sum_gradients
 from tests.support.pool import group
-
-LAYERS = ["gdn", "kda", "mamba2", "rwkv7", "gla", "attention"]
-PACKED = (0, 70, 71, 170)
-
-
-def model(layers: list[str] = LAYERS) -> HybridLM:
-    torch.manual_seed(0)
-    options = {"mamba2": dict(state_dim=16), "attention": dict(num_kv_heads=1, qk_norm=True, gated=True)}
-    options |= {
-        "hgrn": dict(lower_bound=0.2),
-        "gsa": dict(slots=5),
-        "mla": dict(q_rank=12, value_dim=5),
-        "mamba3": dict(state_dim=16),
-    }
-    options = {name: o for name, o in options.items() if name in layers}
-    # 3 heads and 33 channels: rows of which vector registers are not multiples
-    m = HybridLM(HybridConfig(50, 48, layers, 3, mlp_dim=33, options=options))
-    with torch.no_grad():
-        for p in m.parameters():  # some start at zero, and others' gradients with them
-            p += 0.02 * torch.randn(p.shape)
-    return m
-
-
-def tokens(*lengths: int, seed: int = 1) -> list[Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 50, (n,), generator=rng) for n in lengths]
+from tests.support.same_bits import LAYERS, OTHERS, PACKED, differing, model, tokens
 
 
 def trained(rank: int, P: int, kind: str, cu: tuple[int, ...], layers: list[str], steps: int = 2) -> dict[str, Tensor]:
@@ -60,10 +34,6 @@ def trained(rank: int, P: int, kind: str, cu: tuple[int, ...], layers: list[str]
         return out | {"logits": layout.gather(m(mine, layout=layout).logits)}
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    return [n for n in one | other if not torch.equal(one[n], other[n])]
-
-
 def test_training_does_not_depend_on_ranks_or_layouts(ranks):
     one = ranks.run(1, trained, 1, "contiguous", PACKED, LAYERS)[0]
     assert all(torch.isfinite(x).all() and x.any() for n, x in one.items() if "gradient" in n)
@@ -72,8 +42,6 @@ def test_training_does_not_depend_on_ranks_or_layouts(ranks):
             assert not differing(one, some), (P, kind)
 
 
-OTHERS = ["linear_attention", "retention", "lightning", "hgrn2", "deltanet", "comba", "gdn2", "gated_delta_product"]
-OTHERS += ["hgrn", "rwkv6", "gsa", "mla", "mlstm", "mamba3", "fox", "ttt"]
 REFUSED = {"nsa"}
 READ_ON = [name for name in OTHERS if name not in ("rwkv6", "mamba3")]
 

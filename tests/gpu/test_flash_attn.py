@@ -14,15 +14,14 @@ from ring_la.errors import RingLAError
 from ring_la.layout import Layout
 from ring_la.softmax.backends import BACKENDS, Ask, QueryRows, choose
 from ring_la.softmax.geometry import Pair, Tokens
-from ring_la.softmax.merging import Gradients, Partial, Sum, row_sums
+from ring_la.softmax.merging import Gradients, Partial, row_sums
 from ring_la.softmax.scores import Scores
 from tests.support.attention_cases import error
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "fa3_fwd", "fa3_fwd_fp8", "flash_attn_4")
-KERNELS += ("triton", "triton_in_place")
-HEADS = ((64, (4, 4), KERNELS), (128, (8, 2), KERNELS), (256, (8, 2), ("cudnn", "flash", "triton", "triton_in_place")))
+KERNELS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "fa3_fwd", "fa3_fwd_fp8", "flash_attn_4", "triton")
+HEADS = ((64, (4, 4), KERNELS), (128, (8, 2), KERNELS), (256, (8, 2), ("cudnn", "flash", "triton")))
 """Channels, heads of queries and of keys, and the kernels that are asked for them."""
 MASKS: dict[str, dict] = {
     "causal": dict(right=0),
@@ -39,23 +38,16 @@ MEETINGS = (("contiguous", 1, 1), ("contiguous", 2, 0), ("zigzag", 1, 1), ("zigz
 
 
 def block(kernel, tensors, scores: Scores, pair: Pair) -> dict[str, torch.Tensor]:
-    """o, lse and, of a kernel that has them, gradients; of one that puts blocks together itself, from three blocks."""
+    """o, lse and, of a kernel that has them, gradients."""
     q, k, v, do = tensors
-    out, m = Partial(do.shape, q.dtype, q.device), len(pair.keys)
-    cuts = [0, m // 3, 2 * m // 3, m] if getattr(kernel, "in_place", False) else [0, m]
-    blocks = [(slice(a, b), Pair(pair.rows, pair.keys.cut(a, b), pair.reach)) for a, b in zip(cuts, cuts[1:])]
-    for keys, part in blocks:
-        kernel.forward(q, k[:, keys], v[:, keys], scores, part, out)
+    out = Partial(do.shape, q.dtype, q.device)
+    kernel.forward(q, k, v, scores, pair, out)
     o, lse = out.result()
     found = dict(o=o, lse=lse)
     if kernel.forward_only:
         return found
-    grads, rows = Gradients.of(q, k, v), QueryRows(q, o, do, lse, row_sums(do, o, None))
-    for keys, part in blocks:
-        some = Gradients(grads.dq, Sum.like(k[:, keys]), Sum.like(v[:, keys]))
-        kernel.backward(rows, k[:, keys], v[:, keys], scores, part, some)
-        grads.dk.add(some.dk.result(k.dtype), keys)
-        grads.dv.add(some.dv.result(v.dtype), keys)
+    grads = Gradients.of(q, k, v)
+    kernel.backward(QueryRows(q, o, do, lse, row_sums(do, o, None)), k, v, scores, pair, grads)
     return found | {name: total.result(q.dtype) for name, total in vars(grads).items()}
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ring_la
 from ring_la.training import sum_gradients
-from tests.blockwise.test_models import LAYERS, OTHERS, PACKED, differing, model, tokens
 from tests.support.pool import group
+from tests.support.same_bits import LAYERS, OTHERS, PACKED, differing, model, tokens
 
 pytestmark = pytest.mark.gpu(needs=2)
 

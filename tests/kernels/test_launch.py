@@ -17,6 +17,7 @@ from ring_la.kernels.fused import cross_entropy_kernel  # noqa: E402
 from ring_la.kernels.runtime import contract  # noqa: E402
 from ring_la.kernels.runtime import launch as launching  # noqa: E402
 from ring_la.kernels.runtime.triton_version import FIRST, STREAM, class_of  # noqa: E402
+from ring_la.kernels.wy.gdn_launches import span  # noqa: E402
 
 
 class Stub(triton.JITFunction):
@@ -125,3 +126,14 @@ def test_what_keeps_its_promise_passes(checked):
     launching.launch(kernel, (1,), torch.zeros(8, 8)[:, :4], 3, BLOCK=4, tensors="strided")
     launching.launch(kernel, (1,), torch.zeros(64)[1:], 3, BLOCK=4, tensors="any")
     assert len(kernel.compiled) == 2
+
+
+def test_spans_of_a_delta_rule_are_cut_by_cost():
+    """Of 132 programs some idle rather than go over tokens three times; two pieces may be unequal."""
+    assert span(32768, 16, 8, 132) == 4096
+    assert span(2048, 16, 1, 132) == 256
+    assert span(2048, 32, 1, 132) == 512
+    assert span(32768, 8, 1, 132) == 1024
+    assert span(32768, 64, 2, 132) == 4096
+    assert span(32768, 64, 2, 132, equal=True) == 16384
+    assert span(32768, 64, 4, 132) == 32768

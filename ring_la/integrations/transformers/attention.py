@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -138,8 +137,7 @@ def _go_on(
     q, (w_uk, w_uv) = tensors[0], (ours["w_uk"], ours["w_uv"])
     B, T, H, _ = q.shape
     part = Partial((B, T, H, w_uv.shape[1]), q.dtype, q.device)
-    split: Any = functools.partial(mla, **ours, **call.split)
-    part.add(*split(*tensors)[:2])
+    part.add(*mla(*tensors, **(ours | call.split))[:2])
     factor = q.shape[-1] ** -0.5 if ours["scale"] is None else ours["scale"]
     for low, turned in zip(latent[:, 0].split(EARLIER, 1), rotary[:, 0].split(EARLIER, 1)):
         k = torch.einsum("btl,hdl->bthd", low, w_uk)

@@ -47,4 +47,5 @@ class _Bonus(torch.autograd.Function):
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
         from .bonus_kernel import backward
 
-        return do.to(ctx.dtype), *backward(do, *ctx.saved_tensors, ctx.scale), None
+        r, k, v, u = ctx.saved_tensors
+        return do.to(ctx.dtype), *backward(do, r, k, v, u, ctx.scale), None

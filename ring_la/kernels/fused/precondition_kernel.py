@@ -23,7 +23,7 @@ from ring_la.kernels.runtime.launch import filled, launch
 from ring_la.kernels.runtime.replayed_function import replayed
 from ring_la.kernels.spans.table import cdiv, width
 
-CHANNELS, WARPS = 32, 8
+CHANNELS, WARPS = 32, 4
 """Of a program: channels know nothing of each other, and many programs fill the GPU."""
 
 

@@ -25,11 +25,9 @@ from ring_la.kernels.wy.kda_launches import HEAD, as_read, by_row, multiprocesso
 
 CHUNK = 32
 """Tokens a chunk."""
-SHORTEST, LONGEST = 512, 4096
-"""Tokens a span, where pieces are cut: those of another span that one may begin with are 512 at most."""
 LINK, EARLY = 3, 12
 """Chunks that a link of the line of spans that wait is worth, and about which a span goes over before its own."""
-TOGETHER = 1
+TOGETHER = 4
 """Spans that wait for each other and combine what they leave, so that a state is handed on once for all of them."""
 GROUPED = 16
 """Spans of a row from which on they do."""
@@ -70,26 +68,21 @@ def backward_kernel(*defines: str) -> CudaKernel:
 
 
 def span(tokens: int, heads: int, pieces: int, programs: int, equal: bool = False) -> int:
-    """Tokens a span, of `programs` that run at a time: pieces stay whole where there are as many. Else a program gets
-    about two spans, a power of two, since one that waits for the state of another goes over its tokens three times."""
+    """Tokens a span by what a forward costs, in chunks that a program works through: a line of spans that wait, or what
+    all spans take of `programs` at a time where a quarter of the heads wait and the others start early. As many pieces
+    stay whole; fewer that may not be `equal` only where there are several."""
     if pieces * heads >= programs:
         return cdiv(tokens, CHUNK) * CHUNK
-    each = max(1, tokens * heads // (2 * programs))
-    return min(max(1 << round(math.log2(each)), SHORTEST), LONGEST)
-
-
-def span_by_cost(tokens: int, heads: int, pieces: int, programs: int, equal: bool = False) -> int:
-    """Tokens a span by what a forward costs, in chunks that a program works through: a line of spans that wait, or what
-    all spans take of `programs` at a time where a quarter of the heads wait and the others start early. Pieces that may
-    not be `equal` stay whole only where there are several."""
     each = cdiv(cdiv(tokens, pieces), CHUNK) * CHUNK
     lengths = {min(n, each) for n in (256, 512, 1024, 2048, 4096)} | ({each} if equal or pieces > 3 else set())
     best, least = each, math.inf
     for length in sorted(lengths, reverse=True):
         count, c = cdiv(each, length), length // CHUNK
         share = pieces * heads * count / programs
+        if share > 1 and length < 512:
+            continue  # measured: what a span takes to begin is dearer than that
         if count == 1:
-            cost = math.ceil(share) * c
+            cost: float = math.ceil(share) * c
         else:
             links = count - 1 if count < GROUPED else TOGETHER + 1 + count // TOGETHER
             line = 2 * c if count == 2 else 3 * c + LINK * links

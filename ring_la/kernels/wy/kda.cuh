@@ -28,18 +28,15 @@ struct Args {
 
 INLINE u64 kept_at(const Args& a, int chunk, int h) { return (u64)chunk * a.heads + h - a.first_head; }
 
-// Whether what enters a run of `tokens` (a multiple of 8) from `begin` on is forgotten where it ends, going right or, for
-// gradients of states, left (`back`); by one warp, four channels a lane.
-INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, int lane) {
-  const int hk = h / (a.H / a.HK);
-  float u[4] = {1.f, 1.f, 1.f, 1.f};
-  for (int i = 0; i < tokens; i += 8) {
-    float4 g[8];
-    uint2 k[8];
-    float b[8];
+// Eight tokens of a run from `begin` on, going right or left (`back`), as one warp reads them, four channels a lane.
+struct Eight {
+  float4 g[8];
+  uint2 k[8];
+  INLINE void load(const Args& a, int begin, int h, int tokens, bool back, int from, int lane) {
+    const int hk = h / (a.H / a.HK);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      const int t = begin + (back ? tokens - 1 - i - j : i + j);
+      const int t = begin + (back ? tokens - 1 - from - j : from + j);
       const u64 at = (u64)t * a.H + h;
 #if GATE_BF16
       const uint2 w = ((const uint2*)a.g)[at * 32 + lane];
@@ -48,20 +45,56 @@ INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, in
       g[j] = ((const float4*)a.g)[at * 32 + lane];
 #endif
       k[j] = ((const uint2*)a.k)[((u64)t * a.HK + hk) * 32 + lane];
-      b[j] = fabsf(beta_at(a, at));
     }
+  }
+  // u as they leave it, by two: sums over lanes of two tokens and of what the first gives the second at once; lane i of `b` has |beta| of the run's i-th
+  INLINE void pass(float (&u)[4], float b, int from, bool back) const {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float k0 = fabsf(lo(k[j].x)), k1 = fabsf(hi(k[j].x)), k2 = fabsf(lo(k[j].y)), k3 = fabsf(hi(k[j].y));
-      const float e0 = ex2(g[j].x * LOG2E), e1 = ex2(g[j].y * LOG2E), e2 = ex2(g[j].z * LOG2E), e3 = ex2(g[j].w * LOG2E);
-      if (!back) u[0] *= e0, u[1] *= e1, u[2] *= e2, u[3] *= e3;
-      float d = (u[0] * k0 + u[1] * k1) + (u[2] * k2 + u[3] * k3);
+    for (int j = 0; j < 8; j += 2) {
+      float k0[4], k1[4], e0[4], e1[4], d0 = 0.f, d1 = 0.f, both = 0.f;
+      kept(k0, e0, j);
+      kept(k1, e1, j + 1);
 #pragma unroll
-      for (int m = 16; m; m >>= 1) d += __shfl_xor_sync(~0u, d, m);
-      d *= b[j];
-      u[0] += d * k0; u[1] += d * k1; u[2] += d * k2; u[3] += d * k3;
-      if (back) u[0] *= e0, u[1] *= e1, u[2] *= e2, u[3] *= e3;
+      for (int i = 0; i < 4; i++) {
+        if (!back) u[i] *= e0[i];
+        const float between = back ? e0[i] : e1[i];
+        d0 = fmaf(u[i], k0[i], d0);
+        u[i] *= between;
+        d1 = fmaf(u[i], k1[i], d1);
+        k0[i] *= between;
+        both = fmaf(k0[i], k1[i], both);
+      }
+#pragma unroll
+      for (int m = 16; m; m >>= 1) {
+        d0 += __shfl_xor_sync(~0u, d0, m);
+        d1 += __shfl_xor_sync(~0u, d1, m);
+        both += __shfl_xor_sync(~0u, both, m);
+      }
+      d0 *= __shfl_sync(~0u, b, from + j);
+      d1 = __shfl_sync(~0u, b, from + j + 1) * fmaf(d0, both, d1);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u[i] = fmaf(d1, k1[i], fmaf(d0, k0[i], u[i]));
+        if (back) u[i] *= e1[i];
+      }
     }
+  }
+  INLINE void kept(float (&x)[4], float (&e)[4], int j) const {
+    x[0] = fabsf(lo(k[j].x)); x[1] = fabsf(hi(k[j].x)); x[2] = fabsf(lo(k[j].y)); x[3] = fabsf(hi(k[j].y));
+    e[0] = ex2(g[j].x * LOG2E); e[1] = ex2(g[j].y * LOG2E); e[2] = ex2(g[j].z * LOG2E); e[3] = ex2(g[j].w * LOG2E);
+  }
+};
+
+// Whether what enters a run of `tokens` (16 or 32) from `begin` on is forgotten where it ends, going right or, for
+// gradients of states, left (`back`); by one warp.
+INLINE bool forgotten(const Args& a, int begin, int h, int tokens, bool back, int lane) {
+  float u[4] = {1.f, 1.f, 1.f, 1.f};
+  const int t = begin + (back ? tokens - 1 - lane : lane);
+  const float b = lane < tokens ? fabsf(beta_at(a, (u64)t * a.H + h)) : 0.f;
+  for (int i = 0; i < tokens; i += 8) {
+    Eight x;
+    x.load(a, begin, h, tokens, back, i, lane);
+    x.pass(u, b, i, back);
   }
   return __all_sync(~0u, fmaxf(fmaxf(u[0], u[1]), fmaxf(u[2], u[3])) < FORGOTTEN);
 }

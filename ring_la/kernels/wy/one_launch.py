@@ -61,9 +61,9 @@ def _delta_gradients(
     return gdn_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
 
 
-LEAST = 2**18
+LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
-many to `gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks; others were not."""
+many to 1.5 GiB of `gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks."""
 KDA = Launches(_kda, _kda_gradients)
 DELTA = Launches(_delta, _delta_gradients, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
 

@@ -14,7 +14,7 @@ from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, 
 from .latents import FORMS, LatentBackend, cheaper_form
 from .sage import SageAttention
 from .torch_backend import TorchBackend
-from .triton import SortedChosen, TritonBackend, TritonChosen, TritonInPlace
+from .triton import SortedChosen, TritonBackend, TritonChosen
 
 _KERNELS = (
     FlashAttnCuTe(),
@@ -26,7 +26,6 @@ _KERNELS = (
     FlashAttnHopperFP8(),
     SageAttention(),
     TritonBackend(),
-    TritonInPlace(),
     CPUFlash(),
     TorchBackend(),
 )

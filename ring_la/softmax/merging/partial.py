@@ -47,15 +47,6 @@ class Partial:
         """Whether nothing has been added yet."""
         return not self._parts
 
-    def alone(self) -> tuple[Tensor, Tensor] | None:
-        """(o, lse) of all rows, contiguous, where they are one part so far: a kernel may put its own part there."""
-        if len(self._parts) != 1:
-            return None
-        part = self._parts[0]
-        assert part.lse is not None
-        whole = part.x.shape[1] == self.shape[1] and part.x.is_contiguous() and part.lse.is_contiguous()
-        return (part.x, part.lse) if whole else None
-
     def wide(self) -> tuple[Tensor, Tensor]:
         """All so far as accumulators (o, lse), both wide and contiguous, to be written to."""
         if not self._own or len(self._parts) > 1:

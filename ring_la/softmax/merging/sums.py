@@ -40,11 +40,6 @@ class Sum:
         for part in other._parts:
             self.add(part.x, slice(part.start, part.stop))
 
-    def alone(self) -> Tensor | None:
-        """The sum of all rows, contiguous, where it is one part so far: a kernel may add its own part there."""
-        whole = len(self._parts) == 1 and self._parts[0].x.shape[1] == self.shape[1]
-        return self._parts[0].x if whole and self._parts[0].x.is_contiguous() else None
-
     def wide(self) -> Tensor:
         """All so far as one wide contiguous accumulator, to be added to."""
         if not self._own or len(self._parts) > 1:

@@ -2,6 +2,6 @@
 
 from .chosen import TritonChosen
 from .chosen_sorted import SortedChosen
-from .launch import TritonBackend, TritonInPlace
+from .launch import TritonBackend
 
-__all__ = ["SortedChosen", "TritonBackend", "TritonChosen", "TritonInPlace"]
+__all__ = ["SortedChosen", "TritonBackend", "TritonChosen"]

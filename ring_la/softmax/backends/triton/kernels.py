@@ -13,21 +13,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-CHANGING = (
-    "Tq",
-    "Tk",
-    "H",
-    "groups",
-    "tiles",
-    "slope_rows",
-    "l_h",
-    "d_rows",
-    "left",
-    "right",
-    "threshold",
-    "seed_lo",
-    "seed_hi",
-)
+CHANGING = ("Tq", "Tk", "H", "groups", "tiles", "slope_rows", "left", "right", "threshold", "seed_lo", "seed_hi")
 """Arguments that change from call to call: no kernel is compiled anew for them."""
 
 
@@ -87,29 +73,20 @@ def load_rows(X, rows, columns, count, width, stride, FULL: tl.constexpr, INSIDE
     return tl.load(at, mask=(rows < count)[:, None] & (columns < width)[None, :], other=0.0)
 
 
-@triton.jit
-def program(ORDER, DEAREST: tl.constexpr):
-    """The tile and the head of a program. DEAREST: the dearest tiles of all heads start first."""
-    if DEAREST:
-        return tl.load(ORDER + tl.program_id(1)), tl.program_id(0)
-    else:
-        return tl.program_id(0), tl.program_id(1)
-
-
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
-    Q, K, V, O, L, LIST, COUNTS, ORDER, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, O, L, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
-    Tq, Tk, H, groups, tiles, slope_rows, l_h, d_rows,
+    Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
     KW, VW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, DEAREST: tl.constexpr, ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of BM rows of one head. ADD: put together with what stands there, over other keys."""
-    tile, bh = program(ORDER, DEAREST)
+    """o and lse of BM rows of one head."""
+    tile, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     g = h // (H // groups)
     rows, ck, cv = tile * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
@@ -156,39 +133,27 @@ def forward(
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, -float("inf"))
-    at = L + bh.to(tl.int64) * l_h + rows
+    at = L + bh.to(tl.int64) * Tq + rows
     o_at = O + b.to(tl.int64) * o_b + h * o_h + rows[:, None].to(tl.int64) * o_t + cv[None, :]
-    inside = rows < Tq
-    if ADD:
-        inside = inside & (count > 0)  # what has met nothing stays as it is
-    o_mask = inside[:, None] & (cv < VW)[None, :]
-    if ADD:
-        before = tl.load(at, mask=inside, other=-float("inf"))
-        new = tl.maximum(before, lse)
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        keep, take = tl.exp(before - safe), tl.exp(lse - safe)
-        both = keep + take
-        other = tl.load(o_at, mask=o_mask, other=0.0).to(tl.float32)
-        acc = (acc * take[:, None] + other * keep[:, None]) / tl.where(both > 0, both, 1.0)[:, None]
-        lse = tl.where(both > 0, new + tl.log(tl.where(both > 0, both, 1.0)), -float("inf"))
-    tl.store(at, lse, mask=inside)
+    o_mask = (rows < Tq)[:, None] & (cv < VW)[None, :]
+    tl.store(at, lse, mask=rows < Tq)
     tl.store(o_at, acc.to(O.dtype.element_ty), mask=o_mask)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_keys(
-    Q, K, V, DO, L, DELTA, DK, DV, LIST, COUNTS, ORDER, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, DO, L, DELTA, DK, DV, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
-    Tq, Tk, H, groups, tiles, slope_rows, l_h, d_rows,
+    Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
     KW, VW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, DEAREST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (contiguous ``[B, Tk, groups, ·]``) of BN keys, over all query heads that read them."""
-    tile, bg = program(ORDER, DEAREST)
+    tile, bg = tl.program_id(0), tl.program_id(1)
     b, g = bg // groups, bg % groups
     keys, ck, cv = tile * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BV)
     k = load_rows(K + b.to(tl.int64) * k_b + g * k_h, keys, ck, Tk, KW, k_t, FULL_K)
@@ -209,7 +174,7 @@ def backward_keys(
                 rows = tl.load(LIST + tile.to(tl.int64) * tiles + n) * BM + tl.arange(0, BM)
                 q = load_rows(Q + b.to(tl.int64) * q_b + h * q_h, rows, ck, Tq, KW, q_t, FULL_K)
                 do = load_rows(DO + b.to(tl.int64) * o_b + h * o_h, rows, cv, Tq, VW, o_t, FULL_V)
-                at = of_head.to(tl.int64) * l_h + rows
+                at = of_head.to(tl.int64) * Tq + rows
                 lse = tl.load(L + at, mask=rows < Tq, other=float("inf"))
                 lse = tl.where(lse == -float("inf"), float("inf"), lse)[None, :]
                 delta = tl.load(DELTA + at, mask=rows < Tq, other=0.0)[None, :]
@@ -244,18 +209,18 @@ def backward_keys(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_queries(
-    Q, K, V, DO, L, DELTA, DQ, LIST, COUNTS, ORDER, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
+    Q, K, V, DO, L, DELTA, DQ, LIST, COUNTS, QP, QD, QI, KP, KD, KI, SLOPES, HEADS,
     scale, cap, left, right, keep_scale, threshold, seed_lo, seed_hi,
-    Tq, Tk, H, groups, tiles, slope_rows, l_h, d_rows,
+    Tq, Tk, H, groups, tiles, slope_rows,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
     KW, VW,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FULL_K: tl.constexpr, FULL_V: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr, DEAREST: tl.constexpr, ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, rows of contiguous ``[B, d_rows, H, K]``, of BM rows of one head. ADD: added to what stands there."""
-    tile, bh = program(ORDER, DEAREST)
+    """dq (contiguous ``[B, Tq, H, K]``) of BM rows of one head."""
+    tile, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     g = h // (H // groups)
     rows, ck, cv = tile * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
@@ -263,7 +228,7 @@ def backward_queries(
     do = load_rows(DO + b.to(tl.int64) * o_b + h * o_h, rows, cv, Tq, VW, o_t, FULL_V)
     qp = tl.load(QP + rows, mask=rows < Tq, other=0)[:, None]
     qd = tl.load(QD + rows, mask=rows < Tq, other=-4)[:, None]
-    at = bh.to(tl.int64) * l_h + rows
+    at = bh.to(tl.int64) * Tq + rows
     lse = tl.load(L + at, mask=rows < Tq, other=float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse)[:, None]
     delta = tl.load(DELTA + at, mask=rows < Tq, other=0.0)[:, None]
@@ -300,10 +265,6 @@ def backward_queries(
             if CAP:
                 ds *= slope_of_cap
             dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-    into = DQ + ((b * d_rows + rows).to(tl.int64)[:, None] * H + h) * KW + ck[None, :]
+    into = DQ + ((b * Tq + rows).to(tl.int64)[:, None] * H + h) * KW + ck[None, :]
     mask = (rows < Tq)[:, None] & (ck < KW)[None, :]
-    dq *= scale
-    if ADD:
-        mask = mask & (count > 0)
-        dq += tl.load(into, mask=mask, other=0.0).to(tl.float32)
-    tl.store(into, dq.to(DQ.dtype.element_ty), mask=mask)
+    tl.store(into, (dq * scale).to(DQ.dtype.element_ty), mask=mask)

@@ -20,19 +20,11 @@ interpreted = False
 
 
 class TritonBackend(AttentionBackend):
-    """Tiles that meet, in one call a block however many documents and runs there are.
-
-    Attributes:
-        dearest_first: whether the dearest tiles of all heads start first, rather than head by head.
-        in_place: whether a block is put together with those before it as it is computed, rather than in a pass of its
-            own.
-    """
+    """Tiles that meet, in one call a block however many documents and runs there are."""
 
     name = "triton"
     sums_wide = False
     knows = frozenset({"softcap", "alibi_slopes", "dropout_p"})
-
-    dearest_first = in_place = False
 
     def unsupported(self, ask: Ask) -> str:
         if ask.device.type != "cuda" and not interpreted:
@@ -52,16 +44,11 @@ class TritonBackend(AttentionBackend):
         if met is None:
             return
         q, k, v = (dense(x) for x in (q[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        before = out.alone() if self.in_place else None
-        if before is None:
-            o = q.new_empty(*q.shape[:3], v.shape[3])
-            lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        else:
-            o, lse = before[0][:, met.rows], before[1][:, :, met.rows]
-        block = Launcher(scores, met.pair, (q, k, v, o), lse, self.dearest_first)
-        block.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse, ADD=before is not None)
-        if before is None:
-            out.add(o, lse, met.rows)
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        block = Launcher(scores, met.pair, q, k, v, o)
+        block.over_queries(kernels.forward, table.FORWARD, q, k, v, o, lse)
+        out.add(o, lse, met.rows)
 
     def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
         from . import kernels
@@ -70,64 +57,30 @@ class TritonBackend(AttentionBackend):
         if met is None:
             return
         q, do, k, v = (dense(t) for t in (x.q[:, met.rows], x.do[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        lse, delta = _alike(x.lse[:, :, met.rows], x.delta[:, :, met.rows])
-        block = Launcher(scores, met.pair, (q, k, v, do), lse, self.dearest_first)
-        inputs = (q, k, v, do, lse, delta)
-        dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (k, v))
+        block = Launcher(scores, met.pair, q, k, v, do)
+        inputs = (q, k, v, do, *(t[:, :, met.rows].contiguous() for t in (x.lse, x.delta)))
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         block.over_keys(kernels.backward_keys, table.BACKWARD_KEYS, *inputs, dk, dv)
-        out.dk.add(dk, met.keys)
-        out.dv.add(dv, met.keys)
-        before = out.dq.alone() if self.in_place else None
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format) if before is None else before[:, met.rows]
-        block.over_queries(
-            kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq, ADD=before is not None,
-            d_rows=dq.stride(0) // dq.stride(1),
-        )  # fmt: skip
-        if before is None:
-            out.dq.add(dq, met.rows)
-
-
-class TritonInPlace(TritonBackend):
-    """The same kernels for many blocks of uneven work: packed documents and windows on a ring. Its last programs are
-    the cheapest of all heads, so that a block does not end with a GPU half idle, and no pass over memory follows.
-
-    It has not run on a GPU yet: a call takes it only where it names it.
-    """
-
-    name = "triton_in_place"
-    dearest_first = in_place = True
-
-    def suits(self, ask: Ask) -> bool:
-        return False
+        block.over_queries(kernels.backward_queries, table.BACKWARD_QUERIES, *inputs, dq)
+        out.add(dq, dk, dv, met.rows, met.keys)
 
 
 class Launcher:
     """One block's launches, and the arguments that its three kernels have in common.
 
     Args:
-        tensors: q, k, v, and o or a gradient with its strides. lse: or what else has a number a row, with its strides.
-        dearest_first: in which order programs start.
+        o: o, or a gradient with its strides.
     """
 
-    def __init__(
-        self,
-        scores: Scores,
-        pair: Pair,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-        lse: Tensor,
-        dearest_first: bool = False,
-    ) -> None:
-        self.scores, self.pair, self.dearest_first = scores, pair, dearest_first
-        (self.q, self.k, self.v, self.o), self.lse = tensors, lse
+    def __init__(self, scores: Scores, pair: Pair, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
+        self.scores, self.pair, self.q, self.k, self.v, self.o = scores, pair, q, k, v, o
 
-    def over_queries(
-        self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor, ADD: bool, d_rows: int = 0
-    ) -> None:
-        """Launch one program for each tile of queries of a head. ADD, d_rows: see the kernels."""
+    def over_queries(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
+        """Launch one program for each tile of queries of a head."""
         how = self._settings(settings)
         lists = plan.of_queries(self.pair, how.rows, how.keys)
         grid = -(-self.q.shape[1] // how.rows), self.q.shape[0] * self.q.shape[2]
-        self._launch(kernel, grid, how, lists, tensors, d_rows, ADD=ADD)
+        self._launch(kernel, grid, how, lists, tensors)
 
     def over_keys(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
         """Launch one program for each tile of keys of a key head."""
@@ -146,23 +99,21 @@ class Launcher:
         how: table.TileSettings,
         lists: plan.TileLists,
         tensors: tuple[Tensor, ...],
-        d_rows: int = 0,
-        **more: bool,
     ) -> None:
         from ....kernels.runtime.launch import launch
 
         s, widths = self.scores, (self.q.shape[3], self.v.shape[3])
         bk, bv = map(_padded, widths)
         launch(
-            kernel, grid[::-1] if self.dearest_first else grid, *tensors, *lists, *self._common(lists, d_rows),
+            kernel, grid, *tensors, *lists, *self._common(lists),
             BM=how.rows, BN=how.keys, BK=bk, BV=bv, FULL_K=bk == widths[0], FULL_V=bv == widths[1],
             CAP=s.softcap > 0, ALIBI=s.alibi_slopes is not None, DROP=s.dropout_p > 0,
             LEFT=s.left is not None, RIGHT=s.right is not None,
-            PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32", DEAREST=self.dearest_first, **more,
+            PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32",
             num_warps=how.warps, num_stages=how.stages, tensors="any",
         )  # fmt: skip
 
-    def _common(self, lists: plan.TileLists, d_rows: int) -> list:
+    def _common(self, lists: plan.TileLists) -> list:
         """The arguments that follow the lists, in the kernels' order."""
         from ....kernels.runtime.launch import filled
 
@@ -177,16 +128,9 @@ class Launcher:
             *filled(*self.pair.rows.columns, *self.pair.keys.columns, slopes, heads),
             s.scale, s.softcap, s.left or 0, s.right or 0, keep_scale, *map(_signed, (threshold, *s.seed_bits)),
             q.shape[1], k.shape[1], q.shape[2], k.shape[2], lists.tiles.shape[1], 1 if slopes is None else len(slopes),
-            self.lse.stride(1), d_rows,
             *(stride for x in (q, k, v, self.o) for stride in x.stride()[:3]),
             q.shape[3], v.shape[3],
         ]  # fmt: skip
-
-
-def _alike(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Both ``[B, H, T]`` as kernels read them: heads at one stride, the same of both."""
-    strides = lse.stride(1) * lse.shape[1], lse.stride(1), 1
-    return (lse, delta) if lse.stride() == delta.stride() == strides else (lse.contiguous(), delta.contiguous())
 
 
 def _padded(width: int) -> int:

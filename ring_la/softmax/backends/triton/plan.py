@@ -18,12 +18,10 @@ class TileLists(NamedTuple):
     Attributes:
         tiles: int32 ``[n, m]``, row i: first tiles that are seen whole, then those on a border.
         counts: int32 ``[n, 2]``, how many are whole, and how many in all.
-        order: int32 ``[n]``, the dearest first.
     """
 
     tiles: Tensor
     counts: Tensor
-    order: Tensor
 
 
 class Trimmed(NamedTuple):
@@ -98,5 +96,4 @@ def _lists(seen: Tensor, whole: Tensor) -> TileLists:
     rank = torch.where(whole, 0, torch.where(seen, 1, 2)).to(torch.int8)
     order = torch.argsort(rank, dim=1, stable=True).to(torch.int32).contiguous()
     counts = torch.stack([whole.sum(1), seen.sum(1)], 1).to(torch.int32).contiguous()
-    dearest = torch.argsort(seen.sum(1), descending=True, stable=True).to(torch.int32)
-    return TileLists(order, counts, dearest)
+    return TileLists(order, counts)
