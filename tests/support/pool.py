@@ -4,22 +4,26 @@
 
 `check` is an importable function of a test module. Each size P has its own process group over ranks 0..P−1, which
 `check` gets from `group()`. A rank's exception is raised in the test with that rank's traceback; a rank that does not
-answer within the timeout is killed with all others, and the next call starts a fresh pool. Ranks speak gloo on CPUs, or
+answer within the timeout is killed with all others, after its stack was read; the next call starts a fresh pool. Ranks speak gloo on CPUs, or
 NCCL with a GPU each.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import tests.support.without_fla  # noqa: F401
@@ -71,6 +75,7 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
+            _stacks(process.pid).unlink(missing_ok=True)
         self._processes, self._pipes = [], []
 
     def run(
@@ -87,6 +92,17 @@ class Ranks:
             self.stop()
         return results
 
+    def _where(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The stacks of ranks that do not answer."""
+        found = {}
+        for rank in ranks:
+            stacks = _stacks(self._processes[rank].pid)
+            if stacks.exists() and self._processes[rank].is_alive():
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+                time.sleep(0.5)
+                found[rank] = stacks.read_text()
+        return found
+
     def _collect(self, ranks: Sequence[int], timeout: float) -> list[Any]:
         results, errors, deadline = {}, {}, time.monotonic() + timeout
         for rank in ranks:
@@ -96,8 +112,10 @@ class Ranks:
                     left = min(left, 15.0)
                 if left <= 0 or not self._pipes[rank].poll(max(0.0, left)):
                     missing = sorted(set(ranks) - set(results) - set(errors))
+                    where = self._where(missing)
                     self.stop()
-                    raise RankError(_report(errors) + f"no answer from ranks {missing} within {timeout:.0f} s")
+                    text = _report(errors) + f"no answer from ranks {missing} within {timeout:.0f} s"
+                    raise RankError(text + _report(where))
                 try:
                     ok, value = self._pipes[rank].recv()
                 except EOFError:
@@ -113,6 +131,11 @@ def _report(errors: dict[int, str]) -> str:
     return "".join(f"\n--- rank {rank} ---\n{text}\n" for rank, text in sorted(errors.items()))
 
 
+def _stacks(pid: int) -> Path:
+    """Where a rank writes its stacks on SIGUSR1."""
+    return Path(tempfile.gettempdir()) / f"ring_la-rank-{pid}.txt"
+
+
 def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -122,6 +145,7 @@ def _free_port() -> int:
 def _serve(rank: int, size: int, port: int, pipe: Any, backend: str) -> None:
     """One rank: join, then answer calls until the pipe closes."""
     global _size
+    faulthandler.register(signal.SIGUSR1, file=_stacks(os.getpid()).open("w"))  # open as long as the process lives
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     import torch.distributed as dist
