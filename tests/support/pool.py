@@ -4,8 +4,8 @@
 
 `check` is an importable function of a test module. Each size P has its own process group over ranks 0..P−1, which
 `check` gets from `group()`. A rank's exception is raised in the test with that rank's traceback; a rank that does not
-answer within the timeout is killed with all others, after its stack was read; the next call starts a fresh pool. Ranks speak gloo on CPUs, or
-NCCL with a GPU each.
+answer within the timeout says where it stands and is killed with all others, and the next call starts a fresh pool.
+Ranks speak gloo on CPUs, or NCCL with a GPU each.
 """
 
 from __future__ import annotations
