@@ -2,6 +2,7 @@
 
 from .chosen import TritonChosen
 from .chosen_sorted import SortedChosen
+from .in_blocks import CanonicalTriton
 from .launch import TritonBackend
 
-__all__ = ["SortedChosen", "TritonBackend", "TritonChosen"]
+__all__ = ["CanonicalTriton", "SortedChosen", "TritonBackend", "TritonChosen"]
