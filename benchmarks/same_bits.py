@@ -7,8 +7,8 @@ python -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 8192 --rep
 torchrun --nproc-per-node 1 -m benchmarks.same_bits --config hybrid_1b --layers 4 --tokens 4096 --at-once --profile
 
 The digest is that of the loss and of all gradients of a step: runs with other numbers of ranks print the same one, of
-deterministic steps. `--config` is one of examples/configs, in bf16. `--at-once`: all blocks of a rank in one launch, which
-is asked for here as long as it is not the way on GPUs. `--profile`: the dearest kernels of one more step.
+deterministic steps. `--config` is one of examples/configs, in bf16. `--at-once`: all blocks of a rank in one launch,
+which is asked for here as long as it is not the way on GPUs. `--profile`: the dearest kernels of one more step.
 """
 
 from __future__ import annotations

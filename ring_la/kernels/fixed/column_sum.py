@@ -52,7 +52,7 @@ def sum_kernel(
 
 def largest_of_columns(x: Tensor) -> Tensor:
     """The largest magnitude in each column of ``x [rows, D]``, fp32 ``[D]``; inf where one is not finite."""
-    x, (rows, D) = aligned(x), x.shape
+    x, (rows, D), unit = aligned(x), x.shape, unit_of(x.shape[1])
     out = torch.zeros(D, dtype=torch.int32, device=x.device)
     if rows:
         launch(
@@ -61,8 +61,8 @@ def largest_of_columns(x: Tensor) -> Tensor:
             x,
             out,
             rows,
-            D // unit_of(D),
-            UNIT=unit_of(D),
+            D // unit,
+            UNIT=unit,
             RUN=RUN,
             BR=16,
             BD=WIDE,
@@ -73,11 +73,11 @@ def largest_of_columns(x: Tensor) -> Tensor:
 
 def column_sums(x: Tensor, above: Tensor, headroom: int) -> Tensor:
     """The sums of ``x [rows, D]`` on the grid of ``above [D]``, fp64 powers of two; fp64 ``[D]``."""
-    x, (rows, D) = aligned(x), x.shape
+    x, (rows, D), unit = aligned(x), x.shape, unit_of(x.shape[1])
     out = torch.zeros(D, dtype=torch.float64, device=x.device)
     if rows:
         launch(
-            sum_kernel, (cdiv(rows, RUN), cdiv(D, WIDE)), x, aligned(above), out, rows, D // unit_of(D), UNIT=unit_of(D), HEADROOM=1.5 * 2**headroom,
-            RUN=RUN, BR=16, BD=WIDE, num_warps=4,
+            sum_kernel, (cdiv(rows, RUN), cdiv(D, WIDE)), x, aligned(above), out, rows, D // unit, UNIT=unit,
+            HEADROOM=1.5 * 2**headroom, RUN=RUN, BR=16, BD=WIDE, num_warps=4,
         )  # fmt: skip
     return out

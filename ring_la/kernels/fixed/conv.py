@@ -114,8 +114,8 @@ def block_conv(x: Tensor, lead: Tensor, weight: Tensor, bias: Tensor | None, pla
     unit = unit_of(D)
     if len(places):
         launch(
-            conv_forward_kernel, (len(places), cdiv(D, WIDE)), *filled(x, lead, weight, bias), places, o, D // unit, W=W, UNIT=unit,
-            BT=BLOCK, BD=WIDE, SILU=silu, BIAS=bias is not None, num_warps=4,
+            conv_forward_kernel, (len(places), cdiv(D, WIDE)), *filled(x, lead, weight, bias), places, o, D // unit,
+            W=W, UNIT=unit, BT=BLOCK, BD=WIDE, SILU=silu, BIAS=bias is not None, num_warps=4,
         )  # fmt: skip
     return o
 
@@ -131,8 +131,8 @@ def block_conv_gradients(
     if count:
         grid, unit = (count, cdiv(D, WIDE)), unit_of(D)
         launch(
-            slope_kernel, grid, *filled(x, lead, weight, bias), places, do, dz, sums, D // unit, W=W, UNIT=unit, BT=BLOCK, BD=WIDE,
-            SILU=silu, BIAS=bias is not None, num_warps=4,
+            slope_kernel, grid, *filled(x, lead, weight, bias), places, do, dz, sums, D // unit, W=W, UNIT=unit,
+            BT=BLOCK, BD=WIDE, SILU=silu, BIAS=bias is not None, num_warps=4,
         )  # fmt: skip
         launch(
             conv_back_kernel, grid, dz, weight, places, dx, dlead if W > 1 else dx, D // unit, W=W, UNIT=unit,

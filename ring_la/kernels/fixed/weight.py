@@ -115,6 +115,7 @@ def block_sums(
         some = places[i : i + GROUP]
         launch(
             weight_kernel, (cdiv(N, TILE) * cdiv(K, TILE),), dy, x, some, above_y, above_x, out, len(some),
-            N // unit, K // unit, UNIT=unit, BT=BLOCK, BN=TILE, BK=TILE, START=START, ADD=not once, PREC="ieee", num_warps=8, num_stages=3,
+            N // unit, K // unit, UNIT=unit, BT=BLOCK, BN=TILE, BK=TILE, START=START, ADD=not once, PREC="ieee",
+            num_warps=8, num_stages=3,
         )  # fmt: skip
     return out if once or dtype is None else out.to(torch.float32).to(dtype)

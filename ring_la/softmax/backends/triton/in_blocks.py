@@ -1,8 +1,8 @@
 """Our kernels with the same bits however a sequence is split: `Canonical` in few launches.
 
 The side that a row sums over stands in blocks of 64 at fixed places of its documents, filled up with rows of
-nobody, and is met first blocks first, each under its mask. To a row a block that it does not see is an exact nothing, so that rows
-of any other place, document or rank may lie in its tile.
+nobody, and is met first blocks first, each under its mask. To a row a block that it does not see is an
+exact nothing, so that rows of any other place, document or rank may lie in its tile.
 """
 
 from __future__ import annotations
