@@ -63,8 +63,11 @@ def seconds(deterministic: bool, options: argparse.Namespace) -> tuple[list[floa
         profiled(lambda: model.loss(ids, layout=layout).backward(), cp.device)
     found = [cp.comm.all_reduce(loss.detach()).wait(), *(p.grad for p in model.parameters())]
     bits = hashlib.sha256()
-    for t in found:
-        bits.update(t.float().cpu().numpy().tobytes())
+    for name, t in zip(("loss", *(n for n, _ in model.named_parameters())), found):
+        own = t.float().cpu().numpy().tobytes()
+        bits.update(own)
+        if options.each and cp.rank == 0:
+            print(f"    {hashlib.sha256(own).hexdigest()[:8]} {name}", flush=True)
     return out, bits.hexdigest()[:16]
 
 
@@ -96,6 +99,7 @@ def main() -> None:
     parser.add_argument("--config", help="of examples/configs, in place of --dim")
     parser.add_argument("--only", choices=("plain", "same"), help="steps of one kind alone")
     parser.add_argument("--at-once", action="store_true", help="the blocks of a rank in one launch")
+    parser.add_argument("--each", action="store_true", help="the digest of each gradient, too")
     parser.add_argument("--profile", action="store_true", help="what a step spends on kernels")
     parser.add_argument("--layers", type=int, help="the first so many of them")
     args = parser.parse_args()

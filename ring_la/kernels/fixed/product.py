@@ -19,12 +19,12 @@ ROWS, DEEP, TALL = 128, 64, 8
 
 @triton.jit(do_not_specialize=("M", "N", "K"))
 def product_kernel(
-    x, w, bias, y, M, N, K, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
+    x, w, bias, y, M, N, K, UN: tl.constexpr, UK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y ``[M, N]``, N and K in units; w is ``[K, N]``, or TRANSPOSED ``[N, K]``."""
-    N *= UNIT
-    K *= UNIT
+    """One tile of y ``[M, N]``, N and K in units of UN and UK; w is ``[K, N]``, or TRANSPOSED ``[N, K]``."""
+    N *= UN
+    K *= UK
     down, across = (M + BM - 1) // BM, (N + BN - 1) // BN
     pid = tl.program_id(0)
     first = pid // (GROUP * across) * GROUP
@@ -58,15 +58,15 @@ def row_product(x: Tensor, w: Tensor, bias: Tensor | None = None, *, transposed:
     if not rows:
         return y
     wide = 256 if N > 128 and x.dtype.itemsize == 2 else 128 if N > 64 else 64
-    unit = unit_of(N, K)
+    un, uk = unit_of(N), unit_of(K)
     launch(
         product_kernel, (-(-rows // ROWS) * -(-N // wide),), x, w, x if bias is None else aligned(bias), y,
-        rows, N // unit, K // unit, UNIT=unit, BM=ROWS, BN=wide, BK=DEEP if x.dtype.itemsize == 2 else 32, GROUP=TALL,
+        rows, N // un, K // uk, UN=un, UK=uk, BM=ROWS, BN=wide, BK=DEEP if x.dtype.itemsize == 2 else 32, GROUP=TALL,
         TRANSPOSED=transposed, BIAS=bias is not None, PREC="ieee", num_warps=8, num_stages=3,
     )  # fmt: skip
     return y
 
 
-def unit_of(*sizes: int) -> int:
-    """What sizes are passed in, so that a kernel knows of rows on 16-byte boundaries and is compiled once for them."""
-    return 16 if all(n % 16 == 0 for n in sizes) else 1
+def unit_of(size: int) -> int:
+    """What a size is passed in, so that a kernel knows of rows on 16-byte boundaries and is compiled once for them."""
+    return 16 if size % 16 == 0 else 1

@@ -43,12 +43,12 @@ def norms_kernel(x, places, out, D, UNIT: tl.constexpr, BT: tl.constexpr, BD: tl
 
 @triton.jit(do_not_specialize=("COUNT", "N", "K"))
 def weight_kernel(
-    dy, x, places, above_y, above_x, out, COUNT, N, K, UNIT: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
+    dy, x, places, above_y, above_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out [N, K]`` over COUNT blocks; ADD: to what is there, in fp64."""
-    N *= UNIT
-    K *= UNIT
+    N *= UN
+    K *= UK
     across = (K + BK - 1) // BK
     n = tl.program_id(0) // across * BN + tl.arange(0, BN)
     k = tl.program_id(0) % across * BK + tl.arange(0, BK)
@@ -110,12 +110,12 @@ def block_sums(
     N, K = dy.shape[-1], x.shape[-1]
     once = dtype is not None and 0 < len(places) <= GROUP
     out = dy.new_empty(N, K, dtype=dtype) if once else torch.zeros(N, K, dtype=torch.float64, device=dy.device)
-    unit = unit_of(N, K)
+    un, uk = unit_of(N), unit_of(K)
     for i in range(0, len(places), GROUP):
         some = places[i : i + GROUP]
         launch(
             weight_kernel, (cdiv(N, TILE) * cdiv(K, TILE),), dy, x, some, above_y, above_x, out, len(some),
-            N // unit, K // unit, UNIT=unit, BT=BLOCK, BN=TILE, BK=TILE, START=START, ADD=not once, PREC="ieee",
-            num_warps=8, num_stages=3,
+            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=TILE, BK=TILE, START=START, ADD=not once, PREC="ieee",
+            num_warps=8, num_stages=7,  # of which places and what is loaded by them take three
         )  # fmt: skip
     return out if once or dtype is None else out.to(torch.float32).to(dtype)
