@@ -58,7 +58,7 @@ def _by_kernels(x: Tensor, layout: ShardedLayout, headroom: int) -> Tensor:
     top, comm = largest_of_columns(x), layout.cp.comm
     if comm.size > 1:
         top = comm.all_reduce(top, dist.ReduceOp.MAX).wait()
-    total = column_sums(x, power_above(top), headroom)
+    total = column_sums(x, top, headroom)
     return total if comm.size == 1 else comm.all_reduce(total).wait()
 
 

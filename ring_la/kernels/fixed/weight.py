@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_la.kernels.fixed.grid import power_above
 from ring_la.kernels.fixed.product import unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.spans.table import cdiv
@@ -43,7 +44,7 @@ def norms_kernel(x, places, out, D, UNIT: tl.constexpr, BT: tl.constexpr, BD: tl
 
 @triton.jit(do_not_specialize=("COUNT", "N", "K"))
 def weight_kernel(
-    dy, x, places, above_y, above_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
+    dy, x, places, norms_y, norms_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``out [N, K]`` over COUNT blocks; ADD: to what is there, in fp64."""
@@ -53,9 +54,9 @@ def weight_kernel(
     n = tl.program_id(0) // across * BN + tl.arange(0, BN)
     k = tl.program_id(0) % across * BK + tl.arange(0, BK)
     t = tl.arange(0, BT)
-    top_y = tl.load(above_y + n, n < N, other=1.0)
-    top_x = tl.load(above_x + k, k < K, other=1.0)
-    acc = (top_y * START)[:, None] * top_x[None, :]
+    above_y = power_above(tl.load(norms_y + n, n < N, other=1.0)) * START
+    above_x = power_above(tl.load(norms_x + k, k < K, other=1.0))
+    acc = above_y[:, None] * above_x[None, :]
     for i in range(0, COUNT):
         start, stop = tl.load(places + i * 2), tl.load(places + i * 2 + 1)
         rows = start + t
@@ -67,7 +68,7 @@ def weight_kernel(
         )
         part = tl.dot(left, right, input_precision=PREC)
         acc += (part.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
-    total = acc - (top_y * START)[:, None] * top_x[None, :]
+    total = acc - above_y[:, None] * above_x[None, :]
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ADD:
@@ -76,45 +77,35 @@ def weight_kernel(
         tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
-def largest_norms(x: Tensor, places: Tensor) -> Tensor:
-    """Above the norms of all columns of all blocks ``[D]``, fp32, of ``x [rows, D]``; inf where one is not finite."""
+def largest_norms(x: Tensor, places: Tensor, out: Tensor) -> None:
+    """Bounds of the norms of all columns of all blocks of ``x [rows, D]`` into ``out [D]``, int32 zeros: the bits of
+    fp32 numbers; inf where one is not finite."""
     x, D = aligned(x), x.shape[-1]
-    out = torch.zeros(D, dtype=torch.int32, device=x.device)
+    unit = unit_of(D)
     if len(places):
         launch(
-            norms_kernel,
-            (len(places), cdiv(D, TILE)),
-            x,
-            places,
-            out,
-            D // unit_of(D),
-            UNIT=unit_of(D),
-            BT=BLOCK,
-            BD=TILE,
+            norms_kernel, (len(places), cdiv(D, TILE)), x, places, out, D // unit, UNIT=unit, BT=BLOCK, BD=TILE,
             num_warps=4,
-        )
-    return out.view(torch.float32)
+        )  # fmt: skip
 
 
 def block_sums(
-    dy: Tensor, x: Tensor, places: Tensor, above_y: Tensor, above_x: Tensor, dtype: torch.dtype | None
+    dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, dtype: torch.dtype | None
 ) -> Tensor:
     """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: fp64 multiples of the grid,
     or rounded once to `dtype`, for whom nothing is to be added to it.
 
     Args:
-        places: int32 ``[blocks, 2]``, where each starts and ends. above_y, above_x: fp32 powers of two above
-            `largest_norms` on all ranks.
+        places: int32 ``[blocks, 2]``, where each starts and ends. norms_y, norms_x: `largest_norms` on all ranks, fp32.
     """
-    dy, x, above_y, above_x = map(aligned, (dy, x, above_y, above_x))
-    N, K = dy.shape[-1], x.shape[-1]
+    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
     once = dtype is not None and 0 < len(places) <= GROUP
     out = dy.new_empty(N, K, dtype=dtype) if once else torch.zeros(N, K, dtype=torch.float64, device=dy.device)
     un, uk = unit_of(N), unit_of(K)
     for i in range(0, len(places), GROUP):
         some = places[i : i + GROUP]
         launch(
-            weight_kernel, (cdiv(N, TILE) * cdiv(K, TILE),), dy, x, some, above_y, above_x, out, len(some),
+            weight_kernel, (cdiv(N, TILE) * cdiv(K, TILE),), dy, x, some, norms_y, norms_x, out, len(some),
             N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=TILE, BK=TILE, START=START, ADD=not once, PREC="ieee",
             num_warps=8, num_stages=7,  # of which places and what is loaded by them take three
         )  # fmt: skip
