@@ -95,15 +95,10 @@ def _weight_at_once(dy: Tensor, x: Tensor, weight: Tensor, layout: ShardedLayout
 
     places, comm = places_of(layout, x.shape[0]), layout.cp.comm
     dy, x = dy.flatten(0, 1), x.flatten(0, 1)
-    N, K = dy.shape[1], x.shape[1]
-    behind = -(-N // 4) * 4  # on a boundary
-    norms = torch.zeros(behind + K, dtype=torch.int32, device=x.device)
-    largest_norms(dy, places, norms[:N])
-    largest_norms(x, places, norms[behind:])
-    norms = norms.view(torch.float32)
+    norms, behind = largest_norms(dy, x, places)
     if comm.size > 1:
         norms = comm.all_reduce(norms, dist.ReduceOp.MAX).wait()
-    tensors = dy, x, places, norms[:N], norms[behind:]
+    tensors = dy, x, places, norms, norms[behind:]
     if comm.size == 1:
         return block_sums(*tensors, weight.dtype)
     whole = comm.all_reduce(block_sums(*tensors, None)).wait()

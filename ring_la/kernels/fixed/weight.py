@@ -22,24 +22,36 @@ from ring_la.kernels.spans.table import cdiv
 
 BLOCK, GROUP = 64, 64
 """Tokens of a block, and blocks that are added before the sum is read off."""
-TILE = 128
+TILE, WIDE = 128, 128
 START = 1.5 * 2**8
 """C in units of ``above_y · above_x``."""
 
 
-@triton.jit(do_not_specialize=("D",))
-def norms_kernel(x, places, out, D, UNIT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+@triton.jit
+def block_norms(x, places, out, tile, D, BT: tl.constexpr, BD: tl.constexpr):
     """The largest norm of a column of a block, so far: floats ≥ 0 stand in the order of their bits."""
-    D *= UNIT
     start, stop = tl.load(places + tl.program_id(0) * 2), tl.load(places + tl.program_id(0) * 2 + 1)
-    t, d = start + tl.arange(0, BT), tl.program_id(1) * BD + tl.arange(0, BD)
+    t, d = start + tl.arange(0, BT), tile * BD + tl.arange(0, BD)
     at = t.to(tl.int64)[:, None] * D + d[None, :]
-    y = tl.abs(tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32))
-    top = tl.max(y, 0)
-    q = y / tl.where(top > 0, top, 1.0)[None, :]
-    norm = top * tl.sqrt(tl.sum(q * q, 0)) * 1.01
-    norm = tl.where(tl.sum((y < float("inf")).to(tl.int32), 0) == BT, norm, float("inf"))  # a NaN, too
+    y = tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * 2.0**30
+    norm = tl.sqrt(tl.sum(y * y, 0)) * (1.01 * 2.0**-30)
+    norm = tl.where(norm < float("inf"), norm, float("inf"))  # a NaN, too
     tl.atomic_max(out + d, norm.to(tl.int32, bitcast=True), d < D)
+
+
+@triton.jit(do_not_specialize=("N", "K"))
+def norms_kernel(
+    dy, x, places, norms_y, norms_x, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+):
+    """Of both."""
+    N *= UN
+    K *= UK
+    tiles = (N + BD - 1) // BD
+    tile = tl.program_id(1)
+    if tile < tiles:
+        block_norms(dy, places, norms_y, tile, N, BT, BD)
+    else:
+        block_norms(x, places, norms_x, tile - tiles, K, BT, BD)
 
 
 @triton.jit(do_not_specialize=("COUNT", "N", "K"))
@@ -57,15 +69,12 @@ def weight_kernel(
     above_y = power_above(tl.load(norms_y + n, n < N, other=1.0)) * START
     above_x = power_above(tl.load(norms_x + k, k < K, other=1.0))
     acc = above_y[:, None] * above_x[None, :]
+    of_y, of_x = n[:, None] + t[None, :] * N, t[:, None] * K + k[None, :]  # within a block: small numbers
     for i in range(0, COUNT):
-        start, stop = tl.load(places + i * 2), tl.load(places + i * 2 + 1)
-        rows = start + t
-        left = tl.load(
-            dy + rows.to(tl.int64)[None, :] * N + n[:, None], (rows < stop)[None, :] & (n < N)[:, None], other=0.0
-        )
-        right = tl.load(
-            x + rows.to(tl.int64)[:, None] * K + k[None, :], (rows < stop)[:, None] & (k < K)[None, :], other=0.0
-        )
+        start = tl.load(places + i * 2)
+        rows = tl.load(places + i * 2 + 1) - start
+        left = tl.load(dy + start.to(tl.int64) * N + of_y, (t < rows)[None, :] & (n < N)[:, None], other=0.0)
+        right = tl.load(x + start.to(tl.int64) * K + of_x, (t < rows)[:, None] & (k < K)[None, :], other=0.0)
         part = tl.dot(left, right, input_precision=PREC)
         acc += (part.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
     total = acc - above_y[:, None] * above_x[None, :]
@@ -77,16 +86,19 @@ def weight_kernel(
         tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
-def largest_norms(x: Tensor, places: Tensor, out: Tensor) -> None:
-    """Bounds of the norms of all columns of all blocks of ``x [rows, D]`` into ``out [D]``, int32 zeros: the bits of
-    fp32 numbers; inf where one is not finite."""
-    x, D = aligned(x), x.shape[-1]
-    unit = unit_of(D)
+def largest_norms(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
+    """Bounds of the norms of all columns of all blocks of ``dy [rows, N]``, and from the place returned on of
+    ``x [rows, K]``, fp32; inf where one is not finite."""
+    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
+    behind = cdiv(N, 4) * 4  # on a boundary of 16 bytes
+    out = torch.zeros(behind + K, dtype=torch.int32, device=x.device)
+    un, uk = unit_of(N), unit_of(K)
     if len(places):
         launch(
-            norms_kernel, (len(places), cdiv(D, TILE)), x, places, out, D // unit, UNIT=unit, BT=BLOCK, BD=TILE,
-            num_warps=4,
+            norms_kernel, (len(places), cdiv(N, WIDE) + cdiv(K, WIDE)), dy, x, places, out, out[behind:],
+            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BD=WIDE, num_warps=4,
         )  # fmt: skip
+    return out.view(torch.float32), behind
 
 
 def block_sums(
