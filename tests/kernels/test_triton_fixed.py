@@ -12,7 +12,7 @@ interpreted()
 compute_bf16()
 
 from ring_la.algebra import Rule  # noqa: E402
-from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns  # noqa: E402
+from ring_la.kernels.fixed.column_sum import column_sums, largest_of_columns, whole_sums  # noqa: E402
 from ring_la.kernels.fixed.product import row_product  # noqa: E402
 from ring_la.kernels.fixed.weight import block_sums, largest_norms  # noqa: E402
 from ring_la.kernels.protocol import Backward, Inputs  # noqa: E402
@@ -59,10 +59,11 @@ def test_columns_add_in_any_order():
     largest = largest_of_columns(x)
     whole = column_sums(x, largest, 24)
     assert torch.equal(column_sums(x.flip(0), largest, 24), whole)
+    assert torch.equal(whole_sums(x, 24), whole)
     assert torch.equal(column_sums(x[:70], largest, 24) + column_sums(x[70:], largest, 24), whole)
     torch.testing.assert_close(whole, x.double().sum(0), rtol=1e-6, atol=0)
     x[3, 4] = float("nan")
-    assert column_sums(x, largest_of_columns(x), 24).isfinite().sum() == 19
+    assert column_sums(x, largest_of_columns(x), 24).isfinite().sum() == whole_sums(x, 24).isfinite().sum() == 19
 
 
 @pytest.mark.parametrize("rule", ["delta_scalar", "delta_diagonal", "additive_diagonal", "dplr_diagonal"])

@@ -14,6 +14,8 @@ from ring_la.kernels.spans.table import cdiv
 
 RUN, WIDE = 256, 64
 """Rows and columns of a program."""
+FEW, NARROW = 1024, 32
+"""Rows of which one program does all, and its columns."""
 
 
 @triton.jit(do_not_specialize=("rows", "D"))
@@ -49,6 +51,43 @@ def sum_kernel(
         y = tl.load(x + i[:, None] * D + d[None, :], live, other=0.0).to(tl.float64)
         total += tl.sum((y + shift) - shift, 0)
     tl.atomic_add(out + d, total, d < D)
+
+
+@triton.jit(do_not_specialize=("rows", "D"))
+def whole_sum_kernel(x, out, rows, D, UNIT: tl.constexpr, HEADROOM: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Both over all rows of BD columns."""
+    D *= UNIT
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    top = tl.zeros([BD], tl.float32)
+    wrong = tl.zeros([BD], tl.int32)
+    for first in range(0, rows, BR):
+        i = (first + tl.arange(0, BR)).to(tl.int64)
+        live = (i < rows)[:, None] & (d < D)[None, :]
+        y = tl.abs(tl.load(x + i[:, None] * D + d[None, :], live, other=0.0).to(tl.float32))
+        top = tl.maximum(top, tl.max(y, 0))
+        wrong += tl.sum((y < float("inf")).to(tl.int32) - 1, 0)
+    shift = (power_above(tl.where(wrong == 0, top, float("inf"))).to(tl.float64) * HEADROOM)[None, :]
+    total = tl.zeros([BD], tl.float64)
+    for first in range(0, rows, BR):
+        i = (first + tl.arange(0, BR)).to(tl.int64)
+        live = (i < rows)[:, None] & (d < D)[None, :]
+        y = tl.load(x + i[:, None] * D + d[None, :], live, other=0.0).to(tl.float64)
+        total += tl.sum((y + shift) - shift, 0)
+    tl.store(out + d, total, d < D)
+
+
+def whole_sums(x: Tensor, headroom: int) -> Tensor:
+    """`column_sums` of ``x [rows, D]`` to which no other rank adds, fp64 ``[D]``."""
+    x, (rows, D), unit = aligned(x), x.shape, unit_of(x.shape[1])
+    if rows > FEW:
+        return column_sums(x, largest_of_columns(x), headroom)
+    out = torch.empty(D, dtype=torch.float64, device=x.device)
+    if D:
+        launch(
+            whole_sum_kernel, (cdiv(D, NARROW),), x, out, rows, D // unit, UNIT=unit, HEADROOM=1.5 * 2**headroom,
+            BR=64, BD=NARROW, num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def largest_of_columns(x: Tensor) -> Tensor:
