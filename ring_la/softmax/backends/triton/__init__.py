@@ -3,5 +3,6 @@
 from .chosen import TritonChosen
 from .chosen_sorted import SortedChosen
 from .launch import TritonBackend
+from .span_launch import TritonSpans
 
-__all__ = ["SortedChosen", "TritonBackend", "TritonChosen"]
+__all__ = ["SortedChosen", "TritonBackend", "TritonChosen", "TritonSpans"]

@@ -90,7 +90,7 @@ class Launcher:
         self._launch(kernel, grid, how, lists, tensors)
 
     def _settings(self, settings: dict[int, table.TileSettings]) -> table.TileSettings:
-        return table.settings(settings, max(map(_padded, (self.q.shape[3], self.v.shape[3]))), self.q.dtype)
+        return table.settings(settings, max(map(padded, (self.q.shape[3], self.v.shape[3]))), self.q.dtype)
 
     def _launch(
         self,
@@ -103,7 +103,7 @@ class Launcher:
         from ....kernels.runtime.launch import launch
 
         s, widths = self.scores, (self.q.shape[3], self.v.shape[3])
-        bk, bv = map(_padded, widths)
+        bk, bv = map(padded, widths)
         launch(
             kernel, grid, *tensors, *lists, *self._common(lists),
             BM=how.rows, BN=how.keys, BK=bk, BV=bv, FULL_K=bk == widths[0], FULL_V=bv == widths[1],
@@ -133,7 +133,7 @@ class Launcher:
         ]  # fmt: skip
 
 
-def _padded(width: int) -> int:
+def padded(width: int) -> int:
     """Columns of a tile that holds `width`."""
     return max(16, 1 << (width - 1).bit_length())
 
