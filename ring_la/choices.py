@@ -33,7 +33,6 @@ SoftmaxBackend = Literal[
     "fa3_fwd_fp8",
     "flash_attn_4",
     "sage",
-    "triton_spans",
     "triton",
     "cpu_flash",
     "torch",

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.attention.bench import document_offsets, share_of_scores
 from benchmarks.options import names, need_gpus
 from ring_la.softmax.backends import BACKENDS
-from ring_la.softmax.backends.triton import kernels, launch, span_kernels, span_launch, spans, table
+from ring_la.softmax.backends.triton import kernels, launch, span_kernels, span_launch, table
 from ring_la.softmax.backends.triton.table import TileSettings as Tiling
 from ring_la.softmax.geometry import Pair, Tokens
 from ring_la.softmax.merging import Partial, row_sums
@@ -42,14 +42,27 @@ GRID = {
         Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 3), Tiling(64, 128, 4, 2),
     ],
 }  # fmt: skip
+WIDE = {
+    "forward": [
+        Tiling(128, 64, 8, 2), Tiling(64, 64, 4, 2), Tiling(128, 32, 8, 2), Tiling(128, 32, 8, 3), Tiling(64, 32, 4, 3),
+        Tiling(64, 64, 8, 2),
+    ],
+    "keys": [
+        Tiling(64, 32, 4, 2), Tiling(32, 32, 4, 2), Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 3),
+        Tiling(64, 64, 8, 1),
+    ],
+    "queries": [
+        Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 3), Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2),
+        Tiling(128, 64, 8, 1),
+    ],
+}  # fmt: skip
+"""Of heads of 256 channels."""
 TABLES = {"forward": "FORWARD", "keys": "BACKWARD_KEYS", "queries": "BACKWARD_QUERIES"}
-SPANS = {"forward": "SPANS_FORWARD", "keys": "SPANS_KEYS", "queries": "SPANS_QUERIES"}
 CASES = {
     "packed": (32768, "log", -1), "packed tail": (32768, "tail", -1), "window 4096": (16384, "", 4096),
     "causal": (16384, "", -1),
 }  # fmt: skip
 PRODUCTS = {"forward": 4, "keys": 8, "queries": 6}
-ORDERS = 0, 32
 REPEATS, ROUNDS = 3, 3
 Pass = Callable[[], list[Tensor]]
 
@@ -75,22 +88,30 @@ class Case:
 
     def general(self, which: str) -> list[Tensor]:
         tensors, given, results = self._tensors(which)
-        call = launch.Launcher(self.scores, self.pair, *tensors)
+        call = launch.General(self.scores, self.pair, *tensors)
         over = call.over_keys if which == "keys" else call.over_queries
         kernel = {"forward": kernels.forward, "keys": kernels.backward_keys, "queries": kernels.backward_queries}[which]
-        over(kernel, getattr(table, TABLES[which]), self.q, self.k, self.v, *given, *results)
+        over(
+            kernel,
+            getattr(table, TABLES[which]),
+            self.q,
+            self.k,
+            self.v,
+            *given,
+            *results,
+            *results[: which != "forward"],
+        )
         return results
 
-    def by_spans(self, which: str, how: Tiling, apart: int = spans.APART) -> list[Tensor]:
-        """`apart`: heads whose items start all at once."""
+    def by_spans(self, which: str, how: Tiling) -> list[Tensor]:
         tensors, given, results = self._tensors(which)
-        call, spans.APART = span_launch.SpanCall(self.pair, self.scores, *tensors), apart
+        call = span_launch.OfSpans(self.scores, self.pair, *tensors)
         settings = dict.fromkeys((64, 128, 256), how)
         if which == "keys":
-            call.over_keys(span_kernels.backward_keys, settings, *given[1:], *results)
+            call.over_keys(span_kernels.backward_keys, settings, *given[1:], *results, results[0])
         else:
             kernel = span_kernels.forward if which == "forward" else span_kernels.backward_queries
-            call.over_queries(kernel, settings, *given, *results)
+            call.over_queries(kernel, settings, *given, *results, *results[: which == "queries"])
         return results
 
     def _tensors(self, which: str) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
@@ -118,11 +139,10 @@ def apart(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def passes(case: Case, which: str) -> dict[str, Pass]:
-    """The general kernel, and those of spans by setting: the first of them also with other orders of programs."""
-    first, *_ = settings = GRID[which]
+    """The general kernel, and those of spans by setting."""
     out: dict[str, Pass] = {"general": functools.partial(case.general, which)}
-    out |= {str(tuple(how)): functools.partial(case.by_spans, which, how) for how in settings}
-    return out | {f"{tuple(first)} {n}": functools.partial(case.by_spans, which, first, n) for n in ORDERS}
+    grid = GRID if case.q.shape[-1] <= 128 else WIDE
+    return out | {str(tuple(how)): functools.partial(case.by_spans, which, how) for how in grid[which]}
 
 
 def compile_all(cases: list[Case]) -> int:

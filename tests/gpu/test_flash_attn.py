@@ -28,10 +28,9 @@ KERNELS = (
     "fa3_fwd",
     "fa3_fwd_fp8",
     "flash_attn_4",
-    "triton_spans",
     "triton",
 )
-HEADS = ((64, (4, 4), KERNELS), (128, (8, 2), KERNELS), (256, (8, 2), ("cudnn", "flash", "triton_spans", "triton")))
+HEADS = ((64, (4, 4), KERNELS), (128, (8, 2), KERNELS), (256, (8, 2), ("cudnn", "flash", "triton")))
 """Channels, heads of queries and of keys, and the kernels that are asked for them."""
 MASKS: dict[str, dict] = {
     "causal": dict(right=0),

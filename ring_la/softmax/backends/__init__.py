@@ -14,7 +14,7 @@ from .flash_attn import FlashAttnCuTe, FlashAttnHopper, FlashAttnHopperForward, 
 from .latents import FORMS, LatentBackend, cheaper_form
 from .sage import SageAttention
 from .torch_backend import TorchBackend
-from .triton import SortedChosen, TritonBackend, TritonChosen, TritonSpans
+from .triton import SortedChosen, TritonBackend, TritonChosen
 
 _KERNELS = (
     FlashAttnCuTe(),
@@ -25,7 +25,6 @@ _KERNELS = (
     FlashAttnHopperForward(),
     FlashAttnHopperFP8(),
     SageAttention(),
-    TritonSpans(),
     TritonBackend(),
     CPUFlash(),
     TorchBackend(),

@@ -1,132 +1,110 @@
-"""The kernels of spans as a backend: what they do not know goes to the general ones."""
+"""Launching the kernels of spans, which fetch tiles by descriptors; which blocks they take."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...geometry import Pair
-from ...merging import Gradients, Partial
-from ...merging.parts import dense
-from ...scores import Scores
-from ..backend import Ask, QueryRows
-from . import plan, spans, table
-from .launch import TritonBackend, padded
+from . import spans, table
+from .launch import Block, OfSums, padded
 from .table import TileSettings
 
 if TYPE_CHECKING:
     from ....kernels.runtime.triton_version import TensorDescriptor
 
+BOUNDARY = 16
+"""Bytes: what a descriptor describes begins there, and so does each row of it."""
 
-class TritonSpans(TritonBackend):
-    """Documents, windows and order by spans of keys; other scores and orders by `TritonBackend`."""
 
-    name = "triton_spans"
+def takes(block: Block) -> bool:
+    """Whether these kernels do a block: spans are all there is to its scores, and its tiles can be described."""
+    tensors = block.q, block.k, block.v, block.o
+    return (
+        max(64, block.width) in table.SPANS_FORWARD
+        and spans.simple(block.pair, block.scores)
+        and _has_copy_engine(block.q)
+        and all(map(_aligned, tensors))
+    )
 
-    def suits(self, ask: Ask) -> bool:
-        """By name only: these kernels have not been timed on a GPU."""
-        return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Partial) -> None:
+def _has_copy_engine(x: Tensor) -> bool:
+    """Whether the device fetches tiles by descriptors (of 16 bits a number: fp32 has not been tried)."""
+    return not x.is_cuda or (x.element_size() == 2 and torch.cuda.get_device_capability(x.device)[0] >= 9)
+
+
+def _aligned(x: Tensor) -> bool:
+    steps = (stride * x.element_size() for stride in x.stride()[:3])
+    return x.numel() > 0 and x.data_ptr() % BOUNDARY == 0 and all(step % BOUNDARY == 0 for step in steps)
+
+
+class OfSpans(Block):
+    """The kernels of spans (`span_kernels`)."""
+
+    def forward(self, o: Tensor, lse: Tensor) -> None:
+        """Write o and lse."""
         from . import span_kernels
 
-        met = plan.trimmed(pair)
-        if met is None:
-            return
-        if not spans.simple(met.pair, scores):
-            return super().forward(q, k, v, scores, pair, out)
-        q, k, v = (dense(x) for x in (q[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        o = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        call = SpanCall(met.pair, scores, q, k, v, o)
-        call.over_queries(span_kernels.forward, table.SPANS_FORWARD, o, lse)
-        out.add(o, lse, met.rows)
+        self.over_queries(span_kernels.forward, table.SPANS_FORWARD, o, lse)
 
-    def backward(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair, out: Gradients) -> None:
+    def backward(self, lse: Tensor, delta: Tensor, grads: tuple[Tensor, ...], of_sums: OfSums) -> None:
+        """Write dq, dk and dv, and the gradients of sums."""
+        from ....kernels.runtime.launch import filled
         from . import span_kernels
 
-        met = plan.trimmed(pair)
-        if met is None:
-            return
-        if not spans.simple(met.pair, scores):
-            return super().backward(x, k, v, scores, pair, out)
-        q, do, k, v = (dense(t) for t in (x.q[:, met.rows], x.do[:, met.rows], k[:, met.keys], v[:, met.keys]))
-        lse, delta = (t[:, :, met.rows].contiguous() for t in (x.lse, x.delta))
-        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-        call = SpanCall(met.pair, scores, q, k, v, do)
-        call.over_keys(span_kernels.backward_keys, table.SPANS_KEYS, lse, delta, dk, dv)
-        call.over_queries(span_kernels.backward_queries, table.SPANS_QUERIES, do, lse, delta, dq)
-        out.add(dq, dk, dv, met.rows, met.keys)
-
-
-class SpanCall:
-    """One block's launches.
-
-    Args:
-        o: o, or a gradient with its strides.
-    """
-
-    def __init__(self, pair: Pair, scores: Scores, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
-        self.pair, self.scores, self.q, self.k, self.v, self.o = pair, scores, q, k, v, o
+        dq, dk, dv = grads
+        dcq, dck = filled(*(of_sums or (None, None)), by=dq)
+        self.over_keys(span_kernels.backward_keys, table.SPANS_KEYS, lse, delta, dk, dv, dck)
+        self.over_queries(span_kernels.backward_queries, table.SPANS_QUERIES, self.o, lse, delta, dq, dcq)
 
     def over_queries(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
-        """One program for each item of queries and head; the keys' tiles come by descriptors."""
-        how, q, k, v = self._settings(settings), self.q, self.k, self.v
-        work, bulk = spans.of_queries(self.pair, how.rows, how.keys), described(k, v)
-        walked = [_tiles(x, how.keys) for x in (k, v)] if bulk else [k, v]
-        self._launch(kernel, how, work, q.shape[0] * q.shape[2], [q, *walked, *more], bulk)
+        """One program for each item of queries and head; tiles of keys are fetched."""
+        how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
+        work = spans.of_queries(self.pair, how.rows, how.keys)
+        tensors = [q, _tiles(k, how.keys), _tiles(v, how.keys), *more]
+        self._launch(kernel, how, work, q.shape[0] * q.shape[2], tensors, self.of_sums)
 
     def over_keys(self, kernel: Any, settings: dict[int, TileSettings], *more: Tensor) -> None:
-        """One program for each item of keys and key head; the queries' tiles come by descriptors."""
-        how, q, k, v, do = self._settings(settings), self.q, self.k, self.v, self.o
-        lse, delta, *results = more
-        work, bulk = spans.of_keys(self.pair, how.rows, how.keys), described(q, do) and q.shape[1] % spans.BOUNDARY == 0
-        walked = [q, do, lse, delta]
-        if bulk:
-            walked = [*(_tiles(x, how.rows) for x in (q, do)), *(_numbers(x, how.rows) for x in (lse, delta))]
-        self._launch(kernel, how, work, k.shape[0] * k.shape[2], [walked[0], k, v, *walked[1:], *results], bulk)
+        """One program for each item of keys and key head; tiles of queries are fetched, and their numbers."""
+        how, q, k, v = table.settings(settings, self.width, self.q.dtype), self.q, self.k, self.v
+        work, (lse, delta, *results) = spans.of_keys(self.pair, how.rows, how.keys), more
+        numbers = [_numbers(x, how.rows) for x in (lse, delta)]
+        of_sums = self.of_sums and (_numbers(self.of_sums[0], how.rows), self.of_sums[1])
+        tensors = [_tiles(q, how.rows), k, v, _tiles(self.o, how.rows), *numbers, *results]
+        self._launch(kernel, how, work, k.shape[0] * k.shape[2], tensors, of_sums)
 
-    def _settings(self, settings: dict[int, TileSettings]) -> TileSettings:
-        return table.settings(settings, max(map(padded, (self.q.shape[3], self.v.shape[3]))), self.q.dtype)
+    def _launch(
+        self, kernel: Any, how: TileSettings, work: spans.Work, heads: int, tensors: list, of_sums: tuple | None
+    ) -> None:
+        from ....kernels.runtime.launch import filled, launch
 
-    def _launch(self, kernel: Any, how: TileSettings, work: spans.Work, heads: int, first: list, bulk: bool) -> None:
-        from ....kernels.runtime.launch import launch
-
-        q, k, v = self.q, self.k, self.v
-        (K, V), items = (q.shape[3], v.shape[3]), len(work.items)
-        bk, bv, apart = padded(K), padded(V), 0 if self.pair.reach.windowed else min(spans.APART, heads)
+        items, (q, k) = len(work.items), (self.q, self.k)
         launch(
-            kernel, (items * heads,), *first, work.items, work.low, work.high, self.scores.scale,
-            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, apart,
-            *(stride for x in (q, k, v, self.o) for stride in x.stride()[:3]), K, V,
-            BM=how.rows, BN=how.keys, BK=bk, BV=bv, FULL_K=bk == K, FULL_V=bv == V,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", BULK=bulk,
+            kernel, (items * heads,), *tensors, *filled(*work, *(of_sums or (None, None))), self.scores.scale,
+            q.shape[1], k.shape[1], q.shape[2], k.shape[2], items, _length(q.shape[1]), *self.strides,
+            BM=how.rows, BN=how.keys, **self.shared,
             num_warps=how.warps, num_stages=how.stages, tensors="any",
         )  # fmt: skip
 
 
-def described(*tensors: Tensor) -> bool:
-    """Whether tiles of these are loaded by descriptors: a copy engine fetches them, and writes zeros outside."""
-    x = tensors[0]
-    if x.is_cuda and (x.dtype == torch.float32 or torch.cuda.get_device_capability(x.device)[0] < 9):
-        return False
-    return all(
-        t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:3])
-        for t in tensors
-    )
-
-
 def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
-    """What loads so many rows of one head of ``x [B, T, H, D]``."""
+    """What fetches so many rows of one head of ``x [B, T, H, D]``."""
     from ....kernels.runtime.triton_version import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[3])])
 
 
 def _numbers(x: Tensor, count: int) -> TensorDescriptor:
-    """What loads so many numbers of ``x``, contiguous, wherever they begin."""
+    """What fetches so many numbers of ``x [B, H, T]``, contiguous fp32, from a multiple of `spans.BOUNDARY` on."""
     from ....kernels.runtime.triton_version import TensorDescriptor
 
+    T = x.shape[-1]
+    x = x if _length(T) == T else F.pad(x, (0, _length(T) - T))
     return TensorDescriptor(x, [x.numel()], [1], [count])
+
+
+def _length(T: int) -> int:
+    """Numbers of a row of which each begins on a boundary."""
+    return -(-T // spans.BOUNDARY) * spans.BOUNDARY

@@ -19,8 +19,6 @@ from ...scores import Scores
 
 ALONE = 512
 """Rows of a document that has tiles of its own; those of shorter ones are shared."""
-APART = 8
-"""Heads whose items start all at once, at the end."""
 FAR = 1 << 31
 BOUNDARY = 4
 """Rows that begin on 16 bytes of fp32: where walks over numbers of queries begin."""
@@ -43,7 +41,7 @@ class Work(NamedTuple):
 
 def simple(pair: Pair, scores: Scores) -> bool:
     """Whether spans are all there is to these scores."""
-    return not scores.beyond and scores.scale > 0 and _in_order(pair.rows) and _in_order(pair.keys)
+    return scores.beyond <= {"sums"} and scores.scale > 0 and _in_order(pair.rows) and _in_order(pair.keys)
 
 
 @once
