@@ -24,7 +24,7 @@ BOUNDARY = 4
 """Rows that begin on 16 bytes of fp32: where walks over numbers of queries begin."""
 
 
-class Work(NamedTuple):
+class SpanWork(NamedTuple):
     """What programs do, the dearest first.
 
     Attributes:
@@ -45,13 +45,13 @@ def simple(pair: Pair, scores: Scores) -> bool:
 
 
 @once
-def of_queries(pair: Pair, rows: int, keys: int) -> Work:
+def of_queries(pair: Pair, rows: int, keys: int) -> SpanWork:
     """Items of at most `rows` queries, which walk tiles of `keys` keys."""
     return _work(pair.rows, _spans(pair.rows, pair.keys, *pair.reach), rows, keys, 1)
 
 
 @once
-def of_keys(pair: Pair, rows: int, keys: int) -> Work:
+def of_keys(pair: Pair, rows: int, keys: int) -> SpanWork:
     """Items of at most `keys` keys, which walk tiles of `rows` queries."""
     left, right = pair.reach
     return _work(pair.keys, _spans(pair.keys, pair.rows, right, left), keys, rows, BOUNDARY)
@@ -77,7 +77,7 @@ def _spans(rows: Tokens, others: Tokens, back: int | None, ahead: int | None) ->
     return low.to(torch.int32), high.to(torch.int32)
 
 
-def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boundary: int) -> Work:
+def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boundary: int) -> SpanWork:
     low, high = spans
     cuts = torch.tensor(_cuts(rows, size), dtype=torch.int32).to(low.device)
     inside = cuts[:, :1] + torch.arange(size, device=low.device, dtype=torch.int32)
@@ -97,7 +97,7 @@ def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boun
     whole, until = (torch.where(none, count, x) for x in (whole, until))
     items = torch.stack([cuts[:, 0], cuts[:, 1], start, whole, until, count], 1)
     order = torch.argsort(count, descending=True, stable=True)
-    return Work(items[order].to(torch.int32).contiguous(), low, high)
+    return SpanWork(items[order].to(torch.int32).contiguous(), low, high)
 
 
 def _cuts(tokens: Tokens, size: int) -> list[tuple[int, int]]:
