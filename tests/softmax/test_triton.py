@@ -106,6 +106,17 @@ def test_spans_of_any_layout(kind, cu, reach, of_spans):
     assert of_spans
 
 
+def test_spans_of_documents_that_only_the_device_knows(of_spans):
+    torch.manual_seed(0)
+    cpu, cu, scores = torch.device("cpu"), (0, 7, 7, 90, 91, 198), Scores(0.3, left=50, right=0)
+    tensors = [torch.randn(1, 198, h, 8) for h in (2, 1, 1, 2)]
+    known, unknown = Tokens.whole(198, cpu, cu), Tokens.packed(198, torch.tensor(cu))
+    want = block("torch", scores, tensors, Pair(known, known, scores.reach))
+    for got, exact in zip(block("triton", scores, tensors, Pair(unknown, unknown, scores.reach)), want):
+        assert error(got, exact) < 1e-5
+    assert of_spans
+
+
 def test_spans_are_for_scores_of_order_alone(of_spans):
     """A softcap, a scale below zero and joint keys go to the general kernels."""
     q = torch.randn(1, 45, 2, 8)

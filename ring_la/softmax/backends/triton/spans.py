@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...geometry import ANY_DOCUMENT, Pair, Tokens, once
+from ...geometry import Pair, Tokens, once
 from ...scores import Scores
 
 ALONE = 512
@@ -41,7 +41,7 @@ class SpanWork(NamedTuple):
 
 def simple(pair: Pair, scores: Scores) -> bool:
     """Whether spans are all there is to these scores."""
-    return scores.beyond <= {"sums"} and scores.scale > 0 and _in_order(pair.rows) and _in_order(pair.keys)
+    return scores.beyond <= {"sums"} and scores.scale > 0 and pair.rows.rising and pair.keys.rising
 
 
 @once
@@ -57,20 +57,11 @@ def of_keys(pair: Pair, rows: int, keys: int) -> SpanWork:
     return _work(pair.keys, _spans(pair.keys, pair.rows, right, left), keys, rows, BOUNDARY)
 
 
-def _in_order(tokens: Tokens) -> bool:
-    """Whether rows stand by document, then by position, as far as the host knows."""
-    runs = tokens.runs
-    if not runs or any(r.document == ANY_DOCUMENT for r in runs):
-        return False
-    return all((a.document, a.last) < (b.document, b.position) for a, b in zip(runs, runs[1:]))
-
-
 def _spans(rows: Tokens, others: Tokens, back: int | None, ahead: int | None) -> tuple[Tensor, Tensor]:
     """Of each row the first of the others it sees, and the one behind the last."""
-    places = (others.documents * (2 * FAR) + others.positions).contiguous()
-    first, last = (-FAR + 1 if back is None else rows.positions - back), FAR - 1
-    if ahead is not None:
-        last = rows.positions + ahead
+    places = (others.documents * (2 * FAR) + others.positions).contiguous()  # rises, as the rows do
+    first = -FAR + 1 if back is None else rows.positions - back
+    last = FAR - 1 if ahead is None else rows.positions + ahead
     document = rows.documents * (2 * FAR)
     low = torch.searchsorted(places, (document + first).contiguous())
     high = torch.searchsorted(places, (document + last).contiguous(), right=True)
@@ -101,9 +92,11 @@ def _work(rows: Tokens, spans: tuple[Tensor, Tensor], size: int, step: int, boun
 
 
 def _cuts(tokens: Tokens, size: int) -> list[tuple[int, int]]:
-    """Rows of each item: of one long document, or of short ones one after the other."""
+    """Rows of each item: of one long document, or of short ones in turn; any, where only the device knows these."""
+    if tokens.runs is None:
+        return [(at, min(at + size, len(tokens))) for at in range(0, len(tokens), size)]
     stretches: list[list] = []
-    for r in tokens.runs or ():
+    for r in tokens.runs:
         if stretches and stretches[-1][2] == r.document:
             stretches[-1][1] += r.length
         else:
