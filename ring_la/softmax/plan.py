@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..autograd import bare, first_derivative_only
 from ..choices import LatentForm
+from . import sums
 from .backends import FORMS, ChosenBackend, LatentBackend, QueryRows, exact
 from .backends.canonical import Canonical
 from .geometry import Pair
@@ -133,7 +134,9 @@ class AttentionMoves:
         if x.sinks is not None:
             weight = torch.exp(x.sinks.to(wide(o.dtype))[None, :, None] - lse)
             dsinks = -(weight * delta).sum((0, 2)).to(x.sinks.dtype)
-        inputs = (s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv))
+        inputs = [s.result(x.q.dtype) for s in (split.dq, split.dk, split.dv)]
+        if job.scores.sums:
+            sums.round_off(inputs[0], inputs[1], (split.dq, split.dk), job.scores.sums)
         up = job.backend.up_gradients() if isinstance(job.backend, LatentBackend) else ()
         return Tensors(*inputs, dsinks, djoint_k, djoint_v, *up)  # type: ignore[call-arg]
 

@@ -1,7 +1,7 @@
 """Our own kernel: softcap, windows, documents, ALiBi, sinks and dropout at global positions, on any layout."""
 
+from .backend import TritonBackend
 from .chosen import TritonChosen
 from .chosen_sorted import SortedChosen
-from .launch import TritonBackend
 
 __all__ = ["SortedChosen", "TritonBackend", "TritonChosen"]
