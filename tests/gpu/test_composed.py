@@ -8,7 +8,7 @@ import torch
 
 import ring_la
 from ring_la.testing import check_recurrence
-from tests.support import log_linear_cases, pool, precondition_cases
+from tests.support import gradient_step_cases, log_linear_cases, pool, precondition_cases
 from tests.support.recurrence_cases import COMPOSED, error
 
 
@@ -105,3 +105,23 @@ def test_kernels_of_log_linear_attention(case, record_property):
     record_property("errors", found)
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
     assert max(found.values()) < bound[LOG_LINEAR[case][-1]], found
+
+
+GRADIENT_STEPS = {
+    "128": (1, 512, 2, 128, 16, None, torch.bfloat16),
+    "64": (2, 256, 2, 64, 16, None, torch.bfloat16),
+    "fp16, 32 a mini-batch": (1, 256, 2, 128, 32, None, torch.float16),
+    "64 a mini-batch": (1, 256, 2, 128, 64, None, torch.bfloat16),
+    "36, a rest": (1, 150, 2, 36, 16, None, torch.bfloat16),
+    "a later part": (1, 300, 2, 128, 16, 21, torch.bfloat16),
+}
+"""B, T, H, K, mini-batch, position (see `gradient_step_cases`), dtype"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRADIENT_STEPS)
+def test_kernels_of_ttt_linear(case, record_property):
+    pytest.importorskip("triton")
+    found = gradient_step_cases.errors(*GRADIENT_STEPS[case], "cuda")
+    record_property("errors", found)
+    assert max(found.values()) < 2e-2, found
