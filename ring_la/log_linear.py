@@ -26,9 +26,6 @@ from .kernels.fenwick.operator import log_linear, unsupported
 from .kernels.fenwick.plain import LogLinearInputs, level_of, within
 from .outputs import LinearAttentionOutput
 
-BY_DEFAULT = False
-"""Whether a call that names no backend goes by the kernels, where they can take it."""
-
 
 class LocalRun(NamedTuple):
     """Consecutive local tokens of one document, from this position in it on."""
@@ -64,8 +61,8 @@ def log_linear_attention(
         scale: multiplies ``qᵀk``; None: K**-0.5.
         layout: how the sequence is split over ranks, in runs of tokens; T is then this rank's length. Collective.
         cu_seqlens: offsets ``[N+1]`` of documents packed into one batch row on one device; read on the host.
-        backend: None or "torch" (PyTorch's operations, on every device), or "triton", kernels that have not yet run
-            on a GPU: head sizes up to 128, q, k and v of one dtype.
+        backend: "triton" (on CUDA; head sizes up to 128, q, k and v of one dtype), "torch" (PyTorch's operations, on
+            every device) or None, the first that can.
 
     Returns:
         LinearAttentionOutput(o ``[B, T, H, V]`` in v's dtype, None): there are no states to go on from.
@@ -125,7 +122,7 @@ def _run(
 
 def _by_kernels(x: LogLinearInputs, backend: str | None) -> bool:
     """Whether a call goes by the kernels."""
-    return (BY_DEFAULT if backend is None else backend == "triton") and not unsupported(*x)
+    return backend != "torch" and not unsupported(*x)
 
 
 def _check(
