@@ -11,6 +11,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -100,6 +101,25 @@ class ExpertProducts:
             return y
         bias = _local(getattr(self.experts, f"{name}_bias")).to(x.dtype)
         return y + bias.repeat_interleave(sizes, 0, output_size=len(x))
+
+
+def chosen_experts(module: Any, rows: Tensor, chosen: Tensor, weights: Tensor, first: int, here: int) -> Tensor:
+    """What chosen experts make of few tokens ``rows [N, D]``: one result for each of ``chosen [N, k]``, weighed,
+    ``[N k, D]``; zeros for experts that are not those from `first` on, of which there are `here`.
+
+    Their rows are sorted by expert on the device, so on a GPU the host waits for nothing but where there are biases.
+    """
+    expert, shares = chosen.flatten() - first, weights.reshape(-1, 1)
+    expert = torch.where((expert >= 0) & (expert < here), expert, here)
+    out = torch.zeros(len(expert), rows.shape[1], dtype=(rows[:1] * shares[:1]).dtype, device=rows.device)
+    if here:
+        order = expert.argsort(stable=True)
+        sizes = torch.zeros(here + 1, dtype=torch.int64, device=rows.device)
+        sizes = sizes.scatter_add_(0, expert, torch.ones_like(expert))[:-1]
+        if module.has_bias or not rows.is_cuda:  # else what is others' comes last, as zeros, and nobody counts it
+            order = order[: int(sizes.sum())]
+        out[order] = (ExpertProducts(module)(rows[order // chosen.shape[1]], sizes) * shares[order]).to(out.dtype)
+    return out
 
 
 def _local(p: Tensor) -> Tensor:
