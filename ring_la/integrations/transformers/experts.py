@@ -103,22 +103,24 @@ class ExpertProducts:
         return y + bias.repeat_interleave(sizes, 0, output_size=len(x))
 
 
-def chosen_experts(module: Any, rows: Tensor, chosen: Tensor, weights: Tensor, first: int, here: int) -> Tensor:
-    """What chosen experts make of few tokens ``rows [N, D]``: one result for each of ``chosen [N, k]``, weighed,
-    ``[N k, D]``; zeros for experts that are not those from `first` on, of which there are `here`.
+def chosen_experts(
+    module: Any, rows: Tensor, chosen: Tensor, weights: Tensor, experts: int, first: int = 0, here: int | None = None
+) -> Tensor:
+    """What chosen experts, of so many, make of few tokens ``rows [N, D]``: one result for each of ``chosen [N, k]``,
+    weighed, ``[N k, D]``; zeros where it is none of the `here` from `first` on, whose weights a module has.
 
-    Their rows are sorted by expert on the device, so on a GPU the host waits for nothing but where there are biases.
+    Rows are sorted by expert on the device, and on a GPU the host waits for nothing, but for biases of some experts.
     """
-    expert, shares = chosen.flatten() - first, weights.reshape(-1, 1)
-    expert = torch.where((expert >= 0) & (expert < here), expert, here)
-    out = torch.zeros(len(expert), rows.shape[1], dtype=(rows[:1] * shares[:1]).dtype, device=rows.device)
-    if here:
-        order = expert.argsort(stable=True)
-        sizes = torch.zeros(here + 1, dtype=torch.int64, device=rows.device)
-        sizes = sizes.scatter_add_(0, expert, torch.ones_like(expert))[:-1]
-        if module.has_bias or not rows.is_cuda:  # else what is others' comes last, as zeros, and nobody counts it
-            order = order[: int(sizes.sum())]
-        out[order] = (ExpertProducts(module)(rows[order // chosen.shape[1]], sizes) * shares[order]).to(out.dtype)
+    here, shares = experts if here is None else here, weights.reshape(-1, 1)
+    out = torch.zeros(chosen.numel(), rows.shape[1], dtype=(rows[:1] * shares[:1]).dtype, device=rows.device)
+    if not here:
+        return out
+    expert = chosen.flatten() if here == experts else (chosen.flatten() - first) % experts  # others' come last
+    order, sizes = expert.argsort(stable=True), torch.zeros(experts, dtype=torch.int64, device=rows.device)
+    sizes = sizes.scatter_add_(0, expert, torch.ones_like(expert))[:here]
+    if here < experts and (module.has_bias or rows.device.type == "cpu"):
+        order = order[: int(sizes.sum())]  # else what is others' comes last, as zeros, and nobody counts it
+    out[order] = (ExpertProducts(module)(rows[order // chosen.shape[1]], sizes) * shares[order]).to(out.dtype)
     return out
 
 

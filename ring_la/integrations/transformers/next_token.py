@@ -37,6 +37,7 @@ class KeysOfStep:
 
     def __init__(self) -> None:
         self.lengths: Tensor | None = None
+        self.fixed = False  # whether memory has fixed addresses
         self._put: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the rows, by the new keys
         self._latents: dict[int, tuple[StaticKeys, Tensor, Tensor]] = {}  # by layer
 
@@ -65,7 +66,7 @@ class KeysOfStep:
         return self._latents.get(getattr(module, "layer_idx", -1))
 
     def clear(self) -> None:
-        self.lengths = None
+        self.lengths, self.fixed = None, False
         self._put.clear()
         self._latents.clear()
 
@@ -119,7 +120,7 @@ def _attend_latents(
 def experts_of_step(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """A mixture's experts on a token of each sequence: those chosen alone are read, and the host asks for nothing."""
     rows, chosen = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index.reshape(-1, top_k_index.shape[-1])
-    out = chosen_experts(module, rows, chosen, top_k_weights, 0, module.down_proj.shape[0])
+    out = chosen_experts(module, rows, chosen, top_k_weights, module.down_proj.shape[0])
     return out.view(*chosen.shape, -1).sum(1).to(rows.dtype).view(hidden_states.shape)
 
 

@@ -32,6 +32,7 @@ from .mixers import goes_on
 from .mixers.indexed import is_matrix
 from .mixers.latents import caches_latents
 from .next_token import ROWS, ExpertNames, KeysOfStep, attend_rows
+from .step_parts import shorten
 
 KNOWN = (
     *("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"),
@@ -74,6 +75,7 @@ class Sequences:
             module._ring_la_rows = self._step  # type: ignore[assignment]
             if hasattr(module, "expand_kv") and caches_latents(type(module)):  # type: ignore[arg-type]
                 self._latents[int(module.layer_idx)] = is_matrix(module.kv_b_proj)  # type: ignore[arg-type]
+        self._short = False
         out = self._call(torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, None)
         if not isinstance(out[self.name], (DynamicCache, MiniMaxCache)):
             raise UnsupportedError("model", "one with a cache of the library", type(out[self.name]).__name__)
@@ -109,7 +111,10 @@ class Sequences:
             return Prefilled(out.logits[:, -1], self._taken(cache))
         self._step.lengths = rows.length
         try:
-            fixed = isinstance(rows, StaticKeys)
+            fixed = self._step.fixed = isinstance(rows, StaticKeys)
+            if fixed and not self._short:
+                self._short = True
+                shorten(self.model, lambda: self._step.fixed)
             with self._names.in_whole_calls(ROWS), self._experts.in_steps() if fixed else nullcontext():
                 out = self._call(tokens[:, None], cache, rows.length[:, None])
         finally:

@@ -112,7 +112,7 @@ def _cut_experts(
     sums them."""
     rows, chosen = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index.reshape(-1, top_k_index.shape[-1])
     part = weights.part(module, "down_proj")
-    out = chosen_experts(module, rows, chosen, top_k_weights, part.first, part.here)
+    out = chosen_experts(module, rows, chosen, top_k_weights, part.rows, part.first, part.here)
     with weights.comm.streams.in_order():
         out = weights.comm.all_reduce(out).wait()
     return out.view(*chosen.shape, -1).sum(1).to(rows.dtype).view(hidden_states.shape)
