@@ -1,8 +1,8 @@
 """Parts of a step in fewer launches: the library's norms and recurrences by functions of ours.
 
-A step at fixed addresses is a CUDA graph, whose time is that of its launches. Of those most are in what is small: an RMS
-norm is ten of them, a token of a delta rule thirty. Whether a norm is one of ours is not read but measured: it is put to
-random vectors, and what is not the same stays the library's.
+A step at fixed addresses is a CUDA graph, whose time is that of its launches. Of those most are in what is small: an
+RMS norm is ten of them, a token of a delta rule thirty. Whether a norm is one of ours is not read but measured: it is
+put to random vectors, and what is not the same stays the library's.
 """
 
 from __future__ import annotations
