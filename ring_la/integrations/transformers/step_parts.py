@@ -23,6 +23,8 @@ from ...recurrences import gated_delta_rule, kda
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6}
 """How far a norm may be from ours, relative to its size, and still be rounding; of other dtypes `CLOSE_OTHERWISE`."""
 CLOSE_OTHERWISE = 0.01
+SCALE = "_ring_la_scale"
+"""The name under which a norm has what it multiplies by."""
 PROBES = 4
 """Random vectors that a norm is tried on."""
 
@@ -67,15 +69,20 @@ def _norm(module: nn.Module) -> Callable[..., Tensor] | None:
         want = module(*given)
         for scale in (weight.detach(), 1 + weight.detach().float()):
             for silu in (True, False)[: len(names)]:
-                ours = partial(_rms_norm, scale, silu, eps)
-                if isinstance(want, Tensor) and want.shape == x.shape and _same(ours(*given), want):
-                    return ours
+                got = _rms_norm(scale, silu, eps, *given)
+                if isinstance(want, Tensor) and want.shape == x.shape and _same(got, want):
+                    module.register_buffer(SCALE, scale, persistent=False)  # which goes where the module goes
+                    return partial(_normed, module, silu, eps)
     return None
 
 
-def _rms_norm(weight: Tensor, silu: bool, eps: float, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+def _normed(module: nn.Module, silu: bool, eps: float, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    return _rms_norm(getattr(module, SCALE), silu, eps, hidden_states, gate)
+
+
+def _rms_norm(scale: Tensor, silu: bool, eps: float, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
     x = hidden_states.contiguous()
-    return rms_norm(x, weight, None if gate is None else gate.contiguous(), silu=silu, eps=eps)
+    return rms_norm(x, scale, None if gate is None else gate.contiguous(), silu=silu, eps=eps)
 
 
 def _same(got: Tensor, want: Tensor) -> bool:
