@@ -53,11 +53,12 @@ class Rows:
         self.tokens, self.starts = self.last.to(device), starts.to(device)
 
     @classmethod
-    def of(cls, x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None) -> Rows:
-        """Those of a tensor ``[B, T, …]``; made once a layout."""
+    def of(cls, x: Tensor, layout: ShardedLayout | None, cu_seqlens: Tensor | None, keys: Tensor | None = None) -> Rows:
+        """Those of a tensor ``[B, T, …]``; made once a layout. On one device the last ones of longer `keys`."""
 
         def make() -> Rows:
-            return cls(x.shape[1], layout, cu_seqlens, x.device)
+            total = x.shape[1] if keys is None else keys.shape[1]
+            return cls(total, layout, cu_seqlens, x.device, None if total == x.shape[1] else x.shape[1])
 
         return layout.kept(cls, make) if isinstance(layout, ShardedLayout) else make()
 
@@ -88,14 +89,14 @@ def best(
         found: tuple[Tensor, Tensor] | None = None
         for first in range(0, int(ends[strip].max()), chunk):
             s = score(strip, slice(first, min(first + chunk, keys)))
-            s, at = s.topk(min(topk, s.shape[-1]), -1)
+            s, at = s.topk(min(topk, s.shape[-1]), -1, sorted=False)
             at = (at + first).int()
             if found is not None:
                 s, at = torch.cat([found[0], s], -1), torch.cat([found[1], at], -1)
-                s, order = s.topk(min(topk, s.shape[-1]), -1)
+                s, order = s.topk(min(topk, s.shape[-1]), -1, sorted=False)
                 at = at.gather(-1, order)
             found = s, at
-        parts.append(_padded(*found, topk))  # type: ignore[call-arg]
+        parts.append(_in_order(*found, topk))  # type: ignore[call-arg]
     if not parts:
         none = score(slice(0, 0), slice(0, 1)).expand(-1, -1, -1, topk)
         return Chosen(none.int(), none)
@@ -103,8 +104,10 @@ def best(
     return Chosen(torch.where(torch.isneginf(scores), -1, places), scores)
 
 
-def _padded(scores: Tensor, places: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Both with `topk` columns."""
+def _in_order(scores: Tensor, places: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Both with `topk` columns, the best first: sorted once, not for every chunk of keys."""
+    scores, order = scores.sort(-1, descending=True)
+    places = places.gather(-1, order)
     missing = (0, topk - scores.shape[-1])
     pad = torch.nn.functional.pad
     return pad(scores, missing, value=-torch.inf), pad(places, missing, value=-1)
