@@ -256,6 +256,18 @@ def each_document(cache: KVCache, *x: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield cache.k[n : n + 1, a:], cache.v[n : n + 1, a:], *(y[n : n + 1] for y in x)
 
 
+def begins(state: object, call: LayerCall) -> bool:
+    """Whether what a call reads is a layout's tokens before which a `KeyStore` has none."""
+    return isinstance(state, LayerKeys) and call.layout is not None and not any(state.rows.earlier)
+
+
+def refuse_split_cache(state: object, call: LayerCall) -> None:
+    """Refuse to go on from a `KVCache` with tokens that are packed or split, where keys are chosen."""
+    if isinstance(state, KVCache) and (call.packed or (call.layout is not None and call.layout.cp.size > 1)):
+        hint = "Read all of a prompt at once, or with a KeyStore, or go on with layout=None and cu_seqlens=None"
+        raise UnsupportedError("state", "None where tokens are split or packed", "a KVCache", hint)
+
+
 def check_rows(x: Tensor, N: int, call: LayerCall) -> None:
     """Refuse anything but one token of each of N sequences."""
     if call.layout is not None or call.packed or x.shape[:2] != (N, 1):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..choices import ChosenBackendName
-from ..errors import ArgumentError, UnsupportedError
+from ..context import ShardedLayout
+from ..errors import ArgumentError
 from ..indexers import lightning_index, lightning_loss
 from ..keystore import KeySize, LayerKeys, decode_index, decode_latents
 from ..softmax import mla
-from .decoding import KVCache, KVRows, cache_of, each_document, each_row
+from .decoding import KVCache, KVRows, begins, cache_of, each_document, each_row, refuse_split_cache
 from .latent import MultiheadLatentAttention
 from .layer import LayerCall, LayerOutput, merge_heads, positions, positive, split_heads, wide
 from .parts import rotate
@@ -103,27 +104,22 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
 
     def _check(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> None:
         super()._check(x, state, call)
-        split = call.packed or (call.layout is not None and call.layout.cp.size > 1)
-        earlier = isinstance(state, LayerKeys) and call.layout is not None and any(state.rows.earlier)
-        if earlier or (isinstance(state, KVCache) and split):
-            hint = "Read all of a prompt at once, or go on with layout=None and cu_seqlens=None"
-            raise UnsupportedError("state", "no earlier tokens where tokens are split or packed", "some", hint)
+        refuse_split_cache(state, call)
 
     def mix(self, x: Tensor, state: KVCache | KVRows | LayerKeys | None, call: LayerCall) -> LayerOutput:
         at, source = positions(x, None if state is None else state.length, call), self._source(x, call)
-        q, key, k_up, v_up = self._made(source, x, at, call)
+        q, key, k_up, _ = self._made(source, x, at, call)
         index = self.indexer(source.detach(), x.detach(), at)
         loss, kept = None, index.k[:, :, None].to(key.dtype)
-        if state is None or (isinstance(state, LayerKeys) and call.layout is not None):
-            o, loss = self._attend(q, key, index, call)
+        if state is None or begins(state, call):
+            o, loss = self._attend(q, key, k_up, index, call)
             if isinstance(state, LayerKeys):
                 state.put(key, kept)
             else:
                 state = cache_of(key, kept, call) if call.output_state else None
         elif isinstance(state, LayerKeys):
             state.put(key, kept)
-            chosen = decode_index(index.q, index.w, state.alone("value"), self.topk).places
-            o = decode_latents(q, state.alone("key"), k_up, v_up, chosen=chosen).o
+            o = self._kept(q, index, state, call.layout)
         elif isinstance(state, KVRows):
             o = torch.cat([self._after(*row) for row in each_row(state, key, kept, q, index.q, index.w)])
         else:
@@ -132,18 +128,30 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         state = state if call.output_state else None
         return LayerOutput(self.out_proj(merge_heads(o)), state, loss)
 
-    def _attend(self, q: Tensor, key: Tensor, index: IndexVectors, call: LayerCall) -> tuple[Tensor, Tensor | None]:
+    def _attend(
+        self, q: Tensor, key: Tensor, k_up: Tensor, index: IndexVectors, call: LayerCall
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention to the chosen, without earlier tokens, and the indexer's loss where it is asked for."""
         where: dict[str, Any] = dict(layout=call.layout, cu_seqlens=call.cu_seqlens)
         chosen = lightning_index(*index, self.topk, backend=self.index_backend, **where).places
         o, loss = self._over(q, key, chosen, **where), None
         if call.output_loss and self.index_loss:
             with torch.no_grad():
-                low = self._lowered(q, self.k_up.to(q.dtype))
+                low = self._lowered(q, k_up)
             loss = lightning_loss(*index, chosen, low, key, scale=q.shape[3] ** -0.5, **where)
             tokens = q.shape[0] * (q.shape[1] if call.layout is None else call.layout.seq_len)
             loss = loss * (self.index_loss / max(1, tokens))
         return o, loss
+
+    def _kept(self, q: Tensor, index: IndexVectors, state: LayerKeys, layout: ShardedLayout | None) -> Tensor:
+        """Keys stay on their ranks. Tokens of a layout behind others are read by all ranks together, as few are."""
+        index_q, index_w = index.q, index.w
+        if layout is not None:
+            q, index_q, index_w = (layout.gather(y) for y in (q, index_q, index_w))
+        chosen = decode_index(index_q, index_w, state.alone("value"), self.topk).places
+        ups = self.k_up.to(q.dtype), self.v_up.to(q.dtype)
+        o = decode_latents(q, state.alone("key"), *ups, chosen=chosen).o
+        return o if layout is None else layout.shard(o)
 
     def _over(self, q: Tensor, key: Tensor, chosen: Tensor, **where: Any) -> Tensor:
         """Attention over latents and rotary parts ``[B, S, 1, L + R]`` of chosen places."""

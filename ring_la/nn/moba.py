@@ -12,11 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from ..choices import ChosenBackendName
-from ..errors import ArgumentError, UnsupportedError
+from ..context import ShardedLayout
+from ..errors import ArgumentError
 from ..indexers import block_index
 from ..keystore import KeySize, LayerKeys, decode_attention, decode_blocks
 from ..softmax import sparse_attention
-from .decoding import KeyedLayer, KVCache, KVRows, cache_of, check_keys, check_rows, each_document, each_row
+from .decoding import (
+    KeyedLayer,
+    KVCache,
+    KVRows,
+    begins,
+    cache_of,
+    check_keys,
+    check_rows,
+    each_document,
+    each_row,
+    refuse_split_cache,
+)
 from .layer import LayerCall, LayerOutput, divide, head_width, merge_heads, positions, positive, split_heads
 from .parts import RMSNorm, check_rotation, rotate
 
@@ -71,11 +83,7 @@ class MixtureOfBlockAttention(KeyedLayer):
             check_keys(x, state, self.key_size, call)
         elif isinstance(state, KVRows):
             check_rows(x, len(state.seats.lengths), call)
-        split = call.packed or (call.layout is not None and call.layout.cp.size > 1)
-        earlier = isinstance(state, LayerKeys) and call.layout is not None and any(state.rows.earlier)
-        if earlier or (isinstance(state, KVCache) and split):
-            hint = "Read all of a prompt at once, or go on with layout=None and cu_seqlens=None"
-            raise UnsupportedError("state", "no earlier tokens where tokens are split or packed", "some", hint)
+        refuse_split_cache(state, call)
         if isinstance(state, KVCache):
             expected, got = [x.shape[0], self.num_kv_heads], [state.k.shape[0], state.k.shape[2]]
             if got != expected:
@@ -88,7 +96,7 @@ class MixtureOfBlockAttention(KeyedLayer):
         if self.rope_base is not None:
             at = positions(x, None if state is None else state.length, call)
             q, k = (rotate(y, at, self.rope_base) for y in (q, k))
-        if state is None or (isinstance(state, LayerKeys) and call.layout is not None):
+        if state is None or begins(state, call):
             o = self._over(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens)
             if isinstance(state, LayerKeys):
                 state.put(k, v)
@@ -96,14 +104,20 @@ class MixtureOfBlockAttention(KeyedLayer):
                 state = cache_of(k, v, call) if call.output_state else None
         elif isinstance(state, LayerKeys):
             state.put(k, v)
-            chosen = decode_blocks(q, state, self.block, self.topk).places
-            o = decode_attention(q, state, chosen=chosen, block=self.block).o
+            o = self._kept(q, state, call.layout)
         elif isinstance(state, KVRows):
             o = torch.cat([self._after(*row) for row in each_row(state, k, v, q)])
         else:
             state = state.extend(k, v)
             o = torch.cat([self._after(*row) for row in each_document(state, q)])
         return LayerOutput(self.out_proj(merge_heads(o)), state if call.output_state else None)
+
+    def _kept(self, q: Tensor, state: LayerKeys, layout: ShardedLayout | None) -> Tensor:
+        """Keys stay on their ranks. Tokens of a layout behind others are read by all ranks together, as few are."""
+        q = q if layout is None else layout.gather(q)
+        chosen = decode_blocks(q, state, self.block, self.topk).places
+        o = decode_attention(q, state, chosen=chosen, block=self.block).o
+        return o if layout is None else layout.shard(o)
 
     def _over(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
         """Attention to the blocks that queries choose."""
