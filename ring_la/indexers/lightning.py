@@ -24,6 +24,8 @@ NUMBERS = 1 << 24
 """Numbers of chosen keys that exist at once in the loss, on a CPU."""
 ON_GPUS = 1 << 28
 """The same on a GPU, which many small strips would leave idle."""
+TAKEN = "torch"
+"""What forms scores on a GPU where nothing is named: `python -m benchmarks.chosen` times both."""
 
 
 @torch.no_grad()
@@ -59,7 +61,7 @@ def lightning_index(
     if backend not in (None, "torch", "triton"):
         raise ArgumentError("backend", "None, torch or triton", repr(backend))
     rows, form, formed = Rows.of(q, layout, cu_seqlens, k if layout is None else None), index_scores, q.shape[2]
-    if backend == "triton":
+    if backend == "triton" or (backend is None and q.is_cuda and TAKEN == "triton" and q.dtype != torch.float64):
         from .scores_kernel import scores as form  # needs Triton
 
         formed = 1  # heads are summed where they are formed
