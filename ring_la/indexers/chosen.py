@@ -82,7 +82,7 @@ def best(
         key numbers for places.
     """
     B, heads = shape
-    chunk, parts = min(max(1, CHUNK // each), keys), []
+    chunk, out = min(max(1, CHUNK // each), keys), None
     n = max(1, SCORES // (chunk * B * heads * each))
     for a in range(0, len(ends), n):
         strip = slice(a, min(a + n, len(ends)))
@@ -96,18 +96,16 @@ def best(
                 s, order = s.topk(min(topk, s.shape[-1]), -1, sorted=False)
                 at = at.gather(-1, order)
             found = s, at
-        parts.append(_in_order(*found, topk))  # type: ignore[call-arg]
-    if not parts:
-        none = score(slice(0, 0), slice(0, 1)).expand(-1, -1, -1, topk)
-        return Chosen(none.int(), none)
-    scores, places = (torch.cat(x, 1) for x in zip(*parts))
-    return Chosen(torch.where(torch.isneginf(scores), -1, places), scores)
+        assert found is not None  # a row may choose itself
+        out = _none(found[0], len(ends), topk) if out is None else out
+        s, order = found[0].sort(-1, descending=True)  # once, not for every chunk of keys
+        m = s.shape[-1]
+        out.scores[:, strip, :, :m] = s
+        out.places[:, strip, :, :m] = found[1].gather(-1, order).masked_fill_(torch.isneginf(s), -1)
+    return _none(score(slice(0, 0), slice(0, 1)), 0, topk) if out is None else out
 
 
-def _in_order(scores: Tensor, places: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Both with `topk` columns, the best first: sorted once, not for every chunk of keys."""
-    scores, order = scores.sort(-1, descending=True)
-    places = places.gather(-1, order)
-    missing = (0, topk - scores.shape[-1])
-    pad = torch.nn.functional.pad
-    return pad(scores, missing, value=-torch.inf), pad(places, missing, value=-1)
+def _none(scores: Tensor, rows: int, topk: int) -> Chosen:
+    """No choice yet for so many rows, of heads like those of ``scores [B, n, heads, m]``."""
+    shape = len(scores), rows, scores.shape[2], topk
+    return Chosen(scores.new_full(shape, -1, dtype=torch.int32), scores.new_full(shape, -torch.inf))

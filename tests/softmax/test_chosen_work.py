@@ -56,7 +56,8 @@ def used(cp: ring_la.ContextParallel, T: int) -> dict[str, int]:
         out = lightning_loss(*index, kept["chosen"], q, k, layout=layout)
         torch.autograd.grad(out, index)
 
-    layer, x = DeepSeekSparseAttention(16, H, topk=S, index_heads=HI, index_dim=D), torch.randn(1, n, 16, generator=rng)
+    layer = DeepSeekSparseAttention(16, H, kv_rank=4, topk=S, index_heads=HI, index_dim=D)
+    x = torch.randn(1, n, 16, generator=rng)
 
     def step() -> None:
         out = layer(x, layout=layout, output_loss=True)
