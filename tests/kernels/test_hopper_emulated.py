@@ -6,6 +6,7 @@ GPU in tests/gpu/test_bounded_kda.py and test_fused_delta.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -61,6 +62,19 @@ def check(function, x: list[Tensor], cu, got: dict[str, Tensor], S0: Tensor, do:
     assert all(e <= LIMIT for e in found.values()), found
 
 
+class FarCall(gdn_launches.GDNCall):
+    """Its chunks' numbers begin where what they leave lies behind 2^31 bytes."""
+
+    FROM = 2**16
+
+    @classmethod
+    def of(cls, *args):
+        call = super().of(*args)
+        if call.runs is not None:
+            call.runs.table[:, 3] += cls.FROM
+        return dataclasses.replace(call, chunks=call.chunks + cls.FROM)
+
+
 @pytest.mark.parametrize(
     ("T", "H", "HK", "cu", "fall"),
     [(150, 2, 1, (0, 0, 30, 131, 150), 1.0), (720, 1, 1, None, 0.02), (140, 1, 1, None, None)],
@@ -73,6 +87,8 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
     N = 1 if cu is None else len(cu) - 1
     S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
     inputs = Inputs(q, k, v, g, beta)
+    if cu is not None:
+        monkeypatch.setattr(gdn_launches, "GDNCall", FarCall)
     o, S, kept = gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=True)
     grads, dS0 = gdn_launches.gradients(inputs, offsets, 128**-0.5, S0[None], do, dS[None], kept)
     got = {"o": o, "S": S, "S0": dS0, **{n: x for n, x in grads._asdict().items() if x is not None}}

@@ -33,8 +33,9 @@ GROUPED = 16
 """Spans of a row from which on they do."""
 PARTS = 2**28
 """Bytes of what they leave, in a call."""
-KEPT = 3 * SAVED_STATES // 2
-"""Bytes that a call's chunks leave for its backward, or a backward holds at a time."""
+KEPT = 3 * SAVED_STATES
+"""Bytes that a call's chunks leave for its backward, or a backward holds at a time: 4 % of the smallest Hopper GPU's
+memory. Not a share of what is free, which the host would wait for and which changes from call to call."""
 ARGUMENTS = "16Q11if"
 SHARED = 7 * 28672 + 4 * 2304 + 7 * 384 + 7 * 16 + 16 + 80 + 1024
 BACKWARD_SHARED = 3 * 50176 + 2 * 32768 + 1024 + 2048 + 64 + 3 * 32 + 16 + 16 + 80 + 1024
@@ -185,7 +186,6 @@ def keeps(inputs: Inputs, cu: Tensor | None) -> bool:
     return group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H) == H
 
 
-@functools.lru_cache(maxsize=512)
 def group(chunks: int, heads: int) -> int:
     """Heads at a time whose chunks' states are held: groups of about one size."""
     most = max(1, KEPT // (chunks * 2 * (HEAD * HEAD + CHUNK * HEAD + 2 * CHUNK * CHUNK)))

@@ -63,7 +63,7 @@ def _delta_gradients(
 
 LEAST = 2**15
 """Tokens × heads of the smallest call of a delta rule that goes by one launch where a backward pass follows. From so
-many to 1.5 GiB of `gdn_launches.KEPT` each call that was measured on an H200 took less time than in chunks."""
+many to 1.5 GiB of what chunks leave each call that was measured on an H200 took less time than in chunks."""
 KDA = Launches(_kda, _kda_gradients)
 DELTA = Launches(_delta, _delta_gradients, lambda inputs: math.prod(inputs.v.shape[:3]) >= LEAST)
 
