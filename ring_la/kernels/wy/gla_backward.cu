@@ -47,7 +47,7 @@ INLINE int piece_end(const Args& a, const Span& x) { return a.table ? a.cu[x.pie
 
 // -- what needs a chunk's own tokens alone: a warp a chunk -----------------------------------------------------------
 
-// Ask for the rows of 32 tokens from t on; those from `end` on are zero. k, v and P only for the span's `own`.
+// Ask for the rows of 32 tokens from t on; those from `end` on are zero. v and P only for the span's `own`.
 INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool own, u32 at, int lane) {
   const Args& a = b.a;
   const int hk = h / (a.H / a.HK), row = lane >> 4, j = lane & 15, live = end - t - row;
@@ -55,15 +55,16 @@ INLINE void load_chunk(const BackArgs& b, int t, int end, int chunk, int h, bool
   const char* q = (const char*)a.q + (u64)(t + row) * sk + hk * (D * 2) + j * 16;
   const char* o = (const char*)b.dout + (u64)(t + row) * sv + h * (D * 2) + j * 16;
   const u64 to_k = (const char*)a.k - (const char*)a.q, to_v = (const char*)a.v - (const char*)b.dout;
+  const u32 jr = (u32)((j ^ row) & 7) << 4, to = at + (u32)((j >> 3) * HALF + row * 128);
 #pragma unroll 2
   for (int i = 0; i < 16; i++) {
-    const u32 place = tile_place(2 * i + row, j);
+    const u32 place = to + (jr ^ ((2 * i & 6) << 4)) + i * 256;
     const bool ok = 2 * i < live;
     const char *from = ok ? q : (const char*)a.q, *from_o = ok ? o : (const char*)b.dout;
-    cp16(at + OFF_Q + place, from, ok);
-    cp16(at + OFF_K + place, from + to_k, ok);
-    cp16(at + OFF_X + place, from_o, ok);
-    if (own) cp16(at + OFF_V + place, from_o + to_v, ok);
+    cp16(place + OFF_Q, from, ok);
+    cp16(place + OFF_K, from + to_k, ok);
+    cp16(place + OFF_X, from_o, ok);
+    cp16(place + OFF_V, from_o + to_v, ok && own);
     q += 2 * sk; o += 2 * sv;
   }
   load_gates(a, t, end, h, at + OFF_G, ROW, lane);
@@ -224,25 +225,35 @@ INLINE void sum_from_right(float (&x)[8], int t) {
   }
 }
 
-struct Pairs { float dq, dk, dg; };
-// The parts that pairs have in the gradients of one token's channel, one after another
-INLINE Pairs hard_pairs(const Args& a, int t, int end, int h, int token, int channel, u32 at) {
+// The parts that pairs have in the gradients of one token's channel of q (`dq`) and k, one after another
+INLINE void hard_pair(float& dq, float& dk, const Args& a, int t, int end, int h, int token, int channel, u32 at) {
   const u64 step = (u64)a.HK * D;
   const u64 from = (u64)t * step + h / (a.H / a.HK) * D + channel;
   const float G = lds(at + OFF_G + token * ROW + channel * 4);
-  Pairs x = {0.f, 0.f, 0.f};
-  if (t + token >= end) return x;
+  dq = dk = 0.f;
 #pragma unroll 1
   for (int j = 0; j < C && t + j < end; j++) {
     const int row = max(token, j), column = min(token, j);
     const u32 two = lds32(at + OFF_DP + pair_place(row, column >> 3) + (column & 6) * 2);
     const float other = lds(at + OFF_G + j * ROW + channel * 4);
     const float p = (column & 1 ? hi(two) : lo(two)) * a.scale * ex2(j <= token ? G - other : other - G);
-    if (j <= token) x.dq = fmaf(p, bf16_of(a.k + from + j * step), x.dq);
-    if (j >= token) x.dk = fmaf(p, bf16_of(a.q + from + j * step), x.dk);
+    if (j <= token) dq = fmaf(p, bf16_of(a.k + from + j * step), dq);
+    if (j >= token) dk = fmaf(p, bf16_of(a.q + from + j * step), dk);
   }
-  x.dg = bf16_of(a.q + from + token * step) * x.dq - bf16_of(a.k + from + token * step) * x.dk;
-  return x;
+}
+// The same of all that a lane has: a loop, which takes no registers of the common path
+INLINE void hard_pairs(float (&A)[16], float (&B)[16], const Args& a, int t, int end, int h, int kc, u32 at, int lane) {
+#pragma unroll 1
+  for (int j = 0; j < 16; j++) {
+    const int token = (j >> 2) * 8 + 2 * (lane & 3) + (j & 1), channel = kc * 8 + (lane >> 2) + (j & 2) * 4;
+    float dq, dk;
+    hard_pair(dq, dk, a, t, end, h, token, channel, at);
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      A[i] = i == j ? dq : A[i];
+      B[i] = i == j ? dk : B[i];
+    }
+  }
 }
 
 // The gradients of q, k and g of 16 channels of K, from chunk kc on. Y: dO S^T; Z: V dS^T.
@@ -258,7 +269,9 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], con
     ldm_trans(k[m], at + OFF_K + tile_place(16 * m + rb, kc + cb));
   }
   float A[16] = {}, B[16] = {};
-  if (!hard) {
+  if (hard) {
+    hard_pairs(A, B, a, t, end, h, kc, at, lane);
+  } else {
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -284,11 +297,11 @@ INLINE void key_gradients(const BackArgs& b, float (&Y)[16], float (&Z)[16], con
       const float y = fmaf(inverse, A[j], Y[j]), z = fmaf(inverse, B[j], Z[j]);
       ended = fmaf(kd, Z[j], ended);
       dg[i] = qg * y - kd * z;
-      Y[j] = y * (ex2(G) * a.scale);
-      Z[j] = z * ex2(GL - G);
-      if (hard) {
-        const Pairs x = hard_pairs(a, t, end, h, token, channel, at);
-        Y[j] += x.dq; Z[j] += x.dk; dg[i] += x.dg;
+      Y[j] = fmaf(y, ex2(G) * a.scale, hard ? A[j] : 0.f);
+      Z[j] = fmaf(z, ex2(GL - G), hard ? B[j] : 0.f);
+      if (hard && t + token < end) {
+        const u64 from = ((u64)(t + token) * a.HK + h / (a.H / a.HK)) * D + channel;
+        dg[i] += bf16_of(a.q + from) * A[j] - bf16_of(a.k + from) * B[j];
       }
     }
     ended += __shfl_xor_sync(~0u, ended, 1);

@@ -1,5 +1,5 @@
-"""Launches of GLA's kernels in CUDA C++ on Hopper (`gla_forward.cu`, `gla_backward.cu`): one each way, for any gate that
-is at most 0.
+"""Launches of GLA's kernels in CUDA C++ on Hopper (`gla_forward.cu`, `gla_backward.cu`): one each way, for any
+gate that is at most 0.
 
 Chunks have 32 tokens, and spans are those of `gdn_launches`: one may begin up to 24 chunks early, or waits for the one
 before it.
