@@ -89,10 +89,20 @@ def kept() -> Question:
     )
 
 
+def uneven() -> Question:
+    """A gated delta rule's rows cut into equal spans, which is today's, and with a longer one that goes over its tokens
+    once."""
+    case, arm = CASES["gdn_qwen"], ((gdn_launches, "UNEVEN", True),)
+    shapes = ("1x2048x16:32x128", "1x2048x8:24x128", "1x4096x16:32x128", "1x8192x16:32x128", "1x2048x4:16x128")
+    arms = Arm("today", case.ours), Arm("uneven", case.ours, arm)
+    return Question(partial(inputs, case), case.truth, arms, shapes, tokens=2048)
+
+
 QUESTIONS = {
     "gla": launched(forgets=True),
     "gla_slow": launched(forgets=False),
     "gdn_kept": kept(),
+    "gdn_uneven": uneven(),
 }
 
 

@@ -70,8 +70,8 @@ class FarCall(gdn_launches.GDNCall):
     FROM = 2**16
 
     @classmethod
-    def of(cls, *args):
-        call = super().of(*args)
+    def of(cls, *args, **named):
+        call = super().of(*args, **named)
         if call.runs is not None:
             call.runs.table[:, 3] += cls.FROM
         return dataclasses.replace(call, chunks=call.chunks + cls.FROM)
@@ -89,6 +89,7 @@ def test_delta_rules(monkeypatch, T, H, HK, cu, fall):
     N = 1 if cu is None else len(cu) - 1
     S0, dS, do = torch.randn(N, H, 128, 128), torch.randn(N, H, 128, 128), torch.randn_like(v)
     inputs = Inputs(q, k, v, g, beta)
+    monkeypatch.setattr(gdn_launches, "UNEVEN", T == 140)
     if cu is not None:
         monkeypatch.setattr(gdn_launches, "GDNCall", FarCall)
     o, S, kept = gdn_launches.forward(inputs, offsets, 128**-0.5, S0[None], True, keep=True)

@@ -2,6 +2,7 @@
 #pragma once
 #define C 32  // tokens a chunk
 #define D 128 // channels of a head
+#define OUTER a.length
 #include "spans.cuh"
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten

@@ -100,7 +100,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Kept | None]:
     """o ``[B, T, H, V]``; if `final` the states that leave the pieces ``[B, N, H, K, V]``, `S0` like those; if `keep`
     what `gradients` take."""
-    H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale)
+    H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale, even=True)
     o, leaving = torch.empty_like(call.inputs.v), call.states() if final else None
     kept = _kept(call, H) if keep else None
     entering = None if S0 is None else aligned(S0)
@@ -120,7 +120,7 @@ def gradients(
     """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it is
     made again, as many heads at a time as `gdn_launches.KEPT` bytes hold."""
     (B, T, H, _), HK = inputs.v.shape, inputs.q.shape[2]
-    call = GDNCall.of(inputs, cu, scale)
+    call = GDNCall.of(inputs, cu, scale, even=True)
     do = aligned(do.to(torch.bfloat16))
     S0, dS_end = (None if x is None else aligned(x.to(torch.float32)) for x in (S0, dS_end))
     dq, dk, dv = (call.new(B, T, H, HEAD, dtype=torch.bfloat16) for _ in range(3))
