@@ -85,9 +85,9 @@ DELTA = Launches(_delta, _delta_gradients, lambda inputs: math.prod(inputs.v.sha
 GLA = Launches(_gla, _gla_gradients)
 
 
-def knobs() -> tuple[int, bool]:
+def knobs() -> tuple[int, bool, bool]:
     """What decides, beside a call itself, which kernels take it; tests and benchmarks set these."""
-    return LEAST, GLA_BY_LAUNCH
+    return LEAST, GLA_BY_LAUNCH, gdn_launches.UNEVEN
 
 
 def choice(rule: Rule, inputs: Inputs, use: OutputUse) -> Launches | None:
