@@ -1,7 +1,7 @@
 """What a split transformer exchanges, as registered operators, so that torch.compile sees nodes and no exchange.
 
     ring_la::diffusion_attention    q, k, v of this rank's tokens, whole sizes, the number of the model -> o
-    ring_la::diffusion_post         k, v of this rank's tokens start for all ranks; an empty tensor to wait for
+    ring_la::diffusion_post         k, v of this rank's tokens start for all ranks; a tensor of nothing, to wait for
     ring_la::diffusion_attend       the attention behind it
     ring_la::diffusion_linear       the same of linear attention, by one sum of states
     ring_la::whole_image            this rank's tokens of an image -> the image, the same on all ranks
@@ -45,10 +45,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 
 
 def _post(k: Tensor, v: Tensor, *others: Any) -> Tensor:
-    """An empty tensor, which orders the attention behind this."""
+    """A tensor of nothing, which orders the attention behind this."""
     x = AttentionOthers(*others)
     found(x.model).posting.post_now((k, v), tuple(x.streams.split(",")), x.sizes, GivenMask.of(x.mask, x.masked))
-    return k.new_empty(0)
+    return k.new_empty(1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, token: Tensor, *others: Any) -> Tensor:
@@ -94,7 +94,7 @@ diffusion_attention = SplitOperator(
 diffusion_post = SplitOperator(
     "diffusion_post",
     _post,
-    lambda k, *_: k.new_empty(0),
+    lambda k, *_: k.new_empty(1),
     2,
     schema=f"(Tensor k, Tensor v, {declared(AttentionOthers)}) -> Tensor",
 )

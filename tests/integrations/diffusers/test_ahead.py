@@ -1,5 +1,5 @@
-"""Keys that leave before queries and wide layers (`parallelize(keys_first=True)`): the same output, eagerly, compiled, by
-messages and through rooms that are taken in turns."""
+"""Keys that leave before queries and wide layers (`parallelize(keys_first=True)`): the same output, eager and compiled,
+by messages and through rooms that are taken in turns."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_keys_leave_first(ranks, tmp_path):
 
 def check_refused(rank: int) -> None:
     model, _ = make("wan")
-    with pytest.raises(UnsupportedError, match="keys_first.*WanTransformer3DModel"):
+    with pytest.raises(UnsupportedError, match=r"keys_first.*WanTransformer3DModel"):
         parallelize(model, ring_la.ContextParallel(group(2), scan="ring"), keys_first=True)
     heads = ring_la.ContextParallel(group(2), scan="ring", attention="ulysses")
-    with pytest.raises(UnsupportedError, match="keys_first.*ulysses"):
+    with pytest.raises(UnsupportedError, match=r"keys_first.*ulysses"):
         parallelize(make("flux")[0], heads, keys_first=True)
 
 
