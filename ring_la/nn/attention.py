@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..errors import ArgumentError, UnsupportedError
 from ..keystore import KeySize, LayerKeys, decode_attention, read_attention
 from ..keystore.static import StaticKeys
@@ -112,7 +113,7 @@ class Attention(KeyedLayer):
             o, state = self._continue(qkv, state, call, scale)
         o = merge_heads(o)
         if self.gate_proj is not None:
-            o = call.rows(lambda gate, o: torch.sigmoid(gate) * o, call.rows(self.gate_proj, x), o)
+            o = call.rows(_gated, call.rows(self.gate_proj, x), o)
         return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -154,3 +155,8 @@ class Attention(KeyedLayer):
             return o, None
         new = cache_of(k, v, call)
         return o, cache.extend(new.k, new.v)
+
+
+@by_element
+def _gated(gate: Tensor, o: Tensor) -> Tensor:
+    return torch.sigmoid(gate) * o

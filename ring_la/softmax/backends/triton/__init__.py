@@ -3,5 +3,6 @@
 from .backend import TritonBackend
 from .chosen import TritonChosen
 from .chosen_sorted import SortedChosen
+from .in_blocks import CanonicalTriton
 
-__all__ = ["SortedChosen", "TritonBackend", "TritonChosen"]
+__all__ = ["CanonicalTriton", "SortedChosen", "TritonBackend", "TritonChosen"]

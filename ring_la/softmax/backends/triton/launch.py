@@ -81,16 +81,24 @@ class General(BlockCall):
     def over_queries(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
         """Launch one program for each tile of queries of a head."""
         how = self._settings(settings)
-        lists = plan.of_queries(self.pair, how.rows, how.keys)
+        lists = self.of_queries(how)
         grid = -(-self.q.shape[1] // how.rows), self.q.shape[0] * self.q.shape[2]
         self._launch(kernel, grid, how, lists, tensors)
 
     def over_keys(self, kernel: Any, settings: dict[int, table.TileSettings], *tensors: Tensor) -> None:
         """Launch one program for each tile of keys of a key head."""
         how = self._settings(settings)
-        lists = plan.of_keys(self.pair, how.rows, how.keys)
+        lists = self.of_keys(how)
         grid = -(-self.k.shape[1] // how.keys), self.q.shape[0] * self.k.shape[2]
         self._launch(kernel, grid, how, lists, tensors)
+
+    def of_queries(self, how: table.TileSettings) -> plan.TileLists:
+        """The tiles of keys that each tile of queries meets."""
+        return plan.of_queries(self.pair, how.rows, how.keys)
+
+    def of_keys(self, how: table.TileSettings) -> plan.TileLists:
+        """The tiles of queries that each tile of keys meets."""
+        return plan.of_keys(self.pair, how.rows, how.keys)
 
     def _settings(self, settings: dict[int, table.TileSettings]) -> table.TileSettings:
         return table.settings(settings, self.width, self.q.dtype)
