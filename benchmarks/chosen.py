@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def latents(T: int, H: int, S: int, forms: list[str]) -> Case:
     x = [t.requires_grad_() for t in draw(1, T, H, 0)]
     chosen = choose(torch.arange(T, device="cuda"), S)
 
-    def ours(backend: str) -> Function:
+    def ours(backend: Any) -> Function:
         return lambda *x: ring_la.mla(*x, chosen=chosen, backend=backend).o
 
     def truth(*x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def blocks(T: int, H: int, heads: int, D: int, S: int, size: int, forms: list[st
     numbers = torch.where(best.values < 0, -1, best.indices)[None]
     chosen = torch.where(numbers < 0, -1, numbers * size).int()
 
-    def ours(backend: str) -> Function:
+    def ours(backend: Any) -> Function:
         return lambda *x: ring_la.sparse_attention(*x, chosen=chosen, block=size, backend=backend).o
 
     def truth(*x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def blocks(T: int, H: int, heads: int, D: int, S: int, size: int, forms: list[st
 def moba(T: int, H: int, D: int, S: int, size: int, forms: list[str]) -> Case:
     """Blocks that each head chooses by their mean keys, in the call."""
 
-    def ours(backend: str) -> Function:
+    def ours(backend: Any) -> Function:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             chosen = block_index(q, k, size, S).places
             return ring_la.sparse_attention(q, k, v, chosen, block=size, backend=backend).o
