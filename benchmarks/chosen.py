@@ -1,11 +1,11 @@
 """Kernels for chosen keys on one GPU, beside those of others: `python -m benchmarks.chosen [--out FILE]`.
 
 bf16, causal. Cases: latents of 512 + 64 (DeepSeek), 2,048 keys a query; keys of 128, 16 query heads a key head, 32
-blocks of 64 (NSA); all keys, expanded from latents; blocks of 512 that are chosen in the call, 8 a query (MoBA); and the
-scores of an indexer. Choices are spread over what a query may read. Each row: errors first, of o against the fp64 loop of
-some queries, of the gradients against those of the case's first arm; milliseconds forward, and forward + backward; TB/s
-of what a call reads of keys and adds to their gradients. What cannot run says why. --limit: seconds after which no row
-is begun.
+blocks of 64 (NSA); all keys, expanded from latents; blocks of 512 that are chosen in the call, 8 a query (MoBA); and
+the scores of an indexer. Choices are spread over what a query may read. Each row: errors first, of o against the fp64
+loop of some queries, of the gradients against those of the case's first arm; milliseconds forward, and forward +
+backward; TB/s of what a call reads of keys and adds to their gradients. What cannot run says why. --limit: seconds
+after which no row is begun.
 
     python -m benchmarks.chosen --tokens 8192 --cases latents blocks index --forms torch triton triton_sorted --limit 50
 
