@@ -120,7 +120,8 @@ class StaticBatch(Batch):
         columns = min(self._keys.capacity, columns_for(longest))
         logits, choice = self._step(tokens=ids.to(self.model.device), columns=columns)
         self._step.wait()  # a rank that died is named instead of waited for
-        at = torch.tensor(self._seats, device=logits.device)
+        n = len(self._seats)
+        at: Any = slice(n) if self._seats == list(range(n)) else torch.tensor(self._seats, device=logits.device)
         self._logits, self._choice = logits[at], choice[at]
         for seat in self._seats:
             self._taken[seat] = self._taken[seat][0], self._taken[seat][1] + 1
