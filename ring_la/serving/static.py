@@ -194,7 +194,8 @@ class StaticBatch(Batch):
 
     def _dtype(self, state: Any) -> torch.dtype:
         """Of a layer's keys."""
-        return state.k.dtype if isinstance(state, KVCache) else self.model.model.embedding.weight.dtype
+        model: Any = self.model.model
+        return state.k.dtype if isinstance(state, KVCache) else model.embedding.weight.dtype
 
     @torch.no_grad()
     def _stepped(self, tokens: Tensor, columns: int) -> tuple[Tensor, Tensor]:
