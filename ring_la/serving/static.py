@@ -73,6 +73,10 @@ class StaticBatch(Batch):
     def logits(self) -> Tensor:
         return self._logits
 
+    @property
+    def graphs(self) -> int:
+        return 0 if self._step is None else self._step.graphs
+
     def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         seat = next(i for i in range(self._most) if i not in self._seats)
         parts = [self._part(i, state) for i, state in enumerate(prompt.states)]
