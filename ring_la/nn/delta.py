@@ -70,7 +70,8 @@ class _DeltaLayer(Layer):
 
     @by_element
     def _rates(self, y: Tensor) -> Tensor:
-        return self.beta_max * torch.sigmoid(wide(y))
+        rates = torch.sigmoid(wide(y))
+        return rates if self.beta_max == 1 else self.beta_max * rates
 
     @abstractmethod
     def make_gates(self) -> None:
