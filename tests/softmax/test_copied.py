@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import ring_la
 from ring_la.comm import memory as module
-from ring_la.comm.memory import SECTOR, Memory
+from ring_la.comm.memory import SECTOR, GroupMemory, Memory
 from ring_la.errors import PeerError
 from ring_la.layout import Layout
 from ring_la.softmax.backends import BACKENDS, LatentBackend
@@ -113,6 +114,30 @@ def test_two_streams_where_they_were_faster(asked, captured, tokens, two):
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured):
         assert Copied(asked).overlaps(mock.Mock(backend=BACKENDS["torch"]), q) is two
         assert not Copied(asked).overlaps(mock.Mock(backend=mock.Mock(spec=LatentBackend)), q)
+
+
+class Opened:
+    """Memory that knows its size alone."""
+
+    def __init__(self, members: object, size: int) -> None:
+        self.size = size
+
+    def late(self) -> list[int]:
+        return []
+
+
+def test_memory_of_a_graph_lives_when_a_larger_one_takes_its_place():
+    memory, capturing = GroupMemory(mock.Mock(on_cuda=True), mock.Mock()), mock.Mock(return_value=False)
+    cuda = dict(is_current_stream_capturing=capturing, synchronize=mock.Mock())
+    with mock.patch.object(Memory, "open", Opened), mock.patch.multiple(torch.cuda, **cuda):
+        small = weakref.ref(memory.of(1 << 20))
+        capturing.return_value = True
+        larger = weakref.ref(memory.of(2 << 20))
+        assert small() is None
+        memory.of(3 << 20)
+        assert larger() is not None
+        memory.release()
+        assert larger() is None
 
 
 def rounds_of(T: int, P: int, reach: Reach, cu=None) -> list[list[int]]:

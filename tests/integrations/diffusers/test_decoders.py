@@ -24,10 +24,7 @@ LTX |= dict(spatio_temporal_scaling=(True, False), decoder_inject_noise=(False,)
 FLUX2 = IMAGE | dict(block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2)
 FLUX2 |= dict(up_block_types=("UpDecoderBlock2D",) * 2)
 CASES = {
-    "AutoencoderKLFlux2": (
-        IMAGE | dict(block_out_channels=(8, 8), down_block_types=WAYS[0], up_block_types=WAYS[1]),
-        (),
-    ),
+    "AutoencoderKLFlux2": (FLUX2, ()),
     "AutoencoderKLCogVideoX": (IMAGE | dict(block_out_channels=(8,) * 4), (5,)),
     "AutoencoderKLLTXVideo": (
         LTX
