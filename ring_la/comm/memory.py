@@ -152,9 +152,7 @@ class GroupMemory:
             self.current = None
             memory = self.current = Memory.open(self._members, max(1 << 20, size))
         if self._capturing() and memory not in self._in_graphs:
-            self._in_graphs.append(
-                memory
-            )  # replays reach it by its address, also when a larger one has taken its place
+            self._in_graphs.append(memory)  # replays reach it by its address
         return memory
 
     def _capturing(self) -> bool:

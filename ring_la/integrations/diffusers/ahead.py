@@ -27,7 +27,7 @@ Rotary = Any
 """Of the rank's tokens, as the library has it."""
 
 
-class Running(Protocol):
+class PostingModel(Protocol):
     """What of the split model is asked: the call under way, and the number operators know it by."""
 
     number: int
@@ -37,7 +37,7 @@ class Running(Protocol):
 class Posting:
     """Keys of one split model that leave before their queries."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: PostingModel) -> None:
         self._running = running
         self._hooks: dict[Streams, Callable] = {}  # one for all blocks, so that torch.compile compiles them once
 

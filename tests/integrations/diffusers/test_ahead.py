@@ -13,8 +13,8 @@ pytest.importorskip("diffusers")
 import ring_la
 from ring_la.errors import UnsupportedError
 from ring_la.integrations.diffusers import parallelize, restore
-from tests.softmax.test_copied import over_files
 from tests.support.attention_cases import error
+from tests.support.file_memory import over_files
 from tests.support.pool import group
 
 from .models import make
