@@ -8,7 +8,7 @@ import torch
 
 import ring_la
 from ring_la.testing import check_recurrence
-from tests.support import gradient_step_cases, log_linear_cases, pool, precondition_cases
+from tests.support import gradient_step_cases, log_linear_cases, pool, precondition_cases, share_cases
 from tests.support.recurrence_cases import COMPOSED, error
 
 
@@ -125,3 +125,20 @@ def test_kernels_of_ttt_linear(case, record_property):
     found = gradient_step_cases.errors(*GRADIENT_STEPS[case], "cuda")
     record_property("errors", found)
     assert max(found.values()) < 2e-2, found
+
+
+SHARES = {
+    "fp32": (300, 128, None, torch.float32),
+    "packed": (300, 36, (0, 1, 1, 190, 300), torch.float32),
+    "bf16": (2000, 128, None, torch.bfloat16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHARES)
+def test_kernels_of_shares(case, record_property):
+    pytest.importorskip("triton")
+    T, D, cu, dtype = SHARES[case]
+    found = share_cases.errors(T, D, cu, dtype, "cuda")
+    record_property("errors", found)
+    assert max(found.values()) < {torch.float32: 1e-5, torch.bfloat16: 6e-3}[dtype], found
