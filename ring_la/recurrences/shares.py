@@ -55,12 +55,11 @@ def shares(k: Tensor, z: Tensor | None, options: CommonOptions) -> Shares:
     named = options.backend == "triton" or (BY_DEFAULT and options.backend is None)
     if named and options.layout is None and can_share(x):
         written, g, end = weight_shares(x, log, options.cu_seqlens)
-        final = (
-            torch.where(end > NEVER / 2, F.softplus(end, threshold=1e4), 0.0) if options.output_final_state else None
-        )
+        final = torch.where(end > NEVER / 2, F.softplus(end, threshold=1e4), 0.0)
     else:
         written, g, final = _by_parts(x, log, z is None, options)
-    return Shares(*(t.unflatten(-1, (H, -1)) if t is not None else None for t in (written, g, final)))  # type: ignore[arg-type]
+    written, g = (t.unflatten(2, (H, -1)) for t in (written, g))
+    return Shares(written, g, None if final is None else final.unflatten(1, (H, -1)))
 
 
 def _by_parts(
