@@ -33,9 +33,6 @@ from .arguments import Argument
 from .definition import CommonOptions
 from .recurrence import recurrence
 
-BY_DEFAULT = False
-"""Whether a call that names no backend goes by the kernels, where they can take it."""
-
 
 def _rate(normal: Callable[..., Tensor], drawn: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
     """An example of learning rates: larger ones make steps that magnify every rounding."""
@@ -77,8 +74,8 @@ def ttt_linear(
     States are ``(W [N,H,K,K], c [N,H,K])`` as the mini-batch began, and the sums of its gradients so far, in the same
     shapes: zero where one begins, and not read there (``first=0``). Behind a whole mini-batch W and c are those after
     its step; a shorter one makes it where its last η is known, ``W − η ΣdW``. A rank waits for the one before it, a
-    group of heads at a time. In PyTorch's operations on every device, in fp32 or wider; ``backend="triton"`` takes
-    kernels that have not yet run on a GPU: bf16 or fp16, K up to 128, mini-batches of 16, 32 or 64.
+    group of heads at a time. Mini-batches of 16, 32 or 64 in bf16 or fp16, K up to 128, go by kernels on CUDA; others
+    by PyTorch's operations, in fp32 or wider.
     """
     if isinstance(mini_batch, bool) or not isinstance(mini_batch, int) or mini_batch < 1:
         raise ArgumentError("mini_batch", "an int ≥ 1", repr(mini_batch))
@@ -109,7 +106,7 @@ def ttt_linear(
 
 def _by_kernels(given: tuple[Tensor, ...], size: int, scale: float, options: CommonOptions) -> bool:
     """Whether a call goes by the kernels, where a mini-batch is whole."""
-    if options.backend != "triton" and not (BY_DEFAULT and options.backend is None):
+    if options.backend == "torch":
         return False
     why = "deterministic=True fixes PyTorch's order" if fixed(options.layout) else unsupported(*given, size, scale)
     if why and options.backend == "triton":
