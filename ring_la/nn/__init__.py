@@ -18,6 +18,7 @@ from .mamba2 import Mamba2
 from .mamba3 import Mamba3
 from .moe import MixtureOfExperts, MoEOutput, Routing
 from .parts import RMSNorm
+from .preconditioned import PreconditionedGatedDeltaNet, PreconditionedKDA
 from .retention import LightningAttention, MultiScaleRetention
 from .rwkv6 import RWKV6
 from .rwkv7 import RWKV7
@@ -49,6 +50,8 @@ LAYERS: dict[str, type[Layer]] = {
     "mamba3": Mamba3,
     "fox": ForgettingAttention,
     "ttt": TTTLinear,
+    "preconditioned_gdn": PreconditionedGatedDeltaNet,
+    "preconditioned_kda": PreconditionedKDA,
 }
 """Names of the layers in a model's list."""
 
@@ -80,6 +83,8 @@ __all__ = [
     "MultiScaleRetention",
     "MultiheadLatentAttention",
     "NativeSparseAttention",
+    "PreconditionedGatedDeltaNet",
+    "PreconditionedKDA",
     "RMSNorm",
     "RWKV6",
     "RWKV7",
