@@ -18,8 +18,7 @@ from .layer import LayerCall, split_heads, wide
 class _Preconditioned(DeltaLayer):
     """What both have of their own: the preconditioner's decay, rate and center, a head of keys each."""
 
-    def make_gates(self) -> None:
-        super().make_gates()
+    def make_preconditioner(self) -> None:
         heads = self.num_heads
         self.seen_decay_proj = nn.Linear(self.dim, heads, bias=False)
         self.seen_rate_proj = nn.Linear(self.dim, heads, bias=False)
@@ -50,6 +49,10 @@ class PreconditionedGatedDeltaNet(_Preconditioned, GatedDeltaNet):
     `DeltaNet`.
     """
 
+    def make_gates(self) -> None:
+        super().make_gates()
+        self.make_preconditioner()
+
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any
     ) -> LinearAttentionOutput:
@@ -60,6 +63,10 @@ class PreconditionedGatedDeltaNet(_Preconditioned, GatedDeltaNet):
 class PreconditionedKDA(_Preconditioned, KimiDeltaAttention):
     """Preconditioned KDA (arXiv 2604.21100, as in fla-core 0.6.0): that of `PreconditionedGatedDeltaNet` in
     `KimiDeltaAttention`, which decays each key channel. Arguments as in `DeltaNet`."""
+
+    def make_gates(self) -> None:
+        super().make_gates()
+        self.make_preconditioner()
 
     def recur(
         self, x: Tensor, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **keywords: Any

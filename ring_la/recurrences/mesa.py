@@ -99,13 +99,12 @@ def _solver(
     k, g, beta, lam, G = (None if t is None else t.detach() for t in (k, g, beta, lam, G))  # type: ignore[assignment]
     named = options.backend == "triton" or (BY_DEFAULT and options.backend is None)
     if named and options.layout is None and _fits(k, g, beta, lam):
-        from ..kernels.conjugate_gradients.solve import solved
+        from ..kernels.conjugate_gradients.solve import System, solved
         from ..kernels.runtime.launch import aligned
 
         cu = [0, k.shape[1]] if options.cu_seqlens is None else options.cu_seqlens.tolist()
-        start = None if G is None else aligned(G.float())
-        given = [aligned(t) for t in (k, g, beta, lam)]
-        return lambda right: solved(aligned(right.to(k.dtype)), *given, start, cu, steps)
+        system = System(aligned(k), aligned(g), aligned(beta), aligned(lam), None if G is None else aligned(G.float()))
+        return lambda right: solved(aligned(right.to(k.dtype)), system, cu, steps)
     keys, rate = k.to(state_dtype_of({"k": k, "lam": lam})), beta[..., None]
     written = rate * keys
 

@@ -53,6 +53,7 @@ def shares(k: Tensor, z: Tensor | None, options: CommonOptions) -> Shares:
     else:
         log = _logarithm(z.flatten(1).to(wide))
     named = options.backend == "triton" or (BY_DEFAULT and options.backend is None)
+    final: Tensor | None
     if named and options.layout is None and can_share(x):
         written, g, end = weight_shares(x, log, options.cu_seqlens)
         final = torch.where(end > NEVER / 2, F.softplus(end, threshold=1e4), 0.0)

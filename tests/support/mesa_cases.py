@@ -13,7 +13,7 @@ from .triton_cases import error
 
 def errors(B: int, H: int, K: int, cu: tuple[int, ...], state: bool, dtype: torch.dtype, device: str) -> float:
     """The relative error of the solutions."""
-    from ring_la.kernels.conjugate_gradients.solve import solved
+    from ring_la.kernels.conjugate_gradients.solve import System, solved
 
     T, N = cu[-1], B if B > 1 else len(cu) - 1
     rng = torch.Generator(device).manual_seed(0)
@@ -22,7 +22,7 @@ def errors(B: int, H: int, K: int, cu: tuple[int, ...], state: bool, dtype: torc
     g, beta, lam = logsigmoid(draw(B, T, H) + 2), draw(B, T, H).sigmoid(), 0.5 + draw(H, K).sigmoid()
     G = draw(N, H, K, K)
     G = (G @ G.mT / K).contiguous() if state else None
-    x = solved(q, k, g, beta, lam, G, cu, 30)
+    x = solved(q, System(k, g, beta, lam, G), cu, 30)
     keys, rate = k.double(), beta.double()[..., None]
     more = dict(scale=1.0, initial_state=None if G is None else G.double())
     more |= {} if B > 1 else {"cu_seqlens": torch.tensor(cu, device=device)}

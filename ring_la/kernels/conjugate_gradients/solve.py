@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -114,14 +114,20 @@ def _begins(cu: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32).to(device)
 
 
-def solved(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, lam: Tensor, H0: Tensor | None, cu: Sequence[int], steps: int
-) -> Tensor:  # fmt: skip
-    """x ``[B, T, H, K]`` in fp32, of q like k ``[B, T, H, K]``, g and beta ``[B, T, H]``, lam ``[H, K]``; contiguous.
+class System(NamedTuple):
+    """k ``[B, T, H, K]``, g and beta ``[B, T, H]``, lam ``[H, K]``, and H before each document ``[N, H, K, K]`` in fp32
+    (None: zero), all contiguous."""
 
-    Args:
-        H0: before each document ``[N, H, K, K]``, fp32; None: zero. cu: offsets of documents in each row.
-    """
+    k: Tensor
+    g: Tensor
+    beta: Tensor
+    lam: Tensor
+    H0: Tensor | None
+
+
+def solved(q: Tensor, system: System, cu: Sequence[int], steps: int) -> Tensor:
+    """x ``[B, T, H, K]`` in fp32, of right sides q like k. cu: offsets of documents in each row."""
+    k, g, beta, lam, H0 = system
     (B, T, H, K), C, N = k.shape, CHUNK[k.dtype], len(cu) - 1
     table, _ = table_of(tuple(n for a, b in zip(cu, cu[1:]) if b > a for n in (a, b, 0)), C, k.device)
     R, wide = table.shape[0], width(K)
