@@ -2,7 +2,7 @@
 
 python -m tests.vllm.live equal MODEL RANKS FOLDER      what both read, and what comes of states that are spoiled
 python -m tests.vllm.live hosts MODEL RANKS FOLDER      the same, as if on two hosts: by NIXL, over TCP alone
-python -m tests.vllm.live decoded MODEL RANKS FOLDER    of models that vLLM cannot read on a CPU, beside Transformers' tokens
+python -m tests.vllm.live decoded MODEL RANKS FOLDER    Transformers' tokens, of models that vLLM cannot read on a CPU
 python -m tests.vllm.live faults POLICY FOLDER          a reader that stands still, is given up, and dies
 """
 
