@@ -98,7 +98,7 @@ def _start(options: CommonOptions, v: Tensor, K: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MomentumChunks:
     """What chunks are before their states arrive, ``[B, H, chunks, …]``, X being S₀ above M₀ ``[2K, V]``:
     w = `asked` X − `known`, o = `read` X − `within` w, and X goes on as `kept` X + `written` w."""
 
@@ -137,7 +137,7 @@ def _kept(by: Tensor, X: Tensor) -> Tensor:
 
 def _parts(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, mu: Tensor, beta: Tensor, eta: Tensor
-) -> Parts:  # fmt: skip
+) -> MomentumChunks:  # fmt: skip
     """The parts of chunks ``[B, H, chunks, C, ·]``."""
     a, m = g.cumsum(3), mu.cumsum(3)
     A, D = (_gaps(x) for x in (a, m))
@@ -150,7 +150,7 @@ def _parts(
     right = torch.cat([a1 * p, -b1 * p, v], -1)
     solved = torch.linalg.solve_triangular(N, right, upper=False, unitriangular=True)
     K = k.shape[-1]
-    return Parts(
+    return MomentumChunks(
         asked=solved[..., : 2 * K],
         known=solved[..., 2 * K :],
         read=torch.cat([a * q, -b * q], -1),

@@ -23,7 +23,7 @@ from ring_la.kernels.fenwick.device import (
     rows_of,
     tile,
 )
-from ring_la.kernels.fenwick.launches import Call
+from ring_la.kernels.fenwick.launches import LevelsCall
 from ring_la.kernels.runtime.launch import launch
 
 
@@ -167,7 +167,15 @@ def gates_kernel(
 
 
 def gradients(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, c: Tensor, lam: Tensor, states: Tensor, adjoint: Tensor
+    call: LevelsCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    c: Tensor,
+    lam: Tensor,
+    states: Tensor,
+    adjoint: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq and dk by value head ``[B, T, H, K]``, dv, dg and dλ, the last two in fp32."""
     B, T, H, K = call.B, call.T, call.H, call.K

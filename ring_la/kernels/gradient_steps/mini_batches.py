@@ -58,13 +58,13 @@ class _MiniBatches(torch.autograd.Function):
     ):  # fmt: skip
         from ..runtime.launch import aligned
         from .chunks import outputs
-        from .launches import Call
+        from .launches import StepsCall
         from .walks import forwards
 
         q, k, v, eta, w, b = (aligned(x) for x in (q, k, v, eta, w, b))
         W, c = (None if x is None else aligned(x.float()) for x in (W, c))
         B, T, H, K = q.shape
-        call = Call(B, T, H, K, size, scale, eps, q.dtype)
+        call = StepsCall(B, T, H, K, size, scale, eps, q.dtype)
         kept, W_end, c_end = forwards(call, k, v, eta, w, b, W, c)
         o = outputs(call, q, k, eta, w, b, kept, norm)
         ctx.set_materialize_grads(False)
@@ -77,11 +77,11 @@ class _MiniBatches(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dW: Tensor | None, dc: Tensor | None):
         from ..runtime.launch import aligned
         from .chunks import gradients, prepare
-        from .launches import Kept
+        from .launches import KeptSteps
         from .walks import backwards
 
         q, k, v, eta, w, b, *kept = ctx.saved_tensors
-        call, kept = ctx.call, Kept(*kept)
+        call, kept = ctx.call, KeptSteps(*kept)
         do = torch.zeros_like(q) if do is None else do
         if dW is not None or dc is not None:
             dW = q.new_zeros(call.B, call.H, call.K, call.K, dtype=call.wide) if dW is None else aligned(dW.float())
