@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
@@ -67,8 +68,10 @@ class DeltaLayer(Layer):
         self.out_proj = nn.Linear(self.widths[2], dim, bias=False)
         self.make_gates()
 
+    @by_element
     def _rates(self, y: Tensor) -> Tensor:
-        return self.beta_max * torch.sigmoid(wide(y))
+        rates = torch.sigmoid(wide(y))
+        return rates if self.beta_max == 1 else self.beta_max * rates
 
     @abstractmethod
     def make_gates(self) -> None:

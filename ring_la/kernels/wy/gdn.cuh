@@ -3,6 +3,7 @@
 #pragma once
 #define C 32  // tokens a chunk
 #define D 128 // channels of a head
+#define OUTER a.outer
 #include "spans.cuh"
 
 #define FORGOTTEN -30.f // log2 of what is left of a state that counts as forgotten
@@ -27,6 +28,7 @@ struct Args {
   int ahead;             // whether spans that wait find what they leave meanwhile
   int pick;              // whether spans that wait go first, see `choose`
   int together;          // how many spans that wait combine
+  int outer;             // tokens of the span that goes over its own once, see `span_of`
   float scale;
 };
 

@@ -1,5 +1,6 @@
 // What the fused kernels of one device's tokens share: spans of a head's tokens, each a program's, and how they hand
-// states on. A file that includes this says before it how many tokens a chunk has (C) and channels a head (D).
+// states on. A file that includes this says before it how many tokens a chunk has (C) and channels a head (D), and of rows
+// that are cut evenly but for one span how many tokens that has: the first, or with a minus sign the last (OUTER).
 #pragma once
 #include "hopper.cuh"
 
@@ -11,10 +12,12 @@ template <class Args> INLINE Span span_of(const Args& a, int s) {
     const int* row = a.table + s * 6;
     x.begin = row[0]; x.end = row[1]; x.piece = row[2]; x.chunk = row[3]; x.first = row[4]; x.last = row[5];
   } else {
-    const int each = (a.T + a.length - 1) / a.length, n = s % each;
+    const int outer = OUTER < 0 ? -(OUTER) : OUTER, before = OUTER < 0 ? 0 : outer - a.length;
+    const int each = 1 + max(a.T - outer + a.length - 1, 0) / a.length, n = s % each;
     x.piece = s / each; x.first = n == 0; x.last = n == each - 1;
-    x.chunk = x.piece * ((a.T + C - 1) / C) + n * (a.length / C);
-    x.begin = x.piece * a.T + n * a.length; x.end = x.piece * a.T + min((n + 1) * a.length, a.T);
+    const int begin = x.first ? 0 : before + n * a.length;
+    x.chunk = x.piece * ((a.T + C - 1) / C) + begin / C;
+    x.begin = x.piece * a.T + begin; x.end = x.piece * a.T + (x.last ? a.T : before + (n + 1) * a.length);
   }
   return x;
 }

@@ -1,0 +1,124 @@
+"""A weight's gradient ``Σ dyᵀ x``: the product of every block of 64 tokens, added exactly, in one launch.
+
+A block's product P is added to a sum that begins at C = 1.5 · 2²³ grids, so that fp32 rounds it to a multiple of the
+grid and nothing else is ever rounded: the last bit of P is set, so that it never lies between two multiples, and the
+sum's own bits cannot decide (Demmel and Nguyen 2015, "Parallel reproducible summation"). By Cauchy and Schwarz P is
+below the product of its columns' norms; the largest norm of any block on any rank decides the grid:
+
+    grid[n, k] = 2⁻¹⁵ · above_y[n] · above_x[k],      at most 64 blocks before the sum is read off.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_la.kernels.fixed.grid import power_above
+from ring_la.kernels.fixed.product import unit_of
+from ring_la.kernels.runtime.launch import aligned, launch
+from ring_la.kernels.spans.table import cdiv
+
+BLOCK, GROUP = 64, 64
+"""Tokens of a block, and blocks that are added before the sum is read off."""
+TILE, WIDE = 128, 128
+START = 1.5 * 2**8
+"""C in units of ``above_y · above_x``."""
+
+
+@triton.jit
+def block_norms(x, places, out, tile, D, BT: tl.constexpr, BD: tl.constexpr):
+    """The largest norm of a column of a block, so far: floats ≥ 0 stand in the order of their bits."""
+    start, stop = tl.load(places + tl.program_id(0) * 2), tl.load(places + tl.program_id(0) * 2 + 1)
+    t, d = start + tl.arange(0, BT), tile * BD + tl.arange(0, BD)
+    at = t.to(tl.int64)[:, None] * D + d[None, :]
+    y = tl.load(x + at, (t < stop)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * 2.0**30
+    norm = tl.sqrt(tl.sum(y * y, 0)) * (1.01 * 2.0**-30)
+    norm = tl.where(norm < float("inf"), norm, float("inf"))  # a NaN, too
+    tl.atomic_max(out + d, norm.to(tl.int32, bitcast=True), d < D)
+
+
+@triton.jit(do_not_specialize=("N", "K"))
+def norms_kernel(
+    dy, x, places, norms_y, norms_x, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+):
+    """Of both."""
+    N *= UN
+    K *= UK
+    tiles = (N + BD - 1) // BD
+    tile = tl.program_id(1)
+    if tile < tiles:
+        block_norms(dy, places, norms_y, tile, N, BT, BD)
+    else:
+        block_norms(x, places, norms_x, tile - tiles, K, BT, BD)
+
+
+@triton.jit(do_not_specialize=("COUNT", "N", "K"))
+def weight_kernel(
+    dy, x, places, norms_y, norms_x, out, COUNT, N, K, UN: tl.constexpr, UK: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``out [N, K]`` over COUNT blocks; ADD: to what is there, in fp64."""
+    N *= UN
+    K *= UK
+    across = (K + BK - 1) // BK
+    n = tl.program_id(0) // across * BN + tl.arange(0, BN)
+    k = tl.program_id(0) % across * BK + tl.arange(0, BK)
+    t = tl.arange(0, BT)
+    above_y = power_above(tl.load(norms_y + n, n < N, other=1.0)) * START
+    above_x = power_above(tl.load(norms_x + k, k < K, other=1.0))
+    acc = above_y[:, None] * above_x[None, :]
+    of_y, of_x = n[:, None] + t[None, :] * N, t[:, None] * K + k[None, :]  # within a block: small numbers
+    for i in range(0, COUNT):
+        start = tl.load(places + i * 2)
+        rows = tl.load(places + i * 2 + 1) - start
+        left = tl.load(dy + start.to(tl.int64) * N + of_y, (t < rows)[None, :] & (n < N)[:, None], other=0.0)
+        right = tl.load(x + start.to(tl.int64) * K + of_x, (t < rows)[:, None] & (k < K)[None, :], other=0.0)
+        part = tl.dot(left, right, input_precision=PREC)
+        acc += (part.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+    total = acc - above_y[:, None] * above_x[None, :]
+    at = n.to(tl.int64)[:, None] * K + k[None, :]
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    if ADD:
+        tl.store(out + at, tl.load(out + at, inside, other=0.0) + total.to(tl.float64), inside)
+    else:
+        tl.store(out + at, total.to(out.dtype.element_ty), inside)
+
+
+def largest_norms(dy: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
+    """Bounds of the norms of all columns of all blocks of ``dy [rows, N]``, and from the place returned on of
+    ``x [rows, K]``, fp32; inf where one is not finite."""
+    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
+    behind = cdiv(N, 4) * 4  # on a boundary of 16 bytes
+    out = torch.zeros(behind + K, dtype=torch.int32, device=x.device)
+    un, uk = unit_of(N), unit_of(K)
+    if len(places):
+        launch(
+            norms_kernel, (len(places), cdiv(N, WIDE) + cdiv(K, WIDE)), dy, x, places, out, out[behind:],
+            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BD=WIDE, num_warps=4,
+        )  # fmt: skip
+    return out.view(torch.float32), behind
+
+
+def block_sums(
+    dy: Tensor, x: Tensor, places: Tensor, norms_y: Tensor, norms_x: Tensor, dtype: torch.dtype | None
+) -> Tensor:
+    """``Σ dyᵀ x [N, K]`` over this rank's blocks of ``dy [rows, N]`` and ``x [rows, K]``: fp64 multiples of the grid,
+    or rounded once to `dtype`, for whom nothing is to be added to it.
+
+    Args:
+        places: int32 ``[blocks, 2]``, where each starts and ends. norms_y, norms_x: `largest_norms` on all ranks, fp32.
+    """
+    dy, x, N, K = aligned(dy), aligned(x), dy.shape[-1], x.shape[-1]
+    once = dtype is not None and 0 < len(places) <= GROUP
+    out = dy.new_empty(N, K, dtype=dtype) if once else torch.zeros(N, K, dtype=torch.float64, device=dy.device)
+    un, uk = unit_of(N), unit_of(K)
+    for i in range(0, len(places), GROUP):
+        some = places[i : i + GROUP]
+        launch(
+            weight_kernel, (cdiv(N, TILE) * cdiv(K, TILE),), dy, x, some, norms_y, norms_x, out, len(some),
+            N // un, K // uk, UN=un, UK=uk, BT=BLOCK, BN=TILE, BK=TILE, START=START, ADD=not once, PREC="ieee",
+            num_warps=8, num_stages=7,  # of which places and what is loaded by them take three
+        )  # fmt: skip
+    return out if once or dtype is None else out.to(torch.float32).to(dtype)
