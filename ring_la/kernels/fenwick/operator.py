@@ -71,7 +71,7 @@ def _log_linear_backward(
     do, (q, k, v, lam) = _plain(grads[0].to(v.dtype)), (_plain(x) for x in (q, k, v, lam))
     call = LevelsCall.of(q, v, lam, runs, scale)
     adjoint = states(call, q, do, c, lam, readers=True)
-    dq, dk, dv, dg, dlam = gradients(call, q, k, v, do, c, lam, S, adjoint)
+    dq, dk, dv, dg, dlam = gradients(call, (q, k, v, do), c, lam, S, adjoint)
     if q.shape[2] != call.H:
         dq, dk = (d.unflatten(2, (q.shape[2], -1)).sum(3).to(q.dtype) for d in (dq, dk))
     return [dq, dk, dv, dg.to(g.dtype), dlam.to(lam.dtype)]

@@ -6,6 +6,8 @@ both ways round are two products: nothing that came out of a product is transpos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -184,18 +186,13 @@ def outputs(
 
 
 def prepare(
-    call: StepsCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    eta: Tensor,
-    w: Tensor,
-    b: Tensor,
-    kept: KeptSteps,
-    norm: bool,
-) -> tuple[Prepared, Tensor, Tensor]:
-    """What the walk back reads, and parts of dw and db ``[B · H, NC, K]``; do is dz where o is z."""
+    call: StepsCall, given: Sequence[Tensor], do: Tensor, kept: KeptSteps, norm: bool
+) -> tuple[Prepared, Tensor, Tensor]:  # fmt: skip
+    """What the walk back reads, and parts of dw and db ``[B · H, NC, K]``.
+
+    given: q, k, v, eta, w, b. do: dz where o is z (not `norm`).
+    """
+    q, k, v, eta, w, b = given
     tokens = [q.new_empty(q.shape) for _ in range(3)]
     prepared = Prepared(*tokens, *(q.new_empty(q.shape[:3], dtype=call.wide) for _ in range(3)))
     dw, db = (kept.c.new_zeros(kept.c.shape) for _ in range(2))
@@ -211,7 +208,7 @@ def prepare(
 
 
 def gradients(
-    call: StepsCall, given: tuple[Tensor, ...], kept: KeptSteps, prepared: Prepared, walked: tuple[Tensor, ...]
+    call: StepsCall, given: Sequence[Tensor], kept: KeptSteps, prepared: Prepared, walked: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, deta in fp32, and parts of dw and db. given: q, k, v, eta, w, b. walked: dx, de, what rates get from
     the steps, and dW behind each chunk."""

@@ -86,7 +86,7 @@ class _MiniBatches(torch.autograd.Function):
         if dW is not None or dc is not None:
             dW = q.new_zeros(call.B, call.H, call.K, call.K, dtype=call.wide) if dW is None else aligned(dW.float())
             dc = q.new_zeros(call.B, call.H, call.K, dtype=call.wide) if dc is None else aligned(dc.float())
-        prepared, dw, db = prepare(call, q, k, v, aligned(do), eta, w, b, kept, ctx.norm)
+        prepared, dw, db = prepare(call, (q, k, v, eta, w, b), aligned(do), kept, ctx.norm)
         *walked, dW0, dc0 = backwards(call, q, k, eta, w, kept.d, prepared, dW, dc)
         dq, dk, dv, deta, *more = gradients(call, (q, k, v, eta, w, b), kept, prepared, tuple(walked))
         shared = [(x + y).unflatten(0, (call.B, call.H)).sum((0, 2)) for x, y in zip((dw, db), more)]
