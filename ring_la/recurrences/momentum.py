@@ -120,10 +120,11 @@ def _chunks(
     padded = (F.pad(x, (0, 0, 0, 0, 0, -n % C)).transpose(1, 2) for x in (q, k, v, p, g, mu, beta, eta))
     parts = _parts(*(x.unflatten(2, (-1, C)) for x in padded))
     X, before, w = state.flatten(2, 3), [], []
-    for i in range(parts.known.shape[2]):
+    own = (parts.asked, parts.known, parts.kept, parts.written)
+    for asked, known, kept, written in zip(*(x.unbind(2) for x in own)):  # an index each would fill gradients each time
         before.append(X)
-        w.append(parts.asked[:, :, i] @ X - parts.known[:, :, i])
-        X = _kept(parts.kept[:, :, i], X) + parts.written[:, :, i] @ w[-1]
+        w.append(asked @ X - known)
+        X = _kept(kept, X) + written @ w[-1]
     o = parts.read @ torch.stack(before, 2) - parts.within @ torch.stack(w, 2)
     return o.flatten(2, 3)[:, :, :n].transpose(1, 2), X.unflatten(2, (2, -1))
 
