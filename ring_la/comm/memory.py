@@ -7,7 +7,7 @@ what it should have brought is NaN, and the next use of the memory raises a `Pee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
@@ -162,6 +162,33 @@ class GroupMemory:
     def held(self) -> int:
         """Bytes held so, which PyTorch's allocator does not count."""
         return 0 if self.current is None else self.current.size
+
+
+class TakenInTurns:
+    """Two memories that uses take in turns, without a barrier behind each: what a rank brings into the second says that
+    it has read the first. So in every use each rank must bring something to each other.
+
+    Args:
+        make: makes the memory that is kept with a group.
+
+    Attributes:
+        open: ends a use that has begun and whose end never came (an error in between); None: there is none.
+    """
+
+    def __init__(self, make: Callable[[], GroupMemory]) -> None:
+        self._both, self._next = (make(), make()), 0
+        self.open: Callable[[], None] | None = None
+
+    def of(self, size: int, first: bool) -> Memory:
+        """The memory of the next use, of at least `size` bytes. Collective when it must grow. `first`: of some in a
+        row, which a CUDA graph may repeat behind others: all ranks' streams meet."""
+        if self.open is not None:
+            self.open()
+        memory = self._both[self._next].of(size)
+        self._next = 1 - self._next
+        if first:
+            memory.meet()
+        return memory
 
 
 def cut(memory: Tensor, first: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:

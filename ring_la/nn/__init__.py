@@ -7,6 +7,7 @@ from .attention import Attention
 from .decoding import KVCache
 from .delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from .delta_kin import Comba, GatedDeltaNet2, GatedDeltaProduct
+from .dsa import DeepSeekSparseAttention
 from .fox import ForgettingAttention
 from .gla import HGRN2, GatedLinearAttention
 from .gsa import GatedSlotAttention
@@ -16,6 +17,7 @@ from .layer import Layer, LayerOutput, LayerState
 from .linear_attention import LinearAttention
 from .mamba2 import Mamba2
 from .mamba3 import Mamba3
+from .moba import MixtureOfBlockAttention
 from .moe import MixtureOfExperts, MoEOutput, Routing
 from .parts import RMSNorm
 from .retention import LightningAttention, MultiScaleRetention
@@ -29,6 +31,8 @@ LAYERS: dict[str, type[Layer]] = {
     "attention": Attention,
     "mla": MultiheadLatentAttention,
     "nsa": NativeSparseAttention,
+    "dsa": DeepSeekSparseAttention,
+    "moba": MixtureOfBlockAttention,
     "linear_attention": LinearAttention,
     "retention": MultiScaleRetention,
     "lightning": LightningAttention,
@@ -55,6 +59,7 @@ LAYERS: dict[str, type[Layer]] = {
 __all__ = [
     "Attention",
     "Comba",
+    "DeepSeekSparseAttention",
     "DeltaNet",
     "ForgettingAttention",
     "GatedDeltaNet",
@@ -75,6 +80,7 @@ __all__ = [
     "MLSTM",
     "Mamba2",
     "Mamba3",
+    "MixtureOfBlockAttention",
     "MixtureOfExperts",
     "MoEOutput",
     "MultiScaleRetention",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blockwise import by_element
 from ..choices import Mode, RecurrenceBackend
 from ..errors import ArgumentError
 from ..kernels.fused.log_decay import decay_gate
@@ -67,6 +68,7 @@ class _DeltaLayer(Layer):
         self.out_proj = nn.Linear(self.widths[2], dim, bias=False)
         self.make_gates()
 
+    @by_element
     def _rates(self, y: Tensor) -> Tensor:
         return self.beta_max * torch.sigmoid(wide(y))
 

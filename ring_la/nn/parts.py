@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blockwise import fixed
+from ..blockwise import AT_ONCE, by_element, fixed, norm_at_once
+from ..context import ShardedLayout
 from ..conv import short_conv
 from ..errors import ArgumentError
 from ..kernels.fused.rms_norm import rms_norm
@@ -34,6 +35,17 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return rms_norm(x, self.weight, gate, silu=self.silu, eps=self.eps)
+
+
+def _norm(norm: RMSNorm, layout: ShardedLayout, x: Tensor) -> Tensor:
+    return norm_at_once(x, norm.weight, None, True, norm.eps, layout)
+
+
+def _gated(norm: GatedRMSNorm, layout: ShardedLayout, x: Tensor, gate: Tensor) -> Tensor:
+    return norm_at_once(x, norm.weight, gate, norm.silu, norm.eps, layout)
+
+
+AT_ONCE[RMSNorm], AT_ONCE[GatedRMSNorm] = _norm, _gated
 
 
 class HeadNorm(nn.Module):
@@ -94,4 +106,9 @@ def rotated(q: Tensor, k: Tensor, positions: Tensor, base: float, call: LayerCal
     if not fixed(call.layout):
         return rotate(q, positions, base), rotate(k, positions, base)
     at = positions.expand(q.shape[0], -1)
-    return call.rows(lambda q, k, at: (rotate(q, at, base), rotate(k, at, base)), q, k, at)
+
+    @by_element
+    def both(q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(q, at, base), rotate(k, at, base)
+
+    return call.rows(both, q, k, at)

@@ -460,6 +460,57 @@ def ttt_linear(
     backend: RecurrenceBackend | None = None,
     in_place: bool = False,
 ) -> LinearAttentionOutput: ...
+def momentum_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    mu: Tensor,
+    beta: Tensor,
+    eta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
+def lightnet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
+def abc_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    layout: ShardedLayout | None = None,
+    cu_seqlens: Tensor | None = None,
+    mode: Mode = "auto",
+    backend: RecurrenceBackend | None = None,
+    in_place: bool = False,
+) -> LinearAttentionOutput: ...
 def lightning_decay(
     heads: int, layer_idx: int = 0, num_layers: int = 1, device: torch.device | None = None
 ) -> Tensor: ...
@@ -491,4 +542,7 @@ __all__ = [
     "mamba3",
     "mamba3_mimo",
     "ttt_linear",
+    "momentum_delta_rule",
+    "lightnet",
+    "abc_attention",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ring_la
 from ring_la import reference
-from ring_la.indexers import lightning_index
+from ring_la.indexers import lightning_index, lightning_loss
 from tests.support.attention_cases import error
 
 pytestmark = pytest.mark.gpu
@@ -85,3 +85,22 @@ def test_index_scores(dtype):
     there = ~torch.isneginf(want.scores)
     assert torch.equal(torch.isneginf(got.scores), ~there)
     assert error(got.scores[there], want.scores[there]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_the_loss_of_an_indexer(dtype):
+    """Products of 16-bit numbers are wide: beside fp64 of the same numbers only sums are rounded, and its gradients."""
+    rng = torch.Generator("cuda").manual_seed(3)
+    shapes = ((6, 128), (128,), (6,), (16, L + R), (1, L + R))
+    x = [normal(rng, 2, T, *shape).to(dtype) for shape in shapes]
+    x[2] = x[2].abs() / 6
+    x[3] = x[3] / 24
+    chosen = torch.rand(2, T, T, generator=rng, device="cuda").topk(96, -1).indices[:, :, None].int()
+
+    def run_in(kind: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(kind).requires_grad_() for t in x[:3]]
+        loss = lightning_loss(*leaves, chosen, *(t.to(kind) for t in x[3:]), scale=(N + R) ** -0.5)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    errors = [error(a, b) for a, b in zip(run_in(dtype), run_in(torch.float64))]
+    assert max(errors) < LIMITS[dtype], errors

@@ -20,7 +20,16 @@ from tests.support.attention_cases import error
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "fa3_fwd", "fa3_fwd_fp8", "flash_attn_4", "triton")
+KERNELS = (
+    "cudnn",
+    "flash",
+    "flash_attn_2",
+    "flash_attn_3",
+    "fa3_fwd",
+    "fa3_fwd_fp8",
+    "flash_attn_4",
+    "triton",
+)
 HEADS = ((64, (4, 4), KERNELS), (128, (8, 2), KERNELS), (256, (8, 2), ("cudnn", "flash", "triton")))
 """Channels, heads of queries and of keys, and the kernels that are asked for them."""
 MASKS: dict[str, dict] = {

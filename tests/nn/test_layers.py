@@ -76,7 +76,7 @@ def test_a_window_holds_while_decoding():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_low_precision_runs(name):
-    every = {"topk": 18} if name == "nsa" else {}  # all blocks: another choice is no rounding error
+    every = {"nsa": {"topk": 18}, "dsa": {"topk": 70}, "moba": {"topk": 24}}.get(name, {})  # another choice is no error
     layer, x = make(name, torch.float32, **every), random(1, 70, DIM).float()
     exact = layer(x).o
     with torch.autocast("cpu", torch.bfloat16):
@@ -119,6 +119,9 @@ BAD_OPTIONS = [
     ("attention", dict(num_kv_heads=0), "num_kv_heads"),
     ("mla", dict(rope_dim=3), "rope_dim"),
     ("nsa", dict(length=24), "length"),
+    ("dsa", dict(index_dim=1), "index_dim"),
+    ("dsa", dict(index_loss=-1), "index_loss"),
+    ("moba", dict(block=0), "block"),
     ("attention", dict(window=-5), "window"),
     ("attention", dict(head_dim=3), "head_dim"),  # rotation pairs channels
     ("retention", dict(head_dim=3), "head_dim"),
@@ -143,7 +146,7 @@ def test_a_cache_of_other_documents_or_heads_is_refused():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["mla", "nsa"])
+@pytest.mark.parametrize("name", ["mla", "nsa", "dsa", "moba"])
 def test_rows_of_several_lengths_share_memory(name):
     """As a server decodes: each sequence goes on by a token as it does alone."""
     layer, x = make(name), random(3, 12, DIM)

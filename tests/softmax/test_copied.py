@@ -32,11 +32,13 @@ class Files(Memory):
 
     folder = ""
     by_kernels = False
+    opened = 0
 
     @classmethod
     def open(cls, own, size: int) -> Files:
         total = module._head(own.size) + -(-size // 16) * 16
-        names = [f"{cls.folder}/{own.size}-{total}-{r}" for r in range(own.size)]
+        Files.opened += 1
+        names = [f"{cls.folder}/{own.size}-{total}-{Files.opened}-{r}" for r in range(own.size)]
         return cls(own, [torch.from_file(n, shared=True, size=total, dtype=torch.uint8) for n in names])
 
     def _launch(self, name: str, *numbers: int) -> None:
@@ -61,7 +63,7 @@ def over_files(P: int, folder: str, by_kernels: bool = False):
     """A group whose ranks copy from each other's memory, as on the GPUs of one host."""
     cp = ring_la.ContextParallel(group(P), scan="ring")
     cp.comm.copies = True
-    Files.folder, Files.by_kernels = folder, by_kernels
+    Files.folder, Files.by_kernels, Files.opened = folder, by_kernels, 0
     return cp, mock.patch.object(Memory, "open", Files.open)
 
 

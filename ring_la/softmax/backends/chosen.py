@@ -25,6 +25,12 @@ ON_GPUS = 1 << 27
 """The same on a GPU, which many small strips would leave idle."""
 
 
+TAKEN: dict[bool, str] = {True: "torch", False: "torch"}
+"""The kernel that a call on a GPU takes which names none: on latents, whose values are the first columns of keys
+(True), and on keys and values apart. `python -m benchmarks.chosen` times all three, and "torch" was not in a run of it
+yet: of the others "triton_sorted" was the faster with latents, "triton" with blocks."""
+
+
 class ChosenBackend(AttentionBackend):
     """A kernel that takes a choice.
 

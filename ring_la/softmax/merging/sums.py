@@ -57,6 +57,13 @@ class Sum:
         self.write(out)
         return out
 
+    def over_columns(self, columns: slice) -> Tensor:
+        """The sum over some columns, too, wide ``[B, T, H]``."""
+        out = torch.zeros(self.shape[:3], dtype=self.dtype, device=self.device)
+        for p in self._parts:
+            out[:, p.start : p.stop] += p.x[..., columns].to(self.dtype).sum(-1)
+        return out
+
     def settled(self, dtype: torch.dtype) -> Sum:
         """The same with its parts read now, into memory of its own."""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)

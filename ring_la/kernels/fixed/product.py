@@ -1,0 +1,72 @@
+"""``y = x W (+ bias)`` of which a row's bits do not depend on the other rows, nor on how many there are.
+
+One tile for all numbers of rows, and one order along the sum, which no two programs share (the batch-invariant product
+of He et al. 2025, "Defeating nondeterminism in LLM inference"). A row of a tensor core's tile is computed alike
+wherever it stands in the tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_la.kernels.runtime.launch import aligned, launch
+
+ROWS, DEEP, TALL = 128, 64, 8
+"""Rows of a tile, terms of the sum at a time, and tiles one below the other that are computed together."""
+
+
+@triton.jit(do_not_specialize=("M", "N", "K"))
+def product_kernel(
+    x, w, bias, y, M, N, K, UN: tl.constexpr, UK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One tile of y ``[M, N]``, N and K in units of UN and UK; w is ``[K, N]``, or TRANSPOSED ``[N, K]``."""
+    N *= UN
+    K *= UK
+    down, across = (M + BM - 1) // BM, (N + BN - 1) // BN
+    pid = tl.program_id(0)
+    first = pid // (GROUP * across) * GROUP
+    tall = tl.minimum(down - first, GROUP)
+    i = (first + pid % (GROUP * across) % tall).to(tl.int64) * BM + tl.arange(0, BM)
+    j = pid % (GROUP * across) // tall * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    x_ = x + i[:, None] * K + k[None, :]
+    if TRANSPOSED:
+        w_ = w + k[:, None] + j[None, :].to(tl.int64) * K
+    else:
+        w_ = w + k[:, None].to(tl.int64) * N + j[None, :]
+    acc = tl.zeros([BM, BN], tl.float32)
+    for at in range(0, K, BK):
+        left = tl.load(x_, (i < M)[:, None] & (k < K - at)[None, :], other=0.0)
+        right = tl.load(w_, (k < K - at)[:, None] & (j < N)[None, :], other=0.0)
+        acc = tl.dot(left, right, acc, input_precision=PREC)
+        x_ += BK
+        w_ += BK if TRANSPOSED else BK * N
+    if BIAS:
+        acc += tl.load(bias + j, j < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + i[:, None] * N + j[None, :], acc.to(y.dtype.element_ty), (i < M)[:, None] & (j < N)[None, :])
+
+
+def row_product(x: Tensor, w: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+    """``x w + bias`` of ``x [..., K]`` and ``w [K, N]``, or its transpose ``[N, K]``; fp32 sums, in x's dtype."""
+    x, w, K = aligned(x), aligned(w), x.shape[-1]
+    N = w.shape[0] if transposed else w.shape[1]
+    y = x.new_empty(*x.shape[:-1], N)
+    rows = x.numel() // K if K else 0
+    if not rows:
+        return y
+    wide = 256 if N > 128 and x.dtype.itemsize == 2 else 128 if N > 64 else 64
+    un, uk = unit_of(N), unit_of(K)
+    launch(
+        product_kernel, (-(-rows // ROWS) * -(-N // wide),), x, w, x if bias is None else aligned(bias), y,
+        rows, N // un, K // uk, UN=un, UK=uk, BM=ROWS, BN=wide, BK=DEEP if x.dtype.itemsize == 2 else 32, GROUP=TALL,
+        TRANSPOSED=transposed, BIAS=bias is not None, PREC="ieee", num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
+def unit_of(size: int) -> int:
+    """What a size is passed in, so that a kernel knows of rows on 16-byte boundaries and is compiled once for them."""
+    return 16 if size % 16 == 0 else 1
