@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -107,6 +108,12 @@ def unequal(tokens: int, length: int, rows: int, programs: int) -> tuple[int, in
     return each, 2 * each
 
 
+def cut(tokens: int, heads: int, pieces: int, programs: int, equal: bool) -> tuple[int, int]:
+    """Tokens a span and of a row's outer one (see `GDNCall`)."""
+    length = span(tokens, heads, pieces, programs, equal)
+    return unequal(tokens // pieces, length, pieces * heads, programs) if equal else (length, length)
+
+
 def picks(programs: int, device: torch.device) -> bool:
     """Whether programs take spans that wait first: where all run at once that is the same."""
     return programs > multiprocessors(device)
@@ -116,6 +123,9 @@ def combined(length: int, tokens: int, states: int) -> int:
     """How many spans combine, where a row of `tokens` has enough of them and all `states` have room."""
     fits = states * 2 * HEAD * HEAD * 4 <= PARTS
     return TOGETHER if fits and tokens >= GROUPED * length else 1
+
+
+Cut = Callable[[int, int, int, int, bool], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -140,15 +150,13 @@ class GDNCall:
     runs: Runs | None
 
     @classmethod
-    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, even: bool = False) -> GDNCall:
-        """`even`: no span goes over its tokens more often than others."""
+    def of(cls, inputs: Inputs, cu: Tensor | None, scale: float, cut: Cut = cut) -> GDNCall:
         inputs = as_read(inputs)
         v = inputs.v
         B, T, H = v.shape[:3]
         pieces = B if cu is None else cu.numel() - 1
-        length = span(B * T, H, pieces, multiprocessors(v.device), cu is None)
+        length, outer = cut(B * T, H, pieces, multiprocessors(v.device), cu is None)
         if cu is None:
-            length, outer = (length, length) if even else unequal(T, length, B * H, multiprocessors(v.device))
             count = B * (1 + cdiv(max(T - outer, 0), length))
             return cls(inputs, None, scale, pieces, length, outer, count, B * cdiv(T, CHUNK), None)
         cu = aligned(cu.to(device=v.device, dtype=torch.int32))
