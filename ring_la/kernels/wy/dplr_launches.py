@@ -19,7 +19,7 @@ from ring_la.kernels.runtime.launch import aligned
 from ring_la.kernels.spans.heads import summed
 from ring_la.kernels.spans.table import cdiv
 from ring_la.kernels.wy import gdn_launches
-from ring_la.kernels.wy.gdn_launches import CHUNK, GDNCall, Kept
+from ring_la.kernels.wy.gdn_launches import CHUNK, GDNCall, KeptChunks
 from ring_la.kernels.wy.kda_launches import HEAD, by_row
 
 LEAST = -86.0 * math.log(2) / CHUNK
@@ -64,10 +64,10 @@ def keeps(inputs: Inputs, cu: Tensor | None) -> bool:
     return group(B * cdiv(T, CHUNK) if cu is None else T // CHUNK + cu.numel() - 1, H) == H
 
 
-def _kept(call: GDNCall, heads: int) -> Kept:
+def _kept(call: GDNCall, heads: int) -> KeptChunks:
     """Room for the states before chunks, Y, and P of k and b, L and M."""
     shape, bf16 = (call.chunks, heads), torch.bfloat16
-    return Kept(
+    return KeptChunks(
         call.new(*shape, HEAD, HEAD, dtype=bf16),
         call.new(*shape, CHUNK, HEAD, dtype=bf16),
         call.new(*shape, 4, CHUNK, CHUNK, dtype=bf16),
@@ -76,14 +76,15 @@ def _kept(call: GDNCall, heads: int) -> Kept:
 
 def _launch(
     call: GDNCall, kernel: CudaKernel, heads: range, o: Tensor | None, states: tuple[Tensor | None, Tensor | None],
-    kept: Kept | tuple[None, None, None], further: tuple[Tensor, ...] = (),
+    kept: KeptChunks | tuple[None, None, None], further: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
     """`states`: those it begins with and those it ends with (gradients, backward)."""
     x, device = call.inputs, call.inputs.v.device
     (_, T, H, _), programs = x.v.shape, call.count * len(heads)
+    table = None if call.runs is None else call.runs.table
     flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
     kernel(
-        programs, *x.qkv, x.a, x.b, x.g, o, *states, call.runs and call.runs.table, call.cu, flags,
+        programs, *x.qkv, x.a, x.b, x.g, o, *states, table, call.cu, flags,
         call.new(call.count, H, HEAD, HEAD), None, *kept, T, H, x.q.shape[2], call.count, call.length, call.pieces,
         heads.start, len(heads), 0, 1, -call.outer if further else call.outer, call.scale, *further,
     )  # fmt: skip
@@ -91,7 +92,7 @@ def _launch(
 
 def forward(
     inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, final: bool, keep: bool = False
-) -> tuple[Tensor, Tensor | None, Kept | None]:
+) -> tuple[Tensor, Tensor | None, KeptChunks | None]:
     """o ``[B, T, H, V]``; if `final` the states that leave the pieces ``[B, N, H, K, V]``, `S0` like those; if `keep`
     what `gradients` take."""
     H, call = inputs.v.shape[2], GDNCall.of(inputs, cu, scale, cut)
@@ -109,7 +110,7 @@ def gradients(
     S0: Tensor | None,
     do: Tensor,
     dS_end: Tensor | None,
-    kept: Kept | None,
+    kept: KeptChunks | None,
 ) -> tuple[Inputs, Tensor]:
     """Those of the inputs, and of the states that enter. `kept`: what `forward` left of the same tokens; None: it is
     made again, as many heads at a time as `gdn_launches.KEPT` bytes hold."""

@@ -92,9 +92,10 @@ def _launch(
     """`states`: those it begins with and those it ends with (gradients, backward)."""
     x, device = call.inputs, call.inputs.v.device
     (_, T, H, _), programs = x.v.shape, call.count * len(heads)
+    table = None if call.runs is None else call.runs.table
     flags = torch.zeros(2 * call.count * H + 3 + programs, dtype=torch.int32, device=device)
     kernel(
-        programs, *x.qkv, x.g, o, *states, call.runs and call.runs.table, call.cu, flags,
+        programs, *x.qkv, x.g, o, *states, table, call.cu, flags,
         call.new(call.count, H, HEAD, HEAD), *kept, T, H, x.q.shape[2], call.count, call.length, call.pieces,
         heads.start, len(heads), gdn_launches.picks(programs, device), call.scale, *further,
     )  # fmt: skip

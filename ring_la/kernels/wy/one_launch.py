@@ -58,7 +58,7 @@ def _delta(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, u
 def _delta_gradients(
     inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
 ) -> tuple[Inputs, Tensor]:
-    kept = gdn_launches.Kept.of(backward.saved)
+    kept = gdn_launches.KeptChunks.of(backward.saved)
     return gdn_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
 
 
@@ -84,7 +84,7 @@ def _dplr(inputs: Inputs, cu: Tensor | None, scale: float, S0: Tensor | None, us
 def _dplr_gradients(
     inputs: Inputs, cu: Tensor | None, scale: float, backward: Backward, dS_end: Tensor | None
 ) -> tuple[Inputs, Tensor]:
-    kept = gdn_launches.Kept.of(backward.saved)
+    kept = gdn_launches.KeptChunks.of(backward.saved)
     return dplr_launches.gradients(inputs, cu, scale, backward.S0, backward.do, dS_end, kept)
 
 
@@ -191,5 +191,5 @@ class OneLaunch:
 def _without_kept(backward: Backward) -> Backward:
     """Without what only a launch takes; what a forward in chunks saved stays."""
     saved = backward.saved
-    found = gdn_launches.Kept.of(saved) or gla_launches.KeptPairs.of(saved)
+    found = gdn_launches.KeptChunks.of(saved) or gla_launches.KeptPairs.of(saved)
     return backward if found is None else backward._replace(saved=())
