@@ -84,8 +84,11 @@ def ways(cp: ring_la.ContextParallel, args: argparse.Namespace, left: Left) -> I
     for form in forms:
         yield row(f"ring, {form}", attending(cp, layout, args, chosen=chosen, backend=form, strategy="ring"), left)
         yield row(f"ideal, {form}", at_hand(cp, args, chosen, form), left)
-    yield row("index", indexing(layout), left)
-    yield row("index, its loss", learning(layout, args.heads, chosen), left)
+    few = cp.layout(CHECKED, "zigzag")  # compiles
+    for step in (indexing(few), learning(few, args.heads, choose(few.tokens().cuda(), args.chosen))):
+        step()
+    yield row("index", indexing(layout), left, 0)
+    yield row("index, its loss", learning(layout, args.heads, chosen), left, 0)
     if args.all_gather:
         for form in forms:
             how = dict(chosen=chosen, backend=form, strategy="all_gather")

@@ -134,7 +134,7 @@ NAMES = {"lightning_attention": "lightning", "dplr_delta_rule": "dplr"}
 """Recurrences that tables call by another name."""
 KEYWORDS = {"rwkv7": (("scale", 1.0),), "ttt_linear": (("mini_batch", 16),)}
 """Arguments that a peer has no choice of."""
-NAMED = ("ttt_linear",)
+NAMED = ("lightnet", "abc_attention", "mesa_net")
 """What goes by kernels only where a caller names them."""
 BOUNDED = ("rwkv7", "dplr_delta_rule")
 """Recurrences whose log-decays are above -0.6, as RWKV-7's are."""

@@ -95,7 +95,8 @@ class DeepSeekSparseAttention(MultiheadLatentAttention):
         source = dim if self.q_down is None else self.q_proj.in_features
         heads = positive("index_heads", index_heads)
         self.indexer = LightningIndexer(dim, source, heads, index_dim, R, self.rope_base)
-        self.index_loss, self.index_backend, self.chosen_backend = index_loss, index_backend, backend
+        self.index_loss, self.index_backend = index_loss, index_backend
+        self.chosen_backend: ChosenBackendName | None = backend
 
     @property
     def key_size(self) -> KeySize:

@@ -73,6 +73,10 @@ class StaticBatch(Batch):
     def logits(self) -> Tensor:
         return self._logits
 
+    @property
+    def graphs(self) -> int:
+        return 0 if self._step is None else self._step.graphs
+
     def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         seat = next(i for i in range(self._most) if i not in self._seats)
         parts = [self._part(i, state) for i, state in enumerate(prompt.states)]
@@ -120,7 +124,8 @@ class StaticBatch(Batch):
         columns = min(self._keys.capacity, columns_for(longest))
         logits, choice = self._step(tokens=ids.to(self.model.device), columns=columns)
         self._step.wait()  # a rank that died is named instead of waited for
-        at = torch.tensor(self._seats, device=logits.device)
+        n = len(self._seats)
+        at: Any = slice(n) if self._seats == list(range(n)) else torch.tensor(self._seats, device=logits.device)
         self._logits, self._choice = logits[at], choice[at]
         for seat in self._seats:
             self._taken[seat] = self._taken[seat][0], self._taken[seat][1] + 1
@@ -193,7 +198,8 @@ class StaticBatch(Batch):
 
     def _dtype(self, state: Any) -> torch.dtype:
         """Of a layer's keys."""
-        return state.k.dtype if isinstance(state, KVCache) else self.model.model.embedding.weight.dtype
+        model: Any = self.model.model
+        return state.k.dtype if isinstance(state, KVCache) else model.embedding.weight.dtype
 
     @torch.no_grad()
     def _stepped(self, tokens: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ def check_steps(rank: int, name: str) -> tuple[list[tuple[list[int], ...]], int,
             tokens[captured] = [each.tokens for each in jobs]
             gaps = [b - a for each in jobs for a, b in zip(each.times, each.times[1:])]
             times["captured" if captured else "plain"] = 1000 * sorted(gaps)[len(gaps) // 2]
-        graphs = engine.batch._step.graphs if captured else 0
+        graphs = engine.batch.graphs
     return (list(zip(tokens[True], tokens[False], want, strict=True)), graphs, times) if tokens else None
 
 
@@ -130,7 +130,7 @@ def check_captured(rank: int) -> tuple[list[tuple[list[int], list[int]]], int, d
             tokens[captured] = [each.tokens for each in jobs]
             gaps = [b - a for each in jobs for a, b in zip(each.times, each.times[1:])]
             times["captured" if captured else "plain"] = 1000 * sorted(gaps)[len(gaps) // 2]
-        graphs = engine.batch._step.graphs if captured else 0
+        graphs = engine.batch.graphs
     if not tokens:
         return None
     return list(zip(tokens[True], tokens[False], strict=True)), graphs, times

@@ -106,6 +106,17 @@ def test_spans_of_any_layout(kind, cu, reach, of_spans):
     assert of_spans
 
 
+def test_spans_of_documents_that_only_the_device_knows(of_spans):
+    torch.manual_seed(0)
+    cpu, cu, scores = torch.device("cpu"), (0, 7, 7, 90, 91, 198), Scores(0.3, left=50, right=0)
+    tensors = [torch.randn(1, 198, h, 8) for h in (2, 1, 1, 2)]
+    known, unknown = Tokens.whole(198, cpu, cu), Tokens.packed(198, torch.tensor(cu))
+    want = block("torch", scores, tensors, Pair(known, known, scores.reach))
+    for got, exact in zip(block("triton", scores, tensors, Pair(unknown, unknown, scores.reach)), want):
+        assert error(got, exact) < 1e-5
+    assert of_spans
+
+
 def test_spans_are_for_scores_of_order_alone(of_spans):
     """A softcap, a scale below zero and joint keys go to the general kernels."""
     q = torch.randn(1, 45, 2, 8)
@@ -190,3 +201,25 @@ def test_gradients_of_a_block_come_in_the_inputs_dtype():
         assert got.wide().dtype == torch.float32
         assert error(part, exact.wide()) < 1e-2
     assert not BACKENDS["triton"].sums_wide
+
+
+def test_the_first_part_holds_the_result(monkeypatch):
+    """Where it has all rows, others are put into theirs: nothing else is read or written; asked again, nothing is."""
+    torch.manual_seed(0)
+    shape, cpu, results = (2, 37, 3, 12), torch.device("cpu"), []
+    spans_ = [slice(0, 37), slice(20, 30), slice(25, 29)]
+    drawn = [(torch.randn(2, s.stop - s.start, 3, 12), torch.randn(2, 3, s.stop - s.start)) for s in spans_]
+    for fuses in (False, True):
+        monkeypatch.setattr(one_pass, "fuses", lambda device, dtype, fuses=fuses: fuses)
+        partial, added, settled = (kind(shape, torch.float32, cpu) for kind in (Partial, Sum, Sum))
+        held = [(x.clone(), lse.clone(), x.clone(), x.clone()) for x, lse in drawn]
+        for (o, lse, dq, dk), rows in zip(held, spans_):
+            partial.add(o, lse, rows)
+            added.add(dq, rows)
+            settled.add(dk, rows)
+        for _ in range(2):
+            got = [*partial.result(), added.result(torch.float32), settled.settled(torch.float32).result(torch.float32)]
+            results.append([t.clone() for t in got])
+            assert [a.data_ptr() == b.data_ptr() for a, b in zip(got[:3], held[0])] == [fuses] * 3
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0])

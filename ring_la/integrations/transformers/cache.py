@@ -3,7 +3,7 @@ and the tokens after that, split in the same way, which find what is in the cach
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -168,12 +168,15 @@ class ContinuedRecorder(CacheRecorder):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         if hasattr(self._cache, "get_conv_state"):
             return self._cache.get_conv_state(layer_idx, state_idx)
-        return self._cache.layers[layer_idx].conv_states[state_idx]
+        return self._layer(layer_idx).conv_states[state_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         if hasattr(self._cache, "get_recurrent_state"):
             return self._cache.get_recurrent_state(layer_idx, state_idx)
-        return self._cache.layers[layer_idx].recurrent_states[state_idx]
+        return self._layer(layer_idx).recurrent_states[state_idx]
+
+    def _layer(self, number: int) -> Any:
+        return self._cache.layers[number]
 
     def has_previous_state(self, *args, **keywords) -> bool:
         return self._cache.has_previous_state(*args, **keywords)

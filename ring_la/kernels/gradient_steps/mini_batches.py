@@ -5,6 +5,7 @@ In an eager call alone: what traces one sees the PyTorch of `recurrences.ttt`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ WIDEST = 128
 
 
 def unsupported(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, w: Tensor, b: Tensor, size: int, scale: float
+    given: Sequence[Tensor], size: int, scale: float
 ) -> str:  # fmt: skip
-    """Why there are no kernels for a call, or an empty string."""
+    """Why there are no kernels for q, k, v, η, w and b of a call, or an empty string."""
+    q, k, v, eta, w, b = given
     if not (q.is_cuda and triton_installed()) or traced(q):
         return "no eager call on a CUDA device with Triton"
     one = len({x.dtype for x in (q, k, v)}) == 1
