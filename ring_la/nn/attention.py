@@ -100,7 +100,7 @@ class Attention(KeyedLayer):
         q, k, v = qkv
         if state is None:
             options: dict[str, Any] = dict(window=(self.window, -1), scale=scale)
-            o = attention(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens, **options).o
+            o = self._whole(q, k, v, layout=call.layout, cu_seqlens=call.cu_seqlens, **options)
             state = cache_of(k, v, call) if call.output_state else None
         elif isinstance(state, (KVRows, StaticKeys)):
             o = state.decode(q, k, v, self.window, scale)
@@ -115,6 +115,10 @@ class Attention(KeyedLayer):
         if self.gate_proj is not None:
             o = call.rows(_gated, call.rows(self.gate_proj, x), o)
         return LayerOutput(call.rows(self.out_proj, o), state if call.output_state else None)
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention of all tokens of a call to each other."""
+        return attention(q, k, v, **options).o
 
     def _shared(
         self, qkv: tuple[Tensor, Tensor, Tensor], state: LayerKeys, call: LayerCall, scale: float | None

@@ -92,23 +92,35 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     x ``[B, T, H, D]``, positions int ``[T]`` or ``[B, T]``. Angles are formed in fp64: at position 10⁶ fp32 has
     lost two digits of them.
     """
-    half = x.shape[-1] // 2
+    return _turned(x, *_angles(x, positions, base))
+
+
+def _angles(x: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for ``x [B, T, H, D]``, ``[(B,) T, 1, D/2]``."""
+    half, dtype = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequency = base ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angle = positions.to(torch.float64)[..., None, None] * frequency  # [(B,) T, 1, D/2]
-    y = wide(x)
-    cos, sin = angle.cos().to(y.dtype), angle.sin().to(y.dtype)
-    a, b = y.chunk(2, -1)
+    angle = positions.to(torch.float64)[..., None, None] * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = wide(x).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def _both(q: Tensor, k: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    angles = _angles(q, positions, base)  # of a token's step these are most of it
+    return _turned(q, *angles), _turned(k, *angles)
 
 
 def rotated(q: Tensor, k: Tensor, positions: Tensor, base: float, call: LayerCall) -> tuple[Tensor, Tensor]:
     """`rotate` of both, positions int ``[T]`` or ``[B, T]``."""
     if not fixed(call.layout):
-        return rotate(q, positions, base), rotate(k, positions, base)
+        return _both(q, k, positions, base)
     at = positions.expand(q.shape[0], -1)
 
     @by_element
     def both(q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(q, at, base), rotate(k, at, base)
+        return _both(q, k, at, base)
 
     return call.rows(both, q, k, at)

@@ -48,6 +48,11 @@ class Batch:
         """Of each row's next token ``[N, vocab_size]``."""
         return self._after.logits
 
+    @property
+    def graphs(self) -> int:
+        """CUDA graphs of its steps, so far."""
+        return 0
+
     def add(self, number: int, prompt: Prefilled, sampler: Sampler | Chooser | None) -> None:
         """A sequence more, from its prompt ``(logits [1, V], states of one row)``, which is not written to."""
         self._after = self._arranged(range(len(self.rows)), [prompt])

@@ -20,7 +20,8 @@ from ...merging.parts import dense
 from ...scores import Scores
 from ..backend import Ask, QueryRows
 from ..canonical import Canonical
-from .launch import Launcher, TritonBackend
+from .backend import TritonBackend
+from .launch import General
 from .plan import TileLists, meet
 from .table import TileSettings
 
@@ -79,7 +80,7 @@ def _lists(seen: Tensor) -> TileLists:
     return TileLists(order, counts.to(torch.int32).contiguous())
 
 
-class InBlocks(Launcher):
+class InBlocks(General):
     """Launches over tiles of one side, of which each meets the other's blocks in order."""
 
     def of_queries(self, how: TileSettings) -> TileLists:
@@ -107,6 +108,7 @@ class CanonicalTriton(Canonical):
         out.add(o, lse)
 
     def query_gradients(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> Tensor:
+        from ....kernels.runtime.launch import filled
         from . import kernels
 
         assert x.delta is not None
@@ -116,10 +118,11 @@ class CanonicalTriton(Canonical):
         if q.numel() and k.numel():
             met = InBlocks(scores, Pair(pair.rows, keys.tokens, pair.reach), q, k, v, do)
             inputs = q, k, v, do, x.lse.contiguous(), x.delta.contiguous()
-            met.over_queries(kernels.backward_queries, BACKWARD_QUERIES, *inputs, dq)
+            met.over_queries(kernels.backward_queries, BACKWARD_QUERIES, *inputs, dq, *filled(None, by=dq))
         return dq
 
     def key_gradients(self, x: QueryRows, k: Tensor, v: Tensor, scores: Scores, pair: Pair) -> tuple[Tensor, Tensor]:
+        from ....kernels.runtime.launch import filled
         from . import kernels
 
         assert x.delta is not None
@@ -129,7 +132,7 @@ class CanonicalTriton(Canonical):
         if q.numel() and k.numel():
             met = InBlocks(scores, Pair(rows.tokens, pair.keys, pair.reach), q, k, v, do)
             inputs = q, k, v, do, *(rows.fill(t, 2).contiguous() for t in (x.lse, x.delta))
-            met.over_keys(kernels.backward_keys, BACKWARD_KEYS, *inputs, dk, dv)
+            met.over_keys(kernels.backward_keys, BACKWARD_KEYS, *inputs, dk, dv, *filled(None, by=dk))
         return dk, dv
 
     def row_sums(self, do: Tensor | None, o: Tensor, dlse: Tensor | None, rows: Tokens) -> Tensor:
