@@ -94,7 +94,9 @@ class _Losses(torch.autograd.Function):
         return (d * grad.reshape(-1, 1).to(d.dtype)).view(*grad.shape, -1), None
 
 
-_losses_at_once = outside_graphs(_Losses.apply)
+@outside_graphs
+def _losses_at_once(logits: Tensor, targets: Tensor) -> Tensor:
+    return _Losses.apply(logits, targets)
 
 
 def has_liger() -> bool:
