@@ -18,6 +18,8 @@ from ring_la.kernels.runtime.triton_version import TensorDescriptor
 
 ROWS, TALL = 128, 8
 """Rows of a tile, and tiles one below the other that are computed together."""
+BY_DESCRIPTOR = True
+"""Whether tiles come by descriptor where widths are multiples of 16, here and in `weight`."""
 DESCRIBED = (128, 256, 64, 4)
 """Rows and columns of a tile, terms of the sum at a time and pipeline stages where tiles come by descriptor."""
 COLUMNS = {True: (128, 128, 3), False: (256, 64, 4)}
@@ -92,7 +94,7 @@ def row_product(x: Tensor, w: Tensor, bias: Tensor | None = None, *, transposed:
     rows = x.numel() // K if K else 0
     if not rows:
         return y
-    described = N > 64 and N % 16 == K % 16 == 0  # by the weight alone, never by the number of rows
+    described = BY_DESCRIPTOR and N > 64 and N % 16 == K % 16 == 0  # by the weight alone, never by the number of rows
     bm, bn, bk, stages = DESCRIBED if described else (ROWS, *COLUMNS[transposed])
     bn, un, uk = bn if N > 64 else 64, unit_of(N), unit_of(K)
     how: dict[str, Any] = dict(

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_la.kernels.fixed.grid import power_above
-from ring_la.kernels.fixed.product import unit_of
+from ring_la.kernels.fixed.product import BY_DESCRIPTOR, unit_of
 from ring_la.kernels.runtime.launch import aligned, launch
 from ring_la.kernels.runtime.triton_version import TensorDescriptor
 from ring_la.kernels.spans.table import cdiv
@@ -160,7 +160,7 @@ def block_sums(
         kept = torch.float32 if len(places) <= FEW else torch.float64
     out, un, uk = dy.new_empty(N, K, dtype=kept), unit_of(N), unit_of(K)
     for i, some in enumerate(of):
-        described = i * GROUP < len(places.full) and N % 16 == K % 16 == 0
+        described = BY_DESCRIPTOR and i * GROUP < len(places.full) and N % 16 == K % 16 == 0
         (bn, bk), stages = (DESCRIBED, 5) if described else (TILE, 7)
         given = (_by_block(dy, bn), _by_block(x, bk)) if described else (dy, x)
         launch(
