@@ -35,12 +35,13 @@ class OfSpans(BlockCall):
 
     @property
     def possible(self) -> bool:
-        """Whether they do this block: spans are all there is to its scores, and its tiles can be fetched (of 16 bits a
-        number on GPUs: fp32 has not been tried)."""
-        q = self.q
+        """Whether they do this block: spans are all there is to its scores, and its tiles can be fetched (on GPUs of 16
+        bits a number and K = V without padding: others have not been tried)."""
+        q, K, V = self.q, self.q.shape[3], self.v.shape[3]
+        tried = q.element_size() == 2 and K == V == self.width and _has_copy_engine(q.device) if q.is_cuda else True
         return (
             max(64, self.width) in table.SPANS_FORWARD
-            and (not q.is_cuda or (q.element_size() == 2 and _has_copy_engine(q.device)))
+            and tried
             and spans.simple(self.pair, self.scores)
             and all(map(_aligned, (q, self.k, self.v, self.o)))
         )
