@@ -101,8 +101,7 @@ def _run(
     backend: str | None,
 ) -> Tensor:  # fmt: skip
     """A checked call, in fp32 or wider."""
-    H, K = x.v.shape[2], x.q.shape[3]
-    factor = float(K**-0.5 if scale is None else scale)
+    H, factor = x.v.shape[2], float(x.q.shape[3] ** -0.5 if scale is None else scale)
     runs = _runs(layout, [0, x.v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist())
     dtype = torch.promote_types(x.v.dtype, torch.float32)
     kernels = _by_kernels(x, backend)
